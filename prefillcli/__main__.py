@@ -1,0 +1,3 @@
+from prefillcli.cli import main
+
+main()

@@ -1,0 +1,107 @@
+"""The command line: parse, call, exit code. Nothing here imports torch, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
+
+import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from prefillcli import __version__
+from prefillcli.config import RUN, ScoreSettings, load_settings
+from prefillcli.errors import PrefillError
+
+app = typer.Typer(
+    name="prefill",
+    help="Offline, prefill-only LLM scoring: one probability per row.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Entry point of the `prefill` command."""
+    app()
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True)] = False,
+) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+def score(inputs: list[str] | None, recipe: str | None, **flags: Any) -> None:
+    """Score every row of INPUT and write one row for each: a probability, or an error with a stable code.
+
+    The last line on stdout is one JSON object that sums the run up; everything else goes to stderr.
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    if inputs:
+        given["inputs"] = inputs
+    try:
+        settings = load_settings(given, recipe=recipe)
+    except PrefillError as error:
+        print(f"prefill: {error}", file=sys.stderr)
+        finish({"status": "failed", "exit_code": error.exit_code, "error": str(error)})
+    from prefillcli.score import score_job
+
+    finish(score_job(settings))
+
+
+def finish(summary: dict[str, Any]) -> NoReturn:
+    """End with the run's summary as the last line on stdout and its exit code."""
+    print(json.dumps(summary, separators=(",", ":"), allow_nan=False), flush=True)
+    raise typer.Exit(summary["exit_code"])
+
+
+def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
+    """The command-line option of a settings field; None stands for "not given"."""
+    extra: dict[str, str] = field.json_schema_extra  # type: ignore[assignment]  # config._option always sets it
+    flag = "--" + name.replace("_", "-")
+    kind: Any = field.annotation
+    if kind is bool:
+        names = [flag]
+    elif kind == bool | None:
+        names, kind = [f"{flag}/--no-{flag.removeprefix('--')}"], bool
+    else:
+        names = [flag]
+        kind = {int: int, float: float, int | None: int}.get(kind, str)
+    metavar = extra["metavar"] or None
+    if get_origin(field.annotation) is Literal:
+        metavar = "|".join(get_args(field.annotation))
+    help = field.description or ""
+    if "(default" not in help and field.default not in (None, False, ()):
+        help += f" (default: {field.default})"
+    if extra["short"]:
+        names.append(extra["short"])
+    option = typer.Option(*names, help=help, rich_help_panel=extra["panel"], metavar=metavar, show_default=False)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    )
+
+
+def _with_options(command: Callable[..., None], settings: type[BaseModel]) -> Callable[..., None]:
+    """Give `command` the inputs, `--recipe` and one option for each field of `settings`."""
+    inputs = typer.Argument(metavar="INPUT...", help="Parquet or JSONL: files, directories, globs or URLs.")
+    recipe = typer.Option("--recipe", metavar="FILE", help="YAML with options by name.", rich_help_panel=RUN)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [
+        inspect.Parameter("inputs", keyword, default=None, annotation=Annotated[list[str] | None, inputs]),
+        *(_parameter(name, field) for name, field in settings.model_fields.items() if name != "inputs"),
+        inspect.Parameter("recipe", keyword, default=None, annotation=Annotated[str | None, recipe]),
+    ]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    return command
+
+
+app.command("score")(_with_options(score, ScoreSettings))

@@ -1,0 +1,1 @@
+"""Engines: planned tokens in, label log-probabilities out."""

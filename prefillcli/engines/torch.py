@@ -1,0 +1,57 @@
+"""The layer walk as an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from prefillcli.engines.base import LabelTokens
+from prefillcli.plan.pack import Limits, Pack
+from prefillcli.prefill.walk import LayerWalk
+
+
+class TorchEngine:
+    """Walks packs through a transformers model on one device."""
+
+    def __init__(self, model: nn.Module, *, limits: Limits, chunk_tokens: int, offload_held: bool = False) -> None:
+        self.limits = limits
+        self._walk = LayerWalk(model, chunk_tokens=chunk_tokens, offload_held=offload_held)
+
+    def answer(
+        self, pack: Pack, labels: Callable[[int], LabelTokens], tick: Callable[[float], None]
+    ) -> dict[int, npt.NDArray[np.float64]]:
+        answers: dict[int, npt.NDArray[np.float64]] = {}
+        at = 0
+        for logits in self._walk.read_logits(pack, tick):
+            reads = pack.reads[at : at + len(logits)]
+            at += len(logits)
+            prompts = [(row, prompt) for row, (_, numbers) in enumerate(reads) for prompt in numbers]
+            found = label_logprobs(logits, [row for row, _ in prompts], [labels(prompt) for _, prompt in prompts])
+            answers.update(zip((prompt for _, prompt in prompts), found, strict=True))
+        return answers
+
+    def close(self) -> None:
+        self._walk.close()
+
+
+def label_logprobs(
+    logits: Tensor, rows: list[int], labels: list[LabelTokens]
+) -> npt.NDArray[np.float64]:
+    """Log-probabilities float64 [answers, labels] over the whole vocabulary.
+
+    Answer i reads row `rows[i]` of `logits` (float32 [reads, vocabulary]) for `labels[i]`; a label's tokens are summed
+    in probability.
+    """
+    total = torch.logsumexp(logits, dim=-1)
+    result = np.empty((len(rows), len(labels[0])), dtype=np.float64)
+    for tokens in set(labels):
+        answers = [i for i, own in enumerate(labels) if own == tokens]
+        at = torch.as_tensor([rows[i] for i in answers], device=logits.device)
+        for number, ids in enumerate(tokens):
+            picked = logits[at][:, list(ids)].double()
+            result[answers, number] = (torch.logsumexp(picked, dim=-1) - total[at].double()).cpu().numpy()
+    return result

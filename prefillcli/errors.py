@@ -1,0 +1,39 @@
+"""Errors a user can act on, each with the exit code the command ends with."""
+
+from __future__ import annotations
+
+
+class PrefillError(Exception):
+    """The run failed. The message is for the person who must act: what, where, what to do."""
+
+    exit_code = 1
+
+
+class UsageError(PrefillError):
+    """Wrong usage or configuration: an option, a recipe key, a column, a label."""
+
+    exit_code = 2
+
+
+class OutputConflictError(PrefillError):
+    """The output exists and belongs to another job."""
+
+    exit_code = 4
+
+
+class ResourceError(PrefillError):
+    """Out of a resource: memory, disk, device or lock."""
+
+    exit_code = 5
+
+
+class Interrupted(BaseException):  # noqa: N818 - like KeyboardInterrupt, it is no Exception
+    """Stopped by a signal, after a clean shutdown.
+
+    `signum` is the signal's number; the exit code is 128 + `signum`.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"stopped by signal {signum}")
+        self.signum = signum
+        self.exit_code = 128 + signum

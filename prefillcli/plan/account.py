@@ -1,0 +1,52 @@
+"""What a pack's tokens are charged to: every computed token to one prompt, its time to all that share it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prefillcli.plan.pack import Pack
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """A prompt's part of a pack.
+
+    `shared_tokens` of its tokens were computed once for several prompts. `computed_tokens` add up to the pack's: a
+    shared token is counted with the first prompt that reads it. `share` is the prompt's part of the pack's time
+    (adds up to 1), a shared token's cost divided among its prompts.
+    """
+
+    prompt: int
+    shared_tokens: int
+    computed_tokens: int
+    share: float
+
+
+def account(pack: Pack) -> list[Account]:
+    """One account for each prompt answered in `pack`."""
+    below = [0] * len(pack.parents)
+    for node, prompts in pack.reads:
+        below[node] += len(prompts)
+    for node in range(len(below) - 1, -1, -1):
+        if pack.parents[node] >= 0:
+            below[pack.parents[node]] += below[node]
+    lengths = [b - a for a, b in zip(pack.offsets[:-1], pack.offsets[1:], strict=True)]
+    further = set(pack.hold_nodes)  # the next pack's prompts share them too
+    shared = [0] * len(below)  # tokens from the root to the node that several prompts share
+    fair = [0.0] * len(below)
+    for node, parent in enumerate(pack.parents):
+        inherited = (shared[parent], fair[parent]) if parent >= 0 else (pack.attach[node], 0.0)
+        shared[node] = inherited[0] + (lengths[node] if below[node] > 1 or node in further else 0)
+        fair[node] = inherited[1] + lengths[node] / max(below[node], 1)
+    charged: set[int] = set()
+    accounts = []
+    for node, prompts in pack.reads:
+        for prompt in prompts:
+            computed = 0
+            step = node
+            while step >= 0 and step not in charged:
+                charged.add(step)
+                computed += lengths[step]
+                step = pack.parents[step]
+            accounts.append(Account(prompt, shared[node], computed, fair[node] / len(pack.tokens)))
+    return accounts

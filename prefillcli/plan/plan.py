@@ -1,0 +1,51 @@
+"""The plan of one window: in which order, with what shared, in which packs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from prefillcli.plan.pack import Limits, Pack, cut_packs
+from prefillcli.plan.trie import TokenArray, build_forest, dissolve_small_nodes, forest_tokens, token_order
+
+SCHEDULES = ("prefix-tree", "fifo")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Packs of a window, in the order they run, and what they share.
+
+    `unique_tokens` is the size of the trie of all prompts: the least that any order must compute.
+    """
+
+    packs: list[Pack]
+    unique_tokens: int
+
+    @property
+    def computed_tokens(self) -> int:
+        return sum(len(pack.tokens) for pack in self.packs)
+
+
+def make_plan(prompts: Sequence[TokenArray], limits: Limits, schedule: str = "prefix-tree") -> Plan:
+    """Plan `prompts` (token ids each) under `limits`.
+
+    `prefix-tree` sorts by tokens, so that every shared prefix is computed once; `fifo` keeps the order given
+    and shares only what a prompt has in common with the one before it.
+    """
+    order = token_order(prompts)
+    forest = build_forest(prompts, order)
+    unique = forest_tokens(forest)
+    if schedule == "fifo":
+        forest = build_forest(prompts, range(len(prompts)))
+    return Plan(cut_packs(dissolve_small_nodes(forest), prompts, limits), unique)
+
+
+def packs_to_run(plan: Plan, done: Iterable[int]) -> list[Pack]:
+    """The packs a resumed run still needs: those with a prompt not in `done`, and those whose K,V they hold."""
+    finished = set(done)
+    wanted: set[int] = set()
+    for pack in reversed(plan.packs):
+        if pack.index in wanted or not finished.issuperset(pack.prompts):
+            wanted.add(pack.index)
+            wanted.update(pack.needs)
+    return [pack for pack in plan.packs if pack.index in wanted]

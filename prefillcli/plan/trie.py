@@ -1,0 +1,154 @@
+"""The forest of shared prefixes of some prompts.
+
+Sorting the token sequences makes neighbours share as much as any two prompts can; the longest common prefixes
+of neighbours are then the compressed trie. Built over prompts in another order the same walk gives the sharing
+that this order offers (each prompt with the one before it).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+TokenArray = npt.NDArray[np.int32]
+
+#: Share of the trie's tokens that may be computed more than once, where that saves splitting prompts at every
+#: chance overlap of a token or two.
+DISSOLVE_SHARE = 0.01
+
+
+@dataclass(slots=True, eq=False)
+class TrieNode:
+    """A run of tokens that the same prompts share: `tokens[start:end]` of prompt number `prompt`.
+
+    `reads` are the numbers of the prompts that end with this node.
+    """
+
+    prompt: int
+    start: int
+    end: int
+    parent: TrieNode | None
+    children: list[TrieNode] = field(default_factory=list)
+    reads: list[int] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+
+def token_order(prompts: Sequence[TokenArray]) -> list[int]:
+    """The order that sorts `prompts` lexicographically by token id; equal prompts stay in their order."""
+    keys = [tokens.astype(">u4").tobytes() for tokens in prompts]
+    return sorted(range(len(prompts)), key=keys.__getitem__)
+
+
+def common_prefix(a: TokenArray, b: TokenArray) -> int:
+    """Number of leading tokens that `a` and `b` share."""
+    n = min(len(a), len(b))
+    step = 64  # most neighbours part early or not at all: look closely first, then in growing strides
+    at = 0
+    while at < n:
+        differs = a[at : min(at + step, n)] != b[at : min(at + step, n)]
+        if differs.any():
+            return at + int(differs.argmax())
+        at += step
+        step *= 4
+    return n
+
+
+def build_forest(prompts: Sequence[TokenArray], order: Sequence[int]) -> list[TrieNode]:
+    """The compressed trie of `prompts`, taken in `order`, as its roots.
+
+    Every prompt ends at the end of one node (`reads`). In `token_order` every distinct prefix is one node and
+    the tokens of all nodes together are the unique trie tokens.
+    """
+    roots: list[TrieNode] = []
+    path: list[TrieNode] = []  # the nodes of the previous prompt, root first
+    previous: TokenArray | None = None
+    for number in order:
+        tokens = prompts[number]
+        shared = common_prefix(previous, tokens) if previous is not None else 0
+        while path and path[-1].start >= shared:
+            path.pop()
+        if path and path[-1].end > shared:
+            path[-1] = _split(path[-1], shared, roots)
+        if shared < len(tokens):
+            node = TrieNode(number, shared, len(tokens), path[-1] if path else None)
+            (path[-1].children if path else roots).append(node)
+            path.append(node)
+        path[-1].reads.append(number)
+        previous = tokens
+    return roots
+
+
+def _split(node: TrieNode, at: int, roots: list[TrieNode]) -> TrieNode:
+    """Cut `node` at token position `at`; return the new upper part, which takes the node's place."""
+    upper = TrieNode(node.prompt, node.start, at, node.parent, [node])
+    siblings = node.parent.children if node.parent else roots
+    siblings[-1] = upper  # the path holds last children only
+    node.start = at
+    node.parent = upper
+    return upper
+
+
+def forest_tokens(roots: Sequence[TrieNode]) -> int:
+    """Tokens in all nodes: what one pass over the forest computes."""
+    total = 0
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        total += node.length
+        stack.extend(node.children)
+    return total
+
+
+def dissolve_small_nodes(roots: list[TrieNode], share: float = DISSOLVE_SHARE) -> list[TrieNode]:
+    """Give the cheapest inner nodes' tokens back to their children, for at most `share` more tokens in all.
+
+    Prompts overlap by chance in a few tokens; every such node is one more attention call for each of its
+    descendants. Dissolving the node costs `length * (branches - 1)` more tokens.
+    """
+    budget = int(forest_tokens(roots) * share)
+    heap: list[tuple[int, int, TrieNode]] = []
+    serial = 0
+
+    def cost(node: TrieNode) -> int:
+        branches = len(node.children) + bool(node.reads)
+        return node.length * (branches - 1)
+
+    def push(node: TrieNode) -> None:
+        nonlocal serial
+        if node.children:
+            serial += 1
+            heapq.heappush(heap, (cost(node), serial, node))
+
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        push(node)
+        stack.extend(node.children)
+
+    gone: set[int] = set()
+    while heap and heap[0][0] <= budget:
+        price, _, node = heapq.heappop(heap)
+        if id(node) in gone or price != cost(node):
+            continue  # its price changed since; the newer entry counts
+        budget -= price
+        gone.add(id(node))
+        heirs = node.children
+        if node.reads:
+            heirs = [TrieNode(node.prompt, node.start, node.end, node.parent, reads=node.reads), *heirs]
+        for heir in heirs:
+            heir.parent = node.parent
+            heir.start = node.start
+            push(heir)
+        siblings = node.parent.children if node.parent else roots
+        at = siblings.index(node)
+        siblings[at : at + 1] = heirs
+        if node.parent:
+            push(node.parent)
+    return roots

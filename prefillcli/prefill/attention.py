@@ -1,0 +1,111 @@
+"""Attention with its log-sum-exp, so that parts of the keys can be attended one after the other and merged.
+
+Shapes are `[batch, heads, tokens, head_dim]` as in transformers' attention functions; K,V may have fewer heads than
+the queries (GQA), and are never repeated. The log-sum-exp is float32 `[batch, heads, tokens]`, natural, of the
+scaled scores.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+KEY_BLOCK = 1024  # keys at a time where scores are computed explicitly
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    causal: bool = False,
+    visible: Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention of `query` over `key`, `value`: the output and its log-sum-exp.
+
+    `causal` needs as many keys as queries. `visible` (bool, broadcastable to `[batch, 1, queries, keys]`) hides keys; a
+    query that sees none gets output 0 and log-sum-exp -inf. `softcap` bounds the scores by `softcap * tanh(score / softcap)`.
+    """
+    plain = softcap is None and value.shape[-1] == query.shape[-1]
+    if plain and query.device.type == "cpu":
+        return _flash_cpu(query, key, value, scale, causal, visible)
+    if plain and visible is None and query.device.type == "cuda" and query.dtype != torch.float32:
+        found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
+        return found[0], found[1]
+    return attend_blockwise(query, key, value, scale=scale, causal=causal, visible=visible, softcap=softcap)
+
+
+def _flash_cpu(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, visible: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    bias = None
+    if visible is not None:
+        bias = torch.zeros(visible.shape, dtype=query.dtype).masked_fill_(~visible, -math.inf)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal, attn_mask=bias, scale=scale
+    )
+    if visible is not None:  # the kernel says 0 where nothing is seen
+        lse = torch.where(visible.any(dim=-1), lse, -math.inf)
+    return out, lse
+
+
+def attend_blockwise(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    causal: bool = False,
+    visible: Tensor | None = None,
+    softcap: float | None = None,
+    block: int = KEY_BLOCK,
+) -> tuple[Tensor, Tensor]:
+    """`attend` with explicit scores, in blocks of keys under an online softmax in float32. Runs on any device."""
+    batch, heads, queries, width = query.shape
+    kv_heads, keys = key.shape[1], key.shape[2]
+    groups = heads // kv_heads
+    stacked = query.reshape(batch, kv_heads, groups * queries, width)
+    if causal:
+        visible = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
+    out = torch.zeros(batch, kv_heads, groups * queries, value.shape[-1], device=query.device)
+    total = torch.zeros(batch, kv_heads, groups * queries, device=query.device)
+    top = torch.full_like(total, -math.inf)
+    for start in range(0, keys, block):
+        part = slice(start, min(start + block, keys))
+        scores = torch.matmul(stacked, key[:, :, part].transpose(2, 3)).float().mul_(scale)
+        if softcap is not None:
+            scores.div_(softcap).tanh_().mul_(softcap)
+        if visible is not None:
+            hidden = ~visible[..., part].expand(batch, 1, queries, -1).unsqueeze(2)
+            scores.view(batch, kv_heads, groups, queries, -1).masked_fill_(hidden, -math.inf)
+        new_top = torch.maximum(top, scores.amax(dim=-1))
+        shift = torch.where(new_top == -math.inf, 0.0, new_top)
+        scores.sub_(shift.unsqueeze(-1)).exp_()
+        fade = torch.exp(top - shift)
+        total.mul_(fade).add_(scores.sum(dim=-1))
+        out.mul_(fade.unsqueeze(-1)).add_(torch.matmul(scores.to(value.dtype), value[:, :, part]))
+        top = new_top
+    lse = top + torch.log(total)
+    lse = torch.where(total == 0, -math.inf, lse)
+    out.div_(torch.where(total == 0, 1.0, total).unsqueeze(-1))
+    shape = (batch, heads, queries)
+    return out.to(query.dtype).view(*shape, -1), lse.view(shape)
+
+
+def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge attention over further keys into `out` and `lse`, in place.
+
+    The share of the new part is exp(part_lse) / (exp(lse) + exp(part_lse)).
+    """
+    weight = torch.sigmoid(part_lse - lse).unsqueeze(-1).to(out.dtype)
+    out.lerp_(part.to(out.dtype), weight)
+    torch.logaddexp(lse, part_lse, out=lse)
+
+
+def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Let each head's sink (a learned score without a value; `sinks` [heads]) take its share of the softmax, in place."""
+    out.mul_(torch.sigmoid(lse - sinks.float().view(1, -1, 1)).unsqueeze(-1).to(out.dtype))

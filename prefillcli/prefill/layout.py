@@ -1,0 +1,250 @@
+"""Which query sees which key: a pack laid out for forest attention.
+
+One layer's K,V stand in one buffer: the held tokens first, then the pack's tokens in depth-first order. The
+queries of a chunk see their own node causally and each ancestor entirely. The descendants of a node are contiguous,
+so "all of them to the ancestor" is one `Span`; what is left are the triangles, the `pieces` of nodes in the chunk.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from prefillcli.plan.pack import Pack
+
+IntArray = npt.NDArray[np.int64]
+
+SHORT_PIECE = 256  # pieces up to this length are batched, padded to the longest of like length
+GROUP_TOKENS = 16384  # padded tokens in one such batch
+MIN_BLOCK = 128  # under a sliding window triangles are cut into blocks of the window, but not below this
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Queries `q0:q1` of a chunk see the keys `k0:k1` of the buffer; key `k0` is at position `k_position`.
+
+    `masked`: a sliding window hides some of these keys from some of these queries.
+    """
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    k_position: int
+    masked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Runs of tokens of like length as one batch: `index` [runs, longest], padded on the right with each run's
+    last token, and `lengths` [runs]."""
+
+    index: torch.Tensor
+    lengths: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the queries of a chunk see, for full attention or through one sliding window.
+
+    `pieces` are (start, end) in the chunk, each causal in itself; `groups` are the short ones.
+    """
+
+    spans: list[Span]
+    pieces: list[tuple[int, int]]
+    groups: list[Group]
+
+
+class Tree:
+    """The nodes of a pack with what the layout asks of them. Token numbers count the pack's own tokens."""
+
+    def __init__(self, pack: Pack) -> None:
+        self.offsets = pack.offsets
+        self.parents = pack.parents
+        self.attach = pack.attach
+        self.starts = pack.starts
+        self.held = pack.held
+        count = len(pack.parents)
+        self.ends = [0] * count  # where the node's last descendant ends
+        for node in range(count - 1, -1, -1):
+            self.ends[node] = max(self.ends[node], self.offsets[node + 1])
+            if pack.parents[node] >= 0:
+                parent = pack.parents[node]
+                self.ends[parent] = max(self.ends[parent], self.ends[node])
+        lengths = np.diff(np.asarray(pack.offsets))
+        self.positions: IntArray = np.arange(len(pack.tokens)) + np.repeat(
+            np.asarray(pack.starts) - np.asarray(pack.offsets[:-1]), lengths
+        )
+
+    def nodes_over(self, start: int, end: int) -> list[int]:
+        """Nodes with tokens or descendants in `start:end`, parents first."""
+        first = bisect_right(self.offsets, start) - 1
+        above = [first]
+        while self.parents[above[-1]] >= 0:
+            above.append(self.parents[above[-1]])
+        return above[::-1] + list(range(first + 1, bisect_left(self.offsets, end, hi=len(self.parents))))
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Tokens `start:end` of the pack: what one call of a layer computes."""
+
+    tree: Tree
+    start: int
+    end: int
+    device: torch.device
+    _views: dict[int | None, View] = field(default_factory=dict)
+
+    @property
+    def positions(self) -> IntArray:
+        return self.tree.positions[self.start : self.end]
+
+    def view(self, window: int | None) -> View:
+        """What is seen through a sliding window of `window` tokens (the query's own included), or without one."""
+        if window not in self._views:
+            self._views[window] = self._look(window)
+        return self._views[window]
+
+    def _look(self, window: int | None) -> View:
+        tree, a, b = self.tree, self.start, self.end
+        spans = _Spans(self.positions, window)
+        pieces: list[tuple[int, int]] = []
+        for node in tree.nodes_over(a, b):
+            first, last, below = tree.offsets[node], tree.offsets[node + 1], tree.ends[node]
+            if tree.attach[node]:
+                spans.add(max(a, first) - a, min(b, below) - a, 0, tree.attach[node], 0)
+            if max(a, last) < min(b, below):
+                spans.add(max(a, last) - a, min(b, below) - a, tree.held + first, tree.held + last, tree.starts[node])
+            start, end = max(a, first), min(b, last)
+            block = max(window, MIN_BLOCK) if window else max(end - start, 1)
+            for s in range(start, end, block):
+                e = min(s + block, end)
+                pieces.append((s - a, e - a))
+                if s > first:
+                    spans.add(s - a, e - a, tree.held + first, tree.held + s, tree.starts[node])
+        short = [p for p in pieces if p[1] - p[0] <= SHORT_PIECE]
+        if len(short) == 1:
+            short = []
+        singles = [p for p in pieces if p[1] - p[0] > SHORT_PIECE] if short else pieces
+        return View(spans.merged(), singles, group_runs(short, self.device))
+
+
+@dataclass(slots=True)
+class Reads:
+    """The last tokens of prompts, read in the last layer: queries `start:end` of the pack's reads.
+
+    They see whole nodes, their own included: `view(window)` gives the spans, `own(window)` the keys of their own
+    nodes as runs of the buffer.
+    """
+
+    tree: Tree
+    nodes: list[int]  # the node that each read ends
+    device: torch.device
+
+    @property
+    def tokens(self) -> IntArray:
+        """The pack's token that each read is."""
+        return np.asarray([self.tree.offsets[node + 1] - 1 for node in self.nodes])
+
+    def spans(self, window: int | None) -> list[Span]:
+        positions = self.tree.positions[self.tokens]
+        spans = _Spans(positions, window)
+        tree = self.tree
+        for query, node in enumerate(self.nodes):
+            root = node
+            while (parent := tree.parents[root]) >= 0:
+                root = parent
+                first, last = tree.offsets[root], tree.offsets[root + 1]
+                spans.add(query, query + 1, tree.held + first, tree.held + last, tree.starts[root])
+            if tree.attach[root]:
+                spans.add(query, query + 1, 0, tree.attach[root], 0)
+        return spans.merged()
+
+    def own(self, window: int | None) -> list[tuple[int, int]]:
+        """Per read the keys of its own node, as (start, end) in the buffer."""
+        tree = self.tree
+        runs = []
+        for node in self.nodes:
+            first, last = tree.offsets[node], tree.offsets[node + 1]
+            runs.append((tree.held + (max(first, last - window) if window else first), tree.held + last))
+        return runs
+
+
+class _Spans:
+    """Collects spans: clips them to the window, joins those that continue one another."""
+
+    def __init__(self, positions: IntArray, window: int | None) -> None:
+        self._positions = positions
+        self._window = window
+        self._spans: dict[tuple[int, int], list[Span]] = {}  # by keys
+
+    def add(self, q0: int, q1: int, k0: int, k1: int, k_position: int) -> None:
+        known = self._spans.setdefault((k0, k1), [])
+        if known and known[-1].q1 == q0:
+            known[-1] = Span(known[-1].q0, q1, k0, k1, k_position)
+        else:
+            known.append(Span(q0, q1, k0, k1, k_position))
+
+    def merged(self) -> list[Span]:
+        """All spans; those of the same queries whose keys follow one another are one."""
+        by_queries: dict[tuple[int, int], list[Span]] = {}
+        for spans in self._spans.values():
+            for span in spans:
+                by_queries.setdefault((span.q0, span.q1), []).append(span)
+        result: list[Span] = []
+        for spans in by_queries.values():
+            spans.sort(key=lambda s: s.k0)
+            joined = spans[:1]
+            for span in spans[1:]:
+                last = joined[-1]
+                if last.k1 == span.k0 and last.k_position + last.k1 - last.k0 == span.k_position:
+                    joined[-1] = Span(last.q0, last.q1, last.k0, span.k1, last.k_position)
+                else:
+                    joined.append(span)
+            result.extend(joined)
+        if self._window is None:
+            return result
+        return [clipped for span in result if (clipped := self._clip(span, self._window)) is not None]
+
+    def _clip(self, span: Span, window: int) -> Span | None:
+        seen = self._positions[span.q0 : span.q1] - window + 1  # first position that each query sees
+        first, last = int(seen.min()), int(seen.max())
+        end = span.k_position + span.k1 - span.k0
+        if first >= end:
+            return None
+        cut = max(0, first - span.k_position)
+        return Span(
+            span.q0, span.q1, span.k0 + cut, span.k1, span.k_position + cut, masked=last > span.k_position + cut
+        )
+
+
+def group_runs(runs: list[tuple[int, int]], device: torch.device) -> list[Group]:
+    """Batch runs of tokens, given as (start, end), with at most about an eighth of padding."""
+    groups: list[Group] = []
+    runs = sorted(runs, key=lambda r: r[1] - r[0])
+    at = 0
+    while at < len(runs):
+        shortest = runs[at][1] - runs[at][0]
+        longest = shortest + shortest // 8 + 1
+        end = at
+        while end < len(runs) and runs[end][1] - runs[end][0] <= longest and (end - at) * longest < GROUP_TOKENS:
+            end += 1
+        starts = np.asarray([r[0] for r in runs[at:end]])
+        lengths = np.asarray([r[1] - r[0] for r in runs[at:end]])
+        steps = np.minimum(np.arange(lengths.max())[None, :], lengths[:, None] - 1)
+        groups.append(
+            Group(torch.as_tensor(starts[:, None] + steps).to(device), torch.as_tensor(lengths).to(device))
+        )
+        at = end
+    return groups
+
+
+def split_evenly(total: int, most: int) -> list[tuple[int, int]]:
+    """(start, end) of the fewest parts of `total` that are at most `most` long, of nearly equal length."""
+    parts = -(-total // most)
+    edges = [total * i // parts for i in range(parts + 1)]
+    return list(zip(edges[:-1], edges[1:], strict=True))

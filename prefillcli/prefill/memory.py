@@ -1,0 +1,132 @@
+"""What a pack costs in memory, what is free, and what was used at most.
+
+The memory law of the layer walk: per token one row of the residual stream and one layer's K,V, and per chunk a
+constant. Everything else a layer makes lives for one chunk.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from prefillcli.errors import ResourceError
+from prefillcli.plan.pack import Limits
+from prefillcli.prefill.walk import LOGIT_BYTES
+
+#: A pack this large keeps every core or tensor core busy; a larger one only loses more work when it is killed.
+PACK_TOKENS = {"cpu": 65_536, "cuda": 262_144}
+CHUNK_TOKENS = {"cpu": 1024, "cuda": 8192}
+FREE_SHARE = 0.7  # of the free memory, taken where no budget is given
+HELD_SHARE = 0.5  # of the budget, at most, for K,V kept from pack to pack
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLaw:
+    """Bytes of a walk over a model with these numbers, in its dtype."""
+
+    residual: int  # a token's row of the residual stream
+    key_value: int  # a token's K,V in one layer
+    rotary: int  # a token's position encoding
+    layers: int
+    transient: int  # what a layer makes for one token of a chunk
+    vocabulary: int
+
+    @property
+    def token(self) -> int:
+        """Bytes per token that last as long as the pack."""
+        return self.residual + self.key_value + self.rotary
+
+    def constant(self, chunk_tokens: int) -> int:
+        """Bytes per pack whatever its size: a chunk's activations, and logits."""
+        return self.transient * chunk_tokens + 3 * max(LOGIT_BYTES, 4 * self.vocabulary)
+
+
+def memory_law(config: Any, dtype: torch.dtype) -> MemoryLaw:
+    """The law for a transformers text config. Head width and K,V heads fall back as in transformers."""
+    size = dtype.itemsize
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    experts = getattr(config, "num_experts_per_tok", None)
+    inner = config.intermediate_size
+    if experts:
+        inner = experts * ((getattr(config, "moe_intermediate_size", None) or inner) + config.hidden_size)
+    # Normed rows in float32 and rows in dtype; q, k, v before and after rotation and the output twice; gate, up,
+    # their product and its activation.
+    transient = config.hidden_size * (3 * 4 + 3 * size) + size * (4 * heads * width + 4 * kv_heads * width + 4 * inner)
+    return MemoryLaw(
+        residual=config.hidden_size * size,
+        key_value=2 * kv_heads * width * size,
+        rotary=2 * width * size,
+        layers=config.num_hidden_layers,
+        transient=transient,
+        vocabulary=config.vocab_size,
+    )
+
+
+def pack_limits(
+    law: MemoryLaw,
+    *,
+    budget: int,
+    device: torch.device,
+    chunk_tokens: int,
+    pack_tokens: int | None = None,
+    prefix_kv: str = "auto",
+) -> Limits:
+    """What fits one pack in `budget` bytes. Raises ResourceError where not even a small prompt does."""
+    room = budget - law.constant(chunk_tokens)
+    most = room // law.token
+    if most < 16:
+        need = law.constant(chunk_tokens) + 16 * law.token
+        raise ResourceError(
+            f"a memory budget of {budget / 2**20:,.0f} MiB is too small: this model needs {need / 2**20:,.0f} MiB "
+            f"with --chunk-tokens {chunk_tokens}; raise --memory or lower --chunk-tokens"
+        )
+    aim = pack_tokens or PACK_TOKENS["cuda" if device.type == "cuda" else "cpu"]
+    all_layers = law.key_value * law.layers
+    in_place = prefix_kv in ("auto", "keep")
+    held = 0 if prefix_kv == "discard" else int(room * HELD_SHARE) // all_layers
+    if prefix_kv == "offload":
+        held = available_memory(torch.device("cpu")) // 2 // all_layers
+    return Limits(
+        tokens=min(aim, most),
+        max_tokens=most,
+        held_tokens=held,
+        held_cost=(all_layers if in_place else law.key_value) / law.token,
+    )
+
+
+def available_memory(device: torch.device) -> int:
+    """Free bytes: of the device, or of the host within the limit of its control group."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = []
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        free.append(int(fields["MemAvailable"].split()[0]) * 1024)
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            free.append(int(limit) - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):
+        pass  # no control group v2: the machine's own number stands
+    if not free:
+        raise ResourceError("cannot tell how much memory is free on this system; give --memory")
+    return max(min(free), 0)
+
+
+def peak_memory() -> dict[str, int]:
+    """Largest memory used so far, in bytes: of the process (`host`) and by tensors on the devices (`device`)."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    host = peak if sys.platform == "darwin" else peak * 1024
+    device = 0
+    if torch.cuda.is_available():
+        device = sum(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))
+    return {"host": host, "device": device}

@@ -1,0 +1,238 @@
+"""A model's directory: what its files say before any weight is read, and the model itself."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
+
+from prefillcli.errors import ResourceError, UsageError
+from prefillcli.plan.pack import Limits
+from prefillcli.plan.plan import make_plan
+from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError, register
+from prefillcli.prefill.walk import LayerWalk
+
+#: Families whose walk is compared with their own eager forward by the tests of this project. Others must agree with
+#: it in a rehearsal when they are loaded.
+VERIFIED = frozenset(
+    "llama qwen2 qwen3 mistral gemma2 gemma3_text phi3 olmo2 qwen3_moe mixtral gpt_oss".split()
+)
+_WALKABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+_REHEARSAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model directory as its JSON files describe it. `config` is the text model's configuration."""
+
+    path: Path
+    family: str
+    config: Any
+    dtype: torch.dtype
+    weight_bytes: int
+
+    @property
+    def max_length(self) -> int:
+        """Longest prompt, in tokens, that the walk scores as the model's own forward does.
+
+        Position encodings that change all positions once a prompt passes a length make short and long prompts
+        different models, so they end at that length.
+        """
+        longest = int(getattr(self.config, "max_position_embeddings", 0) or 1 << 30)
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        for one in [rope, *(v for v in rope.values() if isinstance(v, dict))]:
+            if one.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
+                longest = min(longest, int(one.get("original_max_position_embeddings") or longest))
+        return longest
+
+
+def find_model(name: str, revision: str | None = None) -> Path:
+    """The directory of `name`: itself if it is one, else a snapshot of the hub model (configuration, tokenizer and
+    safetensors only). Raises UsageError."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise UsageError(f"--model {name}: no such directory")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(f"--model {name}: no such directory, and not to be had from the hub: {reason}") from None
+
+
+def read_model_files(path: Path, *, dtype: str = "auto", device: str = "cpu", trust_remote_code: bool = False) -> ModelFiles:
+    """Check that `path` holds a causal language model that can be walked, without reading weights.
+
+    Raises UsageError for a directory that is none, UnsupportedModelError for an architecture the walk refuses.
+    """
+    if not (path / "config.json").is_file():
+        raise UsageError(f"{path}: no config.json, so this is no model directory")
+    weights = sorted(path.glob("*.safetensors"))
+    if not weights:
+        others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for p in path.glob(pattern))
+        found = f" (found {', '.join(others[:3])}, which is not read: only safetensors are)" if others else ""
+        raise UsageError(f"{path}: no .safetensors file{found}")
+    try:
+        whole = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path}/config.json: {' '.join(str(error).split())[:300]}") from None
+    config = whole.get_text_config()
+    _refuse(whole, config, trust_remote_code)
+    chosen = getattr(torch, dtype) if dtype != "auto" else (config.dtype or whole.dtype or torch.float32)
+    if dtype == "auto" and device == "cpu" and chosen == torch.float16:
+        chosen = torch.float32  # float16 is slow and inexact on CPUs
+    for file in weights:
+        _check_safetensors(file)
+    return ModelFiles(path, config.model_type, config, chosen, sum(file.stat().st_size for file in weights))
+
+
+def _refuse(whole: Any, config: Any, trust_remote_code: bool) -> None:
+    """Say no to what cannot be walked, as far as the configuration tells."""
+    family = config.model_type
+    why = None
+    if getattr(whole, "is_encoder_decoder", False):
+        why = "is an encoder-decoder"
+    elif family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not trust_remote_code:
+        why = "is not a causal language model of transformers"
+    elif getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
+        why = "attends in both directions"
+    elif strange := set(getattr(config, "layer_types", None) or ()) - _WALKABLE_LAYERS:
+        why = f"has layers of type {', '.join(sorted(strange))}"
+    if why:
+        raise UnsupportedModelError(f"{family} {why}; it cannot be walked layer by layer")
+
+
+def _check_safetensors(file: Path) -> None:
+    """Find a truncated file by its header, before anything is loaded."""
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 2 <= length <= min(size, 100 << 20):
+                raise ValueError("no header")
+            header = json.loads(stream.read(length))
+        end = max((t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"), default=0)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{file}: not a safetensors file ({error})") from None
+    if 8 + length + end != size:
+        raise UsageError(f"{file}: truncated: {size} bytes, its header asks for {8 + length + end}")
+
+
+def choose_device(name: str) -> torch.device:
+    """The torch device of `--device`. Raises UsageError or, for a device that is not there, ResourceError."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"--device {name}: no such kind of device; use cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device {name}: only cpu and cuda are supported")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ResourceError(f"--device {name}: {torch.cuda.device_count()} CUDA devices found")
+    return device
+
+
+def load_model(files: ModelFiles, device: torch.device, *, trust_remote_code: bool = False) -> nn.Module:
+    """Load the weights onto `device`, ready to be walked.
+
+    Raises UnsupportedModelError where a family this project does not test differs from its own eager forward.
+    """
+    register()
+    with _quiet_transformers():
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                files.path,
+                dtype=files.dtype,
+                attn_implementation=ATTENTION,
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise UsageError(f"{files.path}: cannot load the weights: {' '.join(str(error).split())[:300]}") from None
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise UsageError(f"{files.path}: the weights lack {len(missing)} tensors, {missing[0]} among them")
+    model = model.to(device).eval()
+    model.requires_grad_(False)
+    if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):
+        raise UnsupportedModelError(f"{files.family} keeps its decoder layers where the walk does not find them")
+    if files.family not in VERIFIED:
+        rehearse(model, files.family, int(files.config.vocab_size))
+    return model
+
+
+def rehearse(model: nn.Module, family: str, vocabulary: int) -> None:
+    """Walk a few prompts and compare their logits with the model's own eager forward.
+
+    Prompts share prefixes over two levels and spread over chunks and packs. Raises UnsupportedModelError on the
+    smallest doubt: a score that is silently wrong is worse than none.
+    """
+    rng = np.random.default_rng(0)
+    root, middle = rng.integers(0, vocabulary, 23), rng.integers(0, vocabulary, 11)
+    tails = [rng.integers(0, vocabulary, n) for n in (1, 7, 12)]
+    prompts = [np.concatenate([root, middle, tail]).astype(np.int32) for tail in tails]
+    prompts += [np.concatenate([root, tails[2]]).astype(np.int32), rng.integers(0, vocabulary, 19).astype(np.int32)]
+    device = model.get_input_embeddings().weight.device
+    try:
+        model.set_attn_implementation("eager")
+        with torch.inference_mode():
+            wanted = [
+                model(input_ids=torch.as_tensor(p, dtype=torch.long, device=device)[None], use_cache=False).logits[0, -1]
+                for p in prompts
+            ]
+        model.set_attn_implementation(ATTENTION)
+        walk = LayerWalk(model, chunk_tokens=9)
+        try:
+            found: dict[int, torch.Tensor] = {}
+            for pack in make_plan(prompts, Limits(48, 1 << 20, held_tokens=1 << 20)).packs:
+                logits = torch.cat(list(walk.read_logits(pack)))
+                found |= {n: logits[i] for i, (_, numbers) in enumerate(pack.reads) for n in numbers}
+        finally:
+            walk.close()
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{family} cannot be walked layer by layer: {error}") from None
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+        raise UnsupportedModelError(
+            f"{family} cannot be walked layer by layer: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        ) from error
+    worst = max(float((found[i] - w.float()).abs().max()) for i, w in enumerate(wanted))
+    scale = max(float(w.float().abs().max()) for w in wanted)
+    if not worst <= _REHEARSAL_TOLERANCE[wanted[0].dtype] * max(scale, 1.0):
+        raise UnsupportedModelError(
+            f"{family} cannot be walked layer by layer: its logits differ by {worst:.2g} from its own forward"
+        )
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bars and advice from transformers while it loads; what matters is raised."""
+    level = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,226 @@
+"""The layer walk: chunked prefill with its two loops interchanged.
+
+For each layer, for each chunk: the unmodified transformers layer is called on a slice of the residual stream, its
+output overwrites the slice, and only this layer's K,V exist. What the model does before its first layer (embedding,
+position encoding) and after its last (norm, head) is the model's own forward with stand-ins for the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from prefillcli.plan.pack import Pack
+from prefillcli.prefill.forest import ForestAttention, KeysStored, UnsupportedModelError
+from prefillcli.prefill.layout import Chunk, Reads, Tree, split_evenly
+
+LOGIT_BYTES = 16 << 20  # float32 logits of this size at a time
+
+LayerCall = tuple[tuple[Any, ...], dict[str, Any]]
+KeyValue = tuple[Tensor, Tensor]
+
+
+class _Recorded(BaseException):  # noqa: N818 - a jump out of the model's forward, no error
+    """All layers' arguments are recorded."""
+
+
+class _Stage(nn.Module):
+    """Stands in for a decoder layer, answers its attributes, and does what the walk asks."""
+
+    def __init__(self, layer: nn.Module, index: int, walk: LayerWalk) -> None:
+        super().__init__()
+        self.layer = layer
+        self._report: Callable[..., Tensor] = lambda *a, **k: walk._stage(index, *a, **k)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self._report(hidden_states, *args, **kwargs)
+
+
+@dataclass(slots=True)
+class _Recording:
+    """What the model's forward handed to its layers for some tokens."""
+
+    hidden: Tensor | None
+    calls: list[LayerCall]
+
+
+class LayerWalk:
+    """A causal language model of transformers, walked layer by layer.
+
+    `model` must be loaded with the forest attention (`prefillcli.prefill.forest.ATTENTION`) and be in eval mode. Its
+    layers stay what they are; while the walk exists their places in the model are taken by stand-ins. `chunk_tokens` are
+    computed by one call of a layer. `offload_held` keeps the K,V held between packs in host memory.
+    """
+
+    def __init__(self, model: nn.Module, *, chunk_tokens: int, offload_held: bool = False) -> None:
+        self.model = model
+        self.chunk_tokens = chunk_tokens
+        decoder = model.get_decoder()
+        self.layers: list[nn.Module] = list(decoder.layers)
+        self.device: torch.device = model.get_input_embeddings().weight.device
+        decoder.layers = nn.ModuleList(_Stage(layer, i, self) for i, layer in enumerate(self.layers))
+        self._decoder = decoder
+        self._recording: _Recording | None = None
+        self._injected: Tensor | None = None
+        self._held: dict[int, KeyValue] = {}  # by layer
+        self._offload_held = offload_held
+
+    def close(self) -> None:
+        """Give the model its layers back."""
+        self._decoder.layers = nn.ModuleList(self.layers)
+        self._held = {}
+
+    @torch.inference_mode()
+    def read_logits(self, pack: Pack, tick: Callable[[float], None] = lambda tokens: None) -> Iterator[Tensor]:
+        """Walk `pack`; yield float32 logits [reads, vocabulary] in pieces, in the order of `pack.reads`.
+
+        `tick` is called after each step with the number of tokens it advanced by, so that they add up to the pack's;
+        it may raise to stop the walk. K,V that the next pack holds are kept until then.
+        """
+        hidden = self._walk(pack, tick)
+        vocabulary = self.model.get_output_embeddings().weight.shape[0]
+        for start, end in split_evenly(len(pack.reads), max(1, LOGIT_BYTES // (4 * vocabulary))):
+            yield self._head(hidden[:, start:end])
+
+    def _walk(self, pack: Pack, tick: Callable[[float], None]) -> Tensor:
+        tree = Tree(pack)
+        tokens = torch.as_tensor(pack.tokens, dtype=torch.long)
+        chunks = [Chunk(tree, a, b, self.device) for a, b in split_evenly(len(tokens), self.chunk_tokens)]
+        nodes = [node for node, _ in pack.reads]
+        reads = [Reads(tree, nodes[a:b], self.device) for a, b in split_evenly(len(nodes), self.chunk_tokens)]
+        hidden, calls = self._embed(tokens, chunks)
+        share = 1.0 / len(self.layers)
+        last = len(self.layers) - 1
+        with ForestAttention(pack.held + len(tokens)) as attention:
+            for index, layer in enumerate(self.layers):
+                attention.start_layer(self._held_layer(index, pack.held))
+                for chunk, call in zip(chunks, calls, strict=True):
+                    attention.chunk(chunk, keys_only=index == last)
+                    rows = hidden[:, chunk.start : chunk.end]
+                    if index == last:
+                        self._store_keys(layer, rows, call[index], attention)
+                    else:
+                        rows.copy_(self._call(layer, rows, call[index], attention))
+                    tick((chunk.end - chunk.start) * share)
+                self._hold(index, pack, attention)
+            return torch.cat([self._read_last(hidden, tokens, part, attention) for part in reads], dim=1)
+
+    def _call(self, layer: nn.Module, rows: Tensor, call: LayerCall, attention: ForestAttention) -> Tensor:
+        out = layer(rows, *call[0], **call[1])
+        if isinstance(out, tuple):
+            out = out[0]
+        if attention.calls != 1 or not isinstance(out, Tensor) or out.shape != rows.shape:
+            raise UnsupportedModelError(
+                f"a layer of type {type(layer).__name__} does more or other than attend once over its tokens; "
+                "this architecture cannot be walked layer by layer"
+            )
+        return out
+
+    def _store_keys(self, layer: nn.Module, rows: Tensor, call: LayerCall, attention: ForestAttention) -> None:
+        try:
+            self._call(layer, rows, call, attention)
+        except KeysStored:
+            return
+        raise UnsupportedModelError(f"a layer of type {type(layer).__name__} does not call the attention interface")
+
+    def _read_last(self, hidden: Tensor, tokens: Tensor, reads: Reads, attention: ForestAttention) -> Tensor:
+        """The last layer's output for the prompts' last tokens alone, [1, reads, hidden]."""
+        at = torch.as_tensor(reads.tokens)
+        recording = self._record(tokens[at], reads.tree.positions[reads.tokens])
+        attention.reads(reads)
+        return self._call(self.layers[-1], hidden[:, at.to(self.device)], recording.calls[-1], attention)
+
+    # What surrounds the layers: the model's own forward.
+
+    def _embed(self, tokens: Tensor, chunks: list[Chunk]) -> tuple[Tensor, list[list[LayerCall]]]:
+        """The residual stream before the first layer, [1, tokens, hidden], and each chunk's layer arguments."""
+        hidden: Tensor | None = None
+        calls = []
+        for chunk in chunks:
+            recording = self._record(tokens[chunk.start : chunk.end], chunk.positions)
+            if recording.hidden is None:
+                raise UnsupportedModelError("the model's forward does not reach its layers")
+            if hidden is None:
+                shape = (1, len(tokens), recording.hidden.shape[-1])
+                hidden = torch.empty(shape, dtype=recording.hidden.dtype, device=self.device)
+            hidden[:, chunk.start : chunk.end] = recording.hidden
+            calls.append(recording.calls)
+        if hidden is None:
+            raise ValueError("a pack holds at least one token")
+        return hidden, calls
+
+    def _record(self, tokens: Tensor, positions: np.typing.NDArray[np.int64]) -> _Recording:
+        recording = _Recording(None, [])
+        with self._staged(recording=recording):
+            try:
+                self.model(
+                    input_ids=tokens[None].to(self.device),
+                    position_ids=torch.as_tensor(positions)[None].to(self.device),
+                    use_cache=False,
+                )
+            except _Recorded:
+                return recording
+        raise UnsupportedModelError("the model's forward does not call all of its layers")
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        """Final norm and head, with whatever scaling the model gives its logits: float32 [tokens, vocabulary]."""
+        with self._staged(injected=hidden):
+            placeholder = torch.zeros(1, hidden.shape[1], dtype=torch.long, device=self.device)
+            logits: Tensor = self.model(input_ids=placeholder, use_cache=False).logits
+        return logits[0].float()
+
+    @contextmanager
+    def _staged(self, *, recording: _Recording | None = None, injected: Tensor | None = None) -> Iterator[None]:
+        self._recording, self._injected = recording, injected
+        try:
+            yield
+        finally:
+            self._recording = self._injected = None
+
+    def _stage(self, index: int, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self._recording is not None:
+            if index == 0:
+                self._recording.hidden = hidden_states
+            self._recording.calls.append((args, kwargs))
+            if index == len(self.layers) - 1:
+                raise _Recorded
+            return hidden_states
+        if self._injected is None:
+            raise RuntimeError("the model is being walked; call its layers through the walk")
+        return self._injected
+
+    # K,V of a shared path, kept from pack to pack.
+
+    def _held_layer(self, index: int, held: int) -> KeyValue | None:
+        if not held:
+            return None
+        key, value = self._held[index]
+        return key.to(self.device, non_blocking=True), value.to(self.device, non_blocking=True)
+
+    def _hold(self, index: int, pack: Pack, attention: ForestAttention) -> None:
+        """Keep this layer's K,V of the path that the next pack holds; let go of the others."""
+        self._held.pop(index, None)
+        if not pack.hold_attach and not pack.hold_nodes:
+            return
+        parts = [(0, pack.hold_attach)]
+        parts += [(pack.held + pack.offsets[n], pack.held + pack.offsets[n + 1]) for n in pack.hold_nodes]
+
+        def path(buffer: Tensor | None) -> Tensor:
+            if buffer is None:
+                raise UnsupportedModelError("a layer stored no keys")
+            kept = torch.cat([buffer[:, :, a:b] for a, b in parts], dim=2)
+            return kept.to("cpu") if self._offload_held else kept
+
+        self._held[index] = (path(attention.key_buffer), path(attention.value_buffer))

@@ -1,0 +1,57 @@
+"""Progress on stderr: a live bar on a terminal, a plain line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from tqdm import tqdm
+
+
+class Progress:
+    """Counts rows and prompt tokens. `total` rows may not be known."""
+
+    def __init__(self, total: int | None, *, interval: float, quiet: bool = False) -> None:
+        self._total = total
+        self._interval = interval
+        self._quiet = quiet
+        self._rows = 0.0
+        self._tokens = 0.0
+        self._begun = self._said = time.monotonic()
+        self._bar: tqdm[None] | None = None
+        if not quiet and sys.stderr.isatty():
+            shape = "{l_bar}{bar}| {n:,.0f}/{total:,.0f} rows [{elapsed}<{remaining}{postfix}]" if total else None
+            self._bar = tqdm(total=total, unit=" rows", bar_format=shape, file=sys.stderr, dynamic_ncols=True)
+
+    def advance(self, rows: float, tokens: float = 0.0) -> None:
+        """`rows` (also parts of one) and `tokens` more are done."""
+        self._rows += rows
+        self._tokens += tokens
+        now = time.monotonic()
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"{self._tokens / max(now - self._begun, 1e-9):,.0f} tokens/s", refresh=False)
+            self._bar.update(rows)
+        elif not self._quiet and now - self._said >= self._interval:
+            self._said = now
+            print(self._line(now - self._begun), file=sys.stderr, flush=True)
+
+    def _line(self, seconds: float) -> str:
+        rate = self._rows / seconds
+        line = f"prefill: {self._rows:,.0f}"
+        if self._total:
+            line += f" of {self._total:,} rows ({self._rows / self._total:.1%})"
+        else:
+            line += " rows"
+        line += f", {rate:,.1f} rows/s, {self._tokens / seconds:,.0f} tokens/s"
+        if self._total and rate > 0:
+            left = max(self._total - self._rows, 0) / rate
+            line += f", about {left / 3600:.1f} h left" if left > 5400 else f", about {left / 60:.1f} min left"
+        return line
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.close()

@@ -1,0 +1,1 @@
+"""The run as data, and what a person sees of it."""
