@@ -1,7 +1,9 @@
-"""Wall time by phase."""
+"""What a run takes: wall time by phase, and memory."""
 
 from __future__ import annotations
 
+import resource
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -27,3 +29,14 @@ class Clock:
             yield
         finally:
             self.seconds[name] += time.monotonic() - begun
+
+
+def peak_memory() -> dict[str, int]:
+    """Largest memory used so far, in bytes: of the process (`host`) and by tensors on the devices (`device`)."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    host = peak if sys.platform == "darwin" else peak * 1024
+    torch = sys.modules.get("torch")  # a run that failed early has not waited for it
+    device = 0
+    if torch is not None and torch.cuda.is_available():
+        device = sum(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))
+    return {"host": host, "device": device}

@@ -18,7 +18,7 @@ from prefillcli.plan.pack import Pack
 
 IntArray = npt.NDArray[np.int64]
 
-SHORT_PIECE = 256  # pieces up to this length are batched, padded to the longest of like length
+SHORT_PIECE = 64  # pieces up to this length are batched, padded to the longest of like length
 GROUP_TOKENS = 16384  # padded tokens in one such batch
 MIN_BLOCK = 128  # under a sliding window triangles are cut into blocks of the window, but not below this
 

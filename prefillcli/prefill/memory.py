@@ -1,4 +1,4 @@
-"""What a pack costs in memory, what is free, and what was used at most.
+"""What a pack costs in memory, and what is free.
 
 The memory law of the layer walk: per token one row of the residual stream and one layer's K,V, and per chunk a
 constant. Everything else a layer makes lives for one chunk.
@@ -6,8 +6,6 @@ constant. Everything else a layer makes lives for one chunk.
 
 from __future__ import annotations
 
-import resource
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,13 +118,3 @@ def available_memory(device: torch.device) -> int:
     if not free:
         raise ResourceError("cannot tell how much memory is free on this system; give --memory")
     return max(min(free), 0)
-
-
-def peak_memory() -> dict[str, int]:
-    """Largest memory used so far, in bytes: of the process (`host`) and by tensors on the devices (`device`)."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    host = peak if sys.platform == "darwin" else peak * 1024
-    device = 0
-    if torch.cuda.is_available():
-        device = sum(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))
-    return {"host": host, "device": device}

@@ -1,0 +1,1 @@
+"""Rows in, rows out: reading, templates and labels, parts, manifest and resume. Knows no torch."""

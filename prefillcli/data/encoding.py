@@ -1,0 +1,53 @@
+"""Texts to token ids, with the tokenizers library's own batches where the tokenizer has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from prefillcli.data.rows import Int32Array
+
+
+class Encoder:
+    """A Hugging Face tokenizer without padding and truncation.
+
+    `tokenizer` is a transformers tokenizer, fast or slow.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:
+            self._backend.no_padding()
+            self._backend.no_truncation()
+        self.special_ids: frozenset[int] = frozenset(tokenizer.all_special_ids) | frozenset(
+            number for number, token in tokenizer.added_tokens_decoder.items() if token.special
+        )
+        self.start_ids: frozenset[int] = frozenset(
+            [number for ids in self.encode([""], special=True) for number in ids.tolist()]
+            + [number for number in (tokenizer.bos_token_id, tokenizer.cls_token_id) if number is not None]
+        )
+        """Tokens that stand before every text, like BOS."""
+        self.unknown_id: int | None = tokenizer.unk_token_id
+        self.size = len(tokenizer)
+
+    def encode(self, texts: Sequence[str], *, special: bool) -> list[Int32Array]:
+        """Token ids of every text, int32 [tokens]; `special`: with those the tokenizer adds by default."""
+        if not texts:
+            return []
+        if self._backend is None:
+            encoded = self.tokenizer(list(texts), add_special_tokens=special)["input_ids"]
+            return [np.array(ids, np.int32) for ids in encoded]
+        batch = self._backend.encode_batch_fast(list(texts), add_special_tokens=special)
+        return [np.array(encoding.ids, np.int32) for encoding in batch]
+
+    def decode(self, tokens: Sequence[int] | Int32Array) -> str:
+        """The text of token ids, special tokens included."""
+        ids = [int(number) for number in tokens]
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        """How the vocabulary spells token ids."""
+        return [str(token) for token in self.tokenizer.convert_ids_to_tokens(list(ids))]

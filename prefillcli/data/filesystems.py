@@ -1,0 +1,67 @@
+"""From a path or URL to the filesystem that holds it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.fs
+
+from prefillcli.errors import PrefillError, UsageError
+
+_SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.\-]+(?=://|::)")
+
+
+def is_url(path: str) -> bool:
+    """Whether `path` names its filesystem (`s3://bucket/x`), as against a plain local path."""
+    return _SCHEME.match(path) is not None
+
+
+def is_local(filesystem: Any) -> bool:
+    protocol = filesystem.protocol
+    return "file" in ((protocol,) if isinstance(protocol, str) else protocol)
+
+
+def filesystem_of(path: str) -> tuple[Any, str]:
+    """The fsspec filesystem of a path or URL, and the path inside it.
+
+    A protocol without an installed fsspec package is tried through pyarrow (s3, gs, hdfs). Raises UsageError
+    if neither knows it.
+    """
+    if not is_url(path):
+        return fsspec.filesystem("file"), os.path.abspath(os.path.expanduser(path))
+    try:
+        filesystem, inner = fsspec.core.url_to_fs(path)
+    except (ImportError, ValueError) as error:
+        try:
+            arrow, inner = pyarrow.fs.FileSystem.from_uri(path)
+        except Exception:
+            raise UsageError(f"cannot open {path}: {error}") from None
+        from fsspec.implementations.arrow import ArrowFSWrapper
+
+        return ArrowFSWrapper(arrow), inner
+    except Exception as error:
+        raise UsageError(f"cannot open {path}: {error}") from None
+    return filesystem, inner
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Turn what goes wrong while reading `path` into an error that names it.
+
+    Raises UsageError where reading is not allowed, else PrefillError.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+    except (OSError, ValueError, EOFError, pa.ArrowException) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise PrefillError(
+            f"cannot read {path}: {reason}\nthe file may be damaged or incomplete: check it, then run again"
+        ) from None

@@ -1,0 +1,169 @@
+"""Rows out of a JSON Lines file: one bad line is one error row."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+
+from prefillcli.data.discovery import Found
+from prefillcli.data.filesystems import reading
+from prefillcli.data.rows import RowBatch, RowError
+from prefillcli.data.selection import Selection
+
+MAX_ROWS = 2048
+MAX_BYTES = 8 << 20
+_BLOCK = 1 << 20
+_BOM = b"\xef\xbb\xbf"
+
+_decode = json.JSONDecoder(parse_constant=lambda _name: None).decode  # NaN and Infinity are no JSON: null
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+class JsonlInput:
+    """One JSON Lines file, plain, gzip or zstd."""
+
+    def __init__(self, found: Found) -> None:
+        self._found = found
+
+    def checksum(self) -> str:
+        """Digest of the content; of a remote file what its filesystem says (an ETag, or size and time)."""
+        found = self._found
+        with reading(found.path):
+            if not found.local:
+                return str(found.filesystem.checksum(found.inner))
+            digest = hashlib.blake2b(digest_size=32)
+            with open(found.inner, "rb") as file:
+                while block := file.read(_BLOCK):
+                    digest.update(block)
+            return digest.hexdigest()
+
+    def lines(self) -> Iterator[bytes]:
+        """The lines that are not blank. Raises PrefillError if the file cannot be read to its end."""
+        with reading(self._found.path), self._open() as file:
+            first = True
+            for line in file:
+                if first:
+                    first, line = False, line.removeprefix(_BOM)
+                if not line.isspace() and line:
+                    yield line
+
+    def count(self) -> int:
+        """Number of rows."""
+        return sum(1 for _ in self.lines())
+
+    def _open(self) -> BinaryIO:
+        found = self._found
+        raw: Any = io.FileIO(found.inner) if found.local else found.filesystem.open(found.inner, "rb")
+        stream = raw if found.codec is None else pa.CompressedInputStream(raw, found.codec)
+        return io.BufferedReader(stream, _BLOCK)
+
+
+def parse(line: bytes) -> dict[str, Any] | RowError:
+    """The object on a line, or what is wrong with the line."""
+    try:
+        value = _decode(line.decode())
+    except UnicodeDecodeError as error:
+        return RowError("invalid_utf8", f"byte {error.start} of the line: {error.reason}")
+    except (ValueError, RecursionError) as error:
+        return RowError("invalid_json", str(error).splitlines()[0])
+    if type(value) is dict:
+        return value
+    return RowError("wrong_type", f"the line holds {_NAMES[type(value)]}, not an object")
+
+
+_NAMES: dict[type, str] = {
+    list: "an array",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+}
+
+
+class BatchMaker:
+    """Collects lines into row batches."""
+
+    def __init__(self, columns: Sequence[str], carried: Sequence[str], selection: Selection) -> None:
+        self._columns = tuple(columns)
+        self._carried = tuple(carried)
+        self._selection = selection
+        self.row = 0
+        """Number of the next line."""
+        self._clear()
+
+    def _clear(self) -> None:
+        self._rows: list[int] = []
+        self._values: dict[str, list[Any]] = {name: [] for name in self._columns}
+        self._texts: dict[str, list[str | None]] = {name: [] for name in self._carried}
+        self._errors: dict[int, RowError] = {}
+        self._nbytes = 0
+
+    def add(self, lines: Iterator[bytes]) -> Iterator[RowBatch]:
+        """Full batches out of the selected `lines`; what is left over stays for `rest`."""
+        end = self._selection.end
+        chosen = self._selection.chosen
+        at = 0 if chosen is None else int(np.searchsorted(chosen, self.row))
+        for line in lines:
+            if end is not None and self.row >= end:
+                return
+            if chosen is None or chosen[at] == self.row:
+                at += 1
+                self._append(line)
+                if len(self._rows) >= MAX_ROWS or self._nbytes >= MAX_BYTES:
+                    yield self._take()
+            self.row += 1
+
+    def rest(self) -> Iterator[RowBatch]:
+        """The last, partly filled batch, if any."""
+        if self._rows:
+            yield self._take()
+
+    def _append(self, line: bytes) -> None:
+        row = self.row
+        self._rows.append(row)
+        self._nbytes += len(line)
+        parsed = parse(line)
+        if type(parsed) is dict:
+            get = parsed.get
+            for name, values in self._values.items():
+                values.append(get(name))
+                if name not in parsed:
+                    self._errors.setdefault(row, RowError("missing_column", f"the line has no {name!r}"))
+            for name, texts in self._texts.items():
+                value = get(name)
+                text = None if value is None else _encode(value)
+                if text is not None and "\\ud" in text and not _is_unicode(text):
+                    self._errors.setdefault(
+                        row, RowError("invalid_utf8", f"column {name}: half a surrogate pair")
+                    )
+                    text = None
+                texts.append(text)
+        else:
+            self._errors[row] = parsed  # type: ignore[assignment]  # no dict, so a RowError
+            for values in (*self._values.values(), *self._texts.values()):
+                values.append(None)
+
+    def _take(self) -> RowBatch:
+        if self._carried:
+            carried = pa.table({name: pa.array(texts, pa.string()) for name, texts in self._texts.items()})
+        else:
+            carried = pa.table({"": pa.nulls(len(self._rows))}).select([])
+        rows = np.array(self._rows, np.int64)
+        batch = RowBatch(self._rows[0], rows, self._values, carried, self._errors, self._nbytes)
+        self._clear()
+        return batch
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        json.dumps(json.loads(text), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True

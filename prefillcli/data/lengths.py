@@ -1,0 +1,32 @@
+"""What happens to a prompt that is too long."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Literal
+
+import numpy as np
+
+from prefillcli.data.rows import SKIPPED, Int32Array, RowError
+
+OnLong = Literal["error", "truncate-left", "truncate-middle", "skip"]
+
+
+def fit(tokens: Int32Array, max_length: int, on_long: OnLong, start_ids: Set[int]) -> Int32Array | RowError:
+    """At most `max_length` of the tokens, or why the row has no prompt.
+
+    `truncate-left` drops the oldest tokens but keeps those of `start_ids` (BOS) at the very start;
+    `truncate-middle` keeps the first and the last half.
+    """
+    if len(tokens) <= max_length:
+        return tokens
+    if on_long in ("error", "skip"):
+        code = "prompt_too_long" if on_long == "error" else SKIPPED
+        return RowError(code, f"{len(tokens)} tokens, the limit is {max_length}")
+    head = 0
+    if on_long == "truncate-middle":
+        head = max_length // 2
+    else:
+        while head < max_length - 1 and int(tokens[head]) in start_ids:
+            head += 1
+    return np.concatenate([tokens[:head], tokens[len(tokens) - (max_length - head) :]])

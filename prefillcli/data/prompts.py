@@ -1,0 +1,266 @@
+"""From row batches to prompts: template, chat, tokens, length."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from prefillcli.data.chat import Message, messages_of, render_chats
+from prefillcli.data.encoding import Encoder
+from prefillcli.data.labels import LabelError, Labels, tail_of
+from prefillcli.data.lengths import OnLong, fit
+from prefillcli.data.rows import Int32Array, Prompt, RowBatch, RowError
+from prefillcli.data.templates import RowTemplate
+from prefillcli.errors import UsageError
+
+DEFAULT_COLUMN = "prompt"
+_FALLBACK_COLUMNS = (DEFAULT_COLUMN, "messages", "prompt_token_ids")
+_TAIL_TOKENS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSettings:
+    """How a row becomes a prompt."""
+
+    prompt_column: str = DEFAULT_COLUMN
+    """Column with text, chat messages or token ids; not used with a template."""
+    template: str | None = None
+    """Jinja text, or a file with it."""
+    chat: bool | None = None
+    """Wrap text as a user message: yes, no, or (None) if the tokenizer has a chat template."""
+    system: str | None = None
+    """System message of every chat that has none of its own."""
+    max_length: int
+    """Longest prompt in tokens."""
+    on_long: OnLong = "error"
+    """What happens to a longer one."""
+    vocab_size: int
+    """Token ids are below this."""
+
+
+class _Draft(NamedTuple):
+    """What a row asks, before it is tokenised: a text, a chat that becomes a text, or token ids."""
+
+    row: int
+    text: str = ""
+    chat: list[Message] | None = None
+    tokens: Int32Array | None = None
+
+
+class PromptBuilder:
+    """Makes prompts of rows.
+
+    `available` are the column names of the input (`Source.available`). Raises UsageError if the settings
+    contradict each other or the tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any, settings: PromptSettings, available: Sequence[str] = ()) -> None:
+        self.settings = settings
+        self.chat = _wants_chat(settings, tokenizer)
+        """Whether text is wrapped by the chat template."""
+        self.template = None if settings.template is None else RowTemplate(settings.template)
+        self.column = _prompt_column(settings, available)
+        """The column with the prompt, where there is no template."""
+        self.columns: tuple[str, ...] = self.template.columns if self.template else (self.column,)
+        """The columns that `build` needs."""
+        if self.template is None and self.column == "messages":
+            _require_chat(settings, tokenizer)
+        self.render_seconds = 0.0
+        self.tokenize_seconds = 0.0
+        self._tokenizer = tokenizer
+        self._has_chat_template = _has_chat_template(tokenizer)
+        self._encoder = Encoder(tokenizer)
+        self._may_exceed_vocabulary = self._encoder.size > settings.vocab_size
+
+    def fingerprint(self) -> str:
+        """Digest of everything here that changes a prompt, the text of the template included."""
+        settings = self.settings
+        parts = [self.column, self.template and self.template.text, self.chat, settings.system]
+        text = json.dumps([*parts, settings.max_length, settings.on_long])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def build(self, batch: RowBatch, labels: Labels) -> tuple[list[Prompt], dict[int, RowError]]:
+        """The prompts of a batch, ascending by row, and the errors of all its other rows."""
+        started = time.perf_counter()
+        errors = dict(batch.errors)
+        drafts = self._with_chats_rendered(self._drafts(batch, errors), errors)
+        rendered = time.perf_counter()
+        prompts = self._prompts(drafts, labels, errors)
+        self.render_seconds += rendered - started
+        self.tokenize_seconds += time.perf_counter() - rendered
+        return prompts, errors
+
+    def _drafts(self, batch: RowBatch, errors: dict[int, RowError]) -> list[_Draft]:
+        drafts = []
+        names = self.columns
+        columns = [batch.columns[name] for name in names]
+        for at, row in enumerate(batch.rows.tolist()):
+            if row not in errors:
+                values = [column[at] for column in columns]
+                template = self.template
+                value = template.render(dict(zip(names, values, strict=True))) if template else values[0]
+                draft = value if isinstance(value, RowError) else self._draft(row, value)
+                if isinstance(draft, RowError):
+                    errors[row] = draft
+                else:
+                    drafts.append(draft)
+        return drafts
+
+    def _draft(self, row: int, value: Any) -> _Draft | RowError:
+        if isinstance(value, str):
+            return self._from_text(row, value)
+        if value is None:
+            return RowError("null_prompt", "the prompt is null")
+        if not isinstance(value, list | np.ndarray):
+            return RowError("wrong_type", f"the prompt is {type(value).__name__}, not text")
+        if len(value) == 0:
+            ids = isinstance(value, np.ndarray) or self.column == "prompt_token_ids"
+            return RowError("invalid_token_ids" if ids else "empty_prompt", "the list is empty")
+        if isinstance(value, np.ndarray) or set(map(type, value)) == {int}:
+            return self._from_ids(row, value)
+        return self._from_messages(row, value)
+
+    def _from_text(self, row: int, text: str) -> _Draft | RowError:
+        if not text or text.isspace():
+            return RowError(
+                "empty_prompt", "the prompt is white space only" if text else "the prompt is empty"
+            )
+        if not _is_unicode(text):
+            return RowError("invalid_utf8", "the prompt has half a surrogate pair")
+        if not self.chat:
+            return _Draft(row, text)
+        return self._from_messages(row, [{"role": "user", "content": text}])
+
+    def _from_messages(self, row: int, value: list[Any]) -> _Draft | RowError:
+        if self.column == "prompt_token_ids":
+            return RowError("invalid_token_ids", "not every token id is an integer")
+        messages = messages_of(value, self.settings.system)
+        if isinstance(messages, RowError):
+            return messages
+        if not self._has_chat_template or self.settings.chat is False:
+            return RowError("chat_error", "the prompt is a list of messages, and no chat template is applied")
+        return _Draft(row, chat=messages)
+
+    def _from_ids(self, row: int, value: Any) -> _Draft | RowError:
+        ends = (min(value), max(value)) if isinstance(value, list) else (value.min(), value.max())
+        for number in ends:
+            if not 0 <= number < self.settings.vocab_size:
+                return RowError(
+                    "invalid_token_ids", f"id {number} is not in 0..{self.settings.vocab_size - 1}"
+                )
+        return _Draft(row, tokens=np.asarray(value, np.int32))
+
+    def _with_chats_rendered(self, drafts: list[_Draft], errors: dict[int, RowError]) -> list[_Draft]:
+        texts = iter(
+            render_chats(self._tokenizer, [draft.chat for draft in drafts if draft.chat is not None])
+        )
+        done = []
+        for draft in drafts:
+            if draft.chat is None:
+                done.append(draft)
+                continue
+            text = next(texts)
+            if isinstance(text, str) and not _is_unicode(text):
+                text = RowError("invalid_utf8", "a message has half a surrogate pair")
+            if isinstance(text, RowError):
+                errors[draft.row] = text
+            else:
+                done.append(draft._replace(text=text))
+        return done
+
+    def _prompts(self, drafts: list[_Draft], labels: Labels, errors: dict[int, RowError]) -> list[Prompt]:
+        plain = iter(
+            self._encode([d.text for d in drafts if d.tokens is None and d.chat is None], special=True)
+        )
+        chats = iter(self._encode([d.text for d in drafts if d.chat is not None], special=False))
+        prompts: list[Prompt] = []
+        tails: list[str] = []
+        for draft in drafts:
+            tokens = draft.tokens
+            if tokens is None:
+                tokens = next(plain if draft.chat is None else chats)
+            fitted = self._fit(tokens)
+            if isinstance(fitted, RowError):
+                errors[draft.row] = fitted
+                continue
+            prompts.append(Prompt(draft.row, fitted, labels=-1, truncated=len(fitted) < len(tokens)))
+            tails.append(tail_of(draft.text or self._encoder.decode(fitted[-_TAIL_TOKENS:])))
+        return _labelled(prompts, labels.resolve_all(tails), errors)
+
+    def _encode(self, texts: list[str], *, special: bool) -> list[Int32Array]:
+        return self._encoder.encode(texts, special=special)
+
+    def _fit(self, tokens: Int32Array) -> Int32Array | RowError:
+        if len(tokens) == 0:
+            return RowError("empty_prompt", "the tokenizer makes no token of the prompt")
+        if self._may_exceed_vocabulary and int(tokens.max()) >= self.settings.vocab_size:
+            return RowError(
+                "invalid_token_ids", f"id {tokens.max()} is not in 0..{self.settings.vocab_size - 1}"
+            )
+        return fit(tokens, self.settings.max_length, self.settings.on_long, self._encoder.start_ids)
+
+
+def _labelled(
+    prompts: Sequence[Prompt], found: Sequence[int | LabelError], errors: dict[int, RowError]
+) -> list[Prompt]:
+    """The prompts with their label sets; where a label is not one token, an error instead."""
+    done = []
+    for prompt, index in zip(prompts, found, strict=True):
+        if isinstance(index, LabelError):
+            errors[prompt.row] = RowError("label_not_one_token", str(index).replace("\n", "; "))
+        else:
+            prompt.labels = index
+            done.append(prompt)
+    return done
+
+
+def _is_unicode(text: str) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _has_chat_template(tokenizer: Any) -> bool:
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def _wants_chat(settings: PromptSettings, tokenizer: Any) -> bool:
+    """Whether text becomes a user message."""
+    has_template = _has_chat_template(tokenizer)
+    if settings.chat and not has_template:
+        raise UsageError(
+            "--chat: the tokenizer has no chat template\nleave --chat out, or write one with --template"
+        )
+    chat = has_template if settings.chat is None else settings.chat
+    if settings.system is not None and not chat:
+        raise UsageError("--system needs a chat: the tokenizer has no chat template, or --no-chat is given")
+    return chat
+
+
+def _require_chat(settings: PromptSettings, tokenizer: Any) -> None:
+    if settings.chat is False:
+        raise UsageError(
+            "--no-chat: the prompt column is 'messages', which only a chat template turns into text"
+        )
+    if not _has_chat_template(tokenizer):
+        raise UsageError(
+            "the prompt column is 'messages', but the tokenizer has no chat template\n"
+            "use a model that has one, or write the messages as text with --template"
+        )
+
+
+def _prompt_column(settings: PromptSettings, available: Sequence[str]) -> str:
+    """The column named, or if none was, the first usual one that the input has."""
+    if settings.prompt_column != DEFAULT_COLUMN:
+        return settings.prompt_column
+    return next((name for name in _FALLBACK_COLUMNS if name in available), DEFAULT_COLUMN)

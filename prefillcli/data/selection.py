@@ -1,0 +1,46 @@
+"""Which rows of the input a job reads: all, the first N, or N drawn at random."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from prefillcli.data.rows import Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Row numbers below `limit`, and of those only `chosen`, if given."""
+
+    limit: int | None = None
+    chosen: Int64Array | None = None
+    """Ascending row numbers."""
+
+    @classmethod
+    def draw(cls, sample: int, total: int, seed: int) -> Selection:
+        """`sample` of `total` rows, the same ones for the same seed; all of them if there are fewer."""
+        if sample >= total:
+            return cls()
+        chosen = np.random.default_rng(seed).choice(total, sample, replace=False)
+        return cls(chosen=np.sort(chosen).astype(np.int64))
+
+    @property
+    def end(self) -> int | None:
+        """The first row number after which nothing is read; None: no end."""
+        if self.chosen is not None:
+            return int(self.chosen[-1]) + 1 if len(self.chosen) else 0
+        return self.limit
+
+    def within(self, start: int, stop: int) -> Int64Array:
+        """Selected row numbers in [start, stop), ascending."""
+        if self.chosen is None:
+            return np.arange(start, stop if self.limit is None else min(stop, self.limit), dtype=np.int64)
+        low, high = np.searchsorted(self.chosen, (start, stop))
+        return self.chosen[low:high]
+
+    def count(self, total: int) -> int:
+        """How many of `total` rows are selected."""
+        if self.chosen is not None:
+            return len(self.chosen)
+        return total if self.limit is None else min(total, self.limit)

@@ -1,0 +1,228 @@
+"""The input of a job as a stream of row batches, whatever files it lies in."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import pyarrow as pa
+
+from prefillcli.data.discovery import Found, discover
+from prefillcli.data.jsonl import BatchMaker, JsonlInput, parse
+from prefillcli.data.parquet import ParquetInput
+from prefillcli.data.rows import RowBatch, RowError
+from prefillcli.data.selection import Selection
+from prefillcli.data.values import plain_type
+from prefillcli.errors import UsageError
+
+_PEEK_ROWS = 100
+_PEEK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """One input file and what its content is known by."""
+
+    path: str
+    size: int
+    """Bytes."""
+    checksum: str
+
+
+class Source:
+    """Rows of Parquet or JSON Lines files, in the order given.
+
+    Open it, ask for `available` columns, then `select` the needed ones; or name them at once.
+    """
+
+    def __init__(self, found: Sequence[Found], left_out: Sequence[str], selection: _Wish) -> None:
+        self.kind = found[0].kind
+        self.left_out = tuple(left_out)
+        """Files in the given directories that were not read for their ending; worth a warning."""
+        self.columns: tuple[str, ...] = ()
+        self.carried_schema: pa.Schema = pa.schema([])
+        """Id and kept columns; from JSON Lines every one is a string that holds JSON."""
+        self.seconds = 0.0
+        """Time spent reading so far."""
+        self._found = tuple(found)
+        self._wish = selection
+        self._checksums: tuple[str, ...] | None = None
+        self._counted: int | None = None
+        if self.kind == "parquet":
+            self._parquet = [ParquetInput(file) for file in found]
+            self._counted = sum(file.rows for file in self._parquet)
+            self.available: tuple[str, ...] = tuple(self._parquet[0].schema.names)
+            """Column names: of the first Parquet file, or on the first lines of JSON Lines."""
+            self._peeked = 1
+        else:
+            self._jsonl = [JsonlInput(file) for file in found]
+            self.available, self._peeked = self._peek()
+
+    @classmethod
+    def open(
+        cls,
+        inputs: Sequence[str],
+        *,
+        columns: Sequence[str] = (),
+        carried: Sequence[str] = (),
+        limit: int | None = None,
+        sample: int | None = None,
+        seed: int = 0,
+    ) -> Source:
+        """Find the files of `inputs` and look at their columns.
+
+        `columns` are needed by the prompt, `carried` go to the output. `limit`: the first rows only;
+        `sample`: that many rows drawn at random. Raises UsageError if nothing is found or a column is
+        missing, PrefillError if a file is damaged.
+        """
+        found, left_out = discover(inputs)
+        source = cls(found, left_out, _Wish(limit, sample, seed))
+        return source.select(columns=columns, carried=carried)
+
+    def select(self, *, columns: Sequence[str], carried: Sequence[str]) -> Source:
+        """Set the columns to read. Raises UsageError naming the first one that is missing."""
+        columns, carried = tuple(dict.fromkeys(columns)), tuple(dict.fromkeys(carried))
+        if self.kind == "parquet":
+            for file, read in zip(self._found, self._parquet, strict=True):
+                _require((*columns, *carried), read.schema.names, file.path)
+            self.carried_schema = pa.schema([self._common_field(name) for name in carried])
+        else:
+            if self._peeked:
+                _require((*columns, *carried), self.available, f"the first {self._peeked} lines")
+            self.carried_schema = pa.schema([(name, pa.string()) for name in carried])
+        self.columns = columns
+        return self
+
+    @property
+    def total_rows(self) -> int | None:
+        """Rows of the whole input; for JSON Lines None until `count` was called."""
+        return self._counted
+
+    @property
+    def selected_rows(self) -> int | None:
+        """Rows that `batches` will yield, where `total_rows` is known."""
+        if self._counted is None:
+            return None
+        return min(
+            self._counted, *(n for n in (self._wish.limit, self._wish.sample) if n is not None), self._counted
+        )
+
+    def count(self) -> int:
+        """Rows of the whole input; reads JSON Lines to the end once."""
+        if self._counted is None:
+            self._counted = sum(file.count() for file in self._jsonl)
+        return self._counted
+
+    @property
+    def files(self) -> tuple[InputFile, ...]:
+        """The files in reading order with checksums; reads local JSON Lines to the end once."""
+        if self._checksums is None:
+            readers: Sequence[Any] = self._parquet if self.kind == "parquet" else self._jsonl
+            self._checksums = tuple(reader.checksum() for reader in readers)
+        return tuple(
+            InputFile(file.path, file.size, checksum)
+            for file, checksum in zip(self._found, self._checksums, strict=True)
+        )
+
+    def fingerprint(self) -> str:
+        """Digest of the content and of which rows are taken; where the files lie does not count."""
+        wish = self._wish
+        seed = wish.seed if wish.sample is not None else None
+        content = [(file.size, file.checksum) for file in self.files]
+        text = json.dumps([self.kind, content, wish.limit, wish.sample, seed])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def batches(self) -> Iterator[RowBatch]:
+        """Row batches of at most 2,048 rows and about 8 MiB, the same ones for the same input every time.
+
+        Raises PrefillError naming the file when one turns out damaged, after the rows before the damage.
+        """
+        batches = self._batches()
+        while True:
+            started = time.perf_counter()
+            batch = next(batches, None)
+            self.seconds += time.perf_counter() - started
+            if batch is None:
+                return
+            yield batch
+
+    def _batches(self) -> Iterator[RowBatch]:
+        selection = Selection(self._wish.limit)
+        if self._wish.sample is not None:
+            population = self.count() if self._wish.limit is None else min(self.count(), self._wish.limit)
+            selection = Selection.draw(self._wish.sample, population, self._wish.seed)
+            if selection.chosen is None:
+                selection = Selection(self._wish.limit)
+        end = selection.end
+        if self.kind == "parquet":
+            start = 0
+            for file in self._parquet:
+                if end is not None and start >= end:
+                    return
+                yield from file.batches(start, self.columns, self.carried_schema, selection)
+                start += file.rows
+            return
+        maker = BatchMaker(self.columns, self.carried_schema.names, selection)
+        for lines in self._jsonl:
+            if end is not None and maker.row >= end:
+                break
+            yield from maker.add(lines.lines())
+        yield from maker.rest()
+
+    def _common_field(self, name: str) -> pa.Field:
+        """The type of a carried column that holds its values in every file."""
+        kinds = [plain_type(file.schema.field(name).type) for file in self._parquet]
+        if all(kind == kinds[0] for kind in kinds):
+            return pa.field(name, kinds[0])
+        try:
+            schemas = [pa.schema([(name, kind)]) for kind in kinds]
+            return pa.unify_schemas(schemas, promote_options="permissive").field(0)
+        except (pa.ArrowInvalid, pa.ArrowTypeError):
+            other = next(at for at, kind in enumerate(kinds) if kind != kinds[0])
+            raise UsageError(
+                f"column {name!r} is {kinds[0]} in {self._found[0].path} but {kinds[other]} in "
+                f"{self._found[other].path}\nscore the files in separate jobs or leave the column out"
+            ) from None
+
+    def _peek(self) -> tuple[tuple[str, ...], int]:
+        """Columns on the first lines, and the number of lines looked at."""
+        names: dict[str, None] = {}
+        seen = size = 0
+        wrong: RowError | None = None
+        for line in islice((line for file in self._jsonl for line in file.lines()), _PEEK_ROWS):
+            seen += 1
+            size += len(line)
+            row = parse(line)
+            if isinstance(row, dict):
+                names |= dict.fromkeys(row)
+            elif wrong is None:
+                wrong = row
+            if size > _PEEK_BYTES:
+                break
+        if wrong is not None and not names:
+            raise UsageError(
+                f"{self._found[0].path}: none of the first {seen} lines is a JSON object ({wrong.detail})\n"
+                "JSON Lines has one JSON object on every line, in UTF-8"
+            )
+        return tuple(names), seen
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """Which rows the user asked for."""
+
+    limit: int | None
+    sample: int | None
+    seed: int
+
+
+def _require(names: Sequence[str], available: Sequence[str], where: str) -> None:
+    for name in names:
+        if name not in available:
+            listed = ", ".join(available[:20]) + (", ..." if len(available) > 20 else "")
+            raise UsageError(f"no column {name!r} in {where}\navailable: {listed}")

@@ -1,0 +1,161 @@
+"""From Arrow columns to Python values, with invalid UTF-8 kept to the rows that have it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from prefillcli.data.rows import Int64Array
+
+
+def python_values(array: pa.Array) -> tuple[list[Any], dict[int, str]]:
+    """The values of a column [rows], and by position what is wrong with the texts that are not valid UTF-8.
+
+    Bytes count as text. A list of integers without nulls comes as an integer array. Equal entries of a
+    dictionary share one Python object, so a long text repeated over rows is held once.
+    """
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        return _from_dictionary(array)
+    if _is_text(kind):
+        return _texts(array)
+    if _is_integer_list(kind) and array.flatten().null_count == 0:
+        return _integer_lists(array), {}
+    try:
+        return array.to_pylist(), {}
+    except UnicodeDecodeError:
+        return _one_by_one(array)
+
+
+def row_bytes(array: pa.Array) -> Int64Array:
+    """Size of every value in bytes [rows]; for nested types the average."""
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        sizes: Int64Array = np.append(row_bytes(array.dictionary), 0)[_indices(array)]
+        return sizes
+    if _is_text(kind):
+        return _filled(pc.binary_length(_plain_text(array)))
+    if _is_integer_list(kind):
+        width: int = kind.value_type.bit_width // 8
+        return _filled(pc.list_value_length(array)) * width
+    return np.full(len(array), -(-array.nbytes // max(len(array), 1)), np.int64)
+
+
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """The type in which a carried column travels: dictionaries and views are laid out flat."""
+    if pa.types.is_dictionary(kind):
+        return plain_type(kind.value_type)
+    if kind == pa.string_view():
+        return pa.large_string()
+    if kind == pa.binary_view():
+        return pa.large_binary()
+    return kind
+
+
+def plain_column(array: pa.Array, kind: pa.DataType) -> tuple[pa.Array, dict[int, str]]:
+    """A carried column as `kind`, and by position what was wrong with texts that are not valid UTF-8.
+
+    In those texts the bad bytes are replaced by U+FFFD; a nested value with a bad text becomes null.
+    """
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if array.type != kind:
+        array = array.cast(kind)
+    try:
+        array.validate(full=True)
+    except pa.ArrowInvalid:
+        values, bad = python_values(array)
+        if _is_text(array.type):
+            raw = array.cast(pa.large_binary())
+            for position in bad:
+                values[position] = raw[position].as_py().decode("utf-8", "replace")
+        return pa.array(values, kind), bad
+    return array, {}
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(
+        pa.types.is_string(kind)
+        or pa.types.is_large_string(kind)
+        or pa.types.is_binary(kind)
+        or pa.types.is_large_binary(kind)
+        or kind in (pa.string_view(), pa.binary_view())
+    )
+
+
+def _is_integer_list(kind: pa.DataType) -> bool:
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return bool(is_list and pa.types.is_integer(kind.value_type))
+
+
+def _plain_text(array: pa.Array) -> pa.Array:
+    kind = array.type
+    if kind == pa.string_view():
+        return array.cast(pa.large_string())
+    return array.cast(pa.large_binary()) if kind == pa.binary_view() else array
+
+
+def _filled(lengths: pa.Array) -> Int64Array:
+    sizes: Int64Array = lengths.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    return sizes
+
+
+def _indices(array: pa.DictionaryArray) -> Int64Array:
+    """Positions in the dictionary; null is -1."""
+    indices: Int64Array = array.indices.cast(pa.int64()).fill_null(-1).to_numpy(zero_copy_only=False)
+    return indices
+
+
+def _from_dictionary(array: pa.DictionaryArray) -> tuple[list[Any], dict[int, str]]:
+    used, positions = np.unique(_indices(array), return_inverse=True)
+    nulls = int(len(used) > 0 and used[0] < 0)
+    values, bad = python_values(array.dictionary.take(pa.array(used[nulls:])))
+    values = [None] * nulls + values
+    wrong = {}
+    if bad:
+        wrong = {row: bad[at - nulls] for row, at in enumerate(positions.tolist()) if at - nulls in bad}
+    return [values[at] for at in positions.tolist()], wrong
+
+
+def _texts(array: pa.Array) -> tuple[list[Any], dict[int, str]]:
+    text = pa.large_string() if array.type in (pa.large_binary(), pa.binary_view()) else pa.string()
+    try:
+        is_bytes = pa.types.is_binary(array.type) or array.type in (pa.large_binary(), pa.binary_view())
+        return (array.cast(text) if is_bytes else array).to_pylist(), {}
+    except (UnicodeDecodeError, pa.ArrowInvalid):
+        pass
+    values: list[Any] = []
+    bad: dict[int, str] = {}
+    for position, raw in enumerate(array.cast(pa.large_binary()).to_pylist()):
+        try:
+            values.append(None if raw is None else raw.decode())
+        except UnicodeDecodeError as error:
+            values.append(None)
+            bad[position] = f"byte {error.start}: {error.reason}"
+    return values, bad
+
+
+def _integer_lists(array: pa.Array) -> list[Any]:
+    flat = array.flatten().to_numpy(zero_copy_only=False)
+    ends = np.cumsum(_filled(pc.list_value_length(array)))
+    lists: list[Any] = np.split(flat, ends[:-1]) if len(ends) else []
+    for position in (
+        np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)) if array.null_count else ()
+    ):
+        lists[position] = None
+    return lists
+
+
+def _one_by_one(array: pa.Array) -> tuple[list[Any], dict[int, str]]:
+    values: list[Any] = []
+    bad: dict[int, str] = {}
+    for position, scalar in enumerate(array):
+        try:
+            values.append(scalar.as_py())
+        except UnicodeDecodeError as error:
+            values.append(None)
+            bad[position] = f"byte {error.start} of a nested text: {error.reason}"
+    return values, bad

@@ -1,0 +1,117 @@
+"""Row batches joined into windows: what is planned, scored and written together."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from prefillcli.data.ids import SeenIds
+from prefillcli.data.labels import Labels
+from prefillcli.data.prompts import PromptBuilder
+from prefillcli.data.rows import RowBatch, Window
+from prefillcli.data.source import Source
+
+MAX_ROWS = 16_384
+MAX_BYTES = 32 << 20
+
+T = TypeVar("T")
+
+
+def windows(
+    source: Source,
+    builder: PromptBuilder,
+    labels: Labels,
+    *,
+    id_column: str | None,
+    max_rows: int = MAX_ROWS,
+    max_bytes: int = MAX_BYTES,
+    skip: Callable[[int], bool] | None = None,
+) -> Iterator[Window]:
+    """Windows that close at `max_rows` rows or `max_bytes` bytes, cut the same way every time.
+
+    A row whose id is null or was seen before is an error row. A window whose index `skip` accepts (one that
+    is already scored) is read for its ids, but neither tokenised nor yielded.
+    """
+    seen = SeenIds()
+    for index, batches in enumerate(_groups(source.batches(), max_rows, max_bytes)):
+        for batch in batches:
+            if id_column is not None:
+                for row, error in seen.check(batch.rows, batch.carried.column(id_column)).items():
+                    batch.errors.setdefault(row, error)
+        if skip is None or not skip(index):
+            yield _window(index, batches, builder, labels)
+
+
+def _groups(batches: Iterable[RowBatch], max_rows: int, max_bytes: int) -> Iterator[list[RowBatch]]:
+    group: list[RowBatch] = []
+    rows = size = 0
+    for batch in batches:
+        group.append(batch)
+        rows += len(batch.rows)
+        size += batch.nbytes
+        if rows >= max_rows or size >= max_bytes:
+            yield group
+            group, rows, size = [], 0, 0
+    if group:
+        yield group
+
+
+def _window(index: int, batches: list[RowBatch], builder: PromptBuilder, labels: Labels) -> Window:
+    window = Window(
+        index=index,
+        rows=np.concatenate([batch.rows for batch in batches]),
+        prompts=[],
+        errors={},
+        carried=pa.concat_tables([batch.carried for batch in batches]),
+    )
+    for batch in batches:
+        prompts, errors = builder.build(batch, labels)
+        window.prompts += prompts
+        window.errors |= errors
+    return window
+
+
+def ahead(items: Iterable[T], depth: int = 1) -> Generator[T, None, None]:
+    """The same items, made by a background thread up to `depth` items before they are asked for.
+
+    An exception in `items` is raised here, after the items before it. Closing the generator (or leaving its
+    loop and dropping it) stops the thread and waits for the item in work.
+    """
+    ready: queue.Queue[tuple[str, Any]] = queue.Queue()
+    room = threading.Semaphore(depth)
+    stopped = threading.Event()
+
+    def work() -> None:
+        source = iter(items)
+        try:
+            while room.acquire() and not stopped.is_set():
+                ready.put(("item", next(source)))
+        except StopIteration:
+            ready.put(("end", None))
+        except BaseException as error:  # handed to the consumer, whatever it is
+            ready.put(("error", error))
+        finally:
+            close = getattr(source, "close", None)
+            if close is not None:
+                close()
+
+    thread = threading.Thread(target=work, name="prefill-reader", daemon=True)
+    thread.start()
+    try:
+        while True:
+            kind, value = ready.get()
+            if kind == "end":
+                return
+            if kind == "error":
+                raise value
+            room.release()
+            yield value
+    finally:
+        stopped.set()
+        room.release()
+        thread.join()

@@ -1,0 +1,398 @@
+"""The job of `prefill score`: source -> prompts -> plan -> engine -> sink -> report."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from prefillcli.clock import Clock, peak_memory
+from prefillcli.config import ScoreSettings, parse_size
+from prefillcli.data.labels import Labels, parse_labels
+from prefillcli.data.manifest import fingerprint_model, fingerprint_tokenizer
+from prefillcli.data.prompts import PromptBuilder, PromptSettings
+from prefillcli.data.rows import RowError, Scored, Window
+from prefillcli.data.sink import Sink
+from prefillcli.data.source import Source
+from prefillcli.data.windows import ahead, windows
+from prefillcli.errors import Interrupted, PrefillError, ResourceError, UsageError
+from prefillcli.plan.account import account
+from prefillcli.plan.pack import Limits, Pack
+from prefillcli.plan.plan import make_plan, packs_to_run
+from prefillcli.progress import Progress
+from prefillcli.report.run import RunReport, print_table, save_report, versions
+from prefillcli.samples import sample_model
+from prefillcli.signals import Stop
+
+if TYPE_CHECKING:  # torch takes seconds to import; wrong input should not wait for it
+    import torch
+
+    from prefillcli.engines.base import Engine
+    from prefillcli.prefill.model import ModelFiles
+
+FLUSH_SECONDS = 15.0  # finished rows are written at least this often, between packs
+NOTHING_TO_DO = 99
+TOO_MANY_ERRORS = 3
+
+
+def score_job(settings: ScoreSettings) -> dict[str, Any]:
+    """Run the job; write `run.json` whatever happens; return the summary for the last line on stdout.
+
+    Errors are told on stderr, and become the exit code in the summary.
+    """
+    clock = Clock()
+    report = RunReport(
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+        settings=settings.model_dump(mode="json"),
+    )
+    job = _ScoreJob(settings, clock, report)
+    try:
+        with Stop() as stop:
+            job.run(stop)
+    except BaseException as error:
+        _tell(error, report, debug=settings.debug)
+    job.finish_report()
+    if report.report is not None:
+        try:
+            save_report(report, report.report)
+        except (OSError, PrefillError) as error:
+            print(f"prefill: cannot write the report: {error}", file=sys.stderr)
+            report.report = None
+            report.exit_code = report.exit_code or ResourceError.exit_code
+    if not settings.quiet and report.status == "complete":
+        print_table(report)
+    return report.summary()
+
+
+def _tell(error: BaseException, report: RunReport, *, debug: bool) -> None:
+    """Put an error into the report and on stderr."""
+    if debug:
+        traceback.print_exception(error)
+    report.status = "failed"
+    if isinstance(error, Interrupted):
+        report.status, report.exit_code, report.error = "interrupted", error.exit_code, str(error)
+        print(f"prefill: {error}; go on with --resume", file=sys.stderr)
+        return
+    if isinstance(error, PrefillError):
+        report.exit_code, report.error = error.exit_code, str(error)
+    elif _out_of_resource(error):
+        report.exit_code = ResourceError.exit_code
+        report.error = f"out of memory or disk: {error or type(error).__name__}"
+    else:
+        report.exit_code, report.error = 1, f"{type(error).__name__}: {error}"
+    hint = "" if isinstance(error, PrefillError) or debug else " (--debug shows where)"
+    print(f"prefill: {report.error}{hint}", file=sys.stderr)
+
+
+def _out_of_resource(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
+    # torch's own out-of-memory errors are RuntimeErrors with these names or words
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or (
+        isinstance(error, RuntimeError) and "not enough memory" in str(error)
+    )
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Rows of a window that are done but not yet written."""
+
+    scored: list[Scored] = field(default_factory=list)
+    errors: dict[int, RowError] = field(default_factory=dict)
+
+
+class _ScoreJob:
+    """One run of `prefill score`."""
+
+    def __init__(self, settings: ScoreSettings, clock: Clock, report: RunReport) -> None:
+        self.settings = settings
+        self.clock = clock
+        self.report = report
+        self.source: Source | None = None
+        self.builder: PromptBuilder | None = None
+        self.sink: Sink | None = None
+        self.engine: Engine | None = None
+        self._flushed = time.monotonic()
+
+    def run(self, stop: Stop) -> None:
+        settings, clock, report = self.settings, self.clock, self.report
+        output = settings.output or default_output(settings.inputs[0])
+        report.output = output
+        report.report = settings.report or default_report(output)
+        with clock.phase("read"):
+            source = self.source = Source.open(settings.inputs, limit=settings.limit, sample=settings.sample, seed=settings.seed)
+        for path in source.left_out:
+            print(f"prefill: warning: {path}: not read, neither Parquet nor JSON Lines by its name", file=sys.stderr)
+        with clock.phase("load"), stop.at_once():
+            files, device, tokenizer = self._open_model()
+        builder = self.builder = PromptBuilder(
+            tokenizer,
+            PromptSettings(
+                prompt_column=settings.prompt_column,
+                template=settings.template,
+                chat=settings.chat,
+                system=settings.system,
+                max_length=min(settings.max_length or files.max_length, files.max_length),
+                on_long=settings.on_long,
+                vocab_size=files.config.vocab_size,
+            ),
+            source.available,
+        )
+        carried = ([settings.id_column] if settings.id_column else []) + list(settings.keep_columns)
+        source.select(columns=builder.columns, carried=carried)
+        labels = Labels(tokenizer, parse_labels(settings.labels))
+        with clock.phase("read"), stop.at_once():
+            report.fingerprint = {
+                "input": source.fingerprint(),
+                "model": fingerprint_model(files.path),
+                "tokenizer": fingerprint_tokenizer(files.path),
+                "prompt": builder.fingerprint(),
+                "labels": repr([(label.name, label.variants) for label in labels.labels]),
+                "settings": repr(
+                    [settings.temperature, str(files.dtype), settings.id_column, list(settings.keep_columns)]
+                ),
+            }
+        with Sink.open(
+            output,
+            fingerprint=report.fingerprint,
+            resume=settings.resume,
+            overwrite=settings.overwrite,
+            label_names=labels.names,
+            carried=source.carried_schema,
+            id_column=settings.id_column,
+            jsonl_input=source.kind == "jsonl",
+            temperature=settings.temperature,
+        ) as sink:
+            self.sink = sink
+            report.resumed = sink.resumed
+            if not sink.complete:
+                self._score(source, builder, labels, sink, files, device, stop)
+        self._conclude(sink)
+
+    def _open_model(self) -> tuple[ModelFiles, torch.device, Any]:
+        """The model's files, checked, its device and its tokenizer; no weights."""
+        from transformers import AutoTokenizer
+
+        from prefillcli.prefill.model import choose_device, find_model, read_model_files
+
+        settings = self.settings
+        if settings.model is None:
+            path = sample_model()
+            print(f"prefill: warning: no --model given; the sample model in {path} is for demonstration", file=sys.stderr)
+        else:
+            path = find_model(settings.model, settings.revision)
+        device = choose_device(settings.device)
+        files = read_model_files(
+            path, dtype=settings.dtype, device=device.type, trust_remote_code=settings.trust_remote_code
+        )
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
+        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+            raise UsageError(f"{path}: cannot load the tokenizer: {' '.join(str(error).split())[:300]}") from None
+        return files, device, tokenizer
+
+    def _score(
+        self,
+        source: Source,
+        builder: PromptBuilder,
+        labels: Labels,
+        sink: Sink,
+        files: ModelFiles,
+        device: torch.device,
+        stop: Stop,
+    ) -> None:
+        settings, clock = self.settings, self.clock
+        coming = ahead(windows(source, builder, labels, id_column=settings.id_column, skip=sink.window_complete))
+        progress = Progress(source.selected_rows, interval=settings.progress_interval, quiet=settings.quiet)
+        with closing(coming), progress:
+            progress.advance(sink.counts.total)
+            for window in self._waiting(coming, stop):
+                if self.engine is None:
+                    labels.check(window)
+                    with clock.phase("load"), stop.at_once():
+                        self.engine = self._load_engine(files, device, sink)
+                self._score_window(window, labels, sink, self.engine, progress, stop)
+            with clock.phase("write"):
+                sink.finish()
+        if self.engine is not None:
+            self.engine.close()
+
+    def _waiting(self, coming: Iterator[Window], stop: Stop) -> Iterator[Window]:
+        """The windows, with the time spent waiting for them."""
+        while True:
+            with self.clock.phase("waiting"), stop.at_once():
+                window = next(coming, None)
+            if window is None:
+                return
+            yield window
+
+    def _load_engine(self, files: ModelFiles, device: torch.device, sink: Sink) -> Engine:
+        from prefillcli.engines.torch import TorchEngine
+        from prefillcli.prefill.memory import CHUNK_TOKENS, FREE_SHARE, available_memory, memory_law, pack_limits
+        from prefillcli.prefill.model import load_model
+
+        settings = self.settings
+        model = load_model(files, device, trust_remote_code=settings.trust_remote_code)
+        law = memory_law(files.config, files.dtype)
+        budget = parse_size(settings.memory) if settings.memory else int(available_memory(device) * FREE_SHARE)
+        chosen = (settings.memory, settings.pack_tokens, settings.chunk_tokens, settings.prefix_kv)
+        chunk_tokens = settings.chunk_tokens or CHUNK_TOKENS[device.type]
+        limits = pack_limits(
+            law,
+            budget=budget,
+            device=device,
+            chunk_tokens=chunk_tokens,
+            pack_tokens=settings.pack_tokens,
+            prefix_kv=settings.prefix_kv,
+        )
+        before = sink.plan  # a resumed run cuts the same packs, unless it is told otherwise or they no longer fit
+        if before and before["asked"] == list(chosen) and before["limits"]["max_tokens"] <= limits.max_tokens:
+            chunk_tokens, limits = before["chunk_tokens"], Limits(**before["limits"])
+        sink.store_plan({"asked": list(chosen), "chunk_tokens": chunk_tokens, "limits": asdict(limits)})
+        return TorchEngine(
+            model, limits=limits, chunk_tokens=chunk_tokens, offload_held=settings.prefix_kv == "offload"
+        )
+
+    def _score_window(
+        self, window: Window, labels: Labels, sink: Sink, engine: Engine, progress: Progress, stop: Stop
+    ) -> None:
+        tokens = self.report.tokens
+        pending = _Pending(errors=dict(window.errors))
+        fitting = []
+        for prompt in window.prompts:
+            if len(prompt.tokens) > engine.limits.max_tokens:
+                detail = f"{len(prompt.tokens)} tokens; the memory budget holds {engine.limits.max_tokens}"
+                pending.errors[prompt.row] = RowError("exceeds_memory", detail)
+            else:
+                fitting.append(prompt)
+        done = sink.done(window.index)
+        with self.clock.phase("plan"):
+            plan = make_plan([p.tokens for p in fitting], engine.limits, self.settings.schedule)
+            packs = packs_to_run(plan, [i for i, p in enumerate(fitting) if p.row in done])
+        tokens.unique += plan.unique_tokens
+        progress.advance(len(pending.errors) - len(done & pending.errors.keys()))
+        try:
+            for pack in packs:
+                begun = time.monotonic()
+                rows = len(pack.prompts) / max(len(pack.tokens), 1)
+                lengths = sum(len(fitting[i].tokens) for i in pack.prompts) / max(len(pack.tokens), 1)
+
+                def tick(step: float, rows: float = rows, lengths: float = lengths) -> None:
+                    progress.advance(step * rows, step * lengths)
+                    stop.check()
+
+                with self.clock.phase("model"):
+                    answers = engine.answer(pack, lambda i: labels.sets[fitting[i].labels], tick)
+                self._collect(pack, answers, fitting, done, pending, time.monotonic() - begun)
+                if time.monotonic() - self._flushed > FLUSH_SECONDS:
+                    self._flush(window, pending, sink)
+        except Interrupted:
+            self._flush(window, pending, sink)
+            raise
+        self._flush(window, pending, sink)
+
+    def _collect(
+        self,
+        pack: Pack,
+        answers: dict[int, Any],
+        prompts: list[Any],
+        done: set[int],
+        pending: _Pending,
+        seconds: float,
+    ) -> None:
+        tokens = self.report.tokens
+        self.report.packs += 1
+        tokens.computed += len(pack.tokens)
+        for part in account(pack):
+            prompt = prompts[part.prompt]
+            if prompt.row in done:
+                continue  # computed again only for the K,V that a later pack holds
+            tokens.prompt += len(prompt.tokens)
+            tokens.kept += len(prompt.tokens)
+            tokens.shared += part.shared_tokens
+            logprobs = answers[part.prompt]
+            if not np.isfinite(logprobs).all():
+                pending.errors[prompt.row] = RowError("nonfinite_score", f"label log-probabilities {logprobs.tolist()}")
+                continue
+            pending.scored.append(
+                Scored(
+                    row=prompt.row,
+                    logprobs=logprobs,
+                    shared_tokens=part.shared_tokens,
+                    computed_tokens=part.computed_tokens,
+                    kept_tokens=len(prompt.tokens),
+                    seconds=seconds * part.share,
+                )
+            )
+
+    def _flush(self, window: Window, pending: _Pending, sink: Sink) -> None:
+        with self.clock.phase("write"):
+            sink.write(window, pending.scored, pending.errors)
+        pending.scored, pending.errors = [], {}
+        self._flushed = time.monotonic()
+
+    def _conclude(self, sink: Sink) -> None:
+        """Status and exit code of a run that came to its end."""
+        report, settings = self.report, self.settings
+        report.status, report.exit_code = "complete", 0
+        counts = sink.counts
+        if counts.total == 0 and settings.skip_empty:
+            report.exit_code = NOTHING_TO_DO
+        elif counts.errors > settings.max_error_rate * counts.total:
+            report.exit_code = TOO_MANY_ERRORS
+            codes = ", ".join(f"{code} {count:,}" for code, count in sorted(counts.errors_by_code.items()))
+            report.error = f"{counts.errors:,} of {counts.total:,} rows are errors ({codes}); --max-error-rate allows {settings.max_error_rate:g}"
+            print(f"prefill: {report.error}", file=sys.stderr)
+
+    def finish_report(self) -> None:
+        """Put the numbers of the run into the report."""
+        report, seconds = self.report, self.report.seconds
+        if self.sink is not None:
+            counts = self.sink.counts
+            rows = report.rows
+            rows.total, rows.scored, rows.errors, rows.skipped = counts.total, counts.scored, counts.errors, counts.skipped
+            rows.errors_by_code = dict(counts.errors_by_code)
+            report.mean_score = counts.score_sum / counts.scored if counts.scored else None
+        for name, value in self.clock.seconds.items():
+            setattr(seconds, name, value)
+        if self.source is not None:
+            seconds.read += self.source.seconds
+        if self.builder is not None:
+            seconds.render, seconds.tokenize = self.builder.render_seconds, self.builder.tokenize_seconds
+        seconds.total = self.clock.total
+        report.rows_per_second = report.rows.scored / seconds.total
+        report.tokens_per_second = report.tokens.prompt / seconds.total
+        report.peak_memory_bytes = type(report.peak_memory_bytes)(**peak_memory())
+        report.versions = versions()
+
+
+def default_output(first: str) -> str:
+    """`data.parquet` -> `data.scores.parquet`, beside it; for a directory or a glob beside the folder; for a URL
+    in the current folder."""
+    if "://" in first:
+        first = first.rstrip("/").rsplit("/", 1)[-1] or "input"
+    path = Path(first.rstrip("/") or ".")
+    while any(c in path.name for c in "*?[") and path.name != str(path):
+        path = path.parent
+    name = path.resolve().name if path.name in ("", ".", "..") else path.name
+    for ending in (".gz", ".zst", ".parquet", ".pq", ".jsonl", ".ndjson", ".json"):
+        name = name.removesuffix(ending)
+    return str(path.parent / f"{name}.scores.parquet")
+
+
+def default_report(output: str) -> str:
+    """`data.scores.parquet` -> `data.scores.run.json`, beside it."""
+    base = output.rstrip("/")
+    for ending in (".gz", ".zst", ".parquet", ".jsonl"):
+        base = base.removesuffix(ending)
+    return f"{base}.run.json"

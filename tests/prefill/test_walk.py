@@ -1,0 +1,170 @@
+"""The walk against the model's own eager forward, one prompt at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from prefillcli.plan.pack import Limits
+from prefillcli.plan.plan import make_plan, packs_to_run
+from prefillcli.prefill.forest import ATTENTION, register
+from prefillcli.prefill.walk import LayerWalk
+from tests.prefill.families import FAMILIES, VOCABULARY, make_model
+
+ONE_PACK = Limits(10**6, 10**6)
+YES, NO = 5, 9
+
+Prompt = np.typing.NDArray[np.int32]
+
+
+def tokens(rng: np.random.Generator, count: int) -> Prompt:
+    return rng.integers(3, VOCABULARY, count).astype(np.int32)
+
+
+def single() -> list[Prompt]:
+    return [tokens(np.random.default_rng(1), 301)]
+
+
+def two_levels() -> list[Prompt]:
+    rng = np.random.default_rng(2)
+    history = tokens(rng, 150)
+    return [np.concatenate([history, tokens(rng, n)]) for n in (1, 2, 17, 33, 33, 70)]
+
+
+def three_levels() -> list[Prompt]:
+    rng = np.random.default_rng(3)
+    task, prompts = tokens(rng, 29), []
+    for user in range(3):
+        history = np.concatenate([task, tokens(rng, 60 + 31 * user)])
+        prompts += [np.concatenate([history, tokens(rng, int(n))]) for n in rng.integers(1, 80, 4)]
+    return prompts
+
+
+def mixed() -> list[Prompt]:
+    """One long prompt, a shared tree, many short ones, a duplicate, and a prompt that another one begins with."""
+    rng = np.random.default_rng(4)
+    prompts = [tokens(rng, 350), *three_levels(), *(tokens(rng, int(n)) for n in rng.integers(1, 40, 20))]
+    return [*prompts, prompts[0].copy(), prompts[5][:-2].copy()]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest) -> nn.Module:
+    register()
+    return make_model(request.param)
+
+
+def eager(model: nn.Module, prompts: list[Prompt]) -> torch.Tensor:
+    """Float32 logits [prompts, vocabulary] of the model's own forward."""
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        rows = [model(input_ids=torch.as_tensor(p, dtype=torch.long)[None], use_cache=False).logits[0, -1] for p in prompts]
+    return torch.stack(rows).float()
+
+
+def walked(
+    model: nn.Module, prompts: list[Prompt], *, chunk: int, limits: Limits = ONE_PACK, schedule: str = "prefix-tree",
+    done: tuple[int, ...] = (), offload_held: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Float32 logits [prompts, vocabulary] of the walk; rows of `done` prompts may stay 0."""
+    model.set_attn_implementation(ATTENTION)
+    walk = LayerWalk(model, chunk_tokens=chunk, offload_held=offload_held)
+    logits = torch.zeros(len(prompts), VOCABULARY)
+    try:
+        for pack in packs_to_run(make_plan(prompts, limits, schedule), done):
+            rows = torch.cat(list(walk.read_logits(pack)))
+            for row, (_, numbers) in zip(rows, pack.reads, strict=True):
+                logits[list(numbers)] = row
+    finally:
+        walk.close()
+    return logits
+
+
+def p_yes(logits: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(logits[:, [YES, NO]].double(), dim=-1)[:, 0]
+
+
+def assert_equal(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert wanted.std() > 0.3, "logits must differ enough to tell a wrong answer"
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
+    torch.testing.assert_close(p_yes(found), p_yes(wanted), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("make", [single, two_levels, three_levels, mixed])
+def test_logits_equal_the_eager_forward(model: nn.Module, make) -> None:
+    prompts = make()
+    assert_equal(walked(model, prompts, chunk=97), eager(model, prompts))
+
+
+def test_a_tree_over_several_packs_keeps_or_recomputes_its_prefix(model: nn.Module) -> None:
+    prompts = mixed()
+    wanted = eager(model, prompts)
+    kept = Limits(110, 10**6, held_tokens=10**6)
+    again = Limits(110, 10**6)
+    assert len(make_plan(prompts, kept).packs) > 5
+    assert make_plan(prompts, kept).computed_tokens < make_plan(prompts, again).computed_tokens
+    assert_equal(walked(model, prompts, chunk=41, limits=kept), wanted)
+    assert_equal(walked(model, prompts, chunk=53, limits=again), wanted)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_chunk_sizes_that_divide_nothing(family: str) -> None:
+    register()
+    model, prompts = make_model(family), mixed()
+    wanted = eager(model, prompts)
+    for chunk in (7, 128, 4096):
+        assert_equal(walked(model, prompts, chunk=chunk), wanted)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_order_packing_and_offloading_change_no_score(family: str) -> None:
+    register()
+    model, prompts = make_model(family), mixed()
+    base = p_yes(walked(model, prompts, chunk=64))
+    order = np.random.default_rng(5).permutation(len(prompts))
+    shuffled = p_yes(walked(model, [prompts[i] for i in order], chunk=64))
+    torch.testing.assert_close(shuffled, base[torch.as_tensor(order)], atol=1e-5, rtol=0)
+    held = Limits(90, 10**6, held_tokens=200)
+    for other in (
+        walked(model, prompts, chunk=31, limits=held),
+        walked(model, prompts, chunk=31, limits=held, offload_held=True),
+        walked(model, prompts, chunk=64, schedule="fifo"),
+    ):
+        torch.testing.assert_close(p_yes(other), base, atol=1e-5, rtol=0)
+
+
+def test_a_resumed_window_gives_identical_scores() -> None:
+    register()
+    model, prompts = make_model("llama"), three_levels()
+    limits = Limits(60, 10**6, held_tokens=10**6)
+    whole = walked(model, prompts, chunk=32, limits=limits)
+    packs = make_plan(prompts, limits).packs
+    done = tuple(n for pack in packs[: len(packs) // 2] for n in pack.prompts)
+    rest = [n for n in range(len(prompts)) if n not in done]
+    assert done
+    assert rest
+    resumed = walked(model, prompts, chunk=32, limits=limits, done=done)
+    assert torch.equal(resumed[rest], whole[rest])
+
+
+def test_bfloat16_is_near_the_eager_forward(model: nn.Module) -> None:
+    family = model.config.model_type
+    half = make_model(family, torch.bfloat16)
+    prompts = three_levels()
+    # The reference is float32 over the same rounded weights: two bfloat16 runs would both be off.
+    rounded = make_model(family)
+    rounded.load_state_dict({name: weight.float() for name, weight in half.state_dict().items()})
+    wanted = p_yes(eager(rounded, prompts))
+    torch.testing.assert_close(p_yes(walked(half, prompts, chunk=97)), wanted, atol=2e-2, rtol=0)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+def test_cuda_equals_the_eager_forward_on_the_cpu(model: nn.Module, dtype: torch.dtype, tolerance: float) -> None:
+    prompts = mixed()
+    wanted = p_yes(eager(model, prompts))
+    there = make_model(model.config.model_type, dtype).to("cuda")
+    found = walked(there, prompts, chunk=97, limits=Limits(110, 10**6, held_tokens=10**6), offload_held=True)
+    torch.testing.assert_close(p_yes(found), wanted, atol=tolerance, rtol=0)
