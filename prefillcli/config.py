@@ -41,14 +41,31 @@ def _as_list(value: object) -> object:
     return tuple(name.strip() for part in parts for name in str(part).split(",") if name.strip())
 
 
-Size = Annotated[str, AfterValidator(lambda text: text if parse_size(text) else text)]
+def _as_texts(value: object) -> object:
+    """In a recipe, the labels 1 and 0 are numbers."""
+    return tuple(str(v) if type(v) is int else v for v in value) if isinstance(value, list | tuple) else value
+
+
+def _check_size(text: str) -> str:
+    parse_size(text)
+    return text
+
+
+Size = Annotated[str, AfterValidator(_check_size)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
 
-FILES, MODEL, PROMPTS, ANSWERS, RUN, MEMORY = "Files", "Model", "Prompts", "Answers", "Run", "Memory and speed"
+FILES, MODEL, PROMPTS, ANSWERS, RUN, MEMORY = (
+    "Files",
+    "Model",
+    "Prompts",
+    "Answers",
+    "Run",
+    "Memory and speed",
+)
 
 
 def _option(default: Any, help: str, panel: str, *, short: str = "", metavar: str = "", **field: Any) -> Any:
-    extra = {"panel": panel, "short": short, "metavar": metavar}
+    extra: dict[str, Any] = {"panel": panel, "short": short, "metavar": metavar}
     return Field(default, description=help, json_schema_extra=extra, **field)
 
 
@@ -78,7 +95,11 @@ class ScoreSettings(BaseModel):
     seed: int = _option(0, "Seed of --sample.", FILES, metavar="N")
 
     model: str | None = _option(
-        None, "A model directory or a hub name. (default: the shipped sample model)", MODEL, short="-m", metavar="MODEL"
+        None,
+        "A model directory or a hub name. (default: the shipped sample model)",
+        MODEL,
+        short="-m",
+        metavar="MODEL",
     )
     revision: str | None = _option(None, "Revision of a hub model.", MODEL, metavar="NAME")
     trust_remote_code: bool = _option(False, "Run code that the model's directory brings along.", MODEL)
@@ -93,9 +114,7 @@ class ScoreSettings(BaseModel):
     template: str | None = _option(
         None, "Jinja text, or a file with it, rendered from the row's columns.", PROMPTS, metavar="JINJA"
     )
-    chat: bool | None = _option(
-        None, "Apply the tokenizer's chat template. (default: if it has one)", PROMPTS
-    )
+    chat: bool | None = _option(None, "Apply the tokenizer's chat template. (default: if it has one)", PROMPTS)
     system: str | None = _option(None, "System message before each chat.", PROMPTS, metavar="TEXT")
     max_length: int | None = _option(
         None, "Longest prompt in tokens. (default: the model's limit)", PROMPTS, metavar="N", ge=1
@@ -104,7 +123,7 @@ class ScoreSettings(BaseModel):
         "error", "What happens to a longer prompt.", PROMPTS
     )
 
-    labels: str | tuple[str, ...] = _option(
+    labels: Annotated[str | tuple[str, ...], BeforeValidator(_as_texts)] = _option(
         "Yes,No",
         "Answers, the positive one first; 'Yes= Yes|yes|YES' sums variants.",
         ANSWERS, metavar="LABELS",
@@ -122,7 +141,9 @@ class ScoreSettings(BaseModel):
     )
     schedule: Literal["prefix-tree", "fifo"] = _option("prefix-tree", "Order in which rows are computed.", MEMORY)
     prefix_kv: Literal["auto", "discard", "keep", "offload"] = _option(
-        "auto", "K,V of a prefix that spans packs: compute again, keep on the device, keep in host memory.", MEMORY
+        "auto",
+        "K,V of a prefix that spans packs: compute again, keep on the device, keep in host memory.",
+        MEMORY,
     )
 
     max_error_rate: float = _option(
@@ -181,9 +202,22 @@ def nearest(word: str, known: Mapping[str, object]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+class _RecipeLoader(yaml.SafeLoader):
+    """YAML in which Yes and No are the labels they look like: of the words for a truth value, only true and false."""
+
+
+_RecipeLoader.yaml_implicit_resolvers = {
+    first: [(tag, words) for tag, words in resolvers if tag != "tag:yaml.org,2002:bool"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_RecipeLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile("(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+
+
 def _read_recipe(path: str) -> dict[str, Any]:
     try:
-        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        loaded = yaml.load(Path(path).read_text(encoding="utf-8"), _RecipeLoader)  # noqa: S506 - a SafeLoader
     except OSError as error:
         raise UsageError(f"{path}: cannot read the recipe: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -27,7 +27,7 @@ class ResourceError(PrefillError):
     exit_code = 5
 
 
-class Interrupted(BaseException):  # noqa: N818 - like KeyboardInterrupt, it is no Exception
+class Interrupted(BaseException):
     """Stopped by a signal, after a clean shutdown.
 
     `signum` is the signal's number; the exit code is 128 + `signum`.

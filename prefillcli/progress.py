@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
+from typing import Never
 
 from tqdm import tqdm
 
@@ -19,7 +20,7 @@ class Progress:
         self._rows = 0.0
         self._tokens = 0.0
         self._begun = self._said = time.monotonic()
-        self._bar: tqdm[None] | None = None
+        self._bar: tqdm[Never] | None = None
         if not quiet and sys.stderr.isatty():
             shape = "{l_bar}{bar}| {n:,.0f}/{total:,.0f} rows [{elapsed}<{remaining}{postfix}]" if total else None
             self._bar = tqdm(total=total, unit=" rows", bar_format=shape, file=sys.stderr, dynamic_ncols=True)
@@ -52,6 +53,8 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
         if self._bar is not None:
             self._bar.close()

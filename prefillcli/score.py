@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import sys
 import time
 import traceback
@@ -18,8 +17,8 @@ import numpy as np
 
 from prefillcli.clock import Clock, peak_memory
 from prefillcli.config import ScoreSettings, parse_size
+from prefillcli.data.fingerprints import hash_model, hash_tokenizer, hash_value
 from prefillcli.data.labels import Labels, parse_labels
-from prefillcli.data.manifest import fingerprint_model, fingerprint_tokenizer
 from prefillcli.data.prompts import PromptBuilder, PromptSettings
 from prefillcli.data.rows import RowError, Scored, Window
 from prefillcli.data.sink import Sink
@@ -98,8 +97,10 @@ def _out_of_resource(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
     # torch's own out-of-memory errors are RuntimeErrors with these names or words
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or (
-        isinstance(error, RuntimeError) and "not enough memory" in str(error)
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "not enough memory" in str(error))
     )
 
 
@@ -123,6 +124,7 @@ class _ScoreJob:
         self.sink: Sink | None = None
         self.engine: Engine | None = None
         self._flushed = time.monotonic()
+        self._scored_before = 0  # rows that an earlier run has scored
 
     def run(self, stop: Stop) -> None:
         settings, clock, report = self.settings, self.clock, self.report
@@ -130,9 +132,14 @@ class _ScoreJob:
         report.output = output
         report.report = settings.report or default_report(output)
         with clock.phase("read"):
-            source = self.source = Source.open(settings.inputs, limit=settings.limit, sample=settings.sample, seed=settings.seed)
+            source = self.source = Source.open(
+                settings.inputs, limit=settings.limit, sample=settings.sample, seed=settings.seed
+            )
         for path in source.left_out:
-            print(f"prefill: warning: {path}: not read, neither Parquet nor JSON Lines by its name", file=sys.stderr)
+            print(
+                f"prefill: warning: {path}: not read, neither Parquet nor JSON Lines by its name",
+                file=sys.stderr,
+            )
         with clock.phase("load"), stop.at_once():
             files, device, tokenizer = self._open_model()
         builder = self.builder = PromptBuilder(
@@ -154,11 +161,11 @@ class _ScoreJob:
         with clock.phase("read"), stop.at_once():
             report.fingerprint = {
                 "input": source.fingerprint(),
-                "model": fingerprint_model(files.path),
-                "tokenizer": fingerprint_tokenizer(files.path),
+                "model": hash_model(files.path),
+                "tokenizer": hash_tokenizer(files.path),
                 "prompt": builder.fingerprint(),
-                "labels": repr([(label.name, label.variants) for label in labels.labels]),
-                "settings": repr(
+                "labels": hash_value([[label.name, label.variants] for label in labels.labels]),
+                "settings": hash_value(
                     [settings.temperature, str(files.dtype), settings.id_column, list(settings.keep_columns)]
                 ),
             }
@@ -169,12 +176,13 @@ class _ScoreJob:
             overwrite=settings.overwrite,
             label_names=labels.names,
             carried=source.carried_schema,
-            id_column=settings.id_column,
+            id_name=settings.id_column,
             jsonl_input=source.kind == "jsonl",
-            temperature=settings.temperature,
+            plan={},
         ) as sink:
             self.sink = sink
-            report.resumed = sink.resumed
+            report.resumed = sink.counts.total > 0
+            self._scored_before = sink.counts.scored
             if not sink.complete:
                 self._score(source, builder, labels, sink, files, device, stop)
         self._conclude(sink)
@@ -188,7 +196,10 @@ class _ScoreJob:
         settings = self.settings
         if settings.model is None:
             path = sample_model()
-            print(f"prefill: warning: no --model given; the sample model in {path} is for demonstration", file=sys.stderr)
+            print(
+                f"prefill: warning: no --model given; the sample model in {path} is for demonstration",
+                file=sys.stderr,
+            )
         else:
             path = find_model(settings.model, settings.revision)
         device = choose_device(settings.device)
@@ -212,7 +223,7 @@ class _ScoreJob:
         stop: Stop,
     ) -> None:
         settings, clock = self.settings, self.clock
-        coming = ahead(windows(source, builder, labels, id_column=settings.id_column, skip=sink.window_complete))
+        coming = ahead(windows(source, builder, labels, id_column=settings.id_column, skip=sink.finished))
         progress = Progress(source.selected_rows, interval=settings.progress_interval, quiet=settings.quiet)
         with closing(coming), progress:
             progress.advance(sink.counts.total)
@@ -238,7 +249,13 @@ class _ScoreJob:
 
     def _load_engine(self, files: ModelFiles, device: torch.device, sink: Sink) -> Engine:
         from prefillcli.engines.torch import TorchEngine
-        from prefillcli.prefill.memory import CHUNK_TOKENS, FREE_SHARE, available_memory, memory_law, pack_limits
+        from prefillcli.prefill.memory import (
+            CHUNK_TOKENS,
+            FREE_SHARE,
+            available_memory,
+            memory_law,
+            pack_limits,
+        )
         from prefillcli.prefill.model import load_model
 
         settings = self.settings
@@ -258,7 +275,7 @@ class _ScoreJob:
         before = sink.plan  # a resumed run cuts the same packs, unless it is told otherwise or they no longer fit
         if before and before["asked"] == list(chosen) and before["limits"]["max_tokens"] <= limits.max_tokens:
             chunk_tokens, limits = before["chunk_tokens"], Limits(**before["limits"])
-        sink.store_plan({"asked": list(chosen), "chunk_tokens": chunk_tokens, "limits": asdict(limits)})
+        sink.plan = {"asked": list(chosen), "chunk_tokens": chunk_tokens, "limits": asdict(limits)}
         return TorchEngine(
             model, limits=limits, chunk_tokens=chunk_tokens, offload_held=settings.prefix_kv == "offload"
         )
@@ -322,7 +339,9 @@ class _ScoreJob:
             tokens.shared += part.shared_tokens
             logprobs = answers[part.prompt]
             if not np.isfinite(logprobs).all():
-                pending.errors[prompt.row] = RowError("nonfinite_score", f"label log-probabilities {logprobs.tolist()}")
+                pending.errors[prompt.row] = RowError(
+                    "nonfinite_score", f"label log-probabilities {logprobs.tolist()}"
+                )
                 continue
             pending.scored.append(
                 Scored(
@@ -337,7 +356,7 @@ class _ScoreJob:
 
     def _flush(self, window: Window, pending: _Pending, sink: Sink) -> None:
         with self.clock.phase("write"):
-            sink.write(window, pending.scored, pending.errors)
+            sink.write(window, pending.scored, pending.errors, temperature=self.settings.temperature)
         pending.scored, pending.errors = [], {}
         self._flushed = time.monotonic()
 
@@ -351,7 +370,10 @@ class _ScoreJob:
         elif counts.errors > settings.max_error_rate * counts.total:
             report.exit_code = TOO_MANY_ERRORS
             codes = ", ".join(f"{code} {count:,}" for code, count in sorted(counts.errors_by_code.items()))
-            report.error = f"{counts.errors:,} of {counts.total:,} rows are errors ({codes}); --max-error-rate allows {settings.max_error_rate:g}"
+            report.error = (
+                f"{counts.errors:,} of {counts.total:,} rows are errors ({codes}); "
+                f"--max-error-rate allows {settings.max_error_rate:g}"
+            )
             print(f"prefill: {report.error}", file=sys.stderr)
 
     def finish_report(self) -> None:
@@ -360,9 +382,14 @@ class _ScoreJob:
         if self.sink is not None:
             counts = self.sink.counts
             rows = report.rows
-            rows.total, rows.scored, rows.errors, rows.skipped = counts.total, counts.scored, counts.errors, counts.skipped
+            rows.total, rows.scored, rows.errors, rows.skipped = (
+                counts.total,
+                counts.scored,
+                counts.errors,
+                counts.skipped,
+            )
             rows.errors_by_code = dict(counts.errors_by_code)
-            report.mean_score = counts.score_sum / counts.scored if counts.scored else None
+            report.mean_score = counts.mean_score
         for name, value in self.clock.seconds.items():
             setattr(seconds, name, value)
         if self.source is not None:
@@ -370,7 +397,7 @@ class _ScoreJob:
         if self.builder is not None:
             seconds.render, seconds.tokenize = self.builder.render_seconds, self.builder.tokenize_seconds
         seconds.total = self.clock.total
-        report.rows_per_second = report.rows.scored / seconds.total
+        report.rows_per_second = (report.rows.scored - self._scored_before) / seconds.total
         report.tokens_per_second = report.tokens.prompt / seconds.total
         report.peak_memory_bytes = type(report.peak_memory_bytes)(**peak_memory())
         report.versions = versions()

@@ -29,7 +29,7 @@ class Stop:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Inside, a signal raises Interrupted where it strikes: for waiting and loading, where nothing can be lost."""
+        """Inside, a signal raises Interrupted where it strikes: for waiting and loading, where nothing is lost."""
         self.check()
         self._waiting = True
         try:

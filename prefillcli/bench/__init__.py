@@ -1,0 +1,1 @@
+"""Measurements against a plain transformers loop: `python -m prefillcli.bench`."""

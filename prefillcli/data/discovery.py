@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from typing import Any, Literal
 
 from prefillcli.data.filesystems import filesystem_of, is_local, is_url
-from prefillcli.errors import UsageError
+from prefillcli.errors import PrefillError, UsageError
 
 Kind = Literal["parquet", "jsonl"]
 
@@ -80,8 +80,10 @@ def _expand(path: str) -> tuple[list[Found], list[str]]:
             return _directory(filesystem, inner, path)
         if any(mark in inner for mark in "*?["):
             return _glob(filesystem, inner, path)
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+    except PrefillError:
+        raise
+    except Exception as error:  # OSError, or whatever the client of an object store raises
+        raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     raise UsageError(f"input not found: {path}")
 
 
@@ -160,8 +162,4 @@ def _found(filesystem: Any, inner: str, shown: str) -> Found:
     form = _format(inner)
     if form is None:
         raise UsageError(f"unknown ending: {shown}\nexpected a file that ends in {ENDINGS}")
-    try:
-        size = int(filesystem.size(inner) or 0)
-    except OSError as error:
-        raise UsageError(f"cannot read {shown}: {error.strerror or error}") from None
-    return Found(shown, filesystem, inner, form[0], form[1], size)
+    return Found(shown, filesystem, inner, form[0], form[1], int(filesystem.size(inner) or 0))

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import fsspec
-import pyarrow as pa
 import pyarrow.fs
 
 from prefillcli.errors import PrefillError, UsageError
@@ -58,10 +57,12 @@ def reading(path: str) -> Iterator[None]:
     """
     try:
         yield
+    except PrefillError:
+        raise
     except PermissionError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
-    except (OSError, ValueError, EOFError, pa.ArrowException) as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+    except Exception as error:  # Arrow, zlib and the clients of object stores raise what they like
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise PrefillError(
             f"cannot read {path}: {reason}\nthe file may be damaged or incomplete: check it, then run again"
-        ) from None
+        ) from error

@@ -40,9 +40,7 @@ def hash_model(folder: str | Path) -> str:
     if not (root / "config.json").is_file():
         raise UsageError(f"{root} is no model folder: it has no config.json")
     whole = _digests(root, ("config.json", "*.safetensors.index.json"))
-    return hash_value(
-        [*whole, *((path.name, _hash_weights(path)) for path in sorted(root.glob("*.safetensors")))]
-    )
+    return hash_value([*whole, *((path.name, _hash_weights(path)) for path in sorted(root.glob("*.safetensors")))])
 
 
 def hash_tokenizer(folder: str | Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import datetime
+import io
 import json
 import math
 from collections.abc import Callable, Collection, Iterable
@@ -27,7 +28,7 @@ def write_jsonl(
 
     The values of `json_columns` are JSON already. Numbers that JSON does not have (NaN, infinity) are null.
     """
-    stream: Any = file if codec is None else pa.CompressedOutputStream(file, codec)
+    stream: Any = file if codec is None else pa.CompressedOutputStream(_LeftOpen(file), codec)
     for table in tables:
         names = [json.dumps(name) for name in table.column_names]
         columns = [
@@ -38,6 +39,19 @@ def write_jsonl(
         stream.write("".join(form % values for values in zip(*columns, strict=True)).encode())
     if codec is not None:
         stream.close()
+
+
+class _LeftOpen(io.RawIOBase):
+    """A file for a stream that would close it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return self._file.write(data)
 
 
 def _as_they_are(texts: list[str | None]) -> list[str]:

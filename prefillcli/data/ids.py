@@ -37,9 +37,7 @@ class SeenIds:
         errors = {int(row): RowError("null_id", "the id is null or missing") for row in rows[null]}
         for position in np.flatnonzero(repeated):
             what = column[int(valid[position])].as_py()
-            errors[int(rows[valid[position]])] = RowError(
-                "duplicate_id", f"an earlier row has the id {what!r}"
-            )
+            errors[int(rows[valid[position]])] = RowError("duplicate_id", f"an earlier row has the id {what!r}")
         return errors
 
     def _remember(self, keys: Int64Array) -> None:

@@ -18,7 +18,7 @@ from prefillcli.data.selection import Selection
 
 MAX_ROWS = 2048
 MAX_BYTES = 8 << 20
-_BLOCK = 1 << 20
+_BLOCK = 1 << 18
 _BOM = b"\xef\xbb\xbf"
 
 _decode = json.JSONDecoder(parse_constant=lambda _name: None).decode  # NaN and Infinity are no JSON: null
@@ -140,9 +140,7 @@ class BatchMaker:
                 value = get(name)
                 text = None if value is None else _encode(value)
                 if text is not None and "\\ud" in text and not _is_unicode(text):
-                    self._errors.setdefault(
-                        row, RowError("invalid_utf8", f"column {name}: half a surrogate pair")
-                    )
+                    self._errors.setdefault(row, RowError("invalid_utf8", f"column {name}: half a surrogate pair"))
                     text = None
                 texts.append(text)
         else:

@@ -79,8 +79,6 @@ def _unescape(text: str) -> str:
 def tail_of(text: str) -> str:
     """The end of a prompt that decides how the next word is tokenised, cut where a line or a word starts."""
     end = text[-_TAIL_CHARS:]
-    if len(text) <= _TAIL_CHARS:
-        return end
     latest = len(end) - _MIN_TAIL_CHARS
     line = end.rfind("\n", 0, latest + 1)
     if line >= 0:

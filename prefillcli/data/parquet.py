@@ -18,6 +18,8 @@ from prefillcli.data.values import plain_column, python_values, row_bytes
 
 MAX_ROWS = 2048
 MAX_BYTES = 8 << 20
+_DICTIONARY_BYTES = 16 << 20  # a column chunk of more than this and its indices holds texts that differ
+_INDEX_BYTES = 6
 _BUFFER = 1 << 20  # bytes read ahead per column, so that a large row group is not loaded whole
 
 
@@ -47,45 +49,67 @@ class ParquetInput:
         """
         names = list(dict.fromkeys([*columns, *carried.names]))
         texts = [name for name in columns if _is_text_column(self.schema.field(name).type)]
-        with reading(self._found.path):
-            file = self._open(read_dictionary=texts)
-        with file:
-            start = first_row
-            for group in range(file.num_row_groups):
-                size = file.metadata.row_group(group).num_rows
-                if len(selection.within(start, start + size)):
-                    for at, piece in self._pieces(file, group, names, selection, start):
-                        yield from _row_batches(piece, at, columns, carried, selection)
+        readers: dict[tuple[str, ...], pq.ParquetFile] = {}
+        with reading(self._found.path), self._open() as file:
+            metadata = file.metadata
+        start = first_row
+        for group in range(metadata.num_row_groups):
+            chunks = _chunks(metadata.row_group(group), names)
+            size = metadata.row_group(group).num_rows
+            if len(selection.within(start, start + size)):
+                repeated = tuple(name for name in texts if _is_small_dictionary(chunks[name]))
+                if repeated not in readers:
+                    with reading(self._found.path):
+                        readers[repeated] = self._open(metadata=metadata, read_dictionary=list(repeated))
+                stored = sum(chunk.total_uncompressed_size for name in names for chunk in chunks[name])
+                rows = min(MAX_ROWS, max(1, MAX_BYTES * size // max(stored, 1)))
+                pieces = self._pieces(readers[repeated], group, size, names, rows)
+                for piece in pieces:
+                    yield from _row_batches(piece, start, columns, carried, selection)
+                    start += piece.num_rows
+                    if selection.end is not None and start >= selection.end:
+                        return
+            else:
                 start += size
 
     def _open(self, **options: Any) -> pq.ParquetFile:
         found = self._found
         source = found.inner if found.local else found.filesystem.open(found.inner, "rb")
-        return pq.ParquetFile(source, buffer_size=_BUFFER, **options)
+        return pq.ParquetFile(source, buffer_size=_BUFFER, pre_buffer=False, **options)
 
     def _pieces(
-        self, file: pq.ParquetFile, group: int, names: list[str], selection: Selection, start: int
-    ) -> Iterator[tuple[int, pa.RecordBatch]]:
-        metadata = file.metadata.row_group(group)
-        if not names:
-            yield start, pa.RecordBatch.from_struct_array(pa.array([{}] * metadata.num_rows, pa.struct([])))
+        self, file: pq.ParquetFile, group: int, size: int, names: list[str], rows: int
+    ) -> Iterator[pa.RecordBatch]:
+        """A row group, `rows` rows at a time."""
+        if not names:  # a template without columns: only the number of rows matters
+            for at in range(0, size, rows):
+                yield pa.record_batch({"": pa.nulls(min(rows, size - at))})
             return
-        stored = sum(
-            chunk.total_uncompressed_size
-            for chunk in map(metadata.column, range(metadata.num_columns))
-            if any(
-                chunk.path_in_schema == name or chunk.path_in_schema.startswith(f"{name}.") for name in names
-            )
-        )
-        rows = min(MAX_ROWS, max(1, MAX_BYTES * metadata.num_rows // max(stored, 1)))
         pieces = file.iter_batches(batch_size=rows, row_groups=[group], columns=names)
-        while selection.end is None or start < selection.end:
+        while True:
             with reading(self._found.path):
                 piece = next(pieces, None)
             if piece is None:
                 return
-            yield start, piece
-            start += piece.num_rows
+            yield piece
+
+
+def _chunks(group: pq.RowGroupMetaData, names: Sequence[str]) -> dict[str, list[Any]]:
+    """The column chunks of a row group that hold each of the columns."""
+    chunks = [group.column(number) for number in range(group.num_columns)]
+    return {name: [chunk for chunk in chunks if f"{chunk.path_in_schema}.".startswith(f"{name}.")] for name in names}
+
+
+def _is_small_dictionary(chunks: list[Any]) -> bool:
+    """Whether a text column is stored as few texts that repeat, and so can be read as a dictionary.
+
+    Arrow collects the dictionary over the whole row group, which for texts that differ would fill the memory.
+    """
+    return all(
+        chunk.has_dictionary_page
+        and chunk.total_uncompressed_size <= _DICTIONARY_BYTES + _INDEX_BYTES * chunk.num_values
+        for chunk in chunks
+    )
 
 
 def _row_batches(
@@ -105,9 +129,7 @@ def _row_batches(
         before = int(ends[at - 1]) if at else 0
         stop = max(at + 1, int(np.searchsorted(ends, before + MAX_BYTES, "right")))
         stop = min(stop, at + MAX_ROWS, len(rows))
-        yield _row_batch(
-            piece.slice(at, stop - at), rows[at:stop], columns, carried, int(ends[stop - 1]) - before
-        )
+        yield _row_batch(piece.slice(at, stop - at), rows[at:stop], columns, carried, int(ends[stop - 1]) - before)
         at = stop
 
 
@@ -138,6 +160,4 @@ def _no_columns(rows: int) -> pa.Table:
 
 
 def _is_text_column(kind: pa.DataType) -> bool:
-    return bool(
-        pa.types.is_string(kind) or pa.types.is_large_string(kind) or kind in (pa.string_view(), pa.binary())
-    )
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or kind in (pa.string_view(), pa.binary()))

@@ -127,9 +127,7 @@ def make_rows(
     )
 
 
-def write_part(
-    store: Store, window: Window, number: int, rows: pa.Table, json_columns: Sequence[str]
-) -> PartInfo:
+def write_part(store: Store, window: Window, number: int, rows: pa.Table, json_columns: Sequence[str]) -> PartInfo:
     """Write rows of a window as its part `number`."""
     info = PartInfo(window.index, window_rows(window), Counts())
     info.counts.add_rows(rows)
@@ -147,9 +145,7 @@ def read_info(store: Store, name: str) -> PartInfo | None:
         with store.read(name) as file:
             content = json.loads(pq.read_schema(file).metadata[_METADATA])
         first, second, third = content["window_rows"]
-        return PartInfo(
-            content["window"], (first, second, third), Counts(**content["counts"]), content["kinds"]
-        )
+        return PartInfo(content["window"], (first, second, third), Counts(**content["counts"]), content["kinds"])
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -128,9 +128,7 @@ class PromptBuilder:
 
     def _from_text(self, row: int, text: str) -> _Draft | RowError:
         if not text or text.isspace():
-            return RowError(
-                "empty_prompt", "the prompt is white space only" if text else "the prompt is empty"
-            )
+            return RowError("empty_prompt", "the prompt is white space only" if text else "the prompt is empty")
         if not _is_unicode(text):
             return RowError("invalid_utf8", "the prompt has half a surrogate pair")
         if not self.chat:
@@ -151,15 +149,11 @@ class PromptBuilder:
         ends = (min(value), max(value)) if isinstance(value, list) else (value.min(), value.max())
         for number in ends:
             if not 0 <= number < self.settings.vocab_size:
-                return RowError(
-                    "invalid_token_ids", f"id {number} is not in 0..{self.settings.vocab_size - 1}"
-                )
+                return RowError("invalid_token_ids", f"id {number} is not in 0..{self.settings.vocab_size - 1}")
         return _Draft(row, tokens=np.asarray(value, np.int32))
 
     def _with_chats_rendered(self, drafts: list[_Draft], errors: dict[int, RowError]) -> list[_Draft]:
-        texts = iter(
-            render_chats(self._tokenizer, [draft.chat for draft in drafts if draft.chat is not None])
-        )
+        texts = iter(render_chats(self._tokenizer, [draft.chat for draft in drafts if draft.chat is not None]))
         done = []
         for draft in drafts:
             if draft.chat is None:
@@ -175,9 +169,7 @@ class PromptBuilder:
         return done
 
     def _prompts(self, drafts: list[_Draft], labels: Labels, errors: dict[int, RowError]) -> list[Prompt]:
-        plain = iter(
-            self._encode([d.text for d in drafts if d.tokens is None and d.chat is None], special=True)
-        )
+        plain = iter(self._encode([d.text for d in drafts if d.tokens is None and d.chat is None], special=True))
         chats = iter(self._encode([d.text for d in drafts if d.chat is not None], special=False))
         prompts: list[Prompt] = []
         tails: list[str] = []
@@ -200,9 +192,7 @@ class PromptBuilder:
         if len(tokens) == 0:
             return RowError("empty_prompt", "the tokenizer makes no token of the prompt")
         if self._may_exceed_vocabulary and int(tokens.max()) >= self.settings.vocab_size:
-            return RowError(
-                "invalid_token_ids", f"id {tokens.max()} is not in 0..{self.settings.vocab_size - 1}"
-            )
+            return RowError("invalid_token_ids", f"id {tokens.max()} is not in 0..{self.settings.vocab_size - 1}")
         return fit(tokens, self.settings.max_length, self.settings.on_long, self._encoder.start_ids)
 
 
@@ -238,9 +228,7 @@ def _wants_chat(settings: PromptSettings, tokenizer: Any) -> bool:
     """Whether text becomes a user message."""
     has_template = _has_chat_template(tokenizer)
     if settings.chat and not has_template:
-        raise UsageError(
-            "--chat: the tokenizer has no chat template\nleave --chat out, or write one with --template"
-        )
+        raise UsageError("--chat: the tokenizer has no chat template\nleave --chat out, or write one with --template")
     chat = has_template if settings.chat is None else settings.chat
     if settings.system is not None and not chat:
         raise UsageError("--system needs a chat: the tokenizer has no chat template, or --no-chat is given")
@@ -249,9 +237,7 @@ def _wants_chat(settings: PromptSettings, tokenizer: Any) -> bool:
 
 def _require_chat(settings: PromptSettings, tokenizer: Any) -> None:
     if settings.chat is False:
-        raise UsageError(
-            "--no-chat: the prompt column is 'messages', which only a chat template turns into text"
-        )
+        raise UsageError("--no-chat: the prompt column is 'messages', which only a chat template turns into text")
     if not _has_chat_template(tokenizer):
         raise UsageError(
             "the prompt column is 'messages', but the tokenizer has no chat template\n"

@@ -2,7 +2,7 @@
 
 Jinja's own sandbox closes the way to attributes and imports. It does not bound work: nested loops, recursive
 macros, `"a" * 10**10` or `center(10**10)` would hang the job or fill the memory. Here each loop step and call
-costs one of `MAX_STEPS`, and an operation that would make more text than `MAX_CHARS` is refused beforehand.
+counts towards `MAX_STEPS`, and an operation that would make more text than `MAX_CHARS` is refused beforehand.
 The limits count and read no clock: the same row fails on every machine or on none.
 """
 
@@ -21,7 +21,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 MAX_STEPS = 1_000_000
-"""Loop steps and calls of one rendering."""
+"""Loop steps of one rendering; a call costs ten."""
+_CALL_STEPS = 10
 MAX_CHARS = 64 << 20
 """Characters of any text a template makes."""
 _MAX_TOTAL_CHARS = 4 * MAX_CHARS  # of all texts that operators and filters make in one rendering
@@ -77,7 +78,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call `__obj` for a template, as one step."""
-        __self._step()
+        __self._step(_CALL_STEPS)
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str):
             if __obj.__name__ == "replace":
@@ -102,8 +103,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             return False
         return super().is_safe_attribute(obj, attr, value)
 
-    def _step(self) -> None:
-        self._steps += 1
+    def _step(self, steps: int = 1) -> None:
+        self._steps += steps
         if self._steps > MAX_STEPS:
             raise LimitError(f"more than {MAX_STEPS:,} loop steps and calls")
 

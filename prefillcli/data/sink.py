@@ -120,6 +120,12 @@ class Sink:
         """The plan given to `open`; when going on, that of the first attempt."""
         return self._manifest.plan
 
+    @plan.setter
+    def plan(self, plan: dict[str, Any]) -> None:
+        """Keep another plan from now on."""
+        self._manifest.plan = plan
+        self._manifest.save(self._work)
+
     @property
     def complete(self) -> bool:
         """Whether the output is there and nothing is left to do."""
@@ -143,8 +149,11 @@ class Sink:
     ) -> None:
         """Write rows of a window as one part, safe on disk when this returns.
 
-        The window's own error rows come with its first part. Rows that are written already are left out.
+        The window's own error rows come with its first part. Rows that are written already are left out;
+        when the output is complete, that is all of them.
         """
+        if self.complete:
+            return
         started = time.perf_counter()
         size = parts.window_rows(window)
         if self._sizes.setdefault(window.index, size) != size:

@@ -108,9 +108,7 @@ class Source:
         """Rows that `batches` will yield, where `total_rows` is known."""
         if self._counted is None:
             return None
-        return min(
-            self._counted, *(n for n in (self._wish.limit, self._wish.sample) if n is not None), self._counted
-        )
+        return min(self._counted, *(n for n in (self._wish.limit, self._wish.sample) if n is not None), self._counted)
 
     def count(self) -> int:
         """Rows of the whole input; reads JSON Lines to the end once."""

@@ -60,10 +60,11 @@ class LocalStore:
         self.location = location
 
     def names(self) -> list[str]:
-        try:
-            return sorted(name for name in os.listdir(self.location) if not name.endswith(_TEMPORARY))
-        except FileNotFoundError:
-            return []
+        with _using(self.location):
+            try:
+                return sorted(name for name in os.listdir(self.location) if not name.endswith(_TEMPORARY))
+            except FileNotFoundError:
+                return []
 
     def read(self, name: str) -> IO[bytes]:
         return open(self._path(name), "rb")
@@ -72,7 +73,7 @@ class LocalStore:
     def create(self, name: str) -> Iterator[IO[bytes]]:
         path, temporary = self._path(name), self._path(f".{name}{_TEMPORARY}")
         try:
-            with _writing(path):
+            with _using(path):
                 self._make()
                 with open(temporary, "wb") as file:
                     yield file
@@ -90,20 +91,18 @@ class LocalStore:
             file.write(data)
 
     def delete(self, name: str) -> None:
-        with suppress(FileNotFoundError), _writing(self._path(name)):
+        with _using(self._path(name)), suppress(FileNotFoundError):
             os.unlink(self._path(name))
 
     def clean(self, ours: Callable[[str], bool]) -> None:
-        if not os.path.isdir(self.location):
-            return
-        for name in os.listdir(self.location):
-            if name.startswith(".") and name.endswith(_TEMPORARY) and ours(name[1 : -len(_TEMPORARY)]):
-                with suppress(FileNotFoundError):
+        with _using(self.location), suppress(FileNotFoundError):
+            for name in os.listdir(self.location):
+                if name.startswith(".") and name.endswith(_TEMPORARY) and ours(name[1 : -len(_TEMPORARY)]):
                     os.unlink(self._path(name))
 
     def lock(self) -> Callable[[], None]:
         path = self._path(LOCK)
-        with _writing(path):
+        with _using(path):
             self._make()
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -117,7 +116,7 @@ class LocalStore:
         except OSError as error:
             os.close(handle)
             raise PrefillError(f"cannot lock {path}: {error.strerror}") from None
-        with _writing(path):
+        with _using(path):
             os.ftruncate(handle, 0)
             os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
         return lambda: os.close(handle)
@@ -140,7 +139,7 @@ class RemoteStore:
         self._inner = inner
 
     def names(self) -> list[str]:
-        with _writing(self.location):
+        with _using_remote(self.location):
             self._filesystem.invalidate_cache()
             try:
                 entries = self._filesystem.ls(self._inner, detail=True)
@@ -154,19 +153,20 @@ class RemoteStore:
 
     @contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
-        with _writing(f"{self.location}/{name}"), tempfile.NamedTemporaryFile(prefix="prefill-") as file:
+        with _using(f"{self.location}/{name}"), tempfile.NamedTemporaryFile(prefix="prefill-") as file:
             yield file
             file.flush()
-            self._filesystem.makedirs(self._inner, exist_ok=True)
-            self._filesystem.put_file(file.name, self._path(name))
+            with _using_remote(f"{self.location}/{name}"):
+                self._filesystem.makedirs(self._inner, exist_ok=True)
+                self._filesystem.put_file(file.name, self._path(name))
 
     def put_bytes(self, name: str, data: bytes) -> None:
-        with _writing(f"{self.location}/{name}"):
+        with _using_remote(f"{self.location}/{name}"):
             self._filesystem.makedirs(self._inner, exist_ok=True)
             self._filesystem.pipe_file(self._path(name), data)
 
     def delete(self, name: str) -> None:
-        with suppress(FileNotFoundError), _writing(f"{self.location}/{name}"):
+        with _using_remote(f"{self.location}/{name}"), suppress(FileNotFoundError):
             self._filesystem.rm_file(self._path(name))
 
     def clean(self, ours: Callable[[str], bool]) -> None:
@@ -180,17 +180,30 @@ class RemoteStore:
 
 
 @contextmanager
-def _writing(path: str) -> Iterator[None]:
+def _using(path: str) -> Iterator[None]:
+    """Turn what a disk or an object store raises into an error that names `path`."""
     try:
         yield
-    except FileNotFoundError:
+    except PrefillError:
         raise
     except OSError as error:
         if error.errno in _FULL:
             raise ResourceError(
                 f"no space left on the device for {path}\nmake room, then run again with --resume"
-            ) from None
-        raise PrefillError(f"cannot write {path}: {error.strerror or error}") from None
+            ) from error
+        raise PrefillError(f"cannot use {path}: {error.strerror or error}") from error
+
+
+@contextmanager
+def _using_remote(path: str) -> Iterator[None]:
+    """The same for the clients of object stores, which have exceptions of their own."""
+    try:
+        with _using(path):
+            yield
+    except PrefillError:
+        raise
+    except Exception as error:
+        raise PrefillError(f"cannot use {path}: {type(error).__name__}: {error}") from error
 
 
 def _sync_folder(path: str) -> None:

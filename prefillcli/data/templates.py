@@ -25,12 +25,12 @@ def read_template(template: str) -> tuple[str, str]:
         return template, "--template"
     try:
         return Path(template).read_text(encoding="utf-8"), template
-    except FileNotFoundError:
-        raise UsageError(
-            f"--template {template!r} is neither a file that exists nor Jinja text with a {{{{ column }}}}"
-        ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the template {template}: {error}") from None
+        shown = template if len(template) < 200 else f"{template[:100]}..."
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(
+            f"--template {shown}: no Jinja text (it has no {{{{ column }}}}) and no file that can be read ({reason})"
+        ) from None
 
 
 class RowTemplate:

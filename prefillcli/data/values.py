@@ -142,9 +142,7 @@ def _integer_lists(array: pa.Array) -> list[Any]:
     flat = array.flatten().to_numpy(zero_copy_only=False)
     ends = np.cumsum(_filled(pc.list_value_length(array)))
     lists: list[Any] = np.split(flat, ends[:-1]) if len(ends) else []
-    for position in (
-        np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)) if array.null_count else ()
-    ):
+    for position in np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)) if array.null_count else ():
         lists[position] = None
     return lists
 

@@ -24,8 +24,8 @@ class Engine(Protocol):
     ) -> dict[int, npt.NDArray[np.float64]]:
         """For each prompt of `pack` the log-probability of each label over the whole vocabulary.
 
-        `labels` gives a prompt's label tokens. `tick` is called with the tokens each step advanced by (they add up to the
-        pack's) and may raise to stop.
+        `labels` gives a prompt's label tokens. `tick` is called with the tokens each step advanced by (they add up
+        to the pack's) and may raise to stop.
         """
 
     def close(self) -> None:

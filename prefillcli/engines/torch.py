@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from prefillcli.engines.base import LabelTokens
 from prefillcli.plan.pack import Limits, Pack
@@ -17,7 +18,9 @@ from prefillcli.prefill.walk import LayerWalk
 class TorchEngine:
     """Walks packs through a transformers model on one device."""
 
-    def __init__(self, model: nn.Module, *, limits: Limits, chunk_tokens: int, offload_held: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, limits: Limits, chunk_tokens: int, offload_held: bool = False
+    ) -> None:
         self.limits = limits
         self._walk = LayerWalk(model, chunk_tokens=chunk_tokens, offload_held=offload_held)
 
@@ -38,9 +41,7 @@ class TorchEngine:
         self._walk.close()
 
 
-def label_logprobs(
-    logits: Tensor, rows: list[int], labels: list[LabelTokens]
-) -> npt.NDArray[np.float64]:
+def label_logprobs(logits: Tensor, rows: list[int], labels: list[LabelTokens]) -> npt.NDArray[np.float64]:
     """Log-probabilities float64 [answers, labels] over the whole vocabulary.
 
     Answer i reads row `rows[i]` of `logits` (float32 [reads, vocabulary]) for `labels[i]`; a label's tokens are summed

@@ -75,8 +75,8 @@ class _Draft:
 def cut_packs(roots: Sequence[TrieNode], prompts: Sequence[TokenArray], limits: Limits) -> list[Pack]:
     """Fill packs with the forest in depth-first order.
 
-    Every prompt of the forest is answered in exactly one pack. A prompt longer than `limits.tokens` gets a pack of its own;
-    the caller keeps out prompts longer than `limits.max_tokens`.
+    Every prompt of the forest is answered in exactly one pack. A prompt longer than `limits.tokens` gets a pack of
+    its own; the caller keeps out prompts longer than `limits.max_tokens`.
     """
     packs: list[Pack] = []
     draft = _Draft()

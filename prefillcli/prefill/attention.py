@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 KEY_BLOCK = 1024  # keys at a time where scores are computed explicitly
+COPIED_KEYS = 4096  # keys at a time where the CPU kernel copies K,V for every query head, as it does below float32
 
 
 def attend(
@@ -27,12 +28,19 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of `query` over `key`, `value`: the output and its log-sum-exp.
 
-    `causal` needs as many keys as queries. `visible` (bool, broadcastable to `[batch, 1, queries, keys]`) hides keys; a
-    query that sees none gets output 0 and log-sum-exp -inf. `softcap` bounds the scores by `softcap * tanh(score / softcap)`.
+    `causal` needs as many keys as queries. `visible` (bool, broadcastable to `[batch, 1, queries, keys]`) hides keys;
+    a query that sees none gets output 0 and log-sum-exp -inf. `softcap` bounds each score s to
+    `softcap * tanh(s / softcap)`.
     """
     plain = softcap is None and value.shape[-1] == query.shape[-1]
     if plain and query.device.type == "cpu":
-        return _flash_cpu(query, key, value, scale, causal, visible)
+        if query.dtype == torch.float32 or causal or visible is not None or key.shape[2] <= COPIED_KEYS:
+            return _flash_cpu(query, key, value, scale, causal, visible)
+        out, lse = _flash_cpu(query, key[:, :, :COPIED_KEYS], value[:, :, :COPIED_KEYS], scale, False, None)
+        for start in range(COPIED_KEYS, key.shape[2], COPIED_KEYS):
+            part = slice(start, start + COPIED_KEYS)
+            merge_into(out, lse, *_flash_cpu(query, key[:, :, part], value[:, :, part], scale, False, None))
+        return out, lse
     if plain and visible is None and query.device.type == "cuda" and query.dtype != torch.float32:
         found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
         return found[0], found[1]
@@ -107,5 +115,5 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
 
 
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Let each head's sink (a learned score without a value; `sinks` [heads]) take its share of the softmax, in place."""
+    """Let each head's sink (a learned score without a value; `sinks` [heads]) take its share, in place."""
     out.mul_(torch.sigmoid(lse - sinks.float().view(1, -1, 1)).unsqueeze(-1).to(out.dtype))

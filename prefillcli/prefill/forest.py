@@ -15,13 +15,26 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from prefillcli.errors import PrefillError
 from prefillcli.prefill.attention import apply_sinks, attend, merge_into
-from prefillcli.prefill.layout import Chunk, Reads, Span, group_runs
+from prefillcli.prefill.layout import SHORT_PIECE, Chunk, Reads, Span, group_runs
 
 ATTENTION = "prefillcli"
 
 # Keywords that transformers' layers pass along and that change nothing in a causal forward without a cache.
-_HARMLESS = {"position_ids", "position_embeddings", "use_cache", "cache_position", "is_causal", "past_key_values"}
-_HARMLESS |= {"output_attentions", "output_hidden_states", "return_dict", "output_router_logits", "logits_to_keep"}
+_HARMLESS = {
+    "position_ids",
+    "position_embeddings",
+    "use_cache",
+    "cache_position",
+    "is_causal",
+    "past_key_values",
+}
+_HARMLESS |= {
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "output_router_logits",
+    "logits_to_keep",
+}
 
 _active: ContextVar[ForestAttention] = ContextVar("forest_attention")
 
@@ -30,7 +43,7 @@ class UnsupportedModelError(PrefillError):
     """The architecture cannot be walked layer by layer without risking wrong scores."""
 
 
-class KeysStored(BaseException):  # noqa: N818 - a jump out of a layer, no error
+class KeysStored(BaseException):
     """The layer's K,V are in the buffer, and nothing else of this call is wanted."""
 
 
@@ -65,6 +78,7 @@ class ForestAttention:
         self._keys_only = False
         self._held: tuple[Tensor, Tensor] | None = None
         self.calls = 0  # by the current layer call; more or fewer than one is no layer we know
+        self.windows: set[int] = set()  # sliding windows that layers asked for
 
     def __enter__(self) -> ForestAttention:
         self._token = _active.set(self)
@@ -103,9 +117,13 @@ class ForestAttention:
         strange = [name for name, given in others.items() if given is not None and name not in _HARMLESS]
         if strange or attention_mask is not None or dropout:
             what = ", ".join(strange) or ("an attention mask of its own" if attention_mask is not None else "dropout")
-            raise UnsupportedModelError(f"{type(module).__name__} passes {what} to attention, which the walk does not know")
+            raise UnsupportedModelError(
+                f"{type(module).__name__} passes {what} to attention, which the walk does not know"
+            )
         if key.shape[:3] != value.shape[:3] or key.shape[2] != query.shape[2] or query.shape[0] != 1:
             raise UnsupportedModelError(f"{type(module).__name__} attends over other keys than its own tokens'")
+        if sliding_window is not None:
+            self.windows.add(sliding_window)
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
         sinks = s_aux if s_aux is not None else getattr(module, "sinks", None)
         if isinstance(self._at, Chunk):
@@ -164,11 +182,9 @@ class ForestAttention:
                 band = _band(group.index.shape[1], window, query.device)
                 q, k, v = (x[0][:, group.index].transpose(0, 1) for x in (query, key, value))
                 part, part_lse = attend(q, k, v, scale=scale, causal=band is None, visible=band, softcap=softcap)
-                steps = torch.arange(group.index.shape[1], device=query.device)
-                valid = steps < group.lengths.unsqueeze(1)
-                to = group.index[valid]
-                out[0, :, to] = part.transpose(0, 1)[:, valid].to(out.dtype)
-                lse[0, :, to] = part_lse.transpose(0, 1)[:, valid]
+                to = group.index[group.valid]
+                out[0, :, to] = part.transpose(0, 1)[:, group.valid].to(out.dtype)
+                lse[0, :, to] = part_lse.transpose(0, 1)[:, group.valid]
         self._merge_spans(view.spans, out, lse, query, chunk.positions, scale, window, softcap)
         return out, lse
 
@@ -179,18 +195,22 @@ class ForestAttention:
         assert self.value_buffer is not None  # noqa: S101
         out, lse = _room_for_output(query, self.value_buffer)
         runs = reads.own(window)
-        number = {run: i for i, run in enumerate(runs)}
-        for group in group_runs(runs, query.device):
-            at = torch.as_tensor(
-                [number[int(s), int(s) + int(n)] for s, n in zip(group.index[:, 0], group.lengths, strict=True)],
-                device=query.device,
-            )
+        for at, (start, end) in enumerate(runs):
+            if end - start > SHORT_PIECE:
+                out[:, :, at : at + 1], lse[:, :, at : at + 1] = attend(
+                    query[:, :, at : at + 1],
+                    self.key_buffer[:, :, start:end],
+                    self.value_buffer[:, :, start:end],
+                    scale=scale,
+                    softcap=softcap,
+                )
+        reader = {run: at for at, run in enumerate(runs) if run[1] - run[0] <= SHORT_PIECE}
+        for group in group_runs(list(reader), query.device):
+            at = torch.as_tensor([reader[run] for run in group.runs], device=query.device)
             k = self.key_buffer[0][:, group.index].transpose(0, 1)
             v = self.value_buffer[0][:, group.index].transpose(0, 1)
-            steps = torch.arange(group.index.shape[1], device=query.device)
-            visible = (steps < group.lengths.unsqueeze(1))[:, None, None, :]
             q = query[0][:, at].transpose(0, 1).unsqueeze(2)
-            part, part_lse = attend(q, k, v, scale=scale, visible=visible, softcap=softcap)
+            part, part_lse = attend(q, k, v, scale=scale, visible=group.valid[:, None, None], softcap=softcap)
             out[0, :, at] = part[:, :, 0].transpose(0, 1).to(out.dtype)
             lse[0, :, at] = part_lse[:, :, 0].transpose(0, 1)
         positions = reads.tree.positions[reads.tokens]

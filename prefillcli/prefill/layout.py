@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -40,11 +41,15 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Runs of tokens of like length as one batch: `index` [runs, longest], padded on the right with each run's
-    last token, and `lengths` [runs]."""
+    """Runs of tokens of like length as one batch.
 
+    `index` [runs, longest] are their tokens, padded on the right with each run's last one; `valid` [runs, longest]
+    tells the padding.
+    """
+
+    runs: list[tuple[int, int]]
     index: torch.Tensor
-    lengths: torch.Tensor
+    valid: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +123,13 @@ class Chunk:
             if tree.attach[node]:
                 spans.add(max(a, first) - a, min(b, below) - a, 0, tree.attach[node], 0)
             if max(a, last) < min(b, below):
-                spans.add(max(a, last) - a, min(b, below) - a, tree.held + first, tree.held + last, tree.starts[node])
+                spans.add(
+                    max(a, last) - a,
+                    min(b, below) - a,
+                    tree.held + first,
+                    tree.held + last,
+                    tree.starts[node],
+                )
             start, end = max(a, first), min(b, last)
             block = max(window, MIN_BLOCK) if window else max(end - start, 1)
             for s in range(start, end, block):
@@ -218,7 +229,12 @@ class _Spans:
             return None
         cut = max(0, first - span.k_position)
         return Span(
-            span.q0, span.q1, span.k0 + cut, span.k1, span.k_position + cut, masked=last > span.k_position + cut
+            span.q0,
+            span.q1,
+            span.k0 + cut,
+            span.k1,
+            span.k_position + cut,
+            masked=last > span.k_position + cut,
         )
 
 
@@ -233,12 +249,11 @@ def group_runs(runs: list[tuple[int, int]], device: torch.device) -> list[Group]
         end = at
         while end < len(runs) and runs[end][1] - runs[end][0] <= longest and (end - at) * longest < GROUP_TOKENS:
             end += 1
-        starts = np.asarray([r[0] for r in runs[at:end]])
-        lengths = np.asarray([r[1] - r[0] for r in runs[at:end]])
-        steps = np.minimum(np.arange(lengths.max())[None, :], lengths[:, None] - 1)
-        groups.append(
-            Group(torch.as_tensor(starts[:, None] + steps).to(device), torch.as_tensor(lengths).to(device))
-        )
+        starts = np.asarray([r[0] for r in runs[at:end]])[:, None]
+        lengths = np.asarray([r[1] - r[0] for r in runs[at:end]])[:, None]
+        steps = np.arange(lengths.max())[None, :]
+        index = torch.as_tensor(starts + np.minimum(steps, lengths - 1)).to(device)
+        groups.append(Group(runs[at:end], index, torch.as_tensor(steps < lengths).to(device)))
         at = end
     return groups
 
@@ -247,4 +262,4 @@ def split_evenly(total: int, most: int) -> list[tuple[int, int]]:
     """(start, end) of the fewest parts of `total` that are at most `most` long, of nearly equal length."""
     parts = -(-total // most)
     edges = [total * i // parts for i in range(parts + 1)]
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(pairwise(edges))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
@@ -25,7 +25,19 @@ from prefillcli.prefill.walk import LayerWalk
 #: Families whose walk is compared with their own eager forward by the tests of this project. Others must agree with
 #: it in a rehearsal when they are loaded.
 VERIFIED = frozenset(
-    "llama qwen2 qwen3 mistral gemma2 gemma3_text phi3 olmo2 qwen3_moe mixtral gpt_oss".split()
+    {
+        "llama",
+        "qwen2",
+        "qwen3",
+        "mistral",
+        "gemma2",
+        "gemma3_text",
+        "phi3",
+        "olmo2",
+        "qwen3_moe",
+        "mixtral",
+        "gpt_oss",
+    }
 )
 _WALKABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -76,7 +88,9 @@ def find_model(name: str, revision: str | None = None) -> Path:
         raise UsageError(f"--model {name}: no such directory, and not to be had from the hub: {reason}") from None
 
 
-def read_model_files(path: Path, *, dtype: str = "auto", device: str = "cpu", trust_remote_code: bool = False) -> ModelFiles:
+def read_model_files(
+    path: Path, *, dtype: str = "auto", device: str = "cpu", trust_remote_code: bool = False
+) -> ModelFiles:
     """Check that `path` holds a causal language model that can be walked, without reading weights.
 
     Raises UsageError for a directory that is none, UnsupportedModelError for an architecture the walk refuses.
@@ -149,7 +163,7 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def load_model(files: ModelFiles, device: torch.device, *, trust_remote_code: bool = False) -> nn.Module:
+def load_model(files: ModelFiles, device: torch.device, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Load the weights onto `device`, ready to be walked.
 
     Raises UnsupportedModelError where a family this project does not test differs from its own eager forward.
@@ -177,27 +191,33 @@ def load_model(files: ModelFiles, device: torch.device, *, trust_remote_code: bo
     if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):
         raise UnsupportedModelError(f"{files.family} keeps its decoder layers where the walk does not find them")
     if files.family not in VERIFIED:
-        rehearse(model, files.family, int(files.config.vocab_size))
+        rehearse(model, files.config)
     return model
 
 
-def rehearse(model: nn.Module, family: str, vocabulary: int) -> None:
+def rehearse(model: PreTrainedModel, config: Any) -> None:
     """Walk a few prompts and compare their logits with the model's own eager forward.
 
     Prompts share prefixes over two levels and spread over chunks and packs. Raises UnsupportedModelError on the
     smallest doubt: a score that is silently wrong is worse than none.
     """
+    family, vocabulary = config.model_type, int(config.vocab_size)
     rng = np.random.default_rng(0)
     root, middle = rng.integers(0, vocabulary, 23), rng.integers(0, vocabulary, 11)
     tails = [rng.integers(0, vocabulary, n) for n in (1, 7, 12)]
     prompts = [np.concatenate([root, middle, tail]).astype(np.int32) for tail in tails]
-    prompts += [np.concatenate([root, tails[2]]).astype(np.int32), rng.integers(0, vocabulary, 19).astype(np.int32)]
+    prompts += [
+        np.concatenate([root, tails[2]]).astype(np.int32),
+        rng.integers(0, vocabulary, 19).astype(np.int32),
+    ]
     device = model.get_input_embeddings().weight.device
     try:
         model.set_attn_implementation("eager")
         with torch.inference_mode():
             wanted = [
-                model(input_ids=torch.as_tensor(p, dtype=torch.long, device=device)[None], use_cache=False).logits[0, -1]
+                model(input_ids=torch.as_tensor(p, dtype=torch.long, device=device)[None], use_cache=False).logits[
+                    0, -1
+                ]
                 for p in prompts
             ]
         model.set_attn_implementation(ATTENTION)
@@ -215,6 +235,10 @@ def rehearse(model: nn.Module, family: str, vocabulary: int) -> None:
         raise UnsupportedModelError(
             f"{family} cannot be walked layer by layer: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         ) from error
+    window = getattr(config, "sliding_window", None)
+    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+    if window and slides and getattr(config, "use_sliding_window", True) and window not in walk.windows:
+        raise UnsupportedModelError(f"{family} does not tell its attention function of its sliding window")
     worst = max(float((found[i] - w.float()).abs().max()) for i, w in enumerate(wanted))
     scale = max(float(w.float().abs().max()) for w in wanted)
     if not worst <= _REHEARSAL_TOLERANCE[wanted[0].dtype] * max(scale, 1.0):

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from prefillcli.plan.pack import Pack
 from prefillcli.prefill.forest import ForestAttention, KeysStored, UnsupportedModelError
@@ -26,7 +27,7 @@ LayerCall = tuple[tuple[Any, ...], dict[str, Any]]
 KeyValue = tuple[Tensor, Tensor]
 
 
-class _Recorded(BaseException):  # noqa: N818 - a jump out of the model's forward, no error
+class _Recorded(BaseException):
     """All layers' arguments are recorded."""
 
 
@@ -60,11 +61,11 @@ class LayerWalk:
     """A causal language model of transformers, walked layer by layer.
 
     `model` must be loaded with the forest attention (`prefillcli.prefill.forest.ATTENTION`) and be in eval mode. Its
-    layers stay what they are; while the walk exists their places in the model are taken by stand-ins. `chunk_tokens` are
-    computed by one call of a layer. `offload_held` keeps the K,V held between packs in host memory.
+    layers stay what they are; while the walk exists their places in the model are taken by stand-ins. `chunk_tokens`
+    are computed by one call of a layer. `offload_held` keeps the K,V held between packs in host memory.
     """
 
-    def __init__(self, model: nn.Module, *, chunk_tokens: int, offload_held: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, *, chunk_tokens: int, offload_held: bool = False) -> None:
         self.model = model
         self.chunk_tokens = chunk_tokens
         decoder = model.get_decoder()
@@ -76,6 +77,7 @@ class LayerWalk:
         self._injected: Tensor | None = None
         self._held: dict[int, KeyValue] = {}  # by layer
         self._offload_held = offload_held
+        self.windows: set[int] = set()  # sliding windows that layers have asked for so far
 
     def close(self) -> None:
         """Give the model its layers back."""
@@ -115,6 +117,7 @@ class LayerWalk:
                         rows.copy_(self._call(layer, rows, call[index], attention))
                     tick((chunk.end - chunk.start) * share)
                 self._hold(index, pack, attention)
+            self.windows |= attention.windows
             return torch.cat([self._read_last(hidden, tokens, part, attention) for part in reads], dim=1)
 
     def _call(self, layer: nn.Module, rows: Tensor, call: LayerCall, attention: ForestAttention) -> Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 from rich.console import Console
 from rich.table import Table
+
+from prefillcli.data.store import open_store
 
 SCHEMA_VERSION = 1
 
@@ -136,19 +136,14 @@ def versions() -> dict[str, str]:
     from prefillcli import __version__
 
     packages = ("torch", "transformers", "tokenizers", "pyarrow")
-    return {"prefillcli": __version__, "python": platform.python_version(), **{name: version(name) for name in packages}}
+    return {
+        "prefillcli": __version__,
+        "python": platform.python_version(),
+        **{name: version(name) for name in packages},
+    }
 
 
-def write_report(report: RunReport, path: str) -> None:
-    """Write `run.json` so that a reader sees the old one or the whole new one. Raises OSError."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as stream:
-            stream.write(report.model_dump_json(indent=2) + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+def save_report(report: RunReport, path: str) -> None:
+    """Write `run.json`; a reader sees the old one or the whole new one. Raises PrefillError."""
+    folder, _, name = path.rpartition("/")
+    open_store(folder or ".").put_bytes(name, (report.model_dump_json(indent=2) + "\n").encode())

@@ -51,7 +51,7 @@ def test_every_prompt_is_spelled_once_whatever_the_limits(prompts, size, held, s
     limits = Limits(tokens=size, max_tokens=100, held_tokens=held, held_cost=1.0)
     plan = make_plan(prompts, limits, schedule)
     found = spelled(plan, prompts)
-    assert {n: t for n, t in found.items()} == {n: p.tolist() for n, p in enumerate(prompts)}
+    assert found == {n: p.tolist() for n, p in enumerate(prompts)}
 
 
 @given(prompts_of_few_words)
@@ -129,6 +129,11 @@ def test_common_prefix_over_long_strides() -> None:
 
 def test_fifo_shares_with_the_row_before_only() -> None:
     a, b = np.arange(10, dtype=np.int32), np.arange(100, 110, dtype=np.int32)
-    prompts = [np.append(a, 1).astype(np.int32), b, np.append(a, 2).astype(np.int32), np.append(a, 3).astype(np.int32)]
+    prompts = [
+        np.append(a, 1).astype(np.int32),
+        b,
+        np.append(a, 2).astype(np.int32),
+        np.append(a, 3).astype(np.int32),
+    ]
     assert make_plan(prompts, Limits(1000, 1000), "fifo").computed_tokens == 11 + 10 + 11 + 1
     assert make_plan(prompts, Limits(1000, 1000)).computed_tokens == 10 + 3 + 10

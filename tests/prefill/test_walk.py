@@ -59,7 +59,9 @@ def eager(model: nn.Module, prompts: list[Prompt]) -> torch.Tensor:
     """Float32 logits [prompts, vocabulary] of the model's own forward."""
     model.set_attn_implementation("eager")
     with torch.inference_mode():
-        rows = [model(input_ids=torch.as_tensor(p, dtype=torch.long)[None], use_cache=False).logits[0, -1] for p in prompts]
+        rows = [
+            model(input_ids=torch.as_tensor(p, dtype=torch.long)[None], use_cache=False).logits[0, -1] for p in prompts
+        ]
     return torch.stack(rows).float()
 
 

@@ -1,0 +1,85 @@
+"""What is measured: one row of the table each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from prefillcli.bench.measure import Spread, interleaved, peak_bytes
+from prefillcli.bench.methods import layer_walk, plain_loop, plan_for
+from prefillcli.bench.models import random_llama
+from prefillcli.bench.workloads import post_recommendation, single
+from prefillcli.prefill.memory import memory_law
+
+Row = dict[str, Any]
+
+
+def _single(size: str, dtype: torch.dtype, rounds: int, scale: float) -> Row:
+    model = random_llama(size, dtype)
+    tokens = int(16_000 * scale)
+    prompts = single(tokens, model.config.vocab_size)
+    seconds = interleaved(
+        {"plain": lambda: plain_loop(model, prompts), "walk": lambda: layer_walk(model, prompts)}, rounds
+    )
+    plain, walk = ([tokens / s for s in seconds[name]] for name in ("plain", "walk"))
+    return {
+        "case": f"one prompt of {tokens:,} tokens, tokens/s",
+        "dtype": str(dtype).removeprefix("torch."),
+        "plain": f"{Spread.of(plain).median:,.0f}",
+        "walk": f"{Spread.of(walk).median:,.0f}",
+        "ratio": str(Spread.of([w / p for w, p in zip(walk, plain, strict=True)])),
+        "goal": ">= 1.2",
+    }
+
+
+def _post_recommendation(size: str, dtype: torch.dtype, rounds: int, scale: float) -> Row:
+    """8 users x 40 posts, histories of 2,000 tokens, posts of 150. The plain loop does one row for each user: its
+    rows cost the same, and all 320 would take it an hour."""
+    model = random_llama(size, dtype)
+    users, posts = 8, max(2, int(40 * scale))
+    prompts = post_recommendation(users, posts, 2_000, 150, model.config.vocab_size)
+    some = prompts[::posts]
+    seconds = interleaved(
+        {"plain": lambda: plain_loop(model, some), "walk": lambda: layer_walk(model, prompts)}, rounds
+    )
+    plain, walk = [len(some) / s for s in seconds["plain"]], [len(prompts) / s for s in seconds["walk"]]
+    plan = plan_for(model, prompts)
+    return {
+        "case": f"{users} users x {posts} posts, 2,000 + 150 tokens, rows/s "
+        f"(computed / unique tokens {plan.computed_tokens / plan.unique_tokens:.3f})",
+        "dtype": str(dtype).removeprefix("torch."),
+        "plain": f"{Spread.of(plain).median:.2f}",
+        "walk": f"{Spread.of(walk).median:.2f}",
+        "ratio": str(Spread.of([w / p for w, p in zip(walk, plain, strict=True)])),
+        "goal": ">= 12",
+    }
+
+
+def _memory(size: str, dtype: torch.dtype, rounds: int, scale: float) -> Row:
+    tokens = int(32_768 * scale)
+    peaks = {
+        "plain": peak_bytes(_one_prompt, plain_loop, size, dtype, tokens),
+        "walk": peak_bytes(_one_prompt, layer_walk, size, dtype, tokens),
+    }
+    law = memory_law(random_llama(size, dtype).config, dtype)
+    lawful = law.residual + law.key_value
+    return {
+        "case": f"one prompt of {tokens:,} tokens, peak bytes/token (law {lawful:,})",
+        "dtype": str(dtype).removeprefix("torch."),
+        "plain": f"{peaks['plain'] / tokens:,.0f}",
+        "walk": f"{peaks['walk'] / tokens:,.0f}",
+        "ratio": f"{peaks['walk'] / tokens / lawful:.2f} of the law",
+        "goal": "<= 1.3",
+    }
+
+
+def _one_prompt(method: Callable[..., object], size: str, dtype: torch.dtype, tokens: int) -> Callable[[], object]:
+    model = random_llama(size, dtype)
+    method(model, single(64, model.config.vocab_size))  # what is set up once is not the prompt's
+    prompts = single(tokens, model.config.vocab_size)
+    return lambda: method(model, prompts)
+
+
+CASES = {"single": _single, "post-recommendation": _post_recommendation, "memory": _memory}

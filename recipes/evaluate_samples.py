@@ -1,0 +1,140 @@
+"""Accuracy and AUC of a sample model on held-out rows, through plain transformers.
+
+python -m recipes.evaluate_samples [--model samples/models/target] [--rows 200]
+"""
+
+import argparse
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from recipes.sample_text import CASES, ask, prompt
+
+SAMPLES = Path(__file__).resolve().parent.parent / "samples"
+BUCKETS = (0, 500, 1500, 3000, 4000, 8192)  # edges, in prompt tokens
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt and its true answer."""
+
+    domain: str
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a model says about a row."""
+
+    domain: str
+    tokens: int
+    answer: str
+    yes: float  # P(Yes) / (P(Yes) + P(No))
+    mass: float  # P(Yes) + P(No)
+
+    @property
+    def right(self) -> bool:
+        """The likelier label is the true one."""
+        return (self.yes > 0.5) == (self.answer == "Yes")
+
+
+def draw_rows(seed: str, rows: int) -> list[Row]:
+    """New single-question prompts: `rows` of each domain, histories of 20 to 225 lines."""
+    rng = Random(seed)
+    drawn = []
+    for domain, make in CASES.items():
+        for number in range(rows):
+            lines = rng.randint(1, 3) if domain == "labeling" else 20 + 205 * number // max(1, rows - 1)
+            case = make(rng, lines)
+            question = ask(rng, case, rng.choice(case.present if rng.random() < 0.5 else case.absent))
+            drawn.append(Row(domain, prompt(case, question), question.answer))
+    return drawn
+
+
+@torch.inference_mode()
+def score(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Iterable[Row]) -> list[Scored]:
+    """One forward pass for each row."""
+    labels = [tokenizer.convert_tokens_to_ids(token) for token in ("ĠYes", "ĠNo")]
+    scored = []
+    for row in rows:
+        ids = tokenizer(row.prompt, return_tensors="pt")["input_ids"].to(model.device)
+        logits = model(input_ids=ids, logits_to_keep=1, use_cache=False).logits[0, -1].float()
+        yes, no = logits.softmax(-1)[labels].tolist()
+        scored.append(Scored(row.domain, ids.shape[1], row.answer, yes / (yes + no), yes + no))
+    return scored
+
+
+def accuracy(scored: list[Scored]) -> float:
+    """Share of rows whose likelier label is the true one."""
+    return sum(s.right for s in scored) / len(scored)
+
+
+def nll(scored: list[Scored]) -> float:
+    """Mean negative log-likelihood of the true label among the two, in nats."""
+    likelihoods = [s.yes if s.answer == "Yes" else 1 - s.yes for s in scored]
+    return float(-np.log(np.maximum(likelihoods, 1e-9)).mean())
+
+
+def auc(scored: list[Scored]) -> float:
+    """Share of (Yes row, No row) pairs in the right order, ties counted half; nan without such pairs."""
+    yes = np.array([s.yes for s in scored if s.answer == "Yes"])
+    no = np.array([s.yes for s in scored if s.answer == "No"])
+    if not len(yes) or not len(no):
+        return float("nan")
+    order = np.sign(yes[:, None] - no[None, :])
+    return float((order + 1).mean() / 2)
+
+
+def sample_rows(folder: Path = SAMPLES) -> list[Row]:
+    """All rows of the shipped data sets, which no model was trained on."""
+    rows = []
+    for name in ("post_recommendation.parquet", "labeling.parquet"):
+        table = pq.read_table(folder / name, columns=["prompt", "answer"])
+        rows += [Row(Path(name).stem, r["prompt"], r["answer"]) for r in table.to_pylist()]
+    with (folder / "credit_verification.jsonl").open(encoding="utf-8") as lines:
+        records = [json.loads(line) for line in lines]
+    return rows + [Row("credit_verification", r["prompt"], r["answer"]) for r in records]
+
+
+def table(scored: list[Scored]) -> str:
+    """Accuracy and AUC per domain and prompt length, as a Markdown table."""
+    text = [
+        "| domain | prompt tokens | rows | accuracy | AUC | P(Yes)+P(No) |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for domain in sorted({s.domain for s in scored}):
+        for low, high in pairwise(BUCKETS):
+            part = [s for s in scored if s.domain == domain and low <= s.tokens < high]
+            if part:
+                mass = float(np.mean([s.mass for s in part]))
+                text.append(
+                    f"| {domain} | {min(s.tokens for s in part)} to {max(s.tokens for s in part)} | {len(part)} "
+                    f"| {accuracy(part):.3f} | {auc(part):.3f} | {mass:.3f} |"
+                )
+    return "\n".join(text)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", type=Path, default=SAMPLES / "models" / "target")
+    parser.add_argument("--fresh", type=int, default=0, help="draw so many new rows per domain instead")
+    parser.add_argument("--seed", type=int, default=1, help="of the new rows")
+    args = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    rows = draw_rows(f"fresh {args.seed}", args.fresh) if args.fresh else sample_rows()
+    print(table(score(model, tokenizer, rows)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Files, directories, globs and URLs to the list of files that are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefillcli.data.discovery import discover
+from prefillcli.errors import UsageError
+
+
+def touch(root: Path, *names: str) -> None:
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"{}\n")
+
+
+def names(root: Path, *inputs: str) -> list[str]:
+    found, _ = discover([str(root / name) for name in inputs])
+    return [str(Path(file.path).relative_to(root)) for file in found]
+
+
+def test_a_directory_is_read_recursively_in_sorted_order(tmp_path: Path) -> None:
+    touch(tmp_path, "b.jsonl", "a/z.jsonl", "a/b/c.ndjson.gz", "c.json.zst", "a.jsonl")
+    assert names(tmp_path, "") == ["a.jsonl", "a/b/c.ndjson.gz", "a/z.jsonl", "b.jsonl", "c.json.zst"]
+
+
+def test_hidden_underscore_and_work_folders_are_left_out(tmp_path: Path) -> None:
+    touch(tmp_path, "_SUCCESS", "_old/a.jsonl", ".hidden/a.jsonl", ".a.jsonl", "x.jsonl", "out.prefill/p.jsonl")
+    assert names(tmp_path, "") == ["x.jsonl"]
+    assert names(tmp_path, "*") == ["x.jsonl"]
+
+
+def test_files_with_other_endings_in_a_directory_are_reported(tmp_path: Path) -> None:
+    touch(tmp_path, "a.jsonl", "b.jsonl.bz2", "README.md")
+    found, left_out = discover([str(tmp_path)])
+    assert [Path(file.path).name for file in found] == ["a.jsonl"]
+    assert [Path(path).name for path in left_out] == ["README.md", "b.jsonl.bz2"]
+
+
+def test_inputs_keep_the_order_given(tmp_path: Path) -> None:
+    touch(tmp_path, "a.jsonl", "b.jsonl", "d/1.jsonl", "d/2.jsonl")
+    assert names(tmp_path, "b.jsonl", "d", "a.jsonl") == ["b.jsonl", "d/1.jsonl", "d/2.jsonl", "a.jsonl"]
+
+
+def test_a_glob_takes_matching_files_sorted_and_walks_matching_directories(tmp_path: Path) -> None:
+    touch(tmp_path, "day=2/a.jsonl", "day=1/b.jsonl", "day=1/a.jsonl", "other/a.jsonl")
+    assert names(tmp_path, "day=*") == ["day=1/a.jsonl", "day=1/b.jsonl", "day=2/a.jsonl"]
+    assert names(tmp_path, "**/a.jsonl") == ["day=1/a.jsonl", "day=2/a.jsonl", "other/a.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["a[1].jsonl", "what?.jsonl", "a::b.jsonl", "x#y z.jsonl"])
+def test_a_file_that_exists_is_no_pattern(tmp_path: Path, name: str) -> None:
+    touch(tmp_path, name, "a1.jsonl")
+    assert names(tmp_path, name) == [name]
+
+
+def test_a_loop_of_symbolic_links_ends_and_a_linked_directory_is_read(tmp_path: Path) -> None:
+    touch(tmp_path, "in/a.jsonl", "elsewhere/b.jsonl")
+    (tmp_path / "in/loop").symlink_to(tmp_path / "in")
+    (tmp_path / "in/more").symlink_to(tmp_path / "elsewhere")
+    assert names(tmp_path, "in") == ["in/a.jsonl", "in/more/b.jsonl"]
+
+
+def test_a_relative_path_is_shown_as_it_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    touch(tmp_path, "d/a.jsonl")
+    monkeypatch.chdir(tmp_path)
+    assert [file.path for file in discover(["d"])[0]] == ["d/a.jsonl"]
+
+
+def test_remote_files_directories_and_globs_are_found(memory: Any) -> None:
+    for name in ("in/b.jsonl", "in/a.jsonl", "in/_tmp/c.jsonl"):
+        memory.pipe_file(f"/bucket/{name}", b"{}\n")
+    assert [file.path for file in discover(["memory://bucket/in"])[0]] == [
+        "memory:///bucket/in/a.jsonl",
+        "memory:///bucket/in/b.jsonl",
+    ]
+    assert len(discover(["memory://bucket/in/*.jsonl"])[0]) == 2
+    assert discover(["memory://bucket/in/a.jsonl"])[0][0].size == 3
+
+
+@pytest.mark.parametrize(
+    ("inputs", "says"),
+    [
+        (["missing.jsonl"], "missing.jsonl"),
+        (["*.parquet"], "*.parquet"),
+        (["a.csv"], "a.csv"),
+        (["a.parquet.gz"], "a.parquet.gz"),
+        (["empty"], "empty"),
+        ([], "no input"),
+        (["a.jsonl", "b.parquet"], "b.parquet"),
+        (["nosuch://bucket/x.jsonl"], "nosuch"),
+    ],
+)
+def test_wrong_inputs_are_usage_errors_that_name_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inputs: list[str], says: str
+) -> None:
+    touch(tmp_path, "a.csv", "a.parquet.gz", "a.jsonl", "b.parquet", "d/a.jsonl")
+    (tmp_path / "b.parquet").rename(tmp_path / "b.pq")
+    touch(tmp_path, "b.parquet")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    if says == "*.parquet":
+        (tmp_path / "b.parquet").unlink()
+    with pytest.raises(UsageError) as caught:
+        discover(inputs)
+    assert says in str(caught.value)
+    assert str(caught.value).count("\n") < 3

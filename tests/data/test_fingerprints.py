@@ -1,0 +1,67 @@
+"""Digests of models and tokenizers change with every part that matters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from prefillcli.data.fingerprints import hash_model, hash_tokenizer, hash_value
+from prefillcli.errors import UsageError
+
+
+@pytest.fixture
+def model(tmp_path: Path, byte_level: Any) -> Path:
+    byte_level.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"hidden_size": 8}')
+    for shard in ("1", "2"):
+        save_file({"w": np.arange(100_000, dtype=np.float32)}, tmp_path / f"model-{shard}.safetensors")
+    return tmp_path
+
+
+def test_the_same_folder_gives_the_same_digests(model: Path) -> None:
+    assert hash_model(model) == hash_model(str(model))
+    assert hash_tokenizer(model) == hash_tokenizer(model)
+    assert hash_model(model) != hash_tokenizer(model)
+
+
+@pytest.mark.parametrize("change", ["config", "weights", "last byte", "size", "shard", "dtype"])
+def test_the_model_digest_changes_with(model: Path, change: str) -> None:
+    before, tokenizer = hash_model(model), hash_tokenizer(model)
+    weights = model / "model-2.safetensors"
+    if change == "config":
+        (model / "config.json").write_text('{"hidden_size": 9}')
+    elif change == "weights":
+        save_file({"w": np.arange(100_000, dtype=np.float32) + 1}, weights)
+    elif change == "last byte":
+        weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    elif change == "size":
+        save_file({"w": np.arange(100_001, dtype=np.float32)}, weights)
+    elif change == "shard":
+        weights.unlink()
+    else:
+        save_file({"w": np.arange(100_000, dtype=np.int32)}, weights)
+    assert hash_model(model) != before
+    assert hash_tokenizer(model) == tokenizer
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.txt"])
+def test_the_tokenizer_digest_changes_with_every_file(model: Path, name: str) -> None:
+    before, weights = hash_tokenizer(model), hash_model(model)
+    (model / name).write_text("changed")
+    assert hash_tokenizer(model) != before
+    assert hash_model(model) == weights
+
+
+def test_a_folder_without_a_config_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=str(tmp_path)):
+        hash_model(tmp_path)
+
+
+def test_values_are_compared_by_content() -> None:
+    assert hash_value({"a": 1, "b": [2]}) == hash_value({"b": [2], "a": 1})
+    assert hash_value({"a": 1}) != hash_value({"a": 2})
+    assert hash_value(None) != hash_value("")

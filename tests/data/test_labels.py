@@ -1,0 +1,222 @@
+"""Labels: how they are written, and which one token each of them is after a prompt."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefillcli.data.labels import Label, LabelError, Labels, parse_labels, tail_of
+from prefillcli.data.rows import RowError, Window
+from prefillcli.errors import UsageError
+
+
+class TestParse:
+    def test_names_alone(self) -> None:
+        assert parse_labels("Yes, No") == (Label("Yes"), Label("No"))
+
+    def test_variants_are_literal_with_their_spaces(self) -> None:
+        assert parse_labels("Yes= Yes|yes|YES,No") == (Label("Yes", (" Yes", "yes", "YES")), Label("No"))
+
+    def test_marks_can_be_escaped(self) -> None:
+        assert parse_labels(r"a\,b,c\=d,e=\||\\|x=y") == (
+            Label("a,b"),
+            Label("c=d"),
+            Label("e", ("|", "\\", "x=y")),
+        )
+
+    def test_a_list_has_one_label_per_item(self) -> None:
+        assert parse_labels(["Yes= Yes|yes", "No, never"]) == (Label("Yes", (" Yes", "yes")), Label("No, never"))
+
+    @pytest.mark.parametrize("text", ["Yes", "", "Yes,", "Yes,Yes", "Yes,=a", "Yes=,No", "Yes=a||b,No", ["Yes"], []])
+    def test_wrong_labels_are_usage_errors(self, text: Any) -> None:
+        with pytest.raises(UsageError, match="label"):
+            parse_labels(text)
+
+    names = st.text(min_size=1).map(str.strip).filter(bool)
+
+    @given(
+        st.lists(names, min_size=2, max_size=5, unique=True), st.lists(st.text(min_size=1), max_size=3, unique=True)
+    )
+    def test_escaped_labels_come_back_as_they_were(self, names: list[str], variants: list[str]) -> None:
+        def escape(text: str) -> str:
+            for mark in "\\,|=":
+                text = text.replace(mark, f"\\{mark}")
+            return text
+
+        labels = [Label(name) for name in names]
+        if variants:
+            labels[0] = Label(names[0], tuple(variants))
+        texts = [
+            escape(names[0]) + ("=" + "|".join(map(escape, variants)) if variants else ""),
+            *map(escape, names[1:]),
+        ]
+        assert parse_labels(",".join(texts)) == tuple(labels)
+        assert parse_labels(texts) == tuple(labels)
+
+    @given(st.text())
+    def test_any_text_is_parsed_or_refused(self, text: str) -> None:
+        with suppress(UsageError):
+            assert len(parse_labels(text)) >= 2
+
+
+def ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def chosen(tokenizer: Any, prompt: str, labels: str = "Yes,No") -> tuple[tuple[int, ...], ...]:
+    found = Labels(tokenizer, parse_labels(labels))
+    return found.sets[found.resolve(prompt)]
+
+
+ALL = ["byte_level", "llama3_like", "metaspace", "llama2_like", "word_level"]
+
+
+@pytest.fixture(params=ALL)
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+PROMPT = "Is the topic in the history of the user? Answer:"
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\n\n"])
+def test_a_label_is_the_token_that_follows_the_whole_prompt(tokenizer: Any, end: str) -> None:
+    prompt = PROMPT + end
+    space = "" if end else " "
+    yes, no = (ids(tokenizer, prompt + space + word)[-1] for word in ("Yes", "No"))
+    assert ids(tokenizer, prompt + space + "Yes") == [*ids(tokenizer, prompt), yes]  # the premise
+    assert chosen(tokenizer, prompt) == ((yes,), (no,))
+
+
+@pytest.mark.parametrize("name", ["byte_level", "llama3_like", "metaspace", "llama2_like"])
+def test_after_a_space_it_is_the_word_without_one(name: str, request: pytest.FixtureRequest) -> None:
+    tokenizer = request.getfixturevalue(name)
+    prompt = PROMPT + " "
+    assert len(ids(tokenizer, prompt + "Yes")) == len(ids(tokenizer, prompt))  # the space and the word are one token
+    vocabulary = tokenizer.get_vocab()
+    assert chosen(tokenizer, prompt) == ((vocabulary["Yes"],), (vocabulary["No"],))
+
+
+def test_after_a_special_token_it_is_the_word_as_it_is(chat_tokenizer: Any) -> None:
+    vocabulary = chat_tokenizer.get_vocab()
+    for prompt in ("Reply.<|im_end|>", "<|im_start|>assistant\n"):
+        assert chosen(chat_tokenizer, prompt) == ((vocabulary["Yes"],), (vocabulary["No"],))
+    assert chosen(chat_tokenizer, "Answer:") == ((vocabulary["ĠYes"],), (vocabulary["ĠNo"],))
+
+
+def test_a_word_that_is_one_token_only_without_a_space_is_taken_so(byte_level: Any) -> None:
+    vocabulary = byte_level.get_vocab()
+    assert "Ġ(" in vocabulary
+    assert "Ġ)" not in vocabulary
+    assert chosen(byte_level, PROMPT, "(,)") == ((vocabulary["Ġ("],), (vocabulary[")"],))
+
+
+def test_variants_are_taken_literally_and_are_all_there(byte_level: Any) -> None:
+    vocabulary = byte_level.get_vocab()
+    found = chosen(byte_level, PROMPT, "Yes= Yes|Yes,No=No")
+    assert found == ((vocabulary["ĠYes"], vocabulary["Yes"]), (vocabulary["No"],))
+
+
+def test_variants_of_a_label_that_are_one_token_count_once(word_level: Any) -> None:
+    vocabulary = word_level.get_vocab()
+    assert chosen(word_level, PROMPT, "Yes= Yes|Yes|yes,No") == (
+        (vocabulary["Yes"], vocabulary["yes"]),
+        (vocabulary["No"],),
+    )
+
+
+def test_equal_sets_are_stored_once(tokenizer: Any) -> None:
+    labels = Labels(tokenizer, parse_labels("Yes,No"))
+    indices = [labels.resolve(f"prompt {number} {PROMPT}") for number in range(50)]
+    assert len({labels.sets[index] for index in indices}) == len(labels.sets) == len(set(indices))
+    assert labels.names == ("Yes", "No")
+
+
+def test_different_ends_of_prompts_give_different_sets(byte_level: Any) -> None:
+    labels = Labels(byte_level, parse_labels("Yes,No"))
+    assert labels.resolve("Answer:") != labels.resolve("Answer:\n")
+
+
+def test_a_label_of_several_tokens_is_refused_with_its_tokens(tokenizer: Any) -> None:
+    with pytest.raises(LabelError, match="'Absolutely'") as caught:
+        chosen(tokenizer, PROMPT, "Absolutely,No")
+    assert caught.value.exit_code == 2
+    assert str(caught.value).count("\n") < 3
+    assert "--labels" in str(caught.value)
+
+
+def test_a_label_unknown_to_the_vocabulary_is_refused(word_level: Any) -> None:
+    with pytest.raises(LabelError, match="unknown"):
+        chosen(word_level, PROMPT, "Zebra,No")
+
+
+def test_two_labels_on_one_token_are_refused(word_level: Any) -> None:
+    with pytest.raises(LabelError, match=r"'A' and 'B' are the same token 'Yes'"):
+        chosen(word_level, PROMPT, "A= Yes,B=Yes")
+
+
+def test_check_refuses_labels_that_fail_after_every_prompt(byte_level: Any) -> None:
+    labels = Labels(byte_level, parse_labels("Yes,No"))
+    error = RowError("label_not_one_token", "label 'Yes' is not one token")
+    window = Window(0, np.arange(2), [], {0: error, 1: RowError("null_prompt", "")}, pa.table({}))
+    with pytest.raises(LabelError, match="'Yes'"):
+        labels.check(window)
+    window.errors = {1: RowError("null_prompt", "")}
+    labels.check(window)
+
+
+words = st.sampled_from(
+    ["Is", "the", "topic", "music", "Answer:", "x", "\n", "news.", "Ünïcode", "→", "12", "(", "  "]
+)
+
+
+class Family:
+    """Tokenizers, with a short repr for Hypothesis."""
+
+    def __init__(self, *members: Any) -> None:
+        self.members = members
+
+
+@pytest.fixture(scope="session")
+def family(byte_level: Any, llama3_like: Any, metaspace: Any, llama2_like: Any, word_level: Any) -> Family:
+    return Family(byte_level, llama3_like, metaspace, llama2_like, word_level)
+
+
+@settings(max_examples=60, deadline=None)
+@given(parts=st.lists(words, min_size=1, max_size=30), end=st.sampled_from(["", ":", "\n", "?\n\n", " ->", ")"]))
+def test_the_short_tail_decides_like_the_whole_prompt(family: Family, parts: list[str], end: str) -> None:
+    prompt = " ".join(parts) + end
+    for tokenizer in family.members:
+        whole = ids(tokenizer, prompt)
+        expected = {}
+        for spelling in ("Yes", " Yes", "No", " No"):
+            joined = ids(tokenizer, prompt + spelling)
+            if joined[: len(whole)] == whole and len(joined) == len(whole) + 1:
+                expected[spelling] = joined[-1]
+        for yes, no in (("Yes", "No"), (" Yes", " No")):
+            if yes in expected and no in expected:
+                found = Labels(tokenizer, [Label("a", (yes,)), Label("b", (no,))])
+                assert found.sets[found.resolve(prompt)] == ((expected[yes],), (expected[no],))
+
+
+@given(st.text())
+def test_a_tail_is_the_end_of_the_prompt(text: str) -> None:
+    tail = tail_of(text)
+    assert text.endswith(tail)
+    assert len(tail) <= 32
+    assert tail_of(tail) == tail
+    assert len(tail) >= min(len(text), 6)
+
+
+def test_prompts_that_end_alike_share_a_tail() -> None:
+    assert (
+        tail_of("a very long history of one user\nAnswer:")
+        == tail_of("another history, as long\nAnswer:")
+        == "\nAnswer:"
+    )

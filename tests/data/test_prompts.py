@@ -1,0 +1,336 @@
+"""Rows to prompts: text, chat, token ids, templates, and every way a row can be wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, normalizers
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+
+from prefillcli.data.labels import Labels, parse_labels
+from prefillcli.data.prompts import PromptBuilder, PromptSettings
+from prefillcli.data.rows import ERROR_CODES, Prompt, RowBatch, RowError
+from prefillcli.errors import UsageError
+
+
+def batch_of(errors: dict[int, RowError] | None = None, **columns: list[Any]) -> RowBatch:
+    rows = np.arange(len(next(iter(columns.values()))), dtype=np.int64)
+    return RowBatch(0, rows, columns, pa.table({"": pa.nulls(len(rows))}).select([]), errors or {}, 0)
+
+
+def build(
+    tokenizer: Any, batch: RowBatch, labels: str = "Yes,No", **options: Any
+) -> tuple[list[Prompt], dict[int, RowError]]:
+    options = {"max_length": 1000, "vocab_size": len(tokenizer)} | options
+    builder = PromptBuilder(tokenizer, PromptSettings(**options), tuple(batch.columns))
+    prompts, errors = builder.build(batch, Labels(tokenizer, parse_labels(labels)))
+    assert sorted([prompt.row for prompt in prompts] + list(errors)) == batch.rows.tolist()
+    assert [prompt.row for prompt in prompts] == sorted(prompt.row for prompt in prompts)
+    assert all(error.code in ERROR_CODES for error in errors.values())
+    assert all(prompt.tokens.dtype == np.int32 for prompt in prompts)
+    return prompts, errors
+
+
+def tokens(tokenizer: Any, **columns_and_options: Any) -> list[int]:
+    columns = {name: value for name, value in columns_and_options.items() if isinstance(value, list)}
+    options = {name: value for name, value in columns_and_options.items() if name not in columns}
+    ((prompt,), errors) = build(tokenizer, batch_of(**columns), **options)
+    assert not errors
+    return list(prompt.tokens)
+
+
+def test_plain_text_is_tokenised_as_the_tokenizer_does_by_default(byte_level: Any) -> None:
+    assert tokens(byte_level, prompt=["Is it? Answer:"]) == byte_level("Is it? Answer:")["input_ids"]
+    assert tokens(byte_level, prompt=["Is it? Answer:"])[0] == byte_level.bos_token_id
+
+
+def test_padding_and_truncation_of_the_tokenizer_are_off(byte_level: Any) -> None:
+    byte_level.backend_tokenizer.enable_padding()
+    byte_level.backend_tokenizer.enable_truncation(3)
+    prompts, _ = build(byte_level, batch_of(prompt=["Answer:", "Is the topic in the history? Answer:"]))
+    assert [list(p.tokens) for p in prompts] == [
+        byte_level(text)["input_ids"] for text in ("Answer:", "Is the topic in the history? Answer:")
+    ]
+    assert len(prompts[1].tokens) > 3
+
+
+def test_a_tokenizer_without_the_tokenizers_library_works() -> None:
+    tokenizer = ByT5Tokenizer()
+    builder = PromptBuilder(tokenizer, PromptSettings(max_length=99, vocab_size=1000), ("prompt",))
+    batch = batch_of(prompt=["ab"])
+    prompts, errors = builder.build(batch, Labels(tokenizer, parse_labels("Y=Y,N=N")))
+    assert not errors
+    assert list(prompts[0].tokens) == tokenizer("ab")["input_ids"]
+
+
+def test_text_becomes_a_user_message_if_there_is_a_chat_template(chat_tokenizer: Any) -> None:
+    chat = chat_tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Is it?"}], add_generation_prompt=True, return_dict=False
+    )
+    assert tokens(chat_tokenizer, prompt=["Is it?"]) == chat
+    assert tokens(chat_tokenizer, prompt=["Is it?"], chat=True) == chat
+    assert tokens(chat_tokenizer, prompt=["Is it?"], chat=False) == chat_tokenizer("Is it?")["input_ids"]
+
+
+def test_the_system_message_comes_first_unless_the_row_has_one(chat_tokenizer: Any) -> None:
+    def chat(*messages: tuple[str, str]) -> list[int]:
+        conversation = [{"role": role, "content": content} for role, content in messages]
+        ids: list[int] = chat_tokenizer.apply_chat_template(
+            conversation, add_generation_prompt=True, return_dict=False
+        )
+        return ids
+
+    assert tokens(chat_tokenizer, prompt=["Hi"], system="Be brief.") == chat(("system", "Be brief."), ("user", "Hi"))
+    own = [{"role": "system", "content": "Own."}, {"role": "user", "content": "Hi"}]
+    assert tokens(chat_tokenizer, messages=[own], system="Be brief.") == chat(("system", "Own."), ("user", "Hi"))
+
+
+def test_messages_are_rendered_without_the_nulls_that_parquet_adds(chat_tokenizer: Any) -> None:
+    chat_tokenizer.chat_template += "{% for m in messages %}{{ 'TOOL' if m.tool is defined }}{% endfor %}"
+    try:
+        padded = [{"role": "user", "content": "Hi", "tool": None}]
+        assert "TOOL" not in chat_tokenizer.decode(tokens(chat_tokenizer, messages=[padded]))
+    finally:
+        chat_tokenizer.chat_template = chat_tokenizer.chat_template.partition("{% for m in messages %}{{ 'TOOL'")[0]
+
+
+def test_a_chat_template_that_prints_the_date_gives_the_same_prompt_every_day(chat_tokenizer: Any) -> None:
+    before = chat_tokenizer.chat_template
+    chat_tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}:{{ messages[0].content }}"
+    try:
+        text = chat_tokenizer.decode(tokens(chat_tokenizer, prompt=["Hi"]))
+        assert text == "26 Jul 2024:Hi"
+    finally:
+        chat_tokenizer.chat_template = before
+
+
+def test_one_bad_chat_does_not_spoil_the_others(chat_tokenizer: Any) -> None:
+    before = chat_tokenizer.chat_template
+    chat_tokenizer.chat_template = (
+        "{% if messages[0].role != 'user' %}{{ raise_exception('no user') }}{% endif %}" + before
+    )
+    try:
+        good = [{"role": "user", "content": "Hi"}]
+        prompts, errors = build(
+            chat_tokenizer,
+            batch_of(
+                messages=[good, [{"role": "tool", "content": "x"}], [{"role": "user"}], good, [{"content": "x"}]]
+            ),
+        )
+    finally:
+        chat_tokenizer.chat_template = before
+    assert [prompt.row for prompt in prompts] == [0, 3]
+    assert [errors[row].code for row in (1, 2, 4)] == ["chat_error", "chat_error", "wrong_type"]
+    assert "no user" in errors[1].detail
+
+
+def test_token_ids_are_taken_as_they_are(byte_level: Any) -> None:
+    assert tokens(byte_level, prompt_token_ids=[[5, 6, 7]]) == [5, 6, 7]
+    assert tokens(byte_level, prompt_token_ids=[np.array([5, 6, 7], np.int64)]) == [5, 6, 7]
+
+
+def test_labels_after_token_ids_are_those_after_their_text(byte_level: Any) -> None:
+    text = "Is the topic in the history? Answer:"
+    labels = Labels(byte_level, parse_labels("Yes,No"))
+    builder = PromptBuilder(byte_level, PromptSettings(max_length=99, vocab_size=999), ("prompt_token_ids",))
+    for end in ("", "\n", " "):
+        ids = byte_level(text + end)["input_ids"]
+        ((prompt,), _) = builder.build(batch_of(prompt_token_ids=[ids]), labels)
+        assert prompt.labels == labels.resolve(text + end)
+
+
+@pytest.mark.parametrize(
+    ("value", "code"),
+    [
+        ([], "invalid_token_ids"),
+        ([-1, 3], "invalid_token_ids"),
+        ([3, 10**6], "invalid_token_ids"),
+        ([2**70], "invalid_token_ids"),
+        ([1, "a"], "invalid_token_ids"),
+        ([1, True], "invalid_token_ids"),
+        ([1.5], "invalid_token_ids"),
+        (np.array([], np.int64), "invalid_token_ids"),
+        (np.array([1, -2]), "invalid_token_ids"),
+        (np.array([2**63], np.uint64), "invalid_token_ids"),
+        (None, "null_prompt"),
+        (7, "wrong_type"),
+    ],
+)
+def test_wrong_token_ids(byte_level: Any, value: Any, code: str) -> None:
+    _, errors = build(byte_level, batch_of(prompt_token_ids=[value, [1, 2]]))
+    assert {row: error.code for row, error in errors.items()} == {0: code}
+
+
+@pytest.mark.parametrize(
+    ("value", "code"),
+    [
+        (None, "null_prompt"),
+        ("", "empty_prompt"),
+        (" \n\t\u3000", "empty_prompt"),
+        ([], "empty_prompt"),
+        (5, "wrong_type"),
+        (5.5, "wrong_type"),
+        (True, "wrong_type"),
+        ({"role": "user", "content": "x"}, "wrong_type"),
+        (["just", "texts"], "wrong_type"),
+        ([{"role": 3, "content": "x"}], "wrong_type"),
+        ("half \ud83d", "invalid_utf8"),
+        ([{"role": "user", "content": "half \ud83d"}], "invalid_utf8"),
+        ("word " * 2000, "prompt_too_long"),
+    ],
+)
+def test_wrong_prompts(chat_tokenizer: Any, value: Any, code: str) -> None:
+    prompts, errors = build(chat_tokenizer, batch_of(prompt=["good", value, "good"]))
+    assert {row: error.code for row, error in errors.items()} == {1: code}
+    assert [prompt.row for prompt in prompts] == [0, 2]
+
+
+def test_messages_without_a_chat_template_are_an_error_of_the_row(byte_level: Any) -> None:
+    _, errors = build(byte_level, batch_of(prompt=[[{"role": "user", "content": "x"}]]))
+    assert errors[0].code == "chat_error"
+
+
+def test_a_text_without_tokens_is_empty(word_level: Any) -> None:
+    backend = Tokenizer.from_str(word_level.backend_tokenizer.to_str())
+    backend.normalizer = normalizers.Replace("x", "")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    _, errors = build(tokenizer, batch_of(prompt=["xxx"]))
+    assert errors[0] == RowError("empty_prompt", "the tokenizer makes no token of the prompt")
+
+
+def test_text_ids_over_the_models_vocabulary_are_an_error_of_the_row(byte_level: Any) -> None:
+    highest = max(byte_level("Answer:")["input_ids"])
+    _, errors = build(byte_level, batch_of(prompt=["Answer:"]), vocab_size=highest)
+    assert errors[0].code == "invalid_token_ids"
+    prompts, _ = build(byte_level, batch_of(prompt=["Answer:"]), vocab_size=highest + 1)
+    assert len(prompts) == 1
+
+
+@pytest.mark.parametrize("on_long", ["truncate-left", "truncate-middle"])
+def test_a_cut_prompt_is_flagged(byte_level: Any, on_long: str) -> None:
+    prompts, _ = build(
+        byte_level, batch_of(prompt=["word " * 50 + "Answer:", "Answer:"]), max_length=20, on_long=on_long
+    )
+    assert len(prompts[0].tokens) == 20
+    assert prompts[0].truncated
+    assert not prompts[1].truncated
+    assert prompts[0].tokens[0] == byte_level.bos_token_id
+    assert prompts[0].labels == prompts[1].labels
+
+
+def test_a_skipped_prompt_has_its_own_code(byte_level: Any) -> None:
+    _, errors = build(byte_level, batch_of(prompt=["word " * 50]), max_length=20, on_long="skip")
+    assert errors[0].code == "skipped_too_long"
+
+
+def test_labels_that_fail_are_an_error_of_the_row(byte_level: Any) -> None:
+    _, errors = build(byte_level, batch_of(prompt=["Answer:"]), labels="Absolutely,No")
+    assert errors[0].code == "label_not_one_token"
+    assert "\n" not in errors[0].detail
+
+
+def test_a_template_is_rendered_from_the_row(byte_level: Any) -> None:
+    batch = batch_of(user=["Ann", "Bob"], post=["music", None])
+    prompts, errors = build(byte_level, batch, template="{{ user }} likes {{ post }}. Answer:")
+    assert list(prompts[0].tokens) == byte_level("Ann likes music. Answer:")["input_ids"]
+    assert errors[1].code == "template_error"
+
+
+def test_a_rendered_template_is_a_user_message_of_a_chat(chat_tokenizer: Any) -> None:
+    assert tokens(chat_tokenizer, user=["Ann"], template="Hi {{ user }}") == tokens(chat_tokenizer, prompt=["Hi Ann"])
+
+
+def test_rows_that_could_not_be_read_keep_their_error(byte_level: Any) -> None:
+    error = RowError("invalid_json", "cut")
+    prompts, errors = build(byte_level, batch_of({0: error}, prompt=[None, "Answer:"]))
+    assert errors == {0: error}
+    assert [prompt.row for prompt in prompts] == [1]
+
+
+def test_the_prompt_column_is_found(chat_tokenizer: Any) -> None:
+    def column(*available: str, **options: Any) -> tuple[str, ...]:
+        settings = PromptSettings(max_length=9, vocab_size=9, **options)
+        return PromptBuilder(chat_tokenizer, settings, available).columns
+
+    assert column("id", "prompt", "messages") == ("prompt",)
+    assert column("id", "messages", "prompt_token_ids") == ("messages",)
+    assert column("id", "prompt_token_ids") == ("prompt_token_ids",)
+    assert column("id", "text") == ("prompt",)
+    assert column("messages", prompt_column="text") == ("text",)
+    assert column("messages", template="{{ b }}{{ a }}") == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "available", "says"),
+    [
+        ("byte_level", {"chat": True}, ("prompt",), "--chat"),
+        ("byte_level", {"system": "x"}, ("prompt",), "--system"),
+        ("chat_tokenizer", {"system": "x", "chat": False}, ("prompt",), "--system"),
+        ("byte_level", {}, ("messages",), "messages"),
+        ("chat_tokenizer", {"chat": False}, ("messages",), "--no-chat"),
+    ],
+)
+def test_contradictions_are_usage_errors(
+    request: pytest.FixtureRequest, name: str, options: Any, available: tuple[str, ...], says: str
+) -> None:
+    settings = PromptSettings(max_length=9, vocab_size=9, **options)
+    with pytest.raises(UsageError, match=says):
+        PromptBuilder(request.getfixturevalue(name), settings, available)
+
+
+def test_the_fingerprint_changes_with_everything_that_changes_a_prompt(chat_tokenizer: Any, tmp_path: Any) -> None:
+    def fingerprint(**options: Any) -> str:
+        settings = PromptSettings(**({"max_length": 9, "vocab_size": 9} | options))
+        return PromptBuilder(chat_tokenizer, settings, ("prompt",)).fingerprint()
+
+    file = tmp_path / "t.j2"
+    file.write_text("{{ a }}")
+    different = [
+        fingerprint(),
+        fingerprint(prompt_column="text"),
+        fingerprint(template="{{ a }}"),
+        fingerprint(template="{{ b }}"),
+        fingerprint(chat=False),
+        fingerprint(system="s"),
+        fingerprint(max_length=8),
+        fingerprint(on_long="skip"),
+    ]
+    assert len(set(different)) == len(different)
+    assert fingerprint(template=str(file)) == fingerprint(template="{{ a }}")
+    assert fingerprint(chat=True) == fingerprint()
+
+
+def test_time_is_kept_by_phase(byte_level: Any) -> None:
+    builder = PromptBuilder(byte_level, PromptSettings(max_length=99, vocab_size=999), ("prompt",))
+    builder.build(batch_of(prompt=["a"] * 100), Labels(byte_level, parse_labels("Yes,No")))
+    assert builder.render_seconds > 0
+    assert builder.tokenize_seconds > 0
+
+
+values = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(st.characters(exclude_categories=()))
+    | st.lists(st.integers(-5, 2000) | st.none(), max_size=4)
+    | st.lists(st.dictionaries(st.sampled_from(["role", "content", "x"]), st.none() | st.text(max_size=5)), max_size=2)
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(values, max_size=8))
+def test_no_value_of_a_row_breaks_the_batch(chat_and_plain: list[Any], column: list[Any]) -> None:
+    for tokenizer in chat_and_plain:
+        if column:
+            build(tokenizer, batch_of(prompt=column))
+
+
+@pytest.fixture(scope="session")
+def chat_and_plain(chat_tokenizer: Any, llama2_like: Any) -> list[Any]:
+    return [chat_tokenizer, llama2_like]

@@ -1,0 +1,602 @@
+"""The output: its columns and values, conflicts, kills at any point, and resuming."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefillcli.data import parts
+from prefillcli.data.rows import Int64Array, Prompt, RowError, Scored, Window
+from prefillcli.data.sink import Sink
+from prefillcli.errors import OutputConflictError, PrefillError, ResourceError, UsageError
+
+LABELS = ("Yes", "No", "Maybe")
+FINGERPRINT = {"input": "i", "model": "m", "tokenizer": "t", "template": "p", "labels": "l", "settings": "s"}
+TOO_LONG = RowError("prompt_too_long", "9 tokens, the limit is 8")
+
+
+def open_sink(output: str | Path, **options: Any) -> Sink:
+    options = {
+        "fingerprint": FINGERPRINT,
+        "resume": False,
+        "overwrite": False,
+        "label_names": LABELS,
+        "id_name": "id",
+        "jsonl_input": False,
+        "plan": {"packs": 3},
+        "carried": pa.schema([("id", pa.string()), ("kept", pa.int64())]),
+    } | options
+    return Sink.open(str(output), **options)
+
+
+def make_window(index: int, rows: list[int], bad: tuple[int, ...] = (), json_text: bool = False) -> Window:
+    ids: list[Any] = [f"id-{row}" for row in rows]
+    kept: list[Any] = [None if row % 5 == 0 else row * 10 for row in rows]
+    if json_text:
+        ids, kept = [json.dumps(i) for i in ids], [None if k is None else json.dumps(k) for k in kept]
+    return Window(
+        index,
+        np.array(rows, np.int64),
+        [Prompt(row, np.arange(row % 7 + 1, dtype=np.int32), 0, row % 3 == 0) for row in rows if row not in bad],
+        dict.fromkeys(bad, TOO_LONG),
+        pa.table({"id": ids, "kept": pa.array(kept, pa.string() if json_text else pa.int64())}),
+    )
+
+
+def scored(row: int) -> Scored:
+    logprobs = np.log(np.array([row % 11 + 1, 5.0, 2.0]) / 40)
+    return Scored(row, logprobs, shared_tokens=1, computed_tokens=2, kept_tokens=3, seconds=0.5, method="full")
+
+
+def score_all(sink: Sink, windows: list[Window], *, temperature: float = 1.0, per_part: int = 2) -> None:
+    """What a job does: score what is not done, a few rows at a time."""
+    for window in windows:
+        done = sink.done(window.index)
+        todo = [prompt.row for prompt in window.prompts if prompt.row not in done]
+        for at in range(0, len(todo) or 1, per_part):
+            results = [scored(row) for row in reversed(todo[at : at + per_part])]
+            sink.write(window, results, {}, temperature=temperature)
+
+
+WINDOWS = [
+    make_window(0, list(range(0, 7)), bad=(2,)),
+    make_window(1, list(range(7, 10)), bad=(7, 8, 9)),
+    make_window(2, list(range(10, 15))),
+]
+
+
+@pytest.fixture(params=["out.parquet", "out.jsonl", "out.jsonl.gz", "out.jsonl.zst", "parts/"])
+def output(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"{tmp_path}/{request.param}"
+
+
+def read(output: str) -> list[dict[str, Any]]:
+    if output.endswith(".parquet"):
+        return list(pq.read_table(output).to_pylist())
+    if output.endswith("/"):
+        names = sorted(os.listdir(output))
+        return [row for name in names for row in pq.read_table(output + name).to_pylist()]
+    codec = {"gz": "gzip", "zst": "zstd"}.get(output.rpartition(".")[2])
+    data = pa.input_stream(output, compression=codec).read()
+    return [json.loads(line) for line in data.decode().splitlines()]
+
+
+def expected_row(row: int, bad: bool, temperature: float = 1.0) -> dict[str, Any]:
+    kept = None if row % 5 == 0 else row * 10
+    weights = [row % 11 + 1, 5.0, 2.0]
+    powers = [(w / 40) ** (1 / temperature) for w in weights]
+    none = dict.fromkeys(["score", *(f"logprob_{n}" for n in LABELS), "label_mass", "prediction"])
+    none |= dict.fromkeys(["prompt_tokens", "shared_tokens", "kept_tokens", "computed_tokens", "seconds", "method"])
+    if bad:
+        wrong = {"truncated": False, "error": TOO_LONG.code, "error_detail": TOO_LONG.detail}
+        return {"id": f"id-{row}", "kept": kept, **none, **wrong}
+    return {
+        "id": f"id-{row}",
+        "kept": kept,
+        "score": pytest.approx(powers[0] / sum(powers), rel=1e-12),
+        **{f"logprob_{n}": pytest.approx(math.log(w / 40)) for n, w in zip(LABELS, weights, strict=True)},
+        "label_mass": pytest.approx(sum(weights) / 40),
+        "prediction": LABELS[weights.index(max(weights))],
+        "prompt_tokens": row % 7 + 1,
+        "shared_tokens": 1,
+        "kept_tokens": 3,
+        "computed_tokens": 2,
+        "seconds": 0.5,
+        "method": "full",
+        "truncated": row % 3 == 0,
+        "error": None,
+        "error_detail": None,
+    }
+
+
+BAD = (2, 7, 8, 9)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.25, 3.0])
+def test_the_output_has_every_row_in_order_with_the_columns_of_the_manual(output: str, temperature: float) -> None:
+    with open_sink(output) as sink:
+        score_all(sink, WINDOWS, temperature=temperature)
+        sink.finish(windows=3)
+    rows = read(output)
+    expected = [expected_row(row, row in BAD, temperature) for row in range(15)]
+    assert rows == expected
+    assert [list(row) for row in rows] == [list(row) for row in expected]
+    assert sorted(os.listdir(output.rstrip("/") + ".prefill")) == ["lock", "manifest.json"]
+
+
+def test_json_lines_input_gives_typed_parquet_and_the_same_json(output: str) -> None:
+    windows = [make_window(w.index, w.rows.tolist(), tuple(w.errors), json_text=True) for w in WINDOWS]
+    schema = pa.schema([("id", pa.string()), ("kept", pa.string())])
+    with open_sink(output, jsonl_input=True, carried=schema) as sink:
+        score_all(sink, windows)
+        sink.finish()
+    assert read(output) == [expected_row(row, row in BAD) for row in range(15)]
+
+
+def test_without_an_id_column_there_is_the_row_number(output: str) -> None:
+    window = Window(0, np.array([4, 9]), [Prompt(4, np.arange(2, dtype=np.int32), 0)], {9: TOO_LONG}, pa.table({}))
+    window.carried = pa.table({"": pa.nulls(2)}).select([])
+    with open_sink(output, id_name=None, carried=None) as sink:
+        sink.write(window, [scored(4)], {}, temperature=1.0)
+        sink.finish()
+    rows = read(output)
+    assert [row["row"] for row in rows] == [4, 9]
+    assert next(iter(rows[0])) == "row"
+    assert "__row" not in rows[0]
+
+
+def test_an_input_without_rows_gives_an_output_with_columns_and_no_rows(output: str) -> None:
+    with open_sink(output) as sink:
+        sink.finish(windows=0)
+        assert sink.counts.total == 0
+    assert read(output) == []
+    if output.endswith("parquet"):
+        assert pq.read_schema(output).names == list(expected_row(0, bad=True))
+
+
+def test_counts_are_those_of_the_output(output: str) -> None:
+    skipped = RowError("skipped_too_long", "")
+    windows = [*WINDOWS, make_window(3, [15, 16])]
+    with open_sink(output) as sink:
+        score_all(sink, windows[:3])
+        sink.write(windows[3], [], {15: skipped, 16: RowError("exceeds_memory", "")}, temperature=1.0)
+        before = sink.counts
+        sink.finish()
+        after = sink.counts
+    for counts in (before, after):
+        assert (counts.total, counts.scored, counts.errors, counts.skipped) == (17, 11, 5, 1)
+        assert counts.errors_by_code == {"prompt_too_long": 4, "exceeds_memory": 1}
+    scores = [row["score"] for row in read(output) if row["score"] is not None]
+    assert after.score_sum == pytest.approx(sum(scores))
+    assert after.mean_score == pytest.approx(np.mean(scores))
+    with open_sink(output, resume=True) as again:
+        assert again.counts == after
+
+
+@pytest.mark.parametrize(
+    "logprobs", [[math.nan, -1.0, -2.0], [-math.inf] * 3, [math.inf, -1.0, -1.0], [-1.0, -2.0, math.nan]]
+)
+def test_a_score_that_is_no_number_is_an_error_row(tmp_path: Path, logprobs: list[float]) -> None:
+    window = make_window(0, [0, 1])
+    bad = Scored(0, np.array(logprobs), 0, 0, 0, 0.0)
+    with open_sink(tmp_path / "o.parquet") as sink:
+        sink.write(window, [bad, scored(1)], {}, temperature=1.0)
+        sink.finish()
+    rows = read(f"{tmp_path}/o.parquet")
+    assert [row["error"] for row in rows] == ["nonfinite_score", None]
+    assert rows[0]["score"] is None
+    assert rows[0]["logprob_Yes"] is None
+
+
+def test_one_impossible_label_is_a_score_like_any_other(tmp_path: Path) -> None:
+    with open_sink(tmp_path / "o.jsonl") as sink:
+        results = [Scored(0, np.array([-math.inf, -1.0, -1.0]), 0, 0, 0, 0.0)]
+        sink.write(make_window(0, [0]), results, {}, temperature=1.0)
+        sink.finish()
+    (row,) = read(f"{tmp_path}/o.jsonl")
+    assert row["score"] == 0.0
+    assert row["logprob_Yes"] is None
+
+
+def test_the_label_mass_is_never_above_one(tmp_path: Path) -> None:
+    with open_sink(tmp_path / "o.parquet") as sink:
+        results = [Scored(0, np.log(np.array([0.5, 0.3, 0.2])) + 1e-9, 0, 0, 0, 0.0)]
+        sink.write(make_window(0, [0]), results, {}, temperature=1.0)
+        sink.finish()
+    assert read(f"{tmp_path}/o.parquet")[0]["label_mass"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("names", "id_name"), [(["id", "score"], "id"), (["logprob_Yes"], "id"), (["row"], None), (["error"], "error")]
+)
+def test_a_kept_column_that_clashes_is_a_usage_error(tmp_path: Path, names: list[str], id_name: str | None) -> None:
+    with pytest.raises(UsageError, match="rename"):
+        open_sink(tmp_path / "o.parquet", id_name=id_name, carried=pa.schema([(n, pa.int64()) for n in names]))
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["out", "out.csv", "out.json", "out.parquet.gz"])
+def test_an_unknown_ending_is_a_usage_error(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match=name):
+        open_sink(tmp_path / name)
+
+
+def test_an_existing_directory_gets_parts(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    with open_sink(tmp_path / "there") as sink:
+        score_all(sink, WINDOWS)
+        sink.finish()
+    assert sorted(os.listdir(tmp_path / "there")) == [f"part-0000{n}.parquet" for n in range(3)]
+
+
+def test_missing_folders_of_the_output_are_made(tmp_path: Path) -> None:
+    with open_sink(tmp_path / "a/b/o.parquet") as sink:
+        score_all(sink, WINDOWS)
+        sink.finish()
+    assert len(read(f"{tmp_path}/a/b/o.parquet")) == 15
+
+
+def finished(output: str, **options: Any) -> None:
+    with open_sink(output, **options) as sink:
+        score_all(sink, WINDOWS)
+        sink.finish()
+
+
+class TestConflicts:
+    def test_the_same_job_must_say_resume_or_overwrite(self, output: str) -> None:
+        finished(output)
+        with pytest.raises(UsageError, match=r"complete(.|\n)*--resume.*--overwrite") as caught:
+            open_sink(output)
+        assert not isinstance(caught.value, OutputConflictError)
+
+    def test_the_same_job_half_done_must_say_so_too(self, output: str) -> None:
+        with open_sink(output) as sink:
+            score_all(sink, WINDOWS[:1])
+        with pytest.raises(UsageError, match="--resume"):
+            open_sink(output)
+
+    @pytest.mark.parametrize("part", FINGERPRINT)
+    @pytest.mark.parametrize("resume", [False, True])
+    def test_another_job_is_a_conflict_that_says_what_differs(self, output: str, part: str, resume: bool) -> None:
+        finished(output)
+        with pytest.raises(OutputConflictError, match=f"different {part}\n") as caught:
+            open_sink(output, fingerprint=FINGERPRINT | {part: "other"}, resume=resume)
+        assert caught.value.exit_code == 4
+        assert len(read(output)) == 15
+
+    def test_another_job_half_done_is_a_conflict(self, output: str) -> None:
+        with open_sink(output) as sink:
+            score_all(sink, WINDOWS[:1])
+        with pytest.raises(OutputConflictError, match="model, settings"):
+            open_sink(output, fingerprint=FINGERPRINT | {"model": "x", "settings": "y"}, resume=True)
+
+    def test_overwrite_replaces_another_job(self, output: str) -> None:
+        finished(output)
+        with open_sink(output, fingerprint=FINGERPRINT | {"model": "x"}, overwrite=True, plan={"new": 1}) as sink:
+            assert sink.plan == {"new": 1}
+            assert not sink.complete
+            assert sink.counts.total == 0
+            assert len(read(output)) == 15  # the old one stays until the new one is whole
+            score_all(sink, WINDOWS[:1])
+            sink.finish()
+        assert len(read(output)) == 7
+
+    def test_a_file_of_somebody_else_is_a_conflict_and_is_not_touched(self, tmp_path: Path) -> None:
+        (tmp_path / "o.parquet").write_bytes(b"mine")
+        with pytest.raises(OutputConflictError, match=r"o\.parquet"):
+            open_sink(tmp_path / "o.parquet", resume=True)
+        assert os.listdir(tmp_path) == ["o.parquet"]
+        assert (tmp_path / "o.parquet").read_bytes() == b"mine"
+
+    def test_an_output_without_its_work_folder_is_known_by_its_digest(self, tmp_path: Path) -> None:
+        output = f"{tmp_path}/o.parquet"
+        finished(output)
+        shutil.rmtree(output + ".prefill")
+        with pytest.raises(UsageError, match="complete"):
+            open_sink(output)
+        with pytest.raises(OutputConflictError):
+            open_sink(output, fingerprint=FINGERPRINT | {"model": "x"}, resume=True)
+        with open_sink(output, resume=True) as sink:
+            assert sink.complete
+            assert (sink.counts.total, sink.counts.errors) == (15, 4)
+
+    def test_a_job_that_never_wrote_a_row_is_in_nobodys_way(self, output: str) -> None:
+        open_sink(output).close()
+        with open_sink(output, fingerprint=FINGERPRINT | {"model": "x"}, plan={"other": 1}) as sink:
+            assert sink.plan == {"other": 1}
+
+    def test_a_second_process_is_kept_out(self, output: str) -> None:
+        with open_sink(output), pytest.raises(ResourceError, match=str(os.getpid())):
+            open_sink(output, resume=True)
+
+    def test_a_manifest_of_another_version_is_refused(self, tmp_path: Path) -> None:
+        output = f"{tmp_path}/o.parquet"
+        finished(output)
+        manifest = Path(output + ".prefill/manifest.json")
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"schema_version": 99}))
+        with pytest.raises(PrefillError, match="another version"):
+            open_sink(output, resume=True)
+        manifest.write_text("{}")
+        with pytest.raises(PrefillError, match="no manifest"):
+            open_sink(output, resume=True)
+
+
+class TestResume:
+    def test_with_nothing_there_it_begins(self, output: str) -> None:
+        finished(output, resume=True)
+        assert len(read(output)) == 15
+
+    def test_a_complete_job_has_nothing_to_do(self, output: str) -> None:
+        finished(output)
+        before = read(output)
+        with open_sink(output, resume=True) as sink:
+            assert sink.complete
+            assert sink.finished(0)
+            sink.finish()
+        assert read(output) == before
+
+    def test_the_plan_of_the_first_attempt_comes_back(self, output: str) -> None:
+        with open_sink(output, plan={"pack_tokens": 4096}) as sink:
+            score_all(sink, WINDOWS[:1])
+        with open_sink(output, plan={"pack_tokens": 1}, resume=True) as sink:
+            assert sink.plan == {"pack_tokens": 4096}
+
+    def test_rows_that_are_done_are_known(self, output: str) -> None:
+        with open_sink(output) as sink:
+            sink.write(WINDOWS[0], [scored(1), scored(5)], {}, temperature=1.0)
+            assert sink.done(0) == {1, 2, 5}
+        with open_sink(output, resume=True) as sink:
+            assert sink.done(0) == {1, 2, 5}
+            assert sink.done(1) == set()
+            assert not sink.finished(0)
+            assert sink.counts.total == 3
+            score_all(sink, WINDOWS)
+            assert all(sink.finished(index) for index in range(3))
+
+    def test_a_row_written_twice_counts_once(self, output: str) -> None:
+        with open_sink(output) as sink:
+            score_all(sink, WINDOWS)
+            sink.write(WINDOWS[0], [scored(1)], {3: TOO_LONG}, temperature=1.0)
+            sink.finish()
+        assert read(output) == [expected_row(row, row in BAD) for row in range(15)]
+
+    def test_missing_rows_are_not_passed_over(self, output: str) -> None:
+        with open_sink(output) as sink:
+            score_all(sink, WINDOWS[:1])
+            with pytest.raises(PrefillError, match="window 1"):
+                sink.finish(windows=3)
+            sink.write(WINDOWS[2], [scored(10)], {}, temperature=1.0)
+            with pytest.raises(PrefillError, match="window"):
+                sink.finish()
+        assert not os.path.exists(output)
+
+    def test_windows_that_changed_are_a_conflict(self, output: str) -> None:
+        with open_sink(output) as sink:
+            sink.write(WINDOWS[0], [scored(1)], {}, temperature=1.0)
+        with open_sink(output, resume=True) as sink, pytest.raises(OutputConflictError, match="window 0"):
+            sink.write(make_window(0, list(range(9))), [scored(1)], {}, temperature=1.0)
+
+    def test_a_damaged_part_is_scored_again(self, output: str) -> None:
+        with open_sink(output) as sink:
+            score_all(sink, WINDOWS)
+        part = Path(output.rstrip("/") + ".prefill") / parts.part_name(0, 1)
+        part.write_bytes(part.read_bytes()[:-30])
+        with open_sink(output, resume=True) as sink:
+            assert not sink.finished(0)
+            score_all(sink, WINDOWS)
+            sink.finish()
+        assert read(output) == [expected_row(row, row in BAD) for row in range(15)]
+
+    def test_what_a_kill_left_half_written_is_removed(self, output: str) -> None:
+        with open_sink(output) as sink:
+            score_all(sink, WINDOWS[:1])
+        work = Path(output.rstrip("/") + ".prefill")
+        (work / ".part-000001-000000.parquet.prefill-tmp").write_bytes(b"half")
+        folder = Path(output) if output.endswith("/") else Path(output).parent
+        folder.mkdir(exist_ok=True)
+        name = "part-00000.parquet" if output.endswith("/") else Path(output).name
+        (folder / f".{name}.prefill-tmp").write_bytes(b"half")
+        finished_names = [name for name in os.listdir(folder) if not name.endswith("prefill-tmp")]
+        with open_sink(output, resume=True):
+            assert not [name for name in os.listdir(work) if name.endswith("tmp")]
+            assert sorted(os.listdir(folder)) == sorted(finished_names)
+
+    def test_old_parts_of_a_directory_go_when_the_new_ones_are_there(self, tmp_path: Path) -> None:
+        output = f"{tmp_path}/parts/"
+        finished(output)
+        (tmp_path / "parts" / "notes.txt").write_text("mine")
+        with open_sink(output, overwrite=True) as sink:
+            score_all(sink, WINDOWS[:1])
+            sink.finish()
+        assert sorted(os.listdir(output)) == ["notes.txt", "part-00000.parquet"]
+
+
+class Killed(BaseException):
+    pass
+
+
+class Mortal:
+    """A process that dies before or after its n-th system call. The dead do not clean up."""
+
+    def __init__(self, when: str) -> None:
+        self.when = when
+        self.live()
+
+    def live(self, until: int = -1) -> None:
+        self.calls, self.last, self.dead = 0, until, False
+
+    def wrap(self, call: Any) -> Any:
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            if self.dead:
+                raise Killed
+            self.dead = self.calls == self.last
+            self.calls += 1
+            if self.dead and self.when == "before":
+                raise Killed
+            result = call(*arguments, **options)
+            if self.dead:
+                raise Killed
+            return result
+
+        return wrapped
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", ["out.parquet", "out.jsonl", "parts/"])
+def test_killed_at_any_system_call_a_resumed_job_writes_what_an_undisturbed_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, when: str
+) -> None:
+    """Every rename, fsync and delete of the job is once the place where the process dies."""
+    undisturbed = f"{tmp_path}/whole/{name}"
+    finished(undisturbed)
+    expected = read(undisturbed)
+    process = Mortal(when)
+    for function in ("replace", "fsync", "unlink"):
+        monkeypatch.setattr(os, function, process.wrap(getattr(os, function)))
+    kills = 0
+    while True:
+        process.live(until=kills)
+        output = f"{tmp_path}/{kills}/{name}"
+        try:
+            finished(output)
+        except Killed:
+            process.live()
+            finished(output, resume=True)
+            assert read(output) == expected
+            assert sorted(os.listdir(output.rstrip("/") + ".prefill")) == ["lock", "manifest.json"]
+            kills += 1
+        else:
+            break
+    assert kills > 20
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[list[Window], list[int]]:
+    """Windows over row numbers with gaps (as --sample leaves them), and after how many writes to stop."""
+    windows = []
+    row = 0
+    for index in range(draw(st.integers(1, 4))):
+        rows = []
+        for _ in range(draw(st.integers(1, 9))):
+            row += draw(st.integers(1, 3))
+            rows.append(row)
+        bad = tuple(row for row in rows if draw(st.booleans()))
+        windows.append(make_window(index, rows, bad))
+    return windows, draw(st.lists(st.integers(0, 5), max_size=4))
+
+
+@settings(max_examples=40, deadline=None)
+@given(jobs(), st.integers(1, 4), st.sampled_from(["o.parquet", "o.jsonl", "o/"]), st.booleans())
+def test_stopped_and_resumed_at_any_part_the_output_is_the_same(
+    job: tuple[list[Window], list[int]], per_part: int, name: str, skip: bool
+) -> None:
+    windows, stops = job
+    with tempfile.TemporaryDirectory() as folder:
+        output = f"{folder}/{name}"
+        for stop in [*stops, 10**6]:
+            with open_sink(output, resume=True) as sink:
+                for window, rows in _pieces(windows, sink, per_part, skip):
+                    if stop == 0:
+                        break
+                    stop -= 1
+                    sink.write(window, [scored(row) for row in rows], {}, temperature=1.0)
+                else:
+                    sink.finish(len(windows))
+        bad = {row for window in windows for row in window.errors}
+        rows = [int(row) for window in windows for row in window.rows]
+        assert read(output) == [expected_row(row, row in bad) for row in rows]
+
+
+def _pieces(windows: list[Window], sink: Sink, size: int, skip: bool) -> Iterator[tuple[Window, list[int]]]:
+    for window in windows:
+        if skip and sink.finished(window.index):
+            continue
+        todo = [prompt.row for prompt in window.prompts if prompt.row not in sink.done(window.index)]
+        for at in range(0, len(todo) or 1, size):
+            yield window, todo[at : at + size]
+
+
+def test_a_full_disk_stops_the_job_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = f"{tmp_path}/o.parquet"
+
+    def full(_handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    sink = open_sink(output)
+    score_all(sink, WINDOWS[:1])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(ResourceError, match="part-000002"):
+            score_all(sink, WINDOWS[2:])
+    sink.close()
+    finished(output, resume=True)
+    assert len(read(output)) == 15
+
+
+def test_a_remote_output_is_written_and_resumed(memory: Any) -> None:
+    for output in ("memory://bucket/o.parquet", "memory://o.parquet"):
+        with open_sink(output) as sink:
+            score_all(sink, WINDOWS[:1])
+        with open_sink(output, resume=True) as sink:
+            assert sink.finished(0)
+            score_all(sink, WINDOWS)
+            sink.finish()
+        path = output.removeprefix("memory:/")
+        rows = pq.read_table(pa.BufferReader(memory.cat_file(path))).to_pylist()
+        assert rows == [expected_row(row, row in BAD) for row in range(15)]
+        assert memory.ls(f"{path}.prefill", detail=False) == [f"{path}.prefill/manifest.json"]
+        with pytest.raises(OutputConflictError):
+            open_sink(output, fingerprint=FINGERPRINT | {"input": "x"})
+
+
+def test_a_remote_directory_gets_parts(memory: Any) -> None:
+    finished("memory://bucket/parts/")
+    assert sorted(memory.ls("/bucket/parts", detail=False)) == [
+        f"/bucket/parts/part-0000{n}.parquet" for n in range(3)
+    ]
+
+
+def test_the_digest_is_in_the_parquet_output(tmp_path: Path) -> None:
+    finished(f"{tmp_path}/o.parquet")
+    manifest = json.loads((tmp_path / "o.parquet.prefill/manifest.json").read_text())
+    assert manifest["state"] == "complete"
+    assert manifest["fingerprint"] == FINGERPRINT
+    assert json.loads(pq.read_schema(tmp_path / "o.parquet").metadata[b"prefillcli"])["digest"] == manifest["digest"]
+
+
+def test_memory_of_finishing_does_not_grow_with_the_rows(tmp_path: Path) -> None:
+    def peak(windows: int) -> int:
+        with open_sink(tmp_path / f"{windows}.parquet") as sink:
+            for index in range(windows):
+                rows: Int64Array = np.arange(index * 2000, index * 2000 + 2000)
+                window = make_window(index, rows.tolist())
+                sink.write(window, [scored(int(row)) for row in rows], {}, temperature=1.0)
+            del window
+            highest = 0
+            tables = sink._tables
+
+            def watched(counts: Any) -> Iterator[pa.Table]:
+                nonlocal highest
+                for table in tables(counts):
+                    highest = max(highest, pa.total_allocated_bytes())
+                    yield table
+
+            sink._tables = watched  # type: ignore[method-assign]
+            start = pa.total_allocated_bytes()
+            sink.finish()
+        return highest - start
+
+    assert peak(12) < 2 * peak(3) + (1 << 20)

@@ -1,0 +1,206 @@
+"""Files that appear whole or not at all, a full disk, a lock."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from prefillcli.data.store import LocalStore, RemoteStore, Store, open_store
+from prefillcli.errors import PrefillError, ResourceError, UsageError
+
+
+@pytest.fixture(params=["local", "remote"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, memory: Any) -> Store:
+    return open_store(str(tmp_path / "new" / "folder") if request.param == "local" else "memory://bucket/folder")
+
+
+def content(store: Store, name: str) -> bytes:
+    with store.read(name) as file:
+        return file.read()
+
+
+def test_the_kind_follows_from_the_path(tmp_path: Path, memory: Any) -> None:
+    assert isinstance(open_store(str(tmp_path)), LocalStore)
+    assert isinstance(open_store(f"file://{tmp_path}"), LocalStore)
+    assert isinstance(open_store("memory://bucket"), RemoteStore)
+    with pytest.raises(UsageError, match="nosuch"):
+        open_store("nosuch://bucket")
+
+
+def test_files_come_and_go(store: Store) -> None:
+    assert store.names() == []
+    store.put_bytes("b", b"1")
+    store.put_bytes("a", b"2")
+    store.put_bytes("a", b"3")
+    with store.create("c") as file:
+        file.write(b"4")
+        file.write(b"5")
+    assert store.names() == ["a", "b", "c"]
+    assert (content(store, "a"), content(store, "c")) == (b"3", b"45")
+    store.delete("a")
+    store.delete("a")
+    assert store.names() == ["b", "c"]
+    with pytest.raises(FileNotFoundError):
+        store.read("a")
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(store: Store, error: type[BaseException]) -> None:
+    store.put_bytes("a", b"old")
+
+    def write() -> None:
+        with store.create("a") as file:
+            file.write(b"half")
+            raise error
+
+    with pytest.raises(error):
+        write()
+    assert content(store, "a") == b"old"
+    if isinstance(store, LocalStore):
+        assert os.listdir(store.location) == ["a"]
+
+
+def test_what_a_killed_process_left_is_no_file_and_is_cleaned(tmp_path: Path) -> None:
+    store = LocalStore(str(tmp_path))
+    program = (
+        "import os, sys; from prefillcli.data.store import LocalStore\n"
+        "with LocalStore(sys.argv[1]).create('a') as file: file.write(b'half'); file.flush(); os._exit(9)"
+    )
+    assert subprocess.run([sys.executable, "-c", program, str(tmp_path)]).returncode == 9
+    assert len(os.listdir(tmp_path)) == 1
+    assert store.names() == []
+    store.clean(lambda name: name == "other")
+    assert len(os.listdir(tmp_path)) == 1
+    store.clean(lambda name: name == "a")
+    assert os.listdir(tmp_path) == []
+
+
+def test_data_is_on_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (calls.append("fsync"), fsync(handle)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (calls.append("rename"), replace(a, b)))
+    LocalStore(str(tmp_path)).put_bytes("a", b"x")
+    assert calls == ["fsync", "rename", "fsync"]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_a_resource_error_that_names_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    def full(*_arguments: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    store = LocalStore(str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        with pytest.raises(ResourceError, match=f"{tmp_path}/a") as caught:
+            store.put_bytes("a", b"x")
+    assert caught.value.exit_code == 5
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one megabyte, where mounting is allowed."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("cannot mount a tmpfs here")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_disk_that_is_really_full_is_a_resource_error(small_disk: Path) -> None:
+    store = LocalStore(str(small_disk))
+    with pytest.raises(ResourceError, match="no space left"):
+        store.put_bytes("a", b"x" * (2 << 20))
+
+    def write_parquet() -> None:
+        with store.create("a.parquet") as file:
+            pq.write_table(pa.table({"a": [os.urandom(1000) for _ in range(4000)]}), file)
+
+    with pytest.raises(ResourceError, match="no space left"):
+        write_parquet()
+    assert os.listdir(small_disk) == []
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(PrefillError, match=f"{tmp_path}/file/folder"):
+        LocalStore(str(tmp_path / "file" / "folder")).put_bytes("a", b"")
+
+
+def _hold(path: str, ready: Any, leave: Any) -> None:
+    release = LocalStore(path).lock()
+    ready.set()
+    leave.wait(30)
+    release()
+
+
+def test_a_second_process_is_kept_out_until_the_first_ends(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ready, leave = context.Event(), context.Event()
+    process = context.Process(target=_hold, args=(str(tmp_path), ready, leave))
+    process.start()
+    try:
+        assert ready.wait(60)
+        with pytest.raises(ResourceError, match=f"process {process.pid}"):
+            LocalStore(str(tmp_path)).lock()
+    finally:
+        process.kill()
+        process.join()
+    LocalStore(str(tmp_path)).lock()()
+
+
+def test_the_lock_is_given_back_and_a_remote_store_has_none(tmp_path: Path, memory: Any) -> None:
+    store = LocalStore(str(tmp_path))
+    release = store.lock()
+    with pytest.raises(ResourceError, match=str(os.getpid())):
+        store.lock()
+    release()
+    store.lock()()
+    remote = open_store("memory://bucket")
+    remote.lock()
+    remote.lock()()
+
+
+class ClientError(Exception):
+    """What the client of an object store raises: no OSError."""
+
+
+@pytest.mark.parametrize("call", ["put_file", "pipe_file", "ls", "rm_file"])
+def test_what_an_object_store_raises_is_an_error_that_names_the_path(
+    memory: Any, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def refuse(*_arguments: Any, **_options: Any) -> None:
+        raise ClientError("no credentials")
+
+    store = open_store("memory://bucket/folder")
+    monkeypatch.setattr(type(memory), call, refuse)
+
+    def use() -> None:
+        if call == "put_file":
+            with store.create("a") as file:
+                file.write(b"x")
+        elif call == "pipe_file":
+            store.put_bytes("a", b"x")
+        elif call == "rm_file":
+            store.delete("a")
+        else:
+            store.names()
+
+    with pytest.raises(PrefillError, match=r"memory://bucket/folder(.|\n)*no credentials"):
+        use()

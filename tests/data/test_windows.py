@@ -1,0 +1,204 @@
+"""Windows: every row once, ids checked over the whole input, and reading ahead without leaks."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefillcli.data.ids import SeenIds
+from prefillcli.data.labels import Labels, parse_labels
+from prefillcli.data.prompts import PromptBuilder, PromptSettings
+from prefillcli.data.rows import Window
+from prefillcli.data.source import Source
+from prefillcli.data.windows import ahead, windows
+
+Write = Callable[..., str]
+
+
+def open_windows(tokenizer: Any, path: str, id_column: str | None = "id", **options: Any) -> Iterator[Window]:
+    source = Source.open([path], columns=["prompt"], carried=[id_column] if id_column else [])
+    builder = PromptBuilder(tokenizer, PromptSettings(max_length=50, vocab_size=10**6), source.available)
+    labels = Labels(tokenizer, parse_labels("Yes,No"))
+    return windows(source, builder, labels, id_column=id_column, **options)
+
+
+def rows_of(number: int) -> list[dict[str, Any]]:
+    return [{"id": f"r{row}", "prompt": f"Is {row} it? Answer:"} for row in range(number)]
+
+
+def test_every_row_is_in_one_window_as_prompt_or_error(byte_level: Any, write_jsonl: Write) -> None:
+    rows: list[Any] = rows_of(5000)
+    rows[17]["prompt"] = None
+    rows[2500] = b"{"
+    rows[4999]["prompt"] = "word " * 100
+    found = list(open_windows(byte_level, write_jsonl(rows), max_rows=2000))
+    assert [window.index for window in found] == [0, 1, 2]
+    assert np.concatenate([window.rows for window in found]).tolist() == list(range(5000))
+    for window in found:
+        assert sorted([p.row for p in window.prompts] + list(window.errors)) == window.rows.tolist()
+        assert len(window.carried) == len(window.rows)
+    errors = {row: error.code for window in found for row, error in window.errors.items()}
+    assert errors == {17: "null_prompt", 2500: "invalid_json", 4999: "prompt_too_long"}
+
+
+def test_windows_close_at_rows_or_bytes_and_the_same_way_every_time(byte_level: Any, write_jsonl: Write) -> None:
+    path = write_jsonl(rows_of(9000))
+
+    def cut(**options: int) -> list[int]:
+        return [len(window.rows) for window in open_windows(byte_level, path, **options)]
+
+    assert cut(max_rows=4096) == [4096, 4096, 808]
+    assert cut(max_bytes=1) == [2048] * 4 + [808]
+    assert cut() == [9000]
+    assert cut(max_rows=3000) == cut(max_rows=3000)
+
+
+def test_a_skipped_window_is_not_tokenised_but_its_ids_count(byte_level: Any, write_jsonl: Write) -> None:
+    rows = rows_of(6000)
+    rows[5000]["id"] = rows[3]["id"]
+    found = list(open_windows(byte_level, write_jsonl(rows), max_rows=2048, skip=lambda index: index < 2))
+    assert [window.index for window in found] == [2]
+    assert found[0].errors[5000].code == "duplicate_id"
+
+
+def test_null_and_repeated_ids_are_error_rows_through_all_windows(byte_level: Any, write_jsonl: Write) -> None:
+    rows: list[Any] = rows_of(7000)
+    rows[1]["id"] = rows[0]["id"]
+    rows[6999]["id"] = rows[0]["id"]
+    rows[10]["id"] = None
+    del rows[11]["id"]
+    rows[12]["id"] = 7
+    rows[13]["id"] = "7"
+    rows[14]["prompt"] = None
+    rows[15]["id"] = rows[14]["id"]
+    rows[16]["id"] = None
+    rows[16]["prompt"] = 5
+    found = list(open_windows(byte_level, write_jsonl(rows), max_rows=2048))
+    errors = {row: error.code for window in found for row, error in window.errors.items()}
+    assert errors == {
+        1: "duplicate_id",
+        6999: "duplicate_id",
+        10: "null_id",
+        11: "null_id",
+        14: "null_prompt",
+        15: "duplicate_id",
+        16: "null_id",
+    }
+
+
+def test_without_an_id_column_nothing_is_checked(byte_level: Any, write_jsonl: Write) -> None:
+    rows = [{"prompt": "Answer:"}] * 3
+    (window,) = open_windows(byte_level, write_jsonl(rows), id_column=None)
+    assert not window.errors
+    assert window.carried.num_columns == 0
+    assert len(window.carried) in (0, 3)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from([pa.int64(), pa.int8(), pa.uint64(), pa.string(), pa.float64(), pa.date32()]),
+    st.lists(st.lists(st.none() | st.integers(-3, 12), max_size=12), max_size=8),
+)
+def test_repeated_ids_are_found_as_a_set_finds_them(kind: pa.DataType, batches: list[list[int | None]]) -> None:
+    seen = SeenIds()
+    oracle: set[Any] = set()
+    row = 0
+    for batch in batches:
+        numbers = [abs(n) if n is not None and kind == pa.uint64() else n for n in batch]
+        values = pa.array(numbers, pa.int64())
+        column = pa.chunked_array([values.cast(pa.int32()).cast(kind) if kind == pa.date32() else values.cast(kind)])
+        expected = {}
+        for at, value in enumerate(column.to_pylist()):
+            if value is None:
+                expected[row + at] = "null_id"
+            elif value in oracle:
+                expected[row + at] = "duplicate_id"
+            oracle.add(value)
+        errors = seen.check(np.arange(row, row + len(batch), dtype=np.int64), column)
+        assert {at: error.code for at, error in errors.items()} == expected
+        row += len(batch)
+
+
+def test_a_nan_is_no_id() -> None:
+    errors = SeenIds().check(np.arange(2), pa.chunked_array([[float("nan"), 1.0]]))
+    assert {row: error.code for row, error in errors.items()} == {0: "null_id"}
+
+
+def test_seen_ids_take_about_eight_bytes_a_row() -> None:
+    seen = SeenIds()
+    for start in range(0, 200_000, 2000):
+        rows = np.arange(start, start + 2000, dtype=np.int64)
+        assert not seen.check(rows, pa.chunked_array([pa.array([f"id-{row}" for row in rows])]))
+    assert sum(run.nbytes for run in seen._sorted) == 8 * 200_000
+    assert len(seen._sorted) < 20
+
+
+class TestAhead:
+    def test_items_come_in_order(self) -> None:
+        assert list(ahead(range(100), depth=3)) == list(range(100))
+
+    def test_work_is_done_ahead_but_not_further_than_depth(self) -> None:
+        made: list[int] = []
+
+        def numbers() -> Iterator[int]:
+            for number in range(10):
+                made.append(number)
+                yield number
+
+        items = ahead(numbers(), depth=2)
+        assert next(items) == 0
+        deadline = time.monotonic() + 5
+        while len(made) < 3 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.02)
+        assert made == [0, 1, 2]
+        items.close()
+
+    def test_an_exception_is_raised_after_the_items_before_it(self) -> None:
+        def broken() -> Iterator[int]:
+            yield 1
+            raise ValueError("broken")
+
+        items = ahead(broken())
+        assert next(items) == 1
+        with pytest.raises(ValueError, match="broken"):
+            next(items)
+
+    @pytest.mark.parametrize("leave", ["close", "drop", "raise", "unstarted"])
+    def test_no_thread_is_left_when_the_consumer_stops_early(self, leave: str) -> None:
+        closed = threading.Event()
+
+        def endless() -> Iterator[int]:
+            try:
+                number = 0
+                while True:
+                    yield number
+                    number += 1
+            finally:
+                closed.set()
+
+        before = threading.active_count()
+        items = ahead(endless(), depth=2)
+        if leave == "unstarted":
+            items.close()
+        else:
+            assert next(items) == 0
+        if leave == "close":
+            items.close()
+        elif leave == "drop":
+            del items
+            gc.collect()
+        elif leave == "raise":
+            with pytest.raises(KeyboardInterrupt):
+                items.throw(KeyboardInterrupt)
+        assert threading.active_count() == before
+        assert closed.is_set() == (leave != "unstarted")

@@ -1,0 +1,87 @@
+"""Attention against torch's own softmax attention in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from prefillcli.prefill.attention import apply_sinks, attend, attend_blockwise, merge_into
+
+
+def random_qkv(queries: int = 13, keys: int = 29, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(2, 6, queries, 16, generator=generator)
+    return query, *(torch.randn(2, 2, keys, 16, generator=generator) for _ in range(2))
+
+
+def reference(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None = None, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    key, value = (x.double().repeat_interleave(3, dim=1) for x in (key, value))
+    scores = query.double() @ key.transpose(2, 3) * 0.3
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -math.inf)
+    return torch.softmax(scores, -1).nan_to_num() @ value, torch.logsumexp(scores, -1)
+
+
+def assert_same(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
+    torch.testing.assert_close(found[0].double(), wanted[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(found[1].double(), wanted[1], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("implementation", [attend, attend_blockwise])
+def test_attention_and_its_log_sum_exp(implementation, softcap: float | None) -> None:
+    qkv = random_qkv()
+    assert_same(implementation(*qkv, scale=0.3, softcap=softcap), reference(*qkv, softcap=softcap))
+    square = random_qkv(queries=17, keys=17)
+    tril = torch.ones(17, 17, dtype=torch.bool).tril()
+    causal = implementation(*square, scale=0.3, causal=True, softcap=softcap)
+    assert_same(causal, reference(*square, visible=tril, softcap=softcap))
+
+
+@pytest.mark.parametrize("implementation", [attend, attend_blockwise])
+def test_a_query_that_sees_nothing_weighs_nothing(implementation) -> None:
+    qkv = random_qkv()
+    visible = torch.rand(13, 29, generator=torch.Generator().manual_seed(3)) < 0.4
+    visible[4] = False
+    found = implementation(*qkv, scale=0.3, visible=visible[None, None])
+    assert_same(found, reference(*qkv, visible=visible))
+    assert torch.all(found[1][:, :, 4] == -math.inf)
+
+
+def test_blocks_of_keys_change_nothing() -> None:
+    qkv = random_qkv(keys=50)
+    assert_same(attend_blockwise(*qkv, scale=0.3, block=7), reference(*qkv))
+
+
+@given(st.sets(st.integers(1, 28), max_size=5), st.integers(0, 9))
+@settings(max_examples=50)
+def test_parts_of_the_keys_merge_to_the_whole(cuts: set[int], seed: int) -> None:
+    query, key, value = random_qkv(seed=seed)
+    edges = [0, *sorted(cuts), 29]
+    parts = [
+        attend(query, key[:, :, a:b], value[:, :, a:b], scale=0.3) for a, b in zip(edges[:-1], edges[1:], strict=True)
+    ]
+    out, lse = parts[0][0].clone(), parts[0][1].clone()
+    for part, part_lse in parts[1:]:
+        merge_into(out, lse, part, part_lse)
+    assert_same((out, lse), reference(query, key, value))
+
+
+def test_a_sink_is_one_more_score_without_a_value() -> None:
+    query, key, value = random_qkv()
+    sinks = torch.randn(6, generator=torch.Generator().manual_seed(1))
+    out, lse = attend(query, key, value, scale=0.3)
+    apply_sinks(out, lse, sinks)
+    scores = query.double() @ key.double().repeat_interleave(3, dim=1).transpose(2, 3) * 0.3
+    column = sinks.double().view(1, 6, 1, 1).expand(2, 6, 13, 1)
+    weights = torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
+    torch.testing.assert_close(out.double(), weights @ value.double().repeat_interleave(3, dim=1), atol=1e-5, rtol=0)

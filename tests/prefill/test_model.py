@@ -1,0 +1,138 @@
+"""Which models are taken, which refused, and what their files say before weights load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from prefillcli.errors import ResourceError, UsageError
+from prefillcli.prefill import forest
+from prefillcli.prefill.forest import UnsupportedModelError, register
+from prefillcli.prefill.model import choose_device, find_model, load_model, read_model_files, rehearse
+from tests.prefill.families import make_config, make_model
+from tests.prefill.test_walk import assert_equal, eager, mixed, walked
+
+UNTESTED = ["granite", "gpt_neox", "opt", "cohere2", "glm4", "olmo3", "starcoder2", "exaone4", "stablelm", "phimoe"]
+REFUSED = ["gpt2", "deepseek_v3", "recurrent_gemma", "llama4_text", "mamba", "doge", "qwen3_5_text", "codegen", "t5"]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    make_model("llama").save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("family", UNTESTED)
+def test_other_families_pass_the_rehearsal_and_equal_their_eager_forward(family: str) -> None:
+    register()
+    model, prompts = make_model(family), mixed()
+    rehearse(model, model.config)
+    torch.testing.assert_close(walked(model, prompts, chunk=97), eager(model, prompts), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+@pytest.mark.filterwarnings("ignore")  # some of these warn while they are built
+def test_what_cannot_be_walked_is_refused(family: str, tmp_path: Path) -> None:
+    register()
+    config = make_config(family)
+    config.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    with pytest.raises(UnsupportedModelError, match=f"{family}.* cannot be walked"):
+        allowed = read_model_files(tmp_path).config
+        rehearse(make_model(family), allowed)
+
+
+def test_the_rehearsal_finds_wrong_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    register()
+    model = make_model("granite")
+    monkeypatch.setattr(forest, "merge_into", lambda *parts: None)  # queries see their own node only
+    with pytest.raises(UnsupportedModelError, match="differ by"):
+        rehearse(model, model.config)
+
+
+def test_the_rehearsal_finds_a_window_that_attention_is_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    register()
+    model = make_model("olmo3")
+    assert model.config.sliding_window > 57, "longer than the rehearsal's prompts"
+    plain = forest.ForestAttention.__call__
+    monkeypatch.setattr(
+        forest.ForestAttention, "__call__", lambda self, *a, **k: plain(self, *a, **{**k, "sliding_window": None})
+    )
+    with pytest.raises(UnsupportedModelError, match="sliding window"):
+        rehearse(model, model.config)
+
+
+def test_a_saved_model_loads_and_is_walked(saved: Path) -> None:
+    files = read_model_files(saved)
+    assert (files.family, files.dtype, files.max_length) == ("llama", torch.float32, 4096)
+    model = load_model(files, torch.device("cpu"))
+    prompts = mixed()
+    reference = AutoModelForCausalLM.from_pretrained(saved, attn_implementation="eager").eval()
+    assert_equal(walked(model, prompts, chunk=97), eager(reference, prompts))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wanted"), [("auto", torch.bfloat16), ("float32", torch.float32), ("float16", torch.float16)]
+)
+def test_dtype_is_the_checkpoints_unless_told(tmp_path: Path, dtype: str, wanted: torch.dtype) -> None:
+    make_model("llama", torch.bfloat16).save_pretrained(tmp_path)
+    files = read_model_files(tmp_path, dtype=dtype)
+    assert files.dtype == wanted
+    assert next(load_model(files, torch.device("cpu")).parameters()).dtype == wanted
+
+
+def test_position_encodings_that_depend_on_the_length_end_where_they_change(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "long_factor": [1.0] * 8,
+        "short_factor": [1.0] * 8,
+        "original_max_position_embeddings": 512,
+    }
+    make_model("phi3", rope_parameters=rope, original_max_position_embeddings=512).save_pretrained(tmp_path)
+    assert read_model_files(tmp_path).max_length == 512
+
+
+def test_a_directory_without_safetensors_says_what_it_found(saved: Path) -> None:
+    (saved / "model.safetensors").rename(saved / "pytorch_model.bin")
+    with pytest.raises(UsageError, match=r"no \.safetensors file \(found pytorch_model\.bin"):
+        read_model_files(saved)
+
+
+def test_a_truncated_weight_file_is_found_before_loading(saved: Path) -> None:
+    file = saved / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(UsageError, match=r"model\.safetensors: truncated"):
+        read_model_files(saved)
+
+
+def test_weights_of_another_model_are_refused(saved: Path) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
+    with pytest.raises(UsageError, match="lack 9 tensors"):
+        load_model(read_model_files(saved), torch.device("cpu"))
+
+
+def test_directories_that_are_no_models(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no config\.json"):
+        read_model_files(tmp_path)
+    with pytest.raises(UsageError, match="no such directory"):
+        find_model(str(tmp_path / "nowhere"))
+    (tmp_path / "config.json").write_text('{"model_type": "no_such_family"}')
+    (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    with pytest.raises(UsageError, match="no_such_family"):
+        read_model_files(tmp_path)
+
+
+def test_devices() -> None:
+    assert choose_device("cpu") == torch.device("cpu")
+    with pytest.raises(UsageError, match="no such kind of device"):
+        choose_device("abacus")
+    with pytest.raises(UsageError, match="only cpu and cuda"):
+        choose_device("mps")
+    with pytest.raises(ResourceError, match="CUDA devices found"):
+        choose_device("cuda:99")

@@ -1,0 +1,62 @@
+"""Tiny model directories: a byte-level BPE tokenizer trained in place and a model with random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+VOCABULARY = 400
+MAX_LENGTH = 2048
+CHAT_TEMPLATE = (
+    "<s>{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]\n{% endif %}"
+)
+_SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+_TEXTS = ["The quick brown fox. Answer: Yes", "Answer: No Yes yes no", "Yes\nNo\nyes\nno"]
+
+
+def save_model(
+    path: Path, *, chat_template: str | None = None, seed: int = 0, layers: int = 2, hidden: int = 64
+) -> Path:
+    """Save a Llama of random weights whose logits spread over a few units, and its tokenizer (BOS first)."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        _TEXTS * 20,
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY,
+            special_tokens=["<s>", "</s>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 0)]
+    )
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=chat_template, **_SPECIAL).save_pretrained(path)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=hidden,
+            intermediate_size=2 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=MAX_LENGTH,
+            bos_token_id=0,
+            eos_token_id=1,
+        )
+    )
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, weight.shape[-1] ** -0.5, generator=generator)
+    transformers_logging.disable_progress_bar()
+    model.save_pretrained(path)
+    return path

@@ -1,0 +1,134 @@
+"""The command in processes of its own that can be slowed, held at a point, killed, or sent signals.
+
+They are forked from a server that has torch imported already, so that one starts in milliseconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
+    ["prefillcli.cli", "prefillcli.score", "prefillcli.engines.torch", "transformers.models.llama.modeling_llama"]
+)
+_PATIENCE = 60.0
+_REACHED = "reached"
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Never go beyond the `call`th call of a function, among those whose last argument ends in `ending`."""
+
+    function: str
+    call: int = 1
+    ending: str = ""
+
+
+class Command:
+    """`prefill` with these arguments in another process, every pack flushed when it is done.
+
+    `seconds_per_pack` slows it down.
+    """
+
+    def __init__(self, *arguments: object, hold: Hold | None = None, seconds_per_pack: float = 0.0) -> None:
+        Path(_REACHED).unlink(missing_ok=True)
+        words = [str(argument) for argument in arguments]
+        self._process = _CONTEXT.Process(target=_run, args=(words, os.getcwd(), hold, seconds_per_pack))
+        self._process.start()
+
+    def wait_until_held(self) -> None:
+        self.wait_until(Path(_REACHED).exists)
+
+    def wait_until(self, condition: Callable[[], Any]) -> None:
+        """Wait until the condition holds; fail if the process ends before that."""
+        end = time.monotonic() + _PATIENCE
+        while not condition():
+            assert self._process.is_alive(), Path("stderr").read_text()
+            assert time.monotonic() < end, "waited too long"
+            time.sleep(0.005)
+
+    def send(self, signum: int) -> None:
+        assert self._process.pid
+        os.kill(self._process.pid, signum)
+
+    def end(self) -> int:
+        """Wait for the end: the exit code, or the negative number of the signal that ended it."""
+        self._process.join(_PATIENCE)
+        assert self._process.exitcode is not None, "it does not end"
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send(signal.SIGKILL)
+        assert self.end() == -signal.SIGKILL
+
+
+def cut_small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of 20 rows and more, in batches of 10."""
+    from prefillcli.data.windows import windows
+
+    monkeypatch.setattr("prefillcli.data.parquet.MAX_ROWS", 10)
+    monkeypatch.setattr("prefillcli.data.jsonl.MAX_ROWS", 10)
+    monkeypatch.setitem(windows.__kwdefaults__, "max_rows", 20)
+
+
+def _run(arguments: list[str], folder: str, hold: Hold | None, seconds_per_pack: float) -> None:
+    os.chdir(folder)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)
+    changes = pytest.MonkeyPatch()
+    cut_small_windows(changes)
+    changes.setattr("prefillcli.score.FLUSH_SECONDS", 0.0)
+    if seconds_per_pack:
+        _slow_down(changes, seconds_per_pack)
+    if hold:
+        _hold_at(changes, hold)
+    from prefillcli.cli import app
+
+    app(arguments)
+
+
+def _slow_down(changes: pytest.MonkeyPatch, seconds: float) -> None:
+    from prefillcli.engines.torch import TorchEngine
+
+    answer = TorchEngine.answer
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(seconds)
+        return answer(*arguments)
+
+    changes.setattr(TorchEngine, "answer", slow)
+
+
+def _hold_at(changes: pytest.MonkeyPatch, hold: Hold) -> None:
+    module, _, name = hold.function.partition(":")
+    owner: Any = importlib.import_module(module)
+    *inner, name = name.split(".")
+    for part in inner:
+        owner = getattr(owner, part)
+    function = getattr(owner, name)
+    calls = 0
+
+    def held(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += not hold.ending or str(arguments[-1]).endswith(hold.ending)
+        if calls < hold.call:
+            return function(*arguments, **options)
+        Path(_REACHED).touch()
+        while True:
+            time.sleep(1)
+
+    changes.setattr(owner, name, held)

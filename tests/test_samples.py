@@ -1,0 +1,161 @@
+"""The sample data is what its script writes, and the sample models answer it."""
+
+import json
+import re
+from pathlib import Path
+from random import Random
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from recipes.evaluate_samples import SAMPLES, Row, accuracy, auc, sample_rows, score
+from recipes.make_samples import CREDIT_FILE, LABEL_FILE, POST_FILE, write_samples
+from recipes.sample_text import CASES, ask_fairly, prompt
+from recipes.vocabulary import CREDITORS, SUBJECTS, TOPICS
+
+TARGET, DRAFT = SAMPLES / "models" / "target", SAMPLES / "models" / "draft"
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(TARGET)
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    return sample_rows()
+
+
+@pytest.fixture(scope="module")
+def rewritten(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("samples")
+    write_samples(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", [POST_FILE, LABEL_FILE])
+def test_parquet_samples_are_what_the_script_writes(rewritten: Path, name: str) -> None:
+    shipped, again = pq.ParquetFile(SAMPLES / name), pq.ParquetFile(rewritten / name)
+    assert again.read().equals(shipped.read())
+    if again.metadata.created_by == shipped.metadata.created_by:  # names the version of pyarrow
+        assert (rewritten / name).read_bytes() == (SAMPLES / name).read_bytes()
+
+
+def test_jsonl_sample_is_what_the_script_writes(rewritten: Path) -> None:
+    assert (rewritten / CREDIT_FILE).read_bytes() == (SAMPLES / CREDIT_FILE).read_bytes()
+
+
+def test_answers_are_balanced_and_found_in_the_history(rows: list[Row]) -> None:
+    posts = pq.read_table(SAMPLES / POST_FILE).to_pylist()
+    with (SAMPLES / CREDIT_FILE).open(encoding="utf-8") as lines:
+        credits_ = [json.loads(line) for line in lines]
+    labels = pq.read_table(SAMPLES / LABEL_FILE).to_pylist()
+    asked = [(r["topic"], r) for r in posts] + [(r["creditor"], r) for r in credits_]
+    asked += [(r["subject"], r) for r in labels]
+    for word, record in asked:
+        found = len(re.findall(rf"\b{word}\b", record["prompt"])) - 1  # the question names it once
+        assert record["answer"] == ("Yes" if found else "No")
+        assert record.get("mentions", found) == found
+    for domain in CASES:
+        answers = [row.answer for row in rows if row.domain == domain]
+        assert answers.count("Yes") == answers.count("No")
+    once = [r for r in [*posts, *credits_] if r["mentions"] == 1]
+    assert len(once) >= 30  # needles
+
+
+def test_posts_of_one_user_share_everything_before_the_question() -> None:
+    records = pq.read_table(SAMPLES / POST_FILE).to_pylist()
+    prefixes = {(r["user"], r["profile"] + r["history"]) for r in records}
+    assert len(prefixes) == 12
+    assert all(r["prompt"] == r["profile"] + r["history"] + r["question"] for r in records)
+    assert len({r["profile"].splitlines()[0] for r in records}) == 1  # the instruction
+
+
+def test_prompts_are_short_and_long(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> None:
+    lengths = {d: [len(tokenizer(r.prompt)["input_ids"]) for r in rows if r.domain == d] for d in CASES}
+    assert max(lengths["labeling"]) <= 80
+    assert min(lengths["post_recommendation"]) >= 1500
+    assert min(max(lengths["post_recommendation"]), max(lengths["credit_verification"])) >= 4000
+
+
+def test_earlier_questions_never_tell_a_later_answer() -> None:
+    rng = Random(7)
+    answers = []
+    for _ in range(300):
+        asked = ask_fairly(rng, CASES["credit_verification"](rng, 3), 24)
+        assert len({q.word for q in asked}) == len(asked)
+        answers += [(q.answer, n) for n, q in enumerate(asked)]
+    for turn in range(3):
+        share = [answer for answer, n in answers if n == turn]
+        assert 0.4 < share.count("Yes") / len(share) < 0.6
+
+
+def test_asked_words_and_answers_are_single_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+    words = [f" {w}" for w in (*TOPICS, *CREDITORS, *SUBJECTS, "Yes", "No")]
+    assert all(len(ids) == 1 for ids in tokenizer(words, add_special_tokens=False)["input_ids"])
+
+
+def test_tokenizer_covers_all_bytes_and_puts_bos_first(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert tokenizer.is_fast
+    assert tokenizer.unk_token is None
+    assert tokenizer.model_max_length >= 8192
+    assert tokenizer.bos_token_id != tokenizer.eos_token_id
+    text = "naïve 你好 🙂 \x00\x7f\t\r\n"
+    ids = tokenizer(text)["input_ids"]
+    assert ids[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(ids[1:]) == text
+
+
+def test_both_models_read_the_same_tokens() -> None:
+    assert (TARGET / "tokenizer.json").read_bytes() == (DRAFT / "tokenizer.json").read_bytes()
+
+
+def test_draft_is_several_times_cheaper() -> None:
+    costs = []
+    for folder in (TARGET, DRAFT):
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        weights = sum(p.numel() for p in model.model.layers.parameters())
+        attention = config.num_hidden_layers * config.num_attention_heads * config.head_dim * 4000
+        costs.append(weights + attention)  # multiply-adds for a token amid a prompt of 4,000
+        assert config.max_position_embeddings >= 8192
+    assert costs[0] > 2.5 * costs[1]
+
+
+def test_samples_are_small() -> None:
+    data = sum((SAMPLES / name).stat().st_size for name in (POST_FILE, CREDIT_FILE, LABEL_FILE))
+    models = sum(file.stat().st_size for file in (SAMPLES / "models").rglob("*"))
+    assert data < 5 * MIB
+    assert models < 20 * MIB
+
+
+@pytest.mark.slow
+def test_target_answers_short_and_long_rows(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> None:
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    rng = Random(5)
+    subset = [
+        r
+        for d, n in (("labeling", 200), ("credit_verification", 15))
+        for r in rng.sample([r for r in rows if r.domain == d], n)
+    ]
+    posts = [r for r in rows if r.domain == "post_recommendation"]
+    scored = score(model, tokenizer, [*subset, *posts[::20], *posts[-40:]])
+    long = [s for s in scored if s.tokens >= 4000]
+    assert len(long) >= 40
+    for part in ([s for s in scored if s.tokens < 100], long, scored):
+        assert accuracy(part) >= 0.95
+        assert auc(part) >= 0.95
+    assert min(s.mass for s in scored) > 0.9  # the labels are what the model expects
+
+
+def test_prompt_ends_where_the_answer_begins() -> None:
+    rng = Random(1)
+    for make in CASES.values():
+        case = make(rng, 2)
+        for question in ask_fairly(rng, case, 4):
+            assert prompt(case, question).endswith("Answer:")
+            assert (question.word in case.present) == (question.answer == "Yes")
