@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
+from prefillcli.bench.jobs import SAMPLES, outside_share, score_file, write_short_rows
 from prefillcli.bench.measure import Spread, interleaved, peak_bytes
 from prefillcli.bench.methods import layer_walk, plain_loop, plan_for
 from prefillcli.bench.models import random_llama
@@ -38,8 +41,8 @@ def _post_recommendation(size: str, dtype: torch.dtype, rounds: int, scale: floa
     """8 users x 40 posts, histories of 2,000 tokens, posts of 150. The plain loop does one row for each user: its
     rows cost the same, and all 320 would take it an hour."""
     model = random_llama(size, dtype)
-    users, posts = 8, max(2, int(40 * scale))
-    prompts = post_recommendation(users, posts, 2_000, 150, model.config.vocab_size)
+    users, posts, history = 8, max(2, int(40 * scale)), int(2_000 * scale)
+    prompts = post_recommendation(users, posts, history, 150, model.config.vocab_size)
     some = prompts[::posts]
     seconds = interleaved(
         {"plain": lambda: plain_loop(model, some), "walk": lambda: layer_walk(model, prompts)}, rounds
@@ -47,7 +50,7 @@ def _post_recommendation(size: str, dtype: torch.dtype, rounds: int, scale: floa
     plain, walk = [len(some) / s for s in seconds["plain"]], [len(prompts) / s for s in seconds["walk"]]
     plan = plan_for(model, prompts)
     return {
-        "case": f"{users} users x {posts} posts, 2,000 + 150 tokens, rows/s "
+        "case": f"{users} users x {posts} posts, {history:,} + 150 tokens, rows/s "
         f"(computed / unique tokens {plan.computed_tokens / plan.unique_tokens:.3f})",
         "dtype": str(dtype).removeprefix("torch."),
         "plain": f"{Spread.of(plain).median:.2f}",
@@ -82,4 +85,49 @@ def _one_prompt(method: Callable[..., object], size: str, dtype: torch.dtype, to
     return lambda: method(model, prompts)
 
 
-CASES = {"single": _single, "post-recommendation": _post_recommendation, "memory": _memory}
+def _sample_jobs(size: str, dtype: torch.dtype, rounds: int, scale: float) -> Row:
+    """What reading, tokenising, planning and writing cost beside the model: `prefill score` on the samples."""
+    shares = {}
+    with TemporaryDirectory() as folder:
+        for name in ("post_recommendation.parquet", "credit_verification.jsonl", "labeling.parquet"):
+            report = score_file(SAMPLES / name, Path(folder) / f"{name}.parquet", "target")
+            shares[name.partition(".")[0]] = outside_share(report)
+    return {
+        "case": "time outside the model, of the time after loading: "
+        + ", ".join(f"{k} {v:.1%}" for k, v in shares.items()),
+        "dtype": "as saved",
+        "plain": "",
+        "walk": f"{max(shares.values()):.1%}",
+        "ratio": "",
+        "goal": "<= 5%",
+    }
+
+
+def _big_file(size: str, dtype: torch.dtype, rounds: int, scale: float) -> Row:
+    """Peak host memory of `prefill score` over many short JSON lines against few."""
+    few, many = int(10_000 * scale), int(200_000 * scale)
+    peaks, speed = {}, 0.0
+    with TemporaryDirectory() as folder:
+        for rows in (few, many):
+            data = Path(folder) / f"{rows}.jsonl"
+            write_short_rows(data, rows)
+            report = score_file(data, Path(folder) / f"{rows}.parquet", "draft")
+            peaks[rows] = report["peak_memory_bytes"]["host"]
+            speed = report["rows_per_second"]
+    return {
+        "case": f"{many:,} short JSON lines ({speed:,.0f} rows/s): peak MiB, of {few:,} and of all",
+        "dtype": "as saved",
+        "plain": f"{peaks[few] / 2**20:,.0f}",
+        "walk": f"{peaks[many] / 2**20:,.0f}",
+        "ratio": f"{peaks[many] / peaks[few]:.2f}",
+        "goal": "<= 1.2",
+    }
+
+
+CASES = {
+    "single": _single,
+    "post-recommendation": _post_recommendation,
+    "memory": _memory,
+    "sample-jobs": _sample_jobs,
+    "big-file": _big_file,
+}

@@ -41,7 +41,8 @@ def attend(
             part = slice(start, start + COPIED_KEYS)
             merge_into(out, lse, *_flash_cpu(query, key[:, :, part], value[:, :, part], scale, False, None))
         return out, lse
-    if plain and visible is None and query.device.type == "cuda" and query.dtype != torch.float32:
+    fits = query.shape[-1] % 8 == 0 and query.shape[-1] <= 256 and query.dtype != torch.float32
+    if plain and visible is None and query.device.type == "cuda" and fits:
         found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
         return found[0], found[1]
     return attend_blockwise(query, key, value, scale=scale, causal=causal, visible=visible, softcap=softcap)

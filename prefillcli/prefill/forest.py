@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from prefillcli.errors import PrefillError
 from prefillcli.prefill.attention import apply_sinks, attend, merge_into
-from prefillcli.prefill.layout import SHORT_PIECE, Chunk, Reads, Span, group_runs
+from prefillcli.prefill.layout import Chunk, Reads, Span, group_runs, split_by_length
 
 ATTENTION = "prefillcli"
 
@@ -195,24 +195,20 @@ class ForestAttention:
         assert self.value_buffer is not None  # noqa: S101
         out, lse = _room_for_output(query, self.value_buffer)
         runs = reads.own(window)
-        for at, (start, end) in enumerate(runs):
-            if end - start > SHORT_PIECE:
-                out[:, :, at : at + 1], lse[:, :, at : at + 1] = attend(
-                    query[:, :, at : at + 1],
-                    self.key_buffer[:, :, start:end],
-                    self.value_buffer[:, :, start:end],
-                    scale=scale,
-                    softcap=softcap,
-                )
-        reader = {run: at for at, run in enumerate(runs) if run[1] - run[0] <= SHORT_PIECE}
-        for group in group_runs(list(reader), query.device):
-            at = torch.as_tensor([reader[run] for run in group.runs], device=query.device)
+        reader = {run: at for at, run in enumerate(runs)}
+        long, short = split_by_length(runs, query.device)
+        for start, end in long:
+            at = slice(reader[start, end], reader[start, end] + 1)
+            keys, values = self.key_buffer[:, :, start:end], self.value_buffer[:, :, start:end]
+            out[:, :, at], lse[:, :, at] = attend(query[:, :, at], keys, values, scale=scale, softcap=softcap)
+        for group in group_runs(short, query.device):
+            rows = torch.as_tensor([reader[run] for run in group.runs], device=query.device)
             k = self.key_buffer[0][:, group.index].transpose(0, 1)
             v = self.value_buffer[0][:, group.index].transpose(0, 1)
-            q = query[0][:, at].transpose(0, 1).unsqueeze(2)
+            q = query[0][:, rows].transpose(0, 1).unsqueeze(2)
             part, part_lse = attend(q, k, v, scale=scale, visible=group.valid[:, None, None], softcap=softcap)
-            out[0, :, at] = part[:, :, 0].transpose(0, 1).to(out.dtype)
-            lse[0, :, at] = part_lse[:, :, 0].transpose(0, 1)
+            out[0, :, rows] = part[:, :, 0].transpose(0, 1).to(out.dtype)
+            lse[0, :, rows] = part_lse[:, :, 0].transpose(0, 1)
         positions = reads.tree.positions[reads.tokens]
         self._merge_spans(reads.spans(window), out, lse, query, positions, scale, window, softcap)
         return out, lse

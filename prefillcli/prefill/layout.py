@@ -19,7 +19,7 @@ from prefillcli.plan.pack import Pack
 
 IntArray = npt.NDArray[np.int64]
 
-SHORT_PIECE = 64  # pieces up to this length are batched, padded to the longest of like length
+SHORT_PIECE = {"cpu": 64, "cuda": 1024}  # runs up to this length are batched, padded to the longest of like length
 GROUP_TOKENS = 16384  # padded tokens in one such batch
 MIN_BLOCK = 128  # under a sliding window triangles are cut into blocks of the window, but not below this
 
@@ -137,11 +137,8 @@ class Chunk:
                 pieces.append((s - a, e - a))
                 if s > first:
                     spans.add(s - a, e - a, tree.held + first, tree.held + s, tree.starts[node])
-        short = [p for p in pieces if p[1] - p[0] <= SHORT_PIECE]
-        if len(short) == 1:
-            short = []
-        singles = [p for p in pieces if p[1] - p[0] > SHORT_PIECE] if short else pieces
-        return View(spans.merged(), singles, group_runs(short, self.device))
+        long, short = split_by_length(pieces, self.device)
+        return View(spans.merged(), long, group_runs(short, self.device))
 
 
 @dataclass(slots=True)
@@ -236,6 +233,17 @@ class _Spans:
             span.k_position + cut,
             masked=last > span.k_position + cut,
         )
+
+
+def split_by_length(
+    runs: list[tuple[int, int]], device: torch.device
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """The runs to attend one by one, and those to batch. A single short one is not worth a batch."""
+    most = SHORT_PIECE[device.type]
+    short = [run for run in runs if run[1] - run[0] <= most]
+    if len(short) < 2:
+        return runs, []
+    return [run for run in runs if run[1] - run[0] > most], short
 
 
 def group_runs(runs: list[tuple[int, int]], device: torch.device) -> list[Group]:

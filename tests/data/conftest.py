@@ -106,6 +106,12 @@ def metaspace() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="session")
+def metaspace_always() -> PreTrainedTokenizerFast:
+    """Puts a space before every piece of text, also after a special token."""
+    return _sentencepiece("always")
+
+
+@pytest.fixture(scope="session")
 def llama2_like() -> PreTrainedTokenizerFast:
     return _sentencepiece("normalizer")
 

@@ -110,6 +110,13 @@ def test_after_a_special_token_it_is_the_word_as_it_is(chat_tokenizer: Any) -> N
     assert chosen(chat_tokenizer, "Answer:") == ((vocabulary["ĠYes"],), (vocabulary["ĠNo"],))
 
 
+def test_after_a_special_token_it_is_what_this_tokenizer_makes_of_the_word_there(metaspace_always: Any) -> None:
+    prompt = "Reply.</s>"
+    yes, no = (ids(metaspace_always, prompt + word)[-1] for word in ("Yes", "No"))
+    assert metaspace_always.convert_ids_to_tokens([yes, no]) == ["▁Yes", "▁No"]  # the premise
+    assert chosen(metaspace_always, prompt) == ((yes,), (no,))
+
+
 def test_a_word_that_is_one_token_only_without_a_space_is_taken_so(byte_level: Any) -> None:
     vocabulary = byte_level.get_vocab()
     assert "Ġ(" in vocabulary

@@ -353,6 +353,9 @@ class TestResume:
             score_all(sink, WINDOWS[:1])
         with open_sink(output, plan={"pack_tokens": 1}, resume=True) as sink:
             assert sink.plan == {"pack_tokens": 4096}
+            sink.plan = {"pack_tokens": 2048}
+        with open_sink(output, resume=True) as sink:
+            assert sink.plan == {"pack_tokens": 2048}
 
     def test_rows_that_are_done_are_known(self, output: str) -> None:
         with open_sink(output) as sink:
@@ -378,9 +381,11 @@ class TestResume:
             score_all(sink, WINDOWS[:1])
             with pytest.raises(PrefillError, match="window 1"):
                 sink.finish(windows=3)
-            sink.write(WINDOWS[2], [scored(10)], {}, temperature=1.0)
-            with pytest.raises(PrefillError, match="window"):
-                sink.finish()
+            sink.write(WINDOWS[1], [], {}, temperature=1.0)
+            sink.write(WINDOWS[2], [scored(10), scored(11)], {}, temperature=1.0)
+            for windows in (None, 3):
+                with pytest.raises(PrefillError, match="window 2"):
+                    sink.finish(windows)
         assert not os.path.exists(output)
 
     def test_windows_that_changed_are_a_conflict(self, output: str) -> None:
