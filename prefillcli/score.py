@@ -13,8 +13,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from prefillcli.clock import Clock, peak_memory
 from prefillcli.config import ScoreSettings, parse_size
 from prefillcli.data.fingerprints import hash_model, hash_tokenizer, hash_value
@@ -337,16 +335,10 @@ class _ScoreJob:
             tokens.prompt += len(prompt.tokens)
             tokens.kept += len(prompt.tokens)
             tokens.shared += part.shared_tokens
-            logprobs = answers[part.prompt]
-            if not np.isfinite(logprobs).all():
-                pending.errors[prompt.row] = RowError(
-                    "nonfinite_score", f"label log-probabilities {logprobs.tolist()}"
-                )
-                continue
             pending.scored.append(
                 Scored(
                     row=prompt.row,
-                    logprobs=logprobs,
+                    logprobs=answers[part.prompt],
                     shared_tokens=part.shared_tokens,
                     computed_tokens=part.computed_tokens,
                     kept_tokens=len(prompt.tokens),

@@ -17,7 +17,7 @@ from prefillcli.data.rows import RowBatch, Window
 from prefillcli.data.source import Source
 
 MAX_ROWS = 16_384
-MAX_BYTES = 32 << 20
+MAX_BYTES = 128 << 20
 
 T = TypeVar("T")
 

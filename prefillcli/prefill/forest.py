@@ -7,6 +7,7 @@ values after position encoding; the keys and values go to the layer's buffer, th
 from __future__ import annotations
 
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from prefillcli.errors import PrefillError
 from prefillcli.prefill.attention import apply_sinks, attend, merge_into
-from prefillcli.prefill.layout import Chunk, Reads, Span, group_runs, split_by_length
+from prefillcli.prefill.layout import Chunk, IntArray, Reads, Span, group_runs, split_by_length
 
 ATTENTION = "prefillcli"
 
@@ -63,17 +64,26 @@ def _no_mask(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-class ForestAttention:
-    """Attention of one pack. Holds the K,V of one layer: `key_buffer`, `value_buffer` [1, kv heads, tokens, width].
+@dataclass(frozen=True, slots=True)
+class _Scoring:
+    """How a layer scores keys: by what factor, under which soft cap, through which sliding window."""
 
-    Before each call of a layer set what is computed: `chunk(...)` stores K,V and attends, with `keys_only` leaves the
-    layer as soon as they are stored; `reads(...)` attends from last tokens over K,V stored before.
+    scale: float
+    softcap: float | None
+    window: int | None
+
+
+class ForestAttention:
+    """Attention of one pack. Holds the K,V of one layer, [1, kv heads, tokens, width] each.
+
+    Before each call of a layer say what is computed: `chunk(...)` stores K,V and attends, with `keys_only` it leaves
+    the layer as soon as they are stored; `reads(...)` attends from last tokens over K,V stored before.
     """
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
-        self.key_buffer: Tensor | None = None
-        self.value_buffer: Tensor | None = None
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
         self._at: Chunk | Reads | None = None
         self._keys_only = False
         self._held: tuple[Tensor, Tensor] | None = None
@@ -86,6 +96,13 @@ class ForestAttention:
 
     def __exit__(self, *exc: object) -> None:
         _active.reset(self._token)
+
+    @property
+    def keys_values(self) -> tuple[Tensor, Tensor]:
+        """K,V of the layer: of the held tokens, then of the pack's."""
+        if self._keys is None or self._values is None:
+            raise UnsupportedModelError("a layer stored no keys")
+        return self._keys, self._values
 
     def start_layer(self, held: tuple[Tensor, Tensor] | None) -> None:
         """Begin a layer, with the K,V of the held tokens if there are any."""
@@ -124,30 +141,30 @@ class ForestAttention:
             raise UnsupportedModelError(f"{type(module).__name__} attends over other keys than its own tokens'")
         if sliding_window is not None:
             self.windows.add(sliding_window)
-        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-        sinks = s_aux if s_aux is not None else getattr(module, "sinks", None)
-        if isinstance(self._at, Chunk):
+        scoring = _Scoring(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap, sliding_window)
+        if isinstance(self._at, Reads):
+            out, lse = self._attend_reads(self._at, query, scoring)
+        elif self._at is not None:
             self._store(self._at, key, value)
             if self._keys_only:
                 raise KeysStored
-            out, lse = self._attend_chunk(self._at, query, key, value, scale, sliding_window, softcap)
+            out, lse = self._attend_chunk(self._at, query, key, value, scoring)
         else:
-            assert self._at is not None  # noqa: S101 - narrows the type; the walk always sets it
-            out, lse = self._attend_reads(self._at, query, scale, sliding_window, softcap)
+            raise RuntimeError("say what is computed before a layer is called")
+        sinks = s_aux if s_aux is not None else getattr(module, "sinks", None)
         if sinks is not None:
             apply_sinks(out, lse, sinks)
         return out.transpose(1, 2)
 
     def _store(self, chunk: Chunk, key: Tensor, value: Tensor) -> None:
-        self.key_buffer = self._room(self.key_buffer, key)
-        self.value_buffer = self._room(self.value_buffer, value)
         held = chunk.tree.held
+        at = slice(held + chunk.start, held + chunk.end)
+        self._keys, self._values = self._room(self._keys, key), self._room(self._values, value)
         if self._held is not None:
-            self.key_buffer[:, :, :held] = self._held[0][:, :, :held]
-            self.value_buffer[:, :, :held] = self._held[1][:, :, :held]
+            self._keys[:, :, :held] = self._held[0][:, :, :held]
+            self._values[:, :, :held] = self._held[1][:, :, :held]
             self._held = None
-        self.key_buffer[:, :, held + chunk.start : held + chunk.end] = key
-        self.value_buffer[:, :, held + chunk.start : held + chunk.end] = value
+        self._keys[:, :, at], self._values[:, :, at] = key, value
 
     def _room(self, buffer: Tensor | None, like: Tensor) -> Tensor:
         shape = (1, like.shape[1], self._tokens, like.shape[3])
@@ -156,91 +173,78 @@ class ForestAttention:
         return buffer
 
     def _attend_chunk(
-        self,
-        chunk: Chunk,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        self, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring
     ) -> tuple[Tensor, Tensor]:
-        view = chunk.view(window)
+        view = chunk.view(scoring.window)
         if view.pieces == [(0, query.shape[2])]:
-            band = _band(query.shape[2], window, query.device)
-            out, lse = attend(query, key, value, scale=scale, causal=band is None, visible=band, softcap=softcap)
+            out, lse = _attend_causally(query, key, value, scoring)
         else:
             out, lse = _room_for_output(query, value)
             for start, end in view.pieces:
                 at = slice(start, end)
-                band = _band(end - start, window, query.device)
-                out[:, :, at], lse[:, :, at] = attend(
-                    query[:, :, at], key[:, :, at], value[:, :, at],
-                    scale=scale, causal=band is None, visible=band, softcap=softcap,
-                )  # fmt: skip
+                part = _attend_causally(query[:, :, at], key[:, :, at], value[:, :, at], scoring)
+                out[:, :, at], lse[:, :, at] = part
             for group in view.groups:
-                band = _band(group.index.shape[1], window, query.device)
                 q, k, v = (x[0][:, group.index].transpose(0, 1) for x in (query, key, value))
-                part, part_lse = attend(q, k, v, scale=scale, causal=band is None, visible=band, softcap=softcap)
+                padded, padded_lse = _attend_causally(q, k, v, scoring)
                 to = group.index[group.valid]
-                out[0, :, to] = part.transpose(0, 1)[:, group.valid].to(out.dtype)
-                lse[0, :, to] = part_lse.transpose(0, 1)[:, group.valid]
-        self._merge_spans(view.spans, out, lse, query, chunk.positions, scale, window, softcap)
+                out[0, :, to] = padded.transpose(0, 1)[:, group.valid]
+                lse[0, :, to] = padded_lse.transpose(0, 1)[:, group.valid]
+        self._merge_spans(view.spans, out, lse, query, chunk.positions, scoring)
         return out, lse
 
-    def _attend_reads(
-        self, reads: Reads, query: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> tuple[Tensor, Tensor]:
-        assert self.key_buffer is not None  # noqa: S101 - narrows the type: chunks come first
-        assert self.value_buffer is not None  # noqa: S101
-        out, lse = _room_for_output(query, self.value_buffer)
-        runs = reads.own(window)
+    def _attend_reads(self, reads: Reads, query: Tensor, scoring: _Scoring) -> tuple[Tensor, Tensor]:
+        keys, values = self.keys_values
+        scale, softcap = scoring.scale, scoring.softcap
+        out, lse = _room_for_output(query, values)
+        runs = reads.own(scoring.window)
         reader = {run: at for at, run in enumerate(runs)}
         long, short = split_by_length(runs, query.device)
         for start, end in long:
-            at = slice(reader[start, end], reader[start, end] + 1)
-            keys, values = self.key_buffer[:, :, start:end], self.value_buffer[:, :, start:end]
-            out[:, :, at], lse[:, :, at] = attend(query[:, :, at], keys, values, scale=scale, softcap=softcap)
+            at, run = slice(reader[start, end], reader[start, end] + 1), slice(start, end)
+            part = attend(query[:, :, at], keys[:, :, run], values[:, :, run], scale=scale, softcap=softcap)
+            out[:, :, at], lse[:, :, at] = part
         for group in group_runs(short, query.device):
             rows = torch.as_tensor([reader[run] for run in group.runs], device=query.device)
-            k = self.key_buffer[0][:, group.index].transpose(0, 1)
-            v = self.value_buffer[0][:, group.index].transpose(0, 1)
             q = query[0][:, rows].transpose(0, 1).unsqueeze(2)
-            part, part_lse = attend(q, k, v, scale=scale, visible=group.valid[:, None, None], softcap=softcap)
-            out[0, :, rows] = part[:, :, 0].transpose(0, 1).to(out.dtype)
-            lse[0, :, rows] = part_lse[:, :, 0].transpose(0, 1)
+            k, v = (x[0][:, group.index].transpose(0, 1) for x in (keys, values))
+            padded, padded_lse = attend(q, k, v, scale=scale, visible=group.valid[:, None, None], softcap=softcap)
+            out[0, :, rows] = padded[:, :, 0].transpose(0, 1)
+            lse[0, :, rows] = padded_lse[:, :, 0].transpose(0, 1)
         positions = reads.tree.positions[reads.tokens]
-        self._merge_spans(reads.spans(window), out, lse, query, positions, scale, window, softcap)
+        self._merge_spans(reads.spans(scoring.window), out, lse, query, positions, scoring)
         return out, lse
 
     def _merge_spans(
-        self,
-        spans: list[Span],
-        out: Tensor,
-        lse: Tensor,
-        query: Tensor,
-        positions: Any,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        self, spans: list[Span], out: Tensor, lse: Tensor, query: Tensor, positions: IntArray, scoring: _Scoring
     ) -> None:
-        assert self.key_buffer is not None  # noqa: S101 - narrows the type
-        assert self.value_buffer is not None  # noqa: S101
+        """Add what the queries, at `positions`, see of earlier pieces and ancestors to `out` and `lse`."""
+        keys, values = self.keys_values
         for span in spans:
+            at, run = slice(span.q0, span.q1), slice(span.k0, span.k1)
             visible = None
-            if span.masked and window is not None:
-                at = torch.as_tensor(positions[span.q0 : span.q1], device=query.device)
-                keys = torch.arange(span.k_position, span.k_position + span.k1 - span.k0, device=query.device)
-                visible = (keys[None, :] > at[:, None] - window)[None, None]
+            if span.masked and scoring.window is not None:
+                from_position = torch.as_tensor(positions[at], device=query.device) - scoring.window
+                key_positions = torch.arange(span.k1 - span.k0, device=query.device) + span.k_position
+                visible = (key_positions[None, :] > from_position[:, None])[None, None]
             part, part_lse = attend(
-                query[:, :, span.q0 : span.q1],
-                self.key_buffer[:, :, span.k0 : span.k1],
-                self.value_buffer[:, :, span.k0 : span.k1],
-                scale=scale,
+                query[:, :, at],
+                keys[:, :, run],
+                values[:, :, run],
+                scale=scoring.scale,
                 visible=visible,
-                softcap=softcap,
+                softcap=scoring.softcap,
             )
-            merge_into(out[:, :, span.q0 : span.q1], lse[:, :, span.q0 : span.q1], part, part_lse)
+            merge_into(out[:, :, at], lse[:, :, at], part, part_lse)
+
+
+def _attend_causally(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> tuple[Tensor, Tensor]:
+    """Attention of consecutive tokens among themselves, the window respected."""
+    tokens, window, band = query.shape[2], scoring.window, None
+    if window is not None and tokens > window:
+        ones = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device)
+        band = (ones.tril() & ones.triu(1 - window))[None, None]
+    return attend(query, key, value, scale=scoring.scale, causal=band is None, visible=band, softcap=scoring.softcap)
 
 
 def _room_for_output(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -248,11 +252,3 @@ def _room_for_output(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     _, heads, tokens, _ = query.shape
     out = torch.empty(1, tokens, heads, value.shape[-1], dtype=query.dtype, device=query.device)
     return out.transpose(1, 2), torch.empty(1, heads, tokens, dtype=torch.float32, device=query.device)
-
-
-def _band(tokens: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Causal visibility inside a sliding window; None where the window hides nothing."""
-    if window is None or tokens <= window:
-        return None
-    ones = torch.ones(tokens, tokens, dtype=torch.bool, device=device)
-    return (ones.tril() & ones.triu(1 - window))[None, None]

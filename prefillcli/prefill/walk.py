@@ -220,10 +220,9 @@ class LayerWalk:
         parts = [(0, pack.hold_attach)]
         parts += [(pack.held + pack.offsets[n], pack.held + pack.offsets[n + 1]) for n in pack.hold_nodes]
 
-        def path(buffer: Tensor | None) -> Tensor:
-            if buffer is None:
-                raise UnsupportedModelError("a layer stored no keys")
+        def path(buffer: Tensor) -> Tensor:
             kept = torch.cat([buffer[:, :, a:b] for a, b in parts], dim=2)
             return kept.to("cpu") if self._offload_held else kept
 
-        self._held[index] = (path(attention.key_buffer), path(attention.value_buffer))
+        keys, values = attention.keys_values
+        self._held[index] = (path(keys), path(values))
