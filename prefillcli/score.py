@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 import time
 import traceback
@@ -167,6 +168,7 @@ class _ScoreJob:
                     [settings.temperature, str(files.dtype), settings.id_column, list(settings.keep_columns)]
                 ),
             }
+        _refuse_to_replace_input(output, source)
         with Sink.open(
             output,
             fingerprint=report.fingerprint,
@@ -393,6 +395,14 @@ class _ScoreJob:
         report.tokens_per_second = report.tokens.prompt / seconds.total
         report.peak_memory_bytes = type(report.peak_memory_bytes)(**peak_memory())
         report.versions = versions()
+
+
+def _refuse_to_replace_input(output: str, source: Source) -> None:
+    """Raise UsageError if the output would be written over an input file, or among them."""
+    target = os.path.realpath(output)
+    for file in source.files:
+        if target in (os.path.realpath(file.path), os.path.dirname(os.path.realpath(file.path))):
+            raise UsageError(f"--output {output} would be written over the input {file.path}; choose another one")
 
 
 def default_output(first: str) -> str:

@@ -22,6 +22,8 @@ class Encoder:
         if self._backend is not None:
             self._backend.no_padding()
             self._backend.no_truncation()
+        self._closing = 0
+        self._closing = self._count_closing()
         self.special_ids: frozenset[int] = frozenset(tokenizer.all_special_ids) | frozenset(
             number for number, token in tokenizer.added_tokens_decoder.items() if token.special
         )
@@ -34,14 +36,26 @@ class Encoder:
         self.size = len(tokenizer)
 
     def encode(self, texts: Sequence[str], *, special: bool) -> list[Int32Array]:
-        """Token ids of every text, int32 [tokens]; `special`: with those the tokenizer adds by default."""
+        """Token ids of every text, int32 [tokens].
+
+        `special`: with those that the tokenizer puts before a text by default. Those it would put behind one (EOS)
+        are left out: the answer follows the prompt's last word.
+        """
         if not texts:
             return []
         if self._backend is None:
-            encoded = self.tokenizer(list(texts), add_special_tokens=special)["input_ids"]
-            return [np.array(ids, np.int32) for ids in encoded]
-        batch = self._backend.encode_batch_fast(list(texts), add_special_tokens=special)
-        return [np.array(encoding.ids, np.int32) for encoding in batch]
+            found = self.tokenizer(list(texts), add_special_tokens=special)["input_ids"]
+        else:
+            found = [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=special)]
+        closing = self._closing if special else 0
+        return [np.array(ids[: len(ids) - closing], np.int32) for ids in found]
+
+    def _count_closing(self) -> int:
+        """Special tokens that the tokenizer puts behind a text."""
+        bare = self.encode(["a"], special=False)[0].tolist()
+        whole = self.encode(["a"], special=True)[0].tolist()
+        added = len(whole) - len(bare)
+        return next((added - at for at in range(added + 1) if whole[at : at + len(bare)] == bare), 0)
 
     def decode(self, tokens: Sequence[int] | Int32Array) -> str:
         """The text of token ids, special tokens included."""

@@ -145,5 +145,5 @@ def versions() -> dict[str, str]:
 
 def save_report(report: RunReport, path: str) -> None:
     """Write `run.json`; a reader sees the old one or the whole new one. Raises PrefillError."""
-    folder, _, name = path.rpartition("/")
-    open_store(folder or ".").put_bytes(name, (report.model_dump_json(indent=2) + "\n").encode())
+    folder, slash, name = path.rpartition("/")
+    open_store(folder or slash or ".").put_bytes(name, (report.model_dump_json(indent=2) + "\n").encode())

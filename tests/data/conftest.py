@@ -1,4 +1,3 @@
-# ruff: noqa: S106 - tokens of a vocabulary are no passwords
 """Small tokenizers of every family and small inputs, made here so that the tests run offline."""
 
 from __future__ import annotations

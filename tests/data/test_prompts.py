@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, normalizers
+from tokenizers import Tokenizer, normalizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from prefillcli.data.labels import Labels, parse_labels
@@ -49,6 +49,18 @@ def test_plain_text_is_tokenised_as_the_tokenizer_does_by_default(byte_level: An
     assert tokens(byte_level, prompt=["Is it? Answer:"])[0] == byte_level.bos_token_id
 
 
+def test_an_end_token_that_the_tokenizer_appends_is_left_out(byte_level: Any) -> None:
+    plain = byte_level("Is it? Answer:")["input_ids"]
+    ending = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(byte_level.backend_tokenizer.to_str()), bos_token="<s>", eos_token="</s>"
+    )
+    ending.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    assert ending("Is it? Answer:")["input_ids"] == [*plain, ending.eos_token_id]
+    assert tokens(ending, prompt=["Is it? Answer:"]) == plain
+
+
 def test_padding_and_truncation_of_the_tokenizer_are_off(byte_level: Any) -> None:
     byte_level.backend_tokenizer.enable_padding()
     byte_level.backend_tokenizer.enable_truncation(3)
@@ -65,7 +77,7 @@ def test_a_tokenizer_without_the_tokenizers_library_works() -> None:
     batch = batch_of(prompt=["ab"])
     prompts, errors = builder.build(batch, Labels(tokenizer, parse_labels("Y=Y,N=N")))
     assert not errors
-    assert list(prompts[0].tokens) == tokenizer("ab")["input_ids"]
+    assert list(prompts[0].tokens) == tokenizer("ab", add_special_tokens=False)["input_ids"]  # without the end token
 
 
 def test_text_becomes_a_user_message_if_there_is_a_chat_template(chat_tokenizer: Any) -> None:
