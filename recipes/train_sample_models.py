@@ -48,7 +48,7 @@ class Shape:
 
 SHAPES = {
     "target": Shape(width=128, feed_forward=256, layers=4, heads=4, kv_heads=2),
-    "draft": Shape(width=64, feed_forward=128, layers=2, heads=2, kv_heads=2),
+    "draft": Shape(width=64, feed_forward=128, layers=3, heads=4, kv_heads=4),
 }
 
 
