@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -67,9 +68,7 @@ def test_blocks_of_keys_change_nothing() -> None:
 def test_parts_of_the_keys_merge_to_the_whole(cuts: set[int], seed: int) -> None:
     query, key, value = random_qkv(seed=seed)
     edges = [0, *sorted(cuts), 29]
-    parts = [
-        attend(query, key[:, :, a:b], value[:, :, a:b], scale=0.3) for a, b in zip(edges[:-1], edges[1:], strict=True)
-    ]
+    parts = [attend(query, key[:, :, a:b], value[:, :, a:b], scale=0.3) for a, b in pairwise(edges)]
     out, lse = parts[0][0].clone(), parts[0][1].clone()
     for part, part_lse in parts[1:]:
         merge_into(out, lse, part, part_lse)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -49,10 +52,10 @@ def mixed() -> list[Prompt]:
     return [*prompts, prompts[0].copy(), prompts[5][:-2].copy()]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def model(request: pytest.FixtureRequest) -> nn.Module:
+@cache
+def model_of(family: str) -> nn.Module:
     register()
-    return make_model(request.param)
+    return make_model(family)
 
 
 def eager(model: nn.Module, prompts: list[Prompt]) -> torch.Tensor:
@@ -63,6 +66,11 @@ def eager(model: nn.Module, prompts: list[Prompt]) -> torch.Tensor:
             model(input_ids=torch.as_tensor(p, dtype=torch.long)[None], use_cache=False).logits[0, -1] for p in prompts
         ]
     return torch.stack(rows).float()
+
+
+@cache
+def wanted(family: str, make: Callable[[], list[Prompt]]) -> torch.Tensor:
+    return eager(model_of(family), make())
 
 
 def walked(
@@ -93,36 +101,35 @@ def assert_equal(found: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(p_yes(found), p_yes(wanted), atol=1e-5, rtol=0)
 
 
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+@every_family
 @pytest.mark.parametrize("make", [single, two_levels, three_levels, mixed])
-def test_logits_equal_the_eager_forward(model: nn.Module, make) -> None:
-    prompts = make()
-    assert_equal(walked(model, prompts, chunk=97), eager(model, prompts))
+def test_logits_equal_the_eager_forward(family: str, make: Callable[[], list[Prompt]]) -> None:
+    assert_equal(walked(model_of(family), make(), chunk=97), wanted(family, make))
 
 
-def test_a_tree_over_several_packs_keeps_or_recomputes_its_prefix(model: nn.Module) -> None:
-    prompts = mixed()
-    wanted = eager(model, prompts)
+@every_family
+def test_a_tree_over_several_packs_keeps_or_recomputes_its_prefix(family: str) -> None:
+    model, prompts = model_of(family), mixed()
     kept = Limits(110, 10**6, held_tokens=10**6)
     again = Limits(110, 10**6)
     assert len(make_plan(prompts, kept).packs) > 5
     assert make_plan(prompts, kept).computed_tokens < make_plan(prompts, again).computed_tokens
-    assert_equal(walked(model, prompts, chunk=41, limits=kept), wanted)
-    assert_equal(walked(model, prompts, chunk=53, limits=again), wanted)
+    assert_equal(walked(model, prompts, chunk=41, limits=kept), wanted(family, mixed))
+    assert_equal(walked(model, prompts, chunk=53, limits=again), wanted(family, mixed))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
 def test_chunk_sizes_that_divide_nothing(family: str) -> None:
-    register()
-    model, prompts = make_model(family), mixed()
-    wanted = eager(model, prompts)
     for chunk in (7, 128, 4096):
-        assert_equal(walked(model, prompts, chunk=chunk), wanted)
+        assert_equal(walked(model_of(family), mixed(), chunk=chunk), wanted(family, mixed))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_order_packing_and_offloading_change_no_score(family: str) -> None:
-    register()
-    model, prompts = make_model(family), mixed()
+    model, prompts = model_of(family), mixed()
     base = p_yes(walked(model, prompts, chunk=64))
     order = np.random.default_rng(5).permutation(len(prompts))
     shuffled = p_yes(walked(model, [prompts[i] for i in order], chunk=64))
@@ -137,8 +144,7 @@ def test_order_packing_and_offloading_change_no_score(family: str) -> None:
 
 
 def test_a_resumed_window_gives_identical_scores() -> None:
-    register()
-    model, prompts = make_model("llama"), three_levels()
+    model, prompts = model_of("llama"), three_levels()
     limits = Limits(60, 10**6, held_tokens=10**6)
     whole = walked(model, prompts, chunk=32, limits=limits)
     packs = make_plan(prompts, limits).packs
@@ -150,23 +156,24 @@ def test_a_resumed_window_gives_identical_scores() -> None:
     assert torch.equal(resumed[rest], whole[rest])
 
 
-def test_bfloat16_is_near_the_eager_forward(model: nn.Module) -> None:
-    family = model.config.model_type
+@every_family
+def test_bfloat16_is_near_the_eager_forward(family: str) -> None:
+    register()
     half = make_model(family, torch.bfloat16)
-    prompts = three_levels()
     # The reference is float32 over the same rounded weights: two bfloat16 runs would both be off.
     rounded = make_model(family)
     rounded.load_state_dict({name: weight.float() for name, weight in half.state_dict().items()})
-    wanted = p_yes(eager(rounded, prompts))
-    torch.testing.assert_close(p_yes(walked(half, prompts, chunk=97)), wanted, atol=2e-2, rtol=0)
+    reference = p_yes(eager(rounded, three_levels()))
+    torch.testing.assert_close(p_yes(walked(half, three_levels(), chunk=97)), reference, atol=2e-2, rtol=0)
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@every_family
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
-def test_cuda_equals_the_eager_forward_on_the_cpu(model: nn.Module, dtype: torch.dtype, tolerance: float) -> None:
-    prompts = mixed()
-    wanted = p_yes(eager(model, prompts))
-    there = make_model(model.config.model_type, dtype).to("cuda")
-    found = walked(there, prompts, chunk=97, limits=Limits(110, 10**6, held_tokens=10**6), offload_held=True)
-    torch.testing.assert_close(p_yes(found), wanted, atol=tolerance, rtol=0)
+def test_cuda_equals_the_eager_forward_on_the_cpu(family: str, dtype: torch.dtype, tolerance: float) -> None:
+    register()
+    there = make_model(family, dtype).to("cuda")
+    limits = Limits(110, 10**6, held_tokens=10**6)
+    found = p_yes(walked(there, mixed(), chunk=97, limits=limits, offload_held=True))
+    torch.testing.assert_close(found, p_yes(wanted(family, mixed)), atol=tolerance, rtol=0)

@@ -256,6 +256,7 @@ def test_another_job_is_refused_and_told_what_differs(
     again = score("in.parquet", resume=True, **flags(model))
     assert (again["exit_code"], again["rows"]["total"]) == (0, ROWS)
     assert Path("out.parquet").read_bytes() == before
+    assert read_report()["rows_per_second"] == 0, "nothing was scored this time"
     assert score("in.parquet", overwrite=True, **{**flags(model), "temperature": 2.0})["exit_code"] == 0
 
 
