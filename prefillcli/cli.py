@@ -27,7 +27,19 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of the `prefill` command."""
-    app()
+    try:
+        app()
+    except _Finished:
+        raise
+    except SystemExit as stop:
+        if stop.code:  # typer has told what is wrong, and no job has summed itself up
+            status = "interrupted" if stop.code == 130 else "failed"
+            _say({"status": status, "exit_code": stop.code, "error": "see stderr"})
+        raise
+
+
+class _Finished(SystemExit):
+    """The end of a command whose summary is on stdout."""
 
 
 def _show_version(asked: bool) -> None:
@@ -66,8 +78,12 @@ def score(inputs: list[str] | None, recipe: str | None, **flags: Any) -> None:
 
 def finish(summary: dict[str, Any]) -> NoReturn:
     """End with the run's summary as the last line on stdout and its exit code."""
+    _say(summary)
+    raise _Finished(summary["exit_code"])
+
+
+def _say(summary: dict[str, Any]) -> None:
     print(json.dumps(summary, separators=(",", ":"), allow_nan=False), flush=True)
-    raise typer.Exit(summary["exit_code"])
 
 
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:

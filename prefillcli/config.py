@@ -188,7 +188,8 @@ def load_settings(
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
-        raise UsageError(f"{origin.get(name, name)}: {first['msg'].removeprefix('Value error, ')}") from None
+        reason = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        raise UsageError(f"{origin.get(name, name)} {first['input']!r}: {reason}") from None
     if settings.resume and settings.overwrite:
         raise UsageError("--resume goes on with the output, --overwrite replaces it: give one of them")
     if settings.limit is not None and settings.sample is not None:

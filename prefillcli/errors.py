@@ -15,6 +15,10 @@ class UsageError(PrefillError):
     exit_code = 2
 
 
+class OutputExistsError(UsageError):
+    """The job's own output is there already."""
+
+
 class OutputConflictError(PrefillError):
     """The output exists and belongs to another job."""
 
@@ -27,6 +31,10 @@ class ResourceError(PrefillError):
     exit_code = 5
 
 
+class OutputBusyError(ResourceError):
+    """Another process is writing the output."""
+
+
 class Interrupted(BaseException):
     """Stopped by a signal, after a clean shutdown.
 
@@ -37,3 +45,9 @@ class Interrupted(BaseException):
         super().__init__(f"stopped by signal {signum}")
         self.signum = signum
         self.exit_code = 128 + signum
+
+
+def brief(error: BaseException) -> str:
+    """The first sentence or two of another library's message, on one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else text[:200].rsplit(" ", 1)[0] + " ..."

@@ -22,8 +22,10 @@ class Progress:
         self._begun = self._said = time.monotonic()
         self._bar: tqdm[Never] | None = None
         if not quiet and sys.stderr.isatty():
-            shape = "{l_bar}{bar}| {n:,.0f}/{total:,.0f} rows [{elapsed}<{remaining}{postfix}]" if total else None
-            self._bar = tqdm(total=total, unit=" rows", bar_format=shape, file=sys.stderr, dynamic_ncols=True)
+            shape = "{n:,.0f} rows [{elapsed}{postfix}]"
+            if total:
+                shape = "{l_bar}{bar}| {n:,.0f}/{total:,.0f} rows [{elapsed}<{remaining}{postfix}]"
+            self._bar = tqdm(total=total, bar_format=shape, file=sys.stderr, dynamic_ncols=True)
 
     def advance(self, rows: float, tokens: float = 0.0) -> None:
         """`rows` (also parts of one) and `tokens` more are done."""

@@ -18,12 +18,21 @@ from prefillcli.clock import Clock, peak_memory
 from prefillcli.config import ScoreSettings, parse_size
 from prefillcli.data.fingerprints import hash_model, hash_tokenizer, hash_value
 from prefillcli.data.labels import Labels, parse_labels
-from prefillcli.data.prompts import PromptBuilder, PromptSettings
+from prefillcli.data.prompts import DEFAULT_COLUMN, PromptBuilder, PromptSettings
 from prefillcli.data.rows import RowError, Scored, Window
 from prefillcli.data.sink import Sink
 from prefillcli.data.source import Source
 from prefillcli.data.windows import ahead, windows
-from prefillcli.errors import Interrupted, PrefillError, ResourceError, UsageError
+from prefillcli.errors import (
+    Interrupted,
+    OutputBusyError,
+    OutputConflictError,
+    OutputExistsError,
+    PrefillError,
+    ResourceError,
+    UsageError,
+    brief,
+)
 from prefillcli.plan.account import account
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan, packs_to_run
@@ -134,6 +143,7 @@ class _ScoreJob:
             source = self.source = Source.open(
                 settings.inputs, limit=settings.limit, sample=settings.sample, seed=settings.seed
             )
+            source.select(columns=self._named_columns(), carried=self._carried())
         for path in source.left_out:
             print(
                 f"prefill: warning: {path}: not read, neither Parquet nor JSON Lines by its name",
@@ -154,8 +164,7 @@ class _ScoreJob:
             ),
             source.available,
         )
-        carried = ([settings.id_column] if settings.id_column else []) + list(settings.keep_columns)
-        source.select(columns=builder.columns, carried=carried)
+        source.select(columns=builder.columns, carried=self._carried())
         labels = Labels(tokenizer, parse_labels(settings.labels))
         with clock.phase("read"), stop.at_once():
             report.fingerprint = {
@@ -169,23 +178,41 @@ class _ScoreJob:
                 ),
             }
         _refuse_to_replace_input(output, source)
-        with Sink.open(
-            output,
-            fingerprint=report.fingerprint,
-            resume=settings.resume,
-            overwrite=settings.overwrite,
-            label_names=labels.names,
-            carried=source.carried_schema,
-            id_name=settings.id_column,
-            jsonl_input=source.kind == "jsonl",
-            plan={},
-        ) as sink:
+        with self._open_sink(output, source, labels) as sink:
             self.sink = sink
             report.resumed = sink.counts.total > 0
             self._scored_before = sink.counts.scored
             if not sink.complete:
                 self._score(source, builder, labels, sink, files, device, stop)
         self._conclude(sink)
+
+    def _carried(self) -> list[str]:
+        """Input columns that go to the output."""
+        return ([self.settings.id_column] if self.settings.id_column else []) + list(self.settings.keep_columns)
+
+    def _named_columns(self) -> list[str]:
+        """Columns that the prompt certainly needs, known before the tokenizer and the template are."""
+        given = self.settings.template is None and self.settings.prompt_column != DEFAULT_COLUMN
+        return [self.settings.prompt_column] if given else []
+
+    def _open_sink(self, output: str, source: Source, labels: Labels) -> Sink:
+        """The output. Where it must not be touched, neither must the report that lies beside it."""
+        settings = self.settings
+        try:
+            return Sink.open(
+                output,
+                fingerprint=self.report.fingerprint,
+                resume=settings.resume,
+                overwrite=settings.overwrite,
+                label_names=labels.names,
+                carried=source.carried_schema,
+                id_name=settings.id_column,
+                jsonl_input=source.kind == "jsonl",
+                plan={},
+            )
+        except (OutputExistsError, OutputConflictError, OutputBusyError):
+            self.report.report = None
+            raise
 
     def _open_model(self) -> tuple[ModelFiles, torch.device, Any]:
         """The model's files, checked, its device and its tokenizer; no weights."""
@@ -209,7 +236,7 @@ class _ScoreJob:
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-            raise UsageError(f"{path}: cannot load the tokenizer: {' '.join(str(error).split())[:300]}") from None
+            raise UsageError(f"{path}: cannot load the tokenizer: {brief(error)}") from None
         return files, device, tokenizer
 
     def _score(

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from recipes.curriculum import gapped_positions
 from recipes.sample_text import CASES, ask, prompt
 
 SAMPLES = Path(__file__).resolve().parent.parent / "samples"
@@ -61,14 +62,27 @@ def draw_rows(seed: str, rows: int) -> list[Row]:
 
 
 @torch.inference_mode()
-def score(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Iterable[Row]) -> list[Scored]:
-    """One forward pass for each row."""
+def score(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Iterable[Row],
+    gaps: Random | None = None,
+) -> list[Scored]:
+    """One forward pass for each row; with a generator for gaps, positions rise in random jumps."""
     labels = [tokenizer.convert_tokens_to_ids(token) for token in ("ĠYes", "ĠNo")]
     scored = []
     for row in rows:
         ids = tokenizer(row.prompt, return_tensors="pt")["input_ids"].to(model.device)
-        logits = model(input_ids=ids, logits_to_keep=1, use_cache=False).logits[0, -1].float()
-        yes, no = logits.softmax(-1)[labels].tolist()
+        positions = gapped_positions(gaps, ids.shape[1]) if gaps else list(range(ids.shape[1]))
+        logits = model(
+            input_ids=ids,
+            position_ids=torch.tensor([positions], device=model.device),
+            # without a mask, transformers would read jumps in the positions as packed sequences
+            attention_mask=torch.ones_like(ids),
+            logits_to_keep=1,
+            use_cache=False,
+        ).logits[0, -1]
+        yes, no = logits.float().softmax(-1)[labels].tolist()
         scored.append(Scored(row.domain, ids.shape[1], row.answer, yes / (yes + no), yes + no))
     return scored
 
@@ -128,12 +142,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", type=Path, default=SAMPLES / "models" / "target")
     parser.add_argument("--fresh", type=int, default=0, help="draw so many new rows per domain instead")
-    parser.add_argument("--seed", type=int, default=1, help="of the new rows")
+    parser.add_argument("--seed", type=int, default=1, help="of the new rows and of the gaps")
+    parser.add_argument("--gaps", action="store_true", help="put random gaps into the position ids")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     rows = draw_rows(f"fresh {args.seed}", args.fresh) if args.fresh else sample_rows()
-    print(table(score(model, tokenizer, rows)))
+    print(table(score(model, tokenizer, rows, Random(args.seed) if args.gaps else None)))
 
 
 if __name__ == "__main__":

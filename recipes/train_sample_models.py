@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from recipes.curriculum import Batch, BatchMaker, Curriculum
+from recipes.curriculum import MOST_LINES, Batch, BatchMaker, Curriculum
 from recipes.evaluate_samples import SAMPLES, Row, Scored, accuracy, draw_rows, nll, score
 from recipes.sample_text import CASES
 from recipes.sample_tokenizer import LONGEST, train_tokenizer
@@ -151,13 +151,19 @@ def train(args: argparse.Namespace) -> None:
     """Train one model until the time is over."""
     shape = SHAPES[args.model]
     shape = replace(shape, width=args.width or shape.width, layers=args.layers or shape.layers)
-    rng = Random(f"training {args.model} {args.seed}")
+    rng = Random(f"training {args.model} {args.seed} {args.resume}")
     tokenizer = train_tokenizer()
-    model = build_model(shape, tokenizer, args.seed).to(args.device)
+    folder = args.out / args.model
+    curriculum, best = Curriculum(), Best()
+    if args.resume:
+        model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        curriculum = Curriculum(drill=False, length=MOST_LINES)
+    else:
+        model = build_model(shape, tokenizer, args.seed)
+    model.to(args.device).train()
     batches = BatchMaker(tokenizer, rng, args.batch_tokens)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.rate, betas=(0.9, 0.98), weight_decay=0.01)
     rows = draw_rows(f"validation {args.seed}", args.validation_rows)
-    curriculum, best = Curriculum(), Best()
     log(f"{args.model}: {sum(p.numel() for p in model.parameters()):,} parameters on {args.device}")
 
     spent = validated = logged = 0.0  # seconds of training
@@ -191,8 +197,8 @@ def train(args: argparse.Namespace) -> None:
             )
         if spent - validated > args.validate_seconds:
             validated = spent
-            validate(model, tokenizer, rows, best, args.out / args.model)
-    validate(model, tokenizer, rows, best, args.out / args.model)
+            validate(model, tokenizer, rows, best, folder)
+    validate(model, tokenizer, rows, best, folder)
 
 
 def validate(
@@ -220,6 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("model", choices=sorted(SHAPES))
     parser.add_argument("--minutes", type=float, default=30.0, help="time limit")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, at full length")
     parser.add_argument("--out", type=Path, default=SAMPLES / "models", help="folder of the checkpoints")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (0: as torch chooses)")

@@ -44,7 +44,8 @@ class SeenIds:
         if len(keys) == 0:
             return
         while self._sorted and len(self._sorted[-1]) <= 2 * len(keys):
-            keys = np.union1d(self._sorted.pop(), keys)
+            keys = np.concatenate([self._sorted.pop(), keys])
+            keys.sort()
         self._sorted.append(keys)
 
 

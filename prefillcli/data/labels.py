@@ -52,7 +52,7 @@ def _parse_label(item: str) -> Label:
     name, *spellings = _split(item, "=", 1)
     label = Label(_unescape(name.strip()))
     if not label.name:
-        raise UsageError(f"--labels: {item!r} has no name")
+        raise UsageError(f"--labels: there is an empty label ({item!r}); separate labels by single commas")
     if not spellings:
         return label
     variants = tuple(dict.fromkeys(_unescape(variant) for variant in _split(spellings[0], "|")))

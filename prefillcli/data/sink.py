@@ -19,7 +19,7 @@ from prefillcli.data.manifest import Manifest, differing, digest
 from prefillcli.data.parts import ROW
 from prefillcli.data.rows import RowError, Scored, Window
 from prefillcli.data.target import METADATA, Target
-from prefillcli.errors import OutputConflictError, PrefillError, UsageError
+from prefillcli.errors import OutputConflictError, OutputExistsError, PrefillError, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -301,9 +301,7 @@ def check_columns(carried: Sequence[str], label_names: Sequence[str], id_name: s
     for name in carried:
         if name in taken:
             option = "--id-column" if name == id_name else "--keep-columns"
-            raise UsageError(
-                f"{option} {name}: the output has a column of that name of its own\nrename it in the input"
-            )
+            raise UsageError(f"{option} {name}: the output has a column {name} already\nrename it in the input")
 
 
 def _decide(target: Target, fingerprint: dict[str, str], resume: bool, overwrite: bool) -> Manifest | None:
@@ -333,4 +331,4 @@ def _decide(target: Target, fingerprint: dict[str, str], resume: bool, overwrite
             "choose another --output, or replace it with --overwrite"
         )
     state = "is complete" if manifest.state == "complete" else "is there in part"
-    raise UsageError(f"{target.path} {state}\ngo on with --resume, or replace it with --overwrite")
+    raise OutputExistsError(f"{target.path} {state}\ngo on with --resume, or replace it with --overwrite")

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import IO, Any, Protocol
 
 from prefillcli.data.filesystems import filesystem_of, is_local
-from prefillcli.errors import PrefillError, ResourceError
+from prefillcli.errors import OutputBusyError, PrefillError, ResourceError
 
 LOCK = "lock"
 _TEMPORARY = ".prefill-tmp"
@@ -110,7 +110,7 @@ class LocalStore:
         except BlockingIOError:
             holder = os.pread(handle, 100, 0).decode(errors="replace").strip() or "unknown"
             os.close(handle)
-            raise ResourceError(
+            raise OutputBusyError(
                 f"{self.location} is in use by process {holder}\nwait for its end, or choose another --output"
             ) from None
         except OSError as error:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from prefillcli.errors import PrefillError
+from prefillcli.errors import UsageError
 from prefillcli.prefill.attention import apply_sinks, attend, merge_into
 from prefillcli.prefill.layout import Chunk, IntArray, Reads, Span, group_runs, split_by_length
 
@@ -40,7 +40,7 @@ _HARMLESS |= {
 _active: ContextVar[ForestAttention] = ContextVar("forest_attention")
 
 
-class UnsupportedModelError(PrefillError):
+class UnsupportedModelError(UsageError):
     """The architecture cannot be walked layer by layer without risking wrong scores."""
 
 

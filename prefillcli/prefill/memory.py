@@ -81,9 +81,10 @@ def pack_limits(
     most = room // law.token
     if most < 16:
         need = law.constant(chunk_tokens) + 16 * law.token
+        smaller = " or lower --chunk-tokens" if law.transient * chunk_tokens > need / 2 else ""
         raise ResourceError(
             f"a memory budget of {budget / 2**20:,.0f} MiB is too small: this model needs {need / 2**20:,.0f} MiB "
-            f"with --chunk-tokens {chunk_tokens}; raise --memory or lower --chunk-tokens"
+            f"with --chunk-tokens {chunk_tokens}; raise --memory{smaller}"
         )
     aim = pack_tokens or PACK_TOKENS["cuda" if device.type == "cuda" else "cpu"]
     all_layers = law.key_value * law.layers

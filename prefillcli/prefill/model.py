@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
-from prefillcli.errors import ResourceError, UsageError
+from prefillcli.errors import ResourceError, UsageError, brief
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError, register
@@ -84,8 +84,9 @@ def find_model(name: str, revision: str | None = None) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UsageError(f"--model {name}: no such directory, and not to be had from the hub: {reason}") from None
+        raise UsageError(
+            f"--model {name}: no such directory, and not to be had from the hub ({brief(error)})"
+        ) from None
 
 
 def read_model_files(
@@ -105,7 +106,7 @@ def read_model_files(
     try:
         whole = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path}/config.json: {' '.join(str(error).split())[:300]}") from None
+        raise UsageError(f"{path}/config.json: {brief(error)}") from None
     config = whole.get_text_config()
     _refuse(whole, config, trust_remote_code)
     chosen = getattr(torch, dtype) if dtype != "auto" else (config.dtype or whole.dtype or torch.float32)
@@ -134,14 +135,16 @@ def _refuse(whole: Any, config: Any, trust_remote_code: bool) -> None:
 
 def _check_safetensors(file: Path) -> None:
     """Find a truncated file by its header, before anything is loaded."""
-    size = file.stat().st_size
     try:
+        size = file.stat().st_size
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if not 2 <= length <= min(size, 100 << 20):
                 raise ValueError("no header")
             header = json.loads(stream.read(length))
         end = max((t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"), default=0)
+    except OSError as error:
+        raise UsageError(f"{file}: cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{file}: not a safetensors file ({error})") from None
     if 8 + length + end != size:
@@ -182,7 +185,9 @@ def load_model(files: ModelFiles, device: torch.device, *, trust_remote_code: bo
         except (OSError, ValueError, RuntimeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            raise UsageError(f"{files.path}: cannot load the weights: {' '.join(str(error).split())[:300]}") from None
+            if "ignore_mismatched_sizes" in str(error):
+                raise UsageError(f"{files.path}: the weights have other shapes than config.json says") from None
+            raise UsageError(f"{files.path}: cannot load the weights: {brief(error)}") from None
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise UsageError(f"{files.path}: the weights lack {len(missing)} tensors, {missing[0]} among them")
@@ -233,7 +238,7 @@ def rehearse(model: PreTrainedModel, config: Any) -> None:
         raise UnsupportedModelError(f"{family} cannot be walked layer by layer: {error}") from None
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
         raise UnsupportedModelError(
-            f"{family} cannot be walked layer by layer: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            f"{family} cannot be walked layer by layer: {type(error).__name__}: {brief(error)}"
         ) from error
     window = getattr(config, "sliding_window", None)
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])

@@ -273,6 +273,17 @@ def test_the_same_model_elsewhere_and_the_same_data_elsewhere_are_the_same_job(m
     assert read_report()["resumed"] is True
 
 
+def test_a_refused_run_leaves_the_report_of_the_finished_one(model: Path) -> None:
+    make_input()
+    assert score("in.parquet", **flags(model))["exit_code"] == 0
+    before = Path("out.run.json").read_bytes()
+    assert score("in.parquet", **flags(model))["exit_code"] == 2
+    assert score("in.parquet", **{**flags(model), "labels": "No,Yes"})["exit_code"] == 4
+    assert Path("out.run.json").read_bytes() == before
+    assert score("in.parquet", **{**flags(model), "id_column": "nowhere"})["exit_code"] == 2
+    assert read_report()["error"], "another failure is reported"
+
+
 def test_an_output_that_no_job_of_ours_wrote_is_left_alone(model: Path) -> None:
     make_input()
     shutil.copy("in.parquet", "out.parquet")
