@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import sys
-import time
-import traceback
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.clock import Clock, peak_memory
@@ -19,12 +14,11 @@ from prefillcli.config import ScoreSettings, parse_size
 from prefillcli.data.fingerprints import hash_model, hash_tokenizer, hash_value
 from prefillcli.data.labels import Labels, parse_labels
 from prefillcli.data.prompts import DEFAULT_COLUMN, PromptBuilder, PromptSettings
-from prefillcli.data.rows import RowError, Scored, Window
+from prefillcli.data.rows import Window
 from prefillcli.data.sink import Sink
 from prefillcli.data.source import Source
 from prefillcli.data.windows import ahead, windows
 from prefillcli.errors import (
-    Interrupted,
     OutputBusyError,
     OutputConflictError,
     OutputExistsError,
@@ -33,12 +27,13 @@ from prefillcli.errors import (
     UsageError,
     brief,
 )
-from prefillcli.plan.account import account
-from prefillcli.plan.pack import Limits, Pack
-from prefillcli.plan.plan import make_plan, packs_to_run
+from prefillcli.outcome import conclude, fail
+from prefillcli.paths import default_output, default_report, refuse_to_replace_input
+from prefillcli.plan.pack import Limits
 from prefillcli.progress import Progress
 from prefillcli.report.run import RunReport, print_table, save_report, versions
 from prefillcli.samples import sample_model
+from prefillcli.scorer import WindowScorer
 from prefillcli.signals import Stop
 
 if TYPE_CHECKING:  # torch takes seconds to import; wrong input should not wait for it
@@ -46,10 +41,6 @@ if TYPE_CHECKING:  # torch takes seconds to import; wrong input should not wait 
 
     from prefillcli.engines.base import Engine
     from prefillcli.prefill.model import ModelFiles
-
-FLUSH_SECONDS = 15.0  # finished rows are written at least this often, between packs
-NOTHING_TO_DO = 99
-TOO_MANY_ERRORS = 3
 
 
 def score_job(settings: ScoreSettings) -> dict[str, Any]:
@@ -67,7 +58,7 @@ def score_job(settings: ScoreSettings) -> dict[str, Any]:
         with Stop() as stop:
             job.run(stop)
     except BaseException as error:
-        _tell(error, report, debug=settings.debug)
+        fail(error, report, debug=settings.debug)
     job.finish_report()
     if report.report is not None:
         try:
@@ -81,45 +72,6 @@ def score_job(settings: ScoreSettings) -> dict[str, Any]:
     return report.summary()
 
 
-def _tell(error: BaseException, report: RunReport, *, debug: bool) -> None:
-    """Put an error into the report and on stderr."""
-    if debug:
-        traceback.print_exception(error)
-    report.status = "failed"
-    if isinstance(error, Interrupted):
-        report.status, report.exit_code, report.error = "interrupted", error.exit_code, str(error)
-        print(f"prefill: {error}; go on with --resume", file=sys.stderr)
-        return
-    if isinstance(error, PrefillError):
-        report.exit_code, report.error = error.exit_code, str(error)
-    elif _out_of_resource(error):
-        report.exit_code = ResourceError.exit_code
-        report.error = f"out of memory or disk: {error or type(error).__name__}"
-    else:
-        report.exit_code, report.error = 1, f"{type(error).__name__}: {error}"
-    hint = "" if isinstance(error, PrefillError) or debug else " (--debug shows where)"
-    print(f"prefill: {report.error}{hint}", file=sys.stderr)
-
-
-def _out_of_resource(error: BaseException) -> bool:
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
-    # torch's own out-of-memory errors are RuntimeErrors with these names or words
-    return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or (isinstance(error, RuntimeError) and "not enough memory" in str(error))
-    )
-
-
-@dataclass(slots=True)
-class _Pending:
-    """Rows of a window that are done but not yet written."""
-
-    scored: list[Scored] = field(default_factory=list)
-    errors: dict[int, RowError] = field(default_factory=dict)
-
-
 class _ScoreJob:
     """One run of `prefill score`."""
 
@@ -130,8 +82,6 @@ class _ScoreJob:
         self.source: Source | None = None
         self.builder: PromptBuilder | None = None
         self.sink: Sink | None = None
-        self.engine: Engine | None = None
-        self._flushed = time.monotonic()
         self._scored_before = 0  # rows that an earlier run has scored
 
     def run(self, stop: Stop) -> None:
@@ -177,14 +127,14 @@ class _ScoreJob:
                     [settings.temperature, str(files.dtype), settings.id_column, list(settings.keep_columns)]
                 ),
             }
-        _refuse_to_replace_input(output, source)
+        refuse_to_replace_input(output, (file.path for file in source.files))
         with self._open_sink(output, source, labels) as sink:
             self.sink = sink
             report.resumed = sink.counts.total > 0
             self._scored_before = sink.counts.scored
             if not sink.complete:
                 self._score(source, builder, labels, sink, files, device, stop)
-        self._conclude(sink)
+        conclude(report, sink.counts, max_error_rate=settings.max_error_rate, skip_empty=settings.skip_empty)
 
     def _carried(self) -> list[str]:
         """Input columns that go to the output."""
@@ -254,16 +204,28 @@ class _ScoreJob:
         progress = Progress(source.selected_rows, interval=settings.progress_interval, quiet=settings.quiet)
         with closing(coming), progress:
             progress.advance(sink.counts.total)
+            scorer: WindowScorer | None = None
             for window in self._waiting(coming, stop):
-                if self.engine is None:
+                if scorer is None:
                     labels.check(window)
                     with clock.phase("load"), stop.at_once():
-                        self.engine = self._load_engine(files, device, sink)
-                self._score_window(window, labels, sink, self.engine, progress, stop)
+                        engine = self._load_engine(files, device, sink)
+                    scorer = WindowScorer(
+                        engine,
+                        sink,
+                        labels,
+                        schedule=settings.schedule,
+                        temperature=settings.temperature,
+                        report=self.report,
+                        clock=clock,
+                        progress=progress,
+                        stop=stop,
+                    )
+                scorer.score(window)
             with clock.phase("write"):
                 sink.finish()
-        if self.engine is not None:
-            self.engine.close()
+        if scorer is not None:
+            engine.close()
 
     def _waiting(self, coming: Iterator[Window], stop: Stop) -> Iterator[Window]:
         """The windows, with the time spent waiting for them."""
@@ -307,96 +269,6 @@ class _ScoreJob:
             model, limits=limits, chunk_tokens=chunk_tokens, offload_held=settings.prefix_kv == "offload"
         )
 
-    def _score_window(
-        self, window: Window, labels: Labels, sink: Sink, engine: Engine, progress: Progress, stop: Stop
-    ) -> None:
-        tokens = self.report.tokens
-        pending = _Pending(errors=dict(window.errors))
-        fitting = []
-        for prompt in window.prompts:
-            if len(prompt.tokens) > engine.limits.max_tokens:
-                detail = f"{len(prompt.tokens)} tokens; the memory budget holds {engine.limits.max_tokens}"
-                pending.errors[prompt.row] = RowError("exceeds_memory", detail)
-            else:
-                fitting.append(prompt)
-        done = sink.done(window.index)
-        with self.clock.phase("plan"):
-            plan = make_plan([p.tokens for p in fitting], engine.limits, self.settings.schedule)
-            packs = packs_to_run(plan, [i for i, p in enumerate(fitting) if p.row in done])
-        tokens.unique += plan.unique_tokens
-        progress.advance(len(pending.errors) - len(done & pending.errors.keys()))
-        try:
-            for pack in packs:
-                begun = time.monotonic()
-                rows = len(pack.prompts) / max(len(pack.tokens), 1)
-                lengths = sum(len(fitting[i].tokens) for i in pack.prompts) / max(len(pack.tokens), 1)
-
-                def tick(step: float, rows: float = rows, lengths: float = lengths) -> None:
-                    progress.advance(step * rows, step * lengths)
-                    stop.check()
-
-                with self.clock.phase("model"):
-                    answers = engine.answer(pack, lambda i: labels.sets[fitting[i].labels], tick)
-                self._collect(pack, answers, fitting, done, pending, time.monotonic() - begun)
-                if time.monotonic() - self._flushed > FLUSH_SECONDS:
-                    self._flush(window, pending, sink)
-        except Interrupted:
-            self._flush(window, pending, sink)
-            raise
-        self._flush(window, pending, sink)
-
-    def _collect(
-        self,
-        pack: Pack,
-        answers: dict[int, Any],
-        prompts: list[Any],
-        done: set[int],
-        pending: _Pending,
-        seconds: float,
-    ) -> None:
-        tokens = self.report.tokens
-        self.report.packs += 1
-        tokens.computed += len(pack.tokens)
-        for part in account(pack):
-            prompt = prompts[part.prompt]
-            if prompt.row in done:
-                continue  # computed again only for the K,V that a later pack holds
-            tokens.prompt += len(prompt.tokens)
-            tokens.kept += len(prompt.tokens)
-            tokens.shared += part.shared_tokens
-            pending.scored.append(
-                Scored(
-                    row=prompt.row,
-                    logprobs=answers[part.prompt],
-                    shared_tokens=part.shared_tokens,
-                    computed_tokens=part.computed_tokens,
-                    kept_tokens=len(prompt.tokens),
-                    seconds=seconds * part.share,
-                )
-            )
-
-    def _flush(self, window: Window, pending: _Pending, sink: Sink) -> None:
-        with self.clock.phase("write"):
-            sink.write(window, pending.scored, pending.errors, temperature=self.settings.temperature)
-        pending.scored, pending.errors = [], {}
-        self._flushed = time.monotonic()
-
-    def _conclude(self, sink: Sink) -> None:
-        """Status and exit code of a run that came to its end."""
-        report, settings = self.report, self.settings
-        report.status, report.exit_code = "complete", 0
-        counts = sink.counts
-        if counts.total == 0 and settings.skip_empty:
-            report.exit_code = NOTHING_TO_DO
-        elif counts.errors > settings.max_error_rate * counts.total:
-            report.exit_code = TOO_MANY_ERRORS
-            codes = ", ".join(f"{code} {count:,}" for code, count in sorted(counts.errors_by_code.items()))
-            report.error = (
-                f"{counts.errors:,} of {counts.total:,} rows are errors ({codes}); "
-                f"--max-error-rate allows {settings.max_error_rate:g}"
-            )
-            print(f"prefill: {report.error}", file=sys.stderr)
-
     def finish_report(self) -> None:
         """Put the numbers of the run into the report."""
         report, seconds = self.report, self.report.seconds
@@ -422,33 +294,3 @@ class _ScoreJob:
         report.tokens_per_second = report.tokens.prompt / seconds.total
         report.peak_memory_bytes = type(report.peak_memory_bytes)(**peak_memory())
         report.versions = versions()
-
-
-def _refuse_to_replace_input(output: str, source: Source) -> None:
-    """Raise UsageError if the output would be written over an input file, or among them."""
-    target = os.path.realpath(output)
-    for file in source.files:
-        if target in (os.path.realpath(file.path), os.path.dirname(os.path.realpath(file.path))):
-            raise UsageError(f"--output {output} would be written over the input {file.path}; choose another one")
-
-
-def default_output(first: str) -> str:
-    """`data.parquet` -> `data.scores.parquet`, beside it; for a directory or a glob beside the folder; for a URL
-    in the current folder."""
-    if "://" in first:
-        first = first.rstrip("/").rsplit("/", 1)[-1] or "input"
-    path = Path(first.rstrip("/") or ".")
-    while any(c in path.name for c in "*?[") and path.name != str(path):
-        path = path.parent
-    name = path.resolve().name if path.name in ("", ".", "..") else path.name
-    for ending in (".gz", ".zst", ".parquet", ".pq", ".jsonl", ".ndjson", ".json"):
-        name = name.removesuffix(ending)
-    return str(path.parent / f"{name}.scores.parquet")
-
-
-def default_report(output: str) -> str:
-    """`data.scores.parquet` -> `data.scores.run.json`, beside it."""
-    base = output.rstrip("/")
-    for ending in (".gz", ".zst", ".parquet", ".jsonl"):
-        base = base.removesuffix(ending)
-    return f"{base}.run.json"

@@ -51,7 +51,7 @@ def memory_law(config: Any, dtype: torch.dtype) -> MemoryLaw:
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     experts = getattr(config, "num_experts_per_tok", None)
-    inner = config.intermediate_size
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     if experts:
         inner = experts * ((getattr(config, "moe_intermediate_size", None) or inner) + config.hidden_size)
     # Normed rows in float32 and rows in dtype; q, k, v before and after rotation and the output twice; gate, up,

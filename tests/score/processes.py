@@ -91,7 +91,7 @@ def _run(arguments: list[str], folder: str, hold: Hold | None, seconds_per_pack:
     torch.set_num_threads(1)
     changes = pytest.MonkeyPatch()
     cut_small_windows(changes)
-    changes.setattr("prefillcli.score.FLUSH_SECONDS", 0.0)
+    changes.setattr("prefillcli.scorer.FLUSH_SECONDS", 0.0)
     if seconds_per_pack:
         _slow_down(changes, seconds_per_pack)
     if hold:

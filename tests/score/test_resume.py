@@ -358,7 +358,7 @@ def test_a_full_disk_keeps_what_is_there(
         replace(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr("prefillcli.score.FLUSH_SECONDS", 0.0)
+        patch.setattr("prefillcli.scorer.FLUSH_SECONDS", 0.0)
         patch.setattr("os.replace", full)
         assert score("in.parquet", **flags(model))["exit_code"] == 5
     message = capsys.readouterr().err
@@ -382,7 +382,7 @@ def test_a_disk_that_is_really_full(
         make_input()
         out = str(disk / "out.parquet")
         with monkeypatch.context() as patch:
-            patch.setattr("prefillcli.score.FLUSH_SECONDS", 0.0)
+            patch.setattr("prefillcli.scorer.FLUSH_SECONDS", 0.0)
             summary = score("in.parquet", out, report=tmp_path / "r.json", **flags(model))
         assert (summary["exit_code"], summary["status"]) == (5, "failed")
         safe = len(list(disk.glob("out.parquet.prefill/part-*.parquet")))

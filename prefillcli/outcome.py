@@ -1,0 +1,60 @@
+"""How a run ended: what goes into the report, what is said on stderr, and the exit code."""
+
+from __future__ import annotations
+
+import errno
+import sys
+import traceback
+
+from prefillcli.data.counts import Counts
+from prefillcli.errors import Interrupted, PrefillError, ResourceError
+from prefillcli.report.run import RunReport
+
+TOO_MANY_ERRORS = 3
+NOTHING_TO_DO = 99
+
+
+def conclude(report: RunReport, counts: Counts, *, max_error_rate: float, skip_empty: bool) -> None:
+    """A run that came to its end."""
+    report.status, report.exit_code = "complete", 0
+    if counts.total == 0 and skip_empty:
+        report.exit_code = NOTHING_TO_DO
+    elif counts.errors > max_error_rate * counts.total:
+        report.exit_code = TOO_MANY_ERRORS
+        codes = ", ".join(f"{code} {count:,}" for code, count in sorted(counts.errors_by_code.items()))
+        report.error = (
+            f"{counts.errors:,} of {counts.total:,} rows are errors ({codes}); "
+            f"--max-error-rate allows {max_error_rate:g}"
+        )
+        print(f"prefill: {report.error}", file=sys.stderr)
+
+
+def fail(error: BaseException, report: RunReport, *, debug: bool) -> None:
+    """A run that an error or a signal ended."""
+    if debug:
+        traceback.print_exception(error)
+    report.status = "failed"
+    if isinstance(error, Interrupted):
+        report.status, report.exit_code, report.error = "interrupted", error.exit_code, str(error)
+        print(f"prefill: {error}; go on with --resume", file=sys.stderr)
+        return
+    if isinstance(error, PrefillError):
+        report.exit_code, report.error = error.exit_code, str(error)
+    elif _out_of_resource(error):
+        report.exit_code = ResourceError.exit_code
+        report.error = f"out of memory or disk: {error or type(error).__name__}"
+    else:
+        report.exit_code, report.error = 1, f"{type(error).__name__}: {error}"
+    hint = "" if isinstance(error, PrefillError) or debug else " (--debug shows where)"
+    print(f"prefill: {report.error}{hint}", file=sys.stderr)
+
+
+def _out_of_resource(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
+    # torch's own out-of-memory errors are RuntimeErrors with these names or words
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "not enough memory" in str(error))
+    )
