@@ -101,8 +101,7 @@ def _sample_jobs(size: str, dtype: torch.dtype, rounds: int, scale: float) -> Ro
             report = score_file(SAMPLES / name, Path(folder) / f"{name}.parquet", "target")
             shares[name.partition(".")[0]] = outside_share(report)
     return {
-        "case": "time outside the model, of the time after loading: "
-        + ", ".join(f"{k} {v:.1%}" for k, v in shares.items()),
+        "case": "wall time outside the model: " + ", ".join(f"{k} {v:.1%}" for k, v in shares.items()),
         "dtype": "as saved",
         "plain": "",
         "walk": f"{max(shares.values()):.1%}",

@@ -39,9 +39,9 @@ def score_file(data: Path, output: Path, model: str) -> dict[str, Any]:
 
 
 def outside_share(report: dict[str, Any]) -> float:
-    """Part of the time after loading that was not spent in the model."""
+    """Part of the run's wall time that was spent neither in the model nor on loading it."""
     seconds = report["seconds"]
-    return float(1 - seconds["model"] / (seconds["total"] - seconds["load"]))
+    return float(1 - (seconds["model"] + seconds["load"]) / seconds["total"])
 
 
 def write_short_rows(path: Path, rows: int) -> None:
