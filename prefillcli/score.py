@@ -239,9 +239,9 @@ class _ScoreJob:
     def _load_engine(self, files: ModelFiles, device: torch.device, sink: Sink) -> Engine:
         from prefillcli.engines.torch import TorchEngine
         from prefillcli.prefill.memory import (
-            CHUNK_TOKENS,
             FREE_SHARE,
             available_memory,
+            choose_chunk,
             memory_law,
             pack_limits,
         )
@@ -252,7 +252,7 @@ class _ScoreJob:
         law = memory_law(files.config, files.dtype)
         budget = parse_size(settings.memory) if settings.memory else int(available_memory(device) * FREE_SHARE)
         chosen = (settings.memory, settings.pack_tokens, settings.chunk_tokens, settings.prefix_kv)
-        chunk_tokens = settings.chunk_tokens or CHUNK_TOKENS[device.type]
+        chunk_tokens = settings.chunk_tokens or choose_chunk(law, budget, device)
         limits = pack_limits(
             law,
             budget=budget,

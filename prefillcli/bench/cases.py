@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,7 +16,7 @@ from prefillcli.bench.measure import Spread, interleaved, peak_bytes
 from prefillcli.bench.methods import layer_walk, plain_loop, plan_for
 from prefillcli.bench.models import random_llama
 from prefillcli.bench.workloads import post_recommendation, single
-from prefillcli.prefill.memory import memory_law
+from prefillcli.prefill.memory import choose_chunk, memory_law
 
 Row = dict[str, Any]
 
@@ -69,15 +70,17 @@ def _posts(post: int, goal: str) -> Callable[[str, torch.dtype, int, float], Row
 
 
 def _memory(size: str, dtype: torch.dtype, rounds: int, scale: float) -> Row:
+    """Peak memory of one long prompt, with the chunks that a budget of 1.3 times the law brings about."""
     tokens = int(32_768 * scale)
-    peaks = {
-        "plain": peak_bytes(_one_prompt, plain_loop, size, dtype, tokens),
-        "walk": peak_bytes(_one_prompt, layer_walk, size, dtype, tokens),
-    }
     law = memory_law(random_llama(size, dtype).config, dtype)
     lawful = law.residual + law.key_value
+    chunk = choose_chunk(law, int(1.3 * lawful * tokens), torch.device("cpu"))
+    peaks = {
+        "plain": peak_bytes(_one_prompt, plain_loop, size, dtype, tokens),
+        "walk": peak_bytes(_one_prompt, partial(layer_walk, chunk_tokens=chunk), size, dtype, tokens),
+    }
     return {
-        "case": f"one prompt of {tokens:,} tokens, peak bytes/token (law {lawful:,})",
+        "case": f"one prompt of {tokens:,} tokens, chunks of {chunk}, peak bytes/token (law {lawful:,})",
         "dtype": str(dtype).removeprefix("torch."),
         "plain": f"{peaks['plain'] / tokens:,.0f}",
         "walk": f"{peaks['walk'] / tokens:,.0f}",

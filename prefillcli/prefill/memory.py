@@ -19,6 +19,8 @@ from prefillcli.prefill.walk import LOGIT_BYTES
 #: A pack this large keeps every core or tensor core busy; a larger one only loses more work when it is killed.
 PACK_TOKENS = {"cpu": 65_536, "cuda": 262_144}
 CHUNK_TOKENS = {"cpu": 1024, "cuda": 8192}
+SMALLEST_CHUNK = 64
+CHUNK_SHARE = 1 / 8  # of the budget, at most, for what a layer makes of one chunk
 FREE_SHARE = 0.7  # of the free memory, taken where no budget is given
 HELD_SHARE = 0.5  # of the budget, at most, for K,V kept from pack to pack
 
@@ -65,6 +67,14 @@ def memory_law(config: Any, dtype: torch.dtype) -> MemoryLaw:
         transient=transient,
         vocabulary=config.vocab_size,
     )
+
+
+def choose_chunk(law: MemoryLaw, budget: int, device: torch.device) -> int:
+    """Tokens of one call of a layer: what is fast on the device, halved until it takes a small part of the budget."""
+    tokens = CHUNK_TOKENS[device.type]
+    while tokens > SMALLEST_CHUNK and law.transient * tokens > budget * CHUNK_SHARE:
+        tokens //= 2
+    return tokens
 
 
 def pack_limits(

@@ -15,7 +15,7 @@ from prefillcli.bench.workloads import post_recommendation, single
 from prefillcli.errors import ResourceError
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION
-from prefillcli.prefill.memory import available_memory, memory_law, pack_limits
+from prefillcli.prefill.memory import available_memory, choose_chunk, memory_law, pack_limits
 from prefillcli.prefill.walk import LayerWalk
 
 CPU = torch.device("cpu")
@@ -47,6 +47,14 @@ def test_limits_follow_from_the_budget() -> None:
     assert small.held_tokens * 128 * 1024 <= gib
     discard = pack_limits(law, budget=2 * gib, device=CPU, chunk_tokens=CHUNK, prefix_kv="discard")
     assert dataclasses.replace(discard, held_cost=0.0).held_tokens == 0
+
+
+def test_chunks_shrink_with_the_budget() -> None:
+    law = memory_law(LLAMA_8B, torch.bfloat16)
+    chunks = [choose_chunk(law, n << 20, CPU) for n in (16_000, 1_000, 200, 1)]
+    assert chunks == sorted(chunks, reverse=True)
+    assert (chunks[0], chunks[-1]) == (1024, 64)
+    assert law.transient * chunks[1] <= (1_000 << 20) / 8 < 2 * law.transient * chunks[1]
 
 
 def test_a_budget_too_small_for_anything_is_refused() -> None:
