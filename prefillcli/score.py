@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from prefillcli.data.prompts import DEFAULT_COLUMN, PromptBuilder, PromptSetting
 from prefillcli.data.rows import Window
 from prefillcli.data.sink import Sink
 from prefillcli.data.source import Source
-from prefillcli.data.windows import ahead, windows
+from prefillcli.data.windows import Ahead, windows
 from prefillcli.errors import (
     OutputBusyError,
     OutputConflictError,
@@ -200,9 +199,13 @@ class _ScoreJob:
         stop: Stop,
     ) -> None:
         settings, clock = self.settings, self.clock
-        coming = ahead(windows(source, builder, labels, id_column=settings.id_column, skip=sink.finished))
+        coming = Ahead(windows(source, builder, labels, id_column=settings.id_column, skip=sink.finished))
         progress = Progress(source.selected_rows, interval=settings.progress_interval, quiet=settings.quiet)
-        with closing(coming), progress:
+        with coming, progress:
+            with clock.phase("load"), stop.at_once():  # takes a while, in which the first window is made
+                from prefillcli.prefill.model import import_model_code
+
+                import_model_code(files)
             progress.advance(sink.counts.total)
             scorer: WindowScorer | None = None
             for window in self._waiting(coming, stop):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -76,42 +76,55 @@ def _window(index: int, batches: list[RowBatch], builder: PromptBuilder, labels:
     return window
 
 
-def ahead(items: Iterable[T], depth: int = 1) -> Generator[T, None, None]:
+class Ahead(Iterator[T]):
     """The same items, made by a background thread up to `depth` items before they are asked for.
 
-    An exception in `items` is raised here, after the items before it. Closing the generator (or leaving its
-    loop and dropping it) stops the thread and waits for the item in work.
+    The thread starts at once. An exception in `items` is raised here, after the items before it. Leaving the
+    `with` block, or `close`, stops the thread and waits for the item in work.
     """
-    ready: queue.Queue[tuple[str, Any]] = queue.Queue()
-    room = threading.Semaphore(depth)
-    stopped = threading.Event()
 
-    def work() -> None:
-        source = iter(items)
+    def __init__(self, items: Iterable[T], depth: int = 1) -> None:
+        self._items = items
+        self._ready: queue.Queue[tuple[str, Any]] = queue.Queue()
+        self._room = threading.Semaphore(depth)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="prefill-reader", daemon=True)
+        self._thread.start()
+
+    def __next__(self) -> T:
+        if self._stopped.is_set():
+            raise StopIteration
+        kind, value = self._ready.get()
+        if kind == "item":
+            self._room.release()
+            item: T = value
+            return item
+        self.close()
+        if kind == "error":
+            raise value
+        raise StopIteration
+
+    def close(self) -> None:
+        self._stopped.set()
+        self._room.release()
+        self._thread.join()
+
+    def __enter__(self) -> Ahead[T]:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _work(self) -> None:
+        source = iter(self._items)
         try:
-            while room.acquire() and not stopped.is_set():
-                ready.put(("item", next(source)))
+            while self._room.acquire() and not self._stopped.is_set():
+                self._ready.put(("item", next(source)))
         except StopIteration:
-            ready.put(("end", None))
+            self._ready.put(("end", None))
         except BaseException as error:  # handed to the consumer, whatever it is
-            ready.put(("error", error))
+            self._ready.put(("error", error))
         finally:
             close = getattr(source, "close", None)
             if close is not None:
                 close()
-
-    thread = threading.Thread(target=work, name="prefill-reader", daemon=True)
-    thread.start()
-    try:
-        while True:
-            kind, value = ready.get()
-            if kind == "end":
-                return
-            if kind == "error":
-                raise value
-            room.release()
-            yield value
-    finally:
-        stopped.set()
-        room.release()
-        thread.join()

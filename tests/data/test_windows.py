@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from prefillcli.data.labels import Labels, parse_labels
 from prefillcli.data.prompts import PromptBuilder, PromptSettings
 from prefillcli.data.rows import Window
 from prefillcli.data.source import Source
-from prefillcli.data.windows import ahead, windows
+from prefillcli.data.windows import Ahead, windows
 
 Write = Callable[..., str]
 
@@ -144,7 +144,7 @@ def test_seen_ids_take_about_eight_bytes_a_row() -> None:
 
 class TestAhead:
     def test_items_come_in_order(self) -> None:
-        assert list(ahead(range(100), depth=3)) == list(range(100))
+        assert list(Ahead(range(100), depth=3)) == list(range(100))
 
     def test_work_is_done_ahead_but_not_further_than_depth(self) -> None:
         made: list[int] = []
@@ -154,7 +154,7 @@ class TestAhead:
                 made.append(number)
                 yield number
 
-        items = ahead(numbers(), depth=2)
+        items = Ahead(numbers(), depth=2)
         assert next(items) == 0
         deadline = time.monotonic() + 5
         while len(made) < 3 and time.monotonic() < deadline:
@@ -168,37 +168,37 @@ class TestAhead:
             yield 1
             raise ValueError("broken")
 
-        items = ahead(broken())
+        items = Ahead(broken())
         assert next(items) == 1
         with pytest.raises(ValueError, match="broken"):
             next(items)
 
-    @pytest.mark.parametrize("leave", ["close", "drop", "raise", "unstarted"])
-    def test_no_thread_is_left_when_the_consumer_stops_early(self, leave: str) -> None:
+    @pytest.mark.parametrize("taken", [0, 1, 5])
+    def test_no_thread_is_left_when_the_consumer_stops_early(self, taken: int) -> None:
         closed = threading.Event()
 
         def endless() -> Iterator[int]:
             try:
-                number = 0
-                while True:
-                    yield number
-                    number += 1
+                yield from itertools.count()
             finally:
                 closed.set()
 
         before = threading.active_count()
-        items = ahead(endless(), depth=2)
-        if leave == "unstarted":
-            items.close()
-        else:
-            assert next(items) == 0
-        if leave == "close":
-            items.close()
-        elif leave == "drop":
-            del items
-            gc.collect()
-        elif leave == "raise":
-            with pytest.raises(KeyboardInterrupt):
-                items.throw(KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt), Ahead(endless(), depth=2) as items:  # noqa: PT012
+            for number in range(taken):
+                assert next(items) == number
+            raise KeyboardInterrupt
         assert threading.active_count() == before
-        assert closed.is_set() == (leave != "unstarted")
+        assert closed.is_set() or taken == 0
+        assert list(items) == []
+
+    def test_work_begins_before_the_first_item_is_asked_for(self) -> None:
+        begun = threading.Event()
+
+        def numbers() -> Iterator[int]:
+            begun.set()
+            yield 1
+
+        with Ahead(numbers()) as items:
+            assert begun.wait(5)
+            assert list(items) == [1]

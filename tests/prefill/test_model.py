@@ -140,3 +140,11 @@ def test_devices() -> None:
         choose_device("mps")
     with pytest.raises(ResourceError, match="CUDA devices found"):
         choose_device("cuda:99")
+
+
+def test_tied_embeddings_are_not_missing_weights(tmp_path: Path) -> None:
+    tied = make_model("llama", tie_word_embeddings=True)
+    tied.save_pretrained(tmp_path)
+    prompts = mixed()
+    model = load_model(read_model_files(tmp_path), torch.device("cpu"))
+    assert_equal(walked(model, prompts, chunk=97), eager(tied, prompts))
