@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,10 +19,10 @@ from transformers import PreTrainedModel
 from prefillcli.plan.pack import Pack
 from prefillcli.prefill.forest import ForestAttention, KeysStored, UnsupportedModelError
 from prefillcli.prefill.layout import Chunk, Reads, Tree, split_evenly
+from prefillcli.prefill.recording import LayerCall, Recording, Shelf
 
 LOGIT_BYTES = 16 << 20  # float32 logits of this size at a time
 
-LayerCall = tuple[tuple[Any, ...], dict[str, Any]]
 KeyValue = tuple[Tensor, Tensor]
 
 
@@ -49,14 +48,6 @@ class _Stage(nn.Module):
         return self._report(hidden_states, *args, **kwargs)
 
 
-@dataclass(slots=True)
-class _Recording:
-    """What the model's forward handed to its layers for some tokens."""
-
-    hidden: Tensor | None
-    calls: list[LayerCall]
-
-
 class LayerWalk:
     """A causal language model of transformers, walked layer by layer.
 
@@ -73,7 +64,7 @@ class LayerWalk:
         self.device: torch.device = model.get_input_embeddings().weight.device
         decoder.layers = nn.ModuleList(_Stage(layer, i, self) for i, layer in enumerate(self.layers))
         self._decoder = decoder
-        self._recording: _Recording | None = None
+        self._recording: Recording | None = None
         self._injected: Tensor | None = None
         self._held: dict[int, KeyValue] = {}  # by layer
         self._offload_held = offload_held
@@ -151,6 +142,7 @@ class LayerWalk:
         """The residual stream before the first layer, [1, tokens, hidden], and each chunk's layer arguments."""
         hidden: Tensor | None = None
         calls = []
+        shelf = Shelf(len(tokens))
         for chunk in chunks:
             recording = self._record(tokens[chunk.start : chunk.end], chunk.positions)
             if recording.hidden is None:
@@ -159,13 +151,14 @@ class LayerWalk:
                 shape = (1, len(tokens), recording.hidden.shape[-1])
                 hidden = torch.empty(shape, dtype=recording.hidden.dtype, device=self.device)
             hidden[:, chunk.start : chunk.end] = recording.hidden
-            calls.append(recording.calls)
+            calls.append(shelf.keep(recording.calls, chunk.end - chunk.start))
+            del recording  # before the next chunk's is made
         if hidden is None:
             raise ValueError("a pack holds at least one token")
         return hidden, calls
 
-    def _record(self, tokens: Tensor, positions: np.typing.NDArray[np.int64]) -> _Recording:
-        recording = _Recording(None, [])
+    def _record(self, tokens: Tensor, positions: np.typing.NDArray[np.int64]) -> Recording:
+        recording = Recording()
         with self._staged(recording=recording):
             try:
                 self.model(
@@ -185,7 +178,7 @@ class LayerWalk:
         return logits[0].float()
 
     @contextmanager
-    def _staged(self, *, recording: _Recording | None = None, injected: Tensor | None = None) -> Iterator[None]:
+    def _staged(self, *, recording: Recording | None = None, injected: Tensor | None = None) -> Iterator[None]:
         self._recording, self._injected = recording, injected
         try:
             yield

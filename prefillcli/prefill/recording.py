@@ -1,0 +1,63 @@
+"""What a model's forward hands to its layers, recorded chunk by chunk.
+
+The same tensors (rotary tables, position ids) go to every layer, and live as long as the pack. Left where each chunk's
+forward put them, they would lie scattered between its temporaries and keep the allocator from using their room
+again: as much as the residual stream, in small chunks. So they are moved into one buffer each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LayerCall = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(slots=True)
+class Recording:
+    """One forward over some tokens: the residual stream before the first layer, [1, tokens, hidden], and the other
+    arguments of each layer."""
+
+    hidden: Tensor | None = None
+    calls: list[LayerCall] = field(default_factory=list)
+
+
+class Shelf:
+    """Buffers for the tensors of all chunks of a pack of `tokens` tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self._buffers: dict[tuple[int, torch.dtype, int], Tensor] = {}
+        self._filled: dict[tuple[int, torch.dtype, int], int] = {}
+
+    def keep(self, calls: list[LayerCall], chunk_tokens: int) -> list[LayerCall]:
+        """The same calls with their tensors moved here. A tensor that several layers share stays one."""
+        moved: dict[int, Tensor] = {}
+
+        def move(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                if id(value) not in moved:
+                    moved[id(value)] = self._move(value, len(moved), chunk_tokens)
+                return moved[id(value)]
+            if isinstance(value, tuple | list):
+                return type(value)(move(part) for part in value)
+            if isinstance(value, dict):
+                return {key: move(part) for key, part in value.items()}
+            return value
+
+        return [(move(args), move(kwargs)) for args, kwargs in calls]
+
+    def _move(self, tensor: Tensor, number: int, chunk_tokens: int) -> Tensor:
+        per_token, rest = divmod(tensor.numel(), chunk_tokens)
+        if rest or not per_token:
+            return tensor  # not made of one piece for each token
+        key = (number, tensor.dtype, per_token)
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty(per_token * self._tokens, dtype=tensor.dtype, device=tensor.device)
+            self._filled[key] = 0
+        start = self._filled[key]
+        self._filled[key] = start + tensor.numel()
+        return self._buffers[key][start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
