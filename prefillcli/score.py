@@ -202,10 +202,6 @@ class _ScoreJob:
         coming = Ahead(windows(source, builder, labels, id_column=settings.id_column, skip=sink.finished))
         progress = Progress(source.selected_rows, interval=settings.progress_interval, quiet=settings.quiet)
         with coming, progress:
-            with clock.phase("load"), stop.at_once():  # takes a while, in which the first window is made
-                from prefillcli.prefill.model import import_model_code
-
-                import_model_code(files)
             progress.advance(sink.counts.total)
             scorer: WindowScorer | None = None
             for window in self._waiting(coming, stop):

@@ -13,10 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
 from prefillcli.errors import ResourceError, UsageError, brief
@@ -167,11 +164,6 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ResourceError(f"--device {name}: {torch.cuda.device_count()} CUDA devices found")
     return device
-
-
-def import_model_code(files: ModelFiles) -> None:
-    """Import what loading needs: transformers finds a family's code when it is first asked for it."""
-    MODEL_FOR_CAUSAL_LM_MAPPING.get(type(files.config), None)
 
 
 def load_model(files: ModelFiles, device: torch.device, *, trust_remote_code: bool = False) -> PreTrainedModel:
