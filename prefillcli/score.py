@@ -157,7 +157,6 @@ class _ScoreJob:
                 carried=source.carried_schema,
                 id_name=settings.id_column,
                 jsonl_input=source.kind == "jsonl",
-                plan={},
             )
         except (OutputExistsError, OutputConflictError, OutputBusyError):
             self.report.report = None

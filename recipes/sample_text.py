@@ -160,11 +160,6 @@ class Question:
     answer: str  # Yes, No
 
 
-def words_of(kind: str) -> tuple[str, ...]:
-    """The set of words that questions of a kind ask about."""
-    return {"topics": TOPICS, "creditors": CREDITORS, "subjects": SUBJECTS}[kind]
-
-
 def _plan_words(rng: Random, vocabulary: tuple[str, ...], lines: int, idle_share: float) -> list[str | None]:
     """A word or None for each line: about half of the words are mentioned once, some often."""
     most = min(lines, MOST_WORDS)

@@ -39,12 +39,12 @@ def filesystem_of(path: str) -> tuple[Any, str]:
     except (ImportError, ValueError) as error:
         try:
             arrow, inner = pyarrow.fs.FileSystem.from_uri(path)
-        except Exception:
+        except Exception:  # Arrow does not know it either; what fsspec said tells more
             raise UsageError(f"cannot open {path}: {error}") from None
         from fsspec.implementations.arrow import ArrowFSWrapper
 
         return ArrowFSWrapper(arrow), inner
-    except Exception as error:
+    except Exception as error:  # whatever the client of an object store raises
         raise UsageError(f"cannot open {path}: {error}") from None
     return filesystem, inner
 

@@ -73,7 +73,6 @@ class Sink:
         label_names: Sequence[str],
         id_name: str | None,
         jsonl_input: bool,
-        plan: dict[str, Any],
         carried: pa.Schema | None = None,
     ) -> Sink:
         """Begin the job's output, or go on with it.
@@ -91,7 +90,7 @@ class Sink:
             found = _decide(target, fingerprint, resume, overwrite)
             sink = cls(
                 target,
-                found or Manifest(fingerprint, plan),
+                found or Manifest(fingerprint, {}),
                 release,
                 label_names=label_names,
                 id_name=id_name,
@@ -117,12 +116,11 @@ class Sink:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """The plan given to `open`; when going on, that of the first attempt."""
+        """What the job has stored here; empty at first, and when going on what an earlier attempt stored."""
         return self._manifest.plan
 
     @plan.setter
     def plan(self, plan: dict[str, Any]) -> None:
-        """Keep another plan from now on."""
         self._manifest.plan = plan
         self._manifest.save(self._work)
 

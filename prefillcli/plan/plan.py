@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from prefillcli.plan.pack import Limits, Pack, cut_packs
 from prefillcli.plan.trie import TokenArray, build_forest, dissolve_small_nodes, forest_tokens, token_order
 
-SCHEDULES = ("prefix-tree", "fifo")
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:

@@ -52,7 +52,6 @@ class ModelFiles:
     family: str
     config: Any
     dtype: torch.dtype
-    weight_bytes: int
 
     @property
     def max_length(self) -> int:
@@ -114,7 +113,7 @@ def read_model_files(
         chosen = torch.float32  # float16 is slow and inexact on CPUs
     for file in weights:
         _check_safetensors(file)
-    return ModelFiles(path, config.model_type, config, chosen, sum(file.stat().st_size for file in weights))
+    return ModelFiles(path, config.model_type, config, chosen)
 
 
 def _refuse(whole: Any, config: Any, trust_remote_code: bool) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import datetime
 import json
+import shutil
 from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.score.jobs import (
     TOLERANCE,
@@ -142,6 +144,16 @@ def test_a_prompt_beyond_the_models_own_limit_is_an_error(model: Path) -> None:
     source = write_jsonl("in.jsonl", [{"prompt_token_ids": [5] * 2049}, {"prompt_token_ids": [5] * 9}])
     score(source, model=model, max_length=10_000)
     assert [row["error"] for row in read_output("out.parquet")] == ["prompt_too_long", None]
+
+
+def test_a_model_that_answers_with_no_number_gives_error_rows(model: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(model, tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    weights["model.norm.weight"].fill_(float("nan"))
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    source = write_jsonl("in.jsonl", [{"prompt": text} for text in texts(4)])
+    assert score(source, model=broken)["exit_code"] == 3
+    assert [(row["error"], row["score"]) for row in read_output("out.parquet")] == [("nonfinite_score", None)] * 4
 
 
 def test_a_prompt_beyond_the_memory_budget_is_an_error(model: Path) -> None:
