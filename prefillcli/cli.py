@@ -13,8 +13,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from prefillcli import __version__
-from prefillcli.config import RUN, ScoreSettings, load_settings
+from prefillcli.config import load_settings
 from prefillcli.errors import PrefillError
+from prefillcli.settings import RUN, ScoreSettings
 
 app = typer.Typer(
     name="prefill",
@@ -67,7 +68,7 @@ def score(inputs: list[str] | None, recipe: str | None, **flags: Any) -> None:
     if inputs:
         given["inputs"] = inputs
     try:
-        settings = load_settings(given, recipe=recipe)
+        settings = load_settings(ScoreSettings, given, recipe=recipe)
     except PrefillError as error:
         print(f"prefill: {error}", file=sys.stderr)
         finish({"status": "failed", "exit_code": error.exit_code, "error": str(error)})

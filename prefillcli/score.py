@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prefillcli.clock import Clock, peak_memory
-from prefillcli.config import ScoreSettings, parse_size
+from prefillcli.compress.audit import AuditDraw, draw
+from prefillcli.compress.reading import Reading
 from prefillcli.data.fingerprints import hash_model, hash_tokenizer, hash_value
 from prefillcli.data.labels import Labels, parse_labels
 from prefillcli.data.prompts import DEFAULT_COLUMN, PromptBuilder, PromptSettings
-from prefillcli.data.rows import Window
+from prefillcli.data.rows import Prompt, Window
 from prefillcli.data.sink import Sink
 from prefillcli.data.source import Source
 from prefillcli.data.windows import Ahead, windows
@@ -23,23 +24,16 @@ from prefillcli.errors import (
     OutputExistsError,
     PrefillError,
     ResourceError,
-    UsageError,
-    brief,
 )
+from prefillcli.loading import Loaded, Opened, load, open_models
 from prefillcli.outcome import conclude, fail
 from prefillcli.paths import default_output, default_report, refuse_to_replace_input
-from prefillcli.plan.pack import Limits
 from prefillcli.progress import Progress
+from prefillcli.report.audit import audit_of
 from prefillcli.report.run import RunReport, print_table, save_report, versions
-from prefillcli.samples import sample_model
 from prefillcli.scorer import WindowScorer
+from prefillcli.settings import CompressionOptions, ScoreSettings
 from prefillcli.signals import Stop
-
-if TYPE_CHECKING:  # torch takes seconds to import; wrong input should not wait for it
-    import torch
-
-    from prefillcli.engines.base import Engine
-    from prefillcli.prefill.model import ModelFiles
 
 
 def score_job(settings: ScoreSettings) -> dict[str, Any]:
@@ -99,7 +93,8 @@ class _ScoreJob:
                 file=sys.stderr,
             )
         with clock.phase("load"), stop.at_once():
-            files, device, tokenizer = self._open_model()
+            opened = open_models(settings)
+        files, tokenizer = opened.files, opened.tokenizer
         builder = self.builder = PromptBuilder(
             tokenizer,
             PromptSettings(
@@ -110,10 +105,11 @@ class _ScoreJob:
                 max_length=min(settings.max_length or files.max_length, files.max_length),
                 on_long=settings.on_long,
                 vocab_size=files.config.vocab_size,
+                compression=opened.draft is not None,
             ),
             source.available,
         )
-        source.select(columns=builder.columns, carried=self._carried())
+        source.select(columns=builder.columns, carried=self._carried(), optional=builder.optional)
         labels = Labels(tokenizer, parse_labels(settings.labels))
         with clock.phase("read"), stop.at_once():
             report.fingerprint = {
@@ -126,18 +122,30 @@ class _ScoreJob:
                     [settings.temperature, str(files.dtype), settings.id_column, list(settings.keep_columns)]
                 ),
             }
+            if opened.draft is not None:
+                report.fingerprint["draft"] = hash_model(opened.draft.path)
+                report.fingerprint["compression"] = hash_value(
+                    [
+                        [name, getattr(settings, name)]
+                        for name in (*CompressionOptions.model_fields, "max_flips", "audit", "truth")
+                        if name != "draft"
+                    ]
+                )
         refuse_to_replace_input(output, (file.path for file in source.files))
         with self._open_sink(output, source, labels) as sink:
             self.sink = sink
             report.resumed = sink.counts.total > 0
             self._scored_before = sink.counts.scored
             if not sink.complete:
-                self._score(source, builder, labels, sink, files, device, stop)
+                self._score(source, builder, labels, sink, opened, stop)
+            self._report_audit(sink, labels)
         conclude(report, sink.counts, max_error_rate=settings.max_error_rate, skip_empty=settings.skip_empty)
 
     def _carried(self) -> list[str]:
         """Input columns that go to the output."""
-        return ([self.settings.id_column] if self.settings.id_column else []) + list(self.settings.keep_columns)
+        settings = self.settings
+        named = [settings.id_column, *settings.keep_columns, settings.truth]
+        return list(dict.fromkeys(name for name in named if name))
 
     def _named_columns(self) -> list[str]:
         """Columns that the prompt certainly needs, known before the tokenizer and the template are."""
@@ -157,35 +165,12 @@ class _ScoreJob:
                 carried=source.carried_schema,
                 id_name=settings.id_column,
                 jsonl_input=source.kind == "jsonl",
+                audit=settings.audit > 0,
+                truth=settings.truth,
             )
         except (OutputExistsError, OutputConflictError, OutputBusyError):
             self.report.report = None
             raise
-
-    def _open_model(self) -> tuple[ModelFiles, torch.device, Any]:
-        """The model's files, checked, its device and its tokenizer; no weights."""
-        from transformers import AutoTokenizer
-
-        from prefillcli.prefill.model import choose_device, find_model, read_model_files
-
-        settings = self.settings
-        if settings.model is None:
-            path = sample_model()
-            print(
-                f"prefill: warning: no --model given; the sample model in {path} is for demonstration",
-                file=sys.stderr,
-            )
-        else:
-            path = find_model(settings.model, settings.revision)
-        device = choose_device(settings.device)
-        files = read_model_files(
-            path, dtype=settings.dtype, device=device.type, trust_remote_code=settings.trust_remote_code
-        )
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
-        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-            raise UsageError(f"{path}: cannot load the tokenizer: {brief(error)}") from None
-        return files, device, tokenizer
 
     def _score(
         self,
@@ -193,11 +178,11 @@ class _ScoreJob:
         builder: PromptBuilder,
         labels: Labels,
         sink: Sink,
-        files: ModelFiles,
-        device: torch.device,
+        opened: Opened,
         stop: Stop,
     ) -> None:
         settings, clock = self.settings, self.clock
+        audit = AuditDraw(settings.audit, self._rows(source)) if settings.audit else None
         coming = Ahead(windows(source, builder, labels, id_column=settings.id_column, skip=sink.finished))
         progress = Progress(source.selected_rows, interval=settings.progress_interval, quiet=settings.quiet)
         with coming, progress:
@@ -207,9 +192,9 @@ class _ScoreJob:
                 if scorer is None:
                     labels.check(window)
                     with clock.phase("load"), stop.at_once():
-                        engine = self._load_engine(files, device, sink)
+                        loaded = self._load(opened, sink)
                     scorer = WindowScorer(
-                        engine,
+                        loaded.engine,
                         sink,
                         labels,
                         schedule=settings.schedule,
@@ -218,12 +203,27 @@ class _ScoreJob:
                         clock=clock,
                         progress=progress,
                         stop=stop,
+                        compress=self._compress_with(loaded, labels, sink),
+                        audit=audit,
                     )
                 scorer.score(window)
             with clock.phase("write"):
                 sink.finish()
         if scorer is not None:
-            engine.close()
+            loaded.close()
+
+    def _rows(self, source: Source) -> int:
+        """Row numbers of the job end before this one."""
+        total = source.count()
+        return total if self.settings.limit is None else min(total, self.settings.limit)
+
+    def _report_audit(self, sink: Sink, labels: Labels) -> None:
+        """Sum up what compression did to the rows that were read both ways."""
+        if not self.settings.audit:
+            return
+        audited = sink.counts.audited
+        pairs = [(score, full, labels.is_positive(answer)) for score, full, _, answer in audited]
+        self.report.audit = audit_of(pairs, [flipped for _, _, flipped, _ in audited])
 
     def _waiting(self, coming: Iterator[Window], stop: Stop) -> Iterator[Window]:
         """The windows, with the time spent waiting for them."""
@@ -234,38 +234,46 @@ class _ScoreJob:
                 return
             yield window
 
-    def _load_engine(self, files: ModelFiles, device: torch.device, sink: Sink) -> Engine:
-        from prefillcli.engines.torch import TorchEngine
-        from prefillcli.prefill.memory import (
-            FREE_SHARE,
-            available_memory,
-            choose_chunk,
-            memory_law,
-            pack_limits,
-        )
-        from prefillcli.prefill.model import load_model
+    def _load(self, opened: Opened, sink: Sink) -> Loaded:
+        keep = self.settings.keep
+        loaded = load(opened, self.settings, keep=1.0 if keep == "auto" else keep, before=sink.plan)
+        sink.plan = loaded.plan
+        return loaded
 
-        settings = self.settings
-        model = load_model(files, device, trust_remote_code=settings.trust_remote_code)
-        law = memory_law(files.config, files.dtype)
-        budget = parse_size(settings.memory) if settings.memory else int(available_memory(device) * FREE_SHARE)
-        chosen = (settings.memory, settings.pack_tokens, settings.chunk_tokens, settings.prefix_kv)
-        chunk_tokens = settings.chunk_tokens or choose_chunk(law, budget, device)
-        limits = pack_limits(
-            law,
-            budget=budget,
-            device=device,
-            chunk_tokens=chunk_tokens,
-            pack_tokens=settings.pack_tokens,
-            prefix_kv=settings.prefix_kv,
-        )
-        before = sink.plan  # a resumed run cuts the same packs, unless it is told otherwise or they no longer fit
-        if before and before["asked"] == list(chosen) and before["limits"]["max_tokens"] <= limits.max_tokens:
-            chunk_tokens, limits = before["chunk_tokens"], Limits(**before["limits"])
-        sink.plan = {"asked": list(chosen), "chunk_tokens": chunk_tokens, "limits": asdict(limits)}
-        return TorchEngine(
-            model, limits=limits, chunk_tokens=chunk_tokens, offload_held=settings.prefix_kv == "offload"
-        )
+    def _compress_with(
+        self, loaded: Loaded, labels: Labels, sink: Sink
+    ) -> Callable[[Window, Sequence[Prompt], Callable[[float], None]], list[Reading]] | None:
+        """How a window's prompts are compressed; None without a draft."""
+        compressor, settings, report = loaded.compressor, self.settings, self.report
+        if compressor is None:
+            return None
+        from prefillcli.compress.auto import RATES, choose_keep, sample_rows
+
+        report.keep = compressor.keep
+
+        def compress(window: Window, prompts: Sequence[Prompt], tick: Callable[[float], None]) -> list[Reading]:
+            pending = settings.keep == "auto" and "keep" not in sink.plan
+            wanted = compressor.keeps(prompts, RATES[0] if pending else None)
+            estimates = compressor.estimate(prompts, wanted, tick)
+            able = [i for i, keep in enumerate(wanted) if keep is not None and prompts[i].keep is None]
+            if pending and able:
+                chosen = draw(able, settings.audit or sample_rows(settings.max_flips), window.index)
+                choice = choose_keep(
+                    compressor, loaded.engine, prompts, estimates, chosen, labels.sets, settings.max_flips, tick
+                )
+                report.keep_auto = asdict(choice)
+                report.keep = compressor.keep = choice.keep
+                sink.plan = sink.plan | {"keep": choice.keep, "keep_auto": report.keep_auto}
+                if not choice.trials:
+                    print(
+                        f"prefill: warning: --keep auto: {len(chosen):,} rows to try it on cannot prove that at most "
+                        f"{settings.max_flips:.2%} flip, {choice.rows_needed:,} could; all rows are read in full",
+                        file=sys.stderr,
+                    )
+            report.tokens.draft = compressor.draft.tokens
+            return compressor.select(prompts, compressor.keeps(prompts), estimates)
+
+        return compress
 
     def finish_report(self) -> None:
         """Put the numbers of the run into the report."""

@@ -1,14 +1,17 @@
-"""One window: planned, answered pack by pack, written as parts."""
+"""One window: compressed, planned, answered pack by pack, written as parts."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from prefillcli.answers import plan_readings
 from prefillcli.clock import Clock
+from prefillcli.compress.audit import AuditDraw
+from prefillcli.compress.reading import SPECPREFILL, Reading
 from prefillcli.data.labels import Labels
 from prefillcli.data.rows import Prompt, RowError, Scored, Window
 from prefillcli.data.sink import Sink
@@ -16,16 +19,37 @@ from prefillcli.engines.base import Engine
 from prefillcli.errors import Interrupted
 from prefillcli.plan.account import account
 from prefillcli.plan.pack import Pack
-from prefillcli.plan.plan import make_plan, packs_to_run
+from prefillcli.plan.plan import packs_to_run
 from prefillcli.progress import Progress
 from prefillcli.report.run import RunReport
 from prefillcli.signals import Stop
 
+#: Decides how the target reads a window's prompts; the function given is to be called with the tokens of each step.
+Compress = Callable[[Window, Sequence[Prompt], Callable[[float], None]], list[Reading]]
+
 FLUSH_SECONDS = 15.0  # finished rows are written at least this often, between packs
 
 
+class _Work:
+    """The readings of a window: first the `ordinary` ones, then those of audited prompts in full.
+
+    An audited row waits in `scored` or `audits` for its other half.
+    """
+
+    def __init__(self, readings: list[Reading], audited: Sequence[int], ordinary: int, done: set[int]) -> None:
+        self.readings = readings
+        self.audited = {readings[number].prompt.row for number in audited}
+        self.ordinary = ordinary
+        self.done = done
+        self.scored: dict[int, Scored] = {}
+        self.audits: dict[int, npt.NDArray[np.float64]] = {}
+
+
 class WindowScorer:
-    """Brings windows through an engine into a sink, and counts in the report what that took."""
+    """Brings windows through an engine into a sink, and counts in the report what that took.
+
+    Without `compress` every prompt is read in full. `audit` says which of the compressed ones are read in full too.
+    """
 
     def __init__(
         self,
@@ -39,6 +63,8 @@ class WindowScorer:
         clock: Clock,
         progress: Progress,
         stop: Stop,
+        compress: Compress | None = None,
+        audit: AuditDraw | None = None,
     ) -> None:
         self._engine = engine
         self._sink = sink
@@ -49,6 +75,8 @@ class WindowScorer:
         self._clock = clock
         self._progress = progress
         self._stop = stop
+        self._compress = compress
+        self._audit = audit
         self._scored: list[Scored] = []  # done, but not yet written
         self._errors: dict[int, RowError] = {}
         self._flushed = time.monotonic()
@@ -56,15 +84,17 @@ class WindowScorer:
     def score(self, window: Window) -> None:
         """Score the rows of `window` that are not in the sink yet; stopped, write what is finished before raising."""
         done = self._sink.done(window.index)
-        prompts = self._fitting(window)
+        readings = self._fitting(self._read(window))
+        audited = self._audited(window, readings)
+        work = _Work(readings + [Reading(readings[number].prompt) for number in audited], audited, len(readings), done)
         self._progress.advance(len(window.errors.keys() - done) + len(self._errors))
         with self._clock.phase("plan"):
-            plan = make_plan([p.tokens for p in prompts], self._engine.limits, self._schedule)
-            packs = packs_to_run(plan, [i for i, p in enumerate(prompts) if p.row in done])
+            plan = plan_readings(work.readings, self._engine.limits, self._schedule)
+            packs = packs_to_run(plan, [i for i, each in enumerate(work.readings) if each.prompt.row in done])
         self._report.tokens.unique += plan.unique_tokens
         try:
             for pack in packs:
-                self._score_pack(pack, prompts, done)
+                self._score_pack(pack, work)
                 if time.monotonic() - self._flushed > FLUSH_SECONDS:
                     self._flush(window)
         except Interrupted:
@@ -72,21 +102,45 @@ class WindowScorer:
             raise
         self._flush(window)
 
-    def _fitting(self, window: Window) -> list[Prompt]:
-        """The prompts that the memory budget holds; the others become error rows."""
+    def _read(self, window: Window) -> list[Reading]:
+        if self._compress is None:
+            return [Reading(prompt) for prompt in window.prompts]
+
+        def tick(tokens: float) -> None:
+            self._progress.advance(0)
+            self._stop.check()
+
+        with self._clock.phase("draft"):
+            return self._compress(window, window.prompts, tick)
+
+    def _fitting(self, readings: Sequence[Reading]) -> list[Reading]:
+        """The readings that the memory budget holds; the others become error rows."""
         most = self._engine.limits.max_tokens
         fitting = []
-        for prompt in window.prompts:
-            if len(prompt.tokens) <= most:
-                fitting.append(prompt)
+        for reading in readings:
+            if len(reading.tokens) <= most:
+                fitting.append(reading)
             else:
-                detail = f"{len(prompt.tokens)} tokens; the memory budget holds {most}"
-                self._errors[prompt.row] = RowError("exceeds_memory", detail)
+                detail = f"{len(reading.tokens)} tokens; the memory budget holds {most}"
+                self._errors[reading.prompt.row] = RowError("exceeds_memory", detail)
         return fitting
 
-    def _score_pack(self, pack: Pack, prompts: Sequence[Prompt], done: set[int]) -> None:
-        rows = len(pack.prompts) / len(pack.tokens)
-        tokens = sum(len(prompts[i].tokens) for i in pack.prompts) / len(pack.tokens)
+    def _audited(self, window: Window, readings: Sequence[Reading]) -> list[int]:
+        """Numbers of the readings whose prompts are read in full as well."""
+        if self._audit is None:
+            return []
+        most = self._engine.limits.max_tokens
+        able = [
+            number
+            for number, reading in enumerate(readings)
+            if reading.method == SPECPREFILL and len(reading.prompt.tokens) <= most
+        ]
+        return self._audit.draw(window, able)
+
+    def _score_pack(self, pack: Pack, work: _Work) -> None:
+        ordinary = [i for i in pack.prompts if i < work.ordinary]
+        rows = len(ordinary) / len(pack.tokens)
+        tokens = sum(len(work.readings[i].prompt.tokens) for i in ordinary) / len(pack.tokens)
 
         def tick(step: float) -> None:
             self._progress.advance(step * rows, step * tokens)
@@ -94,37 +148,40 @@ class WindowScorer:
 
         begun = time.monotonic()
         with self._clock.phase("model"):
-            answers = self._engine.answer(pack, lambda i: self._labels.sets[prompts[i].labels], tick)
-        self._collect(pack, answers, prompts, done, time.monotonic() - begun)
+            answers = self._engine.answer(pack, lambda i: self._labels.sets[work.readings[i].prompt.labels], tick)
+        self._collect(pack, answers, work, time.monotonic() - begun)
 
     def _collect(
-        self,
-        pack: Pack,
-        answers: Mapping[int, npt.NDArray[np.float64]],
-        prompts: Sequence[Prompt],
-        done: set[int],
-        seconds: float,
+        self, pack: Pack, answers: Mapping[int, npt.NDArray[np.float64]], work: _Work, seconds: float
     ) -> None:
         tokens = self._report.tokens
         self._report.packs += 1
         tokens.computed += len(pack.tokens)
         for part in account(pack):
-            prompt = prompts[part.prompt]
-            if prompt.row in done:
+            reading = work.readings[part.prompt]
+            prompt = reading.prompt
+            if prompt.row in work.done:
                 continue  # computed again only for the K,V that a later pack holds
-            tokens.prompt += len(prompt.tokens)
-            tokens.kept += len(prompt.tokens)
-            tokens.shared += part.shared_tokens
-            self._scored.append(
-                Scored(
+            if part.prompt >= work.ordinary:
+                tokens.audit += part.computed_tokens
+                work.audits[prompt.row] = answers[part.prompt]
+            else:
+                tokens.prompt += len(prompt.tokens)
+                tokens.kept += len(reading.tokens)
+                tokens.shared += part.shared_tokens
+                work.scored[prompt.row] = Scored(
                     row=prompt.row,
                     logprobs=answers[part.prompt],
                     shared_tokens=part.shared_tokens,
                     computed_tokens=part.computed_tokens,
-                    kept_tokens=len(prompt.tokens),
-                    seconds=seconds * part.share,
+                    kept_tokens=len(reading.tokens),
+                    seconds=seconds * part.share + reading.draft_seconds,
+                    method=reading.method,
                 )
-            )
+            if prompt.row in work.scored and (prompt.row in work.audits or prompt.row not in work.audited):
+                scored = work.scored.pop(prompt.row)
+                scored.audit = work.audits.pop(prompt.row, None)
+                self._scored.append(scored)
 
     def _flush(self, window: Window) -> None:
         """Write finished rows as a part; the window's own error rows come with its first one."""

@@ -12,8 +12,8 @@ from random import Random
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from recipes.sample_text import CASES, Case, ask_fairly
-from recipes.vocabulary import CREDITORS, SUBJECTS, TOPICS
+from prefillcli.bench.sample_text import CASES, Case, ask_fairly
+from prefillcli.bench.vocabulary import CREDITORS, SUBJECTS, TOPICS
 
 WORDS = tuple(dict.fromkeys((*TOPICS, *CREDITORS, *SUBJECTS)))
 MOST_LINES = 250  # about 4,900 tokens of history

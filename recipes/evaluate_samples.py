@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from prefillcli.bench.sample_text import CASES, ask, prompt
 from recipes.curriculum import gapped_positions
-from recipes.sample_text import CASES, ask, prompt
 
 SAMPLES = Path(__file__).resolve().parent.parent / "samples"
 BUCKETS = (0, 500, 1500, 3000, 4000, 8192)  # edges, in prompt tokens

@@ -15,8 +15,8 @@ from random import Random
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from prefillcli.bench.sample_text import Case, ask, credit_case, label_case, post_case, prompt
 from recipes.evaluate_samples import SAMPLES
-from recipes.sample_text import Case, ask, credit_case, label_case, post_case, prompt
 
 SEED = "samples 2024"
 USERS, POSTS = 12, 20

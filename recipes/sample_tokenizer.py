@@ -6,8 +6,8 @@ from random import Random
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from recipes.sample_text import CASES, ask_fairly
-from recipes.vocabulary import CREDITORS, SUBJECTS, TOPICS
+from prefillcli.bench.sample_text import CASES, ask_fairly
+from prefillcli.bench.vocabulary import CREDITORS, SUBJECTS, TOPICS
 
 BOS, EOS = "<s>", "</s>"
 VOCABULARY = 2048

@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from prefillcli.bench.sample_text import CASES
 from recipes.curriculum import MOST_LINES, Batch, BatchMaker, Curriculum
 from recipes.evaluate_samples import SAMPLES, Row, Scored, accuracy, draw_rows, nll, score
-from recipes.sample_text import CASES
 from recipes.sample_tokenizer import LONGEST, train_tokenizer
 
 TEXT_WEIGHT = 0.2  # of the mean text loss beside the mean answer loss: 0.01 a token

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from prefillcli.cli import app
-from prefillcli.config import ScoreSettings
+from prefillcli.settings import ScoreSettings
 from prefillcli.data.rows import ERROR_CODES
 from prefillcli.report.run import RunReport
 

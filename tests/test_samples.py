@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from prefillcli.bench.sample_text import CASES, ask_fairly, prompt
+from prefillcli.bench.vocabulary import CREDITORS, SUBJECTS, TOPICS
 from recipes.evaluate_samples import SAMPLES, Row, accuracy, auc, sample_rows, score
 from recipes.make_samples import CREDIT_FILE, LABEL_FILE, POST_FILE, write_samples
-from recipes.sample_text import CASES, ask_fairly, prompt
-from recipes.vocabulary import CREDITORS, SUBJECTS, TOPICS
 
 TARGET, DRAFT = SAMPLES / "models" / "target", SAMPLES / "models" / "draft"
 MIB = 2**20

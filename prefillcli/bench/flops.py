@@ -1,43 +1,184 @@
-"""Floating-point operations that a dense Llama needs, to tell saved work from speed."""
+"""The cost model: floating-point operations of a prefill, and the speedup that SpecPrefill promises from them.
+
+Multiply-adds of table 5 of SpecPrefill (arXiv 2502.02789, appendix E), two operations each: MLP 3BSDI, projections
+BSD^2(2 + 2H'/H), attention 2BS^2D, head BSDV; written here for the text configurations of transformers, with heads of
+any width, experts and sliding windows. Norms, rotary embeddings, softmax and the embedding are left out. MLPs are
+taken to be gated (three matrices), as in all families that the walk is verified for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from prefillcli.plan.plan import Plan
 from prefillcli.plan.trie import TokenArray
 
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
+
+
+@dataclass(frozen=True, slots=True)
+class Flops:
+    """Floating-point operations by part: two for each multiply-add."""
+
+    mlp: float  # with routers and shared experts
+    projections: float  # of queries, keys, values and attention's output
+    attention: float  # queries with keys, and weights with values
+    head: float
+
+    @property
+    def total(self) -> float:
+        """All parts."""
+        return self.mlp + self.projections + self.attention + self.head
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(
+            self.mlp + other.mlp,
+            self.projections + other.projections,
+            self.attention + other.attention,
+            self.head + other.head,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Operations of one layer: for a token, and for one query with one key over all heads."""
+
+    mlp: float
+    inputs: float  # projections of queries, keys and values
+    output: float
+    pair: float
+    window: int | None  # most keys that a query sees, itself included
+
+
+def table5(config: Any, tokens: int, *, head_tokens: int | None = None) -> Flops:
+    """Table 5 to the letter, for one prompt of `tokens`: every query with every key, the head over all tokens.
+
+    `head_tokens` puts the head to so many of them only. Batches multiply all parts alike. Raises ValueError for a
+    configuration with layers that are no attention.
+    """
+    layers = _layers(config)
+    return _flops(
+        config, layers, tokens, [float(tokens) ** 2] * len(layers), tokens if head_tokens is None else head_tokens
+    )
+
+
+def prefill_flops(config: Any, tokens: int, *, head_tokens: int = 1) -> Flops:
+    """What a causal prefill of one prompt needs for its answer.
+
+    Each query with itself and the keys before it, in sliding layers with at most `config.sliding_window` of them; the
+    head for `head_tokens` tokens. Of a compressed prompt, `tokens` are the kept ones: their windows then hold no more
+    than is counted here. Raises ValueError as `table5` does.
+    """
+    layers = _layers(config)
+    return _flops(config, layers, tokens, [_pairs(0, tokens, layer.window) for layer in layers], head_tokens)
+
+
+def predicted_speedup(
+    target: Any, draft: Any, tokens: int, kept: int, *, flops: Callable[[Any, int], Flops] = prefill_flops
+) -> float:
+    """F_target(tokens) / (F_draft(tokens) + F_target(kept)): the draft reads a prompt, the target its kept tokens.
+
+    `target` and `draft` are text configurations. Attention shrinks with the square of what is kept, so this is more
+    than `ratio_speedup` on long prompts.
+    """
+    return flops(target, tokens).total / (flops(draft, tokens).total + flops(target, kept).total)
+
+
+def ratio_speedup(
+    target: Any, draft: Any, tokens: int, keep: float, *, flops: Callable[[Any, int], Flops] = prefill_flops
+) -> float:
+    """1 / (r + keep) with r = F_draft / F_target over the whole prompt.
+
+    Equation 3 of "SpecPrefill on Unified Memory" without its overhead. SpecPrefill's figure 9 is this with `table5`.
+    """
+    return 1 / (flops(draft, tokens).total / flops(target, tokens).total + keep)
+
 
 def plain_flops(config: Any, prompts: Sequence[TokenArray]) -> float:
     """All prompts, each by itself, all layers for all tokens. The head is left out."""
-    tokens = sum(len(p) for p in prompts)
-    pairs = sum(len(p) * (len(p) + 1) / 2 for p in prompts)
-    return float(config.num_hidden_layers * (tokens * _linear(config) + pairs * _pair(config)))
+    return sum(prefill_flops(config, len(prompt), head_tokens=0).total for prompt in prompts)
 
 
 def walk_flops(config: Any, plan: Plan) -> float:
-    """A plan's packs: tokens once, and of the last layer the projections of queries, keys and values alone."""
-    tokens, pairs = 0, 0.0
-    for pack in plan.packs:
-        tokens += len(pack.tokens)
-        for node, start in enumerate(pack.starts):
-            length = pack.offsets[node + 1] - pack.offsets[node]
-            pairs += length * start + length * (length + 1) / 2
-    layers = config.num_hidden_layers - 1
-    return float(layers * (tokens * _linear(config) + pairs * _pair(config)) + tokens * _projections(config))
+    """A plan's packs: tokens once, and of the last layer the projections of queries, keys and values alone.
+
+    Sliding windows are counted over the tokens of a path, whatever their positions. The head is left out.
+    """
+    layers = _layers(config)
+    tokens = sum(len(pack.tokens) for pack in plan.packs)
+    nodes = [
+        (start, end - begin)
+        for pack in plan.packs
+        for start, begin, end in zip(pack.starts, pack.offsets[:-1], pack.offsets[1:], strict=True)
+    ]
+    pairs = [sum(_pairs(start, length, layer.window) for start, length in nodes) for layer in layers[:-1]]
+    return _flops(config, layers[:-1], tokens, pairs, 0).total + tokens * layers[-1].inputs
 
 
-def _projections(config: Any) -> float:
-    heads = config.num_attention_heads + 2 * config.num_key_value_heads
-    return float(2 * config.hidden_size * heads * config.head_dim)
+def _flops(config: Any, layers: Sequence[_Layer], tokens: int, pairs: Sequence[float], head_tokens: int) -> Flops:
+    """`pairs` has one entry a layer."""
+    return Flops(
+        mlp=tokens * sum(layer.mlp for layer in layers),
+        projections=tokens * sum(layer.inputs + layer.output for layer in layers),
+        attention=sum(count * layer.pair for count, layer in zip(pairs, layers, strict=True)),
+        head=2.0 * head_tokens * config.hidden_size * config.vocab_size,
+    )
 
 
-def _linear(config: Any) -> float:
-    rest = config.num_attention_heads * config.head_dim + 3 * config.intermediate_size  # output, gate, up, down
-    return _projections(config) + float(2 * config.hidden_size * rest)
+def _pairs(start: int, length: int, window: int | None) -> float:
+    """Keys seen by `length` queries behind `start` others: the k-th token of a path sees k, or `window` if fewer."""
+    return _triangle(start + length, window) - _triangle(start, window)
 
 
-def _pair(config: Any) -> float:
-    """Of one query with one key, over all heads."""
-    return float(4 * config.num_attention_heads * config.head_dim)
+def _triangle(tokens: int, window: int | None) -> float:
+    ramp = min(tokens, window) if window else tokens
+    return ramp * (ramp + 1) / 2 + (tokens - ramp) * ramp
+
+
+def _layers(config: Any) -> list[_Layer]:
+    heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    inputs = 2.0 * config.hidden_size * width * (heads + 2 * (groups or heads))
+    output, pair = 2.0 * config.hidden_size * width * heads, 4.0 * width * heads
+    return [
+        _Layer(_mlp(config, number), inputs, output, pair, window) for number, window in enumerate(_windows(config))
+    ]
+
+
+def _windows(config: Any) -> list[int | None]:
+    # Families without layer_types (mistral, mixtral, phi3) slide in every layer or in none.
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    if strange := set(kinds) - _ATTENTION_LAYERS:
+        raise ValueError(f"no cost model for layers of type {', '.join(sorted(strange))}")
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _mlp(config: Any, layer: int) -> float:
+    """Of one token: a dense MLP, or router, chosen experts and shared ones."""
+    hidden = int(config.hidden_size)
+    experts = _first(config, "num_local_experts", "num_experts", "n_routed_experts")
+    if not experts or _is_dense(config, layer):
+        return 6.0 * hidden * int(config.intermediate_size)
+    width = _first(config, "moe_intermediate_size", "intermediate_size")
+    gated = _first(config, "shared_expert_intermediate_size")  # qwen2_moe: one shared expert behind a gate of its own
+    shared = gated or _first(config, "shared_intermediate_size") or _first(config, "n_shared_experts") * width
+    router = experts + (1 if gated else 0)
+    return 2.0 * hidden * (router + 3 * (int(config.num_experts_per_tok) * width + shared))
+
+
+def _is_dense(config: Any, layer: int) -> bool:
+    """A layer without experts in a model that has some."""
+    kinds = getattr(config, "mlp_layer_types", None)
+    if kinds:
+        return bool(kinds[layer] == "dense")
+    step = _first(config, "decoder_sparse_step") or 1
+    by_number = layer in (getattr(config, "mlp_only_layers", None) or ()) or (layer + 1) % step != 0
+    return by_number or layer < _first(config, "first_k_dense_replace")
+
+
+def _first(config: Any, *names: str) -> int:
+    """The first of these settings that the configuration has and that is not 0 or None; else 0."""
+    return next((int(value) for name in names if (value := getattr(config, name, None))), 0)

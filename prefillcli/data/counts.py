@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from prefillcli.data.rows import SKIPPED
+
+Audited = tuple[float, float, bool, str | int | float | bool | None]
+"""Score compressed, score in full, whether the prediction differs, and the right answer as the input has it."""
+_PLAIN = (str, int, float, bool)
 
 
 @dataclass
@@ -21,14 +26,19 @@ class Counts:
     """Rows left out for their length on the user's wish; no errors."""
     errors_by_code: dict[str, int] = field(default_factory=dict)
     score_sum: float = 0.0
+    audited: list[Audited] = field(default_factory=list)
+    """Compressed rows that were read in full as well."""
 
     @property
     def mean_score(self) -> float | None:
         """Mean over the scored rows."""
         return self.score_sum / self.scored if self.scored else None
 
-    def add_rows(self, rows: pa.Table) -> None:
-        """Count output rows by their columns `error` and `score`."""
+    def add_rows(self, rows: pa.Table, truth: str | None = None, *, json_truth: bool = False) -> None:
+        """Count output rows by their columns `error` and `score`, and collect those of the audit.
+
+        `truth` is the carried column with the right answer, `json_truth` whether it holds JSON.
+        """
         self.total += len(rows)
         scored = len(rows) - rows["score"].null_count
         self.scored += scored
@@ -41,6 +51,15 @@ class Counts:
                 self.errors += number
                 self.errors_by_code[code] = self.errors_by_code.get(code, 0) + number
 
+        if "audit_score" in rows.column_names:
+            audited = rows.filter(pc.is_valid(rows["audit_score"]))
+            answers = audited[truth].to_pylist() if truth is not None else [None] * len(audited)
+            flips = pc.not_equal(audited["prediction"], audited["audit_prediction"]).to_pylist()
+            scores = zip(audited["score"].to_pylist(), audited["audit_score"].to_pylist(), flips, strict=True)
+            for (score, full, flipped), answer in zip(scores, answers, strict=True):
+                known = json.loads(answer) if json_truth and answer is not None else answer
+                self.audited.append((score, full, flipped, known if isinstance(known, _PLAIN) else None))
+
     def add(self, other: Counts) -> None:
         """Add the rows that `other` counted."""
         self.total += other.total
@@ -48,5 +67,6 @@ class Counts:
         self.errors += other.errors
         self.skipped += other.skipped
         self.score_sum += other.score_sum
+        self.audited += other.audited
         for code, number in other.errors_by_code.items():
             self.errors_by_code[code] = self.errors_by_code.get(code, 0) + number

@@ -90,8 +90,11 @@ _NAMES: dict[type, str] = {
 class BatchMaker:
     """Collects lines into row batches."""
 
-    def __init__(self, columns: Sequence[str], carried: Sequence[str], selection: Selection) -> None:
-        self._columns = tuple(columns)
+    def __init__(
+        self, columns: Sequence[str], carried: Sequence[str], selection: Selection, optional: Sequence[str] = ()
+    ) -> None:
+        self._columns = (*columns, *optional)
+        self._optional = frozenset(optional)
         self._carried = tuple(carried)
         self._selection = selection
         self.row = 0
@@ -134,7 +137,7 @@ class BatchMaker:
             get = parsed.get
             for name, values in self._values.items():
                 values.append(get(name))
-                if name not in parsed:
+                if name not in parsed and name not in self._optional:
                     self._errors.setdefault(row, RowError("missing_column", f"the line has no {name!r}"))
             for name, texts in self._texts.items():
                 value = get(name)

@@ -102,6 +102,18 @@ class Labels:
         self._memo: OrderedDict[str, int | LabelError] = OrderedDict()
         self._alone: dict[str, list[int]] = {}
 
+    def is_positive(self, answer: str | int | float | bool | None) -> bool | None:
+        """Whether a right answer, as a data set has it, is the first label; None if it is none of them.
+
+        It may be a label's name or one of its spellings, true or false, 1 or 0.
+        """
+        if not isinstance(answer, str):
+            return bool(answer) if answer in (0, 1) else None
+        for number, label in enumerate(self.labels):
+            if answer.strip() in (label.name, *(spelling.strip() for spelling in label.variants or ())):
+                return number == 0
+        return None
+
     def resolve(self, tail: str) -> int:
         """Index into `sets` for a prompt that ends in `tail`. Raises LabelError."""
         found = self.resolve_all([tail_of(tail)])[0]

@@ -52,8 +52,8 @@ def window_rows(window: Window) -> tuple[int, int, int]:
     return len(window.rows), int(window.rows[0]), int(window.rows[-1])
 
 
-def result_schema(label_names: Sequence[str]) -> pa.Schema:
-    """The columns that scoring adds."""
+def result_schema(label_names: Sequence[str], audit: bool = False) -> pa.Schema:
+    """The columns that scoring adds; with an audit, those that a compressed row has when it is read in full too."""
     logprobs = [(f"logprob_{name}", pa.float64()) for name in label_names]
     return pa.schema(
         [
@@ -70,6 +70,7 @@ def result_schema(label_names: Sequence[str]) -> pa.Schema:
             ("truncated", pa.bool_()),
             ("error", pa.string()),
             ("error_detail", pa.string()),
+            *([("audit_score", pa.float64()), ("audit_prediction", pa.string())] if audit else ()),
         ]
     )
 
@@ -80,6 +81,7 @@ def make_rows(
     errors: dict[int, RowError],
     label_names: Sequence[str],
     temperature: float,
+    audit: bool = False,
 ) -> pa.Table:
     """Row number, carried columns and result columns of some rows of a window, ascending by row."""
     results = sorted(results, key=lambda scored: scored.row)
@@ -107,7 +109,7 @@ def make_rows(
     def numbers(name: str) -> pa.Array:
         return of_scored([getattr(scored, name) for scored in results], schema.field(name).type)
 
-    schema = result_schema(label_names)
+    schema = result_schema(label_names, audit)
     best = [label_names[label] for label in scores.argmax(axis=1)] if len(results) else []
     columns = [
         of_scored(scores[:, 0], pa.float64()),
@@ -120,6 +122,13 @@ def make_rows(
         pa.array([error and error.code for error in failed], pa.string()),
         pa.array([error and error.detail for error in failed], pa.string()),
     ]
+    if audit:
+        again = [scored.audit for scored in results]
+        whole = [None if own is None else _softmax(own / temperature) for own in again]
+        columns += [
+            of_scored([None if own is None else own[0] for own in whole], pa.float64()),
+            of_scored([None if own is None else label_names[int(own.argmax())] for own in whole], pa.string()),
+        ]
     carried = window.carried.take(pa.array(np.searchsorted(window.rows, rows)))
     return pa.Table.from_arrays(
         [pa.array(rows), *carried.columns, *columns],
@@ -127,10 +136,11 @@ def make_rows(
     )
 
 
-def write_part(store: Store, window: Window, number: int, rows: pa.Table, json_columns: Sequence[str]) -> PartInfo:
-    """Write rows of a window as its part `number`."""
-    info = PartInfo(window.index, window_rows(window), Counts())
-    info.counts.add_rows(rows)
+def write_part(
+    store: Store, window: Window, number: int, rows: pa.Table, json_columns: Sequence[str], counts: Counts
+) -> PartInfo:
+    """Write rows of a window as its part `number`. `counts` are theirs."""
+    info = PartInfo(window.index, window_rows(window), counts)
     info.kinds = {name: kinds_of(rows[name]) for name in json_columns}
     buffer = io.BytesIO()
     metadata = {_METADATA: json.dumps(asdict(info)).encode()}

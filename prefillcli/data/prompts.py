@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ class PromptSettings:
     """What happens to a longer one."""
     vocab_size: int
     """Token ids are below this."""
+    compression: bool = False
+    """Whether the columns `keep` and `specprefill` say how a row is compressed."""
 
 
 class _Draft(NamedTuple):
@@ -69,6 +72,8 @@ class PromptBuilder:
         """The column with the prompt, where there is no template."""
         self.columns: tuple[str, ...] = self.template.columns if self.template else (self.column,)
         """The columns that `build` needs."""
+        self.optional: tuple[str, ...] = ("keep", "specprefill") if settings.compression else ()
+        """Columns that `build` uses where they are there."""
         if self.template is None and self.column == "messages":
             _require_chat(settings, tokenizer)
         self.render_seconds = 0.0
@@ -92,6 +97,8 @@ class PromptBuilder:
         drafts = self._with_chats_rendered(self._drafts(batch, errors), errors)
         rendered = time.perf_counter()
         prompts = self._prompts(drafts, labels, errors)
+        if self.optional:
+            prompts = _with_compression(prompts, batch, errors)
         self.render_seconds += rendered - started
         self.tokenize_seconds += time.perf_counter() - rendered
         return prompts, errors
@@ -206,6 +213,27 @@ def _labelled(
             errors[prompt.row] = RowError("label_not_one_token", str(index).replace("\n", "; "))
         else:
             prompt.labels = index
+            done.append(prompt)
+    return done
+
+
+def _with_compression(prompts: list[Prompt], batch: RowBatch, errors: dict[int, RowError]) -> list[Prompt]:
+    """The prompts with what their rows say of compression; where that makes no sense, an error instead."""
+    keeps, wishes = batch.columns.get("keep"), batch.columns.get("specprefill")
+    place = {row: at for at, row in enumerate(batch.rows.tolist())}
+    done = []
+    for prompt in prompts:
+        at = place[prompt.row]
+        keep = None if keeps is None else keeps[at]
+        wish = None if wishes is None else wishes[at]
+        if isinstance(keep, float) and math.isnan(keep):
+            keep = None
+        if keep is not None and (type(keep) not in (int, float) or not 0 < keep <= 1):
+            errors[prompt.row] = RowError("invalid_keep", f"keep is {keep!r}; it is a rate above 0 and up to 1")
+        elif wish is not None and type(wish) is not bool:
+            errors[prompt.row] = RowError("invalid_keep", f"specprefill is {wish!r}; it is true, false or null")
+        else:
+            prompt.keep, prompt.specprefill = keep, wish
             done.append(prompt)
     return done
 

@@ -25,6 +25,7 @@ ERROR_CODES: dict[str, str] = {
     "invalid_token_ids": "prompt_token_ids is empty, negative or beyond the model's vocabulary",
     "prompt_too_long": "the prompt has more tokens than --max-length",
     "skipped_too_long": "left out because it is too long (--on-long skip); does not count as an error",
+    "invalid_keep": "the row's keep is no rate above 0 up to 1, or its specprefill not true, false or null",
     "exceeds_memory": "the prompt does not fit the memory budget",
     "null_id": "the id is null or missing",
     "duplicate_id": "an earlier row has the same id",
@@ -72,6 +73,10 @@ class Prompt:
     labels: int
     """Index into `Labels.sets`: the label tokens that may follow this prompt."""
     truncated: bool = False
+    keep: float | None = None
+    """The row's own keep rate."""
+    specprefill: bool | None = None
+    """Whether the row is to be compressed, where it says so."""
 
 
 @dataclass(slots=True)
@@ -98,3 +103,5 @@ class Scored:
     kept_tokens: int
     seconds: float
     method: str = "full"
+    audit: Float64Array | None = None
+    """For a compressed row of the audit: `logprobs` as the whole prompt gives them."""

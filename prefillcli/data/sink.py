@@ -43,6 +43,8 @@ class Sink:
         id_name: str | None,
         jsonl_input: bool,
         carried: pa.Schema,
+        audit: bool,
+        truth: str | None,
     ) -> None:
         self.counts = Counts()
         """Of all rows that are safe on disk, those of earlier attempts included."""
@@ -56,6 +58,8 @@ class Sink:
         self._id = id_name
         self._jsonl_input = jsonl_input
         self._carried = carried
+        self._audit = audit
+        self._truth = truth
         self._parts: dict[int, list[int]] = {}
         self._sizes: dict[int, tuple[int, int, int]] = {}
         self._written: dict[int, int] = {}
@@ -74,16 +78,19 @@ class Sink:
         id_name: str | None,
         jsonl_input: bool,
         carried: pa.Schema | None = None,
+        audit: bool = False,
+        truth: str | None = None,
     ) -> Sink:
         """Begin the job's output, or go on with it.
 
-        `carried` is the schema of the id and the kept columns (`Source.carried_schema`). Raises UsageError
-        for an unknown ending, a clash of column names, or if the job's own output exists and neither flag is
+        `carried` is the schema of the id and the kept columns (`Source.carried_schema`). With an `audit` the output
+        has its columns; `truth` is the carried column with the right answers. Raises UsageError for an unknown
+        ending, a clash of column names, or if the job's own output exists and neither flag is
         given; OutputConflictError if it is another job's; ResourceError if another process is at it.
         """
         target = Target.parse(output)
         carried = carried if carried is not None else pa.schema([])
-        check_columns(carried.names, label_names, id_name)
+        check_columns(carried.names, label_names, id_name, audit)
         _decide(target, fingerprint, resume, overwrite)  # a refusal leaves no trace
         release = target.work.lock()
         try:
@@ -96,6 +103,8 @@ class Sink:
                 id_name=id_name,
                 jsonl_input=jsonl_input,
                 carried=carried,
+                audit=audit,
+                truth=truth,
             )
             sink._begin(fresh=found is None)
         except BaseException:
@@ -163,10 +172,11 @@ class Sink:
         results = [scored for scored in results if scored.row not in done]
         errors = {row: error for row, error in (window.errors | errors).items() if row not in done}
         if results or errors:
-            rows = parts.make_rows(window, results, errors, self._labels, temperature)
+            rows = parts.make_rows(window, results, errors, self._labels, temperature, self._audit)
             number = max(self._parts.get(window.index, [-1])) + 1
             json_columns = window.carried.column_names if self._jsonl_input else ()
-            self._register(parts.write_part(self._work, window, number, rows, json_columns), number)
+            counts = self._count(Counts(), rows)
+            self._register(parts.write_part(self._work, window, number, rows, json_columns, counts), number)
             self._carried = window.carried.schema
             self._current[1].update(rows[ROW].to_pylist())
         self.seconds += time.perf_counter() - started
@@ -253,8 +263,12 @@ class Sink:
             names = [parts.part_name(window, number) for number in self._parts[window]]
             rows = pa.concat_tables([parts.read_rows(self._work, name) for name in names])
             rows = rows.take(pa.array(np.argsort(rows[ROW].to_numpy(), kind="stable")))
-            counts.add_rows(rows)
+            self._count(counts, rows)
             yield self._output(rows)
+
+    def _count(self, counts: Counts, rows: pa.Table) -> Counts:
+        counts.add_rows(rows, self._truth, json_truth=self._jsonl_input)
+        return counts
 
     def _output(self, rows: pa.Table) -> pa.Table:
         """Rows of parts with the columns of the output."""
@@ -275,7 +289,9 @@ class Sink:
         else:
             carried.sort(key=lambda field: field.name != self._id)
         text = json.dumps({"schema_version": 1, "digest": digest(self._manifest.fingerprint)})
-        return pa.schema([*carried, *parts.result_schema(self._labels)], metadata={METADATA: text.encode()})
+        return pa.schema(
+            [*carried, *parts.result_schema(self._labels, self._audit)], metadata={METADATA: text.encode()}
+        )
 
     def _write_directory(self, counts: Counts) -> None:
         store = self._target.store
@@ -293,9 +309,11 @@ class Sink:
                 store.delete(name)
 
 
-def check_columns(carried: Sequence[str], label_names: Sequence[str], id_name: str | None) -> None:
+def check_columns(
+    carried: Sequence[str], label_names: Sequence[str], id_name: str | None, audit: bool = False
+) -> None:
     """Raise UsageError if a kept column has the name of an output column."""
-    taken = [*([] if id_name is not None else [_ROW_COLUMN]), *parts.result_schema(label_names).names, ROW]
+    taken = [*([] if id_name is not None else [_ROW_COLUMN]), *parts.result_schema(label_names, audit).names, ROW]
     for name in carried:
         if name in taken:
             option = "--id-column" if name == id_name else "--keep-columns"

@@ -45,6 +45,7 @@ class Source:
         self.left_out = tuple(left_out)
         """Files in the given directories that were not read for their ending; worth a warning."""
         self.columns: tuple[str, ...] = ()
+        self.optional: tuple[str, ...] = ()
         self.carried_schema: pa.Schema = pa.schema([])
         """Id and kept columns; from JSON Lines every one is a string that holds JSON."""
         self.seconds = 0.0
@@ -84,8 +85,11 @@ class Source:
         source = cls(found, left_out, _Wish(limit, sample, seed))
         return source.select(columns=columns, carried=carried)
 
-    def select(self, *, columns: Sequence[str], carried: Sequence[str]) -> Source:
-        """Set the columns to read. Raises UsageError naming the first one that is missing."""
+    def select(self, *, columns: Sequence[str], carried: Sequence[str], optional: Sequence[str] = ()) -> Source:
+        """Set the columns to read. Raises UsageError naming the first one that is missing.
+
+        `optional` ones are read where they are there: on some lines, in some files.
+        """
         columns, carried = tuple(dict.fromkeys(columns)), tuple(dict.fromkeys(carried))
         if self.kind == "parquet":
             for file, read in zip(self._found, self._parquet, strict=True):
@@ -96,6 +100,7 @@ class Source:
                 _require((*columns, *carried), self.available, f"the first {self._peeked} lines")
             self.carried_schema = pa.schema([(name, pa.string()) for name in carried])
         self.columns = columns
+        self.optional = tuple(name for name in optional if name not in columns)
         return self
 
     @property
@@ -162,10 +167,11 @@ class Source:
             for file in self._parquet:
                 if end is not None and start >= end:
                     return
-                yield from file.batches(start, self.columns, self.carried_schema, selection)
+                there = tuple(name for name in self.optional if name in file.schema.names)
+                yield from file.batches(start, self.columns + there, self.carried_schema, selection)
                 start += file.rows
             return
-        maker = BatchMaker(self.columns, self.carried_schema.names, selection)
+        maker = BatchMaker(self.columns, self.carried_schema.names, selection, self.optional)
         for lines in self._jsonl:
             if end is not None and maker.row >= end:
                 break

@@ -21,26 +21,30 @@ class Limits:
 
     `tokens` is the size aimed at; `max_tokens` what the memory budget allows at all, where a held token costs
     `held_cost` computed ones (it keeps every layer's K,V). `held_tokens` is the longest path whose K,V may be kept
-    between packs; 0 means the path is computed again.
+    between packs; 0 means the path is computed again. `read_tokens` bounds the tokens that a pack's prompts see, each
+    prompt counted whole; a prompt that has more gets a pack of its own.
     """
 
     tokens: int
     max_tokens: int
     held_tokens: int = 0
     held_cost: float = 0.0
+    read_tokens: int | None = None
 
 
 @dataclass(slots=True)
 class Pack:
     """One pass over the model. Nodes are in depth-first order; all arrays have one entry a node.
 
-    `tokens` int32 [n] are the tokens to compute, node after node: node i is `tokens[offsets[i]:offsets[i + 1]]`,
-    at positions from `starts[i]`. `parents[i]` is a node's number, or -1 for a root, which sees the first
-    `attach[i]` held tokens. `reads[k] = (node, prompts)`: at the end of this node these prompts are answered.
+    `tokens` int32 [n] are the tokens to compute, node after node: node i is `tokens[offsets[i]:offsets[i + 1]]`, with
+    `starts[i]` tokens before it on its path; `positions` int32 [n] are their positions in the whole prompt.
+    `parents[i]` is a node's number, or -1 for a root, which sees the first `attach[i]` held tokens.
+    `reads[k] = (node, prompts)`: at the end of this node these prompts are answered.
     """
 
     index: int
     tokens: TokenArray
+    positions: TokenArray
     offsets: list[int]
     starts: list[int]
     parents: list[int]
@@ -65,6 +69,7 @@ class _Draft:
     order: list[TrieNode] = field(default_factory=list)
     reads: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     tokens: int = 0
+    read_tokens: int = 0
     held: list[TrieNode] = field(default_factory=list)  # path whose K,V come from earlier packs
 
     @property
@@ -72,8 +77,13 @@ class _Draft:
         return self.held[-1].end if self.held else 0
 
 
-def cut_packs(roots: Sequence[TrieNode], prompts: Sequence[TokenArray], limits: Limits) -> list[Pack]:
-    """Fill packs with the forest in depth-first order.
+def cut_packs(
+    roots: Sequence[TrieNode],
+    prompts: Sequence[TokenArray],
+    limits: Limits,
+    positions: Sequence[TokenArray | None],
+) -> list[Pack]:
+    """Fill packs with the forest in depth-first order. `positions` as in `make_plan`.
 
     Every prompt of the forest is answered in exactly one pack. A prompt longer than `limits.tokens` gets a pack of
     its own; the caller keeps out prompts longer than `limits.max_tokens`.
@@ -87,7 +97,7 @@ def cut_packs(roots: Sequence[TrieNode], prompts: Sequence[TokenArray], limits: 
             held = [n for n in _common_path(draft, path) if n.end <= limits.held_tokens]
             if held and (node.end - held[-1].end) + held[-1].end * limits.held_cost > limits.max_tokens:
                 held = []
-            packs.append(_close(draft, held, len(packs), prompts, computed_in))
+            packs.append(_close(draft, held, len(packs), prompts, positions, computed_in))
             draft = _Draft(held=held)
         held_ids = {id(n) for n in draft.held}
         for step in path:
@@ -96,8 +106,9 @@ def cut_packs(roots: Sequence[TrieNode], prompts: Sequence[TokenArray], limits: 
                 draft.order.append(step)
                 draft.tokens += step.length
         draft.reads.append((draft.nodes[id(node)], tuple(node.reads)))
+        draft.read_tokens += node.end
     if draft.order:
-        packs.append(_close(draft, [], len(packs), prompts, computed_in))
+        packs.append(_close(draft, [], len(packs), prompts, positions, computed_in))
     return packs
 
 
@@ -120,6 +131,8 @@ def _path(node: TrieNode) -> list[TrieNode]:
 
 
 def _fits(draft: _Draft, path: Sequence[TrieNode], limits: Limits) -> bool:
+    if limits.read_tokens is not None and draft.read_tokens + path[-1].end > limits.read_tokens:
+        return False
     held = {id(n) for n in draft.held}
     more = sum(n.length for n in path if id(n) not in draft.nodes and id(n) not in held)
     tokens = draft.tokens + more
@@ -144,6 +157,7 @@ def _close(
     keep: Sequence[TrieNode],
     index: int,
     prompts: Sequence[TokenArray],
+    positions: Sequence[TokenArray | None],
     computed_in: dict[int, int],
 ) -> Pack:
     held = {id(n) for n in draft.held}
@@ -162,6 +176,7 @@ def _close(
     return Pack(
         index=index,
         tokens=np.concatenate([prompts[n.prompt][n.start : n.end] for n in draft.order]),
+        positions=np.concatenate([_positions(n, positions[n.prompt]) for n in draft.order]),
         offsets=offsets,
         starts=[n.start for n in draft.order],
         parents=parents,
@@ -172,3 +187,9 @@ def _close(
         hold_attach=kept_held[-1].end if kept_held else 0,
         hold_nodes=tuple(draft.nodes[id(n)] for n in keep if id(n) not in held),
     )
+
+
+def _positions(node: TrieNode, positions: TokenArray | None) -> TokenArray:
+    if positions is None:
+        return np.arange(node.start, node.end, dtype=np.int32)
+    return positions[node.start : node.end]

@@ -6,7 +6,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from prefillcli.plan.pack import Limits, Pack, cut_packs
-from prefillcli.plan.trie import TokenArray, build_forest, dissolve_small_nodes, forest_tokens, token_order
+from prefillcli.plan.trie import (
+    KeyArray,
+    TokenArray,
+    build_forest,
+    dissolve_small_nodes,
+    forest_tokens,
+    keys_with_positions,
+    token_order,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +32,27 @@ class Plan:
         return sum(len(pack.tokens) for pack in self.packs)
 
 
-def make_plan(prompts: Sequence[TokenArray], limits: Limits, schedule: str = "prefix-tree") -> Plan:
+def make_plan(
+    prompts: Sequence[TokenArray],
+    limits: Limits,
+    schedule: str = "prefix-tree",
+    positions: Sequence[TokenArray | None] | None = None,
+) -> Plan:
     """Plan `prompts` (token ids each) under `limits`.
 
     `prefix-tree` sorts by tokens, so that every shared prefix is computed once; `fifo` keeps the order given
-    and shares only what a prompt has in common with the one before it.
+    and shares only what a prompt has in common with the one before it. `positions` are ascending, one for each
+    token of a prompt; None where they count from 0. Tokens are shared only at the same positions.
     """
-    order = token_order(prompts)
-    forest = build_forest(prompts, order)
+    positions = positions or [None] * len(prompts)
+    keys: Sequence[KeyArray] = prompts
+    if any(own is not None for own in positions):
+        keys = [keys_with_positions(tokens, own) for tokens, own in zip(prompts, positions, strict=True)]
+    forest = build_forest(keys, token_order(keys))
     unique = forest_tokens(forest)
     if schedule == "fifo":
-        forest = build_forest(prompts, range(len(prompts)))
-    return Plan(cut_packs(dissolve_small_nodes(forest), prompts, limits), unique)
+        forest = build_forest(keys, range(len(keys)))
+    return Plan(cut_packs(dissolve_small_nodes(forest), prompts, limits, positions), unique)
 
 
 def packs_to_run(plan: Plan, done: Iterable[int]) -> list[Pack]:

@@ -10,11 +10,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 TokenArray = npt.NDArray[np.int32]
+KeyArray = npt.NDArray[np.integer[Any]]
+"""What is compared: token ids, or with positions of their own `keys_with_positions`."""
 
 #: Share of the trie's tokens that may be computed more than once, where that saves splitting prompts at every
 #: chance overlap of a token or two.
@@ -40,13 +43,20 @@ class TrieNode:
         return self.end - self.start
 
 
-def token_order(prompts: Sequence[TokenArray]) -> list[int]:
-    """The order that sorts `prompts` lexicographically by token id; equal prompts stay in their order."""
-    keys = [tokens.astype(">u4").tobytes() for tokens in prompts]
+def keys_with_positions(tokens: TokenArray, positions: TokenArray | None) -> KeyArray:
+    """One int64 for each token and its position (None: 0, 1, 2, ...). Equal keys have equal K,V behind equal keys."""
+    if positions is None:
+        positions = np.arange(len(tokens), dtype=np.int32)
+    return (positions.astype(np.int64) << 32) | tokens
+
+
+def token_order(prompts: Sequence[KeyArray]) -> list[int]:
+    """The order that sorts `prompts` lexicographically; equal prompts stay in their order."""
+    keys = [tokens.astype(f">u{tokens.itemsize}").tobytes() for tokens in prompts]
     return sorted(range(len(prompts)), key=keys.__getitem__)
 
 
-def common_prefix(a: TokenArray, b: TokenArray) -> int:
+def common_prefix(a: KeyArray, b: KeyArray) -> int:
     """Number of leading tokens that `a` and `b` share."""
     n = min(len(a), len(b))
     step = 64  # most neighbours part early or not at all: look closely first, then in growing strides
@@ -60,7 +70,7 @@ def common_prefix(a: TokenArray, b: TokenArray) -> int:
     return n
 
 
-def build_forest(prompts: Sequence[TokenArray], order: Sequence[int]) -> list[TrieNode]:
+def build_forest(prompts: Sequence[KeyArray], order: Sequence[int]) -> list[TrieNode]:
     """The compressed trie of `prompts`, taken in `order`, as its roots.
 
     Every prompt ends at the end of one node (`reads`). In `token_order` every distinct prefix is one node and
@@ -68,7 +78,7 @@ def build_forest(prompts: Sequence[TokenArray], order: Sequence[int]) -> list[Tr
     """
     roots: list[TrieNode] = []
     path: list[TrieNode] = []  # the nodes of the previous prompt, root first
-    previous: TokenArray | None = None
+    previous: KeyArray | None = None
     for number in order:
         tokens = prompts[number]
         shared = common_prefix(previous, tokens) if previous is not None else 0

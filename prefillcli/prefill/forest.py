@@ -6,6 +6,8 @@ values after position encoding; the keys and values go to the layer's buffer, th
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +67,7 @@ def _no_mask(*args: Any, **kwargs: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Scoring:
+class Scoring:
     """How a layer scores keys: by what factor, under which soft cap, through which sliding window."""
 
     scale: float
@@ -73,18 +75,50 @@ class _Scoring:
     window: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """One layer of a pack: all keys [kv heads, tokens, width] and some queries [heads, queries, width], both after
+    position encoding, and how the layer scores them."""
+
+    keys: Tensor
+    queries: Tensor
+    scoring: Scoring
+
+
+@dataclass(slots=True)
+class Step:
+    """Tokens decoded behind the reads, the same number behind each: the newest are the queries.
+
+    `keys` and `values` [reads, kv heads, steps, width] are theirs in the layer that is called.
+    """
+
+    reads: Reads
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+    def add(self, key: Tensor, value: Tensor) -> None:
+        """One more token behind each read; `key`, `value` are [1, kv heads, reads, width]."""
+        key, value = key[0].transpose(0, 1).unsqueeze(2), value[0].transpose(0, 1).unsqueeze(2)
+        self.keys = key if self.keys is None else torch.cat([self.keys, key], dim=2)
+        self.values = value if self.values is None else torch.cat([self.values, value], dim=2)
+
+
 class ForestAttention:
     """Attention of one pack. Holds the K,V of one layer, [1, kv heads, tokens, width] each.
 
     Before each call of a layer say what is computed: `chunk(...)` stores K,V and attends, with `keys_only` it leaves
-    the layer as soon as they are stored; `reads(...)` attends from last tokens over K,V stored before.
+    the layer as soon as they are stored; `reads(...)` attends from last tokens over K,V stored before, `step(...)`
+    from tokens decoded behind them. The queries of the pack's tokens `watched` (ascending) are kept for `sight`.
     """
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, watched: Sequence[int] = ()) -> None:
         self._tokens = tokens
+        self._watched = watched
+        self._queries: list[Tensor] = []
+        self._scoring: Scoring | None = None
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
-        self._at: Chunk | Reads | None = None
+        self._at: Chunk | Reads | Step | None = None
         self._keys_only = False
         self._held: tuple[Tensor, Tensor] | None = None
         self.calls = 0  # by the current layer call; more or fewer than one is no layer we know
@@ -104,15 +138,37 @@ class ForestAttention:
             raise UnsupportedModelError("a layer stored no keys")
         return self._keys, self._values
 
+    @property
+    def sight(self) -> Sight:
+        """The layer as it was seen by the watched tokens, or by the newest step."""
+        if self._scoring is None:
+            raise RuntimeError("no layer was called yet")
+        return Sight(self.keys_values[0][0], torch.cat(self._queries, dim=1), self._scoring)
+
     def start_layer(self, held: tuple[Tensor, Tensor] | None) -> None:
         """Begin a layer, with the K,V of the held tokens if there are any."""
         self._held = held
+        self._queries = []
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Hand over the layer's K,V; the next layer gets room of its own."""
+        taken = self.keys_values
+        self._keys = self._values = None
+        return taken
+
+    def recall(self, keys_values: tuple[Tensor, Tensor]) -> None:
+        """Begin a layer whose K,V were taken before."""
+        self._keys, self._values = keys_values
+        self._queries = []
 
     def chunk(self, chunk: Chunk, *, keys_only: bool = False) -> None:
         self._at, self._keys_only, self.calls = chunk, keys_only, 0
 
     def reads(self, reads: Reads) -> None:
         self._at, self._keys_only, self.calls = reads, False, 0
+
+    def step(self, step: Step) -> None:
+        self._at, self._keys_only, self.calls = step, False, 0
 
     def __call__(
         self,
@@ -141,11 +197,17 @@ class ForestAttention:
             raise UnsupportedModelError(f"{type(module).__name__} attends over other keys than its own tokens'")
         if sliding_window is not None:
             self.windows.add(sliding_window)
-        scoring = _Scoring(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap, sliding_window)
+        scoring = Scoring(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap, sliding_window)
+        self._scoring = scoring
         if isinstance(self._at, Reads):
             out, lse = self._attend_reads(self._at, query, scoring)
+        elif isinstance(self._at, Step):
+            self._at.add(key, value)
+            self._queries.append(query[0])
+            out, lse = self._attend_step(self._at, query, scoring)
         elif self._at is not None:
             self._store(self._at, key, value)
+            self._watch(self._at, query)
             if self._keys_only:
                 raise KeysStored
             out, lse = self._attend_chunk(self._at, query, key, value, scoring)
@@ -166,6 +228,12 @@ class ForestAttention:
             self._held = None
         self._keys[:, :, at], self._values[:, :, at] = key, value
 
+    def _watch(self, chunk: Chunk, query: Tensor) -> None:
+        first, last = bisect_left(self._watched, chunk.start), bisect_left(self._watched, chunk.end)
+        if first < last:
+            at = torch.as_tensor(self._watched[first:last], device=query.device) - chunk.start
+            self._queries.append(query[0][:, at])
+
     def _room(self, buffer: Tensor | None, like: Tensor) -> Tensor:
         shape = (1, like.shape[1], self._tokens, like.shape[3])
         if buffer is None or buffer.shape != shape or buffer.dtype != like.dtype:
@@ -173,7 +241,7 @@ class ForestAttention:
         return buffer
 
     def _attend_chunk(
-        self, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring
+        self, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> tuple[Tensor, Tensor]:
         view = chunk.view(scoring.window)
         if view.pieces == [(0, query.shape[2])]:
@@ -190,16 +258,20 @@ class ForestAttention:
                 to = group.index[group.valid]
                 out[0, :, to] = padded.transpose(0, 1)[:, group.valid]
                 lse[0, :, to] = padded_lse.transpose(0, 1)[:, group.valid]
-        self._merge_spans(view.spans, out, lse, query, chunk.positions, scoring)
+        self._merge_spans(view.spans, out, lse, query, chunk.depths, scoring)
         return out, lse
 
-    def _attend_reads(self, reads: Reads, query: Tensor, scoring: _Scoring) -> tuple[Tensor, Tensor]:
+    def _attend_reads(self, reads: Reads, query: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
         keys, values = self.keys_values
         scale, softcap = scoring.scale, scoring.softcap
         out, lse = _room_for_output(query, values)
         runs = reads.own(scoring.window)
         reader = {run: at for at, run in enumerate(runs)}
-        long, short = split_by_length(runs, query.device)
+        for start, end in runs:
+            if start == end:  # the window has passed the whole node
+                at = slice(reader[start, end], reader[start, end] + 1)
+                out[:, :, at], lse[:, :, at] = 0.0, -torch.inf
+        long, short = split_by_length([run for run in runs if run[0] < run[1]], query.device)
         for start, end in long:
             at, run = slice(reader[start, end], reader[start, end] + 1), slice(start, end)
             part = attend(query[:, :, at], keys[:, :, run], values[:, :, run], scale=scale, softcap=softcap)
@@ -211,22 +283,36 @@ class ForestAttention:
             padded, padded_lse = attend(q, k, v, scale=scale, visible=group.valid[:, None, None], softcap=softcap)
             out[0, :, rows] = padded[:, :, 0].transpose(0, 1)
             lse[0, :, rows] = padded_lse[:, :, 0].transpose(0, 1)
-        positions = reads.tree.positions[reads.tokens]
-        self._merge_spans(reads.spans(scoring.window), out, lse, query, positions, scoring)
+        self._merge_spans(reads.spans(scoring.window), out, lse, query, reads.depths, scoring)
+        return out, lse
+
+    def _attend_step(self, step: Step, query: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+        out, lse = self._attend_reads(step.reads, query, scoring)
+        if step.keys is None or step.values is None:
+            raise RuntimeError("a step has K,V of its own")
+        seen = slice(-scoring.window if scoring.window else None, None)
+        part, part_lse = attend(
+            query[0].transpose(0, 1).unsqueeze(2),
+            step.keys[:, :, seen],
+            step.values[:, :, seen],
+            scale=scoring.scale,
+            softcap=scoring.softcap,
+        )
+        merge_into(out, lse, part[:, :, 0].transpose(0, 1)[None], part_lse[:, :, 0].transpose(0, 1)[None])
         return out, lse
 
     def _merge_spans(
-        self, spans: list[Span], out: Tensor, lse: Tensor, query: Tensor, positions: IntArray, scoring: _Scoring
+        self, spans: list[Span], out: Tensor, lse: Tensor, query: Tensor, depths: IntArray, scoring: Scoring
     ) -> None:
-        """Add what the queries, at `positions`, see of earlier pieces and ancestors to `out` and `lse`."""
+        """Add what the queries, at `depths`, see of earlier pieces and ancestors to `out` and `lse`."""
         keys, values = self.keys_values
         for span in spans:
             at, run = slice(span.q0, span.q1), slice(span.k0, span.k1)
             visible = None
             if span.masked and scoring.window is not None:
-                from_position = torch.as_tensor(positions[at], device=query.device) - scoring.window
-                key_positions = torch.arange(span.k1 - span.k0, device=query.device) + span.k_position
-                visible = (key_positions[None, :] > from_position[:, None])[None, None]
+                hidden_to = torch.as_tensor(depths[at], device=query.device) - scoring.window
+                key_depths = torch.arange(span.k1 - span.k0, device=query.device) + span.k_depth
+                visible = (key_depths[None, :] > hidden_to[:, None])[None, None]
             part, part_lse = attend(
                 query[:, :, at],
                 keys[:, :, run],
@@ -238,7 +324,7 @@ class ForestAttention:
             merge_into(out[:, :, at], lse[:, :, at], part, part_lse)
 
 
-def _attend_causally(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> tuple[Tensor, Tensor]:
+def _attend_causally(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """Attention of consecutive tokens among themselves, the window respected."""
     tokens, window, band = query.shape[2], scoring.window, None
     if window is not None and tokens > window:

@@ -3,6 +3,9 @@
 One layer's K,V stand in one buffer: the held tokens first, then the pack's tokens in depth-first order. The
 queries of a chunk see their own node causally and each ancestor entirely. The descendants of a node are contiguous,
 so "all of them to the ancestor" is one `Span`; what is left are the triangles, the `pieces` of nodes in the chunk.
+
+A token's depth is the number of tokens before it on its path. Sliding windows count depths, not positions: where
+tokens were left out of a prompt, a window reaches over as many of the others, as it does in transformers and vLLM.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ MIN_BLOCK = 128  # under a sliding window triangles are cut into blocks of the w
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Queries `q0:q1` of a chunk see the keys `k0:k1` of the buffer; key `k0` is at position `k_position`.
+    """Queries `q0:q1` of a chunk see the keys `k0:k1` of the buffer; key `k0` is token number `k_depth` of its path.
 
     `masked`: a sliding window hides some of these keys from some of these queries.
     """
@@ -35,7 +38,7 @@ class Span:
     q1: int
     k0: int
     k1: int
-    k_position: int
+    k_depth: int
     masked: bool = False
 
 
@@ -81,9 +84,22 @@ class Tree:
                 parent = pack.parents[node]
                 self.ends[parent] = max(self.ends[parent], self.ends[node])
         lengths = np.diff(np.asarray(pack.offsets))
-        self.positions: IntArray = np.arange(len(pack.tokens)) + np.repeat(
+        self.positions: IntArray = pack.positions.astype(np.int64)
+        self.depths: IntArray = np.arange(len(pack.tokens)) + np.repeat(
             np.asarray(pack.starts) - np.asarray(pack.offsets[:-1]), lengths
         )
+
+    def path(self, node: int) -> list[tuple[int, int]]:
+        """What the end of `node` sees, as (start, end) in the buffer, root first."""
+        runs = []
+        while True:
+            runs.append((self.held + self.offsets[node], self.held + self.offsets[node + 1]))
+            if self.parents[node] < 0:
+                break
+            node = self.parents[node]
+        if self.attach[node]:
+            runs.append((0, self.attach[node]))
+        return runs[::-1]
 
     def nodes_over(self, start: int, end: int) -> list[int]:
         """Nodes with tokens or descendants in `start:end`, parents first."""
@@ -108,6 +124,10 @@ class Chunk:
     def positions(self) -> IntArray:
         return self.tree.positions[self.start : self.end]
 
+    @property
+    def depths(self) -> IntArray:
+        return self.tree.depths[self.start : self.end]
+
     def view(self, window: int | None) -> View:
         """What is seen through a sliding window of `window` tokens (the query's own included), or without one."""
         if window not in self._views:
@@ -116,7 +136,7 @@ class Chunk:
 
     def _look(self, window: int | None) -> View:
         tree, a, b = self.tree, self.start, self.end
-        spans = _Spans(self.positions, window)
+        spans = _Spans(self.depths, window)
         pieces: list[tuple[int, int]] = []
         for node in tree.nodes_over(a, b):
             first, last, below = tree.offsets[node], tree.offsets[node + 1], tree.ends[node]
@@ -143,24 +163,28 @@ class Chunk:
 
 @dataclass(slots=True)
 class Reads:
-    """The last tokens of prompts, read in the last layer: queries `start:end` of the pack's reads.
+    """The last tokens of prompts, one query for each, or queries that stand `ahead` tokens behind them.
 
-    They see whole nodes, their own included: `view(window)` gives the spans, `own(window)` the keys of their own
-    nodes as runs of the buffer.
+    They see whole nodes, their own included: `spans(window)` gives the ancestors', `own(window)` the keys of their own
+    nodes as runs of the buffer (empty where the window has passed them).
     """
 
     tree: Tree
     nodes: list[int]  # the node that each read ends
     device: torch.device
+    ahead: int = 0
 
     @property
     def tokens(self) -> IntArray:
         """The pack's token that each read is."""
         return np.asarray([self.tree.offsets[node + 1] - 1 for node in self.nodes])
 
+    @property
+    def depths(self) -> IntArray:
+        return self.tree.depths[self.tokens] + self.ahead
+
     def spans(self, window: int | None) -> list[Span]:
-        positions = self.tree.positions[self.tokens]
-        spans = _Spans(positions, window)
+        spans = _Spans(self.depths, window)
         tree = self.tree
         for query, node in enumerate(self.nodes):
             root = node
@@ -178,24 +202,26 @@ class Reads:
         runs = []
         for node in self.nodes:
             first, last = tree.offsets[node], tree.offsets[node + 1]
-            runs.append((tree.held + (max(first, last - window) if window else first), tree.held + last))
+            if window:
+                first = min(max(first, last - window + self.ahead), last)
+            runs.append((tree.held + first, tree.held + last))
         return runs
 
 
 class _Spans:
     """Collects spans: clips them to the window, joins those that continue one another."""
 
-    def __init__(self, positions: IntArray, window: int | None) -> None:
-        self._positions = positions
+    def __init__(self, depths: IntArray, window: int | None) -> None:
+        self._depths = depths
         self._window = window
         self._spans: dict[tuple[int, int], list[Span]] = {}  # by keys
 
-    def add(self, q0: int, q1: int, k0: int, k1: int, k_position: int) -> None:
+    def add(self, q0: int, q1: int, k0: int, k1: int, k_depth: int) -> None:
         known = self._spans.setdefault((k0, k1), [])
         if known and known[-1].q1 == q0:
-            known[-1] = Span(known[-1].q0, q1, k0, k1, k_position)
+            known[-1] = Span(known[-1].q0, q1, k0, k1, k_depth)
         else:
-            known.append(Span(q0, q1, k0, k1, k_position))
+            known.append(Span(q0, q1, k0, k1, k_depth))
 
     def merged(self) -> list[Span]:
         """All spans; those of the same queries whose keys follow one another are one."""
@@ -209,8 +235,8 @@ class _Spans:
             joined = spans[:1]
             for span in spans[1:]:
                 last = joined[-1]
-                if last.k1 == span.k0 and last.k_position + last.k1 - last.k0 == span.k_position:
-                    joined[-1] = Span(last.q0, last.q1, last.k0, span.k1, last.k_position)
+                if last.k1 == span.k0 and last.k_depth + last.k1 - last.k0 == span.k_depth:
+                    joined[-1] = Span(last.q0, last.q1, last.k0, span.k1, last.k_depth)
                 else:
                     joined.append(span)
             result.extend(joined)
@@ -219,19 +245,19 @@ class _Spans:
         return [clipped for span in result if (clipped := self._clip(span, self._window)) is not None]
 
     def _clip(self, span: Span, window: int) -> Span | None:
-        seen = self._positions[span.q0 : span.q1] - window + 1  # first position that each query sees
+        seen = self._depths[span.q0 : span.q1] - window + 1  # of the first key that each query sees
         first, last = int(seen.min()), int(seen.max())
-        end = span.k_position + span.k1 - span.k0
+        end = span.k_depth + span.k1 - span.k0
         if first >= end:
             return None
-        cut = max(0, first - span.k_position)
+        cut = max(0, first - span.k_depth)
         return Span(
             span.q0,
             span.q1,
             span.k0 + cut,
             span.k1,
-            span.k_position + cut,
-            masked=last > span.k_position + cut,
+            span.k_depth + cut,
+            masked=last > span.k_depth + cut,
         )
 
 

@@ -22,6 +22,7 @@ CHUNK_TOKENS = {"cpu": 1024, "cuda": 8192}
 SMALLEST_CHUNK = 64
 CHUNK_SHARE = 1 / 8  # of the budget, at most, for what a layer makes of one chunk
 FREE_SHARE = 0.7  # of the free memory, taken where no budget is given
+VOTES_SHARE = 0.25  # of a draft's budget, for the importance of tokens
 HELD_SHARE = 0.5  # of the budget, at most, for K,V kept from pack to pack
 
 
@@ -108,6 +109,25 @@ def pack_limits(
         held_tokens=held,
         held_cost=(all_layers if in_place else law.key_value) / law.token,
     )
+
+
+def draft_limits(
+    law: MemoryLaw, *, budget: int, device: torch.device, chunk_tokens: int, queries: int, all_layers: bool
+) -> Limits:
+    """What fits one pack of a draft that is walked for the importance of tokens, with `queries` for each prompt.
+
+    `all_layers`: every layer's K,V are kept until tokens were decoded. Importance takes a float32 for each token of
+    each prompt and query. Nothing is held between packs. Raises ResourceError where nothing fits.
+    """
+    room = budget - law.constant(chunk_tokens)
+    votes = int(room * VOTES_SHARE) // (4 * queries)
+    token = law.token + (law.key_value * (law.layers - 1) if all_layers else 0)
+    most = (room - 4 * queries * max(votes, 0)) // token
+    if most < 16 or votes < 16:
+        raise ResourceError(
+            f"a memory budget of {budget / 2**20:,.0f} MiB is too small for the draft model; raise --memory"
+        )
+    return Limits(tokens=min(PACK_TOKENS[device.type], most), max_tokens=most, read_tokens=votes)
 
 
 def available_memory(device: torch.device) -> int:

@@ -68,14 +68,21 @@ class ModelFiles:
         return longest
 
 
-def find_model(name: str, revision: str | None = None) -> Path:
+def sliding_window(config: Any) -> int | None:
+    """How many tokens the layers with a sliding window see, by a text config; None if there are no such layers."""
+    window = getattr(config, "sliding_window", None)
+    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+    return int(window) if window and slides and getattr(config, "use_sliding_window", True) else None
+
+
+def find_model(name: str, revision: str | None = None, *, option: str = "--model") -> Path:
     """The directory of `name`: itself if it is one, else a snapshot of the hub model (configuration, tokenizer and
-    safetensors only). Raises UsageError."""
+    safetensors only). Raises UsageError that names the `option`."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise UsageError(f"--model {name}: no such directory")
+        raise UsageError(f"{option} {name}: no such directory")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -84,7 +91,7 @@ def find_model(name: str, revision: str | None = None) -> Path:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise UsageError(
-            f"--model {name}: no such directory, and not to be had from the hub ({brief(error)})"
+            f"{option} {name}: no such directory, and not to be had from the hub ({brief(error)})"
         ) from None
 
 
@@ -239,9 +246,8 @@ def rehearse(model: PreTrainedModel, config: Any) -> None:
         raise UnsupportedModelError(
             f"{family} cannot be walked layer by layer: {type(error).__name__}: {brief(error)}"
         ) from error
-    window = getattr(config, "sliding_window", None)
-    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
-    if window and slides and getattr(config, "use_sliding_window", True) and window not in walk.windows:
+    window = sliding_window(config)
+    if window is not None and window not in walk.windows:
         raise UnsupportedModelError(f"{family} does not tell its attention function of its sliding window")
     worst = max(float((found[i] - w.float()).abs().max()) for i, w in enumerate(wanted))
     scale = max(float(w.float().abs().max()) for w in wanted)

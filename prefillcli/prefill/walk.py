@@ -7,8 +7,9 @@ position encoding) and after its last (norm, head) is the model's own forward wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from prefillcli.plan.pack import Pack
-from prefillcli.prefill.forest import ForestAttention, KeysStored, UnsupportedModelError
+from prefillcli.prefill.forest import ForestAttention, KeysStored, Sight, Step, UnsupportedModelError
 from prefillcli.prefill.layout import Chunk, Reads, Tree, split_evenly
 from prefillcli.prefill.recording import LayerCall, Recording, Shelf
 
 LOGIT_BYTES = 16 << 20  # float32 logits of this size at a time
 
 KeyValue = tuple[Tensor, Tensor]
+Tick = Callable[[float], None]
 
 
 class _Recorded(BaseException):
@@ -46,6 +48,30 @@ class _Stage(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return self._report(hidden_states, *args, **kwargs)
+
+
+@dataclass(slots=True)
+class _Pass:
+    """A pack on its way through the layers."""
+
+    pack: Pack
+    tree: Tree
+    tokens: Tensor
+    chunks: list[Chunk]
+    calls: list[list[LayerCall]]  # of each chunk, of each layer
+    hidden: Tensor  # the residual stream, [1, tokens, hidden]
+
+
+@dataclass(slots=True)
+class Lookahead:
+    """The queries of prompts' last tokens and of tokens decoded behind them, greedily.
+
+    `counts[i]` of them are valid for read i: decoding ends at an end of text. In `sights`, one for each layer, number
+    `step * reads + i` is a query of read i.
+    """
+
+    counts: list[int]
+    sights: Iterator[Sight]
 
 
 class LayerWalk:
@@ -76,40 +102,103 @@ class LayerWalk:
         self._held = {}
 
     @torch.inference_mode()
-    def read_logits(self, pack: Pack, tick: Callable[[float], None] = lambda tokens: None) -> Iterator[Tensor]:
+    def read_logits(self, pack: Pack, tick: Tick = lambda tokens: None) -> Iterator[Tensor]:
         """Walk `pack`; yield float32 logits [reads, vocabulary] in pieces, in the order of `pack.reads`.
 
         `tick` is called after each step with the number of tokens it advanced by, so that they add up to the pack's;
         it may raise to stop the walk. K,V that the next pack holds are kept until then.
         """
-        hidden = self._walk(pack, tick)
-        vocabulary = self.model.get_output_embeddings().weight.shape[0]
-        for start, end in split_evenly(len(pack.reads), max(1, LOGIT_BYTES // (4 * vocabulary))):
-            yield self._head(hidden[:, start:end])
+        state = self._begin(pack)
+        with ForestAttention(pack.held + len(pack.tokens)) as attention:
+            for index in self._layers(state, attention, tick):
+                self._hold(index, pack, attention)
+            self.windows |= attention.windows
+            hidden = self._read_last(state, attention)
+        yield from self._logits(hidden)
 
-    def _walk(self, pack: Pack, tick: Callable[[float], None]) -> Tensor:
+    @torch.inference_mode()
+    def watch(
+        self, pack: Pack, watched: Sequence[int], tick: Tick = lambda tokens: None
+    ) -> Generator[Sight, None, None]:
+        """Walk `pack`, which holds nothing, for what its tokens `watched` (ascending) look at: one sight a layer.
+
+        A sight is good until the next one is asked for. Of the last layer nothing but keys and queries is computed.
+        """
+        with ForestAttention(len(pack.tokens), watched) as attention:
+            for _ in self._layers(self._begin(pack), attention, tick):
+                yield attention.sight
+
+    @torch.inference_mode()
+    def look_ahead(
+        self, pack: Pack, steps: int, stop_tokens: frozenset[int], tick: Tick = lambda tokens: None
+    ) -> Lookahead:
+        """Walk `pack`, which holds nothing, and decode `steps - 1` tokens behind each read, greedily.
+
+        All layers' K,V are kept until the last sight was taken or forgotten.
+        """
+        state = self._begin(pack)
+        nodes = [node for node, _ in pack.reads]
+        last = Reads(state.tree, nodes, self.device).tokens
+        in_order = np.argsort(last, kind="stable")
+        stored: list[KeyValue] = []
+        first: list[Sight] = []
+        behind = np.argsort(in_order, kind="stable")  # where each read's query is among the watched ones
+        with ForestAttention(len(pack.tokens), last[in_order].tolist()) as attention:
+            for _ in self._layers(state, attention, tick):
+                sight = attention.sight
+                first.append(Sight(sight.keys, sight.queries[:, behind], sight.scoring))
+                stored.append(attention.take())
+            attention.recall(stored[-1])
+            hidden = self._read_last(state, attention)
+            queries = [[sight.queries] for sight in first]
+            own = [Step(Reads(state.tree, nodes, self.device)) for _ in self.layers]
+            counts = torch.ones(len(nodes), dtype=torch.long)
+            going = torch.ones(len(nodes), dtype=torch.bool)
+            for step in range(1, steps):
+                tokens = torch.cat([logits.argmax(dim=-1) for logits in self._logits(hidden)]).cpu()
+                going &= ~torch.isin(tokens, torch.as_tensor(sorted(stop_tokens), dtype=torch.long))
+                if not going.any():
+                    break
+                counts += going
+                recording = self._record(tokens, state.tree.positions[last] + step)
+                if recording.hidden is None:
+                    raise UnsupportedModelError("the model's forward does not reach its layers")
+                hidden = recording.hidden
+                for index, layer in enumerate(self.layers):
+                    own[index].reads.ahead = step
+                    attention.recall(stored[index])
+                    attention.step(own[index])
+                    hidden = self._call(layer, hidden, recording.calls[index], attention)
+                    queries[index].append(attention.sight.queries)
+                    tick(0.0)
+        sights = (
+            Sight(sight.keys, torch.cat(asked, dim=1), sight.scoring)
+            for sight, asked in zip(first, queries, strict=True)
+        )
+        return Lookahead(counts.tolist(), sights)
+
+    def _begin(self, pack: Pack) -> _Pass:
         tree = Tree(pack)
         tokens = torch.as_tensor(pack.tokens, dtype=torch.long)
         chunks = [Chunk(tree, a, b, self.device) for a, b in split_evenly(len(tokens), self.chunk_tokens)]
-        nodes = [node for node, _ in pack.reads]
-        reads = [Reads(tree, nodes[a:b], self.device) for a, b in split_evenly(len(nodes), self.chunk_tokens)]
         hidden, calls = self._embed(tokens, chunks)
+        return _Pass(pack, tree, tokens, chunks, calls, hidden)
+
+    def _layers(self, state: _Pass, attention: ForestAttention, tick: Tick) -> Iterator[int]:
+        """Bring all chunks through one layer after the other; yields a layer's number when its K,V are complete."""
         share = 1.0 / len(self.layers)
         last = len(self.layers) - 1
-        with ForestAttention(pack.held + len(tokens)) as attention:
-            for index, layer in enumerate(self.layers):
-                attention.start_layer(self._held_layer(index, pack.held))
-                for chunk, call in zip(chunks, calls, strict=True):
-                    attention.chunk(chunk, keys_only=index == last)
-                    rows = hidden[:, chunk.start : chunk.end]
-                    if index == last:
-                        self._store_keys(layer, rows, call[index], attention)
-                    else:
-                        rows.copy_(self._call(layer, rows, call[index], attention))
-                    tick((chunk.end - chunk.start) * share)
-                self._hold(index, pack, attention)
-            self.windows |= attention.windows
-            return torch.cat([self._read_last(hidden, tokens, part, attention) for part in reads], dim=1)
+        for index, layer in enumerate(self.layers):
+            attention.start_layer(self._held_layer(index, state.pack.held))
+            for chunk, call in zip(state.chunks, state.calls, strict=True):
+                attention.chunk(chunk, keys_only=index == last)
+                rows = state.hidden[:, chunk.start : chunk.end]
+                if index == last:
+                    self._store_keys(layer, rows, call[index], attention)
+                else:
+                    rows.copy_(self._call(layer, rows, call[index], attention))
+                tick((chunk.end - chunk.start) * share)
+            yield index
 
     def _call(self, layer: nn.Module, rows: Tensor, call: LayerCall, attention: ForestAttention) -> Tensor:
         out = layer(rows, *call[0], **call[1])
@@ -129,12 +218,18 @@ class LayerWalk:
             return
         raise UnsupportedModelError(f"a layer of type {type(layer).__name__} does not call the attention interface")
 
-    def _read_last(self, hidden: Tensor, tokens: Tensor, reads: Reads, attention: ForestAttention) -> Tensor:
+    def _read_last(self, state: _Pass, attention: ForestAttention) -> Tensor:
         """The last layer's output for the prompts' last tokens alone, [1, reads, hidden]."""
-        at = torch.as_tensor(reads.tokens)
-        recording = self._record(tokens[at], reads.tree.positions[reads.tokens])
-        attention.reads(reads)
-        return self._call(self.layers[-1], hidden[:, at.to(self.device)], recording.calls[-1], attention)
+        nodes = [node for node, _ in state.pack.reads]
+        rows = []
+        for start, end in split_evenly(len(nodes), self.chunk_tokens):
+            reads = Reads(state.tree, nodes[start:end], self.device)
+            at = torch.as_tensor(reads.tokens)
+            recording = self._record(state.tokens[at], state.tree.positions[reads.tokens])
+            attention.reads(reads)
+            hidden = state.hidden[:, at.to(self.device)]
+            rows.append(self._call(self.layers[-1], hidden, recording.calls[-1], attention))
+        return torch.cat(rows, dim=1)
 
     # What surrounds the layers: the model's own forward.
 
@@ -169,6 +264,12 @@ class LayerWalk:
             except _Recorded:
                 return recording
         raise UnsupportedModelError("the model's forward does not call all of its layers")
+
+    def _logits(self, hidden: Tensor) -> Iterator[Tensor]:
+        """`_head` in pieces of a bounded size."""
+        vocabulary = self.model.get_output_embeddings().weight.shape[0]
+        for start, end in split_evenly(hidden.shape[1], max(1, LOGIT_BYTES // (4 * vocabulary))):
+            yield self._head(hidden[:, start:end])
 
     def _head(self, hidden: Tensor) -> Tensor:
         """Final norm and head, with whatever scaling the model gives its logits: float32 [tokens, vocabulary]."""

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from prefillcli.data.store import open_store
+from prefillcli.report.audit import Audit, audit_lines
 
 SCHEMA_VERSION = 1
 
@@ -31,6 +32,8 @@ class Tokens(BaseModel):
     unique: int = 0  # of the trie of each window's prompts: the least that can be computed
     computed: int = 0
     kept: int = 0
+    draft: int = 0  # computed by the draft
+    audit: int = 0  # part of `computed`: for compressed rows that were read in full as well
 
 
 class Seconds(BaseModel):
@@ -44,6 +47,7 @@ class Seconds(BaseModel):
     waiting: float = 0.0
     plan: float = 0.0
     load: float = 0.0
+    draft: float = 0.0
     model: float = 0.0
     write: float = 0.0
 
@@ -77,7 +81,9 @@ class RunReport(BaseModel):
     settings: dict[str, Any] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)
     fingerprint: dict[str, str] = Field(default_factory=dict)
-    audit: dict[str, Any] | None = None
+    keep: float | None = None  # the job's keep rate, chosen or given, where there is a draft
+    keep_auto: dict[str, Any] | None = None  # what --keep auto tried
+    audit: Audit | None = None
 
     def summary(self) -> dict[str, Any]:
         """The last line on stdout."""
@@ -114,6 +120,14 @@ def print_table(report: RunReport) -> None:
             f"{tokens.prompt:,} in prompts, {tokens.computed:,} computed "
             f"({tokens.prompt / max(tokens.computed, 1):.2f}x shared), {tokens.unique:,} unique",
         )
+    if report.keep is not None and tokens.prompt:
+        table.add_row(
+            "compression",
+            f"{tokens.kept:,} tokens kept ({tokens.kept / tokens.prompt:.1%}, keep rate {report.keep:g}), "
+            f"{tokens.draft:,} computed by the draft",
+        )
+    for name, text in audit_lines(report.audit) if report.audit is not None else ():
+        table.add_row(name, text)
     phases = {k: v for k, v in seconds.model_dump().items() if k != "total" and v >= 0.05}
     detail = ", ".join(f"{name} {value:.1f}" for name, value in phases.items())
     table.add_row("seconds", f"{seconds.total:.1f}" + (f" ({detail})" if detail else ""))

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prefillcli.config import load_settings
+from prefillcli.settings import ScoreSettings
 from prefillcli.score import score_job
 
 TOLERANCE = 1e-5
@@ -37,7 +38,7 @@ def score(inputs: str | Path | Sequence[str | Path], output: str | Path | None =
     names = [inputs] if isinstance(inputs, str | Path) else inputs
     given = {"inputs": [str(name) for name in names], "output": output, "quiet": True, **flags}
     texts = {key: str(value) if isinstance(value, Path) else value for key, value in given.items()}
-    return score_job(load_settings(texts, environment={}))
+    return score_job(load_settings(ScoreSettings, texts, environment={}))
 
 
 def read_output(path: str | Path) -> list[dict[str, Any]]:

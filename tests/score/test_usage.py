@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from prefillcli.config import load_settings
+from prefillcli.settings import ScoreSettings
 from prefillcli.errors import UsageError
 from tests.score.jobs import read_report, score, texts, write_jsonl, write_parquet
 
@@ -163,13 +164,13 @@ def test_values_are_refused_under_the_name_they_were_given_by() -> None:
         ({"limit": 1, "sample": 1}, None, {}, "--sample"),
     ):
         with pytest.raises(UsageError) as caught:
-            load_settings({"inputs": ["in.parquet"], **flags}, recipe=recipe, environment=environment)
+            load_settings(ScoreSettings, {"inputs": ["in.parquet"], **flags}, recipe=recipe, environment=environment)
         assert named in str(caught.value)
 
 
 def test_no_input_at_all() -> None:
     with pytest.raises(UsageError, match="INPUT"):
-        load_settings({}, environment={})
+        load_settings(ScoreSettings, {}, environment={})
 
 
 @pytest.mark.parametrize(
@@ -184,30 +185,30 @@ def test_no_input_at_all() -> None:
 def test_a_recipe_that_cannot_be_used(recipe: str, named: list[str]) -> None:
     Path("job.yaml").write_text(recipe)
     with pytest.raises(UsageError) as caught:
-        load_settings({"inputs": ["in.parquet"]}, recipe="job.yaml", environment={})
+        load_settings(ScoreSettings, {"inputs": ["in.parquet"]}, recipe="job.yaml", environment={})
     for name in ("job.yaml", *named):
         assert name in str(caught.value)
 
 
 def test_a_recipe_that_is_not_there() -> None:
     with pytest.raises(UsageError, match=r"none\.yaml"):
-        load_settings({}, recipe="none.yaml", environment={})
+        load_settings(ScoreSettings, {}, recipe="none.yaml", environment={})
 
 
 def test_recipe_then_environment_then_flag() -> None:
     recipe = {"input": "in.parquet", "temperature": 2.0, "model": "r", "max_length": 10, "keep_columns": ["a", "b"]}
     Path("job.yaml").write_text(json.dumps(recipe))
     environment = {"PREFILL_MODEL": "e", "PREFILL_MAX_LENGTH": "20", "PREFILL_LABELS": "A,B", "PREFILL_QUIET": "true"}
-    settings = load_settings({"model": "f", "inputs": ["x.parquet"]}, recipe="job.yaml", environment=environment)
+    settings = load_settings(ScoreSettings, {"model": "f", "inputs": ["x.parquet"]}, recipe="job.yaml", environment=environment)
     assert (settings.temperature, settings.max_length, settings.model) == (2.0, 20, "f")
     assert (settings.inputs, settings.keep_columns, settings.labels) == (("x.parquet",), ("a", "b"), "A,B")
     assert settings.quiet is True
-    alone = load_settings({}, recipe="job.yaml", environment={})
+    alone = load_settings(ScoreSettings, {}, recipe="job.yaml", environment={})
     assert (alone.inputs, alone.model, alone.max_length) == (("in.parquet",), "r", 10)
 
 
 def test_labels_in_a_recipe_are_the_words_they_look_like() -> None:
     for text, labels in (("[Yes, No]", ("Yes", "No")), ("[1, 0]", ("1", "0")), ("Yes,No", "Yes,No")):
         Path("job.yaml").write_text(f"labels: {text}\nquiet: yes\noverwrite: true\n")
-        settings = load_settings({"inputs": ["x"]}, recipe="job.yaml", environment={})
+        settings = load_settings(ScoreSettings, {"inputs": ["x"]}, recipe="job.yaml", environment={})
         assert (settings.labels, settings.quiet, settings.overwrite) == (labels, True, True)

@@ -5,10 +5,13 @@ a history and the words that can be asked about; `prompt` is the text a model re
 with " Yes" or " No".
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from recipes.vocabulary import (
+from prefillcli.bench.vocabulary import (
     CITIES,
     CREDITORS,
     FIRST_NAMES,
@@ -172,7 +175,7 @@ def _plan_words(rng: Random, vocabulary: tuple[str, ...], lines: int, idle_share
     return plan
 
 
-def _split_words(plan: list[str | None], vocabulary: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _split_words(plan: Sequence[str | None], vocabulary: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     present = tuple(dict.fromkeys(word for word in plan if word is not None))
     mentioned = set(present)
     return present, tuple(word for word in vocabulary if word not in mentioned)
@@ -188,10 +191,11 @@ def _amount(rng: Random) -> str:
     return f"{rng.randint(5, 990)}.{rng.randint(0, 9)}0"
 
 
-def post_case(rng: Random, lines: int) -> Case:
-    """A reader's profile and `lines` lines of reading history."""
+def post_case(rng: Random, lines: int, plan: Sequence[str | None] | None = None) -> Case:
+    """A reader's profile and `lines` lines of reading history. `plan` has the topic of each line, or None for none."""
     first, last = rng.choice(FIRST_NAMES), rng.choice(LAST_NAMES)
-    plan = _plan_words(rng, TOPICS, lines, idle_share=0.3)
+    if plan is None:
+        plan = _plan_words(rng, TOPICS, lines, idle_share=0.3)
     history = []
     for date, word in zip(_dates(rng, lines), plan, strict=True):
         minutes = rng.randint(1, 19)
@@ -210,10 +214,11 @@ def post_case(rng: Random, lines: int) -> Case:
     return Case("post_recommendation", "topics", f"{first} {last}", head, tuple(history), present, absent)
 
 
-def credit_case(rng: Random, lines: int) -> Case:
-    """An applicant's file and `lines` lines of account history."""
+def credit_case(rng: Random, lines: int, plan: Sequence[str | None] | None = None) -> Case:
+    """An applicant's file and `lines` lines of account history. `plan` has the creditor of each line, or None."""
     first, last = rng.choice(FIRST_NAMES), rng.choice(LAST_NAMES)
-    plan = _plan_words(rng, CREDITORS, lines, idle_share=0.4)
+    if plan is None:
+        plan = _plan_words(rng, CREDITORS, lines, idle_share=0.4)
     history = []
     for date, word in zip(_dates(rng, lines), plan, strict=True):
         if word is None:
@@ -245,7 +250,11 @@ def label_case(rng: Random, lines: int) -> Case:
     return Case("labeling", kind, number, LABEL_INSTRUCTION, (text,), present, absent)
 
 
-CASES = {"post_recommendation": post_case, "credit_verification": credit_case, "labeling": label_case}
+CASES: dict[str, Callable[[Random, int], Case]] = {
+    "post_recommendation": post_case,
+    "credit_verification": credit_case,
+    "labeling": label_case,
+}
 
 
 def ask(rng: Random, case: Case, word: str) -> Question:

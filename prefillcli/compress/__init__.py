@@ -1,0 +1,1 @@
+"""SpecPrefill: a draft model picks the tokens that matter, and the target reads only those."""

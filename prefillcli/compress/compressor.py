@@ -1,0 +1,86 @@
+"""The prompts of a window, compressed: who is, by how much, and which tokens are left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from prefillcli.compress.draft import Draft, Estimate
+from prefillcli.compress.reading import FALLBACK, FULL, SPECPREFILL, Reading
+from prefillcli.compress.selection import full_prefixes, select_all
+from prefillcli.compress.settings import Compression
+from prefillcli.data.rows import Prompt
+
+
+class Compressor:
+    """Decides for every prompt of a window how the target reads it.
+
+    `keep` is the job's rate. `target_window` is the target's sliding window: so many of the last tokens are always
+    kept, so that its sliding layers see before the answer what they would have seen.
+    """
+
+    def __init__(self, draft: Draft, settings: Compression, *, keep: float, target_window: int | None = None) -> None:
+        self.draft = draft
+        self.keep = keep
+        self._settings = replace(settings, keep_last=max(settings.keep_last, target_window or 0))
+
+    def compress(
+        self, prompts: Sequence[Prompt], tick: Callable[[float], None] = lambda tokens: None
+    ) -> list[Reading]:
+        """One reading for each prompt, in their order."""
+        keeps = self.keeps(prompts)
+        return self.select(prompts, keeps, self.estimate(prompts, keeps, tick))
+
+    def keeps(self, prompts: Sequence[Prompt], keep: float | None = None) -> list[float | None]:
+        """The keep rate of each prompt; None for those to be read in full.
+
+        `keep` stands in for the job's. A row's own `keep` and `specprefill` come first; a prompt whose tokens
+        behind a prefix that is computed in full anyway are at most `compress_above` is read in full too.
+        """
+        rate = self.keep if keep is None else keep
+        keeps: list[float | None] = []
+        for prompt in prompts:
+            own = prompt.keep if prompt.keep is not None else rate
+            keeps.append(own if own < 1 and prompt.specprefill is not False else None)
+        tokens = [prompt.tokens for prompt in prompts]
+        per_row, above = self._settings.per_row, self._settings.compress_above
+        while any(own is not None for own in keeps):
+            in_full = [own is None for own in keeps]
+            reach = [0] * len(prompts) if per_row else full_prefixes(tokens, in_full)
+            short = [
+                number
+                for number, prompt in enumerate(prompts)
+                if not in_full[number] and prompt.specprefill is None and len(prompt.tokens) - reach[number] <= above
+            ]
+            if not short:
+                break
+            for number in short:
+                keeps[number] = None
+        return keeps
+
+    def estimate(
+        self, prompts: Sequence[Prompt], keeps: Sequence[float | None], tick: Callable[[float], None]
+    ) -> list[Estimate]:
+        """The draft's estimates; empty ones for prompts without a keep rate."""
+        wanted = [number for number, keep in enumerate(keeps) if keep is not None]
+        estimates = [Estimate() for _ in prompts]
+        found = self.draft.estimate([prompts[number].tokens for number in wanted], tick)
+        for number, estimate in zip(wanted, found, strict=True):
+            estimates[number] = estimate
+        return estimates
+
+    def select(
+        self, prompts: Sequence[Prompt], keeps: Sequence[float | None], estimates: Sequence[Estimate]
+    ) -> list[Reading]:
+        """What is kept of each prompt."""
+        kept = select_all(
+            [prompt.tokens for prompt in prompts], [found.importance for found in estimates], keeps, self._settings
+        )
+        readings = []
+        for prompt, own, found in zip(prompts, kept, estimates, strict=True):
+            method = FULL if found.reason is None else FALLBACK + found.reason
+            if own is not None and len(own) < len(prompt.tokens):
+                readings.append(Reading(prompt, own, SPECPREFILL, found.seconds))
+            else:
+                readings.append(Reading(prompt, None, method, found.seconds))
+        return readings

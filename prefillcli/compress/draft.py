@@ -1,0 +1,178 @@
+"""The draft model: walks prompts for the importance of their tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from prefillcli.compress.importance import Asked, add_votes, importance
+from prefillcli.compress.selection import FloatArray
+from prefillcli.compress.settings import Compression
+from prefillcli.plan.account import account
+from prefillcli.plan.pack import Limits, Pack
+from prefillcli.plan.plan import make_plan
+from prefillcli.plan.trie import TokenArray
+from prefillcli.prefill.layout import Tree
+from prefillcli.prefill.walk import LayerWalk
+
+Tick = Callable[[float], None]
+
+NO_MEMORY, TOO_LONG, VOCABULARY = "draft_memory", "draft_length", "draft_vocabulary"
+NO_VOTE, NOT_FINITE, FAILED = "draft_window", "draft_not_finite", "draft_error"
+
+FALLBACKS = {
+    NO_MEMORY: "the prompt does not fit the memory budget of the draft",
+    TOO_LONG: "the prompt is longer than the draft's position encoding reaches",
+    VOCABULARY: "the prompt has a token that the draft's vocabulary lacks",
+    NO_VOTE: "no layer of the draft attends to the whole prompt",
+    NOT_FINITE: "the draft's attention is not finite",
+    FAILED: "the draft failed on the prompt's pack, for lack of memory for example",
+}
+"""Why a prompt is read in full although it should be compressed."""
+
+
+@dataclass(slots=True)
+class Estimate:
+    """What the draft says of a prompt: importance float32 [tokens], or why there is none."""
+
+    importance: FloatArray | None = None
+    reason: str | None = None
+    seconds: float = 0.0
+    """The prompt's share of the draft's time."""
+
+
+class Draft:
+    """A small model of the target's tokenizer.
+
+    `limits` come from `prefill.memory.draft_limits`; `max_length` is the longest prompt its position encoding takes.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: Compression,
+        *,
+        limits: Limits,
+        chunk_tokens: int,
+        max_length: int,
+        on_failure: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        self.tokens = 0
+        """Tokens computed so far."""
+        self._walk = LayerWalk(model, chunk_tokens=chunk_tokens)
+        self._settings = settings
+        self._limits = limits
+        self._max_length = max_length - (settings.lookahead - 1 if settings.decodes else 0)
+        self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
+        self._stop_tokens = _end_of_text(model)
+        self._on_failure = on_failure
+
+    def close(self) -> None:
+        self._walk.close()
+
+    def estimate(self, prompts: Sequence[TokenArray], tick: Tick = lambda tokens: None) -> list[Estimate]:
+        """One estimate for each prompt. Prompts with a common prefix share its computation.
+
+        Whatever fails concerns the prompts of one pack: they get a reason, and `on_failure` the exception.
+        """
+        estimates = [Estimate(reason=self._refusal(tokens)) for tokens in prompts]
+        able = [number for number, found in enumerate(estimates) if found.reason is None]
+        for pack in make_plan([prompts[number] for number in able], self._limits).packs:
+            begun = time.monotonic()
+            try:
+                found = self._ask(pack, tick)
+            except Exception as error:  # whatever it is, the rows can be read in full
+                self._on_failure(error)
+                found = dict.fromkeys(pack.prompts)
+                for number in found:
+                    estimates[able[number]].reason = FAILED
+            seconds = time.monotonic() - begun
+            for part in account(pack):
+                own = estimates[able[part.prompt]]
+                own.seconds = seconds * part.share
+                if own.reason is None:
+                    own.importance, own.reason = _checked(found[part.prompt])
+        return estimates
+
+    def _refusal(self, tokens: TokenArray) -> str | None:
+        if len(tokens) > self._max_length:
+            return TOO_LONG
+        if int(tokens.max()) >= self._vocabulary:
+            return VOCABULARY
+        most = self._limits.max_tokens
+        if len(tokens) > (most if self._limits.read_tokens is None else min(most, self._limits.read_tokens)):
+            return NO_MEMORY
+        return None
+
+    def _ask(self, pack: Pack, tick: Tick) -> dict[int, FloatArray | None]:
+        """Importance for each prompt of a pack."""
+        settings = self._settings
+        tree = Tree(pack)
+        paths = [tree.path(node) for node, _ in pack.reads]
+        if settings.decodes:
+            ahead = self._walk.look_ahead(pack, settings.lookahead, self._stop_tokens, tick)
+            asked = [
+                _behind(path, read, len(paths), count)
+                for read, (path, count) in enumerate(zip(paths, ahead.counts, strict=True))
+            ]
+            for sight in ahead.sights:
+                add_votes(sight, asked, settings.pool)
+        else:
+            windows = [_last(path, settings.queries) for path in paths]
+            watched = sorted({token for window in windows for token in window})
+            row = {token: number for number, token in enumerate(watched)}
+            asked = [
+                _window(path, [row[token] for token in window]) for path, window in zip(paths, windows, strict=True)
+            ]
+            with closing(self._walk.watch(pack, watched, tick)) as sights:
+                for sight in sights:
+                    add_votes(sight, asked, settings.pool)
+        self.tokens += len(pack.tokens)
+        found: dict[int, FloatArray | None] = {}
+        for prompt, (_, numbers) in zip(asked, pack.reads, strict=True):
+            found |= dict.fromkeys(numbers, importance(prompt, settings.query_reduce))
+        return found
+
+
+def _last(path: list[tuple[int, int]], count: int) -> list[int]:
+    """The last tokens of a path."""
+    tokens: list[int] = []
+    for start, end in reversed(path):
+        tokens = list(range(max(start, end - (count - len(tokens))), end)) + tokens
+        if len(tokens) == count:
+            break
+    return tokens
+
+
+def _window(path: list[tuple[int, int]], queries: list[int]) -> Asked:
+    """Queries of the prompt's own last tokens: each sees the tokens up to itself."""
+    tokens = sum(end - start for start, end in path)
+    depths = list(range(tokens - len(queries), tokens))
+    return Asked(path, queries, [depth + 1 for depth in depths], depths)
+
+
+def _behind(path: list[tuple[int, int]], read: int, reads: int, steps: int) -> Asked:
+    """Queries of the prompt's last token and of those decoded behind it: each sees the whole prompt."""
+    tokens = sum(end - start for start, end in path)
+    queries = [step * reads + read for step in range(steps)]
+    return Asked(path, queries, [tokens] * steps, [tokens - 1 + step for step in range(steps)])
+
+
+def _checked(found: FloatArray | None) -> tuple[FloatArray | None, str | None]:
+    if found is None:
+        return None, NO_VOTE
+    return (found, None) if np.isfinite(found).all() else (None, NOT_FINITE)
+
+
+def _end_of_text(model: PreTrainedModel) -> frozenset[int]:
+    """Token ids that end a text, by the model's configuration and by that of its generation."""
+    ids: set[int] = set()
+    for config in (model.config.get_text_config(), getattr(model, "generation_config", None)):
+        given = getattr(config, "eos_token_id", None)
+        ids.update([given] if isinstance(given, int) else given or ())
+    return frozenset(ids)

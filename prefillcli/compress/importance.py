@@ -1,0 +1,83 @@
+"""Which tokens of a prompt the draft's queries look at.
+
+Per layer and head: softmax in float32 of a query's scores over the prompt's keys, smoothed by average pooling over
+tokens. Then the maximum over layers and heads, and the mean or the maximum over the queries (SpecPrefill, section 3.2;
+pooling and its order as in the authors' code). Layers whose sliding window does not reach over the whole prompt have
+no vote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from prefillcli.compress.selection import FloatArray
+from prefillcli.prefill.forest import Sight
+
+SCORE_BYTES = 64 << 20  # float32 scores at a time
+
+
+@dataclass(slots=True)
+class Asked:
+    """A prompt and the queries that vote on its tokens.
+
+    `path` is where its keys lie, as (start, end) runs. Query i is row `queries[i]` of a sight; it sees the first
+    `sees[i]` of the keys, and stands at depth `depths[i]`, which tells what a sliding window lets it see.
+    """
+
+    path: list[tuple[int, int]]
+    queries: list[int]
+    sees: list[int]
+    depths: list[int]
+    votes: Tensor | None = field(default=None, init=False)  # float32 [queries, tokens], largest so far
+
+    @property
+    def tokens(self) -> int:
+        return sum(end - start for start, end in self.path)
+
+
+def add_votes(sight: Sight, prompts: Sequence[Asked], pool: int) -> None:
+    """Let a layer vote on every prompt's tokens. `pool` is the odd width of the pooling; 1 is none."""
+    window = sight.scoring.window
+    for asked in prompts:
+        if window is None or window > max(asked.depths):
+            _vote(sight, asked, pool)
+
+
+def _vote(sight: Sight, asked: Asked, pool: int) -> None:
+    keys, scoring, tokens = sight.keys, sight.scoring, asked.tokens
+    kv_heads, width = keys.shape[0], keys.shape[2]
+    queries = sight.queries[:, torch.as_tensor(asked.queries, device=keys.device)]
+    grouped = queries.float().reshape(kv_heads, -1, width)  # the query heads of a K,V head follow one another
+    hidden = None
+    if min(asked.sees) < tokens:
+        sees = torch.as_tensor(asked.sees, device=keys.device).repeat(queries.shape[0] // kv_heads)
+        hidden = torch.arange(tokens, device=keys.device)[None, :] >= sees[:, None]
+    at_once = max(1, SCORE_BYTES // (4 * grouped.shape[1] * tokens))
+    for head in range(0, kv_heads, at_once):
+        heads = slice(head, head + at_once)
+        parts = [grouped[heads] @ keys[heads, start:end].float().transpose(1, 2) for start, end in asked.path]
+        scores = torch.cat(parts, dim=-1).mul_(scoring.scale)
+        if scoring.softcap is not None:
+            scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
+        if hidden is not None:
+            scores.masked_fill_(hidden, -torch.inf)
+        shares = torch.softmax(scores, dim=-1)
+        if pool > 1:
+            shares = F.avg_pool1d(shares, pool, stride=1, padding=pool // 2)
+        votes = shares.view(-1, len(asked.queries), tokens).amax(dim=0)
+        asked.votes = votes if asked.votes is None else torch.maximum(asked.votes, votes)
+
+
+def importance(asked: Asked, reduce: Literal["mean", "max"]) -> FloatArray | None:
+    """Importance of each token, float32 [tokens]; None where no layer had a vote."""
+    if asked.votes is None:
+        return None
+    reduced = asked.votes.mean(dim=0) if reduce == "mean" else asked.votes.amax(dim=0)
+    found: FloatArray = reduced.cpu().numpy()
+    return found

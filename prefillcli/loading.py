@@ -1,0 +1,194 @@
+"""What a job works with: first the models' files and tokenizers; their weights when there is something to score."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from prefillcli.compress.settings import Compression
+from prefillcli.errors import UsageError, brief
+from prefillcli.plan.pack import Limits
+from prefillcli.samples import sample_model
+from prefillcli.settings import CompressionOptions, LoadingOptions, parse_size
+
+if TYPE_CHECKING:  # torch takes seconds to import; wrong input should not wait for it
+    import torch
+
+    from prefillcli.compress.compressor import Compressor
+    from prefillcli.engines.torch import TorchEngine
+    from prefillcli.prefill.memory import MemoryLaw
+    from prefillcli.prefill.model import ModelFiles
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The files of a model and its draft, checked; no weights."""
+
+    files: ModelFiles
+    device: torch.device
+    tokenizer: Any
+    draft: ModelFiles | None
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Models ready to work. `plan` is what a resumed run must take over to cut the same packs."""
+
+    engine: TorchEngine
+    compressor: Compressor | None
+    plan: dict[str, Any]
+
+    def close(self) -> None:
+        self.engine.close()
+        if self.compressor is not None:
+            self.compressor.draft.close()
+
+
+def open_models(settings: LoadingOptions) -> Opened:
+    """Find and check the model, its tokenizer and the draft. Raises UsageError or ResourceError."""
+    from prefillcli.compress.tokenizers import difference
+    from prefillcli.prefill.model import choose_device, find_model, read_model_files
+
+    if settings.model is None:
+        path = sample_model()
+        print(f"prefill: warning: no --model given; the sample model in {path} is for demonstration", file=sys.stderr)
+    else:
+        path = find_model(settings.model, settings.revision)
+    device = choose_device(settings.device)
+    options: dict[str, Any] = {
+        "dtype": settings.dtype,
+        "device": device.type,
+        "trust_remote_code": settings.trust_remote_code,
+    }
+    files = read_model_files(path, **options)
+    tokenizer = _load_tokenizer(files, settings.trust_remote_code)
+    small = None
+    if settings.draft is not None:
+        small = read_model_files(find_model(settings.draft, option="--draft"), **options)
+        other = difference(tokenizer, _load_tokenizer(small, settings.trust_remote_code))
+        if other is not None:
+            raise UsageError(f"--draft {settings.draft}: its tokenizer is not the model's: {other}")
+    return Opened(files, device, tokenizer, small)
+
+
+def _load_tokenizer(files: ModelFiles, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(files.path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise UsageError(f"{files.path}: cannot load the tokenizer: {brief(error)}") from None
+
+
+def load(opened: Opened, settings: LoadingOptions, *, keep: float, before: dict[str, Any]) -> Loaded:
+    """Load the weights and decide what fits one pack.
+
+    `before` is the `plan` of an earlier attempt (or empty): it stands, unless other limits were asked for or it does
+    not fit any more. `keep` is the rate to start with.
+    """
+    from prefillcli.engines.torch import TorchEngine
+    from prefillcli.prefill.memory import (
+        FREE_SHARE,
+        available_memory,
+        choose_chunk,
+        memory_law,
+        pack_limits,
+    )
+    from prefillcli.prefill.model import load_model
+
+    device, files = opened.device, opened.files
+    model = load_model(files, device, trust_remote_code=settings.trust_remote_code)
+    small = opened.draft and load_model(opened.draft, device, trust_remote_code=settings.trust_remote_code)
+    budget = parse_size(settings.memory) if settings.memory else int(available_memory(device) * FREE_SHARE)
+    law = memory_law(files.config, files.dtype)
+    chunk_tokens = settings.chunk_tokens or choose_chunk(law, budget, device)
+    limits = pack_limits(
+        law,
+        budget=budget,
+        device=device,
+        chunk_tokens=chunk_tokens,
+        pack_tokens=settings.pack_tokens,
+        prefix_kv=settings.prefix_kv,
+    )
+    asked = [settings.memory, settings.pack_tokens, settings.chunk_tokens, settings.prefix_kv]
+    plan: dict[str, Any] = {"asked": asked, "chunk_tokens": chunk_tokens, "limits": asdict(limits)}
+    if opened.draft is not None:
+        small_law = memory_law(opened.draft.config, opened.draft.dtype)
+        plan["draft"] = _draft_plan(settings, small_law, budget, device)
+    if before.get("asked") == asked and _fits(before, plan):
+        plan = plan | before
+    engine = TorchEngine(
+        model,
+        limits=Limits(**plan["limits"]),
+        chunk_tokens=plan["chunk_tokens"],
+        offload_held=settings.prefix_kv == "offload",
+    )
+    if opened.draft is None:
+        return Loaded(engine, None, plan)
+    return Loaded(engine, _compressor(opened, small, settings, plan, plan.get("keep", keep)), plan)
+
+
+def _fits(before: dict[str, Any], plan: dict[str, Any]) -> bool:
+    return all(
+        part["limits"]["max_tokens"] <= room["limits"]["max_tokens"]
+        for part, room in ((before, plan), (before.get("draft", before), plan.get("draft", plan)))
+    )
+
+
+def _draft_plan(settings: LoadingOptions, law: MemoryLaw, budget: int, device: torch.device) -> dict[str, Any]:
+    from prefillcli.prefill.memory import choose_chunk, draft_limits
+
+    compression = compression_of(settings)
+    chunk_tokens = settings.chunk_tokens or choose_chunk(law, budget, device)
+    limits = draft_limits(
+        law,
+        budget=budget,
+        device=device,
+        chunk_tokens=chunk_tokens,
+        queries=compression.queries,
+        all_layers=compression.decodes,
+    )
+    return {"chunk_tokens": chunk_tokens, "limits": asdict(limits)}
+
+
+def _compressor(opened: Opened, model: Any, settings: LoadingOptions, plan: dict[str, Any], keep: float) -> Compressor:
+    from prefillcli.compress.compressor import Compressor
+    from prefillcli.compress.draft import Draft
+    from prefillcli.prefill.model import sliding_window
+
+    if opened.draft is None:
+        raise ValueError("no draft was opened")
+    told: set[str] = set()
+
+    def tell(error: BaseException) -> None:
+        text = f"{type(error).__name__}: {brief(error)}"
+        if text not in told:
+            told.add(text)
+            print(f"prefill: warning: the draft failed, its rows are read in full: {text}", file=sys.stderr)
+
+    compression = compression_of(settings)
+    draft = Draft(
+        model,
+        compression,
+        limits=Limits(**plan["draft"]["limits"]),
+        chunk_tokens=plan["draft"]["chunk_tokens"],
+        max_length=opened.draft.max_length,
+        on_failure=tell,
+    )
+    return Compressor(draft, compression, keep=keep, target_window=sliding_window(opened.files.config))
+
+
+def compression_of(settings: CompressionOptions) -> Compression:
+    """The options of compression as the draft and the selection take them."""
+    return Compression(
+        lookahead=settings.lookahead,
+        query_window=settings.query_window,
+        query_reduce=settings.query_reduce,
+        pool=settings.pool,
+        select_chunk=settings.select_chunk,
+        compress_above=settings.compress_above,
+        keep_first=settings.keep_first,
+        keep_last=settings.keep_last,
+        per_row=settings.compress_per_row,
+    )

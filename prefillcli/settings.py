@@ -1,0 +1,262 @@
+"""What jobs can be told.
+
+The fields of these classes are the options of the commands: name, default, help text and help panel are written here
+once, and the command line is made from them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from prefillcli.errors import UsageError
+
+_SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?\s*$", re.IGNORECASE)
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of a size like `8GiB`, `500MB` or `1048576`. Raises ValueError."""
+    match = _SIZE.match(str(text))
+    if match is None:
+        raise ValueError(f"{text!r} is no size; write it like 8GiB, 500MB or 1048576")
+    number, prefix, binary = match.groups()
+    size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
+    if size <= 0:
+        raise ValueError("a size is more than 0")
+    return size
+
+
+def _as_list(value: object) -> object:
+    """`a,b` is a list in a flag, an environment variable and a recipe alike."""
+    parts = value if isinstance(value, list | tuple) else [value]
+    return tuple(name.strip() for part in parts for name in str(part).split(",") if name.strip())
+
+
+def _as_texts(value: object) -> object:
+    """In a recipe, the labels 1 and 0 are numbers."""
+    return tuple(str(v) if type(v) is int else v for v in value) if isinstance(value, list | tuple) else value
+
+
+def _check_size(text: str) -> str:
+    parse_size(text)
+    return text
+
+
+def _check_odd(number: int) -> int:
+    if number % 2 == 0:
+        raise ValueError("a window that is centred on a token is odd")
+    return number
+
+
+Size = Annotated[str, AfterValidator(_check_size)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
+
+FILES, MODEL, PROMPTS, ANSWERS, RUN, MEMORY, COMPRESSION = (
+    "Files",
+    "Model",
+    "Prompts",
+    "Answers",
+    "Run",
+    "Memory and speed",
+    "Compression (SpecPrefill)",
+)
+
+
+def option(default: Any, help: str, panel: str, *, short: str = "", metavar: str = "", **field: Any) -> Any:
+    extra: dict[str, Any] = {"panel": panel, "short": short, "metavar": metavar}
+    return Field(default, description=help, json_schema_extra=extra, **field)
+
+
+class Settings(BaseModel):
+    """A group of options, or all options of a command."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def check(self) -> None:
+        """Raise UsageError for options that contradict one another."""
+
+
+class InputOptions(Settings):
+    """Which rows."""
+
+    inputs: tuple[str, ...] = Field(description="Parquet or JSONL: files, directories, globs or URLs.", min_length=1)
+    limit: int | None = option(None, "Score the first N rows only.", FILES, metavar="N", ge=1)
+    sample: int | None = option(None, "Score N rows drawn at random.", FILES, metavar="N", ge=1)
+    seed: int = option(0, "Seed of --sample.", FILES, metavar="N")
+
+    def check(self) -> None:
+        super().check()
+        if self.limit is not None and self.sample is not None:
+            raise UsageError("--limit takes the first rows, --sample random ones: give one of them")
+
+
+class ModelOptions(Settings):
+    """Which model, and where it runs."""
+
+    model: str | None = option(
+        None,
+        "A model directory or a hub name. (default: the shipped sample model)",
+        MODEL,
+        short="-m",
+        metavar="MODEL",
+    )
+    revision: str | None = option(None, "Revision of a hub model.", MODEL, metavar="NAME")
+    trust_remote_code: bool = option(False, "Run code that the model's directory brings along.", MODEL)
+    device: str = option("auto", "cpu, cuda, cuda:1, ... or auto.", MODEL, metavar="DEVICE")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "Number format of weights and activations; auto: as the model is saved.", MODEL
+    )
+
+
+class PromptOptions(Settings):
+    """How a row becomes a prompt with answers."""
+
+    prompt_column: str = option(
+        "prompt", "Column with the text, the chat messages or the token ids.", PROMPTS, metavar="NAME"
+    )
+    template: str | None = option(
+        None, "Jinja text, or a file with it, rendered from the row's columns.", PROMPTS, metavar="JINJA"
+    )
+    chat: bool | None = option(None, "Apply the tokenizer's chat template. (default: if it has one)", PROMPTS)
+    system: str | None = option(None, "System message before each chat.", PROMPTS, metavar="TEXT")
+    max_length: int | None = option(
+        None, "Longest prompt in tokens. (default: the model's limit)", PROMPTS, metavar="N", ge=1
+    )
+    on_long: Literal["error", "truncate-left", "truncate-middle", "skip"] = option(
+        "error", "What happens to a longer prompt.", PROMPTS
+    )
+
+    labels: Annotated[str | tuple[str, ...], BeforeValidator(_as_texts)] = option(
+        "Yes,No",
+        "Answers, the positive one first; 'Yes= Yes|yes|YES' sums variants.",
+        ANSWERS, metavar="LABELS",
+    )  # fmt: skip
+    temperature: float = option(1.0, "Divides the label logits.", ANSWERS, metavar="T", gt=0, allow_inf_nan=False)
+
+
+class MemoryOptions(Settings):
+    """How much is computed at a time, and in which order."""
+
+    memory: Size | None = option(
+        None, "Budget for activations and K,V, e.g. 8GiB. (default: what is free)", MEMORY, metavar="SIZE"
+    )
+    pack_tokens: int | None = option(
+        None, "Tokens of one pass over the model. (default: from --memory)", MEMORY, metavar="N", ge=1
+    )
+    chunk_tokens: int | None = option(
+        None, "Tokens of one call of a layer. (default: from the model)", MEMORY, metavar="N", ge=1
+    )
+    schedule: Literal["prefix-tree", "fifo"] = option("prefix-tree", "Order in which rows are computed.", MEMORY)
+    prefix_kv: Literal["auto", "discard", "keep", "offload"] = option(
+        "auto",
+        "K,V of a prefix that spans packs: compute again, keep on the device, keep in host memory.",
+        MEMORY,
+    )
+
+
+class CompressionOptions(Settings):
+    """Which tokens a draft model leaves to the model."""
+
+    keep: Literal["auto"] | float = option(
+        1.0,
+        "Share of each prompt's tokens that the model reads; below 1 needs --draft. auto: the smallest that keeps "
+        "within --max-flips.",
+        COMPRESSION, metavar="RATE|auto",
+    )  # fmt: skip
+    draft: str | None = option(
+        None, "Small model with the same tokenizer that picks the tokens.", COMPRESSION, metavar="DIR|NAME"
+    )
+    lookahead: int = option(
+        8, "Tokens that ask: the last one, and the others decoded by the draft.", COMPRESSION, metavar="N", ge=1
+    )
+    query_window: int = option(
+        0, "The last N tokens of the prompt ask instead; nothing is decoded.", COMPRESSION, metavar="N", ge=0
+    )
+    query_reduce: Literal["mean", "max"] = option("mean", "Over the tokens that ask.", COMPRESSION)
+    pool: Annotated[int, AfterValidator(_check_odd)] = option(
+        13, "Tokens over which importance is averaged; 1 for none.", COMPRESSION, metavar="N", ge=1
+    )
+    select_chunk: int = option(
+        32, "Tokens kept or dropped together; 1 for each by itself.", COMPRESSION, metavar="N", ge=1
+    )
+    compress_above: int = option(
+        8192, "Prompts up to this many tokens are read in full.", COMPRESSION, metavar="N", ge=0
+    )
+    keep_first: int = option(4, "First tokens that are always kept.", COMPRESSION, metavar="N", ge=0)
+    keep_last: int = option(64, "Last tokens that are always kept: the question.", COMPRESSION, metavar="N", ge=0)
+    compress_per_row: bool = option(
+        False, "Select for each row by itself: a shared prefix is not shared any more.", COMPRESSION
+    )
+
+    def check(self) -> None:
+        super().check()
+        if self.query_window and self.lookahead > 1 and "lookahead" in self.model_fields_set:
+            raise UsageError(
+                "--query-window asks with the prompt's last tokens, --lookahead decodes: give one of them"
+            )
+
+
+class LoadingOptions(CompressionOptions, MemoryOptions, ModelOptions):
+    """The options that decide what is loaded, and how much of it is used at a time."""
+
+
+class RunOptions(Settings):
+    """What is said on the way."""
+
+    progress_interval: float = option(
+        30.0, "Seconds between progress lines off a terminal.", RUN, metavar="SECONDS", gt=0
+    )
+    quiet: bool = option(False, "Warnings and errors only.", RUN, short="-q")
+    debug: bool = option(False, "Show tracebacks.", RUN)
+
+
+class ScoreSettings(RunOptions, LoadingOptions, PromptOptions, InputOptions):
+    """Everything `prefill score` can be told."""
+
+    output: str | None = option(
+        None,
+        "Where the scores go: .parquet, .jsonl, or a directory (ending in /). (default: INPUT.scores.parquet)",
+        FILES, short="-o", metavar="PATH",
+    )  # fmt: skip
+    report: str | None = option(
+        None, "Where run.json goes. (default: OUTPUT.run.json beside the output)", FILES, metavar="PATH"
+    )
+    id_column: str | None = option(
+        None, "Column that names a row in the output. (default: the row number)", FILES, metavar="NAME"
+    )
+    keep_columns: Names = option((), "Input columns to copy to the output, comma-separated.", FILES, metavar="NAMES")
+    resume: bool = option(False, "Go on with this job where it was stopped.", FILES)
+    overwrite: bool = option(False, "Replace an output that exists.", FILES)
+
+    audit: int = option(
+        0, "Read N random compressed rows in full as well, and report the flips.", COMPRESSION, metavar="N", ge=0
+    )
+    max_flips: float = option(
+        0.01, "Share of flipped answers that --keep auto may cause, at 95 % confidence.",
+        COMPRESSION, metavar="RATE", gt=0, lt=1,
+    )  # fmt: skip
+    truth: str | None = option(
+        None, "Column with the right answer, for the audit; kept in the output.", COMPRESSION, metavar="COLUMN"
+    )
+
+    max_error_rate: float = option(
+        0.0, "Share of error rows above which the exit code is 3.", RUN, metavar="RATE", ge=0, le=1
+    )
+    skip_empty: bool = option(False, "Exit 99 if the input has no rows.", RUN)
+
+    def check(self) -> None:
+        super().check()
+        if self.resume and self.overwrite:
+            raise UsageError("--resume goes on with the output, --overwrite replaces it: give one of them")
+        if self.keep != "auto" and not 0 < self.keep <= 1:
+            raise UsageError(f"--keep {self.keep:g}: a rate above 0 and up to 1, or auto")
+        if self.keep != 1 and self.draft is None:
+            raise UsageError(
+                f"--keep {self.keep} needs --draft: a small model with the same tokenizer that picks the tokens"
+            )
+        if self.audit and self.draft is None:
+            raise UsageError("--audit compares compressed rows with full ones: it needs --draft and --keep")
+        if self.truth is not None and not self.audit:
+            raise UsageError("--truth is for the audit: give --audit, the number of rows to read in full as well")

@@ -1,0 +1,145 @@
+"""The baselines keep what they say, as much as they say."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefillcli.bench.baselines import bm25_sentences, first_and_last, random_chunks, split_sentences
+
+KEEP = st.integers(0, 100).map(lambda percent: percent / 100)
+TOKENS = st.integers(0, 400)
+END = st.integers(0, 50)
+TEXT = st.text(alphabet="ab c.?!\n。", max_size=120)
+
+
+def budget(keep: float, count: int) -> int:
+    return math.ceil(Fraction(round(100 * keep), 100) * count)
+
+
+def check(kept: np.ndarray, tokens: int, first: int, last: int) -> None:
+    assert kept.dtype == np.int64
+    assert kept.ndim == 1
+    assert (np.diff(kept) > 0).all()
+    assert set(kept) <= set(range(tokens))
+    assert set(range(min(first, tokens))) | set(range(max(0, tokens - last), tokens)) <= set(kept)
+
+
+def words(text: str) -> list[tuple[int, int]]:
+    """A token for each character or word, as a byte-level tokenizer cuts: with the space before it."""
+    edges = sorted({0, len(text), *(n for n, letter in enumerate(text) if letter in " .\n")})
+    return list(pairwise(edges))
+
+
+@given(TOKENS, KEEP, st.integers(1, 64), END, END, st.integers(0, 9))
+def test_random_chunks_are_whole_and_as_many_as_asked(
+    tokens: int, keep: float, chunk: int, first: int, last: int, seed: int
+) -> None:
+    kept = random_chunks(tokens, keep, chunk=chunk, first=first, last=last, rng=np.random.default_rng(seed))
+    check(kept, tokens, first, last)
+    again = random_chunks(tokens, keep, chunk=chunk, first=first, last=last, rng=np.random.default_rng(seed))
+    np.testing.assert_array_equal(kept, again)
+    bare = random_chunks(tokens, keep, chunk=chunk, first=0, last=0, rng=np.random.default_rng(seed))
+    numbers = set(bare // chunk)
+    assert len(numbers) == budget(keep, -(-tokens // chunk))
+    assert set(bare) == {t for t in range(tokens) if t // chunk in numbers}
+    assert set(kept) == set(bare) | set(range(min(first, tokens))) | set(range(max(0, tokens - last), tokens))
+
+
+def test_random_chunks_are_drawn_from_everywhere() -> None:
+    rng = np.random.default_rng(0)
+    counts = np.zeros(640)
+    for _ in range(500):
+        counts[random_chunks(640, 0.2, chunk=32, first=0, last=0, rng=rng)] += 1
+    assert counts.min() > 60  # 100 expected
+    assert counts.max() < 140
+
+
+@given(TOKENS, KEEP, END, END)
+def test_first_and_last_are_two_runs_of_the_budget(tokens: int, keep: float, first: int, last: int) -> None:
+    kept = first_and_last(tokens, keep, first=first, last=last)
+    check(kept, tokens, first, last)
+    assert (np.diff(kept) > 1).sum() <= 1
+    wanted = budget(keep, tokens)
+    assert len(kept) == min(tokens, max(wanted, first + last))
+    if max(first, last) <= wanted // 2:
+        assert len(kept) == wanted
+        assert set(range(wanted - wanted // 2)) <= set(kept)
+
+
+@given(TEXT)
+def test_sentences_are_the_text(text: str) -> None:
+    sentences = split_sentences(text)
+    assert "".join(sentences) == text
+    assert all(sentences)
+    assert not any("\n" in sentence.strip() for sentence in sentences)
+
+
+def test_sentences_end_at_marks_and_line_ends() -> None:
+    text = "1 Mar: paid 310.40 to Norvik, late.\n\nIs it so? Yes! 你好。再见\nAnswer:"
+    assert split_sentences(text) == [
+        "1 Mar: paid 310.40 to Norvik, late.\n\n",
+        "Is it so? ",
+        "Yes! ",
+        "你好。",
+        "再见\n",
+        "Answer:",
+    ]
+
+
+@given(TEXT, KEEP, END, END)
+def test_bm25_fills_its_budget(text: str, keep: float, first: int, last: int) -> None:
+    offsets = [(0, 0), *words(text)]
+    kept = bm25_sentences(text, offsets, keep, first=first, last=last)
+    check(kept, len(offsets), first, last)
+    bare = bm25_sentences(text, offsets, keep, first=0, last=0)
+    assert len(bare) == budget(keep, len(offsets)) if text else len(bare) == 0
+    assert set(bare) <= set(kept)
+    assert len(kept) <= len(bare) + first + last
+
+
+NAMES = ("Aa", "Bb", "Cc", "Dd", "Ee")
+HISTORY = [f"{n} Mar: card payment to {name}, 12.{n}0, on time.\n" for n, name in enumerate(NAMES)]
+
+
+def test_bm25_finds_the_sentence_that_shares_the_rare_word(capfd: pytest.CaptureFixture[str]) -> None:
+    text = "".join(HISTORY) + "Question: is Dd in the file? Answer:"
+    offsets = words(text)
+    kept = bm25_sentences(text, offsets, 0.5, first=0, last=6)
+    found = "".join(text[slice(*offsets[n])] for n in kept)
+    assert "payment to Dd, 12.30, on time" in found
+    assert "Question: is Dd in the file? Answer:" in found
+    assert "Bb" not in found
+    assert capfd.readouterr() == ("", "")  # no progress bars
+
+
+def test_bm25_ranks_as_the_formula_does() -> None:
+    sentences = ["a b c. ", "a a d. ", "b e f g h i. ", "c c c. ", "a c? "]
+    text = "".join(sentences)
+    offsets = words(text)
+    documents = [s.strip(".? ").split() for s in sentences]
+    mean = sum(map(len, documents)) / len(documents)
+
+    def score(document: list[str]) -> float:
+        total = 0.0
+        for word in documents[-1]:
+            holders = sum(word in d for d in documents)
+            weight = math.log(1 + (len(documents) - holders + 0.5) / (holders + 0.5))
+            count = document.count(word)
+            total += weight * count / (count + 1.5 * (1 - 0.75 + 0.75 * len(document) / mean))
+        return total
+
+    ranked = sorted(range(len(documents)), key=lambda n: -score(documents[n]))
+    owner = [next(n for n in range(5) if offset[1] <= len("".join(sentences[: n + 1]))) for offset in offsets]
+    seen: list[int] = []
+    for percent in range(1, 101):
+        for token in bm25_sentences(text, offsets, percent / 100, first=0, last=0):
+            if owner[token] not in seen:
+                seen.append(owner[token])
+    assert seen == ranked
