@@ -13,9 +13,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from prefillcli import __version__
-from prefillcli.config import load_settings
+from prefillcli.config import AnySettings, load_settings
 from prefillcli.errors import PrefillError
-from prefillcli.settings import RUN, ScoreSettings
+from prefillcli.settings import RUN, BenchSettings, InspectSettings, ScoreSettings
 
 app = typer.Typer(
     name="prefill",
@@ -64,17 +64,45 @@ def score(inputs: list[str] | None, recipe: str | None, **flags: Any) -> None:
 
     The last line on stdout is one JSON object that sums the run up; everything else goes to stderr.
     """
+    settings = _settings(ScoreSettings, inputs, recipe, flags)
+    from prefillcli.score import score_job
+
+    finish(score_job(settings))
+
+
+def bench(inputs: list[str] | None, recipe: str | None, **flags: Any) -> None:
+    """Compare full prefill, compressed prefill and others on INPUT, or on made workloads: speed, memory, answers.
+
+    Tables go to stderr; the last line on stdout is one JSON object that sums the run up.
+    """
+    settings = _settings(BenchSettings, inputs, recipe, flags)
+    from prefillcli.bench.job import bench_job
+
+    finish(bench_job(settings))
+
+
+def inspect_(inputs: list[str] | None, recipe: str | None, **flags: Any) -> None:
+    """Show one prompt of INPUT as the engine sees it: its tokens, what is shared, what is kept and why, its answers.
+
+    The last line on stdout is one JSON object that sums it up; everything else goes to stderr.
+    """
+    settings = _settings(InspectSettings, inputs, recipe, flags)
+    from prefillcli.inspect import inspect_job
+
+    finish(inspect_job(settings))
+
+
+def _settings(
+    kind: type[AnySettings], inputs: list[str] | None, recipe: str | None, flags: dict[str, Any]
+) -> AnySettings:
     given = {name: value for name, value in flags.items() if value is not None}
     if inputs:
         given["inputs"] = inputs
     try:
-        settings = load_settings(ScoreSettings, given, recipe=recipe)
+        return load_settings(kind, given, recipe=recipe)
     except PrefillError as error:
         print(f"prefill: {error}", file=sys.stderr)
         finish({"status": "failed", "exit_code": error.exit_code, "error": str(error)})
-    from prefillcli.score import score_job
-
-    finish(score_job(settings))
 
 
 def finish(summary: dict[str, Any]) -> NoReturn:
@@ -89,7 +117,7 @@ def _say(summary: dict[str, Any]) -> None:
 
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     """The command-line option of a settings field; None stands for "not given"."""
-    extra: dict[str, str] = field.json_schema_extra  # type: ignore[assignment]  # config._option always sets it
+    extra: dict[str, Any] = field.json_schema_extra  # type: ignore[assignment]  # config._option always sets it
     flag = "--" + name.replace("_", "-")
     kind: Any = field.annotation
     if kind is bool:
@@ -98,13 +126,14 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
         names, kind = [f"{flag}/--no-{flag.removeprefix('--')}"], bool
     else:
         names = [flag]
-        kind = {int: int, float: float, int | None: int}.get(kind, str)
+        kind = list[str] if extra["repeatable"] else {int: int, float: float, int | None: int}.get(kind, str)
     metavar = extra["metavar"] or None
     if get_origin(field.annotation) is Literal:
         metavar = "|".join(get_args(field.annotation))
     help = field.description or ""
     if "(default" not in help and field.default not in (None, False, ()):
-        help += f" (default: {field.default})"
+        default = field.default if not isinstance(field.default, tuple) else ", ".join(map(str, field.default))
+        help += f" (default: {default})"
     if extra["short"]:
         names.append(extra["short"])
     option = typer.Option(*names, help=help, rich_help_panel=extra["panel"], metavar=metavar, show_default=False)
@@ -115,12 +144,14 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
 
 def _with_options(command: Callable[..., None], settings: type[BaseModel]) -> Callable[..., None]:
     """Give `command` the inputs, `--recipe` and one option for each field of `settings`."""
-    inputs = typer.Argument(metavar="INPUT...", help="Parquet or JSONL: files, directories, globs or URLs.")
+    fields = settings.model_fields
+    required = fields["inputs"].is_required()
+    inputs = typer.Argument(metavar="INPUT..." if required else "[INPUT]...", help=fields["inputs"].description)
     recipe = typer.Option("--recipe", metavar="FILE", help="YAML with options by name.", rich_help_panel=RUN)
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [
         inspect.Parameter("inputs", keyword, default=None, annotation=Annotated[list[str] | None, inputs]),
-        *(_parameter(name, field) for name, field in settings.model_fields.items() if name != "inputs"),
+        *(_parameter(name, field) for name, field in fields.items() if name != "inputs"),
         inspect.Parameter("recipe", keyword, default=None, annotation=Annotated[str | None, recipe]),
     ]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
@@ -129,3 +160,5 @@ def _with_options(command: Callable[..., None], settings: type[BaseModel]) -> Ca
 
 
 app.command("score")(_with_options(score, ScoreSettings))
+app.command("bench")(_with_options(bench, BenchSettings))
+app.command("inspect")(_with_options(inspect_, InspectSettings))

@@ -50,10 +50,16 @@ def _check_odd(number: int) -> int:
     return number
 
 
+def _as_rates(value: object) -> object:
+    parts = value if isinstance(value, list | tuple) else [value]
+    return tuple(rate for part in parts for rate in str(part).split(",") if rate)
+
+
 Size = Annotated[str, AfterValidator(_check_size)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
+Rates = Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], BeforeValidator(_as_rates)]
 
-FILES, MODEL, PROMPTS, ANSWERS, RUN, MEMORY, COMPRESSION = (
+FILES, MODEL, PROMPTS, ANSWERS, RUN, MEMORY, COMPRESSION, BENCH = (
     "Files",
     "Model",
     "Prompts",
@@ -61,11 +67,15 @@ FILES, MODEL, PROMPTS, ANSWERS, RUN, MEMORY, COMPRESSION = (
     "Run",
     "Memory and speed",
     "Compression (SpecPrefill)",
+    "What is compared",
 )
 
 
-def option(default: Any, help: str, panel: str, *, short: str = "", metavar: str = "", **field: Any) -> Any:
-    extra: dict[str, Any] = {"panel": panel, "short": short, "metavar": metavar}
+def option(
+    default: Any, help: str, panel: str, *, short: str = "", metavar: str = "", repeatable: bool = False, **field: Any
+) -> Any:
+    """A field that is an option of the command line; `repeatable` ones may be given several times."""
+    extra: dict[str, Any] = {"panel": panel, "short": short, "metavar": metavar, "repeatable": repeatable}
     return Field(default, description=help, json_schema_extra=extra, **field)
 
 
@@ -250,13 +260,60 @@ class ScoreSettings(RunOptions, LoadingOptions, PromptOptions, InputOptions):
         super().check()
         if self.resume and self.overwrite:
             raise UsageError("--resume goes on with the output, --overwrite replaces it: give one of them")
-        if self.keep != "auto" and not 0 < self.keep <= 1:
-            raise UsageError(f"--keep {self.keep:g}: a rate above 0 and up to 1, or auto")
-        if self.keep != 1 and self.draft is None:
-            raise UsageError(
-                f"--keep {self.keep} needs --draft: a small model with the same tokenizer that picks the tokens"
-            )
+        check_keep(self.keep, self.draft)
         if self.audit and self.draft is None:
             raise UsageError("--audit compares compressed rows with full ones: it needs --draft and --keep")
         if self.truth is not None and not self.audit:
             raise UsageError("--truth is for the audit: give --audit, the number of rows to read in full as well")
+
+
+def check_keep(keep: float | Literal["auto"], draft: str | None) -> None:
+    """Raise UsageError for a rate that is none, or one that lacks a draft."""
+    if keep != "auto" and not 0 < keep <= 1:
+        raise UsageError(f"--keep {keep:g}: a rate above 0 and up to 1, or auto")
+    if keep != 1 and draft is None:
+        raise UsageError(f"--keep {keep} needs --draft: a small model with the same tokenizer that picks the tokens")
+
+
+class InspectSettings(RunOptions, LoadingOptions, PromptOptions, InputOptions):
+    """Everything `prefill inspect` can be told."""
+
+    row: str | None = option(None, "Id of the row (with --id-column), else its number, from 0.", FILES, metavar="ID")
+    id_column: str | None = option(None, "Column that names a row. (default: the row number)", FILES, metavar="NAME")
+    html: str | None = option(None, "Write the page here too.", FILES, metavar="PATH")
+
+    def check(self) -> None:
+        super().check()
+        if self.row is None:
+            raise UsageError("no --row given: name the row to look at, by its number or its --id-column")
+        if self.keep == "auto":
+            raise UsageError("--keep auto is for a whole job; give the rate to look at")
+        check_keep(self.keep, self.draft)
+
+
+class BenchSettings(RunOptions, LoadingOptions, PromptOptions, InputOptions):
+    """Everything `prefill bench` can be told."""
+
+    inputs: tuple[str, ...] = Field(
+        default=(), description="Parquet or JSONL: files, directories, globs or URLs. Without: made workloads."
+    )
+    keep: Rates = option(  # type: ignore[assignment]  # several rates side by side
+        (0.2,), "Share of the tokens that the model reads; repeatable.", BENCH, metavar="RATE", repeatable=True
+    )
+    compress_above: int = option(0, "Prompts up to this many tokens are read in full.", COMPRESSION, metavar="N", ge=0)
+    workload: Names = option(
+        (), "A made workload; repeatable. (default: post-recommendation and needle)", BENCH, metavar="NAME",
+        repeatable=True,
+    )  # fmt: skip
+    method: Names = option(
+        (), "A method to compare; repeatable. (default: all that the models allow)", BENCH, metavar="NAME",
+        repeatable=True,
+    )  # fmt: skip
+    rows: int = option(60, "Rows of a made workload.", BENCH, metavar="N", ge=2)
+    tokens: int = option(4000, "Tokens of its prompts.", BENCH, metavar="N", ge=64)
+    scale: float = option(1.0, "Makes both smaller or larger.", BENCH, metavar="FACTOR", gt=0)
+    rounds: int = option(3, "Timed rounds, after one to warm up.", BENCH, metavar="N", ge=1)
+    truth: str | None = option(None, "Column with the right answer, where there is data.", BENCH, metavar="COLUMN")
+    output: str = option(
+        "bench.json", "Where the numbers go; bench.html beside it.", FILES, short="-o", metavar="PATH"
+    )
