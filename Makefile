@@ -31,6 +31,7 @@ format: setup
 
 bench: setup
 	$(BIN)/python -m prefillcli.bench
+	$(BIN)/prefill bench --workload post-recommendation --workload needle --keep 0.2 --query-window 8 -o out/bench.json
 
 samples: setup
 	$(BIN)/python -m recipes.make_samples

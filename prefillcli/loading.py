@@ -85,7 +85,7 @@ def load(opened: Opened, settings: LoadingOptions, *, keep: float, before: dict[
     """Load the weights and decide what fits one pack.
 
     `before` is the `plan` of an earlier attempt (or empty): it stands, unless other limits were asked for or it does
-    not fit any more. `keep` is the rate to start with.
+    not fit any more. `keep` is the rate to start with; one that an earlier attempt has chosen stands in any case.
     """
     from prefillcli.engines.torch import TorchEngine
     from prefillcli.prefill.memory import (
@@ -117,7 +117,8 @@ def load(opened: Opened, settings: LoadingOptions, *, keep: float, before: dict[
         small_law = memory_law(opened.draft.config, opened.draft.dtype)
         plan["draft"] = _draft_plan(settings, small_law, budget, device)
     if before.get("asked") == asked and _fits(before, plan):
-        plan = plan | before
+        plan |= before
+    plan |= {name: before[name] for name in ("keep", "keep_auto") if name in before}
     engine = TorchEngine(
         model,
         limits=Limits(**plan["limits"]),

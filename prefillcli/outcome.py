@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import sys
 import traceback
+from typing import Literal, Protocol
 
 from prefillcli.data.counts import Counts
 from prefillcli.errors import Interrupted, PrefillError, ResourceError
@@ -12,6 +13,14 @@ from prefillcli.report.run import RunReport
 
 TOO_MANY_ERRORS = 3
 NOTHING_TO_DO = 99
+
+
+class Ending(Protocol):
+    """What a report says of the end."""
+
+    status: Literal["complete", "failed", "interrupted"]
+    exit_code: int
+    error: str | None
 
 
 def conclude(report: RunReport, counts: Counts, *, max_error_rate: float, skip_empty: bool) -> None:
@@ -29,14 +38,14 @@ def conclude(report: RunReport, counts: Counts, *, max_error_rate: float, skip_e
         print(f"prefill: {report.error}", file=sys.stderr)
 
 
-def fail(error: BaseException, report: RunReport, *, debug: bool) -> None:
-    """A run that an error or a signal ended."""
+def fail(error: BaseException, report: Ending, *, debug: bool, resumable: bool = True) -> None:
+    """A run that an error or a signal ended; a `resumable` one can go on after a signal."""
     if debug:
         traceback.print_exception(error)
     report.status = "failed"
     if isinstance(error, Interrupted):
         report.status, report.exit_code, report.error = "interrupted", error.exit_code, str(error)
-        print(f"prefill: {error}; go on with --resume", file=sys.stderr)
+        print(f"prefill: {error}{'; go on with --resume' if resumable else ''}", file=sys.stderr)
         return
     if isinstance(error, PrefillError):
         report.exit_code, report.error = error.exit_code, str(error)

@@ -13,7 +13,7 @@ from prefillcli.compress.audit import AuditDraw, draw
 from prefillcli.compress.reading import Reading
 from prefillcli.data.fingerprints import hash_model, hash_tokenizer, hash_value
 from prefillcli.data.labels import Labels, parse_labels
-from prefillcli.data.prompts import DEFAULT_COLUMN, PromptBuilder, PromptSettings
+from prefillcli.data.prompts import PromptBuilder
 from prefillcli.data.rows import Prompt, Window
 from prefillcli.data.sink import Sink
 from prefillcli.data.source import Source
@@ -25,6 +25,7 @@ from prefillcli.errors import (
     PrefillError,
     ResourceError,
 )
+from prefillcli.inputs import open_source, prompt_builder
 from prefillcli.loading import Loaded, Opened, load, open_models
 from prefillcli.outcome import conclude, fail
 from prefillcli.paths import default_output, default_report, refuse_to_replace_input
@@ -83,33 +84,11 @@ class _ScoreJob:
         report.output = output
         report.report = settings.report or default_report(output)
         with clock.phase("read"):
-            source = self.source = Source.open(
-                settings.inputs, limit=settings.limit, sample=settings.sample, seed=settings.seed
-            )
-            source.select(columns=self._named_columns(), carried=self._carried())
-        for path in source.left_out:
-            print(
-                f"prefill: warning: {path}: not read, neither Parquet nor JSON Lines by its name",
-                file=sys.stderr,
-            )
+            source = self.source = open_source(settings, self._carried())
         with clock.phase("load"), stop.at_once():
             opened = open_models(settings)
         files, tokenizer = opened.files, opened.tokenizer
-        builder = self.builder = PromptBuilder(
-            tokenizer,
-            PromptSettings(
-                prompt_column=settings.prompt_column,
-                template=settings.template,
-                chat=settings.chat,
-                system=settings.system,
-                max_length=min(settings.max_length or files.max_length, files.max_length),
-                on_long=settings.on_long,
-                vocab_size=files.config.vocab_size,
-                compression=opened.draft is not None,
-            ),
-            source.available,
-        )
-        source.select(columns=builder.columns, carried=self._carried(), optional=builder.optional)
+        builder = self.builder = prompt_builder(settings, opened, source, self._carried())
         labels = Labels(tokenizer, parse_labels(settings.labels))
         with clock.phase("read"), stop.at_once():
             report.fingerprint = {
@@ -136,6 +115,8 @@ class _ScoreJob:
             self.sink = sink
             report.resumed = sink.counts.total > 0
             self._scored_before = sink.counts.scored
+            if opened.draft is not None:
+                report.keep, report.keep_auto = self._keep(sink), sink.plan.get("keep_auto")
             if not sink.complete:
                 self._score(source, builder, labels, sink, opened, stop)
             self._report_audit(sink, labels)
@@ -146,11 +127,6 @@ class _ScoreJob:
         settings = self.settings
         named = [settings.id_column, *settings.keep_columns, settings.truth]
         return list(dict.fromkeys(name for name in named if name))
-
-    def _named_columns(self) -> list[str]:
-        """Columns that the prompt certainly needs, known before the tokenizer and the template are."""
-        given = self.settings.template is None and self.settings.prompt_column != DEFAULT_COLUMN
-        return [self.settings.prompt_column] if given else []
 
     def _open_sink(self, output: str, source: Source, labels: Labels) -> Sink:
         """The output. Where it must not be touched, neither must the report that lies beside it."""
@@ -235,10 +211,15 @@ class _ScoreJob:
             yield window
 
     def _load(self, opened: Opened, sink: Sink) -> Loaded:
-        keep = self.settings.keep
-        loaded = load(opened, self.settings, keep=1.0 if keep == "auto" else keep, before=sink.plan)
+        loaded = load(opened, self.settings, keep=self._keep(sink), before=sink.plan)
         sink.plan = loaded.plan
         return loaded
+
+    def _keep(self, sink: Sink) -> float:
+        """The job's keep rate: given or chosen; 1 until it is."""
+        keep = self.settings.keep
+        rate: float = sink.plan.get("keep", 1.0 if keep == "auto" else keep)
+        return rate
 
     def _compress_with(
         self, loaded: Loaded, labels: Labels, sink: Sink
@@ -249,13 +230,17 @@ class _ScoreJob:
             return None
         from prefillcli.compress.auto import RATES, choose_keep, sample_rows
 
-        report.keep = compressor.keep
+        most = loaded.engine.limits.max_tokens
 
         def compress(window: Window, prompts: Sequence[Prompt], tick: Callable[[float], None]) -> list[Reading]:
             pending = settings.keep == "auto" and "keep" not in sink.plan
             wanted = compressor.keeps(prompts, RATES[0] if pending else None)
             estimates = compressor.estimate(prompts, wanted, tick)
-            able = [i for i, keep in enumerate(wanted) if keep is not None and prompts[i].keep is None]
+            able = [
+                number
+                for number, keep in enumerate(wanted)
+                if keep is not None and prompts[number].keep is None and len(prompts[number].tokens) <= most
+            ]
             if pending and able:
                 chosen = draw(able, settings.audit or sample_rows(settings.max_flips), window.index)
                 choice = choose_keep(

@@ -55,8 +55,18 @@ def _as_rates(value: object) -> object:
     return tuple(rate for part in parts for rate in str(part).split(",") if rate)
 
 
+def _as_rate(value: object) -> object:
+    if value == "auto":
+        return value
+    try:
+        return float(str(value))
+    except ValueError:
+        raise ValueError("a rate above 0 and up to 1, or auto") from None
+
+
 Size = Annotated[str, AfterValidator(_check_size)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
+Rate = Annotated[float | Literal["auto"], BeforeValidator(_as_rate)]
 Rates = Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], BeforeValidator(_as_rates)]
 
 FILES, MODEL, PROMPTS, ANSWERS, RUN, MEMORY, COMPRESSION, BENCH = (
@@ -92,8 +102,8 @@ class InputOptions(Settings):
     """Which rows."""
 
     inputs: tuple[str, ...] = Field(description="Parquet or JSONL: files, directories, globs or URLs.", min_length=1)
-    limit: int | None = option(None, "Score the first N rows only.", FILES, metavar="N", ge=1)
-    sample: int | None = option(None, "Score N rows drawn at random.", FILES, metavar="N", ge=1)
+    limit: int | None = option(None, "Take the first N rows only.", FILES, metavar="N", ge=1)
+    sample: int | None = option(None, "Take N rows drawn at random.", FILES, metavar="N", ge=1)
     seed: int = option(0, "Seed of --sample.", FILES, metavar="N")
 
     def check(self) -> None:
@@ -169,7 +179,7 @@ class MemoryOptions(Settings):
 class CompressionOptions(Settings):
     """Which tokens a draft model leaves to the model."""
 
-    keep: Literal["auto"] | float = option(
+    keep: Rate = option(
         1.0,
         "Share of each prompt's tokens that the model reads; below 1 needs --draft. auto: the smallest that keeps "
         "within --max-flips.",
@@ -195,7 +205,7 @@ class CompressionOptions(Settings):
         8192, "Prompts up to this many tokens are read in full.", COMPRESSION, metavar="N", ge=0
     )
     keep_first: int = option(4, "First tokens that are always kept.", COMPRESSION, metavar="N", ge=0)
-    keep_last: int = option(64, "Last tokens that are always kept: the question.", COMPRESSION, metavar="N", ge=0)
+    keep_last: int = option(64, "Last tokens that are always kept: the question.", COMPRESSION, metavar="N", ge=1)
     compress_per_row: bool = option(
         False, "Select for each row by itself: a shared prefix is not shared any more.", COMPRESSION
     )
@@ -278,6 +288,9 @@ def check_keep(keep: float | Literal["auto"], draft: str | None) -> None:
 class InspectSettings(RunOptions, LoadingOptions, PromptOptions, InputOptions):
     """Everything `prefill inspect` can be told."""
 
+    keep: Rate = option(
+        1.0, "Share of the prompt's tokens that the model reads; below 1 needs --draft.", COMPRESSION, metavar="RATE"
+    )
     row: str | None = option(None, "Id of the row (with --id-column), else its number, from 0.", FILES, metavar="ID")
     id_column: str | None = option(None, "Column that names a row. (default: the row number)", FILES, metavar="NAME")
     html: str | None = option(None, "Write the page here too.", FILES, metavar="PATH")
@@ -297,23 +310,53 @@ class BenchSettings(RunOptions, LoadingOptions, PromptOptions, InputOptions):
     inputs: tuple[str, ...] = Field(
         default=(), description="Parquet or JSONL: files, directories, globs or URLs. Without: made workloads."
     )
+    seed: int = option(0, "Seed of --sample, of made workloads and of random selections.", FILES, metavar="N")
+    draft: str | None = option(
+        None,
+        "Small model with the same tokenizer that picks the tokens. (default: with the sample model, its draft)",
+        COMPRESSION, metavar="DIR|NAME",
+    )  # fmt: skip
     keep: Rates = option(  # type: ignore[assignment]  # several rates side by side
-        (0.2,), "Share of the tokens that the model reads; repeatable.", BENCH, metavar="RATE", repeatable=True
+        (0.2,),
+        "Share of the tokens that a compressing method keeps; repeatable.",
+        BENCH,
+        metavar="RATE",
+        repeatable=True,
     )
     compress_above: int = option(0, "Prompts up to this many tokens are read in full.", COMPRESSION, metavar="N", ge=0)
     workload: Names = option(
-        (), "A made workload; repeatable. (default: post-recommendation and needle)", BENCH, metavar="NAME",
-        repeatable=True,
+        (),
+        "A made workload: post-recommendation, credit-verification, needle, multi-needle, variable-tracking, "
+        "common-words, frequent-words or qa; repeatable. (default: post-recommendation and needle)",
+        BENCH, metavar="NAME", repeatable=True,
     )  # fmt: skip
     method: Names = option(
-        (), "A method to compare; repeatable. (default: all that the models allow)", BENCH, metavar="NAME",
-        repeatable=True,
+        (),
+        "A method to compare: hf, full, hybrid (always), specprefill, random, ends or bm25; repeatable. (default: "
+        "all, without a draft the first three)",
+        BENCH, metavar="NAME", repeatable=True,
     )  # fmt: skip
     rows: int = option(60, "Rows of a made workload.", BENCH, metavar="N", ge=2)
-    tokens: int = option(4000, "Tokens of its prompts.", BENCH, metavar="N", ge=64)
-    scale: float = option(1.0, "Makes both smaller or larger.", BENCH, metavar="FACTOR", gt=0)
+    tokens: int = option(4000, "Tokens of its prompts, at most.", BENCH, metavar="N", ge=64)
+    scale: float = option(1.0, "Multiplies --rows and --tokens.", BENCH, metavar="FACTOR", gt=0)
     rounds: int = option(3, "Timed rounds, after one to warm up.", BENCH, metavar="N", ge=1)
-    truth: str | None = option(None, "Column with the right answer, where there is data.", BENCH, metavar="COLUMN")
-    output: str = option(
-        "bench.json", "Where the numbers go; bench.html beside it.", FILES, short="-o", metavar="PATH"
+    truth: str | None = option(
+        None, "Column of INPUT with the right answer, for accuracy and AUC.", BENCH, metavar="COLUMN"
     )
+    output: str = option(
+        "bench.json", "Where the numbers go; the page goes beside it, as .html.", FILES, short="-o", metavar="PATH"
+    )
+
+    def check(self) -> None:
+        super().check()
+        given = self.model_fields_set
+        if self.inputs:
+            for name in ("workload", "rows", "tokens", "scale"):
+                if name in given:
+                    raise UsageError(f"--{name} is for made workloads; with INPUT, --limit and --sample choose rows")
+        else:
+            for name in ("limit", "sample", "template", "truth", "prompt_column"):
+                if name in given:
+                    raise UsageError(f"--{name.replace('_', '-')} is for INPUT, and none is given")
+        if not self.keep:
+            raise UsageError("--keep: give a rate above 0 and up to 1")

@@ -6,38 +6,56 @@ import re
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 from typer.testing import CliRunner
 
+from prefillcli.bench.job import METHODS
+from prefillcli.bench.probes import WORKLOADS
+from prefillcli.bench.report import BenchReport, MethodResult, WorkloadResult
 from prefillcli.cli import app
-from prefillcli.settings import ScoreSettings
 from prefillcli.data.rows import ERROR_CODES
 from prefillcli.report.run import RunReport
+from prefillcli.settings import BenchSettings, InspectSettings, ScoreSettings
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
+
+
+COMMANDS: dict[str, type[BaseModel]] = {"score": ScoreSettings, "bench": BenchSettings, "inspect": InspectSettings}
 
 
 def options(text: str) -> set[str]:
     return set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text))
 
 
-def test_every_option_is_documented_and_in_the_help() -> None:
-    wanted = {"--" + name.replace("_", "-") for name in ScoreSettings.model_fields if name != "inputs"}
-    wanted |= {"--no-chat", "--recipe"}
-    shown = CliRunner(env={"COLUMNS": "300", "TERMINAL_WIDTH": "300"}).invoke(app, ["score", "--help"]).output
-    assert options(shown) - {"--help"} == wanted
-    assert wanted <= options((ROOT / "docs" / "score.md").read_text())
+def options_of(command: str) -> set[str]:
+    fields = COMMANDS[command].model_fields
+    return {"--" + name.replace("_", "-") for name in fields if name != "inputs"} | {"--no-chat", "--recipe"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_is_documented_and_in_the_help(command: str) -> None:
+    shown = CliRunner(env={"COLUMNS": "300", "TERMINAL_WIDTH": "300"}).invoke(app, [command, "--help"]).output
+    assert options(shown) - {"--help"} == options_of(command)
+    pages = {(ROOT / "docs" / f"{name}.md").read_text() for name in ("score", command)}
+    own = options_of(command) if command == "score" else options_of(command) - options_of("score")
+    assert own <= options((ROOT / "docs" / f"{command}.md").read_text())
+    assert options_of(command) <= options("".join(pages))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_page_names_an_option_that_does_not_exist(page: Path) -> None:
-    known = {"--" + name.replace("_", "-") for name in ScoreSettings.model_fields} | {
-        "--no-chat",
-        "--recipe",
-        "--help",
-    }
-    known |= {"--case", "--dtype", "--model", "--rounds", "--scale"}  # of the benchmark
+    known = set().union(*map(options_of, COMMANDS)) | {"--help"}
+    known |= {"--case", "--dtype", "--model", "--rounds", "--scale"}  # of python -m prefillcli.bench
     assert options(page.read_text()) <= known
+
+
+def test_every_fallback_is_documented() -> None:
+    from prefillcli.compress.draft import FALLBACKS
+
+    text = (ROOT / "docs" / "score.md").read_text()
+    for reason, why in FALLBACKS.items():
+        assert f"| `fallback:{reason}` | {why} |" in text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -46,7 +64,7 @@ def test_links_and_named_files_exist(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
         assert (page.parent / target).exists(), target
     for name in re.findall(
-        r"`((?:prefillcli|data|plan|prefill|engines|report|tests|recipes|docs|samples)/[\w/.]*)`", text
+        r"`((?:prefillcli|data|plan|prefill|compress|engines|report|tests|recipes|docs|samples)/[\w/.]*)`", text
     ):
         assert (ROOT / name).exists() or (ROOT / "prefillcli" / name).exists(), name
 
@@ -57,3 +75,14 @@ def test_every_error_code_and_report_key_is_documented() -> None:
         assert f"| `{code}` |" in text
     for key in RunReport.model_fields:
         assert f"`{key}`" in text, key
+
+
+def test_bench_names_its_options_methods_workloads_and_keys() -> None:
+    text = (ROOT / "docs" / "bench.md").read_text()
+    own = BenchSettings.__annotations__.keys() - {"inputs"}
+    assert {"--" + name.replace("_", "-") for name in own} <= options(text)
+    for name in (*METHODS, *WORKLOADS):
+        assert f"| `{name}` |" in text, name
+    for kind in (BenchReport, WorkloadResult, MethodResult):
+        for key in kind.model_fields:
+            assert f"`{key}`" in text, key

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,12 +11,13 @@ from typing import Any
 
 import torch
 
-from prefillcli.bench.flops import plain_flops, walk_flops
+from prefillcli.bench.flops import plain_flops, predicted_speedup, prefill_flops, table5, walk_flops
 from prefillcli.bench.jobs import SAMPLES, outside_share, score_file, write_short_rows
 from prefillcli.bench.measure import Spread, interleaved, peak_bytes
-from prefillcli.bench.methods import layer_walk, plain_loop, plan_for
-from prefillcli.bench.models import random_llama
+from prefillcli.bench.methods import compressed_walk, compressor_for, layer_walk, plain_loop, plan_for
+from prefillcli.bench.models import random_draft, random_llama
 from prefillcli.bench.workloads import post_recommendation, single
+from prefillcli.compress.settings import Compression
 from prefillcli.prefill.memory import choose_chunk, memory_law
 
 Row = dict[str, Any]
@@ -96,6 +98,43 @@ def _one_prompt(method: Callable[..., object], size: str, dtype: torch.dtype, to
     return lambda: method(model, prompts)
 
 
+def _specprefill(keep: float) -> Callable[[str, torch.dtype, int, float], Row]:
+    """One prompt through draft, selection and target, against the target's walk over all of it."""
+
+    def measure(size: str, dtype: torch.dtype, rounds: int, scale: float) -> Row:
+        model = random_llama(size, dtype)
+        config = model.config
+        draft = random_draft(config.vocab_size, dtype)
+        tokens = int(16_384 * scale)
+        prompts = single(tokens, config.vocab_size)
+        compressor = compressor_for(draft, Compression(query_window=8, compress_above=0))
+        with closing(compressor.draft):
+            kept = compressed_walk(model, compressor, prompts, keep)[1][0]
+            seconds = interleaved(
+                {
+                    "full": lambda: layer_walk(model, prompts),
+                    "compressed": lambda: compressed_walk(model, compressor, prompts, keep),
+                },
+                rounds,
+            )
+        speedups = [full / part for full, part in zip(seconds["full"], seconds["compressed"], strict=True)]
+        by_flops = predicted_speedup(config, draft.config, tokens, kept)
+        by_table = predicted_speedup(config, draft.config, tokens, kept, flops=table5)
+        share = prefill_flops(draft.config, tokens).total / prefill_flops(config, tokens).total
+        return {
+            "case": f"one prompt of {tokens:,} tokens, {kept / tokens:.1%} kept, draft {share:.1%} of the FLOPs: "
+            f"speedup over the walk in full ({by_flops:.2f} by FLOPs, {by_table:.2f} by table 5); measured / by FLOPs",
+            "dtype": str(dtype).removeprefix("torch."),
+            "plain": "",
+            "walk": str(Spread.of(speedups)),
+            "ratio": str(Spread.of([speedup / by_flops for speedup in speedups])),
+            "goal": ">= 0.95",
+            "predicted": {"flops": by_flops, "table5": by_table},
+        }
+
+    return measure
+
+
 def _sample_jobs(size: str, dtype: torch.dtype, rounds: int, scale: float) -> Row:
     """What reading, tokenising, planning and writing cost beside the model: `prefill score` on the samples."""
     shares = {}
@@ -139,6 +178,8 @@ CASES = {
     "post-recommendation": _posts(100, ">= 12"),
     "longer-posts": _posts(150, ""),
     "memory": _memory,
+    "specprefill": _specprefill(0.2),
+    "specprefill-0.1": _specprefill(0.1),
     "sample-jobs": _sample_jobs,
     "big-file": _big_file,
 }

@@ -117,6 +117,24 @@ def walk_flops(config: Any, plan: Plan) -> float:
     return _flops(config, layers[:-1], tokens, pairs, 0).total + tokens * layers[-1].inputs
 
 
+def answer_flops(config: Any, plan: Plan, *, ahead: int = 0) -> float:
+    """What `walk_flops` leaves out for the ends of a plan's prompts: their whole last layer, and the head.
+
+    `ahead` more tokens are decoded behind each end, through all layers and the head.
+    """
+    layers = _layers(config)
+    head = 2.0 * config.hidden_size * config.vocab_size
+    token = [layer.mlp + layer.inputs + layer.output for layer in layers]
+    total = 0.0
+    for pack in plan.packs:
+        for node, _ in pack.reads:
+            seen = pack.starts[node] + pack.offsets[node + 1] - pack.offsets[node]
+            total += head + token[-1] + _pairs(seen - 1, 1, layers[-1].window) * layers[-1].pair
+            total += ahead * (head + sum(token))
+            total += sum(_pairs(seen, ahead, layer.window) * layer.pair for layer in layers) if ahead else 0.0
+    return total
+
+
 def _flops(config: Any, layers: Sequence[_Layer], tokens: int, pairs: Sequence[float], head_tokens: int) -> Flops:
     """`pairs` has one entry a layer."""
     return Flops(

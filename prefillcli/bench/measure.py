@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,20 +33,60 @@ class Spread:
         return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
 
 
-def interleaved(methods: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+def _tell(turn: int, name: str, seconds: float) -> None:
+    if turn:
+        print(f"  round {turn}: {name} {seconds:.2f} s", file=sys.stderr, flush=True)
+
+
+def interleaved(
+    methods: Mapping[str, Callable[[], object]],
+    rounds: int,
+    *,
+    warm_up: bool = True,
+    tell: Callable[[int, str, float], None] = _tell,
+) -> dict[str, list[float]]:
     """Seconds of each method, run in turn for `rounds` rounds after one warm-up of each.
 
-    What disturbs the machine for a while then disturbs all methods: compare within a round.
+    What disturbs the machine for a while then disturbs all methods: compare within a round. `tell` is called after
+    each run with the round (0: the warm-up), the name and the seconds.
     """
     seconds: dict[str, list[float]] = {name: [] for name in methods}
-    for turn in range(rounds + 1):
+    for turn in range(0 if warm_up else 1, rounds + 1):
         for name, method in methods.items():
             begun = time.perf_counter()
             method()
+            taken = time.perf_counter() - begun
             if turn:
-                seconds[name].append(time.perf_counter() - begun)
-                print(f"  round {turn}: {name} {seconds[name][-1]:.2f} s", file=sys.stderr, flush=True)
+                seconds[name].append(taken)
+            tell(turn, name, taken)
     return seconds
+
+
+def with_peak(step: Callable[[], T], *, cuda: bool = False) -> tuple[T, int | None]:
+    """What `step` returns, and the bytes at its peak above what was in use before, in this process.
+
+    Of the host, or with `cuda` of tensors on the current device. None where the system does not tell (it resets and
+    reads VmHWM, so Linux only). Memory that earlier steps freed is given back to the system first: else a step that
+    uses it again would seem to need none.
+    """
+    gc.collect()
+    if cuda:
+        import torch
+
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        used = torch.cuda.memory_allocated()
+        return step(), int(torch.cuda.max_memory_allocated()) - used
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc
+    if trim is not None:
+        trim(0)
+    try:
+        _reset_peak()
+        before = _status("VmRSS")
+    except OSError:
+        return step(), None
+    result = step()
+    return result, max(0, _status("VmHWM") - before)
 
 
 def peak_bytes(task: Callable[..., Callable[[], object]], *args: Any) -> int:
@@ -64,10 +108,15 @@ def peak_bytes(task: Callable[..., Callable[[], object]], *args: Any) -> int:
 
 def _peak_in_child(pipe: Connection, task: Callable[..., Callable[[], object]], args: tuple[Any, ...]) -> None:
     step = task(*args)
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    _reset_peak()
     before = _status("VmRSS")
     step()
     pipe.send(_status("VmHWM") - before)
+
+
+def _reset_peak() -> None:
+    """VmHWM counts from here on."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def _status(field: str) -> int:

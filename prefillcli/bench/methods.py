@@ -1,12 +1,16 @@
-"""The two ways to get a prompt's last logits that are compared."""
+"""The ways to get a prompt's last logits that are compared."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from transformers import PreTrainedModel
 
+from prefillcli.compress.compressor import Compressor
+from prefillcli.compress.draft import Draft
+from prefillcli.compress.settings import Compression
+from prefillcli.data.rows import Prompt
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.plan.trie import TokenArray
@@ -15,34 +19,68 @@ from prefillcli.prefill.memory import CHUNK_TOKENS, PACK_TOKENS
 from prefillcli.prefill.walk import LayerWalk
 
 
-def plain_loop(model: PreTrainedModel, prompts: Sequence[TokenArray]) -> torch.Tensor:
-    """One forward a prompt: SDPA, no cache, logits of the last token only. Float32 [prompts, vocabulary]."""
+def plain_logits(model: PreTrainedModel, prompts: Sequence[TokenArray]) -> Iterator[torch.Tensor]:
+    """One forward a prompt: SDPA, no cache, logits of the last token only. Float32 [vocabulary] each."""
     model.set_attn_implementation("sdpa")
     device = model.get_input_embeddings().weight.device
-    rows = []
-    with torch.inference_mode():
-        for prompt in prompts:
+    for prompt in prompts:
+        with torch.inference_mode():
             ids = torch.as_tensor(prompt, dtype=torch.long, device=device)[None]
-            rows.append(model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1].float())
-    return torch.stack(rows)
+            logits: torch.Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1].float()
+        yield logits
 
 
-def plan_for(model: PreTrainedModel, prompts: Sequence[TokenArray]) -> Plan:
-    """The plan that `prefill score` makes with memory to spare."""
+def plain_loop(model: PreTrainedModel, prompts: Sequence[TokenArray]) -> torch.Tensor:
+    """All `plain_logits`, float32 [prompts, vocabulary]."""
+    return torch.stack(list(plain_logits(model, prompts)))
+
+
+def plan_for(
+    model: PreTrainedModel, prompts: Sequence[TokenArray], positions: Sequence[TokenArray | None] | None = None
+) -> Plan:
+    """The plan that `prefill score` makes with memory to spare; `positions` as in `make_plan`."""
     kind = model.get_input_embeddings().weight.device.type
-    return make_plan(prompts, Limits(PACK_TOKENS[kind], 1 << 30, held_tokens=1 << 30))
+    return make_plan(prompts, Limits(PACK_TOKENS[kind], 1 << 30, held_tokens=1 << 30), positions=positions)
 
 
-def layer_walk(model: PreTrainedModel, prompts: Sequence[TokenArray], chunk_tokens: int | None = None) -> torch.Tensor:
+def layer_walk(
+    model: PreTrainedModel,
+    prompts: Sequence[TokenArray],
+    chunk_tokens: int | None = None,
+    positions: Sequence[TokenArray | None] | None = None,
+) -> torch.Tensor:
     """Plan and walk, as `prefill score` does. Float32 [prompts, vocabulary]."""
     model.set_attn_implementation(ATTENTION)
     kind = model.get_input_embeddings().weight.device.type
     walk = LayerWalk(model, chunk_tokens=chunk_tokens or CHUNK_TOKENS[kind])
     try:
         rows: dict[int, torch.Tensor] = {}
-        for pack in plan_for(model, prompts).packs:
+        for pack in plan_for(model, prompts, positions).packs:
             logits = torch.cat(list(walk.read_logits(pack)))
             rows |= {n: logits[i] for i, (_, numbers) in enumerate(pack.reads) for n in numbers}
     finally:
         walk.close()
     return torch.stack([rows[n] for n in range(len(prompts))])
+
+
+def compressor_for(draft: PreTrainedModel, settings: Compression) -> Compressor:
+    """The draft at work, with memory to spare; close its `draft` in the end."""
+    kind = draft.get_input_embeddings().weight.device.type
+    limits = Limits(PACK_TOKENS[kind], 1 << 30, read_tokens=1 << 30)
+    chunk = CHUNK_TOKENS[kind]
+    return Compressor(
+        Draft(draft, settings, limits=limits, chunk_tokens=chunk, max_length=1 << 30), settings, keep=1.0
+    )
+
+
+def compressed_walk(
+    model: PreTrainedModel, compressor: Compressor, prompts: Sequence[TokenArray], keep: float
+) -> tuple[torch.Tensor, list[int]]:
+    """Draft, selection and walk over what is kept. Float32 [prompts, vocabulary], and each prompt's kept tokens."""
+    rows = [Prompt(number, tokens, labels=0) for number, tokens in enumerate(prompts)]
+    compressor.keep = keep
+    readings = compressor.compress(rows)
+    logits = layer_walk(
+        model, [reading.tokens for reading in readings], positions=[reading.positions for reading in readings]
+    )
+    return logits, [len(reading.tokens) for reading in readings]

@@ -16,14 +16,26 @@ SHAPES = {
 
 def random_llama(size: str, dtype: torch.dtype) -> PreTrainedModel:
     """A Llama of `size` with four K,V heads, tied embeddings of 32,000 tokens (8,000 for 25M) and seeded weights."""
+    return _llama(dtype, num_key_value_heads=4, vocab_size=32_000 if size != "25M" else 8_000, **SHAPES[size])
+
+
+def random_draft(vocabulary: int, dtype: torch.dtype) -> PreTrainedModel:
+    """A Llama of two layers and two heads: at 16,384 tokens 2.3 % of the operations of "100M"."""
+    return _llama(
+        dtype,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=vocabulary,
+    )
+
+
+def _llama(dtype: torch.dtype, **shape: int) -> PreTrainedModel:
     register()
     torch.manual_seed(0)
-    config = LlamaConfig(
-        **SHAPES[size],
-        num_key_value_heads=4,
-        vocab_size=32_000 if size != "25M" else 8_000,
-        max_position_embeddings=1 << 17,
-        tie_word_embeddings=True,
-    )
+    config = LlamaConfig(**shape, max_position_embeddings=1 << 17, tie_word_embeddings=True)
     model: PreTrainedModel = LlamaForCausalLM._from_config(config, attn_implementation=ATTENTION, dtype=dtype)
     return model.eval().requires_grad_(False)

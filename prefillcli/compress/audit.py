@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil
 
 import numpy as np
 
@@ -22,8 +21,12 @@ class AuditDraw:
     def draw(self, window: Window, candidates: Sequence[int]) -> list[int]:
         """Some of the `candidates` (any numbers): as many as the window's part of all rows asks for."""
         first, last = int(window.rows[0]), int(window.rows[-1])
-        quota = ceil(self._rows * min(1.0, (last + 1) / self._total)) - ceil(self._rows * first / self._total)
+        quota = self._before(last + 1) - self._before(first)
         return draw(candidates, quota, window.index)
+
+    def _before(self, row: int) -> int:
+        """Rows to be drawn of those before this one."""
+        return -(-self._rows * min(row, self._total) // self._total)
 
 
 def draw(candidates: Sequence[int], count: int, number: int) -> list[int]:

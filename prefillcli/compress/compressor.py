@@ -39,9 +39,11 @@ class Compressor:
         """
         rate = self.keep if keep is None else keep
         keeps: list[float | None] = []
+        ends = self._settings.keep_first + self._settings.tail  # of a shorter prompt nothing can be dropped
         for prompt in prompts:
             own = prompt.keep if prompt.keep is not None else rate
-            keeps.append(own if own < 1 and prompt.specprefill is not False else None)
+            compressed = own < 1 and prompt.specprefill is not False and len(prompt.tokens) > ends
+            keeps.append(own if compressed else None)
         tokens = [prompt.tokens for prompt in prompts]
         per_row, above = self._settings.per_row, self._settings.compress_above
         while any(own is not None for own in keeps):

@@ -39,8 +39,8 @@ def select(importance: FloatArray, keep: float, *, chunk: int, first: int, last:
 
 
 def _budget(keep: float, chunks: int) -> int:
-    """ceil(keep * chunks), where 0.3 of 10 chunks are 3 of them."""
-    return ceil(Fraction(str(keep)) * chunks)
+    """ceil(keep * chunks), where 0.3 of 10 chunks are 3 of them, also if 0.3 comes out of a float32."""
+    return ceil(Fraction(f"{keep:.6g}") * chunks)
 
 
 def _best(importance: FloatArray, begin: int, end: int, chunk: int, count: int) -> IntArray:
@@ -114,7 +114,7 @@ def select_all(
         _Wish(len(tokens), importance, None if importance is None else keep)
         for tokens, importance, keep in zip(prompts, importances, keeps, strict=True)
     ]
-    if settings.per_row:
+    if settings.per_row or not any(wish.keep is not None for wish in wishes):
         return [_select_alone(wish, settings) for wish in wishes]
     selection = _Selection(_Forest(prompts), wishes, settings)
     for root in selection.forest.roots:

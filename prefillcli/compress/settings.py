@@ -35,8 +35,8 @@ class Compression:
 
     @property
     def tail(self) -> int:
-        """Tokens at the end that are always kept: the question, and whatever asks."""
-        return max(self.keep_last, self.query_window)
+        """Tokens at the end that are always kept: the question, whatever asks, and the last one, which is answered."""
+        return max(self.keep_last, self.query_window, 1)
 
     @property
     def decodes(self) -> bool:

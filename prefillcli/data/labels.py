@@ -80,7 +80,7 @@ def tail_of(text: str) -> str:
     """The end of a prompt that decides how the next word is tokenised, cut where a line or a word starts."""
     end = text[-_TAIL_CHARS:]
     latest = len(end) - _MIN_TAIL_CHARS
-    line = end.rfind("\n", 0, latest + 1)
+    line = end.rfind("\n", 0, max(latest + 1, 0))
     if line >= 0:
         return end[line:]
     for at in range(latest, -1, -1):
@@ -105,14 +105,16 @@ class Labels:
     def is_positive(self, answer: str | int | float | bool | None) -> bool | None:
         """Whether a right answer, as a data set has it, is the first label; None if it is none of them.
 
-        It may be a label's name or one of its spellings, true or false, 1 or 0.
+        It may be a label's name or one of its spellings, else true or false, 1 or 0.
         """
-        if not isinstance(answer, str):
-            return bool(answer) if answer in (0, 1) else None
+        if answer is None:
+            return None
+        whole = isinstance(answer, float) and answer.is_integer()
+        text = str(int(answer) if whole else answer).strip()
         for number, label in enumerate(self.labels):
-            if answer.strip() in (label.name, *(spelling.strip() for spelling in label.variants or ())):
+            if text in (label.name, *(spelling.strip() for spelling in label.variants or ())):
                 return number == 0
-        return None
+        return bool(answer) if answer in (0, 1) else None
 
     def resolve(self, tail: str) -> int:
         """Index into `sets` for a prompt that ends in `tail`. Raises LabelError."""

@@ -90,7 +90,7 @@ class Sink:
         """
         target = Target.parse(output)
         carried = carried if carried is not None else pa.schema([])
-        check_columns(carried.names, label_names, id_name, audit)
+        check_columns(carried.names, label_names, id_name, audit, truth)
         _decide(target, fingerprint, resume, overwrite)  # a refusal leaves no trace
         release = target.work.lock()
         try:
@@ -310,13 +310,17 @@ class Sink:
 
 
 def check_columns(
-    carried: Sequence[str], label_names: Sequence[str], id_name: str | None, audit: bool = False
+    carried: Sequence[str],
+    label_names: Sequence[str],
+    id_name: str | None,
+    audit: bool = False,
+    truth: str | None = None,
 ) -> None:
     """Raise UsageError if a kept column has the name of an output column."""
     taken = [*([] if id_name is not None else [_ROW_COLUMN]), *parts.result_schema(label_names, audit).names, ROW]
     for name in carried:
         if name in taken:
-            option = "--id-column" if name == id_name else "--keep-columns"
+            option = {truth: "--truth", id_name: "--id-column"}.get(name, "--keep-columns")
             raise UsageError(f"{option} {name}: the output has a column {name} already\nrename it in the input")
 
 

@@ -22,6 +22,7 @@ class TorchEngine:
         self, model: PreTrainedModel, *, limits: Limits, chunk_tokens: int, offload_held: bool = False
     ) -> None:
         self.limits = limits
+        self.model = model
         self._walk = LayerWalk(model, chunk_tokens=chunk_tokens, offload_held=offload_held)
 
     def answer(

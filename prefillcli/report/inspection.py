@@ -1,5 +1,4 @@
-"""One prompt as the engine sees it: what is shared, what is kept and why, and what it answers; as terminal text and
-as one HTML page.
+"""One prompt as the engine sees it: what is shared, what is kept and why, and what it answers; as terminal text.
 
 Prompts are untrusted. No character of theirs reaches the terminal or the page that could move the cursor, reorder the
 line or hide: `visible` spells such characters out.
@@ -13,16 +12,12 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from itertools import groupby
 from typing import Any, Literal
 
-from jinja2 import Environment, StrictUndefined
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-
-from prefillcli.data.store import open_store
 
 Why = Literal["first", "last", "chosen", "shared", "dropped", "full"]
 
@@ -30,7 +25,7 @@ WHY: dict[Why, str] = {
     "first": "always kept: start",
     "last": "always kept: end",
     "chosen": "chosen for importance",
-    "shared": "kept: another row computes it in full",
+    "shared": "kept: another row computes it anyway",
     "dropped": "dropped",
     "full": "no compression",
 }
@@ -45,9 +40,9 @@ _STYLES = (
     "#000000 on #ee7f2d",
     "#ffffff on #c81e1e",
 )
-_EXTRA: dict[Why, str] = {"first": " underline", "last": " underline", "shared": " italic"}
+MARKED: dict[Why, str] = {"first": " underline", "last": " underline", "shared": " italic"}
 _EDGE = 8  # tokens shown at either end of a long dropped stretch
-_FOLD = 3 * _EDGE  # dropped stretches longer than this are folded
+FOLD = 3 * _EDGE  # dropped stretches longer than this are folded
 _CHUNK = 32  # tokens of a stretch, where the settings have no select_chunk
 _STRETCHES = 10
 _PREVIEW = 240  # characters of a stretch
@@ -94,7 +89,7 @@ class Inspection:
     labels: list[str]
     tokens: list[TokenView]
     shared: list[SharedPrefix]
-    full: Answer
+    full: Answer | None  # None where the whole prompt does not fit the memory
     compressed: Answer | None  # None without compression
     settings: dict[str, Any]
     method: str
@@ -156,11 +151,11 @@ def heat(tokens: Sequence[TokenView]) -> tuple[list[int | None], list[tuple[floa
     step is a rank: that of the token among the kept ones, ties in the middle of their ranks. None for a token that is
     dropped or has no importance, and for a step that no token has.
     """
-    ranked = sorted(value for token in tokens if token.kept and (value := _importance(token)) is not None)
+    ranked = sorted(value for token in tokens if token.kept and (value := importance_of(token)) is not None)
     steps: list[int | None] = []
     ranges: list[tuple[float, float] | None] = [None] * STEPS
     for token in tokens:
-        value = _importance(token)
+        value = importance_of(token)
         if value is None or not token.kept:
             steps.append(None)
             continue
@@ -179,7 +174,7 @@ def stretches(inspection: Inspection, most: int = _STRETCHES) -> list[Stretch]:
     found = []
     for start in range(0, len(inspection.tokens), size):
         chunk = inspection.tokens[start : start + size]
-        values = [value for token in chunk if (value := _importance(token)) is not None]
+        values = [value for token in chunk if (value := importance_of(token)) is not None]
         if values:
             why = tuple(dict.fromkeys(token.why for token in chunk))
             text = "".join(token.text for token in chunk)
@@ -213,39 +208,13 @@ def print_inspection(inspection: Inspection, console: Console, *, most_tokens: i
         table = _table("tokens", "importance", "why", "text")
         for stretch in best:
             cells = (f"{stretch.first:,}-{stretch.last:,}", f"{stretch.importance:.3g}", ", ".join(stretch.why))
-            table.add_row(*cells, Text(_preview(stretch.text), no_wrap=True, overflow="ellipsis"))
+            table.add_row(*cells, Text(preview(stretch.text), no_wrap=True, overflow="ellipsis"))
         show(table)
     title("answer")
     table = _table("", *answer_columns(inspection))
     for name, *values in answer_rows(inspection):
         table.add_row(Text(name), *map(Text, values))
     show(table)
-
-
-def to_html(inspection: Inspection) -> str:
-    """One page that needs nothing else: no network, no script, inline CSS for light and dark screens."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    source = files("prefillcli.report").joinpath("inspection.html.j2").read_text(encoding="utf-8")
-    _, ranges = heat(inspection.tokens)
-    return environment.from_string(source).render(
-        name=visible(inspection.row_id, line=True),
-        facts=facts(inspection),
-        heat=HEAT,
-        ranges=ranges,
-        counts=_counts(inspection),
-        pieces=_pieces(inspection.tokens),
-        stretches=[(best, ", ".join(best.why), _preview(best.text)) for best in stretches(inspection)],
-        shared=inspection.shared,
-        columns=answer_columns(inspection),
-        answers=answer_rows(inspection),
-        settings=[(visible(k, line=True), visible(str(v), line=True)) for k, v in inspection.settings.items()],
-    )
-
-
-def write_html(inspection: Inspection, path: str) -> None:
-    """Write the page of `to_html` to a local path or URL. Raises PrefillError."""
-    folder, slash, name = path.rpartition("/")
-    open_store(folder or slash or ".").put_bytes(name, to_html(inspection).encode())
 
 
 def facts(inspection: Inspection) -> list[tuple[str, str]]:
@@ -265,12 +234,13 @@ def facts(inspection: Inspection) -> list[tuple[str, str]]:
 
 def answer_columns(inspection: Inspection) -> list[str]:
     """Names of the values in `answer_rows`."""
-    return ["full", "compressed", "difference"] if inspection.compressed else ["full"]
+    names = [name for name, _ in _answers(inspection)]
+    return names + (["difference"] if len(names) == 2 else [])
 
 
 def answer_rows(inspection: Inspection) -> list[list[str]]:
     """Name and values of each number of the answers, side by side, safe to show."""
-    answers = [inspection.full] + ([inspection.compressed] if inspection.compressed else [])
+    answers = [answer for _, answer in _answers(inspection)]
     predictions = [visible(answer.prediction, line=True) for answer in answers]
     rows = [["prediction", *predictions]]
     if len(answers) == 2:
@@ -288,12 +258,18 @@ def answer_rows(inspection: Inspection) -> list[list[str]]:
     return rows
 
 
-def _importance(token: TokenView) -> float | None:
+def _answers(inspection: Inspection) -> list[tuple[str, Answer]]:
+    both = ("full", inspection.full), ("compressed", inspection.compressed)
+    return [(name, answer) for name, answer in both if answer is not None]
+
+
+def importance_of(token: TokenView) -> float | None:
+    """The token's importance, if it is a number."""
     value = token.importance
     return value if value is not None and math.isfinite(value) else None
 
 
-def _counts(inspection: Inspection) -> list[tuple[Why, str, int]]:
+def counts(inspection: Inspection) -> list[tuple[Why, str, int]]:
     """What happened to the tokens, in words, and to how many."""
     found = Counter(token.why for token in inspection.tokens)
     return [(why, text, found[why]) for why, text in WHY.items() if found[why]]
@@ -301,8 +277,8 @@ def _counts(inspection: Inspection) -> list[tuple[Why, str, int]]:
 
 def _legend(inspection: Inspection, coloured: bool) -> Text:
     parts = []
-    for why, text, number in _counts(inspection):
-        style = "dim" if why == "dropped" else _EXTRA.get(why, "").strip()
+    for why, text, number in counts(inspection):
+        style = "dim" if why == "dropped" else MARKED.get(why, "").strip()
         parts.append(Text(f"{text} {number:,}", style if coloured else ""))
     legend = Text("; ").join(parts)
     _, ranges = heat(inspection.tokens)
@@ -353,7 +329,7 @@ def _shortened(items: list[int | Fold], tokens: Sequence[TokenView], most: int |
 def _coloured(tokens: Sequence[TokenView], most: int | None) -> Text:
     steps, _ = heat(tokens)
     text = Text()
-    items = _shortened(list(_folded(tokens, _EDGE, _FOLD)), tokens, most)
+    items = _shortened(list(_folded(tokens, _EDGE, FOLD)), tokens, most)
     for style, part in groupby(items, key=lambda item: _style(item, tokens, steps)):
         shown = (f" [{item}] " if isinstance(item, Fold) else visible(tokens[item].text) for item in part)
         text.append("".join(shown), style)
@@ -366,7 +342,7 @@ def _style(item: int | Fold, tokens: Sequence[TokenView], steps: Sequence[int | 
     token, step = tokens[item], steps[item]
     if not token.kept:
         return "dim"
-    return ("" if step is None else _STYLES[step]) + _EXTRA.get(token.why, "")
+    return ("" if step is None else _STYLES[step]) + MARKED.get(token.why, "")
 
 
 def _bracketed(tokens: Sequence[TokenView], most: int | None) -> Text:
@@ -383,41 +359,7 @@ def _bracketed(tokens: Sequence[TokenView], most: int | None) -> Text:
     return text
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """An element of the page: one kept token, or a whole dropped stretch."""
-
-    text: str
-    title: str
-    classes: str = ""
-    dropped: int = 0  # tokens
-    folded: bool = False
-
-
-def _pieces(tokens: Sequence[TokenView]) -> Iterator[_Piece]:
-    steps, _ = heat(tokens)
-    at = 0
-    for kept, run in groupby(tokens, key=lambda token: token.kept):
-        part = list(run)
-        if kept:
-            for token, step in zip(part, steps[at : at + len(part)], strict=True):
-                importance = "" if token.importance is None else f", importance {token.importance:.3g}"
-                classes = [f"h{step}"] if step is not None else []
-                classes += [token.why] if token.why in _EXTRA else []
-                classes += ["newline"] if token.text and not token.text.strip("\n") else []
-                title = f"token {token.position}, id {token.id}{importance}, {token.why}"
-                yield _Piece(visible(token.text), title, " ".join(classes))
-        else:
-            title = f"tokens {part[0].position}-{part[-1].position} dropped"
-            values = [value for token in part if (value := _importance(token)) is not None]
-            if values:
-                title += f", importance {math.fsum(values) / len(values):.3g} mean, {max(values):.3g} largest"
-            text = "".join(visible(token.text) for token in part)
-            yield _Piece(text, title, dropped=len(part), folded=len(part) > _FOLD)
-        at += len(part)
-
-
-def _preview(text: str) -> str:
+def preview(text: str) -> str:
     """The beginning of `text` in one line, safe to show."""
     start = visible(text[: _PREVIEW + 1].lstrip(" "), line=True)
     return start if len(text) <= _PREVIEW else start[:-1] + "…"

@@ -118,7 +118,7 @@ def print_table(report: RunReport) -> None:
         table.add_row(
             "tokens",
             f"{tokens.prompt:,} in prompts, {tokens.computed:,} computed "
-            f"({tokens.prompt / max(tokens.computed, 1):.2f}x shared), {tokens.unique:,} unique",
+            f"({tokens.kept / max(tokens.computed - tokens.audit, 1):.2f}x shared), {tokens.unique:,} unique",
         )
     if report.keep is not None and tokens.prompt:
         table.add_row(

@@ -227,3 +227,26 @@ def test_prompts_that_end_alike_share_a_tail() -> None:
         == tail_of("another history, as long\nAnswer:")
         == "\nAnswer:"
     )
+
+
+@pytest.mark.parametrize(
+    ("labels", "right", "wrong", "unknown"),
+    [
+        ("Yes,No", ["Yes", " Yes ", True, 1, 1.0], ["No", False, 0, 0.0], ["yes", "", "Perhaps", 2, -1, 0.5, "1"]),
+        ("Yes= Yes|yes|YES,No= No|no", ["Yes", "yes", "YES"], ["No", "no"], ["NO", "y"]),
+        ("A,B,C", ["A", True, 1], ["B", "C", False, 0], ["D", "a"]),
+        ("1,0", ["1", 1, 1.0, True], ["0", 0, 0.0, False], [2, "Yes"]),
+        ("0,1", ["0", 0, 0.0], ["1", 1, 1.0], [2]),
+        ("2,1,0", [2, 2.0, "2"], [1, 0, "0"], [3]),
+        ("True,False", [True, "True", 1], [False, "False", 0], ["true"]),
+        ("None,Some", ["None"], ["Some"], []),
+    ],
+)
+def test_a_right_answer_is_a_label_a_spelling_of_it_or_a_truth_value(
+    byte_level: Any, labels: str, right: list[Any], wrong: list[Any], unknown: list[Any]
+) -> None:
+    known = Labels(byte_level, parse_labels(labels))
+    assert [known.is_positive(answer) for answer in right] == [True] * len(right)
+    assert [known.is_positive(answer) for answer in wrong] == [False] * len(wrong)
+    for answer in (*unknown, None, float("nan"), float("inf")):
+        assert known.is_positive(answer) is None

@@ -346,3 +346,59 @@ def test_no_value_of_a_row_breaks_the_batch(chat_and_plain: list[Any], column: l
 @pytest.fixture(scope="session")
 def chat_and_plain(chat_tokenizer: Any, llama2_like: Any) -> list[Any]:
     return [chat_tokenizer, llama2_like]
+
+
+class TestCompression:
+    def build(
+        self, tokenizer: Any, *, compression: bool = True, **columns: list[Any]
+    ) -> tuple[list[tuple[int, Any, Any]], dict[int, str]]:
+        """Row, keep and specprefill of the prompts, and the codes of the errors."""
+        rows = len(next(iter(columns.values())))
+        batch = batch_of(prompt=["Answer:"] * rows, **columns)
+        prompts, errors = build(tokenizer, batch, compression=compression)
+        return [(p.row, p.keep, p.specprefill) for p in prompts], {row: error.code for row, error in errors.items()}
+
+    def test_a_row_says_how_it_is_compressed(self, byte_level: Any) -> None:
+        found, errors = self.build(
+            byte_level,
+            keep=[0.5, 1, None, float("nan"), 1e-9, 1.0],
+            specprefill=[None, True, False, None, True, False],
+        )
+        assert not errors
+        wanted = [(0, 0.5, None), (1, 1, True), (2, None, False), (3, None, None), (4, 1e-9, True), (5, 1.0, False)]
+        assert found == wanted
+
+    @pytest.mark.parametrize(
+        "keep", [0, 0.0, -0.5, 1.5, 2, 10**400, float("inf"), True, False, "0.5", "x", "", [0.5], {}, b"1"]
+    )
+    def test_a_rate_that_makes_no_sense_is_an_error_of_its_row(self, byte_level: Any, keep: Any) -> None:
+        found, errors = self.build(byte_level, keep=[0.5, keep, None])
+        assert errors == {1: "invalid_keep"}
+        assert found == [(0, 0.5, None), (2, None, None)]
+
+    @pytest.mark.parametrize("wish", ["yes", "true", 1, 0, 0.0, float("nan"), [], {}])
+    def test_a_wish_that_is_not_true_or_false_is_an_error_of_its_row(self, byte_level: Any, wish: Any) -> None:
+        found, errors = self.build(byte_level, specprefill=[True, wish, False])
+        assert errors == {1: "invalid_keep"}
+        assert found == [(0, None, True), (2, None, False)]
+
+    def test_the_detail_shows_the_value(self, byte_level: Any) -> None:
+        _, errors = build(byte_level, batch_of(prompt=["a", "b"], keep=[7, None], specprefill=[None, "y"]),
+                          compression=True)  # fmt: skip
+        assert "keep is 7" in errors[0].detail
+        assert "specprefill is 'y'" in errors[1].detail
+
+    def test_what_is_wrong_with_the_prompt_is_told_first(self, byte_level: Any) -> None:
+        _, errors = build(byte_level, batch_of(prompt=[None, "a"], keep=[7, 7]), compression=True)
+        assert [errors[row].code for row in (0, 1)] == ["null_prompt", "invalid_keep"]
+
+    def test_without_columns_or_without_a_draft_nothing_is_said(self, byte_level: Any) -> None:
+        prompts, _ = build(byte_level, batch_of(prompt=["a"]), compression=True)
+        assert (prompts[0].keep, prompts[0].specprefill) == (None, None)
+        found, errors = self.build(byte_level, compression=False, keep=["x"], specprefill=[7])
+        assert (found, errors) == ([(0, None, None)], {})
+
+    def test_the_columns_are_asked_for_where_there_is_a_draft(self, byte_level: Any) -> None:
+        for compression, optional in ((True, ("keep", "specprefill")), (False, ())):
+            settings = PromptSettings(max_length=9, vocab_size=999, compression=compression)
+            assert PromptBuilder(byte_level, settings, ("prompt",)).optional == optional

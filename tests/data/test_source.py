@@ -169,3 +169,59 @@ def test_needed_and_carried_columns_may_be_the_same(write_jsonl: Write) -> None:
         "id": 1,
         "prompt": "a",
     }
+
+
+class TestOptionalColumns:
+    def test_files_may_lack_them(self, tmp_path: Path) -> None:
+        files = []
+        for number, columns in enumerate(
+            (
+                {"prompt": ["a", "b"], "keep": [0.5, None]},
+                {"prompt": ["c"]},
+                {"specprefill": [True], "prompt": ["d"]},
+                {"prompt": ["e"], "keep": ["x"], "specprefill": [None]},
+            )
+        ):
+            files.append(str(tmp_path / f"{number}.parquet"))
+            pq.write_table(pa.table(columns), files[-1])
+        source = Source.open(files)
+        source.select(columns=["prompt"], carried=[], optional=["keep", "specprefill"])
+        found = [batch.columns for batch in source.batches()]
+        assert found == [
+            {"prompt": ["a", "b"], "keep": [0.5, None]},
+            {"prompt": ["c"]},
+            {"prompt": ["d"], "specprefill": [True]},
+            {"prompt": ["e"], "keep": ["x"], "specprefill": [None]},
+        ]
+
+    def test_lines_may_lack_them(self, write_jsonl: Write) -> None:
+        path = write_jsonl(
+            [{"prompt": "a", "keep": 0.5}, {"prompt": "b"}, {"specprefill": False, "prompt": "c"}, {"keep": 1}, b"{"]
+        )
+        source = Source.open([path]).select(columns=["prompt"], carried=[], optional=["keep", "specprefill"])
+        (batch,) = source.batches()
+        assert batch.columns == {
+            "prompt": ["a", "b", "c", None, None],
+            "keep": [0.5, None, None, 1, None],
+            "specprefill": [None, None, False, None, None],
+        }
+        assert {row: error.code for row, error in batch.errors.items()} == {3: "missing_column", 4: "invalid_json"}
+
+    def test_a_line_far_into_the_file_may_be_the_first_to_have_them(self, write_jsonl: Write) -> None:
+        path = write_jsonl([{"prompt": "a"}] * 3000 + [{"prompt": "b", "keep": 0.25}])
+        source = Source.open([path]).select(columns=["prompt"], carried=[], optional=["keep"])
+        assert [batch.columns["keep"][-1] for batch in source.batches()] == [None, 0.25]
+
+    @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+    def test_what_the_prompt_needs_is_not_optional(self, kind: str, tmp_path: Path, write_jsonl: Write) -> None:
+        if kind == "jsonl":
+            path = write_jsonl([{"prompt": "a", "keep": 0.5}, {"prompt": "b"}])
+        else:
+            path = str(tmp_path / "in.parquet")
+            pq.write_table(pa.table({"prompt": ["a", "b"], "keep": [0.5, None]}), path)
+        source = Source.open([path]).select(columns=["prompt", "keep"], carried=["keep"], optional=["keep"])
+        (batch,) = source.batches()
+        assert batch.columns == {"prompt": ["a", "b"], "keep": [0.5, None]}
+        assert {row: error.code for row, error in batch.errors.items()} == (
+            {1: "missing_column"} if kind == "jsonl" else {}
+        )

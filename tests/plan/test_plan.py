@@ -137,3 +137,12 @@ def test_fifo_shares_with_the_row_before_only() -> None:
     ]
     assert make_plan(prompts, Limits(1000, 1000), "fifo").computed_tokens == 11 + 10 + 11 + 1
     assert make_plan(prompts, Limits(1000, 1000)).computed_tokens == 10 + 3 + 10
+
+
+@given(prompts_of_few_words, st.integers(1, 60))
+def test_the_prompts_of_a_pack_are_few_enough_to_be_watched(prompts, most) -> None:
+    packs = make_plan(prompts, Limits(10**6, 10**6, read_tokens=most)).packs
+    for pack in packs:
+        seen = sum(len(prompts[numbers[0]]) for _, numbers in pack.reads)
+        assert seen <= most or len(pack.reads) == 1
+    assert sorted(number for pack in packs for number in pack.prompts) == list(range(len(prompts)))

@@ -27,10 +27,9 @@ from prefillcli.report.inspection import (
     heat,
     print_inspection,
     stretches,
-    to_html,
     visible,
-    write_html,
 )
+from prefillcli.report.inspection_page import to_html, write_html
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m\x1b]8;;http://evil\x07 \u202egnp.exe\u2066\u200b\x00\x7f\x9b2J\r"
 

@@ -35,6 +35,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a smaller model with the tokenizer of `model`."""
+    return save_model(tmp_path_factory.mktemp("models") / "draft", seed=3, layers=1)
+
+
+@pytest.fixture(scope="session")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a causal language model whose tokenizer has a chat template."""
     return save_model(tmp_path_factory.mktemp("models") / "chat", chat_template=CHAT_TEMPLATE, seed=1)

@@ -17,8 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prefillcli.config import load_settings
-from prefillcli.settings import ScoreSettings
 from prefillcli.score import score_job
+from prefillcli.settings import ScoreSettings
 
 TOLERANCE = 1e-5
 HISTORIES = (

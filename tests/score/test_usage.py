@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from prefillcli.config import load_settings
-from prefillcli.settings import ScoreSettings
 from prefillcli.errors import UsageError
+from prefillcli.settings import ScoreSettings
 from tests.score.jobs import read_report, score, texts, write_jsonl, write_parquet
 
 
@@ -199,7 +199,8 @@ def test_recipe_then_environment_then_flag() -> None:
     recipe = {"input": "in.parquet", "temperature": 2.0, "model": "r", "max_length": 10, "keep_columns": ["a", "b"]}
     Path("job.yaml").write_text(json.dumps(recipe))
     environment = {"PREFILL_MODEL": "e", "PREFILL_MAX_LENGTH": "20", "PREFILL_LABELS": "A,B", "PREFILL_QUIET": "true"}
-    settings = load_settings(ScoreSettings, {"model": "f", "inputs": ["x.parquet"]}, recipe="job.yaml", environment=environment)
+    given = {"model": "f", "inputs": ["x.parquet"]}
+    settings = load_settings(ScoreSettings, given, recipe="job.yaml", environment=environment)
     assert (settings.temperature, settings.max_length, settings.model) == (2.0, 20, "f")
     assert (settings.inputs, settings.keep_columns, settings.labels) == (("x.parquet",), ("a", "b"), "A,B")
     assert settings.quiet is True

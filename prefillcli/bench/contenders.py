@@ -1,0 +1,279 @@
+"""The methods of `prefill bench`: each answers the same prompts, and says afterwards what it has computed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from prefillcli.answers import plan_readings
+from prefillcli.bench.baselines import IntArray, bm25_sentences, first_and_last, random_chunks
+from prefillcli.bench.flops import (
+    answer_flops,
+    prefill_flops,
+    ratio_speedup,
+    table5,
+    walk_flops,
+)
+from prefillcli.bench.methods import plain_logits
+from prefillcli.bench.texts import Spans
+from prefillcli.compress.compressor import Compressor
+from prefillcli.compress.reading import SPECPREFILL, Reading
+from prefillcli.compress.settings import Compression
+from prefillcli.data.labels import Labels
+from prefillcli.data.rows import Prompt
+from prefillcli.engines.torch import TorchEngine, label_logprobs
+from prefillcli.loading import Loaded, Opened, compression_of
+from prefillcli.plan.pack import Limits
+from prefillcli.plan.plan import Plan, make_plan
+from prefillcli.plan.trie import TokenArray
+from prefillcli.prefill.forest import ATTENTION
+from prefillcli.prefill.model import sliding_window
+from prefillcli.settings import BenchSettings
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a run gives: label log-probabilities [prompts, labels], how the target read, what the draft read."""
+
+    logprobs: FloatArray
+    readings: list[Reading]
+    drafted: list[TokenArray] = field(default_factory=list)
+    draft_tokens: int = 0  # computed by the draft
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a run computed. `flops` are those of both models; None for an architecture without cost model."""
+
+    target_tokens: int
+    flops: float | None
+
+
+class Equipment:
+    """The loaded models, and how `prefill score` would walk them. `limits` are those of the target's packs."""
+
+    def __init__(self, opened: Opened, loaded: Loaded, settings: BenchSettings, labels: Labels) -> None:
+        self.limits = loaded.engine.limits
+        self.device = opened.device
+        self.tokenizer = opened.tokenizer
+        self.config: Any = opened.files.config
+        self.draft_config: Any = None if opened.draft is None else opened.draft.config
+        self.compression: Compression = compression_of(settings)
+        self.forced_last = max(self.compression.tail, sliding_window(self.config) or 0)
+        self.labels = labels
+        self._model = loaded.engine.model
+        self._compressor = loaded.compressor
+        self._draft_limits = Limits(**loaded.plan["draft"]["limits"]) if "draft" in loaded.plan else None
+        self._chunk_tokens: int = loaded.plan["chunk_tokens"]
+        self._offload = settings.prefix_kv == "offload"
+        self._schedule = settings.schedule
+        loaded.engine.close()  # each run sets the model up as it needs it
+
+    @property
+    def compressor(self) -> Compressor:
+        """Raises ValueError where there is no draft."""
+        if self._compressor is None:
+            raise ValueError("no draft was loaded")
+        return self._compressor
+
+    def plain(self, prompts: Sequence[Prompt]) -> FloatArray:
+        """Label log-probabilities [prompts, labels] by transformers' own forward."""
+        logits = plain_logits(self._model, [prompt.tokens for prompt in prompts])
+        sets = [self.labels.sets[prompt.labels] for prompt in prompts]
+        return np.concatenate([label_logprobs(row[None], [0], [own]) for row, own in zip(logits, sets, strict=True)])
+
+    def walk(self, groups: Sequence[Sequence[Reading]]) -> FloatArray:
+        """Label log-probabilities [readings, labels] by the layer walk; readings share within their group."""
+        answers = []
+        with self._walking() as engine:
+            for readings in groups:
+                found: dict[int, FloatArray] = {}
+                for pack in self.plan(readings).packs:
+                    found |= engine.answer(
+                        pack,
+                        lambda i, own=readings: self.labels.sets[own[i].prompt.labels],  # type: ignore[misc]
+                        lambda tokens: None,
+                    )
+                answers += [found[number] for number in range(len(readings))]
+        return np.stack(answers)
+
+    @contextmanager
+    def _walking(self) -> Iterator[TorchEngine]:
+        self._model.set_attn_implementation(ATTENTION)
+        engine = TorchEngine(
+            self._model, limits=self.limits, chunk_tokens=self._chunk_tokens, offload_held=self._offload
+        )
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+    def plan(self, readings: Sequence[Reading]) -> Plan:
+        return plan_readings(readings, self.limits, self._schedule)
+
+    def draft_flops(self, prompts: Sequence[TokenArray]) -> float:
+        """Of the draft over these prompts, as it plans them. The votes' own products are left out."""
+        if not prompts or self._draft_limits is None:
+            return 0.0
+        plan = make_plan(prompts, self._draft_limits)
+        found = walk_flops(self.draft_config, plan)
+        if self.compression.decodes:
+            found += answer_flops(self.draft_config, plan, ahead=self.compression.lookahead - 1)
+        return found
+
+
+class Contender(ABC):
+    """A method under its name; `keep` is the share of the tokens that it is to keep, if it drops any."""
+
+    def __init__(self, name: str, equipment: Equipment, keep: float | None = None) -> None:
+        self.name = name if keep is None else f"{name}@{keep:g}"
+        self.keep = keep
+        self._equipment = equipment
+
+    @abstractmethod
+    def run(self, prompts: Sequence[Prompt]) -> Outcome:
+        """Answer the prompts. This is what is timed."""
+
+    def cost(self, outcome: Outcome) -> Cost:
+        """What a run computed, from the plans that it must have made."""
+        equipment = self._equipment
+        plans = [equipment.plan(readings) for readings in self._groups(outcome.readings)]
+        tokens = sum(plan.computed_tokens for plan in plans)
+        try:
+            flops = sum(walk_flops(equipment.config, plan) + answer_flops(equipment.config, plan) for plan in plans)
+            return Cost(tokens, flops + equipment.draft_flops(outcome.drafted))
+        except (ValueError, AttributeError, TypeError):  # a configuration that the cost model does not know
+            return Cost(tokens, None)
+
+    def predictions(self, outcome: Outcome) -> tuple[float, float] | None:
+        """Of the speedup: 1 / (r + keep) at the mean length, and table 5 over the prompts and what was kept of them.
+
+        None for a method that keeps all tokens, and for an architecture without cost model.
+        """
+        return None
+
+    def _groups(self, readings: list[Reading]) -> list[list[Reading]]:
+        """Readings that are planned together."""
+        return [readings]
+
+
+class Plain(Contender):
+    """transformers as it is: one forward a prompt, SDPA, no cache, logits of the last token."""
+
+    def run(self, prompts: Sequence[Prompt]) -> Outcome:
+        return Outcome(self._equipment.plain(prompts), [Reading(prompt) for prompt in prompts])
+
+    def cost(self, outcome: Outcome) -> Cost:
+        lengths = [len(reading.tokens) for reading in outcome.readings]
+        try:
+            return Cost(sum(lengths), sum(prefill_flops(self._equipment.config, length).total for length in lengths))
+        except (ValueError, AttributeError, TypeError):
+            return Cost(sum(lengths), None)
+
+
+class Alone(Contender):
+    """The layer walk, each prompt by itself."""
+
+    def run(self, prompts: Sequence[Prompt]) -> Outcome:
+        readings = [Reading(prompt) for prompt in prompts]
+        return Outcome(self._equipment.walk(self._groups(readings)), readings)
+
+    def _groups(self, readings: list[Reading]) -> list[list[Reading]]:
+        return [[reading] for reading in readings]
+
+
+class Hybrid(Contender):
+    """The layer walk over the forest of all prompts: what `prefill score` does."""
+
+    def run(self, prompts: Sequence[Prompt]) -> Outcome:
+        readings = [Reading(prompt) for prompt in prompts]
+        return Outcome(self._equipment.walk([readings]), readings)
+
+
+class _Compressing(Contender):
+    def predictions(self, outcome: Outcome) -> tuple[float, float] | None:
+        equipment, keep = self._equipment, self.keep or 1.0
+        lengths = [len(reading.prompt.tokens) for reading in outcome.readings]
+        kept = [len(reading.tokens) for reading in outcome.readings]
+        drafts = outcome.draft_tokens > 0
+        try:
+            ratio = 1 / keep
+            if drafts:
+                ratio = ratio_speedup(equipment.config, equipment.draft_config, round(np.mean(lengths)), keep)
+            whole = sum(table5(equipment.config, length).total for length in lengths)
+            part = sum(table5(equipment.config, length).total for length in kept)
+            if drafts:
+                part += sum(table5(equipment.draft_config, len(tokens)).total for tokens in outcome.drafted)
+            return ratio, whole / part
+        except (ValueError, AttributeError, TypeError):
+            return None
+
+
+class SpecPrefill(_Compressing):
+    """The draft, the selection, and the layer walk over what is kept."""
+
+    def run(self, prompts: Sequence[Prompt]) -> Outcome:
+        compressor = self._equipment.compressor
+        compressor.keep = self.keep or 1.0
+        before = compressor.draft.tokens
+        keeps = compressor.keeps(prompts)
+        estimates = compressor.estimate(prompts, keeps, lambda tokens: None)
+        readings = compressor.select(prompts, keeps, estimates)
+        drafted = [
+            prompt.tokens
+            for prompt, estimate in zip(prompts, estimates, strict=True)
+            if estimate.importance is not None
+        ]
+        return Outcome(self._equipment.walk([readings]), readings, drafted, compressor.draft.tokens - before)
+
+
+Choose = Callable[[Prompt, float], IntArray]
+
+
+class Baseline(_Compressing):
+    """`choose` says without a draft which tokens of a prompt are kept at a rate, for each prompt by itself."""
+
+    def __init__(self, name: str, equipment: Equipment, keep: float, choose: Choose) -> None:
+        super().__init__(name, equipment, keep)
+        self._choose = choose
+
+    def run(self, prompts: Sequence[Prompt]) -> Outcome:
+        readings = [self._read(prompt) for prompt in prompts]
+        return Outcome(self._equipment.walk([readings]), readings)
+
+    def _read(self, prompt: Prompt) -> Reading:
+        if len(prompt.tokens) > self._equipment.compression.compress_above:
+            kept = self._choose(prompt, self.keep or 1.0)
+            if len(kept) < len(prompt.tokens):
+                return Reading(prompt, kept, SPECPREFILL)
+        return Reading(prompt)
+
+
+def choosers(equipment: Equipment, spans: Mapping[int, Spans] | None, seed: int) -> dict[str, Choose]:
+    """The baselines' ways to choose, by name; all keep the ends that SpecPrefill keeps. bm25 needs the spans."""
+    first, last, chunk = equipment.compression.keep_first, equipment.forced_last, equipment.compression.select_chunk
+
+    def at_random(prompt: Prompt, keep: float) -> IntArray:
+        rng = np.random.default_rng([seed, prompt.row])
+        return random_chunks(len(prompt.tokens), keep, chunk=chunk, first=first, last=last, rng=rng)
+
+    def at_ends(prompt: Prompt, keep: float) -> IntArray:
+        return first_and_last(len(prompt.tokens), keep, first=first, last=last)
+
+    found: dict[str, Choose] = {"random": at_random, "ends": at_ends}
+    if spans is not None:
+
+        def by_words(prompt: Prompt, keep: float) -> IntArray:
+            text, offsets = spans[prompt.row]
+            return bm25_sentences(text, offsets.tolist(), keep, first=first, last=last)
+
+        found["bm25"] = by_words
+    return found

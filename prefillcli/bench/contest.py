@@ -1,0 +1,203 @@
+"""The methods against each other on one workload."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from prefillcli.bench.contenders import (
+    Alone,
+    Baseline,
+    Contender,
+    Equipment,
+    FloatArray,
+    Hybrid,
+    Outcome,
+    Plain,
+    SpecPrefill,
+    choosers,
+)
+from prefillcli.bench.material import Material
+from prefillcli.bench.measure import Spread, interleaved, with_peak
+from prefillcli.bench.report import REFERENCE, Answers, MethodResult, Predicted, Range, WorkloadResult
+from prefillcli.bench.texts import spans_of
+from prefillcli.compress.reading import FALLBACK
+from prefillcli.errors import PrefillError
+from prefillcli.report.audit import auc, audit_of, flip_interval
+
+_STEADY = 1.5  # longest round of a method over its shortest, up to which speeds are taken for what they are
+_MEASURABLE = 0.5  # seconds; shorter rounds differ in any case
+
+#: Called after each run of a method over all rows, with its name and its seconds.
+Tell = Callable[[str, float], None]
+
+
+def contenders(
+    names: Sequence[str], keeps: Sequence[float], equipment: Equipment, material: Material, seed: int
+) -> list[Contender]:
+    """The methods by name, the reference among them; those that drop tokens once for each rate."""
+    found: list[Contender] = []
+    if "hf" in names:
+        found.append(Plain("hf", equipment))
+    if "full" in names:
+        found.append(Alone("full", equipment))
+    found.append(Hybrid(REFERENCE, equipment))
+    spans = None
+    if "bm25" in names:
+        spans = spans_of(equipment.tokenizer, material.prompts)
+        if spans is None:
+            material.notes.append("bm25 is left out: it needs prompts whose text gives their tokens again")
+    choose = choosers(equipment, spans, seed)
+    for keep in dict.fromkeys(keeps):
+        if "specprefill" in names:
+            found.append(SpecPrefill("specprefill", equipment, keep))
+        found += [Baseline(name, equipment, keep, own) for name, own in choose.items() if name in names]
+    return found
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A contender with what its first run gave."""
+
+    contender: Contender
+    outcome: Outcome
+    peak: int | None
+
+
+def compare(
+    material: Material,
+    methods: Sequence[Contender],
+    equipment: Equipment,
+    *,
+    rounds: int,
+    temperature: float,
+    tell: Tell,
+) -> WorkloadResult:
+    """Run every method once for its answers and memory, then `rounds` times in turn for its time.
+
+    A method that runs out of the device's memory is left out with a note. Raises PrefillError if the reference gives
+    scores that are no numbers.
+    """
+    prompts = material.prompts
+    entries: list[_Entry] = []
+    for method in methods:
+        try:
+            method.run(prompts[:1])  # what is set up once is not the prompts'
+            outcome, peak = with_peak(partial(method.run, prompts), cuda=equipment.device.type == "cuda")
+        except (torch.OutOfMemoryError, MemoryError):
+            if method.name == REFERENCE:
+                raise
+            material.notes.append(f"{method.name} is left out: it runs out of memory on these prompts")
+            continue
+        entries.append(_Entry(method, outcome, peak))
+        tell(method.name, 0.0)
+    runs = {entry.contender.name: partial(entry.contender.run, prompts) for entry in entries}
+    seconds = interleaved(runs, rounds, warm_up=False, tell=lambda turn, name, taken: tell(name, taken))
+    reference = next(entry for entry in entries if entry.contender.name == REFERENCE)
+    full = label_shares(reference.outcome.logprobs, temperature)
+    if not np.isfinite(full).all():
+        raise PrefillError(f"{material.name}: the model gives scores that are no numbers; try --dtype float32")
+    plan = equipment.plan(reference.outcome.readings)
+    flops = reference.contender.cost(reference.outcome).flops
+    result = WorkloadResult(
+        workload=material.name,
+        made=material.made,
+        rows=len(prompts),
+        truth_rows=sum(truth is not None for truth in material.truths),
+        prompt_tokens=sum(len(prompt.tokens) for prompt in prompts),
+        unique_tokens=plan.unique_tokens,
+        notes=material.notes,
+    )
+    for entry in entries:
+        own = None if entry is reference else full
+        answers = _answers(entry, own, material.truths, temperature, result.notes)
+        result.methods.append(_measured(entry, seconds, flops, result, answers))
+        if entry is reference and answers.accuracy_interval is not None:
+            result.reference_able = answers.accuracy_interval[0] > 0.5
+    unsteady = max((max(own) / min(own) for own in seconds.values() if min(own) > _MEASURABLE), default=1.0)
+    if unsteady > _STEADY:
+        result.notes.append(
+            f"the machine was busy: a method took up to {unsteady:.1f} times as long in one round as in another, so "
+            "the speeds say little"
+        )
+    if flops is None:
+        result.notes.append("the cost model does not know this architecture, so no speedup is predicted")
+    return result
+
+
+def _measured(
+    entry: _Entry,
+    seconds: dict[str, list[float]],
+    reference_flops: float | None,
+    workload: WorkloadResult,
+    answers: Answers,
+) -> MethodResult:
+    name, outcome = entry.contender.name, entry.outcome
+    own, cost = seconds[name], entry.contender.cost(outcome)
+    speedup = Spread.of([first / second for first, second in zip(seconds[REFERENCE], own, strict=True)])
+    spread = Spread.of(own)
+    promised = None if cost.flops is None or reference_flops is None else reference_flops / cost.flops
+    ratio, table5 = entry.contender.predictions(outcome) or (None, None)
+    fallbacks = Counter(
+        each.method.removeprefix(FALLBACK) for each in outcome.readings if each.method.startswith(FALLBACK)
+    )
+    return MethodResult(
+        method=name,
+        keep=entry.contender.keep,
+        seconds=_range(spread),
+        rows_per_second=workload.rows / spread.median,
+        tokens_per_second=workload.prompt_tokens / spread.median,
+        target_tokens=cost.target_tokens,
+        draft_tokens=outcome.draft_tokens,
+        kept=sum(len(each.tokens) for each in outcome.readings) / workload.prompt_tokens,
+        flops=cost.flops,
+        peak_bytes=entry.peak,
+        speedup=_range(speedup),
+        predicted=Predicted(flops=promised, ratio=ratio, table5=table5),
+        measured_over_predicted=None if promised is None else speedup.median / promised,
+        fallbacks=dict(fallbacks),
+        answers=answers,
+    )
+
+
+def _answers(
+    entry: _Entry, full: FloatArray | None, truths: Sequence[bool | None], temperature: float, notes: list[str]
+) -> Answers:
+    """Beside the reference's shares `full` [rows, labels] (None: this is the reference) and the truth."""
+    shares = label_shares(entry.outcome.logprobs, temperature)
+    if not np.isfinite(shares).all():
+        notes.append(f"{entry.contender.name}: scores that are no numbers are not compared")
+        return Answers()
+    found = Answers()
+    scores, best = shares[:, 0].tolist(), shares.argmax(axis=1)
+    if full is not None:
+        pairs = list(zip(scores, full[:, 0].tolist(), truths, strict=True))
+        found.audit = audit_of(pairs, (best != full.argmax(axis=1)).tolist())
+    known = [
+        (score, label == 0, truth)
+        for score, label, truth in zip(scores, best, truths, strict=True)
+        if truth is not None
+    ]
+    if known:
+        right = sum(bool(says) == truth for _, says, truth in known)
+        found.accuracy = right / len(known)
+        found.accuracy_interval = flip_interval(right, len(known))
+        found.auc = auc([score for score, _, _ in known], [truth for _, _, truth in known])
+    return found
+
+
+def label_shares(logprobs: FloatArray, temperature: float) -> FloatArray:
+    """Probability of each label among the labels, [rows, labels]; the first column is the score."""
+    sharp = logprobs / temperature
+    weights = np.exp(sharp - sharp.max(axis=1, keepdims=True))
+    shares: FloatArray = weights / weights.sum(axis=1, keepdims=True)
+    return shares
+
+
+def _range(spread: Spread) -> Range:
+    return Range(median=spread.median, low=spread.low, high=spread.high)

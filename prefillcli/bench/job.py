@@ -1,0 +1,177 @@
+"""The job of `prefill bench`: prompts -> methods in turn -> tables, `bench.json`, `bench.html`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from datetime import UTC, datetime
+from typing import Any
+
+from prefillcli.bench.material import Material, input_material, made_material
+from prefillcli.bench.probes import WORKLOADS
+from prefillcli.bench.report import BenchReport, page_of, print_workload, save_report
+from prefillcli.clock import Clock
+from prefillcli.config import nearest
+from prefillcli.data.labels import Labels, parse_labels
+from prefillcli.data.source import Source
+from prefillcli.errors import PrefillError, ResourceError, UsageError
+from prefillcli.inputs import open_source, prompt_builder
+from prefillcli.loading import Opened, load, open_models
+from prefillcli.outcome import fail
+from prefillcli.paths import refuse_to_replace_input
+from prefillcli.progress import Progress
+from prefillcli.report.run import versions
+from prefillcli.samples import sample_draft
+from prefillcli.settings import BenchSettings
+from prefillcli.signals import Stop
+
+METHODS = {
+    "hf": "transformers as it is: one forward a prompt, SDPA, no cache, logits of the last token",
+    "full": "the layer walk, each prompt by itself",
+    "hybrid": "the layer walk over the forest of all prompts, as `prefill score` does: the reference",
+    "specprefill": "the tokens that the draft picks, then the layer walk over those",
+    "random": "chunks at random, then the layer walk over those",
+    "ends": "the first and the last tokens, then the layer walk over those",
+    "bm25": "sentences like the question by BM25, then the layer walk over those",
+}
+UNCOMPRESSED = ("hf", "full", "hybrid")
+COMING = ("early-exit", "vllm")
+DEFAULT_WORKLOADS = ("post-recommendation", "needle")
+
+
+def bench_job(settings: BenchSettings) -> dict[str, Any]:
+    """Run the job; return the summary for the last line on stdout.
+
+    What was measured is written whatever happens; nothing is written before a first workload is done. Errors are told
+    on stderr, and become the exit code in the summary.
+    """
+    clock = Clock()
+    if settings.model is None and settings.draft is None and (draft := sample_draft()) is not None:
+        settings = settings.model_copy(update={"draft": str(draft)})
+    report = BenchReport(
+        started=datetime.now(UTC).isoformat(timespec="seconds"), settings=settings.model_dump(mode="json")
+    )
+    try:
+        with Stop() as stop, stop.at_once():
+            _run(settings, report)
+        report.status, report.exit_code = "complete", 0
+    except BaseException as error:
+        fail(error, report, debug=settings.debug, resumable=False)
+    report.seconds = clock.total
+    if report.workloads:
+        report.output, report.page, report.versions = settings.output, page_of(settings.output), versions()
+        try:
+            save_report(report)
+        except (OSError, PrefillError) as error:
+            print(f"prefill: cannot write the report: {error}", file=sys.stderr)
+            report.output = report.page = None
+            report.status, report.error = "failed", report.error or str(error)
+            report.exit_code = report.exit_code or ResourceError.exit_code
+    if not settings.quiet and report.output is not None:
+        print(f"\nprefill: {report.output}, {report.page}", file=sys.stderr)
+    return report.summary()
+
+
+def _run(settings: BenchSettings, report: BenchReport) -> None:
+    names = _methods(settings)
+    wanted = settings.workload or (() if settings.inputs else DEFAULT_WORKLOADS)
+    _check_names("--workload", wanted, WORKLOADS)
+    if settings.output.endswith(".html"):
+        raise UsageError(f"--output {settings.output}: this names the JSON file; the page goes beside it, as .html")
+    source = None
+    if settings.inputs:
+        source = open_source(settings, _carried(settings))
+        for path in (settings.output, page_of(settings.output)):
+            refuse_to_replace_input(path, (file.path for file in source.files))
+    opened = open_models(settings)
+    labels = Labels(opened.tokenizer, parse_labels(settings.labels))
+    material = _materials(settings, opened, labels, source, wanted)
+    first = next(material)  # wrong input should not wait for the weights
+    _compare(settings, opened, labels, names, first, material, report)
+
+
+def _methods(settings: BenchSettings) -> tuple[str, ...]:
+    """Names of the methods to compare. Raises UsageError."""
+    for name in settings.method:
+        if name in COMING:
+            raise UsageError(f"--method {name} is not there yet; there are {', '.join(METHODS)}")
+    _check_names("--method", settings.method, METHODS)
+    if "specprefill" in settings.method and settings.draft is None:
+        raise UsageError("--method specprefill needs --draft: a small model with the same tokenizer")
+    if settings.method:
+        return settings.method
+    return tuple(METHODS) if settings.draft is not None else UNCOMPRESSED
+
+
+def _check_names(option: str, given: Sequence[str], known: dict[str, Any]) -> None:
+    for name in given:
+        if name not in known:
+            near = nearest(name, known)
+            raise UsageError(f"{option} {name!r} does not exist{near}\nthere are {', '.join(known)}")
+
+
+def _materials(
+    settings: BenchSettings, opened: Opened, labels: Labels, source: Source | None, wanted: Iterable[str]
+) -> Iterator[Material]:
+    """What to compare on, one after the other."""
+    if source is not None:
+        builder = prompt_builder(settings, opened, source, _carried(settings))
+        yield input_material(source, builder, labels, settings.truth)
+        return
+    for name in dict.fromkeys(wanted):
+        yield made_material(name, settings, opened, labels)
+
+
+def _carried(settings: BenchSettings) -> list[str]:
+    return [] if settings.truth is None else [settings.truth]
+
+
+def _compare(
+    settings: BenchSettings,
+    opened: Opened,
+    labels: Labels,
+    names: Sequence[str],
+    first: Material,
+    others: Iterator[Material],
+    report: BenchReport,
+) -> None:
+    import torch
+
+    from prefillcli.bench.contenders import Equipment
+    from prefillcli.bench.contest import compare, contenders
+
+    if opened.draft is None and not settings.method:
+        report.notes.append("no draft model, so no method that drops tokens is compared; give --draft")
+        print(f"prefill: {report.notes[-1]}", file=sys.stderr)
+    report.machine = {
+        "device": torch.cuda.get_device_name(opened.device) if opened.device.type == "cuda" else opened.device.type,
+        "dtype": str(opened.files.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+    }
+    loaded = load(opened, settings, keep=1.0, before={})
+    with closing(loaded):
+        equipment = Equipment(opened, loaded, settings, labels)
+        material: Material | None = first
+        while material is not None:
+            material.leave_out_longer_than(equipment.limits.max_tokens)
+            methods = contenders(names, settings.keep, equipment, material, settings.seed)
+            rows = len(material.prompts)
+            tokens = sum(len(prompt.tokens) for prompt in material.prompts)
+            if not settings.quiet:
+                print(f"prefill: {material.name}: {rows:,} rows, {len(methods)} methods", file=sys.stderr)
+            with Progress(
+                rows * len(methods) * (settings.rounds + 1), interval=settings.progress_interval, quiet=settings.quiet
+            ) as progress:
+                result = compare(
+                    material,
+                    methods,
+                    equipment,
+                    rounds=settings.rounds,
+                    temperature=settings.temperature,
+                    tell=lambda name, seconds, r=rows, t=tokens, p=progress: p.advance(r, t),  # type: ignore[misc]
+                )
+            report.workloads.append(result)
+            if not settings.quiet:
+                print_workload(result)
+            material = next(others, None)

@@ -1,0 +1,123 @@
+"""What methods are compared on: the prompts of an input, or those of a made workload."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from prefillcli.bench.probes import make_workload
+from prefillcli.data.encoding import Encoder
+from prefillcli.data.labels import Labels
+from prefillcli.data.prompts import DEFAULT_COLUMN, PromptBuilder, PromptSettings
+from prefillcli.data.rows import Prompt, RowBatch, RowError
+from prefillcli.data.source import Source
+from prefillcli.data.windows import MAX_ROWS, windows
+from prefillcli.errors import PrefillError, UsageError
+from prefillcli.loading import Opened
+from prefillcli.settings import BenchSettings
+
+
+@dataclass(slots=True)
+class Material:
+    """Prompts under one name. `truths` says of each whether the first label is right; None where nobody knows."""
+
+    name: str
+    made: bool
+    prompts: list[Prompt]
+    truths: list[bool | None]
+    notes: list[str] = field(default_factory=list)
+
+    def leave_out_longer_than(self, most: int) -> None:
+        """Drop prompts of more than `most` tokens, with a note. Raises PrefillError if none is left."""
+        fits = [len(prompt.tokens) <= most for prompt in self.prompts]
+        if all(fits):
+            return
+        self.notes.append(f"{fits.count(False):,} prompts do not fit the memory budget ({most:,} tokens)")
+        self.truths = [truth for truth, fit in zip(self.truths, fits, strict=True) if fit]
+        self.prompts = [prompt for prompt, fit in zip(self.prompts, fits, strict=True) if fit]
+        if not self.prompts:
+            raise PrefillError(f"{self.name}: {self.notes[-1]}, so nothing is left to compare; raise --memory")
+
+
+def made_material(name: str, settings: BenchSettings, opened: Opened, labels: Labels) -> Material:
+    """A made workload as `prefill score` would read it: with the chat template, where there is one.
+
+    Its questions are of Yes or No: with other labels the truth is not known. Raises UsageError for prompts that are
+    longer than the model takes or too short for the task.
+    """
+    rows, tokens = max(2, round(settings.rows * settings.scale)), max(64, round(settings.tokens * settings.scale))
+    files = opened.files
+    most = min(settings.max_length or files.max_length, files.max_length)
+    if tokens > most:
+        raise UsageError(f"--tokens {tokens}: the model takes up to {most}; lower --tokens or --scale")
+    encoder = Encoder(opened.tokenizer)
+    try:
+        made = make_workload(
+            name,
+            rows=rows,
+            tokens=tokens,
+            seed=settings.seed,
+            count=lambda text: len(encoder.encode([text], special=True)[0]),
+        )
+    except ValueError as error:
+        raise UsageError(f"--workload {error}; raise --tokens") from None
+    prompts = PromptSettings(
+        chat=settings.chat,
+        system=settings.system,
+        max_length=most,
+        on_long=settings.on_long,
+        vocab_size=files.config.vocab_size,
+    )
+    builder = PromptBuilder(opened.tokenizer, prompts, (DEFAULT_COLUMN,))
+    numbers = np.arange(len(made.prompts))
+    batch = RowBatch(0, numbers, {DEFAULT_COLUMN: list(made.prompts)}, pa.table({}), {}, 0)
+    found, errors = builder.build(batch, labels)
+    return _material(name, True, found, errors, dict(enumerate(made.answers)), labels)
+
+
+def input_material(source: Source, builder: PromptBuilder, labels: Labels, truth: str | None) -> Material:
+    """The first window of an input, whose columns are selected; `truth` is a carried column."""
+    window = next(windows(source, builder, labels, id_column=None), None)
+    name = source.files[0].path.rstrip("/").rpartition("/")[2]
+    if len(source.files) > 1:
+        name += f" and {len(source.files) - 1:,} more"
+    if window is None:
+        raise PrefillError(f"{name}: the input has no rows")
+    labels.check(window)
+    answers: dict[int, Any] = {}
+    if truth is not None:
+        values = window.carried.column(truth).to_pylist()
+        if source.kind == "jsonl":
+            values = [None if value is None else json.loads(value) for value in values]
+        answers = dict(zip(window.rows.tolist(), values, strict=True))
+    material = _material(name, False, window.prompts, window.errors, answers, labels)
+    if len(window.rows) >= MAX_ROWS or len(window.rows) < (source.selected_rows or 0):
+        material.notes.append(f"the first {len(window.rows):,} rows are compared, which are planned together")
+    return material
+
+
+def _material(
+    name: str,
+    made: bool,
+    prompts: Sequence[Prompt],
+    errors: Mapping[int, RowError],
+    answers: Mapping[int, Any],
+    labels: Labels,
+) -> Material:
+    if not prompts:
+        first = next(iter(errors.values()))
+        raise PrefillError(f"{name}: no row can be read; the first: {first.code}: {first.detail}")
+    for prompt in prompts:
+        prompt.keep = prompt.specprefill = None  # the rates that are compared are those of all rows
+    material = Material(name, made, list(prompts), [labels.is_positive(answers.get(p.row)) for p in prompts])
+    if errors:
+        counts = Counter(error.code for error in errors.values())
+        codes = ", ".join(f"{code} {count:,}" for code, count in sorted(counts.items()))
+        material.notes.append(f"{len(errors):,} rows are errors and left out ({codes})")
+    return material

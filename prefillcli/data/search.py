@@ -1,0 +1,81 @@
+"""One row of an input, with the window it is scored in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+from prefillcli.data.labels import Labels
+from prefillcli.data.prompts import PromptBuilder
+from prefillcli.data.rows import RowBatch, Window
+from prefillcli.data.source import Source
+from prefillcli.data.windows import windows
+from prefillcli.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A row by its number, its id as text (None without an id column), and its window."""
+
+    row: int
+    id: str | None
+    window: Window
+
+
+def find_row(source: Source, builder: PromptBuilder, labels: Labels, *, row: str, id_column: str | None) -> Found:
+    """The row whose number, or with `id_column` whose id as text, is `row`; of equal ids the first.
+
+    Only its own window is tokenised. Raises UsageError if there is no such row, PrefillError if a file is damaged.
+    """
+    search = _Search(source, row, id_column)
+    # Of a source, windows ask for the batches only.
+    found = next(windows(cast(Source, search), builder, labels, id_column=id_column, skip=search.goes_on), None)
+    if found is None or search.row is None:
+        where = f"the {search.rows:,} rows read" + ("" if search.last is None else f", 0 to {search.last:,}")
+        if id_column is not None:
+            where = f"column {id_column!r} of the {search.rows:,} rows read"
+        raise UsageError(f"--row {row}: no such row in {where}")
+    return Found(search.row, search.id, found)
+
+
+class _Search:
+    """The batches of a source, watched for the wanted row."""
+
+    def __init__(self, source: Source, wanted: str, id_column: str | None) -> None:
+        self.row: int | None = None
+        self.id: str | None = None
+        self.rows = 0
+        self.last: int | None = None
+        self._source = source
+        self._wanted = wanted
+        self._id_column = id_column
+        self._json = source.kind == "jsonl"
+
+    def goes_on(self, window: int) -> bool:
+        """Whether the row is in none of the batches so far, and so not in this window, which has just been read."""
+        return self.row is None
+
+    def batches(self) -> Iterator[RowBatch]:
+        for batch in self._source.batches():
+            if self.row is None:
+                self._look(batch)
+            yield batch
+
+    def _look(self, batch: RowBatch) -> None:
+        numbers = batch.rows.tolist()
+        self.rows += len(numbers)
+        self.last = numbers[-1] if numbers else self.last
+        ids = None if self._id_column is None else [self._text(v) for v in batch.carried[self._id_column].to_pylist()]
+        names = [str(number) for number in numbers] if ids is None else ids
+        if self._wanted in names:
+            at = names.index(self._wanted)
+            self.row, self.id = numbers[at], None if ids is None else ids[at]
+
+    def _text(self, value: object) -> str | None:
+        """An id as a user writes it. Columns carried from JSON Lines hold JSON text."""
+        if value is None:
+            return None
+        text = str(value)
+        return str(json.loads(text)) if self._json and text.startswith('"') else text

@@ -1,0 +1,51 @@
+"""What a job reads: the rows, and how they become prompts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from prefillcli.data.prompts import DEFAULT_COLUMN, PromptBuilder, PromptSettings
+from prefillcli.data.source import Source
+from prefillcli.loading import Opened
+from prefillcli.settings import BenchSettings, InspectSettings, ScoreSettings
+
+JobSettings = ScoreSettings | InspectSettings | BenchSettings
+
+
+def open_source(settings: JobSettings, carried: Sequence[str]) -> Source:
+    """The rows, before a model is opened; wrong files and columns are told at once.
+
+    `carried` are the columns that are taken along, like the id. Raises UsageError or PrefillError as `Source` does.
+    """
+    source = Source.open(settings.inputs, limit=settings.limit, sample=settings.sample, seed=settings.seed)
+    # Which columns the prompt needs is certain so far where one is named: templates and chats come with the tokenizer.
+    named = settings.template is None and settings.prompt_column != DEFAULT_COLUMN
+    source.select(columns=[settings.prompt_column] if named else [], carried=carried)
+    for path in source.left_out:
+        print(
+            f"prefill: warning: {path}: not read, neither Parquet nor JSON Lines by its name",
+            file=sys.stderr,
+        )
+    return source
+
+
+def prompt_builder(settings: JobSettings, opened: Opened, source: Source, carried: Sequence[str]) -> PromptBuilder:
+    """What makes prompts of the rows of `source`, which will read the columns for it. Raises UsageError."""
+    files = opened.files
+    builder = PromptBuilder(
+        opened.tokenizer,
+        PromptSettings(
+            prompt_column=settings.prompt_column,
+            template=settings.template,
+            chat=settings.chat,
+            system=settings.system,
+            max_length=min(settings.max_length or files.max_length, files.max_length),
+            on_long=settings.on_long,
+            vocab_size=files.config.vocab_size,
+            compression=opened.draft is not None,
+        ),
+        source.available,
+    )
+    source.select(columns=builder.columns, carried=carried, optional=builder.optional)
+    return builder

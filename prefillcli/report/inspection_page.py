@@ -1,0 +1,89 @@
+"""One prompt as one HTML page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import groupby
+
+from jinja2 import Environment, StrictUndefined
+
+from prefillcli.data.store import open_store
+from prefillcli.report.inspection import (
+    FOLD,
+    HEAT,
+    MARKED,
+    Inspection,
+    TokenView,
+    answer_columns,
+    answer_rows,
+    counts,
+    facts,
+    heat,
+    importance_of,
+    preview,
+    stretches,
+    visible,
+)
+
+
+def to_html(inspection: Inspection) -> str:
+    """One page that needs nothing else: no network, no script, inline CSS for light and dark screens."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    source = files("prefillcli.report").joinpath("inspection.html.j2").read_text(encoding="utf-8")
+    _, ranges = heat(inspection.tokens)
+    return environment.from_string(source).render(
+        name=visible(inspection.row_id, line=True),
+        facts=facts(inspection),
+        heat=HEAT,
+        ranges=ranges,
+        counts=counts(inspection),
+        pieces=_pieces(inspection.tokens),
+        stretches=[(best, ", ".join(best.why), preview(best.text)) for best in stretches(inspection)],
+        shared=inspection.shared,
+        columns=answer_columns(inspection),
+        answers=answer_rows(inspection),
+        settings=[(visible(k, line=True), visible(str(v), line=True)) for k, v in inspection.settings.items()],
+    )
+
+
+def write_html(inspection: Inspection, path: str) -> None:
+    """Write the page of `to_html` to a local path or URL. Raises PrefillError."""
+    folder, slash, name = path.rpartition("/")
+    open_store(folder or slash or ".").put_bytes(name, to_html(inspection).encode())
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """An element of the page: one kept token, or a whole dropped stretch."""
+
+    text: str
+    title: str
+    classes: str = ""
+    dropped: int = 0  # tokens
+    folded: bool = False
+
+
+def _pieces(tokens: Sequence[TokenView]) -> Iterator[_Piece]:
+    steps, _ = heat(tokens)
+    at = 0
+    for kept, run in groupby(tokens, key=lambda token: token.kept):
+        part = list(run)
+        if kept:
+            for token, step in zip(part, steps[at : at + len(part)], strict=True):
+                importance = "" if token.importance is None else f", importance {token.importance:.3g}"
+                classes = [f"h{step}"] if step is not None else []
+                classes += [token.why] if token.why in MARKED else []
+                classes += ["newline"] if token.text and not token.text.strip("\n") else []
+                title = f"token {token.position}, id {token.id}{importance}, {token.why}"
+                yield _Piece(visible(token.text), title, " ".join(classes))
+        else:
+            title = f"tokens {part[0].position}-{part[-1].position} dropped"
+            values = [value for token in part if (value := importance_of(token)) is not None]
+            if values:
+                title += f", importance {math.fsum(values) / len(values):.3g} mean, {max(values):.3g} largest"
+            text = "".join(visible(token.text) for token in part)
+            yield _Piece(text, title, dropped=len(part), folded=len(part) > FOLD)
+        at += len(part)

@@ -1,0 +1,211 @@
+"""The command `prefill bench`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner, Result
+
+from prefillcli.bench import contest
+from prefillcli.bench.jobs import SAMPLES
+from prefillcli.bench.probes import WORKLOADS
+from prefillcli.bench.report import BenchReport
+from prefillcli.cli import app
+from prefillcli.settings import BenchSettings
+
+SMALL = ("--rows", "4", "--tokens", "200", "--rounds", "1", "--query-window", "4")
+TARGET = SAMPLES / "models" / "target"
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("PREFILL_MODEL", "PREFILL_LABELS", "PREFILL_QUIET"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def bench(*words: object) -> Result:
+    return CliRunner().invoke(app, ["bench", *map(str, words)])
+
+
+def last_line(result: Result) -> dict:
+    (line,) = result.stdout.splitlines()
+    return json.loads(line)
+
+
+def saved(path: str = "bench.json") -> BenchReport:
+    return BenchReport.model_validate_json(Path(path).read_text(), strict=False)
+
+
+def test_without_data_it_makes_two_workloads() -> None:
+    result = bench(*SMALL)
+    assert result.exit_code == 0, result.output
+    summary = last_line(result)
+    assert (summary["status"], summary["exit_code"]) == ("complete", 0)
+    assert (summary["output"], summary["page"]) == ("bench.json", "bench.html")
+    assert list(summary["workloads"]) == ["post-recommendation", "needle"]
+    assert summary["workloads"]["needle"]["hybrid"] | {"seconds": 0} == {"seconds": 0, "speedup": 1, "flips": None}
+    report = saved()
+    assert report.schema_version == 1
+    assert report.settings["rows"] == 4
+    assert report.versions.keys() >= {"torch", "transformers", "prefillcli"}
+    for workload in report.workloads:
+        methods = {each.method for each in workload.methods}
+        assert methods == {"hf", "full", "hybrid", "specprefill@0.2", "random@0.2", "ends@0.2", "bm25@0.2"}
+        assert (workload.rows, workload.truth_rows) == (4, 4)
+    for words in ("specprefill@0.2", "95 % interval", "1/(r+k)", "peak MiB"):
+        assert words in result.stderr
+    assert all(len(line) <= 100 for line in result.stderr.splitlines()[1:]), "readable at 100 columns"
+
+
+def test_the_page_needs_no_network() -> None:
+    bench(*SMALL, "--workload", "needle", "--method", "specprefill", "--keep", "0.5,0.3", "-o", "out/b.json")
+    page = Path("out/b.html").read_text()
+    assert not re.findall(r"(?:https?:)?//|@import|url\(|<script|<link|<img|src=", page)
+    assert "prefers-color-scheme: dark" in page
+    assert "specprefill@0.3" in page
+    assert "specprefill@0.5" in page
+    assert page.count('class="measured"') == 2
+
+
+def test_what_the_page_shows_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "<b>rows & more.jsonl"
+    Path(name).write_text(json.dumps({"prompt": "Is it about tea? Answer:"}) + "\n")
+    assert bench(name, "--rounds", 1, "--method", "hybrid", "-m", TARGET, "-o", "b.json").exit_code == 0
+    page = Path("b.html").read_text()
+    assert "<b>" not in page
+    assert "&lt;b&gt;rows &amp; more.jsonl" in page
+
+
+def test_input_with_truth_has_accuracy_and_auc() -> None:
+    result = bench(
+        SAMPLES / "labeling.parquet", "--limit", 30, "--truth", "answer", "--rounds", 1, "--keep", 0.5,
+        "--keep-last", 8, "--query-window", 4,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    (workload,) = saved().workloads
+    assert (workload.workload, workload.made) == ("labeling.parquet", False)
+    assert (workload.rows, workload.truth_rows) == (30, 30)
+    assert workload.reference_able is True
+    by_name = {each.method: each.answers for each in workload.methods}
+    assert by_name["hybrid"].accuracy > 0.9
+    assert by_name["hybrid"].auc > 0.9
+    assert by_name["hf"].audit.flips == 0
+    low, high = by_name["hybrid"].accuracy_interval
+    assert low <= by_name["hybrid"].accuracy <= high
+
+
+def test_json_lines_have_truths_too() -> None:
+    result = bench(
+        SAMPLES / "credit_verification.jsonl", "--sample", 4, "--truth", "answer", "--rounds", 1, "--method", "hf",
+        "--max-length", 2000, "--on-long", "skip",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    (workload,) = saved().workloads
+    assert workload.truth_rows == workload.rows <= 4
+    if workload.rows < 4:
+        assert "skipped_too_long" in workload.notes[0]
+
+
+def test_error_rows_are_left_out_with_a_note() -> None:
+    prompts = ["Is it about tea? Answer:", None, " "]
+    pq.write_table(pa.table({"prompt": prompts, "keep": [0.5, 0.5, 0.5], "right": [1, 0, 1]}), "rows.parquet")
+    result = bench("rows.parquet", "--method", "hybrid", "--rounds", 1, "--truth", "right")
+    assert result.exit_code == 0, result.output
+    (workload,) = saved().workloads
+    assert workload.rows == 1
+    assert workload.notes == ["2 rows are errors and left out (empty_prompt 1, null_prompt 1)"]
+    assert workload.reference_able is False
+    assert "the model cannot do this task" in result.stderr
+
+
+def test_token_ids_without_a_text_leave_bm25_out() -> None:
+    pq.write_table(pa.table({"prompt_token_ids": [[70, 71, 72, 73] * 30, [80, 81, 82] * 40]}), "ids.parquet")
+    result = bench("ids.parquet", "--method", "bm25,random", "--rounds", 1, "--keep-last", 4)
+    assert result.exit_code == 0, result.output
+    (workload,) = saved().workloads
+    assert [each.method for each in workload.methods] == ["hybrid", "random@0.2"]
+    assert "bm25 is left out" in workload.notes[0]
+
+
+def test_a_model_without_draft_has_three_methods_and_a_note() -> None:
+    result = bench(*SMALL, "-m", TARGET, "--workload", "needle")
+    assert [each.method for each in saved().workloads[0].methods] == ["hf", "full", "hybrid"]
+    assert "no draft model" in result.stderr
+    assert "no draft model" in Path("bench.html").read_text()
+    bench(*SMALL, "-m", TARGET, "--workload", "needle", "--method", "ends")
+    assert [each.method for each in saved().workloads[0].methods] == ["hybrid", "ends@0.2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--method", "early-exit"], "--method early-exit is not there yet; there are hf, full, hybrid"),
+        (["--method", "vllm"], "is not there yet"),
+        (["--method", "specprefil"], "did you mean 'specprefill'?"),
+        (["--method", "specprefill@0.2"], "did you mean 'specprefill'?"),
+        (["--workload", "needles"], "did you mean 'needle'?"),
+        (["--workload", "nonsense"], "there are post-recommendation"),
+        (["--method", "specprefill", "-m", str(TARGET)], "needs --draft"),
+        (["--keep", "auto"], "--keep"),
+        (["--keep", "0"], "--keep"),
+        (["--limit", "3"], "--limit is for INPUT"),
+        (["--truth", "answer"], "--truth is for INPUT"),
+        (["x.parquet", "--workload", "needle"], "--workload is for made workloads"),
+        (["nowhere.parquet"], "nowhere.parquet"),
+        (["--tokens", "100000"], "the model takes up to 8192"),
+        (["--workload", "frequent-words", "--tokens", "100"], "raise --tokens"),
+        (["-o", "b.html"], "names the JSON file"),
+    ],
+)
+def test_wrong_usage_is_told_and_writes_nothing(words: list[str], said: str) -> None:
+    result = bench(*words)
+    assert result.exit_code == 2, result.output
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr
+    assert last_line(result)["status"] == "failed"
+    assert not list(Path().iterdir())
+
+
+def test_every_workload_is_named_in_the_help() -> None:
+    told = BenchSettings.model_fields["workload"].description
+    assert told is not None
+    assert all(name in told for name in WORKLOADS)
+
+
+def test_a_report_does_not_replace_the_input() -> None:
+    Path("rows.json").write_text(json.dumps({"prompt": "Is it about tea? Answer:"}) + "\n")
+    before = Path("rows.json").read_bytes()
+    result = bench("rows.json", "-o", "rows.json")
+    assert result.exit_code == 2
+    assert Path("rows.json").read_bytes() == before
+
+
+def test_a_signal_leaves_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = contest.interleaved
+
+    def stopped_the_second_time(methods, rounds, **more):
+        if Path("once").exists():
+            os.kill(os.getpid(), signal.SIGTERM)
+        Path("once").touch()
+        return measure(methods, rounds, **more)
+
+    monkeypatch.setattr(contest, "interleaved", stopped_the_second_time)
+    result = bench(*SMALL, "--method", "hf")
+    assert result.exit_code == 143
+    assert last_line(result)["status"] == saved().status == "interrupted"
+    assert [each.workload for each in saved().workloads] == ["post-recommendation"]
+    assert "--resume" not in result.stderr
+
+
+def test_quiet_says_nothing_but_warnings() -> None:
+    result = bench(*SMALL, "--workload", "needle", "--method", "full", "-q", "-m", TARGET)
+    assert result.exit_code == 0
+    assert result.stderr == ""

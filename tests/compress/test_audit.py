@@ -1,0 +1,98 @@
+"""Which rows of which window are audited."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefillcli.compress.audit import AuditDraw, draw
+from prefillcli.data.rows import Window
+from prefillcli.data.selection import Selection
+
+
+def window(index: int, rows: np.ndarray) -> Window:
+    return Window(index, rows.astype(np.int64), [], {}, pa.table({}))
+
+
+def cut(rows: np.ndarray, size: int) -> list[Window]:
+    """Windows of so many rows, the last one smaller."""
+    return [window(index, rows[at : at + size]) for index, at in enumerate(range(0, len(rows), size))]
+
+
+@given(total=st.integers(1, 3000), size=st.integers(1, 400), wanted=st.integers(1, 400))
+def test_the_windows_together_audit_as_many_rows_as_were_asked_for(total: int, size: int, wanted: int) -> None:
+    audit = AuditDraw(wanted, total)
+    drawn = [len(audit.draw(each, range(len(each.rows)))) for each in cut(np.arange(total), size)]
+    if wanted <= total:
+        assert sum(drawn) == wanted
+    else:
+        assert sum(drawn) == total
+    share = wanted * size / total
+    assert max(drawn) <= min(size, share + 1)
+
+
+@given(total=st.integers(1, 500), size=st.integers(1, 600), wanted=st.integers(1, 50))
+def test_what_is_drawn_are_candidates_in_their_order(total: int, size: int, wanted: int) -> None:
+    audit, again = AuditDraw(wanted, total), AuditDraw(wanted, total)
+    for each in cut(np.arange(total), size):
+        candidates = list(range(1000, 1000 + 2 * len(each.rows), 2))
+        found = audit.draw(each, candidates)
+        assert found == sorted(set(found))
+        assert set(found) <= set(candidates)
+        assert again.draw(each, candidates) == found
+
+
+def test_a_window_draws_the_same_whichever_windows_came_before() -> None:
+    windows = cut(np.arange(1000), 100)
+    audit = AuditDraw(50, 1000)
+    in_order = [audit.draw(each, range(100)) for each in windows]
+    backwards = [audit.draw(each, range(100)) for each in reversed(windows)][::-1]
+    assert in_order == backwards
+    assert len({tuple(found) for found in in_order}) == 10, "windows draw differently"
+
+
+def test_a_window_with_few_candidates_gives_them_all() -> None:
+    audit = AuditDraw(500, 1000)
+    (first, second) = cut(np.arange(1000), 500)
+    assert audit.draw(first, [3, 7]) == [3, 7]
+    assert audit.draw(first, []) == []
+    assert len(audit.draw(second, range(500))) == 250
+
+
+@pytest.mark.parametrize("limit", [1, 64, 999, 1000])
+def test_with_a_limit_all_are_drawn_before_it(limit: int) -> None:
+    audit = AuditDraw(20, limit)
+    drawn = sum(len(audit.draw(each, range(len(each.rows)))) for each in cut(np.arange(limit), 100))
+    assert drawn == min(20, limit)
+
+
+@pytest.mark.parametrize(("sample", "seed"), [(500, 0), (500, 1), (2000, 2), (9999, 3)])
+def test_of_a_sample_about_as_many_are_drawn(sample: int, seed: int) -> None:
+    """Row numbers stand for places in the sample, and windows have gaps between them."""
+    rows = Selection.draw(sample, 10_000, seed).within(0, 10_000)
+    audit = AuditDraw(100, 10_000)
+    drawn = sum(len(audit.draw(each, range(len(each.rows)))) for each in cut(rows, 250))
+    assert 97 <= drawn <= 100
+
+
+def test_no_row_is_drawn_of_an_input_without_rows() -> None:
+    assert AuditDraw(5, 0).draw(window(0, np.arange(1)), []) == []
+
+
+@given(st.integers(0, 60), st.integers(-3, 80), st.integers(0, 9))
+def test_a_draw_is_random_but_the_same_every_time(rows: int, count: int, number: int) -> None:
+    candidates = [f"row {i:03d}" for i in range(rows)]
+    found = draw(range(rows), count, number)
+    assert found == draw(list(range(rows)), count, number)
+    assert len(found) == min(max(count, 0), rows) == len({candidates[i] for i in found})
+
+
+def test_every_candidate_has_its_chance() -> None:
+    times = np.zeros(20)
+    for number in range(2000):
+        times[draw(range(20), 5, number)] += 1
+    assert times.min() > 400
+    assert times.max() < 600
