@@ -16,7 +16,7 @@ def sample_model() -> Path:
 
 
 def sample_draft() -> Path | None:
-    """Directory of the draft of `sample_model`; None in an installed wheel, which leaves it out."""
+    """Directory of the draft of `sample_model`; None if it did not come with this installation."""
     return _find("draft")
 
 

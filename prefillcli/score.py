@@ -158,7 +158,9 @@ class _ScoreJob:
         stop: Stop,
     ) -> None:
         settings, clock = self.settings, self.clock
-        audit = AuditDraw(settings.audit, self._rows(source)) if settings.audit else None
+        audit = None
+        if settings.audit:
+            audit = AuditDraw(settings.audit, source.selection(), source.count())
         coming = Ahead(windows(source, builder, labels, id_column=settings.id_column, skip=sink.finished))
         progress = Progress(source.selected_rows, interval=settings.progress_interval, quiet=settings.quiet)
         with coming, progress:
@@ -187,11 +189,6 @@ class _ScoreJob:
                 sink.finish()
         if scorer is not None:
             loaded.close()
-
-    def _rows(self, source: Source) -> int:
-        """Row numbers of the job end before this one."""
-        total = source.count()
-        return total if self.settings.limit is None else min(total, self.settings.limit)
 
     def _report_audit(self, sink: Sink, labels: Labels) -> None:
         """Sum up what compression did to the rows that were read both ways."""

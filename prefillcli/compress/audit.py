@@ -7,26 +7,30 @@ from collections.abc import Sequence
 import numpy as np
 
 from prefillcli.data.rows import Window
+from prefillcli.data.selection import Selection
 
 _SEED = 20_261
 
 
 class AuditDraw:
-    """Draws about `rows` random rows of `total`, window by window, the same ones every time."""
+    """Draws `rows` random rows of the `selection` from `total`, window by window, the same ones every time.
 
-    def __init__(self, rows: int, total: int) -> None:
+    A window gives as many as its part of all rows asks for; one that has fewer to give makes the draw smaller.
+    """
+
+    def __init__(self, rows: int, selection: Selection, total: int) -> None:
         self._rows = rows
-        self._total = max(total, 1)
+        self._selection = selection
+        self._total = max(selection.count(total), 1)
 
     def draw(self, window: Window, candidates: Sequence[int]) -> list[int]:
-        """Some of the `candidates` (any numbers): as many as the window's part of all rows asks for."""
-        first, last = int(window.rows[0]), int(window.rows[-1])
-        quota = self._before(last + 1) - self._before(first)
+        """Some of the `candidates` (any numbers)."""
+        quota = self._before(int(window.rows[-1]) + 1) - self._before(int(window.rows[0]))
         return draw(candidates, quota, window.index)
 
     def _before(self, row: int) -> int:
         """Rows to be drawn of those before this one."""
-        return -(-self._rows * min(row, self._total) // self._total)
+        return -(-self._rows * self._selection.before(row) // self._total)
 
 
 def draw(candidates: Sequence[int], count: int, number: int) -> list[int]:

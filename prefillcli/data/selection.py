@@ -39,6 +39,12 @@ class Selection:
         low, high = np.searchsorted(self.chosen, (start, stop))
         return self.chosen[low:high]
 
+    def before(self, row: int) -> int:
+        """How many rows before `row` are selected."""
+        if self.chosen is not None:
+            return int(np.searchsorted(self.chosen, row))
+        return row if self.limit is None else min(row, self.limit)
+
     def count(self, total: int) -> int:
         """How many of `total` rows are selected."""
         if self.chosen is not None:

@@ -154,13 +154,18 @@ class Source:
                 return
             yield batch
 
+    def selection(self) -> Selection:
+        """Which rows are read; for a sample of JSON Lines they are counted first."""
+        wish = self._wish
+        if wish.sample is not None:
+            population = self.count() if wish.limit is None else min(self.count(), wish.limit)
+            drawn = Selection.draw(wish.sample, population, wish.seed)
+            if drawn.chosen is not None:
+                return drawn
+        return Selection(wish.limit)
+
     def _batches(self) -> Iterator[RowBatch]:
-        selection = Selection(self._wish.limit)
-        if self._wish.sample is not None:
-            population = self.count() if self._wish.limit is None else min(self.count(), self._wish.limit)
-            selection = Selection.draw(self._wish.sample, population, self._wish.seed)
-            if selection.chosen is None:
-                selection = Selection(self._wish.limit)
+        selection = self.selection()
         end = selection.end
         if self.kind == "parquet":
             start = 0

@@ -12,6 +12,8 @@ from prefillcli.compress.audit import AuditDraw, draw
 from prefillcli.data.rows import Window
 from prefillcli.data.selection import Selection
 
+ALL = Selection()
+
 
 def window(index: int, rows: np.ndarray) -> Window:
     return Window(index, rows.astype(np.int64), [], {}, pa.table({}))
@@ -24,7 +26,7 @@ def cut(rows: np.ndarray, size: int) -> list[Window]:
 
 @given(total=st.integers(1, 3000), size=st.integers(1, 400), wanted=st.integers(1, 400))
 def test_the_windows_together_audit_as_many_rows_as_were_asked_for(total: int, size: int, wanted: int) -> None:
-    audit = AuditDraw(wanted, total)
+    audit = AuditDraw(wanted, ALL, total)
     drawn = [len(audit.draw(each, range(len(each.rows)))) for each in cut(np.arange(total), size)]
     if wanted <= total:
         assert sum(drawn) == wanted
@@ -36,7 +38,7 @@ def test_the_windows_together_audit_as_many_rows_as_were_asked_for(total: int, s
 
 @given(total=st.integers(1, 500), size=st.integers(1, 600), wanted=st.integers(1, 50))
 def test_what_is_drawn_are_candidates_in_their_order(total: int, size: int, wanted: int) -> None:
-    audit, again = AuditDraw(wanted, total), AuditDraw(wanted, total)
+    audit, again = AuditDraw(wanted, ALL, total), AuditDraw(wanted, ALL, total)
     for each in cut(np.arange(total), size):
         candidates = list(range(1000, 1000 + 2 * len(each.rows), 2))
         found = audit.draw(each, candidates)
@@ -47,7 +49,7 @@ def test_what_is_drawn_are_candidates_in_their_order(total: int, size: int, want
 
 def test_a_window_draws_the_same_whichever_windows_came_before() -> None:
     windows = cut(np.arange(1000), 100)
-    audit = AuditDraw(50, 1000)
+    audit = AuditDraw(50, ALL, 1000)
     in_order = [audit.draw(each, range(100)) for each in windows]
     backwards = [audit.draw(each, range(100)) for each in reversed(windows)][::-1]
     assert in_order == backwards
@@ -55,7 +57,7 @@ def test_a_window_draws_the_same_whichever_windows_came_before() -> None:
 
 
 def test_a_window_with_few_candidates_gives_them_all() -> None:
-    audit = AuditDraw(500, 1000)
+    audit = AuditDraw(500, ALL, 1000)
     (first, second) = cut(np.arange(1000), 500)
     assert audit.draw(first, [3, 7]) == [3, 7]
     assert audit.draw(first, []) == []
@@ -64,22 +66,21 @@ def test_a_window_with_few_candidates_gives_them_all() -> None:
 
 @pytest.mark.parametrize("limit", [1, 64, 999, 1000])
 def test_with_a_limit_all_are_drawn_before_it(limit: int) -> None:
-    audit = AuditDraw(20, limit)
+    audit = AuditDraw(20, Selection(limit), 1000)
     drawn = sum(len(audit.draw(each, range(len(each.rows)))) for each in cut(np.arange(limit), 100))
     assert drawn == min(20, limit)
 
 
 @pytest.mark.parametrize(("sample", "seed"), [(500, 0), (500, 1), (2000, 2), (9999, 3)])
-def test_of_a_sample_about_as_many_are_drawn(sample: int, seed: int) -> None:
-    """Row numbers stand for places in the sample, and windows have gaps between them."""
-    rows = Selection.draw(sample, 10_000, seed).within(0, 10_000)
-    audit = AuditDraw(100, 10_000)
-    drawn = sum(len(audit.draw(each, range(len(each.rows)))) for each in cut(rows, 250))
-    assert 97 <= drawn <= 100
+def test_of_a_sample_as_many_are_drawn(sample: int, seed: int) -> None:
+    selection = Selection.draw(sample, 10_000, seed)
+    audit = AuditDraw(100, selection, 10_000)
+    windows = cut(selection.within(0, 10_000), 250)
+    assert sum(len(audit.draw(each, range(len(each.rows)))) for each in windows) == 100
 
 
 def test_no_row_is_drawn_of_an_input_without_rows() -> None:
-    assert AuditDraw(5, 0).draw(window(0, np.arange(1)), []) == []
+    assert AuditDraw(5, ALL, 0).draw(window(0, np.arange(1)), []) == []
 
 
 @given(st.integers(0, 60), st.integers(-3, 80), st.integers(0, 9))

@@ -24,9 +24,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_wheel_brings_the_sample_model(wheel: Path) -> None:
+@pytest.mark.parametrize("model", ["target", "draft"])
+def test_the_wheel_brings_the_sample_models(wheel: Path, model: str) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    folder = "prefillcli/samples/models/target/"
+    folder = f"prefillcli/samples/models/{model}/"
     for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
         assert folder + name in names
 
@@ -42,8 +43,9 @@ def test_the_wheel_brings_the_whole_package_and_nothing_else(wheel: Path) -> Non
 @pytest.mark.slow
 def test_an_unpacked_wheel_finds_the_sample_model(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    code = "from prefillcli.samples import sample_model; print(sample_model())"
+    code = "from prefillcli.samples import *; print(sample_model()); print(sample_draft())"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path / "site", capture_output=True, text=True, check=True
     )
-    assert Path(done.stdout.strip()) == tmp_path / "site/prefillcli/samples/models/target"
+    models = tmp_path / "site/prefillcli/samples/models"
+    assert [Path(line) for line in done.stdout.splitlines()] == [models / "target", models / "draft"]
