@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prefillcli.clock import Clock, peak_memory
-from prefillcli.compress.audit import AuditDraw, draw
-from prefillcli.compress.reading import Reading
+from prefillcli.compress.audit import AuditDraw
 from prefillcli.data.fingerprints import hash_model, hash_tokenizer, hash_value
 from prefillcli.data.labels import Labels, parse_labels
 from prefillcli.data.prompts import PromptBuilder
-from prefillcli.data.rows import Prompt, Window
+from prefillcli.data.rows import Window
 from prefillcli.data.sink import Sink
 from prefillcli.data.source import Source
 from prefillcli.data.windows import Ahead, windows
@@ -35,6 +33,9 @@ from prefillcli.report.run import RunReport, print_table, save_report, versions
 from prefillcli.scorer import WindowScorer
 from prefillcli.settings import CompressionOptions, ScoreSettings
 from prefillcli.signals import Stop
+
+if TYPE_CHECKING:
+    from prefillcli.compressing import WindowCompressor
 
 
 def score_job(settings: ScoreSettings) -> dict[str, Any]:
@@ -218,44 +219,12 @@ class _ScoreJob:
         rate: float = sink.plan.get("keep", 1.0 if keep == "auto" else keep)
         return rate
 
-    def _compress_with(
-        self, loaded: Loaded, labels: Labels, sink: Sink
-    ) -> Callable[[Window, Sequence[Prompt], Callable[[float], None]], list[Reading]] | None:
-        """How a window's prompts are compressed; None without a draft."""
-        compressor, settings, report = loaded.compressor, self.settings, self.report
-        if compressor is None:
+    def _compress_with(self, loaded: Loaded, labels: Labels, sink: Sink) -> WindowCompressor | None:
+        if loaded.compressor is None:
             return None
-        from prefillcli.compress.auto import RATES, choose_keep, sample_rows
+        from prefillcli.compressing import WindowCompressor  # takes torch along
 
-        most = loaded.engine.limits.max_tokens
-
-        def compress(window: Window, prompts: Sequence[Prompt], tick: Callable[[float], None]) -> list[Reading]:
-            pending = settings.keep == "auto" and "keep" not in sink.plan
-            wanted = compressor.keeps(prompts, RATES[0] if pending else None)
-            estimates = compressor.estimate(prompts, wanted, tick)
-            able = [
-                number
-                for number, keep in enumerate(wanted)
-                if keep is not None and prompts[number].keep is None and len(prompts[number].tokens) <= most
-            ]
-            if pending and able:
-                chosen = draw(able, settings.audit or sample_rows(settings.max_flips), window.index)
-                choice = choose_keep(
-                    compressor, loaded.engine, prompts, estimates, chosen, labels.sets, settings.max_flips, tick
-                )
-                report.keep_auto = asdict(choice)
-                report.keep = compressor.keep = choice.keep
-                sink.plan = sink.plan | {"keep": choice.keep, "keep_auto": report.keep_auto}
-                if not choice.trials:
-                    print(
-                        f"prefill: warning: --keep auto: {len(chosen):,} rows to try it on cannot prove that at most "
-                        f"{settings.max_flips:.2%} flip, {choice.rows_needed:,} could; all rows are read in full",
-                        file=sys.stderr,
-                    )
-            report.tokens.draft = compressor.draft.tokens
-            return compressor.select(prompts, compressor.keeps(prompts), estimates)
-
-        return compress
+        return WindowCompressor(loaded.compressor, loaded.engine, labels, sink, self.settings, self.report)
 
     def finish_report(self) -> None:
         """Put the numbers of the run into the report."""

@@ -1,0 +1,88 @@
+"""A job's windows, compressed; with `--keep auto` the rate is chosen on the first one that has rows to compress."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+from prefillcli.compress.audit import draw
+from prefillcli.compress.auto import RATES, Choice, choose_keep, sample_rows
+from prefillcli.compress.compressor import Compressor
+from prefillcli.compress.draft import Estimate
+from prefillcli.compress.reading import Reading
+from prefillcli.data.labels import Labels
+from prefillcli.data.rows import Prompt, Window
+from prefillcli.data.sink import Sink
+from prefillcli.engines.base import Engine
+from prefillcli.report.run import RunReport
+from prefillcli.settings import ScoreSettings
+
+Tick = Callable[[float], None]
+
+
+class WindowCompressor:
+    """Decides how the target reads a window's prompts. A chosen rate goes into the sink's plan, for a resumed run."""
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        engine: Engine,
+        labels: Labels,
+        sink: Sink,
+        settings: ScoreSettings,
+        report: RunReport,
+    ) -> None:
+        self._compressor = compressor
+        self._engine = engine
+        self._labels = labels
+        self._sink = sink
+        self._settings = settings
+        self._report = report
+
+    def __call__(self, window: Window, prompts: Sequence[Prompt], tick: Tick) -> list[Reading]:
+        """One reading for each prompt of `window`. `tick` is called with the tokens of each step; it may raise."""
+        compressor = self._compressor
+        pending = self._settings.keep == "auto" and "keep" not in self._sink.plan
+        wanted = compressor.keeps(prompts, RATES[0] if pending else None)
+        estimates = compressor.estimate(prompts, wanted, tick)
+        if pending:
+            self._choose(window, prompts, wanted, estimates, tick)
+        self._report.tokens.draft = compressor.draft.tokens
+        return compressor.select(prompts, compressor.keeps(prompts), estimates)
+
+    def _choose(
+        self,
+        window: Window,
+        prompts: Sequence[Prompt],
+        wanted: Sequence[float | None],
+        estimates: Sequence[Estimate],
+        tick: Tick,
+    ) -> None:
+        most, settings = self._engine.limits.max_tokens, self._settings
+        able = [
+            number
+            for number, keep in enumerate(wanted)
+            if keep is not None and prompts[number].keep is None and len(prompts[number].tokens) <= most
+        ]
+        if not able:
+            return
+        chosen = draw(able, settings.audit or sample_rows(settings.max_flips), window.index)
+        choice = choose_keep(
+            self._compressor, self._engine, prompts, estimates, chosen, self._labels.sets, settings.max_flips, tick
+        )
+        self._report.keep_auto = asdict(choice)
+        self._report.keep = self._compressor.keep = choice.keep
+        self._sink.plan = self._sink.plan | {"keep": choice.keep, "keep_auto": self._report.keep_auto}
+        if choice.keep == 1:
+            print(f"prefill: warning: --keep auto: {self._why(choice, len(chosen))}", file=sys.stderr)
+
+    def _why(self, choice: Choice, rows: int) -> str:
+        most = f"{self._settings.max_flips:.2%}"
+        if not choice.trials:
+            return (
+                f"{rows:,} rows to try it on cannot prove that at most {most} flip, {choice.rows_needed:,} could; all "
+                "rows are read in full"
+            )
+        tried = ", ".join(f"{trial.keep:g}: {trial.flips:,} of {trial.rows:,}" for trial in choice.trials)
+        return f"no keep rate proves that at most {most} flip ({tried} did); all rows are read in full"
