@@ -31,7 +31,8 @@ format: setup
 
 bench: setup
 	$(BIN)/python -m prefillcli.bench
-	$(BIN)/prefill bench --workload post-recommendation --workload needle --keep 0.2 --query-window 8 -o out/bench.json
+	$(BIN)/prefill bench --workload post-recommendation --workload needle --rows 100 --keep 0.2 --keep 0.1 \
+		--query-window 8 --select-chunk 16 --pool 1 -o out/bench.json
 
 samples: setup
 	$(BIN)/python -m recipes.make_samples

@@ -1,0 +1,39 @@
+"""The sample pair: a fifth of the tokens is enough for what it can do, if they are the right ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from prefillcli.bench.job import bench_job
+from prefillcli.config import load_settings
+from prefillcli.settings import BenchSettings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", ["post-recommendation", "needle"])
+def test_a_fifth_of_the_tokens_keeps_the_answers_and_random_ones_do_not(workload: str, tmp_path: Path) -> None:
+    output = tmp_path / "bench.json"
+    flags = {
+        "workload": [workload],
+        "method": ["specprefill", "random"],
+        "rows": 60,
+        "tokens": 4000,
+        "rounds": 1,
+        "keep": ["0.2"],
+        "query_window": 8,
+        "select_chunk": 16,
+        "pool": 1,
+        "output": str(output),
+        "quiet": True,
+    }
+    settings = load_settings(BenchSettings, flags, environment={})
+    assert bench_job(settings)["exit_code"] == 0
+    (result,) = json.loads(output.read_text())["workloads"]
+    flips = {method["method"]: method["answers"]["audit"]["flips"] for method in result["methods"] if method["keep"]}
+    kept = {method["method"]: method["kept"] for method in result["methods"]}
+    assert kept["specprefill@0.2"] <= kept["random@0.2"] < 0.25
+    assert flips["specprefill@0.2"] <= 0.03 * 60
+    assert flips["random@0.2"] >= 5 * max(1, flips["specprefill@0.2"])
