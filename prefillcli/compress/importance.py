@@ -69,9 +69,28 @@ def _vote(sight: Sight, asked: Asked, pool: int) -> None:
             scores.masked_fill_(hidden, -torch.inf)
         shares = torch.softmax(scores, dim=-1)
         if pool > 1:
-            shares = F.avg_pool1d(shares, pool, stride=1, padding=pool // 2)
+            shares = _average(shares, pool)
         votes = shares.view(-1, len(asked.queries), tokens).amax(dim=0)
         asked.votes = votes if asked.votes is None else torch.maximum(asked.votes, votes)
+
+
+def _average(shares: Tensor, width: int) -> Tensor:
+    """Mean over the `width` neighbours of each number in the last dimension, zeros beyond its ends.
+
+    As torch's avg_pool1d with padding, from sums of 1, 2, 4, ... neighbours: several times faster on the CPU.
+    """
+    tokens = shares.shape[-1]
+    run = F.pad(shares, (width // 2, width // 2))
+    total = torch.zeros_like(shares)
+    size, start = 1, 0
+    while size <= width:
+        if width & size:
+            total += run[..., start : start + tokens]
+            start += size
+        if 2 * size <= width:
+            run = run[..., :-size] + run[..., size:]
+        size *= 2
+    return total.div_(width)
 
 
 def importance(asked: Asked, reduce: Literal["mean", "max"]) -> FloatArray | None:
