@@ -3,8 +3,11 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
+AIRFLOW_VENV := .venv-airflow
+# or Airflow's own list for another Python; its address is in the file
+AIRFLOW_CONSTRAINTS ?= recipes/airflow-constraints.txt
 
-.PHONY: setup demo test lint format bench samples clean
+.PHONY: setup setup-airflow demo test test-airflow lint format bench samples clean
 
 setup: $(VENV)/.ready
 
@@ -14,11 +17,23 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	touch $@
 
+# apart from .venv: Airflow pins much, and calls prefill as a command only
+setup-airflow: $(AIRFLOW_VENV)/.ready
+
+$(AIRFLOW_VENV)/.ready: recipes/airflow-constraints.txt
+	$(PYTHON) -m venv $(AIRFLOW_VENV)
+	$(AIRFLOW_VENV)/bin/pip install --quiet --disable-pip-version-check apache-airflow \
+		--constraint "$(AIRFLOW_CONSTRAINTS)"
+	touch $@
+
 demo: setup
 	$(BIN)/python -m recipes.demo
 
 test: setup
 	$(BIN)/python -m pytest
+
+test-airflow: setup setup-airflow
+	AIRFLOW=$(abspath $(AIRFLOW_VENV))/bin/airflow $(BIN)/python -m pytest tests/airflow
 
 lint: setup
 	$(BIN)/ruff check .
@@ -38,4 +53,4 @@ samples: setup
 	$(BIN)/python -m recipes.make_samples
 
 clean:
-	rm -rf $(VENV) out build dist
+	rm -rf $(VENV) $(AIRFLOW_VENV) out build dist

@@ -15,7 +15,8 @@ from pydantic.fields import FieldInfo
 from prefillcli import __version__
 from prefillcli.config import AnySettings, load_settings
 from prefillcli.errors import PrefillError
-from prefillcli.settings import RUN, BenchSettings, InspectSettings, ScoreSettings
+from prefillcli.settings import RUN, BenchSettings, InspectSettings, ProfileSettings, ScoreSettings
+from prefillcli.streams import survive_closed_streams
 
 app = typer.Typer(
     name="prefill",
@@ -28,6 +29,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of the `prefill` command."""
+    survive_closed_streams()
     try:
         app()
     except _Finished:
@@ -79,6 +81,17 @@ def bench(inputs: list[str] | None, recipe: str | None, **flags: Any) -> None:
     from prefillcli.bench.job import bench_job
 
     finish(bench_job(settings))
+
+
+def profile(inputs: list[str] | None, recipe: str | None, **flags: Any) -> None:
+    """Measure what fits and how fast it runs on this machine: the longest prompt of each mode, and completion times.
+
+    Tables go to stderr; the last line on stdout is one JSON object that sums the run up.
+    """
+    settings = _settings(ProfileSettings, inputs, recipe, flags)
+    from prefillcli.profile.job import profile_job
+
+    finish(profile_job(settings))
 
 
 def inspect_(inputs: list[str] | None, recipe: str | None, **flags: Any) -> None:
@@ -160,5 +173,6 @@ def _with_options(command: Callable[..., None], settings: type[BaseModel]) -> Ca
 
 
 app.command("score")(_with_options(score, ScoreSettings))
+app.command("profile")(_with_options(profile, ProfileSettings))
 app.command("bench")(_with_options(bench, BenchSettings))
 app.command("inspect")(_with_options(inspect_, InspectSettings))

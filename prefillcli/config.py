@@ -46,6 +46,9 @@ def load_settings(
             values[name], origin[name] = environment[variable], variable
     for name, value in flags.items():
         values[name], origin[name] = value, "INPUT" if name == "inputs" else "--" + name.replace("_", "-")
+    for name, other in (("resume", "overwrite"), ("overwrite", "resume")):
+        if flags.get(name) and other not in flags:  # the one that is given stands, whatever the recipe says
+            values.pop(other, None)
     if isinstance(values.get("inputs"), str):
         values["inputs"] = (values["inputs"],)
     if not values.get("inputs") and kind.model_fields["inputs"].is_required():

@@ -8,12 +8,16 @@ from collections.abc import Sequence
 from prefillcli.data.prompts import DEFAULT_COLUMN, PromptBuilder, PromptSettings
 from prefillcli.data.source import Source
 from prefillcli.loading import Opened
-from prefillcli.settings import BenchSettings, InspectSettings, ScoreSettings
-
-JobSettings = ScoreSettings | InspectSettings | BenchSettings
+from prefillcli.settings import JobOptions, ScoreSettings
 
 
-def open_source(settings: JobSettings, carried: Sequence[str]) -> Source:
+def carried_columns(settings: ScoreSettings) -> list[str]:
+    """Input columns that go to the output."""
+    named = [settings.id_column, *settings.keep_columns, settings.truth]
+    return list(dict.fromkeys(name for name in named if name))
+
+
+def open_source(settings: JobOptions, carried: Sequence[str]) -> Source:
     """The rows, before a model is opened; wrong files and columns are told at once.
 
     `carried` are the columns that are taken along, like the id. Raises UsageError or PrefillError as `Source` does.
@@ -30,7 +34,7 @@ def open_source(settings: JobSettings, carried: Sequence[str]) -> Source:
     return source
 
 
-def prompt_builder(settings: JobSettings, opened: Opened, source: Source, carried: Sequence[str]) -> PromptBuilder:
+def prompt_builder(settings: JobOptions, opened: Opened, source: Source, carried: Sequence[str]) -> PromptBuilder:
     """What makes prompts of the rows of `source`, which will read the columns for it. Raises UsageError."""
     files = opened.files
     builder = PromptBuilder(

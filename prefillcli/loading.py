@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.compress.settings import Compression
-from prefillcli.errors import UsageError, brief
+from prefillcli.errors import ResourceError, UsageError, brief
 from prefillcli.plan.pack import Limits
 from prefillcli.samples import sample_model
 from prefillcli.settings import CompressionOptions, LoadingOptions, parse_size
@@ -86,37 +86,18 @@ def load(opened: Opened, settings: LoadingOptions, *, keep: float, before: dict[
 
     `before` is the `plan` of an earlier attempt (or empty): it stands, unless other limits were asked for or it does
     not fit any more. `keep` is the rate to start with; one that an earlier attempt has chosen stands in any case.
+    Raises ResourceError where the weights cannot fit, before they are loaded.
     """
     from prefillcli.engines.torch import TorchEngine
-    from prefillcli.prefill.memory import (
-        FREE_SHARE,
-        available_memory,
-        choose_chunk,
-        memory_law,
-        pack_limits,
-    )
+    from prefillcli.prefill.memory import available_memory
     from prefillcli.prefill.model import load_model
 
     device, files = opened.device, opened.files
+    refuse_what_cannot_fit(opened)
     model = load_model(files, device, trust_remote_code=settings.trust_remote_code)
     small = opened.draft and load_model(opened.draft, device, trust_remote_code=settings.trust_remote_code)
-    budget = parse_size(settings.memory) if settings.memory else int(available_memory(device) * FREE_SHARE)
-    law = memory_law(files.config, files.dtype)
-    chunk_tokens = settings.chunk_tokens or choose_chunk(law, budget, device)
-    limits = pack_limits(
-        law,
-        budget=budget,
-        device=device,
-        chunk_tokens=chunk_tokens,
-        pack_tokens=settings.pack_tokens,
-        prefix_kv=settings.prefix_kv,
-    )
-    asked = [settings.memory, settings.pack_tokens, settings.chunk_tokens, settings.prefix_kv]
-    plan: dict[str, Any] = {"asked": asked, "chunk_tokens": chunk_tokens, "limits": asdict(limits)}
-    if opened.draft is not None:
-        small_law = memory_law(opened.draft.config, opened.draft.dtype)
-        plan["draft"] = _draft_plan(settings, small_law, budget, device)
-    if before.get("asked") == asked and _fits(before, plan):
+    plan = plan_memory(opened, settings, free=None if settings.memory else available_memory(device))
+    if before.get("asked") == plan["asked"] and _fits(before, plan):
         plan |= before
     plan |= {name: before[name] for name in ("keep", "keep_auto") if name in before}
     engine = TorchEngine(
@@ -128,6 +109,52 @@ def load(opened: Opened, settings: LoadingOptions, *, keep: float, before: dict[
     if opened.draft is None:
         return Loaded(engine, None, plan)
     return Loaded(engine, _compressor(opened, small, settings, plan, plan.get("keep", keep)), plan)
+
+
+def refuse_what_cannot_fit(opened: Opened) -> None:
+    """Raise ResourceError if it is certain that the device has no room for the weights."""
+    from prefillcli.prefill.weights import loadable_bytes
+
+    need, most = weights_of(opened), loadable_bytes(opened.device)
+    if most is not None and need > most:
+        raise ResourceError(
+            f"{opened.files.path}: the weights{' and those of the draft' if opened.draft is not None else ''} take "
+            f"{need / 2**30:.1f} GiB in {str(opened.files.dtype).removeprefix('torch.')}, and {opened.device} has "
+            f"{most / 2**30:.1f} GiB free; take a smaller model, or another --dtype or --device"
+        )
+
+
+def weights_of(opened: Opened) -> int:
+    """Bytes of the device's free memory that the models' weights will take."""
+    from prefillcli.prefill.weights import weight_bytes
+
+    return sum(weight_bytes(files, opened.device) for files in (opened.files, opened.draft) if files is not None)
+
+
+def plan_memory(opened: Opened, settings: LoadingOptions, *, free: int | None) -> dict[str, Any]:
+    """What fits one pack of the model and of the draft, as the `plan` of a job.
+
+    `free` bytes are what the loaded weights leave; it is not used where `--memory` says it. Raises ResourceError.
+    """
+    from prefillcli.prefill.memory import FREE_SHARE, choose_chunk, memory_law, pack_limits
+
+    budget = parse_size(settings.memory) if settings.memory else int((free or 0) * FREE_SHARE)
+    law = memory_law(opened.files.config, opened.files.dtype)
+    chunk_tokens = settings.chunk_tokens or choose_chunk(law, budget, opened.device)
+    limits = pack_limits(
+        law,
+        budget=budget,
+        device=opened.device,
+        chunk_tokens=chunk_tokens,
+        pack_tokens=settings.pack_tokens,
+        prefix_kv=settings.prefix_kv,
+    )
+    asked = [settings.memory, settings.pack_tokens, settings.chunk_tokens, settings.prefix_kv]
+    plan: dict[str, Any] = {"asked": asked, "chunk_tokens": chunk_tokens, "limits": asdict(limits)}
+    if opened.draft is not None:
+        small_law = memory_law(opened.draft.config, opened.draft.dtype)
+        plan["draft"] = _draft_plan(settings, small_law, budget, opened.device)
+    return plan
 
 
 def _fits(before: dict[str, Any], plan: dict[str, Any]) -> bool:

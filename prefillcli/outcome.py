@@ -9,7 +9,6 @@ from typing import Literal, Protocol
 
 from prefillcli.data.counts import Counts
 from prefillcli.errors import Interrupted, PrefillError, ResourceError
-from prefillcli.report.run import RunReport
 
 TOO_MANY_ERRORS = 3
 NOTHING_TO_DO = 99
@@ -23,7 +22,7 @@ class Ending(Protocol):
     error: str | None
 
 
-def conclude(report: RunReport, counts: Counts, *, max_error_rate: float, skip_empty: bool) -> None:
+def conclude(report: Ending, counts: Counts, *, max_error_rate: float, skip_empty: bool) -> None:
     """A run that came to its end."""
     report.status, report.exit_code = "complete", 0
     if counts.total == 0 and skip_empty:
@@ -51,7 +50,7 @@ def fail(error: BaseException, report: Ending, *, debug: bool, resumable: bool =
         report.exit_code, report.error = error.exit_code, str(error)
     elif _out_of_resource(error):
         report.exit_code = ResourceError.exit_code
-        report.error = f"out of memory or disk: {error or type(error).__name__}"
+        report.error = f"out of memory or disk: {str(error) or type(error).__name__}"
     else:
         report.exit_code, report.error = 1, f"{type(error).__name__}: {error}"
     hint = "" if isinstance(error, PrefillError) or debug else " (--debug shows where)"

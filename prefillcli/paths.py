@@ -37,3 +37,9 @@ def default_report(output: str) -> str:
     for ending in (".gz", ".zst", ".parquet", ".jsonl"):
         base = base.removesuffix(ending)
     return f"{base}.run.json"
+
+
+def dry_run_report(output: str, report: str | None) -> str:
+    """`data.scores.run.json` -> `data.scores.dry-run.json`, so that the report of a run stays."""
+    path = report or default_report(output)
+    return path.removesuffix(".json").removesuffix(".run") + ".dry-run.json"

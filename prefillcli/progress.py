@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Never
 
 from tqdm import tqdm
 
+from prefillcli.report.survey import duration
+
 
 class Progress:
-    """Counts rows and prompt tokens. `total` rows may not be known."""
+    """Counts rows and prompt tokens. `total` rows may not be known.
 
-    def __init__(self, total: int | None, *, interval: float, quiet: bool = False) -> None:
+    `seconds_left` predicts the end better than the rows so far do, where it gives a number.
+    """
+
+    def __init__(
+        self,
+        total: int | None,
+        *,
+        interval: float,
+        quiet: bool = False,
+        seconds_left: Callable[[], float | None] = lambda: None,
+    ) -> None:
         self._total = total
+        self._seconds_left = seconds_left
         self._interval = interval
         self._quiet = quiet
         self._rows = 0.0
@@ -24,7 +38,7 @@ class Progress:
         if not quiet and sys.stderr.isatty():
             shape = "{n:,.0f} rows [{elapsed}{postfix}]"
             if total:
-                shape = "{l_bar}{bar}| {n:,.0f}/{total:,.0f} rows [{elapsed}<{remaining}{postfix}]"
+                shape = "{l_bar}{bar}| {n:,.0f}/{total:,.0f} rows [{elapsed}{postfix}]"
             self._bar = tqdm(total=total, bar_format=shape, file=sys.stderr, dynamic_ncols=True)
 
     def advance(self, rows: float, tokens: float = 0.0) -> None:
@@ -33,7 +47,8 @@ class Progress:
         self._tokens += tokens
         now = time.monotonic()
         if self._bar is not None:
-            self._bar.set_postfix_str(f"{self._tokens / max(now - self._begun, 1e-9):,.0f} tokens/s", refresh=False)
+            after = f"{self._tokens / max(now - self._begun, 1e-9):,.0f} tokens/s{self._end(now - self._begun)}"
+            self._bar.set_postfix_str(after, refresh=False)
             self._bar.update(rows)
         elif not self._quiet and now - self._said >= self._interval:
             self._said = now
@@ -47,10 +62,16 @@ class Progress:
         else:
             line += " rows"
         line += f", {rate:,.1f} rows/s, {self._tokens / seconds:,.0f} tokens/s"
-        if self._total and rate > 0:
-            left = max(self._total - self._rows, 0) / rate
-            line += f", about {left / 3600:.1f} h left" if left > 5400 else f", about {left / 60:.1f} min left"
-        return line
+        return line + self._end(seconds)
+
+    def _end(self, seconds: float) -> str:
+        """`, about 5.0 min left`, if that can be told."""
+        left = self._seconds_left()
+        if left is None and self._total and self._rows > 0:
+            left = max(self._total - self._rows, 0) * seconds / self._rows
+        if left is None:
+            return ""
+        return f", about {duration(left)} left"
 
     def __enter__(self) -> Progress:
         return self

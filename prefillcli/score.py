@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from prefillcli.clock import Clock, peak_memory
+from prefillcli.clock import Clock, MemoryWatch, peak_memory
 from prefillcli.compress.audit import AuditDraw
 from prefillcli.data.fingerprints import hash_model, hash_tokenizer, hash_value
 from prefillcli.data.labels import Labels, parse_labels
@@ -16,20 +16,21 @@ from prefillcli.data.rows import Window
 from prefillcli.data.sink import Sink
 from prefillcli.data.source import Source
 from prefillcli.data.windows import Ahead, windows
+from prefillcli.dry_run import dry_run_job
 from prefillcli.errors import (
     OutputBusyError,
     OutputConflictError,
     OutputExistsError,
-    PrefillError,
-    ResourceError,
 )
-from prefillcli.inputs import open_source, prompt_builder
+from prefillcli.forecast import Forecast, find_profile
+from prefillcli.inputs import carried_columns, open_source, prompt_builder
 from prefillcli.loading import Loaded, Opened, load, open_models
 from prefillcli.outcome import conclude, fail
 from prefillcli.paths import default_output, default_report, refuse_to_replace_input
 from prefillcli.progress import Progress
 from prefillcli.report.audit import audit_of
-from prefillcli.report.run import RunReport, print_table, save_report, versions
+from prefillcli.report.files import write_files
+from prefillcli.report.run import MemoryTrace, RunReport, print_table, versions
 from prefillcli.scorer import WindowScorer
 from prefillcli.settings import CompressionOptions, ScoreSettings
 from prefillcli.signals import Stop
@@ -39,29 +40,26 @@ if TYPE_CHECKING:
 
 
 def score_job(settings: ScoreSettings) -> dict[str, Any]:
-    """Run the job; write `run.json` whatever happens; return the summary for the last line on stdout.
+    """Run the job; write `run.json` and its page whatever happens; return the summary for the last line on stdout.
 
-    Errors are told on stderr, and become the exit code in the summary.
+    Errors are told on stderr, and become the exit code in the summary. A dry run writes a report of its own.
     """
+    if settings.dry_run:
+        return dry_run_job(settings)
     clock = Clock()
     report = RunReport(
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         settings=settings.model_dump(mode="json"),
     )
-    job = _ScoreJob(settings, clock, report)
+    job, memory = _ScoreJob(settings, clock, report), MemoryWatch(clock)
     try:
-        with Stop() as stop:
+        with memory, Stop() as stop:
             job.run(stop)
     except BaseException as error:
         fail(error, report, debug=settings.debug)
     job.finish_report()
-    if report.report is not None:
-        try:
-            save_report(report, report.report)
-        except (OSError, PrefillError) as error:
-            print(f"prefill: cannot write the report: {error}", file=sys.stderr)
-            report.report = None
-            report.exit_code = report.exit_code or ResourceError.exit_code
+    report.memory_trace = MemoryTrace.of(memory.samples)
+    write_files(report, settings.metrics_file)
     if not settings.quiet and report.status == "complete":
         print_table(report)
     return report.summary()
@@ -77,6 +75,7 @@ class _ScoreJob:
         self.source: Source | None = None
         self.builder: PromptBuilder | None = None
         self.sink: Sink | None = None
+        self.forecast: Forecast | None = None
         self._scored_before = 0  # rows that an earlier run has scored
 
     def run(self, stop: Stop) -> None:
@@ -85,11 +84,11 @@ class _ScoreJob:
         report.output = output
         report.report = settings.report or default_report(output)
         with clock.phase("read"):
-            source = self.source = open_source(settings, self._carried())
+            source = self.source = open_source(settings, carried_columns(settings))
         with clock.phase("load"), stop.at_once():
             opened = open_models(settings)
         files, tokenizer = opened.files, opened.tokenizer
-        builder = self.builder = prompt_builder(settings, opened, source, self._carried())
+        builder = self.builder = prompt_builder(settings, opened, source, carried_columns(settings))
         labels = Labels(tokenizer, parse_labels(settings.labels))
         with clock.phase("read"), stop.at_once():
             report.fingerprint = {
@@ -119,15 +118,22 @@ class _ScoreJob:
             if opened.draft is not None:
                 report.keep, report.keep_auto = self._keep(sink), sink.plan.get("keep_auto")
             if not sink.complete:
+                self.forecast = self._make_forecast(source, opened)
                 self._score(source, builder, labels, sink, opened, stop)
             self._report_audit(sink, labels)
         conclude(report, sink.counts, max_error_rate=settings.max_error_rate, skip_empty=settings.skip_empty)
 
-    def _carried(self) -> list[str]:
-        """Input columns that go to the output."""
-        settings = self.settings
-        named = [settings.id_column, *settings.keep_columns, settings.truth]
-        return list(dict.fromkeys(name for name in named if name))
+    def _make_forecast(self, source: Source, opened: Opened) -> Forecast | None:
+        """None without a profile that fits; one that was asked for and does not is worth a warning."""
+        files = opened.files
+        profile, _, why = find_profile(
+            self.settings.profile, self.report.fingerprint["model"], files.dtype, opened.device
+        )
+        if profile is None:
+            if self.settings.profile is not None:
+                print(f"prefill: warning: no prediction: {why}", file=sys.stderr)
+            return None
+        return Forecast(profile.seconds, source.selection().count(source.count()))
 
     def _open_sink(self, output: str, source: Source, labels: Labels) -> Sink:
         """The output. Where it must not be touched, neither must the report that lies beside it."""
@@ -163,9 +169,17 @@ class _ScoreJob:
         if settings.audit:
             audit = AuditDraw(settings.audit, source.selection(), source.count())
         coming = Ahead(windows(source, builder, labels, id_column=settings.id_column, skip=sink.finished))
-        progress = Progress(source.selected_rows, interval=settings.progress_interval, quiet=settings.quiet)
+        forecast = self.forecast
+        progress = Progress(
+            source.selected_rows,
+            interval=settings.progress_interval,
+            quiet=settings.quiet,
+            seconds_left=(lambda: None) if forecast is None else forecast.seconds_left,
+        )
         with coming, progress:
             progress.advance(sink.counts.total)
+            if forecast is not None:
+                forecast.skip(sink.counts.total)
             scorer: WindowScorer | None = None
             for window in self._waiting(coming, stop):
                 if scorer is None:
@@ -184,6 +198,7 @@ class _ScoreJob:
                         stop=stop,
                         compress=self._compress_with(loaded, labels, sink),
                         audit=audit,
+                        forecast=forecast,
                     )
                 scorer.score(window)
             with clock.phase("write"):
@@ -230,18 +245,11 @@ class _ScoreJob:
         """Put the numbers of the run into the report."""
         report, seconds = self.report, self.report.seconds
         if self.sink is not None:
-            counts = self.sink.counts
-            rows = report.rows
-            rows.total, rows.scored, rows.errors, rows.skipped = (
-                counts.total,
-                counts.scored,
-                counts.errors,
-                counts.skipped,
-            )
-            rows.errors_by_code = dict(counts.errors_by_code)
-            report.mean_score = counts.mean_score
+            report.take(self.sink.counts)
         for name, value in self.clock.seconds.items():
             setattr(seconds, name, value)
+        if self.forecast is not None:
+            report.predicted_seconds = self.forecast.ran
         if self.source is not None:
             seconds.read += self.source.seconds
         if self.builder is not None:

@@ -17,6 +17,7 @@ from prefillcli.data.rows import Prompt, RowError, Scored, Window
 from prefillcli.data.sink import Sink
 from prefillcli.engines.base import Engine
 from prefillcli.errors import Interrupted
+from prefillcli.forecast import Forecast
 from prefillcli.plan.account import account
 from prefillcli.plan.pack import Pack
 from prefillcli.plan.plan import packs_to_run
@@ -49,6 +50,7 @@ class WindowScorer:
     """Brings windows through an engine into a sink, and counts in the report what that took.
 
     Without `compress` every prompt is read in full. `audit` says which of the compressed ones are read in full too.
+    `forecast` is told what is planned and done.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class WindowScorer:
         stop: Stop,
         compress: Compress | None = None,
         audit: AuditDraw | None = None,
+        forecast: Forecast | None = None,
     ) -> None:
         self._engine = engine
         self._sink = sink
@@ -77,6 +80,7 @@ class WindowScorer:
         self._stop = stop
         self._compress = compress
         self._audit = audit
+        self._forecast = forecast
         self._scored: list[Scored] = []  # done, but not yet written
         self._errors: dict[int, RowError] = {}
         self._flushed = time.monotonic()
@@ -84,6 +88,7 @@ class WindowScorer:
     def score(self, window: Window) -> None:
         """Score the rows of `window` that are not in the sink yet; stopped, write what is finished before raising."""
         done = self._sink.done(window.index)
+        drafted = self._clock.seconds["draft"]
         readings = self._fitting(self._read(window))
         audited = self._audited(window, readings)
         work = _Work(readings + [Reading(readings[number].prompt) for number in audited], audited, len(readings), done)
@@ -92,6 +97,8 @@ class WindowScorer:
             plan = plan_readings(work.readings, self._engine.limits, self._schedule)
             packs = packs_to_run(plan, [i for i, each in enumerate(work.readings) if each.prompt.row in done])
         self._report.tokens.unique += plan.unique_tokens
+        if self._forecast is not None:
+            self._forecast.plan(packs, len(window.rows) - len(done), self._clock.seconds["draft"] - drafted)
         try:
             for pack in packs:
                 self._score_pack(pack, work)
@@ -143,12 +150,19 @@ class WindowScorer:
         tokens = sum(len(work.readings[i].prompt.tokens) for i in ordinary) / len(pack.tokens)
 
         def tick(step: float) -> None:
+            if forecast is not None:
+                forecast.step(step / len(pack.tokens))
             self._progress.advance(step * rows, step * tokens)
             self._stop.check()
 
+        forecast = self._forecast
+        if forecast is not None:
+            forecast.begin(pack)
         begun = time.monotonic()
         with self._clock.phase("model"):
             answers = self._engine.answer(pack, lambda i: self._labels.sets[work.readings[i].prompt.labels], tick)
+        if forecast is not None:
+            forecast.end()
         self._collect(pack, answers, work, time.monotonic() - begun)
 
     def _collect(

@@ -69,7 +69,7 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
 Rate = Annotated[float | Literal["auto"], BeforeValidator(_as_rate)]
 Rates = Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], BeforeValidator(_as_rates)]
 
-FILES, MODEL, PROMPTS, ANSWERS, RUN, MEMORY, COMPRESSION, BENCH = (
+FILES, MODEL, PROMPTS, ANSWERS, RUN, MEMORY, COMPRESSION, BENCH, PROFILE = (
     "Files",
     "Model",
     "Prompts",
@@ -78,6 +78,7 @@ FILES, MODEL, PROMPTS, ANSWERS, RUN, MEMORY, COMPRESSION, BENCH = (
     "Memory and speed",
     "Compression (SpecPrefill)",
     "What is compared",
+    "What is measured",
 )
 
 
@@ -222,6 +223,10 @@ class LoadingOptions(CompressionOptions, MemoryOptions, ModelOptions):
     """The options that decide what is loaded, and how much of it is used at a time."""
 
 
+class JobOptions(LoadingOptions, PromptOptions, InputOptions):
+    """The options of a job that makes prompts of rows and plans them for a model."""
+
+
 class RunOptions(Settings):
     """What is said on the way."""
 
@@ -232,7 +237,7 @@ class RunOptions(Settings):
     debug: bool = option(False, "Show tracebacks.", RUN)
 
 
-class ScoreSettings(RunOptions, LoadingOptions, PromptOptions, InputOptions):
+class ScoreSettings(RunOptions, JobOptions):
     """Everything `prefill score` can be told."""
 
     output: str | None = option(
@@ -241,7 +246,12 @@ class ScoreSettings(RunOptions, LoadingOptions, PromptOptions, InputOptions):
         FILES, short="-o", metavar="PATH",
     )  # fmt: skip
     report: str | None = option(
-        None, "Where run.json goes. (default: OUTPUT.run.json beside the output)", FILES, metavar="PATH"
+        None,
+        "Where run.json goes; its page goes beside it, as .html. (default: OUTPUT.run.json beside the output)",
+        FILES, metavar="PATH",
+    )  # fmt: skip
+    metrics_file: str | None = option(
+        None, "Write metrics for Prometheus' textfile collector here too, e.g. prefill.prom.", FILES, metavar="PATH"
     )
     id_column: str | None = option(
         None, "Column that names a row in the output. (default: the row number)", FILES, metavar="NAME"
@@ -265,6 +275,17 @@ class ScoreSettings(RunOptions, LoadingOptions, PromptOptions, InputOptions):
         0.0, "Share of error rows above which the exit code is 3.", RUN, metavar="RATE", ge=0, le=1
     )
     skip_empty: bool = option(False, "Exit 99 if the input has no rows.", RUN)
+    dry_run: bool = option(
+        False, "Read, tokenise and plan only: lengths, sharing, packs, predicted time; loads no weights.", RUN
+    )
+    profile: str | None = option(
+        None, "What prefill profile wrote, to predict times with. (default: profile.json if it is there and fits)",
+        RUN, metavar="PATH",
+    )  # fmt: skip
+    price_per_hour: float | None = option(
+        None, "What an hour of this machine costs, for the predicted cost of --dry-run.",
+        RUN, metavar="PRICE", ge=0, allow_inf_nan=False,
+    )  # fmt: skip
 
     def check(self) -> None:
         super().check()
@@ -285,7 +306,7 @@ def check_keep(keep: float | Literal["auto"], draft: str | None) -> None:
         raise UsageError(f"--keep {keep} needs --draft: a small model with the same tokenizer that picks the tokens")
 
 
-class InspectSettings(RunOptions, LoadingOptions, PromptOptions, InputOptions):
+class InspectSettings(RunOptions, JobOptions):
     """Everything `prefill inspect` can be told."""
 
     keep: Rate = option(
@@ -304,7 +325,7 @@ class InspectSettings(RunOptions, LoadingOptions, PromptOptions, InputOptions):
         check_keep(self.keep, self.draft)
 
 
-class BenchSettings(RunOptions, LoadingOptions, PromptOptions, InputOptions):
+class BenchSettings(RunOptions, JobOptions):
     """Everything `prefill bench` can be told."""
 
     inputs: tuple[str, ...] = Field(
@@ -360,3 +381,33 @@ class BenchSettings(RunOptions, LoadingOptions, PromptOptions, InputOptions):
                     raise UsageError(f"--{name.replace('_', '-')} is for INPUT, and none is given")
         if not self.keep:
             raise UsageError("--keep: give a rate above 0 and up to 1")
+
+
+class ProfileSettings(RunOptions, MemoryOptions, ModelOptions):
+    """Everything `prefill profile` can be told."""
+
+    inputs: tuple[str, ...] = Field(default=(), description="Not read yet: leave it out.")
+    mode: Names = option(
+        (),
+        "A mode whose longest prompt is looked for: full, chunked, drop, hybrid-copy or hybrid; repeatable. (default: "
+        "all)",
+        PROFILE, metavar="NAME", repeatable=True,
+    )  # fmt: skip
+    confirm_seconds: float = option(
+        120.0, "Longest confirming run, as estimated; 0: none.", PROFILE, metavar="SECONDS", ge=0, allow_inf_nan=False
+    )
+    fit_seconds: float = option(
+        60.0, "About how long the runs take that times are fitted to.",
+        PROFILE, metavar="SECONDS", gt=0, allow_inf_nan=False,
+    )  # fmt: skip
+    output: str = option(
+        "profile.json", "Where the numbers go; the page goes beside it, as .html.", FILES, short="-o", metavar="PATH"
+    )
+
+    def check(self) -> None:
+        super().check()
+        if self.inputs:
+            raise UsageError(f"{self.inputs[0]}: prefill profile does not read data yet; leave INPUT out")
+        for name in ("pack_tokens", "schedule", "prefix_kv"):
+            if name in self.model_fields_set:
+                raise UsageError(f"--{name.replace('_', '-')} is for INPUT, and none is given")

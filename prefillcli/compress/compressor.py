@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from prefillcli.compress.draft import Draft, Estimate
+from prefillcli.compress.rates import keep_rates
 from prefillcli.compress.reading import FALLBACK, FULL, SPECPREFILL, Reading
-from prefillcli.compress.selection import full_prefixes, select_all
+from prefillcli.compress.selection import select_all
 from prefillcli.compress.settings import Compression
 from prefillcli.data.rows import Prompt
 
@@ -32,33 +33,8 @@ class Compressor:
         return self.select(prompts, keeps, self.estimate(prompts, keeps, tick))
 
     def keeps(self, prompts: Sequence[Prompt], keep: float | None = None) -> list[float | None]:
-        """The keep rate of each prompt; None for those to be read in full.
-
-        `keep` stands in for the job's. A row's own `keep` and `specprefill` come first; a prompt whose tokens
-        behind a prefix that is computed in full anyway are at most `compress_above` is read in full too.
-        """
-        rate = self.keep if keep is None else keep
-        keeps: list[float | None] = []
-        ends = self._settings.keep_first + self._settings.tail  # of a shorter prompt nothing can be dropped
-        for prompt in prompts:
-            own = prompt.keep if prompt.keep is not None else rate
-            compressed = own < 1 and prompt.specprefill is not False and len(prompt.tokens) > ends
-            keeps.append(own if compressed else None)
-        tokens = [prompt.tokens for prompt in prompts]
-        per_row, above = self._settings.per_row, self._settings.compress_above
-        while any(own is not None for own in keeps):
-            in_full = [own is None for own in keeps]
-            reach = [0] * len(prompts) if per_row else full_prefixes(tokens, in_full)
-            short = [
-                number
-                for number, prompt in enumerate(prompts)
-                if not in_full[number] and prompt.specprefill is None and len(prompt.tokens) - reach[number] <= above
-            ]
-            if not short:
-                break
-            for number in short:
-                keeps[number] = None
-        return keeps
+        """The keep rate of each prompt; None for those to be read in full. `keep` stands in for the job's."""
+        return keep_rates(prompts, self.keep if keep is None else keep, self._settings)
 
     def estimate(
         self, prompts: Sequence[Prompt], keeps: Sequence[float | None], tick: Callable[[float], None]

@@ -65,7 +65,7 @@ class Manifest:
                     f"{store.location} was written by another version of prefill\n"
                     "finish the job with that version, or remove the folder"
                 )
-            counts = content["counts"] and Counts(**content["counts"])
+            counts = content["counts"] and Counts.of_json(content["counts"])
             return cls(content["fingerprint"], content["plan"], content["state"], counts, content["created"])
         except (KeyError, TypeError):
             raise PrefillError(f"{store.location}/{NAME} is no manifest\nremove the folder") from None

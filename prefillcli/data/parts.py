@@ -17,9 +17,8 @@ from prefillcli.data.counts import Counts
 from prefillcli.data.json_columns import kinds_of
 from prefillcli.data.rows import Float64Array, Int64Array, RowError, Scored, Window
 from prefillcli.data.store import Store
+from prefillcli.data.tallies import ROW
 
-ROW = "__row"
-"""The row number in a part."""
 _METADATA = b"prefillcli"
 _NAME = re.compile(r"part-(\d{6,})-(\d{6,})\.parquet")
 
@@ -155,7 +154,7 @@ def read_info(store: Store, name: str) -> PartInfo | None:
         with store.read(name) as file:
             content = json.loads(pq.read_schema(file).metadata[_METADATA])
         first, second, third = content["window_rows"]
-        return PartInfo(content["window"], (first, second, third), Counts(**content["counts"]), content["kinds"])
+        return PartInfo(content["window"], (first, second, third), Counts.of_json(content["counts"]), content["kinds"])
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -16,8 +16,8 @@ from prefillcli.data.counts import Counts
 from prefillcli.data.formats import write_jsonl, write_parquet
 from prefillcli.data.json_columns import type_for, typed_column
 from prefillcli.data.manifest import Manifest, differing, digest
-from prefillcli.data.parts import ROW
 from prefillcli.data.rows import RowError, Scored, Window
+from prefillcli.data.tallies import ROW
 from prefillcli.data.target import METADATA, Target
 from prefillcli.errors import OutputConflictError, OutputExistsError, PrefillError, UsageError
 
@@ -216,7 +216,7 @@ class Sink:
             self._manifest.save(self._work)
         elif self.complete:
             self._delete_parts()
-            self.counts = self._manifest.counts or self._target.count()
+            self.counts = self._manifest.counts or self._target.count(self._id)
         else:
             for name in self._work.names():
                 self._load(name)
@@ -267,7 +267,7 @@ class Sink:
             yield self._output(rows)
 
     def _count(self, counts: Counts, rows: pa.Table) -> Counts:
-        counts.add_rows(rows, self._truth, json_truth=self._jsonl_input)
+        counts.add_rows(rows, self._truth, id_name=self._id, json_carried=self._jsonl_input)
         return counts
 
     def _output(self, rows: pa.Table) -> pa.Table:

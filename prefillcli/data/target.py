@@ -20,6 +20,10 @@ from prefillcli.errors import UsageError
 
 METADATA = b"prefillcli"
 """Key of the job's digest in the metadata of a Parquet output."""
+_COUNTED = (
+    "score", "prediction", "prompt_tokens", "computed_tokens", "seconds", "method", "truncated", "error",
+    "error_detail",
+)  # fmt: skip
 _DIRECTORY_PART = re.compile(r"part-\d{5,}\.parquet")
 
 
@@ -79,12 +83,13 @@ class Target:
         except (StopIteration, pa.ArrowException, OSError, ValueError, KeyError, TypeError):
             return None
 
-    def count(self) -> Counts:
-        """Count the rows of a Parquet output."""
+    def count(self, id_name: str | None = None) -> Counts:
+        """Count the rows of a Parquet output, whose ids are in the column `id_name`."""
         counts = Counts()
         for name in filter(self.is_ours, self.store.names()):
             with self.store.read(name) as file:
-                counts.add_rows(pq.read_table(file, columns=["error", "score"]))
+                for batch in pq.ParquetFile(file).iter_batches(columns=[*_COUNTED, id_name or "row"]):
+                    counts.add_rows(pa.Table.from_batches([batch]), id_name=id_name)
         return counts
 
 

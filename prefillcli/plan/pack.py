@@ -14,6 +14,9 @@ import numpy as np
 
 from prefillcli.plan.trie import TokenArray, TrieNode
 
+HELD_PACKS = 16
+"""Packs after which a shared path is computed again instead of held: what a resumed run may have to repeat."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -96,6 +99,8 @@ def cut_packs(
         if draft.order and not _fits(draft, path, limits):
             held = [n for n in _common_path(draft, path) if n.end <= limits.held_tokens]
             if held and (node.end - held[-1].end) + held[-1].end * limits.held_cost > limits.max_tokens:
+                held = []
+            if len(packs) % HELD_PACKS == HELD_PACKS - 1:
                 held = []
             packs.append(_close(draft, held, len(packs), prompts, positions, computed_in))
             draft = _Draft(held=held)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prefillcli.plan.pack import Limits, Pack, cut_packs
@@ -44,6 +44,16 @@ def make_plan(
     and shares only what a prompt has in common with the one before it. `positions` are ascending, one for each
     token of a prompt; None where they count from 0. Tokens are shared only at the same positions.
     """
+    return next(make_plans(prompts, [limits], schedule, positions))
+
+
+def make_plans(
+    prompts: Sequence[TokenArray],
+    limits: Iterable[Limits],
+    schedule: str = "prefix-tree",
+    positions: Sequence[TokenArray | None] | None = None,
+) -> Iterator[Plan]:
+    """The plan of `make_plan` under each of the `limits`; what the prompts share is looked for once."""
     positions = positions or [None] * len(prompts)
     keys: Sequence[KeyArray] = prompts
     if any(own is not None for own in positions):
@@ -52,7 +62,9 @@ def make_plan(
     unique = forest_tokens(forest)
     if schedule == "fifo":
         forest = build_forest(keys, range(len(keys)))
-    return Plan(cut_packs(dissolve_small_nodes(forest), prompts, limits, positions), unique)
+    forest = dissolve_small_nodes(forest)
+    for own_limits in limits:
+        yield Plan(cut_packs(forest, prompts, own_limits, positions), unique)
 
 
 def packs_to_run(plan: Plan, done: Iterable[int]) -> list[Pack]:

@@ -60,6 +60,7 @@ class _Pass:
     chunks: list[Chunk]
     calls: list[list[LayerCall]]  # of each chunk, of each layer
     hidden: Tensor  # the residual stream, [1, tokens, hidden]
+    output: Tensor  # where a layer's output goes; the same tensor, unless the walk is told to copy
 
 
 @dataclass(slots=True)
@@ -79,12 +80,16 @@ class LayerWalk:
 
     `model` must be loaded with the forest attention (`prefillcli.prefill.forest.ATTENTION`) and be in eval mode. Its
     layers stay what they are; while the walk exists their places in the model are taken by stand-ins. `chunk_tokens`
-    are computed by one call of a layer. `offload_held` keeps the K,V held between packs in host memory.
+    are computed by one call of a layer. `offload_held` keeps the K,V held between packs in host memory. Without
+    `in_place` a layer's output goes to a second residual stream: it is there to measure what overwriting saves.
     """
 
-    def __init__(self, model: PreTrainedModel, *, chunk_tokens: int, offload_held: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, chunk_tokens: int, offload_held: bool = False, in_place: bool = True
+    ) -> None:
         self.model = model
         self.chunk_tokens = chunk_tokens
+        self.in_place = in_place
         decoder = model.get_decoder()
         self.layers: list[nn.Module] = list(decoder.layers)
         self.device: torch.device = model.get_input_embeddings().weight.device
@@ -182,7 +187,8 @@ class LayerWalk:
         tokens = torch.as_tensor(pack.tokens, dtype=torch.long)
         chunks = [Chunk(tree, a, b, self.device) for a, b in split_evenly(len(tokens), self.chunk_tokens)]
         hidden, calls = self._embed(tokens, chunks)
-        return _Pass(pack, tree, tokens, chunks, calls, hidden)
+        output = hidden if self.in_place else torch.empty_like(hidden)
+        return _Pass(pack, tree, tokens, chunks, calls, hidden, output)
 
     def _layers(self, state: _Pass, attention: ForestAttention, tick: Tick) -> Iterator[int]:
         """Bring all chunks through one layer after the other; yields a layer's number when its K,V are complete."""
@@ -196,8 +202,10 @@ class LayerWalk:
                 if index == last:
                     self._store_keys(layer, rows, call[index], attention)
                 else:
-                    rows.copy_(self._call(layer, rows, call[index], attention))
+                    state.output[:, chunk.start : chunk.end] = self._call(layer, rows, call[index], attention)
                 tick((chunk.end - chunk.start) * share)
+            if index != last:
+                state.hidden, state.output = state.output, state.hidden
             yield index
 
     def _call(self, layer: nn.Module, rows: Tensor, call: LayerCall, attention: ForestAttention) -> Tensor:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 from rich.console import Console
 from rich.table import Table
 
-from prefillcli.data.store import open_store
+from prefillcli.data.counts import Counts
+from prefillcli.data.tallies import LENGTH_EDGES, SCORE_BINS
 from prefillcli.report.audit import Audit, audit_lines
 
 SCHEMA_VERSION = 1
@@ -59,6 +63,54 @@ class PeakMemory(BaseModel):
     device: int = 0
 
 
+class Histogram(BaseModel):
+    """Rows in each bin, by series: bin i goes from edges[i] up to, not including, edges[i + 1]."""
+
+    edges: list[float] = Field(default_factory=list)
+    counts: dict[str, list[int]] = Field(default_factory=dict)
+
+
+class Histograms(BaseModel):
+    """Of all rows of the output, those of earlier attempts included."""
+
+    score: Histogram = Field(default_factory=Histogram)  # by prediction; the last bin holds 1.0 too
+    prompt_tokens: Histogram = Field(default_factory=Histogram)  # scored, truncated, error; edges grow by 2^(1/16)
+
+
+class SlowRow(BaseModel):
+    """A row that took long; `seconds` is its share of the models' time."""
+
+    row: int | None
+    id: str | None
+    seconds: float
+    prompt_tokens: int
+    computed_tokens: int
+    method: str
+
+
+class FailedRow(BaseModel):
+    """A row without a score, and why. Id and detail are untrusted text."""
+
+    row: int | None
+    id: str | None
+    code: str
+    detail: str | None
+
+
+class MemoryTrace(BaseModel):
+    """Memory in use over the run, in bytes, thinned out over long runs."""
+
+    seconds: list[float] = Field(default_factory=list)  # since the start
+    host: list[int] = Field(default_factory=list)
+    device: list[int] = Field(default_factory=list)
+
+    @classmethod
+    def of(cls, samples: Sequence[tuple[float, int, int]]) -> MemoryTrace:
+        """From (seconds, host, device)."""
+        seconds, host, device = ([sample[at] for sample in samples] for at in range(3))
+        return cls(seconds=seconds, host=host, device=device)
+
+
 class RunReport(BaseModel):
     """What `run.json` holds."""
 
@@ -69,11 +121,13 @@ class RunReport(BaseModel):
     started: str = ""  # ISO 8601, UTC
     output: str | None = None
     report: str | None = None
+    page: str | None = None
     resumed: bool = False
     rows: Rows = Field(default_factory=Rows)
     mean_score: float | None = None
     tokens: Tokens = Field(default_factory=Tokens)
     seconds: Seconds = Field(default_factory=Seconds)
+    predicted_seconds: float | None = None  # of the model, for the packs that ran, by a profile
     rows_per_second: float = 0.0
     tokens_per_second: float = 0.0
     peak_memory_bytes: PeakMemory = Field(default_factory=PeakMemory)
@@ -84,6 +138,26 @@ class RunReport(BaseModel):
     keep: float | None = None  # the job's keep rate, chosen or given, where there is a draft
     keep_auto: dict[str, Any] | None = None  # what --keep auto tried
     audit: Audit | None = None
+    methods: dict[str, int] = Field(default_factory=dict)  # scored rows by method
+    histograms: Histograms = Field(default_factory=Histograms)
+    slowest: list[SlowRow] = Field(default_factory=list)
+    failed: list[FailedRow] = Field(default_factory=list)
+    memory_trace: MemoryTrace = Field(default_factory=MemoryTrace)
+
+    def take(self, counts: Counts) -> None:
+        """Take over what is known of the output's rows."""
+        rows, tallies = self.rows, counts.tallies
+        rows.total, rows.scored = counts.total, counts.scored
+        rows.errors, rows.skipped = counts.errors, counts.skipped
+        rows.errors_by_code = dict(counts.errors_by_code)
+        self.mean_score = counts.mean_score
+        self.methods = dict(tallies.methods)
+        if tallies.scores:
+            edges = [at / SCORE_BINS for at in range(SCORE_BINS + 1)]
+            self.histograms.score = Histogram(edges=edges, counts=tallies.scores)
+        self.histograms.prompt_tokens = _length_histogram(tallies.lengths)
+        self.slowest = [SlowRow(**row) for row in tallies.slowest]
+        self.failed = [FailedRow(**row) for row in tallies.failed]
 
     def summary(self) -> dict[str, Any]:
         """The last line on stdout."""
@@ -95,8 +169,21 @@ class RunReport(BaseModel):
             "seconds": round(self.seconds.total, 3),
             "output": self.output,
             "report": self.report,
+            "page": self.page,
         }
         return line | ({"error": self.error} if self.error else {})
+
+
+def _length_histogram(lengths: dict[str, dict[str, int]]) -> Histogram:
+    """From the shortest to the longest prompt, every bin between them."""
+    found = [int(low) for bins in lengths.values() for low in bins]
+    if not found:
+        return Histogram()
+    first, last = bisect_left(LENGTH_EDGES, min(found)), bisect_left(LENGTH_EDGES, max(found))
+    lows = LENGTH_EDGES[first : last + 1]
+    end = LENGTH_EDGES[last + 1] if last + 1 < len(LENGTH_EDGES) else 2 * LENGTH_EDGES[last]
+    counts = {kind: [bins.get(str(low), 0) for low in lows] for kind, bins in sorted(lengths.items())}
+    return Histogram(edges=[*lows, end], counts=counts)
 
 
 def print_table(report: RunReport) -> None:
@@ -131,6 +218,8 @@ def print_table(report: RunReport) -> None:
     phases = {k: v for k, v in seconds.model_dump().items() if k != "total" and v >= 0.05}
     detail = ", ".join(f"{name} {value:.1f}" for name, value in phases.items())
     table.add_row("seconds", f"{seconds.total:.1f}" + (f" ({detail})" if detail else ""))
+    if report.predicted_seconds is not None:
+        table.add_row("model", f"{seconds.model:.1f} seconds, {report.predicted_seconds:.1f} predicted by the profile")
     table.add_row("speed", f"{report.rows_per_second:,.1f} rows/s, {report.tokens_per_second:,.0f} prompt tokens/s")
     peak = report.peak_memory_bytes
     table.add_row(
@@ -138,7 +227,7 @@ def print_table(report: RunReport) -> None:
         f"{peak.host / 2**20:,.0f} MiB host" + (f", {peak.device / 2**20:,.0f} MiB device" if peak.device else ""),
     )
     table.add_row("output", report.output or "none")
-    table.add_row("report", report.report or "none")
+    table.add_row("report", ", ".join(filter(None, (report.report, report.page))) or "none")
     Console(stderr=True, highlight=False, soft_wrap=True).print(table)
 
 
@@ -157,7 +246,8 @@ def versions() -> dict[str, str]:
     }
 
 
-def save_report(report: RunReport, path: str) -> None:
-    """Write `run.json`; a reader sees the old one or the whole new one. Raises PrefillError."""
-    folder, slash, name = path.rpartition("/")
-    open_store(folder or slash or ".").put_bytes(name, (report.model_dump_json(indent=2) + "\n").encode())
+def to_json(report: RunReport) -> str:
+    """The text of `run.json`, with lists of numbers on one line."""
+    text = report.model_dump_json(indent=2)
+    # a line break is in no JSON string, so only lists of numbers match
+    return re.sub(r"\[\n[-+.\dEe,\s]+\]", lambda found: f"[{' '.join(found[0][1:-1].split())}]", text) + "\n"

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefillcli.plan.account import account
-from prefillcli.plan.pack import Limits
+from prefillcli.plan.pack import HELD_PACKS, Limits
 from prefillcli.plan.plan import Plan, make_plan, packs_to_run
 from prefillcli.plan.trie import build_forest, common_prefix, dissolve_small_nodes, forest_tokens, token_order
 
@@ -146,3 +146,11 @@ def test_the_prompts_of_a_pack_are_few_enough_to_be_watched(prompts, most) -> No
         seen = sum(len(prompts[numbers[0]]) for _, numbers in pack.reads)
         assert seen <= most or len(pack.reads) == 1
     assert sorted(number for pack in packs for number in pack.prompts) == list(range(len(prompts)))
+
+
+@given(prompts_of_few_words)
+def test_a_resumed_run_repeats_few_packs(prompts) -> None:
+    plan = make_plan(prompts, Limits(1, 10**6, held_tokens=10**6))
+    for pack in plan.packs:
+        others = {number for other in plan.packs if other is not pack for number in other.prompts}
+        assert len(packs_to_run(plan, others)) <= HELD_PACKS

@@ -1,0 +1,164 @@
+"""What the output looks like: histograms, methods, and the rows that stand out.
+
+A tally is small whatever it was made of, and adding two of them gives that of both outputs: every part has its own,
+and a job that goes on adds up what it finds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from prefillcli.data.rows import SKIPPED
+
+ROW = "__row"
+"""The row number in a part."""
+SCORE_BINS = 50
+"""Bins of equal width from 0 to 1."""
+LENGTH_EDGES = tuple(sorted({round(2 ** (step / 16)) for step in range(24 * 16 + 1)}))
+"""Lower edges of the bins of prompt lengths in tokens: whole numbers, up to 16 an octave; the last bin is open."""
+MOST = 20
+"""Rows of each kind that are named."""
+_LONGEST = 200  # characters of an id or a detail
+
+
+@dataclass
+class Tallies:
+    """Everything is plain: what JSON gives back equals what it was given."""
+
+    scores: dict[str, list[int]] = field(default_factory=dict)
+    """By prediction, rows in each of the `SCORE_BINS`."""
+    lengths: dict[str, dict[str, int]] = field(default_factory=dict)
+    """By kind (scored, truncated, error), rows in each bin that has any, under its lower edge."""
+    methods: dict[str, int] = field(default_factory=dict)
+    """Scored rows by method."""
+    slowest: list[dict[str, Any]] = field(default_factory=list)
+    """Slowest first: row, id, seconds, prompt_tokens, computed_tokens, method."""
+    failed: list[dict[str, Any]] = field(default_factory=list)
+    """Error rows in the order of the input, some of every code: row, id, code, detail."""
+
+    def add_rows(self, rows: pa.Table, id_name: str | None = None, *, json_id: bool = False) -> None:
+        """Tally output rows. `id_name` is the column with their ids, `json_id` whether it holds JSON.
+
+        Rows of an output have no row number where they have an id; it is None then.
+        """
+        self.add(
+            Tallies(
+                scores=_score_bins(rows),
+                lengths=_length_bins(rows),
+                methods=_counted(rows["method"]),
+                slowest=_slowest(rows, id_name, json_id),
+                failed=_failed(rows, id_name, json_id),
+            )
+        )
+
+    def add(self, other: Tallies) -> None:
+        """Add what `other` tallied."""
+        for name, bins in other.scores.items():
+            mine = self.scores.get(name, [0] * SCORE_BINS)
+            self.scores[name] = [a + b for a, b in zip(mine, bins, strict=True)]
+        for kind, found in other.lengths.items():
+            _add(self.lengths.setdefault(kind, {}), found)
+        _add(self.methods, other.methods)
+        self.slowest = sorted(self.slowest + other.slowest, key=lambda row: (-row["seconds"], row["row"] or 0))[:MOST]
+        self.failed = _of_every_code(self.failed + other.failed)
+
+
+def _add(mine: dict[str, int], other: dict[str, int]) -> None:
+    for name, number in other.items():
+        mine[name] = mine.get(name, 0) + number
+
+
+def _counted(column: pa.ChunkedArray) -> dict[str, int]:
+    return {entry["values"]: entry["counts"] for entry in pc.value_counts(column.drop_null()).to_pylist()}
+
+
+def _score_bins(rows: pa.Table) -> dict[str, list[int]]:
+    found = {}
+    for name in _counted(rows["prediction"]):
+        scores = rows["score"].filter(pc.equal(rows["prediction"], name)).to_numpy()
+        found[name] = np.histogram(scores, SCORE_BINS, (0, 1))[0].tolist()
+    return found
+
+
+def _length_bins(rows: pa.Table) -> dict[str, dict[str, int]]:
+    scored, truncated = pc.is_valid(rows["score"]), pc.fill_null(rows["truncated"], False)
+    kinds = {
+        "scored": pc.and_not(scored, truncated),
+        "truncated": pc.and_(scored, truncated),
+        "error": pc.invert(scored),
+    }
+    found = {}
+    for kind, chosen in kinds.items():
+        lengths = rows["prompt_tokens"].filter(chosen).drop_null().to_numpy()
+        if len(lengths):
+            bins, counts = np.unique(np.searchsorted(LENGTH_EDGES, lengths, "right") - 1, return_counts=True)
+            names = [str(LENGTH_EDGES[at]) for at in np.maximum(bins, 0).tolist()]
+            found[kind] = dict(zip(names, counts.tolist(), strict=True))
+    return found
+
+
+def _slowest(rows: pa.Table, id_name: str | None, json_id: bool) -> list[dict[str, Any]]:
+    seconds = np.nan_to_num(rows["seconds"].cast(pa.float64()).to_numpy(), nan=-1.0)
+    order = np.argsort(-seconds, kind="stable")[:MOST]
+    return _named(
+        rows.take(pa.array(order[seconds[order] >= 0])),
+        id_name,
+        json_id,
+        {name: name for name in ("seconds", "prompt_tokens", "computed_tokens", "method")},
+    )
+
+
+def _failed(rows: pa.Table, id_name: str | None, json_id: bool) -> list[dict[str, Any]]:
+    found = rows["error"].combine_chunks()
+    chosen: list[int] = []
+    for code in _counted(rows["error"]):
+        if code != SKIPPED:
+            chosen += pc.indices_nonzero(pc.fill_null(pc.equal(found, code), False))[:MOST].to_pylist()
+    few = rows.take(pa.array(sorted(chosen), pa.int64()))
+    return _of_every_code(_named(few, id_name, json_id, {"code": "error", "detail": "error_detail"}))
+
+
+def _of_every_code(failed: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """At most `MOST` of the rows, the first ones of each code."""
+    seen: Counter[str] = Counter()
+    ranked = []
+    for row in sorted(failed, key=lambda row: row["row"] or 0):
+        ranked.append((seen[row["code"]], row))
+        seen[row["code"]] += 1
+    few = [row for _, row in sorted(ranked, key=lambda pair: pair[0])[:MOST]]
+    return sorted(few, key=lambda row: row["row"] or 0)
+
+
+def _named(few: pa.Table, id_name: str | None, json_id: bool, columns: dict[str, str]) -> list[dict[str, Any]]:
+    """Rows with number, id, and values of `columns` (name here: name there); long texts are cut."""
+    number = ROW if ROW in few.column_names else "row" if id_name is None else None
+    numbers = [None] * len(few) if number is None else few[number].to_pylist()
+    ids = [None] * len(few) if id_name is None else _texts(few[id_name], json_id)
+    values = [few[there].to_pylist() for there in columns.values()]
+    found = []
+    for row, own, *rest in zip(numbers, ids, *values, strict=True):
+        pairs = zip(columns, (_short(each) if isinstance(each, str) else each for each in rest), strict=True)
+        found.append({"row": row, "id": own if own is None else _short(own), **dict(pairs)})
+    return found
+
+
+def _texts(ids: pa.ChunkedArray, json_id: bool) -> list[str | None]:
+    if json_id:  # what is no string reads best as it is written
+        return [own if own is None or own[0] != '"' else json.loads(own) for own in ids.to_pylist()]
+    try:
+        texts: list[str | None] = ids.cast(pa.string()).to_pylist()
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):  # binary, nested
+        texts = [None if own is None else str(own) for own in ids.to_pylist()]
+    return texts
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"

@@ -1,0 +1,205 @@
+"""Job completion time: seconds over (input tokens, cached tokens), and what any plan takes.
+
+PrefillOnly (section 6.3) fits a line to the first, and takes input - cached tokens as its proxy. A plan is more than
+one prompt: the second model has a cost for each pack, token, prompt and (query, key) pair.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from prefillcli.bench.workloads import post_recommendation
+from prefillcli.plan.pack import Limits, Pack
+from prefillcli.plan.plan import make_plan
+from prefillcli.plan.trie import TokenArray
+from prefillcli.profile.children import Send, Subject, load_subject
+from prefillcli.profile.fits import fit_costs, fit_linear, mean_relative_error, pearson
+from prefillcli.profile.laws import attention_windows
+from prefillcli.profile.modes import dummy_prompt
+from prefillcli.profile.store import CompletionModel, CompletionPoint, features
+
+CACHED = (0, 2, 4, 8)  # units of tokens whose K,V are held from the pack before
+COMPUTED = (1, 2, 4, 6)  # units of tokens to compute behind them
+ROUNDS = 3
+_ROUND_UNITS = len(CACHED) * sum(COMPUTED) + sum(CACHED) + 16
+_LEAST_UNIT = 32
+_LONGEST_UNITS = max(CACHED) + max(COMPUTED)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """The median seconds of a pack, and what it is made of."""
+
+    features: tuple[float, float, float, float]
+    seconds: float
+    input_tokens: int = 0  # of its one prompt; 0 for a pack of several
+    cached_tokens: int = 0
+    heldout: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Budgeted:
+    """The budget that a loaded model leaves, in bytes above it, and the chunk that follows from it."""
+
+    budget: int
+    chunk_tokens: int
+
+
+def time_packs(send: Send, subject: Subject, memory: int | None, target: float) -> None:
+    """In a child: sends the Budgeted, then a list of Timings.
+
+    `memory` is the budget in bytes, None for what `prefill score` would take of the memory that is free.
+    `target` is about how many seconds it may take.
+    """
+    import torch
+
+    from prefillcli.prefill.memory import FREE_SHARE, available_memory, choose_chunk, memory_law
+    from prefillcli.prefill.walk import LayerWalk
+
+    model, files = load_subject(subject)
+    device = model.get_input_embeddings().weight.device
+    budget = memory or int(available_memory(device) * FREE_SHARE)
+    law = memory_law(files.config, files.dtype)
+    chunk = subject.chunk_tokens or choose_chunk(law, budget, device)
+    send(Budgeted(budget, chunk))
+    vocabulary, windows = int(files.config.vocab_size), attention_windows(files.config)
+    walk = LayerWalk(model, chunk_tokens=chunk)
+
+    def run(pack: Pack) -> float:
+        begun = time.perf_counter()
+        for _ in walk.read_logits(pack):
+            pass
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - begun
+
+    most = min(files.max_length, int((budget - law.constant(chunk)) / (law.token + law.key_value * law.layers)))
+    unit = choose_unit(partial(_first_seconds, run, vocabulary), most, target)
+    groups = [grid_packs(cached * unit, unit, vocabulary) for cached in CACHED]
+    extra = extra_packs(unit, vocabulary)
+    seconds: dict[tuple[int, int], list[float]] = {}
+    for _ in range(ROUNDS):
+        for number, packs in enumerate([*groups, *extra]):
+            for at, pack in enumerate(packs):
+                seconds.setdefault((number, at), []).append(run(pack))
+    timings = []
+    for number, packs in enumerate([*groups, *extra]):
+        for at, pack in enumerate(packs):
+            timing = partial(Timing, features(pack, windows), statistics.median(seconds[number, at]))
+            if number < len(groups):
+                inner = 0 < number < len(CACHED) - 1 and len(pack.tokens) in [n * unit for n in COMPUTED[1:-1]]
+                timings.append(timing(pack.held + len(pack.tokens), pack.held, heldout=inner and bool(pack.held)))
+            else:
+                timings.append(timing(heldout=number == len(groups) + len(extra) - 1))
+    walk.close()
+    send(timings)
+
+
+def choose_unit(first_seconds: Callable[[int], float], most: int, target: float) -> int:
+    """Tokens of a unit, so that all rounds take about `target` seconds and the longest prompt `most` tokens at most.
+
+    `first_seconds(tokens)` times a prompt.
+    """
+    tokens = 4 * _LEAST_UNIT
+    while True:
+        taken = first_seconds(tokens)
+        unit = target / ROUNDS / _ROUND_UNITS / (taken / tokens)
+        if taken > 0.02 * target or 4 * tokens > min(most, 4 * unit):
+            break
+        tokens *= 4
+    return max(min(int(unit), most // _LONGEST_UNITS), 4)
+
+
+def _first_seconds(run: Callable[[Pack], float], vocabulary: int, tokens: int) -> float:
+    (pack,) = make_plan([dummy_prompt(tokens, vocabulary)], Limits(tokens, tokens)).packs
+    return min(run(pack), run(pack))
+
+
+def grid_packs(cached: int, unit: int, vocabulary: int) -> list[Pack]:
+    """One pack for each of `COMPUTED`, behind `cached` held tokens; before them the pack that computes those."""
+    rng = np.random.default_rng(cached)
+    prefix = _tokens(rng, cached, vocabulary)
+    prompts = [np.concatenate([prefix, _tokens(rng, units * unit, vocabulary)]) for units in COMPUTED]
+    if cached:
+        prompts.insert(0, prefix)
+    apart = Limits(1, 1 << 30, held_tokens=1 << 30)  # no two prompts fit one pack, and every path may be held
+    return make_plan(prompts, apart).packs
+
+
+def extra_packs(unit: int, vocabulary: int) -> list[list[Pack]]:
+    """Packs of several prompts: many short ones, trees of shared prefixes; the last is for checking alone."""
+    rng = np.random.default_rng(1)
+    short = max(4, unit // 16)
+    whole = Limits(1 << 30, 1 << 30)
+    tree = post_recommendation(1, 8, unit, short, vocabulary, seed=1)
+    mixed = post_recommendation(2, 6, 2 * unit, 2 * short, vocabulary, seed=2)
+    return [
+        make_plan([_tokens(rng, short, vocabulary) for _ in range(32)], whole).packs,
+        make_plan([_tokens(rng, 4 * short, vocabulary) for _ in range(8)], whole).packs,
+        make_plan(tree, whole).packs,
+        make_plan(mixed, whole).packs,
+    ]
+
+
+def _tokens(rng: np.random.Generator, count: int, vocabulary: int) -> TokenArray:
+    return rng.integers(3, vocabulary, count).astype(np.int32)
+
+
+def fit_completion(timings: Sequence[Timing], windows: list[tuple[int | None, int]]) -> CompletionModel:
+    """Fit both models on what is not held out, and check them on what is."""
+    grid = [each for each in timings if each.input_tokens]
+    known, new = [e for e in grid if not e.heldout], [e for e in grid if e.heldout]
+    base, per_input, per_cached = fit_linear(
+        [(1.0, e.input_tokens, e.cached_tokens) for e in known], [e.seconds for e in known]
+    )
+    proxy_base, per_missed = fit_linear(
+        [(1.0, e.input_tokens - e.cached_tokens) for e in known], [e.seconds for e in known]
+    )
+    learnt = [each for each in timings if not each.heldout]
+    costs = fit_costs([e.features for e in learnt], [e.seconds for e in learnt])
+
+    def linear(each: Timing) -> float:
+        return float(base + per_input * each.input_tokens + per_cached * each.cached_tokens)
+
+    def of_plan(each: Timing) -> float:
+        return float(np.dot(costs, each.features))
+
+    seconds = [each.seconds for each in grid]
+    checked, new_seconds = [each for each in timings if each.heldout], [each.seconds for each in new]
+    return CompletionModel(
+        base=base,
+        per_input=per_input,
+        per_cached=per_cached,
+        pearson=pearson([linear(each) for each in grid], seconds),
+        pearson_proxy=pearson([each.input_tokens - each.cached_tokens for each in grid], seconds),
+        heldout_error=mean_relative_error([linear(e) for e in new], new_seconds) if new else None,
+        heldout_error_proxy=mean_relative_error(
+            [proxy_base + per_missed * (e.input_tokens - e.cached_tokens) for e in new], new_seconds
+        )
+        if new
+        else None,
+        heldout_error_plan=mean_relative_error([of_plan(e) for e in checked], [e.seconds for e in checked])
+        if checked
+        else None,
+        per_pack=costs[0],
+        per_token=costs[1],
+        per_read=costs[2],
+        per_pair=costs[3],
+        windows=windows,
+        points=[
+            CompletionPoint(
+                input_tokens=each.input_tokens,
+                cached_tokens=each.cached_tokens,
+                seconds=each.seconds,
+                predicted=linear(each),
+                heldout=each.heldout,
+            )
+            for each in grid
+        ],
+    )

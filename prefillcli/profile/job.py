@@ -1,0 +1,185 @@
+"""The job of `prefill profile`: completion times, then each mode's longest prompt, then the files and tables."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from prefillcli.clock import Clock
+from prefillcli.config import nearest
+from prefillcli.data.fingerprints import hash_model
+from prefillcli.data.store import open_store
+from prefillcli.errors import PrefillError, ResourceError, UsageError
+from prefillcli.outcome import fail
+from prefillcli.profile.store import CompletionModel, ModeResult, Profile, Trace
+from prefillcli.report.run import versions
+from prefillcli.samples import sample_model
+from prefillcli.settings import ProfileSettings, parse_size
+from prefillcli.signals import Stop
+
+TRACED = ("full", "hybrid")
+
+
+@dataclass
+class _Ended:
+    """How the job ended, for the last line on stdout."""
+
+    status: Literal["complete", "failed", "interrupted"] = "failed"
+    exit_code: int = 1
+    error: str | None = None
+    profile: Profile | None = None
+
+
+def profile_job(settings: ProfileSettings) -> dict[str, Any]:
+    """Run the job; return the summary for the last line on stdout.
+
+    Files are written when everything is measured. Errors are told on stderr, and become the exit code in the summary.
+    """
+    clock, ended = Clock(), _Ended()
+    try:
+        with Stop() as stop, stop.at_once():
+            profile = _measure(settings)
+            profile.created = datetime.now(UTC).isoformat(timespec="seconds")
+            profile.seconds_taken = clock.total
+            _save(profile, settings.output)
+        ended.profile = profile
+        ended.status, ended.exit_code = "complete", 0
+        if not settings.quiet:
+            from prefillcli.profile.tables import print_profile
+
+            print_profile(profile)
+            print(f"\nprefill: {settings.output}, {page_of(settings.output)}", file=sys.stderr)
+    except BaseException as error:
+        fail(error, ended, debug=settings.debug, resumable=False)
+    return _summary(ended, settings, clock.total)
+
+
+def page_of(output: str) -> str:
+    """Where the page goes: `profile.json` -> `profile.html`."""
+    return output.removesuffix(".json") + ".html"
+
+
+def _measure(settings: ProfileSettings) -> Profile:
+    from prefillcli.profile.modes import MODES
+
+    if settings.output.endswith(".html"):
+        raise UsageError(f"--output {settings.output}: this names the JSON file; the page goes beside it, as .html")
+    for name in settings.mode:
+        if name not in MODES:
+            raise UsageError(f"--mode {name!r} does not exist{nearest(name, MODES)}\nthere are {', '.join(MODES)}")
+    import torch
+
+    from prefillcli.prefill.model import choose_device, find_model, read_model_files
+    from prefillcli.profile.children import Subject
+    from prefillcli.profile.lengths import Search
+    from prefillcli.profile.machine import this_machine
+
+    if settings.model is None:
+        path = sample_model()
+        print(f"prefill: warning: no --model given; the sample model in {path} is for demonstration", file=sys.stderr)
+    else:
+        path = find_model(settings.model, settings.revision)
+    device = choose_device(settings.device)
+    files = read_model_files(
+        path, dtype=settings.dtype, device=device.type, trust_remote_code=settings.trust_remote_code
+    )
+    subject = Subject(
+        path=Path(path),
+        dtype=str(files.dtype).removeprefix("torch."),
+        device=str(device),
+        trust_remote_code=settings.trust_remote_code,
+        threads=torch.get_num_threads(),
+        chunk_tokens=settings.chunk_tokens or 0,
+    )
+
+    def tell(text: str) -> None:
+        if not settings.quiet:
+            print(f"prefill: {text}", file=sys.stderr, flush=True)
+
+    tell("completion times")
+    budget, chunk, completion = _completion(settings, subject, files)
+    subject = replace(subject, chunk_tokens=chunk)
+    search = Search(subject, files, budget, settings.fit_seconds, settings.confirm_seconds, tell)
+    modes = list(_modes(settings.mode or tuple(MODES), search))
+    return Profile(
+        model=hash_model(path),
+        model_name=settings.model or str(path),
+        family=files.family,
+        dtype=subject.dtype,
+        device=subject.device,
+        machine=this_machine(subject.device),
+        budget_bytes=budget,
+        chunk_tokens=chunk,
+        max_model_tokens=files.max_length,
+        modes=modes,
+        traces=list(_traces(modes, search)),
+        completion=completion,
+        settings=settings.model_dump(mode="json"),
+        versions=versions(),
+    )
+
+
+def _completion(settings: ProfileSettings, subject: Any, files: Any) -> tuple[int, int, CompletionModel]:
+    """The budget, the chunk, and the model of completion times."""
+    from prefillcli.profile.children import in_child
+    from prefillcli.profile.completion import fit_completion, time_packs
+    from prefillcli.profile.laws import attention_windows
+
+    memory = parse_size(settings.memory) if settings.memory else None
+    with closing(in_child(time_packs, subject, memory, settings.fit_seconds)) as found:
+        budgeted = next(found)
+        timings = next(found)
+    return budgeted.budget, budgeted.chunk_tokens, fit_completion(timings, attention_windows(files.config))
+
+
+def _modes(names: tuple[str, ...], search: Any) -> Iterator[ModeResult]:
+    from prefillcli.profile.lengths import profile_mode
+
+    for name in dict.fromkeys(names):
+        yield profile_mode(name, search)
+
+
+def _traces(modes: list[ModeResult], search: Any) -> Iterator[Trace]:
+    """Memory over time of two modes at a length that the short runs of both have reached."""
+    from prefillcli.profile.lengths import trace_mode
+
+    reached = {each.mode: each.points[-1].tokens for each in modes if each.mode in TRACED and each.points}
+    for mode in reached:
+        try:
+            yield trace_mode(mode, min(reached.values()), search)
+        except PrefillError as error:
+            search.tell(f"{mode}: no memory over time: {error}")
+
+
+def _save(profile: Profile, output: str) -> None:
+    """Write `profile.json` and its page; a reader sees an old file or a whole new one. Raises PrefillError."""
+    from prefillcli.profile.page import to_html
+
+    for path, text in ((output, profile.model_dump_json(indent=2) + "\n"), (page_of(output), to_html(profile))):
+        folder, slash, name = path.rpartition("/")
+        try:
+            open_store(folder or slash or ".").put_bytes(name, text.encode())
+        except OSError as error:
+            raise ResourceError(f"{path}: cannot write: {error.strerror or error}") from None
+
+
+def _summary(ended: _Ended, settings: ProfileSettings, seconds: float) -> dict[str, Any]:
+    line: dict[str, Any] = {"status": ended.status, "exit_code": ended.exit_code, "seconds": round(seconds, 3)}
+    if ended.profile is not None:
+        profile = ended.profile
+        line |= {
+            "output": settings.output,
+            "page": page_of(settings.output),
+            "budget_bytes": profile.budget_bytes,
+            "modes": {
+                each.mode: {"predicted_tokens": each.predicted_tokens, "max_tokens": each.max_tokens}
+                for each in profile.modes
+            },
+            "pearson": round(profile.completion.pearson, 4),
+        }
+    return line | ({"error": ended.error} if ended.error else {})

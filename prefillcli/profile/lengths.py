@@ -1,0 +1,187 @@
+"""The longest prompt of each mode: fitted from short runs, confirmed by runs under an enforced budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from prefillcli.bench.flops import prefill_flops
+from prefillcli.errors import PrefillError, ResourceError
+from prefillcli.prefill.model import ModelFiles
+from prefillcli.profile.children import ChildEnded, Subject, confirm, in_child, measure, trace
+from prefillcli.profile.fits import fit_line
+from prefillcli.profile.laws import Law, mode_law
+from prefillcli.profile.store import Confirmation, MemoryPoint, ModeResult, Trace
+
+TRIES = 3
+_RUNS = 5
+_LONGEST_SHARE = 0.5  # of the length that the law allows: what a short run may have
+_PROBE_SHARE = 0.2  # of the seconds for a fit: what one short run may take
+_SPARE_SHARE = 0.03  # of the budget left by a confirming run, from which on a longer one is tried
+_LEAST_SHRINK = 0.02  # of the budget
+_OVERTIME = 4.0  # a confirming run that takes so many times its estimate is ended
+_LOADING_SECONDS = 600.0
+
+#: Says on stderr what was done.
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What the search for longest prompts works with. `budget` in bytes above the loaded model."""
+
+    subject: Subject
+    files: ModelFiles
+    budget: int
+    fit_seconds: float
+    confirm_seconds: float
+    tell: Tell
+
+    def work(self, tokens: int) -> float:
+        """What a prompt has to compute, in any unit: FLOPs, or for an unknown architecture tokens squared."""
+        try:
+            return prefill_flops(self.files.config, tokens).total
+        except ValueError:
+            return float(tokens) ** 2
+
+
+def profile_mode(mode: str, search: Search) -> ModeResult:
+    """Fit, predict and confirm one mode. What fails is in its notes; no PrefillError is raised."""
+    chunk = search.subject.chunk_tokens
+    law = mode_law(mode, search.files.config, search.files.dtype, chunk)
+    result = ModeResult(mode=mode, law_base=law.base, law_token=law.token, law_terms=dict(law.terms))
+    lengths = probe_lengths(law, search.budget, search.files.max_length, chunk)
+    if len(lengths) < 2:
+        result.notes.append("the budget does not even hold short prompts in this mode")
+        return result
+    patience = search.fit_seconds * _PROBE_SHARE
+    work = [search.work(tokens) for tokens in lengths]
+    try:
+        with closing(in_child(measure, search.subject, mode, lengths, work, patience)) as points:
+            for point in points:
+                result.points.append(point)
+                search.tell(f"{mode}: {point.tokens:,} tokens, {point.peak_bytes / 2**20:,.0f} MiB")
+    except PrefillError as error:
+        result.notes.append(f"the short runs ended early: {error}")
+    if len(result.points) < 2:
+        return result
+    _predict(result, search)
+    if search.confirm_seconds and result.predicted_tokens:
+        _confirm(result, search)
+    return result
+
+
+def probe_lengths(law: Law, budget: int, longest: int, chunk: int) -> list[int]:
+    """Ascending lengths of short runs: up to half of what the law allows, from two chunks on, whole chunks.
+
+    Empty where the budget does not hold two different ones.
+    """
+    top = min(int(law.longest(budget) * _LONGEST_SHARE), longest)
+    low = min(2 * chunk, top // 4) if top < 4 * chunk else max(2 * chunk, top // 16)
+    if low < 1:
+        return []
+    steps = [low * (top / low) ** (i / (_RUNS - 1)) for i in range(_RUNS)]
+    unit = chunk if low >= 2 * chunk else 1
+    return sorted({int(step) // unit * unit for step in steps})
+
+
+def _predict(result: ModeResult, search: Search) -> None:
+    """Fit the runs so far, those that confirm a length among them, and say how long a prompt may be."""
+    confirmed = [(c.tokens, c.peak_bytes) for c in result.confirmations if c.peak_bytes is not None]
+    base, token = fit_line([*((p.tokens, p.peak_bytes) for p in result.points), *confirmed])
+    result.fit_base, result.fit_token, result.fit_over_law = base, token, token / result.law_token
+    if token <= 0:
+        result.notes.append("memory does not grow with the prompt, so nothing can be predicted from short runs")
+        return
+    by_memory, longest = int((search.budget - base) / token), search.files.max_length
+    result.predicted_tokens = max(0, min(by_memory, longest))
+    result.limited_by = "memory" if by_memory < longest else "model"
+
+
+def _confirm(result: ModeResult, search: Search) -> None:
+    """Run at the predicted length; shorter where that does not fit, longer where much is left."""
+    if result.predicted_tokens is None or result.fit_token is None or result.limited_by is None:
+        raise ValueError("nothing is predicted")
+    affordable = _affordable(result.points[-1], search)
+    result.capped = affordable < result.predicted_tokens
+    tokens = min(result.predicted_tokens, affordable)
+    too_long = search.files.max_length + 1  # shortest length known not to fit
+    for _ in range(TRIES):
+        search.tell(f"{result.mode}: confirming {tokens:,} tokens within {search.budget / 2**20:,.0f} MiB")
+        found = confirming_run(result.mode, tokens, search, _seconds(tokens, result.points[-1], search))
+        result.confirmations.append(found)
+        if found.fits:
+            result.max_tokens = max(result.max_tokens or 0, tokens)
+            spare = search.budget - (found.peak_bytes or search.budget)
+            if result.capped or tokens >= affordable or spare < _SPARE_SHARE * search.budget:
+                break
+            more = int(spare / result.fit_token * 0.9)
+            tokens = min(tokens + more, (tokens + too_long) // 2, search.files.max_length, affordable)
+        else:
+            too_long = min(too_long, tokens)
+            lacking = max(found.excess_bytes or 0, int(_LEAST_SHRINK * search.budget))
+            tokens = min(int(tokens - lacking / result.fit_token), too_long - 1)
+        if tokens < 1 or tokens <= (result.max_tokens or 0):
+            break
+    if result.capped and result.max_tokens is not None:
+        _predict(result, search)  # the longest run says most of those to come
+        longer = _seconds(result.predicted_tokens, result.points[-1], search)
+        result.notes.append(
+            f"confirmed at {result.max_tokens:,} tokens only, which is not the maximum: the predicted length would "
+            f"take about {longer:,.0f} seconds, and --confirm-seconds is {search.confirm_seconds:g}"
+        )
+    if result.max_tokens is None:
+        result.notes.append("no confirming run stayed within the budget")
+    elif not result.confirmations[0].fits:
+        result.notes.append(
+            f"the predicted length did not fit; {result.max_tokens:,} tokens did, after "
+            f"{len(result.confirmations)} tries"
+        )
+
+
+def confirming_run(mode: str, tokens: int, search: Search, seconds: float) -> Confirmation:
+    """One run in a process that gets the budget and not one byte more."""
+    timeout = _LOADING_SECONDS + _OVERTIME * seconds
+    try:
+        with closing(in_child(confirm, search.subject, mode, tokens, search.budget, timeout=timeout)) as found:
+            confirmation: Confirmation = next(iter(found))
+            return confirmation
+    except (ChildEnded, ResourceError) as error:  # memory that is refused to a library's own code can end the process
+        return Confirmation(tokens=tokens, fits=False, reason=str(error))
+
+
+def trace_mode(mode: str, tokens: int, search: Search) -> Trace:
+    """Memory over time of one run. Raises PrefillError."""
+    search.tell(f"{mode}: memory over time at {tokens:,} tokens")
+    with closing(in_child(trace, search.subject, mode, tokens)) as found:
+        points: list[Any] = next(iter(found))
+    return Trace(mode=mode, tokens=tokens, points=thinned(points))
+
+
+def thinned(points: Sequence[Any], most: int = 600) -> list[Any]:
+    """At most `most` points: of each stretch the one with the highest memory, since peaks are what is looked for."""
+    size = -(-len(points) // most) or 1
+    return [
+        max(points[start : start + size], key=lambda point: point.used_bytes) for start in range(0, len(points), size)
+    ]
+
+
+def _seconds(tokens: int, point: MemoryPoint, search: Search) -> float:
+    """How long a run will take, by what a shorter one has taken."""
+    return point.seconds * search.work(tokens) / search.work(point.tokens)
+
+
+def _affordable(point: MemoryPoint, search: Search) -> int:
+    """The longest prompt that `--confirm-seconds` allow."""
+    low, high = point.tokens, search.files.max_length
+    if _seconds(high, point, search) <= search.confirm_seconds:
+        return high
+    while low < high - 1:
+        middle = (low + high) // 2
+        if _seconds(middle, point, search) <= search.confirm_seconds:
+            low = middle
+        else:
+            high = middle
+    return low

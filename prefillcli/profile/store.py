@@ -1,0 +1,210 @@
+"""`profile.json`: what `prefill profile` found, for the commands that plan with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError
+
+from prefillcli.data.store import open_store
+from prefillcli.errors import UsageError
+from prefillcli.plan.pack import Pack
+from prefillcli.plan.plan import Plan
+from prefillcli.profile.machine import Machine, this_machine
+
+SCHEMA_VERSION = 1
+
+
+class MemoryPoint(BaseModel):
+    """One short run of a mode."""
+
+    tokens: int
+    peak_bytes: int  # above the loaded model
+    seconds: float
+
+
+class Confirmation(BaseModel):
+    """A run of a mode under an enforced budget."""
+
+    tokens: int
+    fits: bool
+    peak_bytes: int | None = None  # above the loaded model; None where the run did not come to its end
+    seconds: float | None = None
+    excess_bytes: int | None = None  # of a run that did not fit: what it lacked at least, where it could tell
+    reason: str | None = None  # why it did not fit
+
+
+class ModeResult(BaseModel):
+    """How long a prompt may be in one mode. Bytes are `fit_base + fit_token * tokens`."""
+
+    mode: str
+    points: list[MemoryPoint] = Field(default_factory=list)
+    fit_base: float | None = None  # bytes
+    fit_token: float | None = None  # bytes for each token
+    law_base: float
+    law_token: float
+    law_terms: dict[str, float] = Field(default_factory=dict)  # bytes for each token, by what takes them
+    fit_over_law: float | None = None  # of the bytes for each token
+    predicted_tokens: int | None = None  # by the fit, in the budget, within the model's own limit
+    limited_by: Literal["memory", "model"] | None = None
+    confirmations: list[Confirmation] = Field(default_factory=list)
+    capped: bool = False  # the confirming run was shorter than predicted, to save time
+    max_tokens: int | None = None  # longest that a confirming run has shown to fit
+    notes: list[str] = Field(default_factory=list)
+
+
+class TracePoint(BaseModel):
+    """Memory in use above the loaded model, some time after the start of a run."""
+
+    seconds: float
+    used_bytes: int
+
+
+class Trace(BaseModel):
+    """Memory over the time of one run."""
+
+    mode: str
+    tokens: int
+    points: list[TracePoint]
+
+
+class CompletionPoint(BaseModel):
+    """A prompt of `input_tokens`, of which the K,V of `cached_tokens` were held from the pack before."""
+
+    input_tokens: int
+    cached_tokens: int
+    seconds: float  # median of the rounds
+    predicted: float  # by the linear fit
+    heldout: bool = False  # not used for the fits
+
+
+class CompletionModel(BaseModel):
+    """Seconds of prefills.
+
+    Of one prompt, linear as in PrefillOnly 6.3: `base + per_input * input + per_cached * cached`, and its proxy, which
+    takes seconds to be proportional to `input - cached` but for a constant. Of a whole plan: `per_pack`, `per_token`
+    and `per_read` (a prompt's own last layer, head and calls) and `per_pair` (a query that sees a key in one layer).
+    """
+
+    base: float
+    per_input: float
+    per_cached: float
+    pearson: float  # of the linear fit with the measured seconds
+    pearson_proxy: float  # of input - cached with the measured seconds
+    heldout_error: float | None = None  # mean relative error of the linear fit on points it has not seen
+    heldout_error_proxy: float | None = None
+    heldout_error_plan: float | None = None
+
+    per_pack: float
+    per_token: float
+    per_read: float
+    per_pair: float
+    windows: list[tuple[int | None, int]]  # sliding window (or none), and how many layers attend through it
+    points: list[CompletionPoint] = Field(default_factory=list)
+
+    def seconds(self, plan: Plan) -> float:
+        """Predicted seconds of the model over `plan`, reading and writing not counted."""
+        return sum(self.pack_seconds(pack) for pack in plan.packs)
+
+    def pack_seconds(self, pack: Pack) -> float:
+        """Predicted seconds of one pack."""
+        one, tokens, reads, pairs = features(pack, self.windows)
+        return self.per_pack * one + self.per_token * tokens + self.per_read * reads + self.per_pair * pairs
+
+    def prompt_seconds(self, input_tokens: int, cached_tokens: int = 0) -> float:
+        """Predicted seconds of one prompt, by the linear fit."""
+        return self.base + self.per_input * input_tokens + self.per_cached * cached_tokens
+
+
+def features(pack: Pack, windows: Iterable[tuple[int | None, int]]) -> tuple[float, float, float, float]:
+    """What a pack's seconds are made of: 1, tokens computed, prompts' ends, and (query, key) pairs over all layers."""
+    nodes = [
+        (start, end - begin)
+        for start, begin, end in zip(pack.starts, pack.offsets[:-1], pack.offsets[1:], strict=True)
+    ]
+    pairs = sum(layers * sum(_pairs(start, length, window) for start, length in nodes) for window, layers in windows)
+    return 1.0, float(len(pack.tokens)), float(len(pack.reads)), pairs
+
+
+def _pairs(start: int, length: int, window: int | None) -> float:
+    """Keys seen by `length` queries behind `start` other tokens of their path, themselves included."""
+    return _triangle(start + length, window) - _triangle(start, window)
+
+
+def _triangle(tokens: int, window: int | None) -> float:
+    ramp = min(tokens, window) if window else tokens
+    return ramp * (ramp + 1) / 2 + (tokens - ramp) * ramp
+
+
+class Profile(BaseModel):
+    """What `profile.json` holds."""
+
+    schema_version: int = SCHEMA_VERSION
+    created: str = ""  # ISO 8601, UTC
+    model: str  # digest, prefillcli.data.fingerprints.hash_model
+    model_name: str  # as it was given
+    family: str
+    dtype: str  # "float32", ...
+    device: str  # "cpu", "cuda", ...
+    machine: Machine
+    budget_bytes: int  # for activations and K,V
+    chunk_tokens: int
+    max_model_tokens: int  # the model's own limit
+    modes: list[ModeResult] = Field(default_factory=list)
+    traces: list[Trace] = Field(default_factory=list)
+    completion: CompletionModel
+    notes: list[str] = Field(default_factory=list)
+    settings: dict[str, Any] = Field(default_factory=dict)
+    versions: dict[str, str] = Field(default_factory=dict)
+    seconds_taken: float = 0.0  # of the profile run
+
+    @classmethod
+    def load(cls, path: str) -> Profile | None:
+        """The profile at a path or URL; None if there is none. Raises UsageError for a file that is no profile."""
+        folder, slash, name = path.rpartition("/")
+        try:
+            with open_store(folder or slash or ".").read(name) as file:
+                text = file.read()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise UsageError(f"{path}: cannot read the profile: {error.strerror or error}") from None
+        try:
+            version = json.loads(text).get("schema_version")
+            if version != SCHEMA_VERSION:
+                raise UsageError(f"{path}: a profile of version {version!r}, not {SCHEMA_VERSION}; make it anew")
+            return cls.model_validate_json(text)
+        except (ValueError, AttributeError) as error:
+            what = f"{error.errors()[0]['loc']}" if isinstance(error, ValidationError) else "not JSON"
+            raise UsageError(f"{path}: this is no profile ({what}); make one with prefill profile") from None
+
+    def mismatch(self, model_hash: str, dtype: Any, device: Any) -> str | None:
+        """Why the profile says nothing of this model here and now; None if it applies.
+
+        `dtype` and `device` are torch's own or their names.
+        """
+        name, kind = str(dtype).removeprefix("torch."), str(device).partition(":")[0]
+        if model_hash != self.model:
+            return f"it was made for another model ({self.model_name})"
+        if name != self.dtype:
+            return f"it was made with dtype {self.dtype}, not {name}"
+        if kind != self.device.partition(":")[0]:
+            return f"it was made on {self.device}, not {kind}"
+        now, then = this_machine(str(device)), self.machine
+        if kind != "cpu":
+            return None if now.gpu == then.gpu else f"it was made on another device ({then.gpu}, not {now.gpu})"
+        if now.cpu != then.cpu or now.cores != then.cores:
+            return f"it was made on another machine ({then.cpu}, {then.cores} cores)"
+        if now.threads != then.threads:
+            return f"it was made with {then.threads} threads, not {now.threads}"
+        return None
+
+    def seconds(self, plan: Plan) -> float:
+        """Predicted seconds of the model over `plan`."""
+        return self.completion.seconds(plan)
+
+    def mode(self, name: str) -> ModeResult | None:
+        """What was found about a mode, if it was profiled."""
+        return next((each for each in self.modes if each.mode == name), None)

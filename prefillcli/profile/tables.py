@@ -1,0 +1,130 @@
+"""What a profile says, as tables: for the terminal and for the page."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from prefillcli.profile.store import ModeResult, Profile
+
+TableRows = list[list[str]]
+_WIDTH = 100  # columns, off a terminal
+
+
+def headline(profile: Profile) -> str:
+    """What was measured, on what."""
+    machine = profile.machine
+    where = machine.gpu or f"{machine.cpu}, {machine.threads} threads"
+    return f"{profile.family}, {profile.dtype} on {profile.device} ({where}), budget {mebibytes(profile.budget_bytes)}"
+
+
+def length_table(profile: Profile) -> TableRows:
+    """Header and one row for each mode: how long a prompt may be."""
+    rows = [["mode", "predicted", "limited by", "confirmed", "peak MiB", "of budget", "seconds", "times full"]]
+    full = profile.mode("full")
+    for each in profile.modes:
+        run = next((c for c in reversed(each.confirmations) if c.fits), None)
+        peak = None if run is None else run.peak_bytes
+        ratio = None
+        if full is not None and full.predicted_tokens and each.predicted_tokens:
+            ratio = each.predicted_tokens / full.predicted_tokens
+        rows.append(
+            [
+                each.mode,
+                _count(each.predicted_tokens),
+                each.limited_by or "",
+                _count(each.max_tokens) + (" (capped)" if each.capped and each.max_tokens else ""),
+                "" if peak is None else f"{peak / 2**20:,.0f}",
+                "" if peak is None else f"{peak / profile.budget_bytes:.0%}",
+                "" if run is None or run.seconds is None else f"{run.seconds:,.1f}",
+                "" if ratio is None else f"{ratio:.1f}x",
+            ]
+        )
+    return rows
+
+
+def law_table(profile: Profile) -> TableRows:
+    """Header and one row for each mode: measured bytes for each token beside the law's."""
+    rows = [["mode", "bytes/token", "by the law", "ratio", "constant MiB", "by the law", "short runs"]]
+    for each in profile.modes:
+        runs = [point.tokens for point in each.points]
+        rows.append(
+            [
+                each.mode,
+                "" if each.fit_token is None else f"{each.fit_token:,.0f}",
+                f"{each.law_token:,.0f}",
+                "" if each.fit_over_law is None else f"{each.fit_over_law:.2f}",
+                "" if each.fit_base is None else f"{each.fit_base / 2**20:,.1f}",
+                f"{each.law_base / 2**20:,.1f}",
+                f"{len(runs)}, {min(runs):,}-{max(runs):,}" if runs else "",
+            ]
+        )
+    return rows
+
+
+def completion_table(profile: Profile) -> TableRows:
+    """Header and one row for each model of completion times."""
+    model = profile.completion
+    linear = f"{_time(model.base)} + {_time(model.per_input)} input {_time(model.per_cached, '+')} cached"
+    parts = {"pack": model.per_pack, "token": model.per_token, "prompt": model.per_read, "pair": model.per_pair}
+    costs = ", ".join(f"{_time(value)}/{name}" for name, value in parts.items())
+    return [
+        ["completion time", "model", "Pearson r", "error on new"],
+        ["one prompt, linear", linear, f"{model.pearson:.4f}", _share(model.heldout_error)],
+        [
+            "one prompt, proxy",
+            "linear in input - cached",
+            f"{model.pearson_proxy:.4f}",
+            _share(model.heldout_error_proxy),
+        ],
+        ["a plan", costs, "", _share(model.heldout_error_plan)],
+    ]
+
+
+def remarks(profile: Profile) -> list[str]:
+    """What a reader of the tables must know."""
+    return [*profile.notes, *(f"{each.mode}: {note}" for each in profile.modes for note in each.notes)]
+
+
+def terms(mode: ModeResult) -> str:
+    """What the law of a mode is made of."""
+    return ", ".join(f"{name} {size:,.0f}" for name, size in mode.law_terms.items())
+
+
+def mebibytes(size: float) -> str:
+    """`1.5 GiB`, `300 MiB`."""
+    return f"{size / 2**30:.3g} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"
+
+
+def _time(seconds: float, sign: str = "") -> str:
+    """`3.1 ms`, `-12 us`; with `sign` "+" the sign is always there."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(seconds) >= size:
+            return f"{seconds / size:{sign}.3g} {unit}"
+    return f"{seconds / 1e-9:{sign}.3g} ns"
+
+
+def _count(number: int | None) -> str:
+    return "" if number is None else f"{number:,}"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def print_profile(profile: Profile) -> None:
+    """The tables on stderr."""
+    console = Console(stderr=True, highlight=False, markup=False, width=None if sys.stderr.isatty() else _WIDTH)
+    console.print(f"\n{headline(profile)}", style="bold")
+    for rows in (length_table(profile), law_table(profile), completion_table(profile)):
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+        for number, name in enumerate(rows[0]):
+            table.add_column(name, justify="right" if number else "left", no_wrap=number == 0)
+        for row in rows[1:]:
+            table.add_row(*row)
+        console.print(table)
+        console.print()
+    for text in remarks(profile):
+        console.print(f"note: {text}")

@@ -1,0 +1,53 @@
+"""The files that tell of a run: `run.json`, its page, and metrics for Prometheus."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from prefillcli.data.store import open_store
+from prefillcli.errors import PrefillError, ResourceError
+from prefillcli.report.metrics import to_metrics
+from prefillcli.report.run import RunReport, to_json
+from prefillcli.report.run_page import to_html
+
+
+def page_of(path: str) -> str:
+    """Where the page goes: `run.json` -> `run.html`, beside it."""
+    return path.removesuffix(".json") + ".html"
+
+
+def write_files(report: RunReport, metrics_file: str | None = None) -> None:
+    """Write the files of a run; a reader sees an old one or a whole new one. What goes wrong is told on stderr.
+
+    Without `report.report` there is neither `run.json` nor page. A run without `run.json` is a failed one; page and
+    metrics are for watching it, and change nothing about how it ended.
+    """
+    if report.report is not None:
+        report.page = page_of(report.report)
+        try:
+            put_text(report.page, to_html(report))
+        except Exception as error:  # whatever it is, the scores are there
+            report.page = None
+            _warn("page", error)
+        try:
+            put_text(report.report, to_json(report))
+        except (OSError, PrefillError) as error:
+            print(f"prefill: cannot write the report: {error}", file=sys.stderr)
+            report.report = None
+            report.exit_code = report.exit_code or ResourceError.exit_code
+    if metrics_file is not None:
+        try:
+            put_text(metrics_file, to_metrics(report, time.time()))
+        except Exception as error:
+            _warn("metrics", error)
+
+
+def put_text(path: str, text: str) -> None:
+    """Write a whole file at a local path or URL. Raises PrefillError."""
+    folder, slash, name = path.rpartition("/")
+    open_store(folder or slash or ".").put_bytes(name, text.encode())
+
+
+def _warn(what: str, error: Exception) -> None:
+    print(f"prefill: warning: cannot write the {what}: {str(error) or type(error).__name__}", file=sys.stderr)

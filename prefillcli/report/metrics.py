@@ -1,0 +1,59 @@
+"""A run as metrics in Prometheus' text format, for the textfile collector of node_exporter.
+
+The format: https://prometheus.io/docs/instrumenting/exposition_formats/. All are gauges: they speak of the last run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from prefillcli.outcome import NOTHING_TO_DO
+from prefillcli.report.run import RunReport
+
+_Sample = tuple[dict[str, str], float]
+
+
+def to_metrics(report: RunReport, now: float) -> str:
+    """All metrics of a run that ended at `now`, in seconds since 1970."""
+    return "".join(line for name, text, samples in _metrics(report, now) for line in _family(name, text, samples))
+
+
+def _metrics(report: RunReport, now: float) -> Iterator[tuple[str, str, list[_Sample]]]:
+    rows = report.rows
+    success = float(report.exit_code in (0, NOTHING_TO_DO))
+    yield "run_success", "1 if the last run was done or had nothing to do, else 0.", _one(success)
+    yield "run_exit_code", "Exit code of the last run.", _one(report.exit_code)
+    results = {"scored": rows.scored, "error": rows.errors, "skipped": rows.skipped}
+    yield "rows_total", "Rows of the output by result.", _by("result", results)
+    yield "rows_errors", "Error rows of the output by code.", _by("code", rows.errors_by_code)
+    yield "tokens_total", "Tokens of the last run by kind.", _by("kind", report.tokens.model_dump())
+    phases = report.seconds.model_dump(exclude={"total"})
+    yield "phase_seconds", "Wall time of the last run by phase.", _by("phase", phases)
+    yield "run_seconds", "Wall time of the last run.", _one(report.seconds.total)
+    yield "rows_per_second", "Rows scored per second by the last run.", _one(report.rows_per_second)
+    peak = report.peak_memory_bytes.model_dump()
+    yield "peak_memory_bytes", "Largest memory used by the last run.", _by("where", peak)
+    if report.mean_score is not None:
+        yield "score_mean", "Mean score of the output.", _one(report.mean_score)
+    if report.audit is not None and report.audit.flip_rate is not None:
+        yield "audit_flip_rate", "Share of audited rows that compression flips.", _one(report.audit.flip_rate)
+    yield "last_run_timestamp_seconds", "When the last run ended, in Unix time.", _one(now)
+
+
+def _one(value: float) -> list[_Sample]:
+    return [({}, value)]
+
+
+def _by(label: str, values: Mapping[str, float]) -> list[_Sample]:
+    return [({label: name}, value) for name, value in values.items()]
+
+
+def _family(name: str, text: str, samples: Iterable[_Sample]) -> Iterator[str]:
+    yield f"# HELP prefill_{name} {text}\n# TYPE prefill_{name} gauge\n"
+    for labels, value in samples:
+        pairs = ",".join(f'{label}="{_escaped(own)}"' for label, own in labels.items())
+        yield f"prefill_{name}{f'{{{pairs}}}' if pairs else ''} {value!r}\n"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,0 +1,213 @@
+"""A run of `prefill score` as one HTML page."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+from prefillcli.data.rows import ERROR_CODES, SKIPPED
+from prefillcli.report.audit import audit_lines
+from prefillcli.report.charts import Bar, bars, length_plot, memory_plot, score_plot
+from prefillcli.report.inspection import visible
+from prefillcli.report.run import Histogram, RunReport
+
+_TOO_LONG = ("prompt_too_long", SKIPPED)
+_BESIDE = ("read", "render", "tokenize")
+_PHASES = {
+    "load": "load the models",
+    "waiting": "wait for prompts",
+    "plan": "plan",
+    "draft": "draft",
+    "model": "model",
+    "write": "write",
+    "read": "read",
+    "render": "render",
+    "tokenize": "tokenise",
+}
+_TOKENS = {
+    "prompt": "in prompts",
+    "kept": "kept",
+    "unique": "unique",
+    "computed": "computed",
+    "draft": "by the draft",
+    "audit": "for the audit",
+}
+_METHODS = {"full": "s0", "specprefill": "s2"}
+
+
+def to_html(report: RunReport) -> str:
+    """One page that needs nothing else: no network, no script, inline CSS for light and dark screens."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["visible"] = lambda text: visible(str(text), line=True)
+    environment.filters["visible_lines"] = visible
+    source = files("prefillcli.report").joinpath("run.html.j2").read_text(encoding="utf-8")
+    histograms = report.histograms
+    return environment.from_string(source).render(
+        report=report,
+        verdict=_verdict(report),
+        started=report.started.replace("T", " ").replace("+00:00", " UTC"),
+        tiles=_tiles(report),
+        scores=score_plot(histograms.score) if histograms.score.counts else None,
+        results=_results(report),
+        lengths=length_plot(histograms.prompt_tokens) if histograms.prompt_tokens.counts else None,
+        length_note=_length_note(report),
+        phases=_phases(report),
+        time_note=_time_note(report),
+        memory=memory_plot(report.memory_trace),
+        tokens=_tokens(report),
+        methods=_methods(report),
+        flips=_flips(report),
+        audit=audit_lines(report.audit) if report.audit is not None else [],
+        trials=(report.keep_auto or {}).get("trials", ()),
+        settings={name: _text(value) for name, value in report.settings.items() if value not in (None, [], False, "")},
+    )
+
+
+def _verdict(report: RunReport) -> tuple[str, str]:
+    """What became of the run in a word, and how good that is."""
+    if report.status == "complete" and report.exit_code == 0:
+        return "complete", "good"
+    if report.status == "complete":
+        return f"complete, exit code {report.exit_code}", "poor"
+    return f"{report.status}, exit code {report.exit_code}", "bad" if report.status == "failed" else "poor"
+
+
+def _tiles(report: RunReport) -> list[tuple[str, str]]:
+    rows = report.rows
+    tiles = [("scored", f"{rows.scored:,}"), ("errors", f"{rows.errors:,}")]
+    if rows.skipped:
+        tiles.append(("skipped", f"{rows.skipped:,}"))
+    if report.mean_score is not None:
+        tiles.append(("mean score", f"{report.mean_score:.4f}"))
+    if report.rows_per_second:
+        tiles.append(("rows/s", _number(report.rows_per_second)))
+    if report.tokens_per_second:
+        tiles.append(("tokens/s", f"{report.tokens_per_second:,.0f}"))
+    tiles.append(("wall time", _duration(report.seconds.total)))
+    if report.audit is not None and report.audit.flip_rate is not None:
+        tiles.append(("audited flips", f"{report.audit.flip_rate:.1%}"))
+    return tiles
+
+
+def _results(report: RunReport) -> list[Bar]:
+    """What became of the rows: each prediction, each error."""
+    values = {}
+    if report.histograms.score.counts:
+        plot = score_plot(report.histograms.score)
+        sums = {name: sum(bins) for name, bins in report.histograms.score.counts.items()}
+        rest = report.rows.scored - sum(sums.get(name, 0) for name, _ in plot.series)
+        values = {name: sums.get(name, rest) for name, _ in plot.series}
+    kinds = {name: f"s{at}" for at, name in enumerate(values)}
+    failed = dict(sorted(report.rows.errors_by_code.items(), key=lambda pair: -pair[1]))
+    if report.rows.skipped:
+        failed[SKIPPED] = report.rows.skipped
+    return [
+        *_counted(values, report.rows.total, kinds),
+        *_counted(failed, report.rows.total, dict.fromkeys(failed, "alarm")),
+    ]
+
+
+def _counted(values: dict[str, int], total: int, kinds: dict[str, str]) -> list[Bar]:
+    return [
+        Bar(name, 100 * value / max(total, 1), f"{value:,} ({value / max(total, 1):.1%})", kinds[name])
+        for name, value in values.items()
+    ]
+
+
+def _length_note(report: RunReport) -> str:
+    histogram = report.histograms.prompt_tokens
+    too_long = {code: report.rows.errors_by_code.get(code, 0) for code in _TOO_LONG[:1]} | {
+        SKIPPED: report.rows.skipped
+    }
+    notes = []
+    if histogram.counts:
+        low, high = _quartile(histogram, 0.5)
+        notes.append(
+            f"Half of the prompts have fewer than about {(low + high) / 2:,.0f} tokens. The scale is logarithmic."
+        )
+    notes += [f"{number:,} rows are not in it: {ERROR_CODES[code]}." for code, number in too_long.items() if number]
+    return " ".join(notes)
+
+
+def _quartile(histogram: Histogram, share: float) -> tuple[float, float]:
+    """The edges of the bin that so many rows lie below."""
+    totals = [sum(column) for column in zip(*histogram.counts.values(), strict=True)]
+    below, wanted = 0, share * sum(totals)
+    for at, number in enumerate(totals):
+        below += number
+        if below >= wanted:
+            return histogram.edges[at], histogram.edges[at + 1]
+    return histogram.edges[-2], histogram.edges[-1]
+
+
+def _phases(report: RunReport) -> list[Bar]:
+    seconds = report.seconds.model_dump()
+    total = seconds.pop("total")
+    rest = total - sum(value for name, value in seconds.items() if name not in _BESIDE)
+    values = {text: seconds[name] for name, text in _PHASES.items() if name not in _BESIDE}
+    values["other"] = max(rest, 0.0)
+    values |= {_PHASES[name]: seconds[name] for name in _BESIDE}
+    values = {name: value for name, value in values.items() if value >= 0.0005}
+    kinds = {_PHASES[name]: "s6" for name in _BESIDE} | {"other": "s7"}
+    texts = {name: f"{_duration(value)} ({value / max(total, 1e-9):.0%})" for name, value in values.items()}
+    return bars(values, texts, kinds)
+
+
+def _time_note(report: RunReport) -> str:
+    note = (
+        "Reading, rendering and tokenising go on beside the model, a window ahead of it. Other: start, fingerprints, "
+    )
+    note += "and what lies between."
+    if report.predicted_seconds is not None:
+        note += f" The profile predicted {_duration(report.predicted_seconds)} for the model."
+    return note
+
+
+def _tokens(report: RunReport) -> list[Bar]:
+    tokens = report.tokens.model_dump()
+    if not tokens["prompt"]:
+        return []
+    values = {text: tokens[name] for name, text in _TOKENS.items() if tokens[name]}
+    if report.keep is None:
+        values.pop(_TOKENS["kept"], None)
+    texts = {name: f"{value:,} ({value / tokens['prompt']:.1%})" for name, value in values.items()}
+    kinds = {_TOKENS["draft"]: "s1", _TOKENS["audit"]: "s3"}
+    return bars(values, texts, kinds)
+
+
+def _methods(report: RunReport) -> list[Bar]:
+    if not report.methods or (report.keep is None and set(report.methods) == {"full"}):
+        return []
+    order = sorted(report.methods, key=lambda name: (name not in _METHODS, -report.methods[name]))
+    kinds = {name: _METHODS.get(name, "alarm") for name in order}
+    return _counted({name: report.methods[name] for name in order}, report.rows.scored, kinds)
+
+
+def _flips(report: RunReport) -> dict[str, float]:
+    """The audit's flip rate and its interval, in percent of twice the upper bound."""
+    audit = report.audit
+    if audit is None or audit.flip_rate is None or audit.interval is None:
+        return {}
+    low, high = audit.interval
+    scale = 100 / min(2 * high, 1.0)
+    return {"rate": scale * audit.flip_rate, "low": scale * low, "width": scale * (high - low), "end": 100 / scale}
+
+
+def _text(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 90:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"

@@ -1,0 +1,45 @@
+"""Messages to a reader that has gone."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from typing import Any, TextIO
+
+
+def survive_closed_streams() -> None:
+    """Let what is written to a pipe without a reader, or to a log on a full disk, be lost instead of ending the run.
+
+    A scheduler that stops a task closes its pipes at once; the run still has rows and a report to write.
+    """
+    sys.stdout, sys.stderr = _Lossy(sys.stdout), _Lossy(sys.stderr)
+
+
+class _Lossy:
+    """A text stream whose writes never fail: after the first failure they go nowhere."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._give_up()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        with suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)

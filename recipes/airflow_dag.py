@@ -1,0 +1,77 @@
+"""Airflow 3: score a file every night with `prefill score`, then look at the summary.
+
+Copy it to the DAGs folder. Airflow variables, all optional (or AIRFLOW_VAR_PREFILL_HOME, ... in the environment of the
+workers); DATE in a path stands for the day of the run:
+
+    prefill_home            folder in which the command runs; paths start there   /srv/scoring
+    prefill_command         the command                                           .venv/bin/prefill
+    prefill_recipe          the job                                               recipes/labeling.yaml
+    prefill_input           the file, if it is not the recipe's                   e.g. in/DATE.parquet
+    prefill_output          where the scores go                                   out/nightly.DATE.parquet
+    prefill_max_error_rate  share of error rows above which the run fails         0.01
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime, timedelta
+from typing import Any
+
+from airflow.providers.standard.operators.bash import BashOperator
+from airflow.sdk import DAG, task
+
+# Values come as environment variables, never as part of the shell's text.
+# --resume: a retry goes on where the last try was stopped, and a run that is complete ends at once.
+# --max-error-rate 1: bad rows are no reason to try again; `check` judges them, with the numbers at hand.
+COMMAND = """
+cd "$SCORING_HOME" && exec "$SCORING_COMMAND" score ${SCORING_INPUT:+"$SCORING_INPUT"} --recipe "$SCORING_RECIPE" \
+    --output "$SCORING_OUTPUT" --resume --skip-empty --max-error-rate 1 --progress-interval 60
+"""
+
+
+def variable(name: str, default: str) -> str:
+    """An Airflow variable, read when the task runs, with the day for DATE."""
+    return f"{{{{ var.value.get('prefill_{name}', '{default}') | replace('DATE', ds) }}}}"
+
+
+with DAG(
+    dag_id="prefill_nightly",
+    schedule="15 2 * * *",
+    start_date=datetime(2025, 1, 1),
+    catchup=False,
+    max_active_runs=1,  # one run has the device to itself
+    tags=["prefill"],
+) as dag:
+    score = BashOperator(
+        task_id="score",
+        bash_command=COMMAND,
+        env={
+            "SCORING_HOME": variable("home", "/srv/scoring"),
+            "SCORING_COMMAND": variable("command", ".venv/bin/prefill"),
+            "SCORING_RECIPE": variable("recipe", "recipes/labeling.yaml"),
+            "SCORING_INPUT": variable("input", ""),
+            "SCORING_OUTPUT": variable("output", "out/nightly.DATE.parquet"),
+        },
+        append_env=True,  # OMP_NUM_THREADS, PREFILL_MODEL, ... of the worker reach the command
+        skip_on_exit_code=99,  # no rows tonight: this task and `check` are skipped
+        do_xcom_push=True,
+        output_processor=json.loads,  # the last line on stdout is the summary
+        # Also a night that is too long is stopped with SIGTERM and goes on in the next try. The delay is longer than
+        # the command takes to write what is finished; before that, its output is locked (exit code 5).
+        execution_timeout=timedelta(hours=6),
+        retries=3,
+        retry_delay=timedelta(minutes=5),
+    )
+
+    @task(retries=0)  # the scores stay what they are
+    def check(summary: dict[str, Any], max_error_rate: str) -> dict[str, Any]:
+        """Fail if the scores must not be used."""
+        rows, mean = summary["rows"], summary["mean_score"]
+        print(f"{rows['scored']:,} of {rows['total']:,} rows scored, mean {mean}: {summary['output']}")
+        if rows["errors"] > float(max_error_rate) * rows["total"]:
+            raise ValueError(f"{rows['errors']:,} of {rows['total']:,} rows failed: {rows['errors_by_code']}")
+        if mean is None or not 0.01 < mean < 0.99:
+            raise ValueError(f"a mean score of {mean}: is it still the right model, prompt and labels?")
+        return {"scored": rows["scored"], "mean_score": mean, "output": summary["output"]}
+
+    check(score.output, variable("max_error_rate", "0.01"))

@@ -1,0 +1,93 @@
+"""Measurements in child processes: budgets that hold, and ends that are told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from prefillcli.errors import PrefillError, UsageError
+from prefillcli.profile.children import ChildEnded, Subject, confirm, enforced, in_child, out_of_memory
+from tests.score.models import save_model
+
+MIB = 1 << 20
+
+
+def count(send, most: int) -> None:
+    for number in range(most):
+        send(number)
+
+
+def end_badly(send, how: str) -> None:
+    send("begun")
+    if how == "signal":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "usage":
+        raise UsageError("no such thing")
+    if how == "value":
+        raise ValueError("three is no even number")
+    time.sleep(60)
+
+
+def test_what_a_task_sends_comes_in_order() -> None:
+    assert list(in_child(count, 4)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "said"),
+    [
+        ("signal", ChildEnded, "ended by signal 9"),
+        ("usage", UsageError, "no such thing"),
+        ("value", ChildEnded, "ValueError: three is no even number"),
+    ],
+)
+def test_how_a_task_ends_is_told(how: str, kind: type[PrefillError], said: str) -> None:
+    found = []
+    with pytest.raises(kind, match=said):
+        found.extend(in_child(end_badly, how))
+
+
+def test_a_task_that_takes_too_long_is_ended() -> None:
+    with pytest.raises(ChildEnded, match="more than 0 seconds"):
+        list(in_child(end_badly, "sleep", timeout=0.01))
+
+
+def fill(send, budget: int, size: int) -> None:
+    """Sends whether numpy and torch get `size` bytes within `budget`, and what they lacked."""
+    for make in (lambda: np.ones(size, dtype=np.uint8), lambda: torch.ones(size, dtype=torch.uint8)):
+        with enforced("cpu", budget) as enforcement:
+            try:
+                make()
+            except (MemoryError, RuntimeError) as error:
+                send((out_of_memory(error), enforcement.excess(error)))
+            else:
+                send("fits")
+    make()  # the limit is gone
+
+
+def test_a_budget_is_kept_by_the_system() -> None:
+    assert list(in_child(fill, 64 * MIB, 40 * MIB)) == ["fits", "fits"]
+    (by_numpy, _), (by_torch, lacked) = in_child(fill, 64 * MIB, 80 * MIB)
+    assert by_numpy
+    assert by_torch
+    assert 14 * MIB <= lacked <= 20 * MIB
+
+
+def test_a_run_with_too_small_a_budget_is_reported_and_one_that_fits_confirmed(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", hidden=256)
+    subject = Subject(model, "float32", "cpu", False, 1, 64)
+    with closing(in_child(confirm, subject, "full", 2000, 4 * MIB)) as found:
+        refused = next(found)
+    assert (refused.tokens, refused.fits, refused.peak_bytes) == (2000, False, None)
+    assert refused.excess_bytes > 0
+    assert "memory" in refused.reason
+    with closing(in_child(confirm, subject, "full", 2000, 128 * MIB)) as found:
+        kept = next(found)
+    assert kept.fits
+    assert 4 * MIB < kept.peak_bytes <= 128 * MIB

@@ -1,0 +1,181 @@
+"""The search for the longest prompt."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+import torch
+
+from prefillcli.bench.models import random_llama
+from prefillcli.prefill.model import read_model_files
+from prefillcli.profile import lengths as module
+from prefillcli.profile.children import ChildEnded, Subject, _free_in_heap, enforced, in_child, out_of_memory, prepare
+from prefillcli.profile.laws import Law
+from prefillcli.profile.lengths import Search, probe_lengths, profile_mode, thinned
+from prefillcli.profile.store import Confirmation, MemoryPoint, TracePoint
+
+MIB = 1 << 20
+
+
+def test_short_runs_reach_half_of_what_the_law_allows() -> None:
+    law = Law(10 * MIB, {"all": 4096})
+    found = probe_lengths(law, 1034 * MIB, 1 << 20, 1024)
+    assert found == sorted(set(found))
+    assert len(found) == 5
+    assert found[0] == 8192
+    assert 126 * 1024 <= found[-1] <= 128 * 1024
+    assert all(tokens % 1024 == 0 for tokens in found)
+
+
+def test_short_runs_keep_to_the_models_own_limit() -> None:
+    found = probe_lengths(Law(0, {"all": 4096}), 1 << 40, 2048, 1024)
+    assert found[-1] == 2048
+    assert len(found) >= 3
+
+
+def test_a_budget_that_holds_nothing_has_no_short_runs() -> None:
+    assert probe_lengths(Law(10 * MIB, {"all": 4096}), 9 * MIB, 2048, 1024) == []
+
+
+def test_traces_keep_their_peaks() -> None:
+    points = [TracePoint(seconds=n, used_bytes=n % 100) for n in range(5000)]
+    kept = thinned(points)
+    assert len(kept) <= 600
+    assert max(p.used_bytes for p in kept) == 99
+    assert [p.seconds for p in kept] == sorted(p.seconds for p in kept)
+
+
+class Made:
+    """Stands in for child processes: `truth(tokens)` bytes for a run, of a speed in tokens a second."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, truth, *, short=None, rate: float = 1e5) -> None:
+        self.confirmed: list[int] = []
+        short = short or truth
+
+        def run(task, subject, mode, *arguments, timeout=None):
+            if task is module.measure:
+                for tokens in arguments[0]:
+                    yield MemoryPoint(tokens=tokens, peak_bytes=int(short(tokens)), seconds=tokens / rate)
+                return
+            tokens, budget = arguments
+            self.confirmed.append(tokens)
+            need = int(truth(tokens))
+            if need > budget:
+                yield Confirmation(tokens=tokens, fits=False, excess_bytes=need - budget, reason="refused")
+            else:
+                yield Confirmation(tokens=tokens, fits=True, peak_bytes=need, seconds=tokens / rate)
+
+        monkeypatch.setattr(module, "in_child", run)
+
+
+@pytest.fixture(scope="module")
+def search(tmp_path_factory: pytest.TempPathFactory) -> Search:
+    path = tmp_path_factory.mktemp("model")
+    random_llama("25M", torch.float32).save_pretrained(path)
+    subject = Subject(path, "float32", "cpu", False, 1, 256)
+    return Search(subject, read_model_files(path), 100 * MIB, 60.0, 1e9, lambda text: None)
+
+
+def replaced(search: Search, **changes) -> Search:
+    return Search(**{name: getattr(search, name) for name in Search.__slots__} | changes)
+
+
+def test_an_affine_mode_is_predicted_and_confirmed_at_once(monkeypatch: pytest.MonkeyPatch, search: Search) -> None:
+    made = Made(monkeypatch, lambda n: 5 * MIB + 40_000 * n)
+    found = profile_mode("full", search)
+    assert found.predicted_tokens == found.max_tokens == 95 * MIB // 40_000
+    assert found.limited_by == "memory"
+    assert made.confirmed == [found.predicted_tokens]
+    assert found.fit_over_law == pytest.approx(40_000 / found.law_token)
+    assert not found.notes
+
+
+def test_a_prediction_that_does_not_fit_is_shrunk_and_told(monkeypatch: pytest.MonkeyPatch, search: Search) -> None:
+    made = Made(monkeypatch, lambda n: 12 * MIB + 40_000 * n, short=lambda n: 5 * MIB + 40_000 * n)
+    found = profile_mode("full", search)
+    assert 1 < len(made.confirmed) <= 3
+    assert found.max_tokens == pytest.approx(88 * MIB / 40_000, rel=0.03)
+    assert found.max_tokens <= 88 * MIB / 40_000
+    assert "did not fit" in found.notes[0]
+
+
+def test_a_prediction_far_too_low_is_raised(monkeypatch: pytest.MonkeyPatch, search: Search) -> None:
+    Made(monkeypatch, lambda n: 5 * MIB + 30_000 * n, short=lambda n: 5 * MIB + 40_000 * n)
+    found = profile_mode("full", search)
+    assert found.max_tokens == pytest.approx(95 * MIB / 30_000, rel=0.04)
+
+
+def test_a_long_confirming_run_is_capped_and_told(monkeypatch: pytest.MonkeyPatch, search: Search) -> None:
+    made = Made(monkeypatch, lambda n: 5 * MIB + 4_000 * n, rate=1000)
+    found = profile_mode("hybrid", replaced(search, confirm_seconds=20.0))
+    assert found.capped
+    assert made.confirmed == [found.max_tokens]
+    assert found.max_tokens < found.predicted_tokens == 95 * MIB // 4_000
+    assert "which is not the maximum" in found.notes[0]
+
+
+def test_no_confirming_run_is_made_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch, search: Search) -> None:
+    made = Made(monkeypatch, lambda n: 5 * MIB + 40_000 * n)
+    found = profile_mode("full", replaced(search, confirm_seconds=0.0))
+    assert (found.predicted_tokens, found.max_tokens, made.confirmed) == (95 * MIB // 40_000, None, [])
+
+
+def test_the_models_own_limit_is_named(monkeypatch: pytest.MonkeyPatch, search: Search) -> None:
+    Made(monkeypatch, lambda n: 5 * MIB + 100 * n)
+    found = profile_mode("hybrid", search)
+    assert (found.predicted_tokens, found.max_tokens, found.limited_by) == (1 << 17, 1 << 17, "model")
+
+
+def test_a_budget_for_nothing_is_a_note(search: Search) -> None:
+    found = profile_mode("hybrid", replaced(search, budget=1 * MIB))
+    assert found.predicted_tokens is None
+    assert "does not even hold" in found.notes[0]
+
+
+def test_a_child_that_dies_is_a_note(monkeypatch: pytest.MonkeyPatch, search: Search) -> None:
+    def run(task, *arguments, timeout=None):
+        if task is module.measure:
+            yield from (MemoryPoint(tokens=n, peak_bytes=n * 40_000, seconds=0.1) for n in (100, 200, 400))
+        raise ChildEnded("the process was ended by signal 9 (SIGKILL)")
+
+    monkeypatch.setattr(module, "in_child", run)
+    found = profile_mode("full", search)
+    assert found.max_tokens is None
+    assert "ended early" in found.notes[0]
+    assert "no confirming run stayed" in found.notes[-1]
+    assert all("SIGKILL" in str(each.reason) for each in found.confirmations)
+
+
+def bisect(send, subject: Subject, mode: str, budget: int, low: int, high: int) -> None:
+    """Sends the longest length that runs within the budget, to 1 %."""
+    prefill, prompt = prepare(subject, mode)
+    while high - low > low // 100:
+        middle = (low + high) // 2
+        ids = prompt(middle)
+        try:
+            with enforced("cpu", budget):
+                prefill(ids)
+            low = middle
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            high = middle
+    send((low, _free_in_heap()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "budget"), [("full", 128 * MIB), ("hybrid", 40 * MIB)])
+def test_the_prediction_is_near_the_longest_found_by_bisection(search: Search, mode: str, budget: int) -> None:
+    chunk = 64 if mode == "hybrid" else 256
+    subject = Subject(search.subject.path, "float32", "cpu", False, 1, chunk)
+    said: list[str] = []
+    found = profile_mode(mode, replaced(search, subject=subject, budget=budget, fit_seconds=40.0, tell=said.append))
+    predicted = found.predicted_tokens
+    assert predicted is not None
+    with closing(in_child(bisect, subject, mode, budget, int(0.9 * predicted), int(1.1 * predicted))) as result:
+        longest, free = next(result)
+    print(found.model_dump_json(indent=1), longest, free)
+    assert predicted == pytest.approx(longest, rel=0.05), said
+    assert found.max_tokens == pytest.approx(longest, rel=0.05), said
+    assert found.max_tokens <= 1.015 * longest
