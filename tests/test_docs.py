@@ -15,13 +15,18 @@ from prefillcli.bench.report import BenchReport, MethodResult, WorkloadResult
 from prefillcli.cli import app
 from prefillcli.data.rows import ERROR_CODES
 from prefillcli.report.run import RunReport
-from prefillcli.settings import BenchSettings, InspectSettings, ScoreSettings
+from prefillcli.settings import BenchSettings, InspectSettings, ProfileSettings, ScoreSettings
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
 
 
-COMMANDS: dict[str, type[BaseModel]] = {"score": ScoreSettings, "bench": BenchSettings, "inspect": InspectSettings}
+COMMANDS: dict[str, type[BaseModel]] = {
+    "score": ScoreSettings,
+    "bench": BenchSettings,
+    "inspect": InspectSettings,
+    "profile": ProfileSettings,
+}
 
 
 def options(text: str) -> set[str]:
@@ -30,7 +35,8 @@ def options(text: str) -> set[str]:
 
 def options_of(command: str) -> set[str]:
     fields = COMMANDS[command].model_fields
-    return {"--" + name.replace("_", "-") for name in fields if name != "inputs"} | {"--no-chat", "--recipe"}
+    no = {"--no-chat"} if "chat" in fields else set()
+    return {"--" + name.replace("_", "-") for name in fields if name != "inputs"} | {"--recipe"} | no
 
 
 @pytest.mark.parametrize("command", COMMANDS)

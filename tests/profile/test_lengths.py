@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import closing
-
 import pytest
 import torch
 
 from prefillcli.bench.models import random_llama
 from prefillcli.prefill.model import read_model_files
 from prefillcli.profile import lengths as module
-from prefillcli.profile.children import ChildEnded, Subject, _free_in_heap, enforced, in_child, out_of_memory, prepare
+from prefillcli.profile.children import ChildEnded, Subject
 from prefillcli.profile.laws import Law
 from prefillcli.profile.lengths import Search, probe_lengths, profile_mode, thinned
 from prefillcli.profile.store import Confirmation, MemoryPoint, TracePoint
@@ -145,37 +143,3 @@ def test_a_child_that_dies_is_a_note(monkeypatch: pytest.MonkeyPatch, search: Se
     assert "ended early" in found.notes[0]
     assert "no confirming run stayed" in found.notes[-1]
     assert all("SIGKILL" in str(each.reason) for each in found.confirmations)
-
-
-def bisect(send, subject: Subject, mode: str, budget: int, low: int, high: int) -> None:
-    """Sends the longest length that runs within the budget, to 1 %."""
-    prefill, prompt = prepare(subject, mode)
-    while high - low > low // 100:
-        middle = (low + high) // 2
-        ids = prompt(middle)
-        try:
-            with enforced("cpu", budget):
-                prefill(ids)
-            low = middle
-        except (MemoryError, RuntimeError) as error:
-            if not out_of_memory(error):
-                raise
-            high = middle
-    send((low, _free_in_heap()))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("mode", "budget"), [("full", 128 * MIB), ("hybrid", 40 * MIB)])
-def test_the_prediction_is_near_the_longest_found_by_bisection(search: Search, mode: str, budget: int) -> None:
-    chunk = 64 if mode == "hybrid" else 256
-    subject = Subject(search.subject.path, "float32", "cpu", False, 1, chunk)
-    said: list[str] = []
-    found = profile_mode(mode, replaced(search, subject=subject, budget=budget, fit_seconds=40.0, tell=said.append))
-    predicted = found.predicted_tokens
-    assert predicted is not None
-    with closing(in_child(bisect, subject, mode, budget, int(0.9 * predicted), int(1.1 * predicted))) as result:
-        longest, free = next(result)
-    print(found.model_dump_json(indent=1), longest, free)
-    assert predicted == pytest.approx(longest, rel=0.05), said
-    assert found.max_tokens == pytest.approx(longest, rel=0.05), said
-    assert found.max_tokens <= 1.015 * longest
