@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,10 +18,10 @@ from prefillcli.forecast import Predict
 from prefillcli.loading import Opened, compression_of, plan_memory
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plans
+from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.report.survey import KeepCost, PackLimits, PlanCost
 from prefillcli.settings import LoadingOptions
 
-SCHEDULES = ("prefix-tree", "fifo")
 PREFIX_KV = ("auto", "discard", "offload")  # keep is the same as auto
 KEEP_RATES = (1.0, 0.5, 0.3, 0.2, 0.1)
 
@@ -75,11 +75,10 @@ class Alternatives:
         if len(fitting) < len(readings):
             self.errors["exceeds_memory"] += len(readings) - len(fitting)
         own: Plan | None = None
-        for schedule in SCHEDULES:
-            costs = [cost for cost in self.plans if cost.schedule == schedule]
-            for cost, plan in zip(costs, self._plans(fitting, list(self._limits.values()), schedule), strict=True):
-                self._charge(cost, plan)
-                own = plan if cost.chosen else own
+        cases = [(cost.schedule, self._limits[cost.prefix_kv]) for cost in self.plans]
+        for cost, plan in zip(self.plans, self._plans(fitting, cases), strict=True):
+            self._charge(cost, plan)
+            own = plan if cost.chosen else own
         for keep in self.keeps:
             self._add_keep(keep, prompts, own if keep.keep == self._keep else None)
 
@@ -94,7 +93,7 @@ class Alternatives:
         fitting = self._fitting(self._readings(prompts, cost.keep))
         cost.compressed_rows += sum(reading.method == SPECPREFILL for reading in fitting)
         cost.kept_tokens += sum(len(reading.tokens) for reading in fitting)
-        self._charge(cost, plan or next(iter(self._plans(fitting, [self._own], self._schedule))))
+        self._charge(cost, plan or next(self._plans(fitting, [(self._schedule, self._own)])))
 
     def _readings(self, prompts: Sequence[Prompt], keep: float) -> list[Reading]:
         """How the target would read the prompts if the draft found the first chunks of each the most important."""
@@ -116,9 +115,8 @@ class Alternatives:
     def _fitting(self, readings: Sequence[Reading]) -> list[Reading]:
         return [reading for reading in readings if len(reading.tokens) <= self._own.max_tokens]
 
-    def _plans(self, readings: Sequence[Reading], limits: Sequence[Limits], schedule: str) -> Sequence[Plan]:
-        tokens, positions = [each.tokens for each in readings], [each.positions for each in readings]
-        return list(make_plans(tokens, limits, schedule, positions))
+    def _plans(self, readings: Sequence[Reading], cases: Sequence[tuple[str, Limits]]) -> Iterator[Plan]:
+        return make_plans([each.tokens for each in readings], cases, [each.positions for each in readings])
 
     def _charge(self, cost: PlanCost | KeepCost, plan: Plan) -> None:
         if isinstance(cost, PlanCost):

@@ -169,10 +169,15 @@ class MemoryOptions(Settings):
     chunk_tokens: int | None = option(
         None, "Tokens of one call of a layer. (default: from the model)", MEMORY, metavar="N", ge=1
     )
-    schedule: Literal["prefix-tree", "fifo"] = option("prefix-tree", "Order in which rows are computed.", MEMORY)
+    schedule: Literal["prefix-tree", "fifo", "srjf", "srjf-calibrated"] = option(
+        "prefix-tree",
+        "Order in which rows are computed: by shared prefixes, as they come, the shortest first, or the one with the "
+        "fewest tokens that are not cached.",
+        MEMORY,
+    )
     prefix_kv: Literal["auto", "discard", "keep", "offload"] = option(
         "auto",
-        "K,V of a prefix that spans packs: compute again, keep on the device, keep in host memory.",
+        "K,V of prefixes that several packs need: compute again, keep on the device, keep in host memory.",
         MEMORY,
     )
 

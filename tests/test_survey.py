@@ -18,6 +18,7 @@ from prefillcli.data.rows import Prompt, RowError, Window
 from prefillcli.forecast import Forecast
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan, make_plans
+from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.plan.sharing import shared_nodes
 from prefillcli.plan.trie import build_forest, token_order
 from prefillcli.prefill.model import read_model_files
@@ -133,10 +134,11 @@ def test_rows_are_counted_by_what_happens_to_them() -> None:
     assert rows.errors_by_code == {"null_prompt": 1, "prompt_too_long": 1}
 
 
-@given(some_prompts, st.integers(1, 60), st.sampled_from(["prefix-tree", "fifo"]))
-def test_plans_under_several_limits_are_those_under_each(prompts: list[np.ndarray], size: int, schedule: str) -> None:
+@given(some_prompts, st.integers(1, 60))
+def test_plans_of_several_cases_are_those_of_each(prompts: list[np.ndarray], size: int) -> None:
     limits = [Limits(size, 100), Limits(size, 100, held_tokens=8, held_cost=1.0), Limits(100, 100)]
-    for own, plan in zip(limits, make_plans(prompts, limits, schedule), strict=True):
+    cases = [(schedule, own) for schedule in SCHEDULES for own in limits]
+    for (schedule, own), plan in zip(cases, make_plans(prompts, cases), strict=True):
         alone = make_plan(prompts, own, schedule)
         assert [pack.tokens.tolist() for pack in plan.packs] == [pack.tokens.tolist() for pack in alone.packs]
         assert plan.unique_tokens == alone.unique_tokens

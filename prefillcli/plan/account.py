@@ -31,11 +31,12 @@ def account(pack: Pack) -> list[Account]:
         if pack.parents[node] >= 0:
             below[pack.parents[node]] += below[node]
     lengths = [b - a for a, b in zip(pack.offsets[:-1], pack.offsets[1:], strict=True)]
-    further = set(pack.hold_nodes)  # the next pack's prompts share them too
+    further = {node for index, node in pack.keep if index == pack.index}  # later packs' prompts share them too
     shared = [0] * len(below)  # tokens from the root to the node that several prompts share
     fair = [0.0] * len(below)
     for node, parent in enumerate(pack.parents):
-        inherited = (shared[parent], fair[parent]) if parent >= 0 else (pack.attach[node], 0.0)
+        held = sum(pack.held[number].length for number in pack.attach[node])
+        inherited = (shared[parent], fair[parent]) if parent >= 0 else (held, 0.0)
         shared[node] = inherited[0] + (lengths[node] if below[node] > 1 or node in further else 0)
         fair[node] = inherited[1] + lengths[node] / max(below[node], 1)
     charged: set[int] = set()

@@ -1,21 +1,22 @@
 """Packs: the forest cut into pieces that the engine walks one after the other.
 
 A pack is a forest in depth-first order, flat: its nodes' tokens stand one after the other, children behind their
-parent. A tree that is larger than one pack goes on in the next one, which takes the K,V of the path they share
-(`held` tokens, positions 0 to `held`) from the pack before or computes that path once more.
+parent. Prompts of later packs that begin with the same nodes take their K,V from a cache of bounded size, or compute
+them once more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from prefillcli.plan.queue import Queue
 from prefillcli.plan.trie import TokenArray, TrieNode
 
 HELD_PACKS = 16
-"""Packs after which a shared path is computed again instead of held: what a resumed run may have to repeat."""
+"""Packs after which nothing is held and shared prefixes are computed again: what a resumed run may have to repeat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +24,9 @@ class Limits:
     """What fits one pack.
 
     `tokens` is the size aimed at; `max_tokens` what the memory budget allows at all, where a held token costs
-    `held_cost` computed ones (it keeps every layer's K,V). `held_tokens` is the longest path whose K,V may be kept
-    between packs; 0 means the path is computed again. `read_tokens` bounds the tokens that a pack's prompts see, each
-    prompt counted whole; a prompt that has more gets a pack of its own.
+    `held_cost` computed ones (it keeps every layer's K,V). `held_tokens` is the size of the prefix cache: tokens whose
+    K,V may be kept between packs; 0 means that prefixes are computed again. `read_tokens` bounds the tokens that a
+    pack's prompts see, each prompt counted whole; a prompt that has more gets a pack of its own.
     """
 
     tokens: int
@@ -35,13 +36,25 @@ class Limits:
     read_tokens: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A node whose K,V come from an earlier pack: `length` tokens, with `start` tokens before them on their path.
+
+    `key` names the pack that computed it and its number there.
+    """
+
+    key: tuple[int, int]
+    start: int
+    length: int
+
+
 @dataclass(slots=True)
 class Pack:
     """One pass over the model. Nodes are in depth-first order; all arrays have one entry a node.
 
     `tokens` int32 [n] are the tokens to compute, node after node: node i is `tokens[offsets[i]:offsets[i + 1]]`, with
     `starts[i]` tokens before it on its path; `positions` int32 [n] are their positions in the whole prompt.
-    `parents[i]` is a node's number, or -1 for a root, which sees the first `attach[i]` held tokens.
+    `parents[i]` is a node's number, or -1 for a root, which sees the held nodes `attach[i]`, root first.
     `reads[k] = (node, prompts)`: at the end of this node these prompts are answered.
     """
 
@@ -51,80 +64,171 @@ class Pack:
     offsets: list[int]
     starts: list[int]
     parents: list[int]
-    attach: list[int]
+    attach: list[tuple[int, ...]]
     reads: list[tuple[int, tuple[int, ...]]]
-    held: int = 0  # tokens whose K,V come from an earlier pack
-    needs: tuple[int, ...] = ()  # the packs that computed them
-    hold_attach: int = 0  # of the held tokens, how many the next pack goes on using ...
-    hold_nodes: tuple[int, ...] = ()  # ... and the nodes below them, root first
+    held: tuple[Held, ...] = ()
+    keep: frozenset[tuple[int, int]] = frozenset()
+    """Keys of the nodes, held or its own, whose K,V later packs hold."""
 
     @property
     def prompts(self) -> list[int]:
         """The prompts answered here."""
         return [prompt for _, prompts in self.reads for prompt in prompts]
 
-
-@dataclass(slots=True)
-class _Draft:
-    """A pack being filled."""
-
-    nodes: dict[int, int] = field(default_factory=dict)  # id(TrieNode) -> number in the pack
-    order: list[TrieNode] = field(default_factory=list)
-    reads: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
-    tokens: int = 0
-    read_tokens: int = 0
-    held: list[TrieNode] = field(default_factory=list)  # path whose K,V come from earlier packs
+    @property
+    def held_tokens(self) -> int:
+        """Tokens whose K,V come from earlier packs."""
+        return sum(node.length for node in self.held)
 
     @property
-    def held_length(self) -> int:
-        return self.held[-1].end if self.held else 0
+    def needs(self) -> set[int]:
+        """The packs that computed what is held."""
+        return {node.key[0] for node in self.held}
 
 
 def cut_packs(
-    roots: Sequence[TrieNode],
-    prompts: Sequence[TokenArray],
-    limits: Limits,
-    positions: Sequence[TokenArray | None],
+    queue: Queue, prompts: Sequence[TokenArray], limits: Limits, positions: Sequence[TokenArray | None]
 ) -> list[Pack]:
-    """Fill packs with the forest in depth-first order. `positions` as in `make_plan`.
+    """Fill packs with the prompts of the queue as they come. `positions` as in `make_plan`.
 
-    Every prompt of the forest is answered in exactly one pack. A prompt longer than `limits.tokens` gets a pack of
-    its own; the caller keeps out prompts longer than `limits.max_tokens`.
+    Every prompt is answered in exactly one pack. A prompt longer than `limits.tokens` gets a pack of its own; the
+    caller keeps out prompts longer than `limits.max_tokens`. Between packs the prefix cache keeps nodes that waiting
+    prompts begin with, those used last before others.
     """
-    packs: list[Pack] = []
-    draft = _Draft()
-    computed_in: dict[int, int] = {}  # id(TrieNode) -> pack that computed it last
-    for node in _read_nodes(roots):
-        path = _path(node)
-        if draft.order and not _fits(draft, path, limits):
-            held = [n for n in _common_path(draft, path) if n.end <= limits.held_tokens]
-            if held and (node.end - held[-1].end) + held[-1].end * limits.held_cost > limits.max_tokens:
-                held = []
-            if len(packs) % HELD_PACKS == HELD_PACKS - 1:
-                held = []
-            packs.append(_close(draft, held, len(packs), prompts, positions, computed_in))
-            draft = _Draft(held=held)
-        held_ids = {id(n) for n in draft.held}
-        for step in path:
-            if id(step) not in draft.nodes and id(step) not in held_ids:
-                draft.nodes[id(step)] = len(draft.order)
-                draft.order.append(step)
-                draft.tokens += step.length
-        draft.reads.append((draft.nodes[id(node)], tuple(node.reads)))
-        draft.read_tokens += node.end
-    if draft.order:
-        packs.append(_close(draft, [], len(packs), prompts, positions, computed_in))
-    return packs
+    return _Cutter(queue, prompts, limits, positions).cut()
 
 
-def _read_nodes(roots: Sequence[TrieNode]) -> Iterator[TrieNode]:
-    """Nodes at which prompts end, in depth-first order."""
-    stack = list(reversed(roots))
-    while stack:
-        node = stack.pop()
-        if node.reads:
-            yield node
-        stack.extend(reversed(node.children))
+class _Draft:
+    """A pack being filled."""
+
+    def __init__(self, held: Sequence[TrieNode] = ()) -> None:
+        self.held = {id(node): node for node in held}
+        self.held_tokens = sum(node.length for node in held)
+        self.added: dict[int, TrieNode] = {}
+        self.ends: list[TrieNode] = []
+        self.tokens = 0
+        self.read_tokens = 0
+
+    def missing(self, path: Sequence[TrieNode]) -> list[TrieNode]:
+        """What is to be computed of a path: its end in any case, since K,V alone give no answer."""
+        *above, end = path
+        nodes = [node for node in above if id(node) not in self.added and id(node) not in self.held]
+        return nodes if id(end) in self.added else [*nodes, end]
+
+    def add(self, path: Sequence[TrieNode]) -> list[TrieNode]:
+        """Take a prompt in; returns the nodes that are computed for it."""
+        new = self.missing(path)
+        self.added.update((id(node), node) for node in new)
+        self.ends.append(path[-1])
+        self.tokens += sum(node.length for node in new)
+        self.read_tokens += path[-1].end
+        return new
+
+
+class _Cutter:
+    def __init__(
+        self,
+        queue: Queue,
+        prompts: Sequence[TokenArray],
+        limits: Limits,
+        positions: Sequence[TokenArray | None],
+    ) -> None:
+        self._queue = queue
+        self._prompts = prompts
+        self._limits = limits
+        self._positions = positions
+        self._packs: list[Pack] = []
+        self._draft = _Draft()
+        self._used: dict[int, int] = {}  # id(node) -> when a prompt used it last, counted in prompts
+        self._keys: dict[int, tuple[int, int]] = {}  # id(node) -> the pack that computed it last, and its number there
+
+    def cut(self) -> list[Pack]:
+        taken = 0
+        while self._queue:
+            path = _path(self._queue.next())
+            if self._draft.added and not self._fits(path):
+                path = self._begin_pack()
+            self._queue.take()
+            self._queue.computed(self._draft.add(path))
+            taken += 1
+            self._used.update((id(node), taken) for node in path)
+        if self._draft.added:
+            self._packs.append(self._pack([]))
+        return self._packs
+
+    def _fits(self, path: Sequence[TrieNode]) -> bool:
+        draft, limits = self._draft, self._limits
+        if limits.read_tokens is not None and draft.read_tokens + path[-1].end > limits.read_tokens:
+            return False
+        tokens = draft.tokens + sum(node.length for node in draft.missing(path))
+        # Room for what is held now, and for this path behind it.
+        held = min(max(draft.held_tokens, path[-1].start), limits.held_tokens)
+        return tokens <= limits.tokens and tokens + held * limits.held_cost <= limits.max_tokens
+
+    def _begin_pack(self) -> list[TrieNode]:
+        """Close the draft; return the path that the new one begins with."""
+        keep = self._cache()
+        self._queue.held(keep)
+        path = _path(self._queue.next())  # with other nodes at hand it may be another one
+        while keep and not self._fits_alone(path, keep):
+            keep.remove(next((node for node in reversed(keep) if node not in path), keep[-1]))
+        self._queue.held(keep)
+        self._packs.append(self._pack(keep))
+        self._draft = _Draft(keep)
+        return path
+
+    def _cache(self) -> list[TrieNode]:
+        """The nodes at hand that stay so: the last used first, parents before their children."""
+        limits, draft = self._limits, self._draft
+        if len(self._packs) % HELD_PACKS == HELD_PACKS - 1:
+            return []
+        room = float(limits.held_tokens)
+        if limits.held_cost:
+            room = min(room, (limits.max_tokens - draft.tokens) / limits.held_cost)
+        useful = [node for node in (draft.held | draft.added).values() if self._queue.awaits(node)]
+        useful.sort(key=lambda node: (-self._used[id(node)], node.start))
+        keep: list[TrieNode] = []
+        kept: set[int] = set()
+        for node in useful:
+            if node.length <= room and (node.parent is None or id(node.parent) in kept):
+                keep.append(node)
+                kept.add(id(node))
+                room -= node.length
+        return keep
+
+    def _fits_alone(self, path: Sequence[TrieNode], held: Sequence[TrieNode]) -> bool:
+        draft = _Draft(held)
+        tokens = sum(node.length for node in draft.missing(path))
+        return tokens + draft.held_tokens * self._limits.held_cost <= self._limits.max_tokens
+
+    def _pack(self, keep: Sequence[TrieNode]) -> Pack:
+        draft, index = self._draft, len(self._packs)
+        nodes = sorted(draft.added.values(), key=self._queue.number)
+        numbers = {id(node): number for number, node in enumerate(nodes)}
+        held_numbers = {name: number for number, name in enumerate(draft.held)}
+        held = tuple(Held(self._keys[name], node.start, node.length) for name, node in draft.held.items())
+        self._keys.update((id(node), (index, number)) for number, node in enumerate(nodes))
+        parents, attach = [], []
+        for node in nodes:
+            inside = node.parent is not None and id(node.parent) in numbers
+            parents.append(numbers[id(node.parent)] if inside else -1)
+            above = [] if inside or node.parent is None else _path(node.parent)
+            attach.append(tuple(held_numbers[id(each)] for each in above))
+        offsets = [0]
+        for node in nodes:
+            offsets.append(offsets[-1] + node.length)
+        return Pack(
+            index=index,
+            tokens=np.concatenate([self._prompts[node.prompt][node.start : node.end] for node in nodes]),
+            positions=np.concatenate([_positions(node, self._positions[node.prompt]) for node in nodes]),
+            offsets=offsets,
+            starts=[node.start for node in nodes],
+            parents=parents,
+            attach=attach,
+            reads=[(numbers[id(end)], tuple(end.reads)) for end in sorted(draft.ends, key=self._queue.number)],
+            held=held,
+            keep=frozenset(self._keys[id(node)] for node in keep),
+        )
 
 
 def _path(node: TrieNode) -> list[TrieNode]:
@@ -133,65 +237,6 @@ def _path(node: TrieNode) -> list[TrieNode]:
     while path[-1].parent is not None:
         path.append(path[-1].parent)
     return path[::-1]
-
-
-def _fits(draft: _Draft, path: Sequence[TrieNode], limits: Limits) -> bool:
-    if limits.read_tokens is not None and draft.read_tokens + path[-1].end > limits.read_tokens:
-        return False
-    held = {id(n) for n in draft.held}
-    more = sum(n.length for n in path if id(n) not in draft.nodes and id(n) not in held)
-    tokens = draft.tokens + more
-    # What the next pack may want held is at most the longer of this path and the one held now.
-    kept = min(max(draft.held_length, path[-1].start), limits.held_tokens)
-    return tokens <= limits.tokens and tokens + kept * limits.held_cost <= limits.max_tokens
-
-
-def _common_path(draft: _Draft, path: Sequence[TrieNode]) -> list[TrieNode]:
-    """The part of `path` that is at hand after the draft: held by it or computed in it."""
-    held = {id(n) for n in draft.held}
-    common: list[TrieNode] = []
-    for node in path:
-        if id(node) not in draft.nodes and id(node) not in held:
-            break
-        common.append(node)
-    return common
-
-
-def _close(
-    draft: _Draft,
-    keep: Sequence[TrieNode],
-    index: int,
-    prompts: Sequence[TokenArray],
-    positions: Sequence[TokenArray | None],
-    computed_in: dict[int, int],
-) -> Pack:
-    held = {id(n) for n in draft.held}
-    offsets = [0]
-    for node in draft.order:
-        offsets.append(offsets[-1] + node.length)
-    needs = tuple(sorted({computed_in[id(n)] for n in draft.held}))
-    for node in draft.order:
-        computed_in[id(node)] = index
-    parents, attach = [], []
-    for node in draft.order:
-        inside = node.parent is not None and id(node.parent) in draft.nodes
-        parents.append(draft.nodes[id(node.parent)] if inside else -1)
-        attach.append(node.start if not inside and node.parent is not None else 0)
-    kept_held = [n for n in keep if id(n) in held]
-    return Pack(
-        index=index,
-        tokens=np.concatenate([prompts[n.prompt][n.start : n.end] for n in draft.order]),
-        positions=np.concatenate([_positions(n, positions[n.prompt]) for n in draft.order]),
-        offsets=offsets,
-        starts=[n.start for n in draft.order],
-        parents=parents,
-        attach=attach,
-        reads=draft.reads,
-        held=draft.held_length,
-        needs=needs,
-        hold_attach=kept_held[-1].end if kept_held else 0,
-        hold_nodes=tuple(draft.nodes[id(n)] for n in keep if id(n) not in held),
-    )
 
 
 def _positions(node: TrieNode, positions: TokenArray | None) -> TokenArray:

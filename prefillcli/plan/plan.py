@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prefillcli.plan.pack import Limits, Pack, cut_packs
+from prefillcli.plan.queue import Queue
 from prefillcli.plan.trie import (
     KeyArray,
     TokenArray,
@@ -38,33 +39,31 @@ def make_plan(
     schedule: str = "prefix-tree",
     positions: Sequence[TokenArray | None] | None = None,
 ) -> Plan:
-    """Plan `prompts` (token ids each) under `limits`.
+    """Plan `prompts` (token ids each) under `limits`, in the order of one of the `SCHEDULES`.
 
-    `prefix-tree` sorts by tokens, so that every shared prefix is computed once; `fifo` keeps the order given
-    and shares only what a prompt has in common with the one before it. `positions` are ascending, one for each
+    `prefix-tree` goes through the trie of the prompts depth first, so that every shared prefix is computed once.
+    `fifo` keeps the order given, `srjf` takes short prompts first, `srjf-calibrated` those with the fewest tokens that
+    are not at hand: computed in the same pack, or held in the prefix cache. `positions` are ascending, one for each
     token of a prompt; None where they count from 0. Tokens are shared only at the same positions.
     """
-    return next(make_plans(prompts, [limits], schedule, positions))
+    return next(make_plans(prompts, [(schedule, limits)], positions))
 
 
 def make_plans(
     prompts: Sequence[TokenArray],
-    limits: Iterable[Limits],
-    schedule: str = "prefix-tree",
+    cases: Iterable[tuple[str, Limits]],
     positions: Sequence[TokenArray | None] | None = None,
 ) -> Iterator[Plan]:
-    """The plan of `make_plan` under each of the `limits`; what the prompts share is looked for once."""
+    """The plan of `make_plan` with each schedule and limits; what the prompts share is looked for once."""
     positions = positions or [None] * len(prompts)
     keys: Sequence[KeyArray] = prompts
     if any(own is not None for own in positions):
         keys = [keys_with_positions(tokens, own) for tokens, own in zip(prompts, positions, strict=True)]
     forest = build_forest(keys, token_order(keys))
     unique = forest_tokens(forest)
-    if schedule == "fifo":
-        forest = build_forest(keys, range(len(keys)))
     forest = dissolve_small_nodes(forest)
-    for own_limits in limits:
-        yield Plan(cut_packs(forest, prompts, own_limits, positions), unique)
+    for schedule, limits in cases:
+        yield Plan(cut_packs(Queue(forest, schedule), prompts, limits, positions), unique)
 
 
 def packs_to_run(plan: Plan, done: Iterable[int]) -> list[Pack]:

@@ -120,7 +120,7 @@ class ForestAttention:
         self._values: Tensor | None = None
         self._at: Chunk | Reads | Step | None = None
         self._keys_only = False
-        self._held: tuple[Tensor, Tensor] | None = None
+        self._held: Sequence[tuple[Tensor, Tensor]] = ()
         self.calls = 0  # by the current layer call; more or fewer than one is no layer we know
         self.windows: set[int] = set()  # sliding windows that layers asked for
 
@@ -145,8 +145,8 @@ class ForestAttention:
             raise RuntimeError("no layer was called yet")
         return Sight(self.keys_values[0][0], torch.cat(self._queries, dim=1), self._scoring)
 
-    def start_layer(self, held: tuple[Tensor, Tensor] | None) -> None:
-        """Begin a layer, with the K,V of the held tokens if there are any."""
+    def start_layer(self, held: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Begin a layer, with the K,V of the held nodes, on any device."""
         self._held = held
         self._queries = []
 
@@ -222,10 +222,13 @@ class ForestAttention:
         held = chunk.tree.held
         at = slice(held + chunk.start, held + chunk.end)
         self._keys, self._values = self._room(self._keys, key), self._room(self._values, value)
-        if self._held is not None:
-            self._keys[:, :, :held] = self._held[0][:, :, :held]
-            self._values[:, :, :held] = self._held[1][:, :, :held]
-            self._held = None
+        first = 0
+        for keys, values in self._held:
+            last = first + keys.shape[2]
+            self._keys[:, :, first:last].copy_(keys, non_blocking=True)
+            self._values[:, :, first:last].copy_(values, non_blocking=True)
+            first = last
+        self._held = ()
         self._keys[:, :, at], self._values[:, :, at] = key, value
 
     def _watch(self, chunk: Chunk, query: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Which query sees which key: a pack laid out for forest attention.
 
-One layer's K,V stand in one buffer: the held tokens first, then the pack's tokens in depth-first order. The
+One layer's K,V stand in one buffer: the held nodes first, then the pack's tokens in depth-first order. The
 queries of a chunk see their own node causally and each ancestor entirely. The descendants of a node are contiguous,
 so "all of them to the ancestor" is one `Span`; what is left are the triangles, the `pieces` of nodes in the chunk.
 
@@ -73,9 +73,12 @@ class Tree:
     def __init__(self, pack: Pack) -> None:
         self.offsets = pack.offsets
         self.parents = pack.parents
-        self.attach = pack.attach
         self.starts = pack.starts
-        self.held = pack.held
+        self.held = pack.held_tokens
+        ends = np.cumsum([node.length for node in pack.held], dtype=np.int64).tolist()
+        held = [(end - node.length, end, node.start) for node, end in zip(pack.held, ends, strict=True)]
+        #: The held nodes that each root sees, as (start, end) in the buffer and tokens before them on the path.
+        self.attach = [[held[number] for number in seen] for seen in pack.attach]
         count = len(pack.parents)
         self.ends = [0] * count  # where the node's last descendant ends
         for node in range(count - 1, -1, -1):
@@ -97,8 +100,7 @@ class Tree:
             if self.parents[node] < 0:
                 break
             node = self.parents[node]
-        if self.attach[node]:
-            runs.append((0, self.attach[node]))
+        runs.extend((first, last) for first, last, _ in reversed(self.attach[node]))
         return runs[::-1]
 
     def nodes_over(self, start: int, end: int) -> list[int]:
@@ -140,8 +142,8 @@ class Chunk:
         pieces: list[tuple[int, int]] = []
         for node in tree.nodes_over(a, b):
             first, last, below = tree.offsets[node], tree.offsets[node + 1], tree.ends[node]
-            if tree.attach[node]:
-                spans.add(max(a, first) - a, min(b, below) - a, 0, tree.attach[node], 0)
+            for k0, k1, depth in tree.attach[node]:
+                spans.add(max(a, first) - a, min(b, below) - a, k0, k1, depth)
             if max(a, last) < min(b, below):
                 spans.add(
                     max(a, last) - a,
@@ -192,8 +194,8 @@ class Reads:
                 root = parent
                 first, last = tree.offsets[root], tree.offsets[root + 1]
                 spans.add(query, query + 1, tree.held + first, tree.held + last, tree.starts[root])
-            if tree.attach[root]:
-                spans.add(query, query + 1, 0, tree.attach[root], 0)
+            for k0, k1, depth in tree.attach[root]:
+                spans.add(query, query + 1, k0, k1, depth)
         return spans.merged()
 
     def own(self, window: int | None) -> list[tuple[int, int]]:

@@ -97,24 +97,24 @@ class LayerWalk:
         self._decoder = decoder
         self._recording: Recording | None = None
         self._injected: Tensor | None = None
-        self._held: dict[int, KeyValue] = {}  # by layer
+        self._held: list[dict[tuple[int, int], KeyValue]] = [{} for _ in self.layers]  # by `Held.key`
         self._offload_held = offload_held
         self.windows: set[int] = set()  # sliding windows that layers have asked for so far
 
     def close(self) -> None:
         """Give the model its layers back."""
         self._decoder.layers = nn.ModuleList(self.layers)
-        self._held = {}
+        self._held.clear()
 
     @torch.inference_mode()
     def read_logits(self, pack: Pack, tick: Tick = lambda tokens: None) -> Iterator[Tensor]:
         """Walk `pack`; yield float32 logits [reads, vocabulary] in pieces, in the order of `pack.reads`.
 
         `tick` is called after each step with the number of tokens it advanced by, so that they add up to the pack's;
-        it may raise to stop the walk. K,V that the next pack holds are kept until then.
+        it may raise to stop the walk. K,V that later packs hold are kept for them.
         """
         state = self._begin(pack)
-        with ForestAttention(pack.held + len(pack.tokens)) as attention:
+        with ForestAttention(pack.held_tokens + len(pack.tokens)) as attention:
             for index in self._layers(state, attention, tick):
                 self._hold(index, pack, attention)
             self.windows |= attention.windows
@@ -195,7 +195,7 @@ class LayerWalk:
         share = 1.0 / len(self.layers)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            attention.start_layer(self._held_layer(index, state.pack.held))
+            attention.start_layer([self._held[index][node.key] for node in state.pack.held])
             for chunk, call in zip(state.chunks, state.calls, strict=True):
                 attention.chunk(chunk, keys_only=index == last)
                 rows = state.hidden[:, chunk.start : chunk.end]
@@ -306,25 +306,17 @@ class LayerWalk:
             raise RuntimeError("the model is being walked; call its layers through the walk")
         return self._injected
 
-    # K,V of a shared path, kept from pack to pack.
-
-    def _held_layer(self, index: int, held: int) -> KeyValue | None:
-        if not held:
-            return None
-        key, value = self._held[index]
-        return key.to(self.device, non_blocking=True), value.to(self.device, non_blocking=True)
-
     def _hold(self, index: int, pack: Pack, attention: ForestAttention) -> None:
-        """Keep this layer's K,V of the path that the next pack holds; let go of the others."""
-        self._held.pop(index, None)
-        if not pack.hold_attach and not pack.hold_nodes:
-            return
-        parts = [(0, pack.hold_attach)]
-        parts += [(pack.held + pack.offsets[n], pack.held + pack.offsets[n + 1]) for n in pack.hold_nodes]
-
-        def path(buffer: Tensor) -> Tensor:
-            kept = torch.cat([buffer[:, :, a:b] for a, b in parts], dim=2)
-            return kept.to("cpu") if self._offload_held else kept
-
+        """Keep this layer's K,V of the nodes that later packs hold; let go of the others."""
+        cache = self._held[index]
+        for key in cache.keys() - pack.keep:
+            del cache[key]
+        place = torch.device("cpu") if self._offload_held else self.device
         keys, values = attention.keys_values
-        self._held[index] = (path(keys), path(values))
+        for pack_index, node in pack.keep:
+            if pack_index == pack.index:
+                first, last = (pack.held_tokens + pack.offsets[at] for at in (node, node + 1))
+                cache[pack_index, node] = (
+                    keys[:, :, first:last].to(place, copy=True),
+                    values[:, :, first:last].to(place, copy=True),
+                )

@@ -94,7 +94,8 @@ def time_packs(send: Send, subject: Subject, memory: int | None, target: float) 
             timing = partial(Timing, features(pack, windows), statistics.median(seconds[number, at]))
             if number < len(groups):
                 inner = 0 < number < len(CACHED) - 1 and len(pack.tokens) in [n * unit for n in COMPUTED[1:-1]]
-                timings.append(timing(pack.held + len(pack.tokens), pack.held, heldout=inner and bool(pack.held)))
+                cached = pack.held_tokens
+                timings.append(timing(cached + len(pack.tokens), cached, heldout=inner and cached > 0))
             else:
                 timings.append(timing(heldout=number == len(groups) + len(extra) - 1))
     walk.close()

@@ -12,6 +12,7 @@ from torch import nn
 
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan, packs_to_run
+from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
 from tests.prefill.families import FAMILIES, VOCABULARY, make_model
@@ -138,7 +139,7 @@ def test_order_packing_and_offloading_change_no_score(family: str) -> None:
     for other in (
         walked(model, prompts, chunk=31, limits=held),
         walked(model, prompts, chunk=31, limits=held, offload_held=True),
-        walked(model, prompts, chunk=64, schedule="fifo"),
+        *(walked(model, prompts, chunk=64, limits=held, schedule=schedule) for schedule in SCHEDULES),
     ):
         torch.testing.assert_close(p_yes(other), base, atol=1e-5, rtol=0)
 

@@ -24,9 +24,9 @@ def test_every_computed_part_is_a_pack_behind_the_held_prefix(cached: int) -> No
     unit = 50
     packs = grid_packs(cached * unit, unit, 5000)
     if cached:
-        assert (packs[0].held, len(packs[0].tokens)) == (0, cached * unit)
+        assert (packs[0].held_tokens, len(packs[0].tokens)) == (0, cached * unit)
         packs = packs[1:]
-    assert {pack.held for pack in packs} == {cached * unit}
+    assert {pack.held_tokens for pack in packs} == {cached * unit}
     assert sorted(len(pack.tokens) for pack in packs) == [units * unit for units in COMPUTED]
     assert all(len(pack.prompts) == 1 for pack in packs)
 
@@ -44,7 +44,7 @@ def made_timings(noise: float = 0.0) -> list[Timing]:
     for number, (pack, single) in enumerate(packs):
         parts = features(pack, WINDOWS)
         seconds = float(np.dot(parts, (0.004, 2e-4, 1e-4, 1e-8))) * (1 + noise * rng.standard_normal())
-        tokens = (pack.held + len(pack.tokens), pack.held) if single else (0, 0)
+        tokens = (pack.held_tokens + len(pack.tokens), pack.held_tokens) if single else (0, 0)
         timings.append(Timing(parts, seconds, *tokens, heldout=number % 5 == 3))
     return timings
 

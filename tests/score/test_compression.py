@@ -217,6 +217,7 @@ def test_what_a_row_in_full_computes_anyway_is_there_for_its_neighbours(
         {"pack_tokens": 64},
         {"pack_tokens": 64, "prefix_kv": "offload"},
         {"pack_tokens": 64, "schedule": "fifo", "prefix_kv": "discard"},
+        {"pack_tokens": 64, "schedule": "srjf-calibrated"},
         {"chunk_tokens": 17},
     ],
     ids=lambda options: " ".join(map(str, options.values())),

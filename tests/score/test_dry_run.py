@@ -55,6 +55,8 @@ LITTLE = {"memory": "50670000", "chunk_tokens": 16}  # some 400 tokens, by the m
 JOBS: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "shared trees": (SHARED, {}),
     "fifo": (SHARED, {"schedule": "fifo"}),
+    "srjf": (SHARED, {"schedule": "srjf", "pack_tokens": 100}),
+    "srjf-calibrated": (SHARED, {"schedule": "srjf-calibrated", "pack_tokens": 50}),
     "many packs": (SHARED, {"pack_tokens": 150}),
     "many packs, nothing kept": (SHARED, {"pack_tokens": 150, "prefix_kv": "discard"}),
     "many packs, kept": (SHARED, {"pack_tokens": 150, "prefix_kv": "keep"}),

@@ -158,6 +158,8 @@ def test_a_label_after_a_line_break_has_no_space(model: Path, reference: Referen
         {"pack_tokens": 64, "prefix_kv": "discard"},
         {"pack_tokens": 64, "prefix_kv": "offload"},
         {"pack_tokens": 64, "schedule": "fifo", "chunk_tokens": 19},
+        {"pack_tokens": 64, "schedule": "srjf", "prefix_kv": "offload"},
+        {"pack_tokens": 1, "schedule": "srjf-calibrated"},
         {"memory": "64MiB", "chunk_tokens": 16},
     ],
     ids=lambda flags: " ".join(f"{k}={v}" for k, v in flags.items()),

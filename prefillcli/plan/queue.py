@@ -1,0 +1,91 @@
+"""The prompts that wait to be computed, and which of them a schedule takes next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from prefillcli.plan.schedules import shortest_job
+from prefillcli.plan.trie import TrieNode
+
+
+class Queue:
+    """Ends of prompts in a forest, in the order of a schedule.
+
+    Prompts that end at the same node are one job, which came with the first of them. All have come before the first is
+    taken, so they have waited equally long and algorithm 1's lambda changes nothing here; its completion times
+    are the tokens that are not at hand.
+    """
+
+    def __init__(self, roots: Sequence[TrieNode], schedule: str) -> None:
+        self._calibrated = schedule == "srjf-calibrated"
+        self._places: dict[int, tuple[int, int, int]] = {}  # id(node) -> number, first and last end below, depth first
+        ends: list[TrieNode] = []
+        stack = [(root, False) for root in reversed(roots)]
+        while stack:
+            node, below_done = stack.pop()
+            if below_done:
+                number, first, _ = self._places[id(node)]
+                self._places[id(node)] = number, first, len(ends)
+                continue
+            self._places[id(node)] = len(self._places), len(ends), len(ends)
+            if node.reads:
+                ends.append(node)
+            stack.append((node, True))
+            stack.extend((child, False) for child in reversed(node.children))
+        came = np.asarray([min(node.reads) for node in ends])
+        order = np.argsort(came)
+        if schedule == "prefix-tree":
+            order = np.arange(len(ends))
+        elif schedule == "srjf":
+            order = np.lexsort((came, np.asarray([node.end for node in ends])))
+        self._jobs: list[TrieNode] = [ends[at] for at in order]
+        self._job_of = np.argsort(order)  # of each end, depth first
+        self._input = np.asarray([node.end for node in self._jobs], dtype=np.float64)
+        self._cached = np.zeros(len(ends))
+        self._waiting = np.ones(len(ends), dtype=bool)  # ends, depth first
+        self._left = len(ends)
+        self._next = 0
+
+    def __bool__(self) -> bool:
+        return self._left > 0
+
+    def number(self, node: TrieNode) -> int:
+        """The node's number in depth-first order."""
+        return self._places[id(node)][0]
+
+    def awaits(self, node: TrieNode) -> bool:
+        """Whether a prompt waits that begins with this node."""
+        _, first, last = self._places[id(node)]
+        return bool(self._waiting[first:last].any())
+
+    def next(self) -> TrieNode:
+        """The end of the prompts to compute next."""
+        if self._calibrated:
+            self._next = shortest_job(self._input, self._cached)
+        return self._jobs[self._next]
+
+    def take(self) -> None:
+        """The prompts that are next do not wait any more."""
+        self._waiting[self._places[id(self._jobs[self._next])][1]] = False
+        self._left -= 1
+        if self._calibrated:
+            self._input[self._next] = np.inf
+        else:
+            self._next += 1
+
+    def computed(self, nodes: Iterable[TrieNode]) -> None:
+        """These nodes, parents first, are computed in the pack that is being filled."""
+        if self._calibrated:
+            for node in nodes:
+                _, first, last = self._places[id(node)]
+                self._cached[self._job_of[first:last]] = node.end
+
+    def held(self, nodes: Iterable[TrieNode]) -> None:
+        """A new pack begins, with the K,V of these nodes at hand. A prompt that ends at one computes it again."""
+        if self._calibrated:
+            self._cached[:] = 0
+            for node in sorted(nodes, key=lambda node: node.start):
+                _, first, last = self._places[id(node)]
+                self._cached[self._job_of[first + bool(node.reads) : last]] = node.end
