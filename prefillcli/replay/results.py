@@ -61,6 +61,7 @@ class Replay(BaseModel):
     at_once: list[PolicyResult] = Field(default_factory=list)
     curves: list[Curve] = Field(default_factory=list)
     distributions: list[Distribution] = Field(default_factory=list)
+    notes: list[str] = Field(default_factory=list)
 
     def result(self, policy: str) -> PolicyResult:
         """With all requests at once."""
