@@ -8,7 +8,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from prefillcli.profile.page import memory_chart, ticks, to_html
+from prefillcli.profile.chart import ticks
+from prefillcli.profile.page import memory_chart, to_html
 from prefillcli.profile.tables import completion_table, law_table, length_table, print_profile
 from tests.profile.making import made_profile
 
