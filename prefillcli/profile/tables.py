@@ -163,7 +163,7 @@ def print_profile(profile: Profile) -> None:
     for replay in profile.replays:
         console.print(f"replay of {replay.workload}", style="bold")
         console.print(
-            f"{replay.requests:,} requests at once, {replay.tokens:,} tokens, {replay.unique_tokens:,} of them unique; "
+            f"{replay.requests:,} requests at once, {replay.tokens:,} tokens, {replay.unique_tokens:,} unique; "
             f"a prefix cache of {replay.cache_tokens:,}",
             style="dim",
         )
