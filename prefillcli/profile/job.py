@@ -14,11 +14,9 @@ from prefillcli.config import nearest
 from prefillcli.data.fingerprints import hash_model
 from prefillcli.data.store import open_store
 from prefillcli.errors import PrefillError, ResourceError, UsageError
-from prefillcli.inputs import open_source
-from prefillcli.loading import open_model, open_models
+from prefillcli.loading import open_model
 from prefillcli.outcome import fail
-from prefillcli.paths import refuse_to_replace_input
-from prefillcli.profile.input import check_rows, survey_rows
+from prefillcli.profile.input import open_input, survey_input
 from prefillcli.profile.store import CompletionModel, ModeResult, Profile, Trace
 from prefillcli.replay.results import Replay
 from prefillcli.report.run import versions
@@ -75,20 +73,14 @@ def _measure(settings: ProfileSettings) -> Profile:
         raise UsageError(f"--output {settings.output}: this names the JSON file; the page goes beside it, as .html")
     _check_names("--mode", settings.mode, MODES)
     _check_names("--replay", settings.replay, {**WORKLOADS, "none": None})
-    source = open_source(settings, ()) if settings.inputs else None
-    if source is not None:
-        for written in (settings.output, page_of(settings.output)):
-            refuse_to_replace_input(written, (file.path for file in source.files))
+    given = open_input(settings, (settings.output, page_of(settings.output))) if settings.inputs else None
     import torch
 
     from prefillcli.profile.children import Subject
     from prefillcli.profile.lengths import Search
     from prefillcli.profile.machine import this_machine
 
-    opened = open_models(settings) if source is not None else None
-    files, device = (opened.files, opened.device) if opened is not None else open_model(settings)
-    if source is not None and opened is not None:
-        check_rows(settings, opened, source)
+    files, device = (given.opened.files, given.opened.device) if given is not None else open_model(settings)
     subject = Subject(
         path=files.path,
         dtype=str(files.dtype).removeprefix("torch."),
@@ -119,9 +111,9 @@ def _measure(settings: ProfileSettings) -> Profile:
         settings=settings.model_dump(mode="json"),
         versions=versions(),
     )
-    if source is not None and opened is not None:
+    if given is not None:
         tell("the input")
-        profile.survey = survey_rows(settings, opened, source, profile)
+        profile.survey = survey_input(settings, given, profile)
     profile.replays = list(_replays(settings, files, device, profile, tell))
     search = Search(subject, files, budget, settings.fit_seconds, settings.confirm_seconds, tell)
     profile.modes = list(_modes(settings.mode or tuple(MODES), search))
@@ -166,9 +158,9 @@ def _replays(
     if "none" in settings.replay:
         return
     law = memory_law(files.config, files.dtype)
-    cache = profile.budget_bytes // (law.key_value * law.layers)
-    if settings.cache_tokens is not None:
-        cache = settings.cache_tokens
+    cache = settings.cache_tokens
+    if cache is None:
+        cache = profile.budget_bytes // (law.key_value * law.layers)
     try:
         limits = pack_limits(law, budget=profile.budget_bytes, device=device, chunk_tokens=profile.chunk_tokens)
     except ResourceError as error:

@@ -45,7 +45,7 @@ class Workload:
         An infinite rate is all at once. Other rates stretch the same process.
         """
         count = len(self.paths) // self.together
-        moments = np.random.default_rng(seed).exponential(self.together, count).cumsum()
+        moments = np.random.default_rng((seed, 1)).exponential(self.together, count).cumsum()
         return np.repeat(moments, self.together) / rate
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from prefillcli.errors import PrefillError
 from prefillcli.profile import job
 from prefillcli.profile.store import Profile
 from tests.profile.making import made_profile
@@ -138,12 +139,10 @@ def test_what_is_wrong_is_told_before_anything_is_measured(
 def test_a_damaged_input_ends_before_the_longest_prompts_are_looked_for(
     model: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from prefillcli.errors import PrefillError
-
     def broken(*_: object) -> None:
         raise PrefillError("in.parquet: damaged")
 
-    monkeypatch.setattr(job, "survey_rows", broken)
+    monkeypatch.setattr(job, "survey_input", broken)
     write_parquet("in.parquet", prompt=texts(3))
     assert profile("in.parquet", "-m", model)["exit_code"] == 1
     assert measured == ["completion"]
