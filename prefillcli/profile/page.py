@@ -103,9 +103,7 @@ def survey_view(survey: Survey) -> dict[str, Any]:
     most = max((each.rows for each in bins), default=1)
     return {
         "lines": [(name, text) for name, text in survey_lines(survey) if name],
-        "lengths": [
-            (f"{each.low:,} - {each.high - 1:,}", 100 * each.rows / most, f"{each.rows:,} rows") for each in bins
-        ],
+        "lengths": [(f"{each.low:,} - {each.high - 1:,}", 100 * each.rows / most, f"{each.rows:,}") for each in bins],
         "levels": [
             (f"by {each.rows} rows or more", 100 * each.share, f"{each.share:.1%}") for each in survey.sharing.levels
         ],

@@ -76,7 +76,7 @@ def test_the_page_shows_replays_and_the_input(full: Profile) -> None:
     assert page.count('class="mark') == 2 * 3
     for known in (
         "Replay: post-recommendation-mixed", "srjf-calibrated", "λ 0.05", "&lt;too many&gt;", "97 to score of 100",
-        "300 - 999", "77 rows", "60.0%", "prefix-tree *", "2.0 h", "4.50", "An estimate",
+        "300 - 999", '<span class="count">77</span>', "60.0%", "prefix-tree *", "2.0 h", "4.50", "An estimate",
     ):  # fmt: skip
         assert known in page, known
 

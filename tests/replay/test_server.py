@@ -141,6 +141,16 @@ def test_the_example_of_figure_5() -> None:
     assert found == {"fifo": ("ABCD", 1), "srjf": ("ACBD", 1), "srjf-calibrated": ("ADCB", 2)}
 
 
+def test_what_runs_when_a_request_arrives_is_not_cached_yet() -> None:
+    # while A runs, B (A's prefix and one token more) and the shorter C arrive: calibration alone sees what A leaves
+    workload = Workload("made", np.array([10, 1, 8, 0]), np.array([[0, 3], [0, 1], [2, 3]]))
+    arrivals = np.array([0.0, 5.0, 6.0])
+    once, again = (
+        serve(workload, policy, arrivals, cache_tokens=100, seconds=missed) for policy in ("srjf", "srjf-calibrated")
+    )
+    assert (once.order, again.order) == ([0, 2, 1], [0, 1, 2])
+
+
 def poisson(requests: int, rate: float) -> np.ndarray:
     return np.random.default_rng(1).exponential(1 / rate, requests).cumsum()
 
@@ -234,5 +244,7 @@ def test_arrivals_have_the_rate_and_come_together() -> None:
     posts, credit = post_recommendation(), unshared(20_000)
     assert np.unique(posts.arrivals(3.0)).size == 20
     assert np.diff(credit.arrivals(4.0)).mean() == pytest.approx(0.25, rel=0.02)
+    last = [posts.arrivals(3.0, seed)[-1] for seed in range(400)]
+    assert np.mean(last) == pytest.approx(1000 / 3, rel=0.05)
     assert not posts.arrivals(math.inf).any()
     assert posts.arrivals(2.0) == pytest.approx(posts.arrivals(1.0) / 2)
