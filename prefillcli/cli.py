@@ -86,6 +86,7 @@ def bench(inputs: list[str] | None, recipe: str | None, **flags: Any) -> None:
 def profile(inputs: list[str] | None, recipe: str | None, **flags: Any) -> None:
     """Measure what fits and how fast it runs on this machine: the longest prompt of each mode, and completion times.
 
+    From these it tells what a server would make of the papers' workloads, and with INPUT what scoring it takes.
     Tables go to stderr; the last line on stdout is one JSON object that sums the run up.
     """
     settings = _settings(ProfileSettings, inputs, recipe, flags)

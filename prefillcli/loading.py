@@ -10,7 +10,7 @@ from prefillcli.compress.settings import Compression
 from prefillcli.errors import ResourceError, UsageError, brief
 from prefillcli.plan.pack import Limits
 from prefillcli.samples import sample_model
-from prefillcli.settings import CompressionOptions, LoadingOptions, parse_size
+from prefillcli.settings import CompressionOptions, LoadingOptions, ModelOptions, parse_size
 
 if TYPE_CHECKING:  # torch takes seconds to import; wrong input should not wait for it
     import torch
@@ -45,9 +45,8 @@ class Loaded:
             self.compressor.draft.close()
 
 
-def open_models(settings: LoadingOptions) -> Opened:
-    """Find and check the model, its tokenizer and the draft. Raises UsageError or ResourceError."""
-    from prefillcli.compress.tokenizers import difference
+def open_model(settings: ModelOptions) -> tuple[ModelFiles, torch.device]:
+    """Find and check the model and its device. Raises UsageError or ResourceError."""
     from prefillcli.prefill.model import choose_device, find_model, read_model_files
 
     if settings.model is None:
@@ -56,16 +55,27 @@ def open_models(settings: LoadingOptions) -> Opened:
     else:
         path = find_model(settings.model, settings.revision)
     device = choose_device(settings.device)
-    options: dict[str, Any] = {
-        "dtype": settings.dtype,
-        "device": device.type,
-        "trust_remote_code": settings.trust_remote_code,
-    }
-    files = read_model_files(path, **options)
+    files = read_model_files(
+        path, dtype=settings.dtype, device=device.type, trust_remote_code=settings.trust_remote_code
+    )
+    return files, device
+
+
+def open_models(settings: LoadingOptions) -> Opened:
+    """Find and check the model, its tokenizer and the draft. Raises UsageError or ResourceError."""
+    from prefillcli.compress.tokenizers import difference
+    from prefillcli.prefill.model import find_model, read_model_files
+
+    files, device = open_model(settings)
     tokenizer = _load_tokenizer(files, settings.trust_remote_code)
     small = None
     if settings.draft is not None:
-        small = read_model_files(find_model(settings.draft, option="--draft"), **options)
+        small = read_model_files(
+            find_model(settings.draft, option="--draft"),
+            dtype=settings.dtype,
+            device=device.type,
+            trust_remote_code=settings.trust_remote_code,
+        )
         other = difference(tokenizer, _load_tokenizer(small, settings.trust_remote_code))
         if other is not None:
             raise UsageError(f"--draft {settings.draft}: its tokenizer is not the model's: {other}")

@@ -67,9 +67,10 @@ def _as_rate(value: object) -> object:
 Size = Annotated[str, AfterValidator(_check_size)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
 Rate = Annotated[float | Literal["auto"], BeforeValidator(_as_rate)]
+Fairness = Annotated[tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...], BeforeValidator(_as_rates)]
 Rates = Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], BeforeValidator(_as_rates)]
 
-FILES, MODEL, PROMPTS, ANSWERS, RUN, MEMORY, COMPRESSION, BENCH, PROFILE = (
+FILES, MODEL, PROMPTS, ANSWERS, RUN, MEMORY, COMPRESSION, BENCH, PROFILE, REPLAY = (
     "Files",
     "Model",
     "Prompts",
@@ -79,6 +80,7 @@ FILES, MODEL, PROMPTS, ANSWERS, RUN, MEMORY, COMPRESSION, BENCH, PROFILE = (
     "Compression (SpecPrefill)",
     "What is compared",
     "What is measured",
+    "Replay",
 )
 
 
@@ -242,7 +244,16 @@ class RunOptions(Settings):
     debug: bool = option(False, "Show tracebacks.", RUN)
 
 
-class ScoreSettings(RunOptions, JobOptions):
+class PriceOptions(Settings):
+    """What a machine costs."""
+
+    price_per_hour: float | None = option(
+        None, "What an hour of this machine costs, for predicted costs.",
+        RUN, metavar="PRICE", ge=0, allow_inf_nan=False,
+    )  # fmt: skip
+
+
+class ScoreSettings(PriceOptions, RunOptions, JobOptions):
     """Everything `prefill score` can be told."""
 
     output: str | None = option(
@@ -286,10 +297,6 @@ class ScoreSettings(RunOptions, JobOptions):
     profile: str | None = option(
         None, "What prefill profile wrote, to predict times with. (default: profile.json if it is there and fits)",
         RUN, metavar="PATH",
-    )  # fmt: skip
-    price_per_hour: float | None = option(
-        None, "What an hour of this machine costs, for the predicted cost of --dry-run.",
-        RUN, metavar="PRICE", ge=0, allow_inf_nan=False,
     )  # fmt: skip
 
     def check(self) -> None:
@@ -388,10 +395,16 @@ class BenchSettings(RunOptions, JobOptions):
             raise UsageError("--keep: give a rate above 0 and up to 1")
 
 
-class ProfileSettings(RunOptions, MemoryOptions, ModelOptions):
+class ProfileSettings(PriceOptions, RunOptions, JobOptions):
     """Everything `prefill profile` can be told."""
 
-    inputs: tuple[str, ...] = Field(default=(), description="Not read yet: leave it out.")
+    inputs: tuple[str, ...] = Field(
+        default=(),
+        description="Parquet or JSONL: files, directories, globs or URLs. What is in it, and what scoring it takes.",
+    )
+    keep: Rate = option(
+        1.0, "Share of each prompt's tokens that the model reads; below 1 needs --draft.", COMPRESSION, metavar="RATE"
+    )
     mode: Names = option(
         (),
         "A mode whose longest prompt is looked for: full, chunked, drop, hybrid-copy or hybrid; repeatable. (default: "
@@ -405,6 +418,25 @@ class ProfileSettings(RunOptions, MemoryOptions, ModelOptions):
         60.0, "About how long the runs take that times are fitted to.",
         PROFILE, metavar="SECONDS", gt=0, allow_inf_nan=False,
     )  # fmt: skip
+    replay: Names = option(
+        (),
+        "A workload for a simulated server: post-recommendation, post-recommendation-mixed, credit-verification, or "
+        "none; repeatable. (default: all)",
+        REPLAY, metavar="NAME", repeatable=True,
+    )  # fmt: skip
+    replay_scale: float = option(
+        1.0, "Multiplies the lengths of its requests.", REPLAY, metavar="FACTOR", gt=0, allow_inf_nan=False
+    )
+    cache_tokens: int | None = option(
+        None, "Tokens that its prefix cache holds. (default: as the budget holds with the K,V of all layers)",
+        REPLAY, metavar="N", ge=0,
+    )  # fmt: skip
+    fairness: Fairness = option(
+        (0.05, 0.0, 0.5),
+        "Lambda of srjf-calibrated, as a share of the tokens that the machine computes in a second; repeatable, the "
+        "first is compared with other policies.",
+        REPLAY, metavar="SHARE", repeatable=True,
+    )  # fmt: skip
     output: str = option(
         "profile.json", "Where the numbers go; the page goes beside it, as .html.", FILES, short="-o", metavar="PATH"
     )
@@ -412,7 +444,19 @@ class ProfileSettings(RunOptions, MemoryOptions, ModelOptions):
     def check(self) -> None:
         super().check()
         if self.inputs:
-            raise UsageError(f"{self.inputs[0]}: prefill profile does not read data yet; leave INPUT out")
-        for name in ("pack_tokens", "schedule", "prefix_kv"):
-            if name in self.model_fields_set:
-                raise UsageError(f"--{name.replace('_', '-')} is for INPUT, and none is given")
+            if self.keep == "auto":
+                raise UsageError("--keep auto is for a whole job; all rates are predicted where there is a --draft")
+            check_keep(self.keep, self.draft)
+        else:
+            for kind in (PriceOptions, InputOptions, PromptOptions, CompressionOptions, MemoryOptions):
+                for name in kind.__annotations__.keys() - {"memory", "chunk_tokens"}:
+                    if name in self.model_fields_set:
+                        raise UsageError(f"--{name.replace('_', '-')} is for INPUT, and none is given")
+        if not self.fairness:
+            raise UsageError("--fairness: give a share of 0 or more")
+        if "none" in self.replay:
+            if len(self.replay) > 1:
+                raise UsageError("--replay none goes with no other workload")
+            for name in ("replay_scale", "cache_tokens", "fairness"):
+                if name in self.model_fields_set:
+                    raise UsageError(f"--{name.replace('_', '-')} is for a replay, and --replay is none")

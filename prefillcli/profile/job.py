@@ -1,13 +1,12 @@
-"""The job of `prefill profile`: completion times, then each mode's longest prompt, then the files and tables."""
+"""The job of `prefill profile`: completion times, what follows from them, each mode's longest prompt, the files."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Literal
 
 from prefillcli.clock import Clock
@@ -15,10 +14,12 @@ from prefillcli.config import nearest
 from prefillcli.data.fingerprints import hash_model
 from prefillcli.data.store import open_store
 from prefillcli.errors import PrefillError, ResourceError, UsageError
+from prefillcli.loading import open_model
 from prefillcli.outcome import fail
+from prefillcli.profile.input import open_input, survey_input
 from prefillcli.profile.store import CompletionModel, ModeResult, Profile, Trace
+from prefillcli.replay.results import Replay
 from prefillcli.report.run import versions
-from prefillcli.samples import sample_model
 from prefillcli.settings import ProfileSettings, parse_size
 from prefillcli.signals import Stop
 
@@ -66,30 +67,22 @@ def page_of(output: str) -> str:
 
 def _measure(settings: ProfileSettings) -> Profile:
     from prefillcli.profile.modes import MODES
+    from prefillcli.replay.workloads import WORKLOADS
 
     if settings.output.endswith(".html"):
         raise UsageError(f"--output {settings.output}: this names the JSON file; the page goes beside it, as .html")
-    for name in settings.mode:
-        if name not in MODES:
-            raise UsageError(f"--mode {name!r} does not exist{nearest(name, MODES)}\nthere are {', '.join(MODES)}")
+    _check_names("--mode", settings.mode, MODES)
+    _check_names("--replay", settings.replay, {**WORKLOADS, "none": None})
+    given = open_input(settings, (settings.output, page_of(settings.output))) if settings.inputs else None
     import torch
 
-    from prefillcli.prefill.model import choose_device, find_model, read_model_files
     from prefillcli.profile.children import Subject
     from prefillcli.profile.lengths import Search
     from prefillcli.profile.machine import this_machine
 
-    if settings.model is None:
-        path = sample_model()
-        print(f"prefill: warning: no --model given; the sample model in {path} is for demonstration", file=sys.stderr)
-    else:
-        path = find_model(settings.model, settings.revision)
-    device = choose_device(settings.device)
-    files = read_model_files(
-        path, dtype=settings.dtype, device=device.type, trust_remote_code=settings.trust_remote_code
-    )
+    files, device = (given.opened.files, given.opened.device) if given is not None else open_model(settings)
     subject = Subject(
-        path=Path(path),
+        path=files.path,
         dtype=str(files.dtype).removeprefix("torch."),
         device=str(device),
         trust_remote_code=settings.trust_remote_code,
@@ -104,11 +97,9 @@ def _measure(settings: ProfileSettings) -> Profile:
     tell("completion times")
     budget, chunk, completion = _completion(settings, subject, files)
     subject = replace(subject, chunk_tokens=chunk)
-    search = Search(subject, files, budget, settings.fit_seconds, settings.confirm_seconds, tell)
-    modes = list(_modes(settings.mode or tuple(MODES), search))
-    return Profile(
-        model=hash_model(path),
-        model_name=settings.model or str(path),
+    profile = Profile(
+        model=hash_model(files.path),
+        model_name=settings.model or str(files.path),
         family=files.family,
         dtype=subject.dtype,
         device=subject.device,
@@ -116,12 +107,24 @@ def _measure(settings: ProfileSettings) -> Profile:
         budget_bytes=budget,
         chunk_tokens=chunk,
         max_model_tokens=files.max_length,
-        modes=modes,
-        traces=list(_traces(modes, search)),
         completion=completion,
         settings=settings.model_dump(mode="json"),
         versions=versions(),
     )
+    if given is not None:
+        tell("the input")
+        profile.survey = survey_input(settings, given, profile)
+    profile.replays = list(_replays(settings, files, device, profile, tell))
+    search = Search(subject, files, budget, settings.fit_seconds, settings.confirm_seconds, tell)
+    profile.modes = list(_modes(settings.mode or tuple(MODES), search))
+    profile.traces = list(_traces(profile.modes, search))
+    return profile
+
+
+def _check_names(option: str, given: Iterable[str], known: Mapping[str, object]) -> None:
+    for name in given:
+        if name not in known:
+            raise UsageError(f"{option} {name!r} does not exist{nearest(name, known)}\nthere are {', '.join(known)}")
 
 
 def _completion(settings: ProfileSettings, subject: Any, files: Any) -> tuple[int, int, CompletionModel]:
@@ -142,6 +145,43 @@ def _modes(names: tuple[str, ...], search: Any) -> Iterator[ModeResult]:
 
     for name in dict.fromkeys(names):
         yield profile_mode(name, search)
+
+
+def _replays(
+    settings: ProfileSettings, files: Any, device: Any, profile: Profile, tell: Callable[[str], None]
+) -> Iterator[Replay]:
+    """The papers' workloads on a server with this machine's times and as much cache as its budget holds."""
+    from prefillcli.prefill.memory import memory_law, pack_limits
+    from prefillcli.replay.replay import replay
+    from prefillcli.replay.workloads import WORKLOADS
+
+    if "none" in settings.replay:
+        return
+    law = memory_law(files.config, files.dtype)
+    cache = settings.cache_tokens
+    if cache is None:
+        cache = profile.budget_bytes // (law.key_value * law.layers)
+    try:
+        limits = pack_limits(law, budget=profile.budget_bytes, device=device, chunk_tokens=profile.chunk_tokens)
+    except ResourceError as error:
+        profile.notes.append(f"no replay: {error}")
+        return
+    for name in dict.fromkeys(settings.replay or WORKLOADS):
+        tell(f"replay of {name} with a prefix cache of {cache:,} tokens")
+        workload = WORKLOADS[name](settings.replay_scale)
+        longest, fits = int(workload.tokens.max()), min(limits.max_tokens, files.max_length)
+        found = replay(
+            workload,
+            profile.completion,
+            limits=replace(limits, max_tokens=max(limits.max_tokens, longest)),
+            cache_tokens=cache,
+            fairness=settings.fairness,
+        )
+        if longest > fits:
+            found.notes.append(
+                f"its longest request has {longest:,} tokens, and a prompt can have {fits:,} here: a calculation only"
+            )
+        yield found
 
 
 def _traces(modes: list[ModeResult], search: Any) -> Iterator[Trace]:
@@ -182,4 +222,11 @@ def _summary(ended: _Ended, settings: ProfileSettings, seconds: float) -> dict[s
             },
             "pearson": round(profile.completion.pearson, 4),
         }
+        if profile.survey is not None:
+            plan = profile.survey.plan
+            line |= {
+                "rows": profile.survey.rows.model_dump(),
+                "predicted_seconds": plan.seconds,
+                "predicted_price": plan.price,
+            }
     return line | ({"error": ended.error} if ended.error else {})

@@ -1,65 +1,30 @@
-"""The page of `prefill profile`: the charts of figures 3 and 10 of PrefillOnly, and of completion times."""
+"""The page of `prefill profile`: the charts of figures 3, 6, 7, 10 and 11 of PrefillOnly, completion times, INPUT."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from prefillcli.profile import chart as plot
+from prefillcli.profile.chart import Axis, Chart
 from prefillcli.profile.store import Profile
-from prefillcli.profile.tables import completion_table, headline, law_table, length_table, mebibytes, remarks, terms
-
-WIDTH, HEIGHT = 720.0, 300.0
-"""Of a chart, in SVG units; the plot leaves room for the ticks' texts."""
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 12.0, 10.0, 40.0
-_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
-
-
-@dataclass(slots=True)
-class Chart:
-    """Lines and dots over two axes that start at 0, in SVG units. `series` are names with the number of a colour."""
-
-    x_name: str
-    y_name: str
-    x_top: float
-    y_top: float
-    x_unit: float = 1.0  # what a tick's text counts in
-    y_unit: float = 1.0
-    lines: list[tuple[int, str]] = field(default_factory=list)
-    dots: list[tuple[int, float, float, bool, str]] = field(default_factory=list)  # colour, x, y, hollow, title
-    series: list[tuple[int, str]] = field(default_factory=list)
-
-    def x(self, value: float) -> float:
-        return round(_LEFT + value / self.x_top * (WIDTH - _LEFT - _RIGHT), 1)
-
-    def y(self, value: float) -> float:
-        return round(HEIGHT - _BOTTOM - value / self.y_top * (HEIGHT - _TOP - _BOTTOM), 1)
-
-    def line(self, colour: int, points: list[tuple[float, float]]) -> None:
-        """Through `points`, in the values' own units."""
-        self.lines.append((colour, " ".join(f"{self.x(x)},{self.y(y)}" for x, y in points)))
-
-    def dot(self, colour: int, x: float, y: float, *, hollow: bool, title: str) -> None:
-        self.dots.append((colour, self.x(x), self.y(y), hollow, title))
-
-    @property
-    def x_ticks(self) -> list[tuple[float, str]]:
-        return [(self.x(at * self.x_unit), f"{at:,g}") for at in ticks(self.x_top / self.x_unit)]
-
-    @property
-    def y_ticks(self) -> list[tuple[float, str]]:
-        return [(self.y(at * self.y_unit), f"{at:,g}") for at in ticks(self.y_top / self.y_unit)]
-
-
-def ticks(top: float) -> list[float]:
-    """0 and up to five round numbers more, none above `top`."""
-    raw = top / 4
-    size = 10.0 ** math.floor(math.log10(raw))
-    step = next(step * size for step in _STEPS if step * size >= raw * 0.999)
-    return [round(at * step, 10) for at in range(int(top / step + 1e-9) + 1)]
+from prefillcli.profile.tables import (
+    completion_table,
+    headline,
+    law_table,
+    length_table,
+    mebibytes,
+    remarks,
+    replay_lines,
+    replay_table,
+    terms,
+    three_digits,
+)
+from prefillcli.replay.charts import distribution_chart, latency_chart
+from prefillcli.replay.results import Replay
+from prefillcli.report.survey import ESTIMATE, Survey, keep_rows, plan_rows, survey_lines
 
 
 def memory_chart(profile: Profile) -> Chart | None:
@@ -68,7 +33,7 @@ def memory_chart(profile: Profile) -> Chart | None:
     top = max((point.used_bytes for each in traces for point in each.points), default=0)
     if not top:
         return None
-    chart = Chart("percent of the run", "MiB", 100.0, top * 1.05, y_unit=2.0**20)
+    chart = Chart(Axis("percent of the run", 100.0), Axis("MiB", top * 1.05, unit=2.0**20))
     for number, each in enumerate(traces):
         length = each.points[-1].seconds
         chart.line(number, [(100 * point.seconds / length, point.used_bytes) for point in each.points])
@@ -83,7 +48,7 @@ def completion_chart(profile: Profile) -> Chart | None:
     if not points:
         return None
     top = max(max(p.seconds, p.predicted) for p in points)
-    chart = Chart("input tokens", "seconds", max(p.input_tokens for p in points) * 1.03, top * 1.05)
+    chart = Chart(Axis("input tokens", max(p.input_tokens for p in points) * 1.03), Axis("seconds", top * 1.05))
     for number, cached in enumerate(sorted({p.cached_tokens for p in points})):
         own = sorted((p for p in points if p.cached_tokens == cached), key=lambda p: p.input_tokens)
         chart.line(number, [(p.input_tokens, max(p.predicted, 0.0)) for p in own])
@@ -115,6 +80,39 @@ def _length_text(predicted: int | None, confirmed: int | None, limit: str | None
     return text + (", not confirmed" if confirmed is None else f", confirmed up to {confirmed:,}")
 
 
+def replay_view(replay: Replay) -> dict[str, Any]:
+    """What the page shows of a replay."""
+    return {
+        "name": replay.workload,
+        "lines": replay_lines(replay),
+        "table": replay_table(replay),
+        "charts": [
+            ("Mean latency over the arrival rate", latency_chart(replay, "mean_latency")),
+            ("P99 latency over the arrival rate", latency_chart(replay, "p99_latency")),
+            (
+                f"Latency of srjf-calibrated at {three_digits(replay.distribution_rate)} requests/s, by λ",
+                distribution_chart(replay),
+            ),
+        ],
+    }
+
+
+def survey_view(survey: Survey) -> dict[str, Any]:
+    """What the page shows of the input; bars are names, percent and texts."""
+    bins = survey.lengths.histogram if survey.lengths is not None else []
+    most = max((each.rows for each in bins), default=1)
+    return {
+        "lines": [(name, text) for name, text in survey_lines(survey) if name],
+        "lengths": [(f"{each.low:,} - {each.high - 1:,}", 100 * each.rows / most, f"{each.rows:,}") for each in bins],
+        "levels": [
+            (f"by {each.rows} rows or more", 100 * each.share, f"{each.share:.1%}") for each in survey.sharing.levels
+        ],
+        "plans": plan_rows(survey.plans),
+        "keeps": keep_rows(survey.keeps) if survey.keeps else None,
+        "estimate": ESTIMATE,
+    }
+
+
 def to_html(profile: Profile) -> str:
     """One page that needs nothing else: no network, no script, inline CSS and SVG for light and dark screens."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -133,11 +131,9 @@ def to_html(profile: Profile) -> str:
             ("Completion times", completion_table(profile)),
         ],
         laws=[(each.mode, terms(each)) for each in profile.modes],
-        width=WIDTH,
-        height=HEIGHT,
-        left=_LEFT,
-        right=WIDTH - _RIGHT,
-        top=_TOP,
-        bottom=HEIGHT - _BOTTOM,
+        survey=survey_view(profile.survey) if profile.survey is not None else None,
+        replays=[replay_view(each) for each in profile.replays],
+        longest_timed=max((point.input_tokens for point in profile.completion.points), default=0),
+        plot=plot,
         settings={name: value for name, value in profile.settings.items() if value not in (None, [], False)},
     )

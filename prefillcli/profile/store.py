@@ -13,6 +13,8 @@ from prefillcli.errors import UsageError
 from prefillcli.plan.pack import Pack
 from prefillcli.plan.plan import Plan
 from prefillcli.profile.machine import Machine, this_machine
+from prefillcli.replay.results import Replay
+from prefillcli.report.survey import Survey
 
 SCHEMA_VERSION = 1
 
@@ -113,6 +115,12 @@ class CompletionModel(BaseModel):
         one, tokens, reads, pairs = features(pack, self.windows)
         return self.per_pack * one + self.per_token * tokens + self.per_read * reads + self.per_pair * pairs
 
+    def request_seconds(self, input_tokens: int, cached_tokens: int = 0) -> float:
+        """Predicted seconds of a pack of one prompt, of which `cached_tokens` need not be computed."""
+        new = input_tokens - cached_tokens
+        pairs = sum(layers * _pairs(cached_tokens, new, window) for window, layers in self.windows)
+        return self.per_pack + self.per_token * new + self.per_read + self.per_pair * pairs
+
     def prompt_seconds(self, input_tokens: int, cached_tokens: int = 0) -> float:
         """Predicted seconds of one prompt, by the linear fit."""
         return self.base + self.per_input * input_tokens + self.per_cached * cached_tokens
@@ -155,6 +163,8 @@ class Profile(BaseModel):
     modes: list[ModeResult] = Field(default_factory=list)
     traces: list[Trace] = Field(default_factory=list)
     completion: CompletionModel
+    replays: list[Replay] = Field(default_factory=list)
+    survey: Survey | None = None  # of the input, where one was given
     notes: list[str] = Field(default_factory=list)
     settings: dict[str, Any] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)

@@ -8,6 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from prefillcli.profile.store import ModeResult, Profile
+from prefillcli.replay.results import Replay
+from prefillcli.report.survey import print_survey
 
 TableRows = list[list[str]]
 _WIDTH = 100  # columns, off a terminal
@@ -83,9 +85,42 @@ def completion_table(profile: Profile) -> TableRows:
     ]
 
 
+def replay_table(replay: Replay) -> TableRows:
+    """Header and one row for each policy, with all requests there at once."""
+    rows = [["policy", "tokens computed", "cached", "hits", "seconds", "mean s", "P99 s", "requests/s"]]
+    return rows + [
+        [
+            each.policy,
+            f"{each.computed_tokens:,}",
+            f"{each.cached_share:.1%}",
+            f"{each.hit_requests:,}",
+            three_digits(each.seconds),
+            three_digits(each.mean_latency),
+            three_digits(each.p99_latency),
+            three_digits(each.throughput),
+        ]
+        for each in replay.at_once
+    ]
+
+
+def replay_lines(replay: Replay) -> list[tuple[str, str]]:
+    """What was replayed, on what."""
+    several = f", {replay.together} at a time" if replay.together > 1 else ", one by one"
+    waiting = next(each.tokens_per_second for each in replay.distributions if each.fairness == replay.fairness)
+    return [
+        ("requests", f"{replay.requests:,}{several}; {replay.tokens:,} tokens, {replay.unique_tokens:,} unique"),
+        ("longest", f"{replay.longest:,} tokens"),
+        ("prefix cache", f"{replay.cache_tokens:,} tokens"),
+        ("without a cache", f"{three_digits(replay.uncached_rate)} requests/s"),
+        ("srjf-calibrated", f"λ {replay.fairness:g}: a second of waiting counts {three_digits(waiting)} tokens"),
+    ]
+
+
 def remarks(profile: Profile) -> list[str]:
     """What a reader of the tables must know."""
-    return [*profile.notes, *(f"{each.mode}: {note}" for each in profile.modes for note in each.notes)]
+    parts = [(each.mode, each.notes) for each in profile.modes]
+    parts += [(each.workload, each.notes) for each in profile.replays]
+    return [*profile.notes, *(f"{name}: {note}" for name, notes in parts for note in notes)]
 
 
 def terms(mode: ModeResult) -> str:
@@ -96,6 +131,11 @@ def terms(mode: ModeResult) -> str:
 def mebibytes(size: float) -> str:
     """`1.5 GiB`, `300 MiB`."""
     return f"{size / 2**30:.3g} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"
+
+
+def three_digits(value: float) -> str:
+    """Three digits, and those before the point."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _time(seconds: float, sign: str = "") -> str:
@@ -119,12 +159,28 @@ def print_profile(profile: Profile) -> None:
     console = Console(stderr=True, highlight=False, markup=False, width=None if sys.stderr.isatty() else _WIDTH)
     console.print(f"\n{headline(profile)}", style="bold")
     for rows in (length_table(profile), law_table(profile), completion_table(profile)):
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-        for number, name in enumerate(rows[0]):
-            table.add_column(name, justify="right" if number else "left", no_wrap=number == 0)
-        for row in rows[1:]:
-            table.add_row(*row)
-        console.print(table)
+        _print_table(console, rows)
+    for replay in profile.replays:
+        console.print(f"replay of {replay.workload}", style="bold")
+        console.print(
+            f"{replay.requests:,} requests at once, {replay.tokens:,} tokens, {replay.unique_tokens:,} unique; "
+            f"a prefix cache of {replay.cache_tokens:,}",
+            style="dim",
+        )
+        _print_table(console, replay_table(replay))
+    if profile.survey is not None:
+        console.print("input", style="bold")
+        print_survey(profile.survey)
         console.print()
     for text in remarks(profile):
         console.print(f"note: {text}")
+
+
+def _print_table(console: Console, rows: TableRows) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for at, name in enumerate(rows[0]):
+        table.add_column(name, justify="right" if at else "left", no_wrap=at == 0)
+    for row in rows[1:]:
+        table.add_row(*row)
+    console.print(table)
+    console.print()

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 SCHEMA_VERSION = 1
+ESTIMATE = "An estimate, as if the draft chose the first chunks; its own work is not counted"
 _BAR = 40  # characters of the longest bar
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
@@ -188,18 +189,19 @@ def print_dry_run(report: DryRunReport) -> None:
 def print_survey(survey: Survey) -> None:
     """The survey in a few tables, on stderr."""
     table = _plain()
-    for name, text in _lines(survey):
+    for name, text in survey_lines(survey):
         table.add_row(name, text)
     console = _console()
     console.print(table)
     if survey.sharing.largest:
         console.print(_prefix_table(survey.sharing.largest))
-    console.print(_plan_table(survey.plans))
+    console.print(_filled(plan_rows(survey.plans), text=2))
     if survey.keeps:
-        console.print(_keep_table(survey.keeps))
+        console.print(_filled(keep_rows(survey.keeps), caption=ESTIMATE))
 
 
-def _lines(survey: Survey) -> Iterable[tuple[str, str]]:
+def survey_lines(survey: Survey) -> Iterable[tuple[str, str]]:
+    """What a survey found, by name; the histogram of lengths has none."""
     rows, sharing, limits = survey.rows, survey.sharing, survey.limits
     counts = f"{rows.prompts:,} to score of {rows.total:,}"
     if rows.errors:
@@ -231,21 +233,22 @@ def _prefix_table(prefixes: Iterable[SharedPrefix]) -> Table:
     return table
 
 
-def _plan_table(plans: Sequence[PlanCost]) -> Table:
-    table = _headed("schedule", "prefix K,V", "packs", "computed tokens", *_predictions(plans), text=2)
+def plan_rows(plans: Sequence[PlanCost]) -> list[list[str]]:
+    """Header and one row for each plan, the asked one with a star."""
+    rows = [["schedule", "prefix K,V", "packs", "computed tokens", *_predictions(plans)]]
     for plan in plans:
         name = plan.schedule + (" *" if plan.chosen else "")
-        table.add_row(name, plan.prefix_kv, f"{plan.packs:,}", f"{plan.computed_tokens:,}", *_predicted(plan))
-    return table
+        rows.append([name, plan.prefix_kv, f"{plan.packs:,}", f"{plan.computed_tokens:,}", *_predicted(plan)])
+    return rows
 
 
-def _keep_table(keeps: Sequence[KeepCost]) -> Table:
-    table = _headed("keep rate", "compressed rows", "kept tokens", "computed tokens", *_predictions(keeps))
+def keep_rows(keeps: Sequence[KeepCost]) -> list[list[str]]:
+    """Header and one row for each keep rate, the asked one with a star."""
+    rows = [["keep rate", "compressed rows", "kept tokens", "computed tokens", *_predictions(keeps)]]
     for each in keeps:
-        name, rows = f"{each.keep:g}" + (" *" if each.chosen else ""), f"{each.compressed_rows:,}"
-        table.add_row(name, rows, f"{each.kept_tokens:,}", f"{each.computed_tokens:,}", *_predicted(each))
-    table.caption = "An estimate, as if the draft chose the first chunks; its own work is not counted"
-    return table
+        name, compressed = f"{each.keep:g}" + (" *" if each.chosen else ""), f"{each.compressed_rows:,}"
+        rows.append([name, compressed, f"{each.kept_tokens:,}", f"{each.computed_tokens:,}", *_predicted(each)])
+    return rows
 
 
 def _predictions(costs: Sequence[PlanCost | KeepCost]) -> list[str]:
@@ -296,6 +299,15 @@ def _headed(*names: str, text: int = 0) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", caption_justify="left")
     for number, name in enumerate(names):
         table.add_column(name, justify="left" if number < text else "right")
+    return table
+
+
+def _filled(rows: list[list[str]], *, text: int = 0, caption: str | None = None) -> Table:
+    """A table of a header and rows."""
+    table = _headed(*rows[0], text=text)
+    for row in rows[1:]:
+        table.add_row(*row)
+    table.caption = caption
     return table
 
 

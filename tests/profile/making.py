@@ -1,10 +1,25 @@
-"""A profile with made-up numbers."""
+"""Profiles and surveys with made-up numbers, and a replay that fits them."""
 
 from __future__ import annotations
 
+from prefillcli.plan.pack import Limits
 from prefillcli.profile.completion import Timing, fit_completion
 from prefillcli.profile.machine import this_machine
 from prefillcli.profile.store import Confirmation, MemoryPoint, ModeResult, Profile, Trace, TracePoint
+from prefillcli.replay.replay import replay
+from prefillcli.replay.results import Replay
+from prefillcli.replay.workloads import WORKLOADS
+from prefillcli.report.survey import (
+    Bin,
+    KeepCost,
+    Lengths,
+    PackLimits,
+    PlanCost,
+    SharedLevel,
+    Sharing,
+    Survey,
+    SurveyRows,
+)
 
 
 def made_profile(**changes: object) -> Profile:
@@ -53,3 +68,35 @@ def made_profile(**changes: object) -> Profile:
         "versions": {"torch": "2"},
     }
     return Profile(**{**fields, **changes})
+
+
+def made_replays(profile: Profile) -> list[Replay]:
+    """Small requests at the speed of the profile."""
+    limits = Limits(6000, 6000, held_tokens=3000)
+    return [
+        replay(make(0.05), profile.completion, limits=limits, cache_tokens=2000, fairness=(0.05, 0.0, 0.5))
+        for make in WORKLOADS.values()
+    ]
+
+
+def made_survey(**changes: object) -> Survey:
+    fields: dict[str, object] = {
+        "rows": SurveyRows(total=100, prompts=97, errors=3, errors_by_code={"null_prompt": 3}),
+        "prompt_tokens": 50_000,
+        "lengths": Lengths(
+            least=100, mean=515.0, most=900, percentiles={"50": 500, "99": 900},
+            histogram=[Bin(low=90, high=300, rows=20), Bin(low=300, high=1000, rows=77)],
+        ),
+        "sharing": Sharing(
+            windows=1, unique_tokens=20_000,
+            levels=[SharedLevel(rows=2, tokens=30_000, share=0.6), SharedLevel(rows=10, tokens=5000, share=0.1)],
+        ),
+        "limits": PackLimits(pack_tokens=4096, max_tokens=9000, chunk_tokens=512),
+        "plans": [
+            PlanCost(schedule="prefix-tree", prefix_kv="auto", chosen=True, packs=5, computed_tokens=20_100,
+                     seconds=7200.0, price=4.5),
+            PlanCost(schedule="fifo", prefix_kv="auto", packs=12, computed_tokens=48_000, seconds=9000.0, price=5.6),
+        ],
+        "keeps": [KeepCost(keep=0.2, compressed_rows=97, kept_tokens=10_000, computed_tokens=9000, seconds=3600.0)],
+    }  # fmt: skip
+    return Survey(**{**fields, **changes})

@@ -5,12 +5,34 @@ from __future__ import annotations
 import re
 import sys
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
-from prefillcli.profile.page import memory_chart, ticks, to_html
+from prefillcli.profile.chart import Axis, log_ticks, ticks
+from prefillcli.profile.page import memory_chart, to_html
+from prefillcli.profile.store import Profile
 from prefillcli.profile.tables import completion_table, law_table, length_table, print_profile
-from tests.profile.making import made_profile
+from prefillcli.replay.charts import distribution_chart, latency_chart
+from prefillcli.report.survey import Sharing
+from tests.profile.making import made_profile, made_replays, made_survey
+from tests.report.browser import CHROMIUM, browser
+
+TEXTS_OUTSIDE = """
+[...document.querySelectorAll("svg text")].filter(text => {
+  const [own, whole] = [text.getBoundingClientRect(), text.closest("svg").getBoundingClientRect()];
+  return own.left < whole.left - 1 || own.right > whole.right + 1 || own.bottom > whole.bottom + 1;
+}).map(text => text.textContent)
+"""
+
+
+@pytest.fixture(scope="module")
+def full() -> Profile:
+    """With replays, and with an input."""
+    profile = made_profile(survey=made_survey())
+    profile.replays = made_replays(profile)
+    profile.replays[0].notes.append("its longest request has <too many> tokens")
+    return profile
 
 
 class Balanced(HTMLParser):
@@ -43,6 +65,60 @@ def test_the_page_needs_no_network_and_closes_its_tags() -> None:
     assert reader.seen.count("svg") == 2
     assert reader.seen.count("circle") == 6
     assert page.count('class="confirmed"') == 2
+
+
+def test_the_page_shows_replays_and_the_input(full: Profile) -> None:
+    page = to_html(full)
+    reader = Balanced()
+    reader.feed(page)
+    assert not reader.open
+    assert reader.seen.count("svg") == 2 + 3 * 3
+    assert page.count('class="mark') == 2 * 3
+    for known in (
+        "Replay: post-recommendation-mixed", "srjf-calibrated", "λ 0.05", "&lt;too many&gt;", "97 to score of 100",
+        "300 - 999", '<span class="count">77</span>', "60.0%", "prefix-tree *", "2.0 h", "4.50", "An estimate",
+    ):  # fmt: skip
+        assert known in page, known
+
+
+def test_an_input_without_prompts_has_a_page_too() -> None:
+    survey = made_survey(lengths=None, sharing=Sharing(), keeps=[], prompt_tokens=0)
+    page = to_html(made_profile(survey=survey))
+    assert "None." in page
+    assert "Keep rates" not in page
+
+
+def test_lines_of_a_replay_are_where_its_numbers_are(full: Profile) -> None:
+    replay = full.replays[1]
+    chart = latency_chart(replay, "p99_latency")
+    assert [name for _, name in chart.series][:3] == ["fifo", "srjf", "srjf-calibrated"]
+    for curve, (_, line) in zip(replay.curves, chart.lines, strict=True):
+        wanted = [f"{chart.x(point.rate)},{chart.y(point.p99_latency)}" for point in curve.points]
+        assert line.split() == wanted
+    assert chart.marks == [(3, chart.x(replay.result("prefix-tree").throughput))]
+    shares = distribution_chart(replay)
+    assert len(shares.lines) == 3
+    assert shares.lines[0][1].split()[-1] == f"{shares.x(replay.distributions[0].latencies[-1])},{shares.y(100)}"
+
+
+def test_an_axis_may_be_logarithmic() -> None:
+    axis = Axis("s", 1000.0, low=0.1)
+    assert [axis.at(value) for value in (0.1, 1, 10, 1000)] == pytest.approx([0, 0.25, 0.5, 1])
+    assert axis.at(0) == 0
+    assert [text for _, text in axis.ticks] == ["0.1", "1", "10", "100", "1,000"]
+
+
+@pytest.mark.parametrize(
+    ("low", "top", "wanted"),
+    [
+        (0.9, 11, [1, 2, 5, 10]),
+        (0.2, 40, [0.3, 1, 3, 10, 30]),
+        (1e-3, 1e9, [1e-3, 1, 1e3, 1e6, 1e9]),
+        (3.2, 3.6, []),
+    ],
+)
+def test_logarithmic_ticks_are_round_and_few(low: float, top: float, wanted: list[float]) -> None:
+    assert log_ticks(low, top) == pytest.approx(wanted)
 
 
 def test_what_the_page_shows_is_escaped() -> None:
@@ -78,13 +154,14 @@ def test_a_capped_run_is_told_apart() -> None:
     assert length_table(profile)[1][3] == "900 (capped)"
 
 
-def test_tables_are_readable_at_100_columns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_are_readable_at_100_columns(full: Profile, capsys: pytest.CaptureFixture[str]) -> None:
     assert not sys.stderr.isatty()
-    print_profile(made_profile())
+    print_profile(full)
     said = capsys.readouterr()
     assert said.out == ""
     assert all(len(line) <= 100 for line in said.err.splitlines())
-    assert "18,874" in said.err
+    for known in ("18,874", "replay of credit-verification", "97 to score of 100", "2.0 h"):
+        assert known in said.err
 
 
 @pytest.mark.parametrize(
@@ -92,3 +169,17 @@ def test_tables_are_readable_at_100_columns(capsys: pytest.CaptureFixture[str]) 
 )
 def test_ticks_are_round_and_within(top: float, wanted: list[float]) -> None:
     assert ticks(top) == wanted
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_the_page_fits_every_screen_and_complains_of_nothing(full: Profile, tmp_path: Path) -> None:
+    path = tmp_path / "profile.html"
+    path.write_text(to_html(full))
+    with browser(tmp_path / "chromium") as tab:
+        for width in (390, 1200):
+            for dark in (False, True):
+                tab.open(path, width=width, dark=dark)
+                assert tab.evaluate("document.documentElement.scrollWidth") <= width
+                assert tab.evaluate(TEXTS_OUTSIDE) == []
+                assert tab.complaints() == []
+                assert tab.requests() == [path.as_uri()]

@@ -13,13 +13,21 @@ from prefillcli.errors import UsageError
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.profile.store import Profile, features
-from tests.profile.making import made_profile
+from tests.profile.making import made_profile, made_replays, made_survey
 
 
 def test_a_profile_survives_the_file(tmp_path: Path) -> None:
-    profile, path = made_profile(), tmp_path / "profile.json"
+    profile, path = made_profile(survey=made_survey()), tmp_path / "profile.json"
+    profile.replays = made_replays(profile)
     path.write_text(profile.model_dump_json(indent=2))
     assert Profile.load(str(path)) == profile
+
+
+def test_a_file_without_replays_and_input_is_read(tmp_path: Path) -> None:
+    found = json.loads(made_profile().model_dump_json())
+    del found["replays"], found["survey"]
+    (tmp_path / "profile.json").write_text(json.dumps(found))
+    assert Profile.load(str(tmp_path / "profile.json")) == made_profile()
 
 
 def test_a_file_that_is_not_there_is_no_profile(tmp_path: Path) -> None:

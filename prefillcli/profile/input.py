@@ -1,0 +1,66 @@
+"""What `prefill profile` makes of INPUT."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from prefillcli.data.labels import Labels, parse_labels
+from prefillcli.data.source import Source
+from prefillcli.data.windows import windows
+from prefillcli.inputs import open_source, prompt_builder
+from prefillcli.loading import Opened, open_models
+from prefillcli.paths import refuse_to_replace_input
+from prefillcli.profile.store import Profile
+from prefillcli.progress import Progress
+from prefillcli.report.survey import Survey
+from prefillcli.settings import ProfileSettings
+from prefillcli.survey import survey
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """The rows, and the model whose prompts they become."""
+
+    source: Source
+    opened: Opened
+
+
+def open_input(settings: ProfileSettings, outputs: Iterable[str]) -> Input:
+    """Open INPUT and make prompts of its first rows, so that what is wrong with it is told before the measurements.
+
+    `outputs` are what will be written. Raises what a survey would raise for columns, template and labels, and
+    UsageError where an output would replace the input.
+    """
+    source = open_source(settings, ())
+    for output in outputs:
+        refuse_to_replace_input(output, (file.path for file in source.files))
+    opened = open_models(settings)
+    builder = prompt_builder(settings, opened, source, ())
+    labels = Labels(opened.tokenizer, parse_labels(settings.labels))
+    first = next(windows(source, builder, labels, id_column=None, max_rows=1), None)
+    if first is not None:
+        labels.check(first)
+    return Input(source, opened)
+
+
+def survey_input(settings: ProfileSettings, given: Input, profile: Profile) -> Survey:
+    """Survey the rows, with times by the fresh `profile` and in the budget that it found. Raises as `survey` does."""
+    from prefillcli.prefill.memory import FREE_SHARE
+    from prefillcli.prefill.weights import weight_bytes
+
+    source, opened = given.source, given.opened
+    free = None
+    if settings.memory is None:
+        draft = weight_bytes(opened.draft, opened.device) if opened.draft is not None else 0
+        free = max(round(profile.budget_bytes / FREE_SHARE) - draft, 0)
+    with Progress(source.selected_rows, interval=settings.progress_interval, quiet=settings.quiet) as progress:
+        return survey(
+            settings,
+            opened,
+            source,
+            free=free,
+            predict=profile.seconds,
+            price_per_hour=settings.price_per_hour,
+            tick=progress.advance,
+        )

@@ -1,0 +1,148 @@
+"""The job of `prefill profile`: what is refused before anything is measured, and what comes of the measurements."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from prefillcli.errors import PrefillError
+from prefillcli.profile import job
+from prefillcli.profile.store import Profile
+from tests.profile.making import made_profile
+from tests.score.jobs import texts, write_jsonl, write_parquet
+from tests.score.models import save_model
+from tests.score.test_command import last_line, prefill
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "plain")
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Stands in for the measurements; what was measured is listed."""
+    made, done = made_profile(), []
+
+    def completion(*_: object) -> object:
+        done.append("completion")
+        return 64 << 20, 64, made.completion
+
+    monkeypatch.setattr(job, "_completion", completion)
+    monkeypatch.setattr(job, "_modes", lambda *_: done.append("modes") or made.modes)
+    monkeypatch.setattr(job, "_traces", lambda *_: made.traces)
+    monkeypatch.chdir(tmp_path)
+    return done
+
+
+def profile(*arguments: object) -> dict:
+    return last_line(prefill("profile", "--quiet", *arguments).stdout)
+
+
+def load() -> Profile:
+    found = Profile.load("profile.json")
+    assert found is not None
+    return found
+
+
+def test_replays_are_made_without_an_input(model: Path) -> None:
+    assert profile("-m", model, "--replay-scale", 0.01)["exit_code"] == 0
+    found = load()
+    assert found.survey is None
+    names = [each.workload for each in found.replays]
+    assert names == ["post-recommendation", "post-recommendation-mixed", "credit-verification"]
+    key_value = 2 * 2 * 16 * 4  # K and V of two heads of 16, in float32
+    assert {each.cache_tokens for each in found.replays} == {(64 << 20) // (2 * key_value)}
+    assert "Replay: credit-verification" in Path("profile.html").read_text()
+
+
+def test_options_of_the_replay_count(model: Path) -> None:
+    flags = ("--replay", "credit-verification", "--cache-tokens", 777, "--fairness", 0.3, "--fairness", "2,4")
+    assert profile("-m", model, *flags)["exit_code"] == 0
+    (found,) = load().replays
+    assert found.cache_tokens == 777
+    assert found.fairness == 0.3
+    assert [each.fairness for each in found.distributions] == [0.3, 2, 4]
+    assert "a prompt can have 2,048 here" in found.notes[0]
+
+
+def test_a_replay_can_be_left_out(model: Path) -> None:
+    assert profile("-m", model, "--replay", "none")["exit_code"] == 0
+    assert load().replays == []
+
+
+def test_the_plan_of_an_input_is_that_of_a_dry_run(model: Path) -> None:
+    source = write_jsonl("in.jsonl", [{"prompt": text} for text in [*texts(40), None]])
+    flags = (source, "-m", model, "--memory", "64MiB", "--price-per-hour", 3)
+    line = profile(*flags, "--replay", "none")
+    assert line["exit_code"] == 0
+    dry = last_line(
+        prefill("score", *flags, "--dry-run", "--quiet", "--profile", "profile.json", "--max-error-rate", 1).stdout
+    )
+    assert dry["exit_code"] == 0, dry
+    for key in ("rows", "predicted_seconds", "predicted_price"):
+        assert line[key] == dry[key] is not None
+    survey = load().survey
+    assert survey is not None
+    report = json.loads(Path("in.scores.dry-run.json").read_text())["survey"]
+    assert {**survey.model_dump(mode="json"), "seconds": None} == {**report, "seconds": None}
+    assert "41 to score" not in Path("profile.html").read_text()
+    assert "40 to score of 41" in Path("profile.html").read_text()
+
+
+def test_the_budget_of_the_measurements_is_that_of_the_plan(model: Path) -> None:
+    source = write_jsonl("in.jsonl", [{"prompt": text} for text in texts(4)])
+    limits = []
+    for flags in ((), ("--memory", "64MiB")):
+        assert profile(source, "-m", model, "--replay", "none", *flags)["exit_code"] == 0
+        limits.append(load().survey.limits)
+    assert limits[0] == limits[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("nowhere.parquet",), "nowhere.parquet"),
+        (("in.parquet", "--prompt-column", "nope"), "nope"),
+        (("in.parquet", "--template", "{{ nope }}"), "nope"),
+        (("in.parquet", "--labels", "certainly not one token,No"), "certainly not one token"),
+        (("in.parquet", "--keep", "0.2"), "needs --draft"),
+        (("in.parquet", "--keep", "auto"), "for a whole job"),
+        (("in.parquet", "--limit", "3", "--sample", "3"), "one of them"),
+        (("in.parquet", "-o", "in.parquet"), "over the input"),
+        (("--limit", "3"), "--limit is for INPUT"),
+        (("--schedule", "fifo"), "--schedule is for INPUT"),
+        (("--pack-tokens", "100"), "--pack-tokens is for INPUT"),
+        (("--prefix-kv", "keep"), "--prefix-kv is for INPUT"),
+        (("--price-per-hour", "1"), "--price-per-hour is for INPUT"),
+        (("--labels", "A,B"), "--labels is for INPUT"),
+        (("--draft", "x"), "--draft is for INPUT"),
+        (("--keep", "0.5"), "--keep is for INPUT"),
+        (("--replay", "post-recomendation"), "post-recommendation"),
+        (("--replay", "none", "--replay", "credit-verification"), "no other workload"),
+        (("--replay", "none", "--cache-tokens", "5"), "--replay is none"),
+        (("--fairness", "-1"), "fairness"),
+        (("--mode", "hybird"), "hybrid"),
+    ],
+)
+def test_what_is_wrong_is_told_before_anything_is_measured(
+    arguments: tuple[str, ...], said: str, model: Path, measured: list[str]
+) -> None:
+    write_parquet("in.parquet", prompt=texts(3))
+    line = profile("-m", model, *arguments)
+    assert (line["exit_code"], measured) == (2, []), line
+    assert said in line["error"]
+
+
+def test_a_damaged_input_ends_before_the_longest_prompts_are_looked_for(
+    model: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise PrefillError("in.parquet: damaged")
+
+    monkeypatch.setattr(job, "survey_input", broken)
+    write_parquet("in.parquet", prompt=texts(3))
+    assert profile("in.parquet", "-m", model)["exit_code"] == 1
+    assert measured == ["completion"]
