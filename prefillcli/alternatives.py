@@ -14,11 +14,11 @@ from prefillcli.compress.selection import select_all
 from prefillcli.compress.settings import Compression
 from prefillcli.data.rows import Prompt
 from prefillcli.errors import ResourceError
-from prefillcli.forecast import Predict
 from prefillcli.loading import Opened, compression_of, plan_memory
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plans
 from prefillcli.plan.schedules import SCHEDULES
+from prefillcli.profile.store import Profile
 from prefillcli.report.survey import KeepCost, PackLimits, PlanCost
 from prefillcli.settings import LoadingOptions
 
@@ -29,25 +29,25 @@ KEEP_RATES = (1.0, 0.5, 0.3, 0.2, 0.1)
 class Alternatives:
     """Adds up over windows what plans take. The job's own plan is among them, cut as the job cuts it.
 
-    `free` bytes are what the loaded weights will leave, where `--memory` does not say what may be used; `predict`
-    gives the model's seconds for a plan. Raises ResourceError where not even a small prompt fits.
+    `free` bytes are what the loaded weights will leave, where `--memory` does not say what may be used; `profile`
+    sizes packs and predicts their time. Raises ResourceError where not even a small prompt fits.
     """
 
-    def __init__(self, settings: LoadingOptions, opened: Opened, *, free: int | None, predict: Predict | None) -> None:
+    def __init__(self, settings: LoadingOptions, opened: Opened, *, free: int | None, profile: Profile | None) -> None:
         self.errors: Counter[str] = Counter()
         """Rows that only planning finds to be errors, by code."""
-        plan = plan_memory(opened, settings, free=free)
+        plan = plan_memory(opened, settings, free=free, profile=profile)
         self._own = Limits(**plan["limits"])
         self.limits = PackLimits(
             pack_tokens=self._own.tokens, max_tokens=self._own.max_tokens, chunk_tokens=plan["chunk_tokens"]
         )
-        self._schedule, self._predict = settings.schedule, predict
+        self._schedule, self._profile = settings.schedule, profile
         self._limits: dict[str, Limits] = {settings.prefix_kv: self._own}
         for other in PREFIX_KV:
             if other not in self._limits and not (other == "auto" and settings.prefix_kv == "keep"):
                 try:
                     changed = settings.model_copy(update={"prefix_kv": other})
-                    self._limits[other] = Limits(**plan_memory(opened, changed, free=free)["limits"])
+                    self._limits[other] = Limits(**plan_memory(opened, changed, free=free, profile=profile)["limits"])
                 except ResourceError:
                     continue  # this system does not tell what the host has free for offloading
         self.plans = [
@@ -122,8 +122,8 @@ class Alternatives:
         if isinstance(cost, PlanCost):
             cost.packs += len(plan.packs)
         cost.computed_tokens += plan.computed_tokens
-        if self._predict is not None:
-            cost.seconds = (cost.seconds or 0.0) + self._predict(plan)
+        if self._profile is not None:
+            cost.seconds = (cost.seconds or 0.0) + self._profile.seconds(plan)
 
 
 def _compression(settings: LoadingOptions, opened: Opened) -> Compression:

@@ -76,7 +76,7 @@ def _run(settings: ScoreSettings, report: DryRunReport, stop: Stop) -> None:
             free=free,
             carried=carried,
             id_column=settings.id_column,
-            predict=None if profile is None else profile.seconds,
+            profile=profile,
             price_per_hour=settings.price_per_hour,
             tick=progress.advance,
         )

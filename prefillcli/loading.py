@@ -19,6 +19,10 @@ if TYPE_CHECKING:  # torch takes seconds to import; wrong input should not wait 
     from prefillcli.engines.torch import TorchEngine
     from prefillcli.prefill.memory import MemoryLaw
     from prefillcli.prefill.model import ModelFiles
+    from prefillcli.profile.store import Profile
+
+PACK_SECONDS = 60.0
+"""About what a pack may take where a profile tells it: finished rows are written between packs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +95,19 @@ def _load_tokenizer(files: ModelFiles, trust_remote_code: bool) -> Any:
         raise UsageError(f"{files.path}: cannot load the tokenizer: {brief(error)}") from None
 
 
-def load(opened: Opened, settings: LoadingOptions, *, keep: float, before: dict[str, Any]) -> Loaded:
+def load(
+    opened: Opened,
+    settings: LoadingOptions,
+    *,
+    keep: float,
+    before: dict[str, Any],
+    profile: Profile | None = None,
+) -> Loaded:
     """Load the weights and decide what fits one pack.
 
     `before` is the `plan` of an earlier attempt (or empty): it stands, unless other limits were asked for or it does
     not fit any more. `keep` is the rate to start with; one that an earlier attempt has chosen stands in any case.
+    `profile` as in `plan_memory`.
     Raises ResourceError where the weights cannot fit, before they are loaded.
     """
     from prefillcli.engines.torch import TorchEngine
@@ -106,7 +118,8 @@ def load(opened: Opened, settings: LoadingOptions, *, keep: float, before: dict[
     refuse_what_cannot_fit(opened)
     model = load_model(files, device, trust_remote_code=settings.trust_remote_code)
     small = opened.draft and load_model(opened.draft, device, trust_remote_code=settings.trust_remote_code)
-    plan = plan_memory(opened, settings, free=None if settings.memory else available_memory(device))
+    free = None if settings.memory else available_memory(device)
+    plan = plan_memory(opened, settings, free=free, profile=profile)
     if before.get("asked") == plan["asked"] and _fits(before, plan):
         plan |= before
     plan |= {name: before[name] for name in ("keep", "keep_auto") if name in before}
@@ -141,22 +154,30 @@ def weights_of(opened: Opened) -> int:
     return sum(weight_bytes(files, opened.device) for files in (opened.files, opened.draft) if files is not None)
 
 
-def plan_memory(opened: Opened, settings: LoadingOptions, *, free: int | None) -> dict[str, Any]:
+def plan_memory(
+    opened: Opened, settings: LoadingOptions, *, free: int | None, profile: Profile | None = None
+) -> dict[str, Any]:
     """What fits one pack of the model and of the draft, as the `plan` of a job.
 
-    `free` bytes are what the loaded weights leave; it is not used where `--memory` says it. Raises ResourceError.
+    `free` bytes are what the loaded weights leave; it is not used where `--memory` says it. `profile`, of this model
+    on this machine, says what a token takes and how long a pack. Raises ResourceError.
     """
-    from prefillcli.prefill.memory import FREE_SHARE, choose_chunk, memory_law, pack_limits
+    from prefillcli.prefill.memory import FREE_SHARE, PACK_TOKENS, choose_chunk, memory_law, pack_limits
 
     budget = parse_size(settings.memory) if settings.memory else int((free or 0) * FREE_SHARE)
     law = memory_law(opened.files.config, opened.files.dtype)
     chunk_tokens = settings.chunk_tokens or choose_chunk(law, budget, opened.device)
+    pack_tokens = settings.pack_tokens or PACK_TOKENS[opened.device.type]
+    if profile is not None:
+        law = law.measured(profile.token_bytes)
+        if settings.pack_tokens is None:
+            pack_tokens = max(chunk_tokens, profile.tokens_within(PACK_SECONDS, most=pack_tokens))
     limits = pack_limits(
         law,
         budget=budget,
         device=opened.device,
         chunk_tokens=chunk_tokens,
-        pack_tokens=settings.pack_tokens,
+        pack_tokens=pack_tokens,
         prefix_kv=settings.prefix_kv,
     )
     asked = [settings.memory, settings.pack_tokens, settings.chunk_tokens, settings.prefix_kv]

@@ -37,6 +37,7 @@ from prefillcli.signals import Stop
 
 if TYPE_CHECKING:
     from prefillcli.compressing import WindowCompressor
+    from prefillcli.profile.store import Profile
 
 
 def score_job(settings: ScoreSettings) -> dict[str, Any]:
@@ -118,22 +119,22 @@ class _ScoreJob:
             if opened.draft is not None:
                 report.keep, report.keep_auto = self._keep(sink), sink.plan.get("keep_auto")
             if not sink.complete:
-                self.forecast = self._make_forecast(source, opened)
-                self._score(source, builder, labels, sink, opened, stop)
+                profile = self._profile(opened)
+                if profile is not None:
+                    self.forecast = Forecast(profile.seconds, source.selection().count(source.count()))
+                self._score(source, builder, labels, sink, opened, profile, stop)
             self._report_audit(sink, labels)
         conclude(report, sink.counts, max_error_rate=settings.max_error_rate, skip_empty=settings.skip_empty)
 
-    def _make_forecast(self, source: Source, opened: Opened) -> Forecast | None:
+    def _profile(self, opened: Opened) -> Profile | None:
         """None without a profile that fits; one that was asked for and does not is worth a warning."""
         files = opened.files
         profile, _, why = find_profile(
             self.settings.profile, self.report.fingerprint["model"], files.dtype, opened.device
         )
-        if profile is None:
-            if self.settings.profile is not None:
-                print(f"prefill: warning: no prediction: {why}", file=sys.stderr)
-            return None
-        return Forecast(profile.seconds, source.selection().count(source.count()))
+        if profile is None and self.settings.profile is not None:
+            print(f"prefill: warning: no prediction: {why}", file=sys.stderr)
+        return profile
 
     def _open_sink(self, output: str, source: Source, labels: Labels) -> Sink:
         """The output. Where it must not be touched, neither must the report that lies beside it."""
@@ -162,6 +163,7 @@ class _ScoreJob:
         labels: Labels,
         sink: Sink,
         opened: Opened,
+        profile: Profile | None,
         stop: Stop,
     ) -> None:
         settings, clock = self.settings, self.clock
@@ -185,7 +187,7 @@ class _ScoreJob:
                 if scorer is None:
                     labels.check(window)
                     with clock.phase("load"), stop.at_once():
-                        loaded = self._load(opened, sink)
+                        loaded = self._load(opened, sink, profile)
                     scorer = WindowScorer(
                         loaded.engine,
                         sink,
@@ -223,8 +225,8 @@ class _ScoreJob:
                 return
             yield window
 
-    def _load(self, opened: Opened, sink: Sink) -> Loaded:
-        loaded = load(opened, self.settings, keep=self._keep(sink), before=sink.plan)
+    def _load(self, opened: Opened, sink: Sink, profile: Profile | None) -> Loaded:
+        loaded = load(opened, self.settings, keep=self._keep(sink), before=sink.plan, profile=profile)
         sink.plan = loaded.plan
         return loaded
 

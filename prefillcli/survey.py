@@ -19,11 +19,11 @@ from prefillcli.data.labels import Labels, parse_labels
 from prefillcli.data.rows import SKIPPED, Int32Array, Prompt, Window
 from prefillcli.data.source import Source
 from prefillcli.data.windows import Ahead, windows
-from prefillcli.forecast import Predict
 from prefillcli.inputs import prompt_builder
 from prefillcli.loading import Opened
 from prefillcli.plan.sharing import shared_nodes
 from prefillcli.plan.trie import build_forest, token_order
+from prefillcli.profile.store import Profile
 from prefillcli.report.survey import (
     Bin,
     Duplicates,
@@ -51,19 +51,20 @@ def survey(
     free: int | None,
     carried: Sequence[str] = (),
     id_column: str | None = None,
-    predict: Predict | None = None,
+    profile: Profile | None = None,
     price_per_hour: float | None = None,
     tick: Callable[[int, int], None] = lambda rows, tokens: None,
 ) -> Survey:
     """Read the rows of `source` and plan them as a job with these `settings` would.
 
     `free` bytes are what the loaded weights will leave, where `--memory` does not say what may be used; `carried` are
-    the columns that the output takes over; `predict` gives the model's seconds for a plan. `tick` is called with the
-    rows and prompt tokens of each window, and may raise. Raises what the job raises before it loads weights.
+    the columns that the output takes over; `profile` sizes packs and predicts their time, as in the job. `tick` is
+    called with the rows and prompt tokens of each window, and may raise. Raises what the job raises before it loads
+    weights.
     """
     builder = prompt_builder(settings, opened, source, carried)
     labels = Labels(opened.tokenizer, parse_labels(settings.labels))
-    plans = Alternatives(settings, opened, free=free, predict=predict)
+    plans = Alternatives(settings, opened, free=free, profile=profile)
     contents = Contents()
     clock = Clock()
     with Ahead(windows(source, builder, labels, id_column=id_column)) as coming:

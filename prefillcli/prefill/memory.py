@@ -6,7 +6,8 @@ constant. Everything else a layer makes lives for one chunk.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,16 @@ class MemoryLaw:
     layers: int
     transient: int  # what a layer makes for one token of a chunk
     vocabulary: int
+    beyond: int = 0  # a token's bytes that were measured and are none of these
 
     @property
     def token(self) -> int:
         """Bytes per token that last as long as the pack."""
-        return self.residual + self.key_value + self.rotary
+        return self.residual + self.key_value + self.rotary + self.beyond
+
+    def measured(self, token: float | None) -> MemoryLaw:
+        """The law with what a token has taken, in bytes, where that is more; None if it was not measured."""
+        return replace(self, beyond=max(0, math.ceil((token or 0) - self.token)))
 
     def constant(self, chunk_tokens: int) -> int:
         """Bytes per pack whatever its size: a chunk's activations, and logits."""
@@ -97,14 +103,13 @@ def pack_limits(
             f"a memory budget of {budget / 2**20:,.0f} MiB is too small: this model needs {need / 2**20:,.0f} MiB "
             f"with --chunk-tokens {chunk_tokens}; raise --memory{smaller}"
         )
-    aim = pack_tokens or PACK_TOKENS["cuda" if device.type == "cuda" else "cpu"]
     all_layers = law.key_value * law.layers
     in_place = prefix_kv in ("auto", "keep")
     held = 0 if prefix_kv == "discard" else int(room * HELD_SHARE) // all_layers
     if prefix_kv == "offload":
         held = available_memory(torch.device("cpu")) // 2 // all_layers
     return Limits(
-        tokens=min(aim, most),
+        tokens=min(pack_tokens or PACK_TOKENS[device.type], most),
         max_tokens=most,
         held_tokens=held,
         held_cost=(all_layers if in_place else law.key_value) / law.token,

@@ -16,7 +16,7 @@ from prefillcli.data.store import open_store
 from prefillcli.errors import PrefillError, ResourceError, UsageError
 from prefillcli.loading import open_model
 from prefillcli.outcome import fail
-from prefillcli.profile.input import open_input, survey_input
+from prefillcli.profile.input import Input, open_input, survey_input
 from prefillcli.profile.store import CompletionModel, ModeResult, Profile, Trace
 from prefillcli.replay.results import Replay
 from prefillcli.report.run import versions
@@ -39,16 +39,19 @@ class _Ended:
 def profile_job(settings: ProfileSettings) -> dict[str, Any]:
     """Run the job; return the summary for the last line on stdout.
 
-    Files are written when everything is measured. Errors are told on stderr, and become the exit code in the summary.
+    Files are written when everything is measured, and once more with what INPUT takes: a file that turns out to be
+    damaged costs no measurements. Errors are told on stderr, and become the exit code in the summary.
     """
     clock, ended = Clock(), _Ended()
     try:
         with Stop() as stop, stop.at_once():
-            profile = _measure(settings)
-            profile.created = datetime.now(UTC).isoformat(timespec="seconds")
-            profile.seconds_taken = clock.total
-            _save(profile, settings.output)
-        ended.profile = profile
+            given = _check(settings)
+            profile = _measure(settings, given)
+            _save(profile, settings.output, clock.total)
+            ended.profile = profile
+            if given is not None:
+                profile.survey = survey_input(settings, given, profile)
+                _save(profile, settings.output, clock.total)
         ended.status, ended.exit_code = "complete", 0
         if not settings.quiet:
             from prefillcli.profile.tables import print_profile
@@ -65,7 +68,8 @@ def page_of(output: str) -> str:
     return output.removesuffix(".json") + ".html"
 
 
-def _measure(settings: ProfileSettings) -> Profile:
+def _check(settings: ProfileSettings) -> Input | None:
+    """Raise UsageError for what is wrong before anything is measured; open INPUT if there is one."""
     from prefillcli.profile.modes import MODES
     from prefillcli.replay.workloads import WORKLOADS
 
@@ -73,12 +77,16 @@ def _measure(settings: ProfileSettings) -> Profile:
         raise UsageError(f"--output {settings.output}: this names the JSON file; the page goes beside it, as .html")
     _check_names("--mode", settings.mode, MODES)
     _check_names("--replay", settings.replay, {**WORKLOADS, "none": None})
-    given = open_input(settings, (settings.output, page_of(settings.output))) if settings.inputs else None
+    return open_input(settings, (settings.output, page_of(settings.output))) if settings.inputs else None
+
+
+def _measure(settings: ProfileSettings, given: Input | None) -> Profile:
     import torch
 
     from prefillcli.profile.children import Subject
     from prefillcli.profile.lengths import Search
     from prefillcli.profile.machine import this_machine
+    from prefillcli.profile.modes import MODES
 
     files, device = (given.opened.files, given.opened.device) if given is not None else open_model(settings)
     subject = Subject(
@@ -111,9 +119,6 @@ def _measure(settings: ProfileSettings) -> Profile:
         settings=settings.model_dump(mode="json"),
         versions=versions(),
     )
-    if given is not None:
-        tell("the input")
-        profile.survey = survey_input(settings, given, profile)
     profile.replays = list(_replays(settings, files, device, profile, tell))
     search = Search(subject, files, budget, settings.fit_seconds, settings.confirm_seconds, tell)
     profile.modes = list(_modes(settings.mode or tuple(MODES), search))
@@ -196,10 +201,12 @@ def _traces(modes: list[ModeResult], search: Any) -> Iterator[Trace]:
             search.tell(f"{mode}: no memory over time: {error}")
 
 
-def _save(profile: Profile, output: str) -> None:
+def _save(profile: Profile, output: str, seconds: float) -> None:
     """Write `profile.json` and its page; a reader sees an old file or a whole new one. Raises PrefillError."""
     from prefillcli.profile.page import to_html
 
+    profile.created = datetime.now(UTC).isoformat(timespec="seconds")
+    profile.seconds_taken = seconds
     for path, text in ((output, profile.model_dump_json(indent=2) + "\n"), (page_of(output), to_html(profile))):
         folder, slash, name = path.rpartition("/")
         try:

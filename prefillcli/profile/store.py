@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -214,6 +215,21 @@ class Profile(BaseModel):
     def seconds(self, plan: Plan) -> float:
         """Predicted seconds of the model over `plan`."""
         return self.completion.seconds(plan)
+
+    def tokens_within(self, seconds: float, *, most: int) -> int:
+        """Tokens, 1 to `most`, that the model computes in this time: of one prompt, or of as long ones as it takes."""
+        longest = self.max_model_tokens
+
+        def taken(tokens: int) -> float:
+            return self.completion.request_seconds(min(tokens, longest)) * max(1.0, tokens / longest)
+
+        return bisect.bisect_right(range(2, most + 1), seconds, key=taken) + 1
+
+    @property
+    def token_bytes(self) -> float | None:
+        """Bytes that the walk has taken for each token of a prompt; None if that was not measured."""
+        hybrid = self.mode("hybrid")
+        return None if hybrid is None else hybrid.fit_token
 
     def mode(self, name: str) -> ModeResult | None:
         """What was found about a mode, if it was profiled."""

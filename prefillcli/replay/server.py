@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from prefillcli.plan.pack import Limits, cut_packs
+from prefillcli.plan.queue import Queue
 from prefillcli.plan.schedules import shortest_job
 from prefillcli.plan.trie import TrieNode
 from prefillcli.replay.cache import PrefixCache
+from prefillcli.replay.results import OFFLINE
 from prefillcli.replay.workloads import FloatArray, IntArray, Workload
 
 if TYPE_CHECKING:
@@ -96,7 +98,7 @@ def run_plan(workload: Workload, limits: Limits, completion: CompletionModel) ->
     """Compute all requests as `prefill score` would: packs of the trie in depth-first order."""
     tokens = np.zeros(int(workload.tokens.max()), dtype=np.int32)  # what they say does not matter
     prompts = [tokens[:length] for length in workload.tokens]
-    packs = cut_packs(_forest(workload), prompts, limits, [None] * len(prompts))
+    packs = cut_packs(Queue(_forest(workload), OFFLINE), prompts, limits, [None] * len(prompts))
     ends = np.zeros(len(prompts))
     for pack, now in zip(packs, accumulate(map(completion.pack_seconds, packs)), strict=True):
         ends[pack.prompts] = now

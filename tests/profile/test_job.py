@@ -136,13 +136,13 @@ def test_what_is_wrong_is_told_before_anything_is_measured(
     assert said in line["error"]
 
 
-def test_a_damaged_input_ends_before_the_longest_prompts_are_looked_for(
-    model: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_input_costs_no_measurements(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise PrefillError("in.parquet: damaged")
 
     monkeypatch.setattr(job, "survey_input", broken)
     write_parquet("in.parquet", prompt=texts(3))
-    assert profile("in.parquet", "-m", model)["exit_code"] == 1
-    assert measured == ["completion"]
+    line = profile("in.parquet", "-m", model)
+    assert (line["exit_code"], line["status"], line["output"]) == (1, "failed", "profile.json")
+    assert load().modes
+    assert load().survey is None

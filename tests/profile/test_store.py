@@ -71,6 +71,18 @@ def test_it_does_not_apply_elsewhere() -> None:
         assert said in str(other.mismatch("0123abcd", "float32", "cpu"))
 
 
+def test_tokens_within_a_time_are_the_most_that_it_allows() -> None:
+    profile = made_profile()
+    for seconds in (1e-9, 0.01, 1.0, 1e6):
+        tokens = profile.tokens_within(seconds, most=50_000)
+        assert 1 <= tokens <= 50_000
+        parts = max(1.0, tokens / profile.max_model_tokens)
+        took = profile.completion.request_seconds(min(tokens, profile.max_model_tokens)) * parts
+        assert took <= seconds or tokens == 1
+        if tokens < min(profile.max_model_tokens, 50_000):
+            assert profile.completion.request_seconds(tokens + 1) > seconds
+
+
 def seen(pack, window: int | None) -> int:
     """Keys that a pack's tokens see in one layer, counted one by one."""
     count = 0

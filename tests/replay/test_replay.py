@@ -77,5 +77,5 @@ def test_seconds_of_a_request_are_those_of_its_pack(cached: int) -> None:
     prompt = np.arange(200, dtype=np.int32)
     apart = Limits(1, 1 << 30, held_tokens=1 << 30)
     pack = make_plan([prompt[:cached], prompt] if cached else [prompt], apart).packs[-1]
-    assert pack.held == cached
+    assert pack.held_tokens == cached
     assert model.request_seconds(200, cached) == pytest.approx(model.pack_seconds(pack))

@@ -14,8 +14,9 @@ import pytest
 
 from prefillcli.data.fingerprints import hash_model
 from prefillcli.data.windows import windows
+from prefillcli.loading import PACK_SECONDS
 from prefillcli.profile.machine import this_machine
-from prefillcli.profile.store import CompletionModel, Profile
+from prefillcli.profile.store import CompletionModel, ModeResult, Profile
 from tests.score.compression import ABOVE, CHUNK, FIRST, HOW, LAST, RATE, lines_of, unrelated
 from tests.score.jobs import Reference, read_output, read_report, score, texts, write_jsonl, write_parquet
 from tests.score.test_command import last_line, prefill
@@ -169,6 +170,24 @@ def test_a_profile_that_fits_predicts_time_and_price(model: Path) -> None:
     assert (
         f"{seconds:.1f} predicted by the profile" in prefill("score", source, "-m", model, "--pack-tokens", 150).stderr
     )
+
+
+def test_a_profile_sizes_packs(model: Path) -> None:
+    source = write_parquet("in.parquet", prompt=SHARED)
+    flags = {"memory": "100MiB", "chunk_tokens": 16}
+    unmeasured = dry_run(source, model, **flags)["survey"]["limits"]
+    takes_more = ModeResult(mode="hybrid", law_base=0, law_token=0, fit_base=0, fit_token=20_000)
+    save_profile(model, modes=[takes_more])
+    survey = dry_run(source, model, **flags)["survey"]
+    limits = survey["limits"]
+    assert limits["pack_tokens"] == (PACK_SECONDS - PER_PACK) // PER_TOKEN
+    assert unmeasured["pack_tokens"] > 2 * limits["pack_tokens"]
+    assert limits["max_tokens"] == pytest.approx(50 * 2**20 / 20_000, rel=0.1)  # half of the budget is for logits
+    assert unmeasured["max_tokens"] > 2 * limits["max_tokens"]
+    score(source, model=model, **flags)
+    assert read_report()["packs"] == chosen(survey["plans"])["packs"] > 2
+    asked = dry_run(source, model, **flags, pack_tokens=100)["survey"]["limits"]
+    assert asked["pack_tokens"] == 100
 
 
 def test_a_resumed_run_predicts_what_it_does_itself(model: Path) -> None:
