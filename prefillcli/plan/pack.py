@@ -55,7 +55,7 @@ class Pack:
     `tokens` int32 [n] are the tokens to compute, node after node: node i is `tokens[offsets[i]:offsets[i + 1]]`, with
     `starts[i]` tokens before it on its path; `positions` int32 [n] are their positions in the whole prompt.
     `parents[i]` is a node's number, or -1 for a root, which sees the held nodes `attach[i]`, root first.
-    `reads[k] = (node, prompts)`: at the end of this node these prompts are answered.
+    `reads[k] = (node, prompts)`: at the end of this node these prompts are answered; in the order of the schedule.
     """
 
     index: int
@@ -225,7 +225,7 @@ class _Cutter:
             starts=[node.start for node in nodes],
             parents=parents,
             attach=attach,
-            reads=[(numbers[id(end)], tuple(end.reads)) for end in sorted(draft.ends, key=self._queue.number)],
+            reads=[(numbers[id(end)], tuple(end.reads)) for end in draft.ends],
             held=held,
             keep=frozenset(self._keys[id(node)] for node in keep),
         )

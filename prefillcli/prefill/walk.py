@@ -228,7 +228,9 @@ class LayerWalk:
 
     def _read_last(self, state: _Pass, attention: ForestAttention) -> Tensor:
         """The last layer's output for the prompts' last tokens alone, [1, reads, hidden]."""
-        nodes = [node for node, _ in state.pack.reads]
+        asked = [node for node, _ in state.pack.reads]
+        in_order = np.argsort(asked, kind="stable")  # neighbours see the same ancestors
+        nodes = [asked[at] for at in in_order]
         rows = []
         for start, end in split_evenly(len(nodes), self.chunk_tokens):
             reads = Reads(state.tree, nodes[start:end], self.device)
@@ -237,7 +239,7 @@ class LayerWalk:
             attention.reads(reads)
             hidden = state.hidden[:, at.to(self.device)]
             rows.append(self._call(self.layers[-1], hidden, recording.calls[-1], attention))
-        return torch.cat(rows, dim=1)
+        return torch.cat(rows, dim=1)[:, torch.as_tensor(np.argsort(in_order), device=self.device)]
 
     # What surrounds the layers: the model's own forward.
 

@@ -86,6 +86,16 @@ def test_the_descendants_of_a_node_follow_it(prompts, size, schedule) -> None:
             assert below == set(range(node, node + len(below)))
 
 
+@given(prompts_of_few_words, st.integers(1, 60))
+def test_prompts_of_a_pack_keep_the_order_of_their_schedule(prompts, size) -> None:
+    packs = make_plan(prompts, Limits(size, 10**6), "fifo").packs
+    first = [min(numbers) for pack in packs for _, numbers in pack.reads]
+    assert first == sorted(first)
+    packs = make_plan(prompts, Limits(size, 10**6), "srjf").packs
+    lengths = [len(prompts[numbers[0]]) for pack in packs for _, numbers in pack.reads]
+    assert lengths == sorted(lengths)
+
+
 @given(prompts_of_few_words, st.integers(0, 40), some_schedule)
 @settings(max_examples=300)
 def test_one_by_one_prompts_come_as_their_schedule_says(prompts, held, schedule) -> None:
