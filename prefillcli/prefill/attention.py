@@ -12,8 +12,10 @@ import math
 import torch
 from torch import Tensor
 
+from prefillcli.prefill.products import attend_by_products, products_pay
+
 KEY_BLOCK = 1024  # keys at a time where scores are computed explicitly
-COPIED_KEYS = 4096  # keys at a time where the CPU kernel copies K,V for every query head, as it does below float32
+COPIED_KEYS = 4096  # keys at a time where they are copied: on CPUs below float32, by the kernel for every query head
 
 
 def attend(
@@ -34,18 +36,26 @@ def attend(
     """
     plain = softcap is None and value.shape[-1] == query.shape[-1]
     if plain and query.device.type == "cpu":
-        if query.dtype == torch.float32 or causal or visible is not None or key.shape[2] <= COPIED_KEYS:
+        if causal and products_pay(query, key, causal=True):
+            return attend_by_products(query, key, value, scale=scale, causal=True)
+        if query.dtype == torch.float32 or causal or visible is not None:
             return _flash_cpu(query, key, value, scale, causal, visible)
-        out, lse = _flash_cpu(query, key[:, :, :COPIED_KEYS], value[:, :, :COPIED_KEYS], scale, False, None)
+        out, lse = _copying_keys(query, key[:, :, :COPIED_KEYS], value[:, :, :COPIED_KEYS], scale)
         for start in range(COPIED_KEYS, key.shape[2], COPIED_KEYS):
             part = slice(start, start + COPIED_KEYS)
-            merge_into(out, lse, *_flash_cpu(query, key[:, :, part], value[:, :, part], scale, False, None))
+            merge_into(out, lse, *_copying_keys(query, key[:, :, part], value[:, :, part], scale))
         return out, lse
     fits = query.shape[-1] % 8 == 0 and query.shape[-1] <= 256 and query.dtype != torch.float32
     if plain and visible is None and query.device.type == "cuda" and fits:
         found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
         return found[0], found[1]
     return attend_blockwise(query, key, value, scale=scale, causal=causal, visible=visible, softcap=softcap)
+
+
+def _copying_keys(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    if products_pay(query, key, causal=False):
+        return attend_by_products(query, key, value, scale=scale)
+    return _flash_cpu(query, key, value, scale, False, None)
 
 
 def _flash_cpu(

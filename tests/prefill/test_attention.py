@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from prefillcli.prefill import products
 from prefillcli.prefill.attention import apply_sinks, attend, attend_blockwise, merge_into
+from prefillcli.prefill.products import attend_by_products
 
 
 def random_qkv(queries: int = 13, keys: int = 29, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,3 +86,57 @@ def test_a_sink_is_one_more_score_without_a_value() -> None:
     column = sinks.double().view(1, 6, 1, 1).expand(2, 6, 13, 1)
     weights = torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
     torch.testing.assert_close(out.double(), weights @ value.double().repeat_interleave(3, dim=1), atol=1e-5, rtol=0)
+
+
+def eager_bfloat16(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Tensor:
+    """As transformers' eager attention: products in bfloat16, softmax in float32."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) * scale
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+    return torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype) @ value
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("size", [1.0, 3.0, 10.0], ids=["small scores", "large ones", "beyond every bound"])
+@pytest.mark.parametrize("moved", [0.0, 20.0], ids=["keys around 0", "keys around another point"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_products_are_as_near_as_the_eager_forward(causal: bool, size: float, moved: float, batch: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    queries, keys = (1500, 1500) if causal else (700, 1300)
+
+    def drawn(heads: int, tokens: int) -> Tensor:
+        return torch.randn(batch, heads, tokens, 32, generator=generator)
+
+    query = (size * drawn(6, queries)).bfloat16()
+    key = (size * drawn(2, keys) + moved * drawn(2, 1)).bfloat16()
+    value = drawn(2, keys).bfloat16()
+    tril = torch.ones(queries, keys, dtype=torch.bool).tril() if causal else None
+    wanted, wanted_lse = reference(query, key, value, visible=tril)
+    out, lse = attend_by_products(query, key, value, scale=0.3, causal=causal)
+    error = (out - wanted).abs().mean()
+    eager_error = (eager_bfloat16(query, key, value, 0.3, causal) - wanted).abs().mean()
+    assert error < 1.2 * eager_error
+    assert error < 0.003 or size > 1
+    spread = float(wanted_lse.abs().mean())
+    assert (lse - wanted_lse).abs().mean() < 2**-8 * max(1.0, spread)
+
+
+def test_products_of_float32_are_exact() -> None:
+    qkv = random_qkv(queries=40, keys=70)
+    for causal in (False, True):
+        if causal:
+            qkv = random_qkv(queries=70, keys=70)
+        visible = torch.ones(70, 70, dtype=torch.bool).tril() if causal else None
+        found, wanted = attend_by_products(*qkv, scale=0.3, causal=causal), reference(*qkv, visible=visible)
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one.double(), other, atol=2e-5, rtol=0)
+
+
+def test_products_in_small_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "ROWS", 18)
+    monkeypatch.setattr(products, "KEYS", 11)
+    for safe in (products.SAFE, 0.0):
+        monkeypatch.setattr(products, "SAFE", safe)
+        test_products_of_float32_are_exact()
