@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from prefillcli.compress.settings import Compression
+from prefillcli.engines.base import Engine
 from prefillcli.errors import ResourceError, UsageError, brief
 from prefillcli.plan.pack import Limits
 from prefillcli.samples import sample_model
@@ -20,22 +21,25 @@ if TYPE_CHECKING:  # torch takes seconds to import; wrong input should not wait 
     from prefillcli.prefill.memory import MemoryLaw
     from prefillcli.prefill.model import ModelFiles
 
+AnyEngine = TypeVar("AnyEngine", bound=Engine, covariant=True)
+
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The files of a model and its draft, checked; no weights."""
+    """The files of a model and its draft, checked; no weights. `max_length` is the longest prompt in tokens."""
 
     files: ModelFiles
     device: torch.device
     tokenizer: Any
     draft: ModelFiles | None
+    max_length: int
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(Generic[AnyEngine]):
     """Models ready to work. `plan` is what a resumed run must take over to cut the same packs."""
 
-    engine: TorchEngine
+    engine: AnyEngine
     compressor: Compressor | None
     plan: dict[str, Any]
 
@@ -45,8 +49,11 @@ class Loaded:
             self.compressor.draft.close()
 
 
-def open_models(settings: LoadingOptions) -> Opened:
-    """Find and check the model, its tokenizer and the draft. Raises UsageError or ResourceError."""
+def open_models(settings: LoadingOptions, *, walk: bool = True) -> Opened:
+    """Find and check the model, its tokenizer and the draft, to be walked layer by layer or not.
+
+    Raises UsageError or ResourceError.
+    """
     from prefillcli.compress.tokenizers import difference
     from prefillcli.prefill.model import choose_device, find_model, read_model_files
 
@@ -61,7 +68,7 @@ def open_models(settings: LoadingOptions) -> Opened:
         "device": device.type,
         "trust_remote_code": settings.trust_remote_code,
     }
-    files = read_model_files(path, **options)
+    files = read_model_files(path, walk=walk, **options)
     tokenizer = _load_tokenizer(files, settings.trust_remote_code)
     small = None
     if settings.draft is not None:
@@ -69,7 +76,7 @@ def open_models(settings: LoadingOptions) -> Opened:
         other = difference(tokenizer, _load_tokenizer(small, settings.trust_remote_code))
         if other is not None:
             raise UsageError(f"--draft {settings.draft}: its tokenizer is not the model's: {other}")
-    return Opened(files, device, tokenizer, small)
+    return Opened(files, device, tokenizer, small, files.max_length)
 
 
 def _load_tokenizer(files: ModelFiles, trust_remote_code: bool) -> Any:
@@ -81,7 +88,7 @@ def _load_tokenizer(files: ModelFiles, trust_remote_code: bool) -> Any:
         raise UsageError(f"{files.path}: cannot load the tokenizer: {brief(error)}") from None
 
 
-def load(opened: Opened, settings: LoadingOptions, *, keep: float, before: dict[str, Any]) -> Loaded:
+def load(opened: Opened, settings: LoadingOptions, *, keep: float, before: dict[str, Any]) -> Loaded[TorchEngine]:
     """Load the weights and decide what fits one pack.
 
     `before` is the `plan` of an earlier attempt (or empty): it stands, unless other limits were asked for or it does

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,9 @@ from prefillcli.data.sink import Sink
 from prefillcli.data.source import Source
 from prefillcli.data.windows import Ahead, windows
 from prefillcli.dry_run import dry_run_job
+from prefillcli.engines.base import Engine
+from prefillcli.engines.choice import hash_engine, loader_of
+from prefillcli.engines.kinds import ENGINES
 from prefillcli.errors import (
     OutputBusyError,
     OutputConflictError,
@@ -24,7 +28,7 @@ from prefillcli.errors import (
 )
 from prefillcli.forecast import Forecast, find_profile
 from prefillcli.inputs import carried_columns, open_source, prompt_builder
-from prefillcli.loading import Loaded, Opened, load, open_models
+from prefillcli.loading import Loaded, Opened
 from prefillcli.outcome import conclude, fail
 from prefillcli.paths import default_output, default_report, refuse_to_replace_input
 from prefillcli.progress import Progress
@@ -76,6 +80,7 @@ class _ScoreJob:
         self.builder: PromptBuilder | None = None
         self.sink: Sink | None = None
         self.forecast: Forecast | None = None
+        self._loader = loader_of(settings.engine)
         self._scored_before = 0  # rows that an earlier run has scored
 
     def run(self, stop: Stop) -> None:
@@ -86,7 +91,7 @@ class _ScoreJob:
         with clock.phase("read"):
             source = self.source = open_source(settings, carried_columns(settings))
         with clock.phase("load"), stop.at_once():
-            opened = open_models(settings)
+            opened = self._loader.open_models(settings)
         files, tokenizer = opened.files, opened.tokenizer
         builder = self.builder = prompt_builder(settings, opened, source, carried_columns(settings))
         labels = Labels(tokenizer, parse_labels(settings.labels))
@@ -101,6 +106,8 @@ class _ScoreJob:
                     [settings.temperature, str(files.dtype), settings.id_column, list(settings.keep_columns)]
                 ),
             }
+            if settings.engine != "torch":
+                report.fingerprint["engine"] = hash_engine(settings)
             if opened.draft is not None:
                 report.fingerprint["draft"] = hash_model(opened.draft.path)
                 report.fingerprint["compression"] = hash_value(
@@ -125,6 +132,8 @@ class _ScoreJob:
 
     def _make_forecast(self, source: Source, opened: Opened) -> Forecast | None:
         """None without a profile that fits; one that was asked for and does not is worth a warning."""
+        if "forecast" not in ENGINES[self.settings.engine].can:
+            return None
         files = opened.files
         profile, _, why = find_profile(
             self.settings.profile, self.report.fingerprint["model"], files.dtype, opened.device
@@ -176,7 +185,7 @@ class _ScoreJob:
             quiet=settings.quiet,
             seconds_left=(lambda: None) if forecast is None else forecast.seconds_left,
         )
-        with coming, progress:
+        with ExitStack() as engine, coming, progress:
             progress.advance(sink.counts.total)
             if forecast is not None:
                 forecast.skip(sink.counts.total)
@@ -186,6 +195,7 @@ class _ScoreJob:
                     labels.check(window)
                     with clock.phase("load"), stop.at_once():
                         loaded = self._load(opened, sink)
+                    engine.callback(loaded.close)
                     scorer = WindowScorer(
                         loaded.engine,
                         sink,
@@ -203,8 +213,6 @@ class _ScoreJob:
                 scorer.score(window)
             with clock.phase("write"):
                 sink.finish()
-        if scorer is not None:
-            loaded.close()
 
     def _report_audit(self, sink: Sink, labels: Labels) -> None:
         """Sum up what compression did to the rows that were read both ways."""
@@ -223,8 +231,8 @@ class _ScoreJob:
                 return
             yield window
 
-    def _load(self, opened: Opened, sink: Sink) -> Loaded:
-        loaded = load(opened, self.settings, keep=self._keep(sink), before=sink.plan)
+    def _load(self, opened: Opened, sink: Sink) -> Loaded[Engine]:
+        loaded = self._loader.load(opened, self.settings, keep=self._keep(sink), before=sink.plan)
         sink.plan = loaded.plan
         return loaded
 
@@ -234,7 +242,7 @@ class _ScoreJob:
         rate: float = sink.plan.get("keep", 1.0 if keep == "auto" else keep)
         return rate
 
-    def _compress_with(self, loaded: Loaded, labels: Labels, sink: Sink) -> WindowCompressor | None:
+    def _compress_with(self, loaded: Loaded[Engine], labels: Labels, sink: Sink) -> WindowCompressor | None:
         if loaded.compressor is None:
             return None
         from prefillcli.compressing import WindowCompressor  # takes torch along
