@@ -49,9 +49,9 @@ test: setup
 test-airflow: setup setup-airflow
 	AIRFLOW=$(abspath $(AIRFLOW_VENV))/bin/airflow $(BIN)/python -m pytest tests/airflow
 
-# vLLM on both cores of a small machine; by itself it leaves one to others
+# on all cores: by itself vLLM leaves one to others
 test-vllm: setup-vllm
-	VLLM_CPU_OMP_THREADS_BIND="$${VLLM_CPU_OMP_THREADS_BIND:-0-1}" \
+	VLLM_CPU_OMP_THREADS_BIND="$${VLLM_CPU_OMP_THREADS_BIND:-0-$$(($$(nproc) - 1))}" \
 	VLLM_CPU_KVCACHE_SPACE="$${VLLM_CPU_KVCACHE_SPACE:-1}" \
 	$(VLLM_VENV)/bin/python -m pytest tests/engines/test_vllm.py
 

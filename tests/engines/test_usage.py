@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -102,3 +103,14 @@ def test_every_engine_has_a_loader() -> None:
         loader = loader_of(name)
         assert callable(loader.open_models)
         assert callable(loader.load)
+
+
+def test_the_documented_recipe_is_one() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
+    (recipe,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    Path("job.yaml").write_text(recipe)
+    read = load_settings(ScoreSettings, {}, recipe="job.yaml", environment={})
+    assert read.engine == "vllm"
+    assert read.engine_options["tensor_parallel_size"] == 4
+    for name in ENGINES:
+        assert f"| `{name}` |" in page
