@@ -53,7 +53,7 @@ test-airflow: setup setup-airflow
 test-vllm: setup-vllm
 	VLLM_CPU_OMP_THREADS_BIND="$${VLLM_CPU_OMP_THREADS_BIND:-0-$$(($$(nproc) - 1))}" \
 	VLLM_CPU_KVCACHE_SPACE="$${VLLM_CPU_KVCACHE_SPACE:-1}" \
-	$(VLLM_VENV)/bin/python -m pytest tests/engines/test_vllm.py
+	$(VLLM_VENV)/bin/python -m pytest -W ignore::pytest.PytestUnraisableExceptionWarning tests/engines/test_vllm.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from importlib.util import find_spec
 from itertools import islice
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 
 from prefillcli import loading
 from prefillcli.engines.base import Answer, LabelTokens, sequences
+from prefillcli.engines.guard import Guard
 from prefillcli.engines.options import check_options
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief
 from prefillcli.loading import Loaded, Opened
@@ -154,6 +156,7 @@ class VllmEngine:
             "disable_log_stats": True,
             **{key: value for key, value in (options or {}).items() if key != "max_model_len" or not known},
         }
+        before = set(active_children())
         with ExitStack() as stack:
             stack.enter_context(stdout_to_stderr())
             try:
@@ -161,6 +164,9 @@ class VllmEngine:
             except (ValueError, TypeError, RuntimeError, ImportError, self._dead) as error:
                 raise _refusal(error) from error
             stack.callback(self._engine.engine_core.shutdown)
+            started = [process for process in active_children() if process not in before]
+            if started:  # killed, it would leave `step` waiting for ever; alone, it would keep the device's memory
+                stack.callback(Guard(started, self._wake).release)
             self._room = QUEUE * int(self._engine.vllm_config.scheduler_config.max_num_seqs)
             self._open = stack.pop_all()
 
@@ -216,6 +222,9 @@ class VllmEngine:
             ids = [token for label in labels for token in label]
             self._params[labels] = self._sampling(max_tokens=1, temperature=0, logprob_token_ids=ids, detokenize=False)
         return self._params[labels]
+
+    def _wake(self) -> None:
+        self._engine.engine_core.outputs_queue.put(self._dead())
 
     def close(self) -> None:
         self._open.close()

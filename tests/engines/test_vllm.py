@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+try:
+    import psutil  # comes with vLLM
+except ImportError:
+    psutil = None
 
 from tests.score.jobs import Reference, read_output, read_report, score, texts, write_jsonl, write_parquet
 from tests.score.models import save_model
@@ -214,20 +219,26 @@ def test_a_signal_stops_the_run(started: list[Any], shared: Any, llama: Path, mo
 COMMAND = "import prefillcli.scorer as s; s.FLUSH_SECONDS = 0.0; from prefillcli.cli import main; main()"
 
 
-def command(*arguments: object) -> subprocess.Popen[str]:
-    words = [str(argument) for argument in arguments]
-    with open("stderr", "w") as stderr:
-        return subprocess.Popen(
-            [sys.executable, "-c", COMMAND, "score", *words], stdout=subprocess.PIPE, stderr=stderr, text=True
-        )
+@contextmanager
+def command(*arguments: object) -> Iterator[subprocess.Popen[str]]:
+    words = [sys.executable, "-c", COMMAND, "score", *map(str, arguments)]
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_LEVEL"}
+    with (
+        open("stderr", "w") as stderr,
+        subprocess.Popen(words, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment) as running,
+    ):
+        try:
+            yield running
+        finally:
+            running.kill()
 
 
 def test_the_sample_model_runs_and_stdout_has_one_line() -> None:
     import pyarrow.parquet as pq
 
     pq.write_table(pq.read_table(ROOT / "samples" / "labeling.parquet").slice(0, 200), "in.parquet")
-    done = command("in.parquet", "--engine", "vllm", "--engine-options", "enforce_eager=true", "--debug")
-    stdout, _ = done.communicate(timeout=300)
+    with command("in.parquet", "--engine", "vllm", "--engine-options", "enforce_eager=true", "--debug") as done:
+        stdout, _ = done.communicate(timeout=300)
     stderr = Path("stderr").read_text()
     assert done.returncode == 0, stderr
     (line,) = stdout.splitlines()
@@ -248,13 +259,16 @@ def test_a_vllm_killed_in_the_middle_loses_no_row(started: list[Any], llama: Pat
     assert score(source, "whole.parquet", **job)["exit_code"] == 0
     options = ["-m", llama, "--id-column", "id", "--engine", "vllm", "-o", "out.parquet"]
     options += ["--engine-options", "enforce_eager=true", "--engine-options", "max_num_seqs=2"]
-    running = command(source, *options)
-    work = Path("out.parquet.prefill")
-    while len(list(work.glob("part-*.parquet"))) < 5:
-        assert running.poll() is None, Path("stderr").read_text()
-        time.sleep(0.002)
-    os.kill(engine_core(running.pid) if victim == "engine core" else running.pid, signal.SIGKILL)
-    stdout, _ = running.communicate(timeout=120)
+    with command(source, *options) as running:
+        work = Path("out.parquet.prefill")
+        while len(list(work.glob("part-*.parquet"))) < 5:
+            assert running.poll() is None, Path("stderr").read_text()
+            time.sleep(0.002)
+        core, *others = processes(running.pid)
+        os.kill(core.pid if victim == "engine core" else running.pid, signal.SIGKILL)
+        stdout, _ = running.communicate(timeout=120)
+        _, alive = psutil.wait_procs([core, *others], timeout=30)
+    assert not alive, "no process of vLLM stays behind"
     stderr = Path("stderr").read_text()
     assert running.returncode == (5 if victim == "engine core" else -signal.SIGKILL), stderr
     assert not Path("out.parquet").exists()
@@ -262,7 +276,7 @@ def test_a_vllm_killed_in_the_middle_loses_no_row(started: list[Any], llama: Pat
         summary, report = json.loads(stdout), read_report()
         assert (summary["status"], summary["exit_code"], report["exit_code"]) == ("failed", 5, 5)
         assert "vLLM has died" in report["error"]
-        assert "--resume" in stderr.splitlines()[-1]
+        assert "--resume" in stderr
         assert 0 < report["rows"]["scored"] < ROWS
     assert score(source, resume=True, **job)["exit_code"] == 0
     assert read_report()["resumed"]
@@ -275,13 +289,11 @@ def test_a_vllm_killed_in_the_middle_loses_no_row(started: list[Any], llama: Pat
     assert rows == whole
 
 
-def engine_core(pid: int) -> int:
-    """The process of vLLM's engine core below `pid`."""
-    import psutil
-
+def processes(pid: int) -> list[Any]:
+    """vLLM's processes below `pid`, the engine core first."""
     below = psutil.Process(pid).children(recursive=True)
-    (core,) = [process.pid for process in below if "EngineCore" in " ".join(process.cmdline())]
-    return core
+    core = next(process for process in below if "EngineCore" in " ".join(process.cmdline()))
+    return [core, *core.children(recursive=True)]
 
 
 def test_the_engine_is_easy_to_call(shared: Any, llama: Path) -> None:
