@@ -17,7 +17,7 @@ from prefillcli.data.labels import Labels
 from prefillcli.data.rows import Prompt, RowError, Scored, Window
 from prefillcli.data.sink import Sink
 from prefillcli.engines.base import Answer, Engine
-from prefillcli.errors import Interrupted
+from prefillcli.errors import Interrupted, ResourceError
 from prefillcli.forecast import Forecast
 from prefillcli.plan.pack import Pack
 from prefillcli.plan.plan import packs_to_run
@@ -160,8 +160,12 @@ class WindowScorer:
             forecast.begin(pack)
         answers = iter(self._engine.answer(pack, lambda i: self._labels.sets[work.readings[i].prompt.labels], tick))
         while True:
-            with self._clock.phase("model"), self._stop.at_once() if self._engine.waits else nullcontext():
-                found = next(answers, None)
+            try:
+                with self._clock.phase("model"), self._stop.at_once() if self._engine.waits else nullcontext():
+                    found = next(answers, None)
+            except ResourceError:  # the engine has died; what it said before stands
+                self._flush(window)
+                raise
             if found is None:
                 break
             self._collect(found, work)

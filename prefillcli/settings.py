@@ -77,18 +77,15 @@ def _as_mapping(value: object) -> object:
         return value
     import yaml  # takes a while
 
-    if isinstance(value, str) and value.lstrip().startswith("{"):
-        return yaml.safe_load(value)
-    found: dict[str, Any] = {}
-    for text in value if isinstance(value, list | tuple) else [value]:
-        key, equals, own = str(text).partition("=")
-        if not equals or not key.strip():
+    try:
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            return yaml.safe_load(value)
+        pairs = [str(text).partition("=") for text in (value if isinstance(value, list | tuple) else [value])]
+        if not all(key.strip() and equals for key, equals, _ in pairs):
             raise ValueError("write it like block_size=32")
-        try:
-            found[key.strip()] = yaml.safe_load(own)
-        except yaml.YAMLError:
-            found[key.strip()] = own
-    return found
+        return {key.strip(): yaml.safe_load(own) for key, _, own in pairs}
+    except yaml.YAMLError:
+        raise ValueError("not YAML") from None
 
 
 Size = Annotated[str, AfterValidator(_check_size)]

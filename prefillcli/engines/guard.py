@@ -17,8 +17,9 @@ class Guard:
 
     def __init__(self, processes: Sequence[BaseProcess], died: Callable[[], None]) -> None:
         pids = " ".join(str(process.pid) for process in processes)
-        self._leash = subprocess.Popen(  # its input ends when this process does
-            ["/bin/sh", "-c", f"read line || kill -KILL {pids}"],
+        end = ["/bin/sh", "-c", f"read line || kill -KILL {pids}"]  # its input ends when this process does
+        self._leash = subprocess.Popen(  # noqa: S603 - process ids alone
+            end,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

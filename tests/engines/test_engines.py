@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from prefillcli.engines.base import sequences
 from prefillcli.engines.kinds import ENGINES
-from prefillcli.errors import Interrupted
+from prefillcli.errors import Interrupted, ResourceError
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from tests.engines import fake
@@ -156,6 +156,25 @@ def test_a_signal_stops_the_plain_loop_between_two_prompts(model: Path, monkeypa
     summary = score(write_parquet("in.parquet", prompt=texts(30)), model=model, engine="hf")
     assert summary["exit_code"] == 143
     assert summary["rows"]["scored"] == 5
+
+
+def test_an_engine_that_dies_ends_the_run_and_its_answers_are_kept(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logprobs, calls = fake.logprobs, 0
+
+    def dying(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 8:
+            raise ResourceError("it has died")
+        return logprobs(*arguments)
+
+    monkeypatch.setattr(fake, "logprobs", dying)
+    source = write_parquet("in.parquet", prompt=texts(20))
+    summary = score(source, model=model, engine="fake")
+    assert (summary["exit_code"], summary["rows"]["scored"], summary["error"]) == (5, 6, "it has died")
+    assert score(source, model=model, engine="fake", resume=True)["rows"]["scored"] == 20
 
 
 def test_the_command_needs_no_torch_with_an_engine_that_needs_none(model: Path) -> None:

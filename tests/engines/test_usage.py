@@ -75,8 +75,9 @@ def test_engine_options_come_from_flags_the_environment_and_recipes() -> None:
     assert load_settings(ScoreSettings, {}, recipe="job.yaml", environment={}).engine_options == wanted
     environment = {"PREFILL_ENGINE_OPTIONS": json.dumps(wanted), "PREFILL_ENGINE": "vllm"}
     assert load_settings(ScoreSettings, {"inputs": ["x"]}, environment=environment).engine_options == wanted
-    with pytest.raises(UsageError, match="--engine-options"):
-        settings(engine="vllm", engine_options=["block_size"])
+    for wrong in (["block_size"], ["x={"], "{x: ["):
+        with pytest.raises(UsageError, match="--engine-options"):
+            settings(engine="vllm", engine_options=wrong)
 
 
 def test_an_unknown_option_of_hf_names_the_nearest(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
