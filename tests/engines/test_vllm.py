@@ -37,7 +37,7 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[2]
 HIDDEN = 128  # heads of 32, the smallest that vLLM has kernels for on CPUs
-FAST = {"enforce_eager": True}
+FAST = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
 FLOAT32, BFLOAT16 = 1e-3, 3e-2
 FAMILIES = ("llama", "qwen3")
 ROWS = 600
