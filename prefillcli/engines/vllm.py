@@ -134,8 +134,8 @@ class VllmEngine:
     """Scores prompts with vLLM, which runs in processes of its own. Close it in any case.
 
     `model` is a directory, `max_length` the longest prompt in tokens, `options` are those of vLLM's `EngineArgs`.
-    On CPUs say `kv_cache_memory_bytes`, or it asks for nearly all memory of the machine. While it is open, what is printed
-    to stdout goes to stderr. Raises UsageError or ResourceError.
+    On CPUs say `kv_cache_memory_bytes`, or it asks for nearly all memory of the machine. While it is open, what is
+    printed to stdout goes to stderr. Raises UsageError or ResourceError.
     """
 
     whole_packs = False
