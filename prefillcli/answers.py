@@ -25,9 +25,11 @@ def answer(
     readings: Sequence[Reading],
     labels: Sequence[LabelTokens],
     tick: Callable[[float], None] = lambda tokens: None,
+    schedule: str = "prefix-tree",
 ) -> npt.NDArray[np.float64]:
     """Label log-probabilities [readings, labels]. `labels` are `Labels.sets`, which the prompts refer to."""
     found: dict[int, npt.NDArray[np.float64]] = {}
-    for pack in plan_readings(readings, engine.limits).packs:
-        found |= engine.answer(pack, lambda i: labels[readings[i].prompt.labels], tick)
+    for pack in plan_readings(readings, engine.limits, schedule).packs:
+        for answers in engine.answer(pack, lambda i: labels[readings[i].prompt.labels], tick):
+            found |= {each.prompt: each.logprobs for each in answers}
     return np.stack([found[number] for number in range(len(readings))])

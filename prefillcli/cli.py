@@ -145,7 +145,7 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     if get_origin(field.annotation) is Literal:
         metavar = "|".join(get_args(field.annotation))
     help = field.description or ""
-    if "(default" not in help and field.default not in (None, False, ()):
+    if "(default" not in help and field.default not in (None, False, (), {}):
         default = field.default if not isinstance(field.default, tuple) else ", ".join(map(str, field.default))
         help += f" (default: {default})"
     if extra["short"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,7 +64,7 @@ def load_settings(
     return settings
 
 
-def nearest(word: str, known: Mapping[str, object]) -> str:
+def nearest(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'labels'?`, or nothing where no known word is near."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

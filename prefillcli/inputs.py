@@ -44,7 +44,7 @@ def prompt_builder(settings: JobOptions, opened: Opened, source: Source, carried
             template=settings.template,
             chat=settings.chat,
             system=settings.system,
-            max_length=min(settings.max_length or files.max_length, files.max_length),
+            max_length=min(settings.max_length or opened.max_length, opened.max_length),
             on_long=settings.on_long,
             vocab_size=files.config.vocab_size,
             compression=opened.draft is not None,

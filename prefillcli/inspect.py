@@ -21,6 +21,7 @@ from prefillcli.data.labels import Labels, parse_labels
 from prefillcli.data.rows import Prompt, RowError
 from prefillcli.data.search import find_row
 from prefillcli.data.token_texts import token_texts
+from prefillcli.engines.base import Engine
 from prefillcli.errors import PrefillError, UsageError
 from prefillcli.inputs import open_source, prompt_builder
 from prefillcli.loading import Loaded, Opened, compression_of, load, open_models
@@ -141,7 +142,9 @@ class _InspectJob:
         name = f"row {self._summary.row}" + ("" if self._summary.id is None else f" ({self._summary.id})")
         return PrefillError(visible(f"{name} has no score: {error.code}: {error.detail}", line=True))
 
-    def _inspect(self, opened: Opened, loaded: Loaded, labels: Labels, prompts: Sequence[Prompt]) -> Inspection:
+    def _inspect(
+        self, opened: Opened, loaded: Loaded[Engine], labels: Labels, prompts: Sequence[Prompt]
+    ) -> Inspection:
         settings, summary = self._settings, self._summary
         number = next(at for at, prompt in enumerate(prompts) if prompt.row == summary.row)
         prompt = prompts[number]
@@ -213,7 +216,7 @@ class _InspectJob:
         print(f"prefill: warning: row {self._summary.row} is read in full: {why}", file=sys.stderr)
 
     def _answers(
-        self, loaded: Loaded, labels: Labels, reading: Reading, tick: Tick
+        self, loaded: Loaded[Engine], labels: Labels, reading: Reading, tick: Tick
     ) -> tuple[Answer | None, Answer | None]:
         """The answers to the prompt in full, if it fits, and compressed, if it is. Raises PrefillError."""
         summary, most = self._summary, loaded.engine.limits.max_tokens

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from prefillcli.compress.settings import Compression
+from prefillcli.engines.base import Engine
 from prefillcli.errors import ResourceError, UsageError, brief
 from prefillcli.plan.pack import Limits
 from prefillcli.samples import sample_model
@@ -24,22 +25,25 @@ if TYPE_CHECKING:  # torch takes seconds to import; wrong input should not wait 
 PACK_SECONDS = 60.0
 """About what a pack may take where a profile tells it: finished rows are written between packs."""
 
+AnyEngine = TypeVar("AnyEngine", bound=Engine, covariant=True)
+
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The files of a model and its draft, checked; no weights."""
+    """The files of a model and its draft, checked; no weights. `max_length` is the longest prompt in tokens."""
 
     files: ModelFiles
     device: torch.device
     tokenizer: Any
     draft: ModelFiles | None
+    max_length: int
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(Generic[AnyEngine]):
     """Models ready to work. `plan` is what a resumed run must take over to cut the same packs."""
 
-    engine: TorchEngine
+    engine: AnyEngine
     compressor: Compressor | None
     plan: dict[str, Any]
 
@@ -49,8 +53,11 @@ class Loaded:
             self.compressor.draft.close()
 
 
-def open_model(settings: ModelOptions) -> tuple[ModelFiles, torch.device]:
-    """Find and check the model and its device. Raises UsageError or ResourceError."""
+def open_model(settings: ModelOptions, *, walk: bool = True) -> tuple[ModelFiles, torch.device]:
+    """Find and check the model, to be walked layer by layer or not, and its device.
+
+    Raises UsageError or ResourceError.
+    """
     from prefillcli.prefill.model import choose_device, find_model, read_model_files
 
     if settings.model is None:
@@ -60,17 +67,17 @@ def open_model(settings: ModelOptions) -> tuple[ModelFiles, torch.device]:
         path = find_model(settings.model, settings.revision)
     device = choose_device(settings.device)
     files = read_model_files(
-        path, dtype=settings.dtype, device=device.type, trust_remote_code=settings.trust_remote_code
+        path, dtype=settings.dtype, device=device.type, trust_remote_code=settings.trust_remote_code, walk=walk
     )
     return files, device
 
 
-def open_models(settings: LoadingOptions) -> Opened:
-    """Find and check the model, its tokenizer and the draft. Raises UsageError or ResourceError."""
+def open_models(settings: LoadingOptions, *, walk: bool = True) -> Opened:
+    """`open_model`, and its tokenizer and the draft. Raises UsageError or ResourceError."""
     from prefillcli.compress.tokenizers import difference
     from prefillcli.prefill.model import find_model, read_model_files
 
-    files, device = open_model(settings)
+    files, device = open_model(settings, walk=walk)
     tokenizer = _load_tokenizer(files, settings.trust_remote_code)
     small = None
     if settings.draft is not None:
@@ -83,7 +90,7 @@ def open_models(settings: LoadingOptions) -> Opened:
         other = difference(tokenizer, _load_tokenizer(small, settings.trust_remote_code))
         if other is not None:
             raise UsageError(f"--draft {settings.draft}: its tokenizer is not the model's: {other}")
-    return Opened(files, device, tokenizer, small)
+    return Opened(files, device, tokenizer, small, files.max_length)
 
 
 def _load_tokenizer(files: ModelFiles, trust_remote_code: bool) -> Any:
@@ -102,7 +109,7 @@ def load(
     keep: float,
     before: dict[str, Any],
     profile: Profile | None = None,
-) -> Loaded:
+) -> Loaded[TorchEngine]:
     """Load the weights and decide what fits one pack.
 
     `before` is the `plan` of an earlier attempt (or empty): it stands, unless other limits were asked for or it does

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,9 @@ from prefillcli.data.sink import Sink
 from prefillcli.data.source import Source
 from prefillcli.data.windows import Ahead, windows
 from prefillcli.dry_run import dry_run_job
+from prefillcli.engines.base import Engine
+from prefillcli.engines.choice import hash_engine, loader_of
+from prefillcli.engines.kinds import ENGINES
 from prefillcli.errors import (
     OutputBusyError,
     OutputConflictError,
@@ -24,7 +28,7 @@ from prefillcli.errors import (
 )
 from prefillcli.forecast import Forecast, find_profile
 from prefillcli.inputs import carried_columns, open_source, prompt_builder
-from prefillcli.loading import Loaded, Opened, load, open_models
+from prefillcli.loading import Loaded, Opened
 from prefillcli.outcome import conclude, fail
 from prefillcli.paths import default_output, default_report, refuse_to_replace_input
 from prefillcli.progress import Progress
@@ -77,6 +81,7 @@ class _ScoreJob:
         self.builder: PromptBuilder | None = None
         self.sink: Sink | None = None
         self.forecast: Forecast | None = None
+        self._loader = loader_of(settings.engine)
         self._scored_before = 0  # rows that an earlier run has scored
 
     def run(self, stop: Stop) -> None:
@@ -87,7 +92,7 @@ class _ScoreJob:
         with clock.phase("read"):
             source = self.source = open_source(settings, carried_columns(settings))
         with clock.phase("load"), stop.at_once():
-            opened = open_models(settings)
+            opened = self._loader.open_models(settings)
         files, tokenizer = opened.files, opened.tokenizer
         builder = self.builder = prompt_builder(settings, opened, source, carried_columns(settings))
         labels = Labels(tokenizer, parse_labels(settings.labels))
@@ -102,6 +107,8 @@ class _ScoreJob:
                     [settings.temperature, str(files.dtype), settings.id_column, list(settings.keep_columns)]
                 ),
             }
+            if settings.engine != "torch":
+                report.fingerprint["engine"] = hash_engine(settings)
             if opened.draft is not None:
                 report.fingerprint["draft"] = hash_model(opened.draft.path)
                 report.fingerprint["compression"] = hash_value(
@@ -128,6 +135,8 @@ class _ScoreJob:
 
     def _profile(self, opened: Opened) -> Profile | None:
         """None without a profile that fits; one that was asked for and does not is worth a warning."""
+        if "forecast" not in ENGINES[self.settings.engine].can:
+            return None
         files = opened.files
         profile, _, why = find_profile(
             self.settings.profile, self.report.fingerprint["model"], files.dtype, opened.device
@@ -178,7 +187,7 @@ class _ScoreJob:
             quiet=settings.quiet,
             seconds_left=(lambda: None) if forecast is None else forecast.seconds_left,
         )
-        with coming, progress:
+        with ExitStack() as engine, coming, progress:
             progress.advance(sink.counts.total)
             if forecast is not None:
                 forecast.skip(sink.counts.total)
@@ -188,6 +197,7 @@ class _ScoreJob:
                     labels.check(window)
                     with clock.phase("load"), stop.at_once():
                         loaded = self._load(opened, sink, profile)
+                    engine.callback(loaded.close)
                     scorer = WindowScorer(
                         loaded.engine,
                         sink,
@@ -205,8 +215,6 @@ class _ScoreJob:
                 scorer.score(window)
             with clock.phase("write"):
                 sink.finish()
-        if scorer is not None:
-            loaded.close()
 
     def _report_audit(self, sink: Sink, labels: Labels) -> None:
         """Sum up what compression did to the rows that were read both ways."""
@@ -225,8 +233,8 @@ class _ScoreJob:
                 return
             yield window
 
-    def _load(self, opened: Opened, sink: Sink, profile: Profile | None) -> Loaded:
-        loaded = load(opened, self.settings, keep=self._keep(sink), before=sink.plan, profile=profile)
+    def _load(self, opened: Opened, sink: Sink, profile: Profile | None) -> Loaded[Engine]:
+        loaded = self._loader.load(opened, self.settings, keep=self._keep(sink), before=sink.plan, profile=profile)
         sink.plan = loaded.plan
         return loaded
 
@@ -236,7 +244,7 @@ class _ScoreJob:
         rate: float = sink.plan.get("keep", 1.0 if keep == "auto" else keep)
         return rate
 
-    def _compress_with(self, loaded: Loaded, labels: Labels, sink: Sink) -> WindowCompressor | None:
+    def _compress_with(self, loaded: Loaded[Engine], labels: Labels, sink: Sink) -> WindowCompressor | None:
         if loaded.compressor is None:
             return None
         from prefillcli.compressing import WindowCompressor  # takes torch along

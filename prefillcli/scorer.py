@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +16,9 @@ from prefillcli.compress.reading import SPECPREFILL, Reading
 from prefillcli.data.labels import Labels
 from prefillcli.data.rows import Prompt, RowError, Scored, Window
 from prefillcli.data.sink import Sink
-from prefillcli.engines.base import Engine
-from prefillcli.errors import Interrupted
+from prefillcli.engines.base import Answer, Engine
+from prefillcli.errors import Interrupted, ResourceError
 from prefillcli.forecast import Forecast
-from prefillcli.plan.account import account
 from prefillcli.plan.pack import Pack
 from prefillcli.plan.plan import packs_to_run
 from prefillcli.progress import Progress
@@ -90,6 +90,8 @@ class WindowScorer:
         done = self._sink.done(window.index)
         drafted = self._clock.seconds["draft"]
         readings = self._fitting(self._read(window))
+        if not self._engine.whole_packs:
+            readings = [reading for reading in readings if reading.prompt.row not in done]
         audited = self._audited(window, readings)
         work = _Work(readings + [Reading(readings[number].prompt) for number in audited], audited, len(readings), done)
         self._progress.advance(len(window.errors.keys() - done) + len(self._errors))
@@ -101,9 +103,7 @@ class WindowScorer:
             self._forecast.plan(packs, len(window.rows) - len(done), self._clock.seconds["draft"] - drafted)
         try:
             for pack in packs:
-                self._score_pack(pack, work)
-                if time.monotonic() - self._flushed > FLUSH_SECONDS:
-                    self._flush(window)
+                self._score_pack(pack, work, window)
         except Interrupted:
             self._flush(window)
             raise
@@ -144,7 +144,7 @@ class WindowScorer:
         ]
         return self._audit.draw(window, able)
 
-    def _score_pack(self, pack: Pack, work: _Work) -> None:
+    def _score_pack(self, pack: Pack, work: _Work, window: Window) -> None:
         ordinary = [i for i in pack.prompts if i < work.ordinary]
         rows = len(ordinary) / len(pack.tokens)
         tokens = sum(len(work.readings[i].prompt.tokens) for i in ordinary) / len(pack.tokens)
@@ -158,38 +158,45 @@ class WindowScorer:
         forecast = self._forecast
         if forecast is not None:
             forecast.begin(pack)
-        begun = time.monotonic()
-        with self._clock.phase("model"):
-            answers = self._engine.answer(pack, lambda i: self._labels.sets[work.readings[i].prompt.labels], tick)
+        answers = iter(self._engine.answer(pack, lambda i: self._labels.sets[work.readings[i].prompt.labels], tick))
+        while True:
+            try:
+                with self._clock.phase("model"), self._stop.at_once() if self._engine.waits else nullcontext():
+                    found = next(answers, None)
+            except ResourceError:  # the engine has died; what it said before stands
+                self._flush(window)
+                raise
+            if found is None:
+                break
+            self._collect(found, work)
+            if time.monotonic() - self._flushed > FLUSH_SECONDS:
+                self._flush(window)
+        self._report.packs += 1
         if forecast is not None:
             forecast.end()
-        self._collect(pack, answers, work, time.monotonic() - begun)
 
-    def _collect(
-        self, pack: Pack, answers: Mapping[int, npt.NDArray[np.float64]], work: _Work, seconds: float
-    ) -> None:
+    def _collect(self, answers: Iterable[Answer], work: _Work) -> None:
         tokens = self._report.tokens
-        self._report.packs += 1
-        tokens.computed += len(pack.tokens)
-        for part in account(pack):
-            reading = work.readings[part.prompt]
+        for answer in answers:
+            tokens.computed += answer.computed_tokens
+            reading = work.readings[answer.prompt]
             prompt = reading.prompt
             if prompt.row in work.done:
                 continue  # computed again only for the K,V that a later pack holds
-            if part.prompt >= work.ordinary:
-                tokens.audit += part.computed_tokens
-                work.audits[prompt.row] = answers[part.prompt]
+            if answer.prompt >= work.ordinary:
+                tokens.audit += answer.computed_tokens
+                work.audits[prompt.row] = answer.logprobs
             else:
                 tokens.prompt += len(prompt.tokens)
                 tokens.kept += len(reading.tokens)
-                tokens.shared += part.shared_tokens
+                tokens.shared += answer.shared_tokens
                 work.scored[prompt.row] = Scored(
                     row=prompt.row,
-                    logprobs=answers[part.prompt],
-                    shared_tokens=part.shared_tokens,
-                    computed_tokens=part.computed_tokens,
+                    logprobs=answer.logprobs,
+                    shared_tokens=answer.shared_tokens,
+                    computed_tokens=answer.computed_tokens,
                     kept_tokens=len(reading.tokens),
-                    seconds=seconds * part.share + reading.draft_seconds,
+                    seconds=answer.seconds + reading.draft_seconds,
                     method=reading.method,
                 )
             if prompt.row in work.scored and (prompt.row in work.audits or prompt.row not in work.audited):

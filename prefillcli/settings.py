@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from prefillcli.engines.kinds import ENGINES, Capability, refuse
 from prefillcli.errors import UsageError
 
 _SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?\s*$", re.IGNORECASE)
@@ -64,10 +65,35 @@ def _as_rate(value: object) -> object:
         raise ValueError("a rate above 0 and up to 1, or auto") from None
 
 
+def _check_engine(name: str) -> str:
+    if name not in ENGINES:
+        raise ValueError(f"no such engine; use {', '.join(ENGINES)}")
+    return name
+
+
+def _as_mapping(value: object) -> object:
+    """`key=value` texts, or a mapping as in a recipe; values are read as YAML reads them."""
+    if isinstance(value, dict):
+        return value
+    import yaml  # takes a while
+
+    try:
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            return yaml.safe_load(value)
+        pairs = [str(text).partition("=") for text in (value if isinstance(value, list | tuple) else [value])]
+        if not all(key.strip() and equals for key, equals, _ in pairs):
+            raise ValueError("write it like block_size=32")
+        return {key.strip(): yaml.safe_load(own) for key, _, own in pairs}
+    except yaml.YAMLError:
+        raise ValueError("not YAML") from None
+
+
 Size = Annotated[str, AfterValidator(_check_size)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
 Rate = Annotated[float | Literal["auto"], BeforeValidator(_as_rate)]
 Fairness = Annotated[tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...], BeforeValidator(_as_rates)]
+EngineName = Annotated[str, AfterValidator(_check_engine)]
+KeyValues = Annotated[dict[str, Any], BeforeValidator(_as_mapping)]
 Rates = Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], BeforeValidator(_as_rates)]
 
 FILES, MODEL, PROMPTS, ANSWERS, RUN, MEMORY, COMPRESSION, BENCH, PROFILE, REPLAY = (
@@ -85,10 +111,22 @@ FILES, MODEL, PROMPTS, ANSWERS, RUN, MEMORY, COMPRESSION, BENCH, PROFILE, REPLAY
 
 
 def option(
-    default: Any, help: str, panel: str, *, short: str = "", metavar: str = "", repeatable: bool = False, **field: Any
+    default: Any,
+    help: str,
+    panel: str,
+    *,
+    short: str = "",
+    metavar: str = "",
+    repeatable: bool = False,
+    needs: Capability | None = None,
+    **field: Any,
 ) -> Any:
-    """A field that is an option of the command line; `repeatable` ones may be given several times."""
+    """A field that is an option of the command line; `repeatable` ones may be given several times.
+
+    `needs` is what the engine must be able to do if the option is given; those of compression need that.
+    """
     extra: dict[str, Any] = {"panel": panel, "short": short, "metavar": metavar, "repeatable": repeatable}
+    extra["needs"] = needs or ("compression" if panel == COMPRESSION else None)
     return Field(default, description=help, json_schema_extra=extra, **field)
 
 
@@ -163,13 +201,17 @@ class MemoryOptions(Settings):
     """How much is computed at a time, and in which order."""
 
     memory: Size | None = option(
-        None, "Budget for activations and K,V, e.g. 8GiB. (default: what is free)", MEMORY, metavar="SIZE"
-    )
+        None,
+        "Budget for activations and K,V, e.g. 8GiB. (default: what is free)",
+        MEMORY, metavar="SIZE", needs="memory",
+    )  # fmt: skip
     pack_tokens: int | None = option(
-        None, "Tokens of one pass over the model. (default: from --memory)", MEMORY, metavar="N", ge=1
-    )
+        None,
+        "Tokens of one pass over the model. (default: from --memory)",
+        MEMORY, metavar="N", needs="packs", ge=1,
+    )  # fmt: skip
     chunk_tokens: int | None = option(
-        None, "Tokens of one call of a layer. (default: from the model)", MEMORY, metavar="N", ge=1
+        None, "Tokens of one call of a layer. (default: from the model)", MEMORY, metavar="N", needs="packs", ge=1
     )
     schedule: Literal["prefix-tree", "fifo", "srjf", "srjf-calibrated"] = option(
         "prefix-tree",
@@ -181,6 +223,7 @@ class MemoryOptions(Settings):
         "auto",
         "K,V of prefixes that several packs need: compute again, keep on the device, keep in host memory.",
         MEMORY,
+        needs="packs",
     )
 
 
@@ -249,7 +292,7 @@ class PriceOptions(Settings):
 
     price_per_hour: float | None = option(
         None, "What an hour of this machine costs, for predicted costs.",
-        RUN, metavar="PRICE", ge=0, allow_inf_nan=False,
+        RUN, metavar="PRICE", needs="forecast", ge=0, allow_inf_nan=False,
     )  # fmt: skip
 
 
@@ -276,6 +319,15 @@ class ScoreSettings(PriceOptions, RunOptions, JobOptions):
     resume: bool = option(False, "Go on with this job where it was stopped.", FILES)
     overwrite: bool = option(False, "Replace an output that exists.", FILES)
 
+    engine: EngineName = option(
+        "torch", "What runs the model: the layer walk, a plain transformers loop, or vLLM.",
+        MODEL, metavar="|".join(ENGINES),
+    )  # fmt: skip
+    engine_options: KeyValues = option(
+        {}, "An option that goes to the engine as it is; in a recipe a mapping. Repeatable.",
+        MODEL, metavar="KEY=VALUE", repeatable=True, needs="options",
+    )  # fmt: skip
+
     audit: int = option(
         0, "Read N random compressed rows in full as well, and report the flips.", COMPRESSION, metavar="N", ge=0
     )
@@ -292,22 +344,35 @@ class ScoreSettings(PriceOptions, RunOptions, JobOptions):
     )
     skip_empty: bool = option(False, "Exit 99 if the input has no rows.", RUN)
     dry_run: bool = option(
-        False, "Read, tokenise and plan only: lengths, sharing, packs, predicted time; loads no weights.", RUN
+        False,
+        "Read, tokenise and plan only: lengths, sharing, packs, predicted time; loads no weights.",
+        RUN,
+        needs="forecast",
     )
     profile: str | None = option(
         None, "What prefill profile wrote, to predict times with. (default: profile.json if it is there and fits)",
-        RUN, metavar="PATH",
+        RUN, metavar="PATH", needs="forecast",
     )  # fmt: skip
 
     def check(self) -> None:
         super().check()
         if self.resume and self.overwrite:
             raise UsageError("--resume goes on with the output, --overwrite replaces it: give one of them")
+        refuse(self.engine, self._needs())
         check_keep(self.keep, self.draft)
         if self.audit and self.draft is None:
             raise UsageError("--audit compares compressed rows with full ones: it needs --draft and --keep")
         if self.truth is not None and not self.audit:
             raise UsageError("--truth is for the audit: give --audit, the number of rows to read in full as well")
+
+    def _needs(self) -> dict[str, Capability]:
+        """What the options that are not at their defaults ask of the engine."""
+        found: dict[str, Capability] = {}
+        for name, field in type(self).model_fields.items():
+            extra: dict[str, Any] = field.json_schema_extra or {}  # type: ignore[assignment]  # as `option` sets it
+            if extra.get("needs") and getattr(self, name) != field.default:
+                found[name] = extra["needs"]
+        return found
 
 
 def check_keep(keep: float | Literal["auto"], draft: str | None) -> None:

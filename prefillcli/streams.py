@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 
@@ -14,6 +15,20 @@ def survive_closed_streams() -> None:
     A scheduler that stops a task closes its pipes at once; the run still has rows and a report to write.
     """
     sys.stdout, sys.stderr = _Lossy(sys.stdout), _Lossy(sys.stderr)
+
+
+@contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Inside, what this process and those it starts print goes to stderr: stdout is for the run's own line."""
+    sys.stdout.flush()
+    own = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(own, 1)
+        os.close(own)
 
 
 class _Lossy:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefillcli.answers import plan_readings
+from prefillcli.answers import answer, plan_readings
 from prefillcli.bench.baselines import IntArray, bm25_sentences, first_and_last, random_chunks
 from prefillcli.bench.flops import (
     answer_flops,
@@ -60,7 +60,7 @@ class Cost:
 class Equipment:
     """The loaded models, and how `prefill score` would walk them. `limits` are those of the target's packs."""
 
-    def __init__(self, opened: Opened, loaded: Loaded, settings: BenchSettings, labels: Labels) -> None:
+    def __init__(self, opened: Opened, loaded: Loaded[TorchEngine], settings: BenchSettings, labels: Labels) -> None:
         self.limits = loaded.engine.limits
         self.device = opened.device
         self.tokenizer = opened.tokenizer
@@ -92,18 +92,10 @@ class Equipment:
 
     def walk(self, groups: Sequence[Sequence[Reading]]) -> FloatArray:
         """Label log-probabilities [readings, labels] by the layer walk; readings share within their group."""
-        answers = []
         with self._walking() as engine:
-            for readings in groups:
-                found: dict[int, FloatArray] = {}
-                for pack in self.plan(readings).packs:
-                    found |= engine.answer(
-                        pack,
-                        lambda i, own=readings: self.labels.sets[own[i].prompt.labels],  # type: ignore[misc]
-                        lambda tokens: None,
-                    )
-                answers += [found[number] for number in range(len(readings))]
-        return np.stack(answers)
+            return np.concatenate(
+                [answer(engine, readings, self.labels.sets, schedule=self._schedule) for readings in groups]
+            )
 
     @contextmanager
     def _walking(self) -> Iterator[TorchEngine]:

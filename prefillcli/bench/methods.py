@@ -11,6 +11,7 @@ from prefillcli.compress.compressor import Compressor
 from prefillcli.compress.draft import Draft
 from prefillcli.compress.settings import Compression
 from prefillcli.data.rows import Prompt
+from prefillcli.engines.hf import last_logits
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.plan.trie import TokenArray
@@ -22,12 +23,8 @@ from prefillcli.prefill.walk import LayerWalk
 def plain_logits(model: PreTrainedModel, prompts: Sequence[TokenArray]) -> Iterator[torch.Tensor]:
     """One forward a prompt: SDPA, no cache, logits of the last token only. Float32 [vocabulary] each."""
     model.set_attn_implementation("sdpa")
-    device = model.get_input_embeddings().weight.device
     for prompt in prompts:
-        with torch.inference_mode():
-            ids = torch.as_tensor(prompt, dtype=torch.long, device=device)[None]
-            logits: torch.Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1].float()
-        yield logits
+        yield last_logits(model, prompt)
 
 
 def plain_loop(model: PreTrainedModel, prompts: Sequence[TokenArray]) -> torch.Tensor:

@@ -2,31 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from prefillcli.plan.pack import Limits, Pack
+from prefillcli.plan.trie import TokenArray
+
+if TYPE_CHECKING:
+    from prefillcli.loading import Loaded, Opened
+    from prefillcli.profile.store import Profile
+    from prefillcli.settings import ScoreSettings
 
 #: For each label the token ids whose probabilities it sums.
 LabelTokens = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an engine says of a prompt of a pack, and what that took.
+
+    `logprobs` are the label log-probabilities over the whole vocabulary, float64 [labels]. `computed_tokens` and
+    `seconds` of all answers add up to what the engine has done; `shared_tokens` of the prompt were computed once for
+    several prompts.
+    """
+
+    prompt: int
+    logprobs: npt.NDArray[np.float64]
+    shared_tokens: int
+    computed_tokens: int
+    seconds: float
 
 
 class Engine(Protocol):
     """Answers packs, one after the other, in the order of a plan."""
 
     limits: Limits
+    """What a pack for this engine holds."""
+    whole_packs: bool
+    """A pack is one pass over the model: a resumed run makes the same packs again. Else it plans what is left."""
+    waits: bool
+    """It waits for other processes: a signal may end `answer` anywhere."""
 
     def answer(
         self, pack: Pack, labels: Callable[[int], LabelTokens], tick: Callable[[float], None]
-    ) -> dict[int, npt.NDArray[np.float64]]:
-        """For each prompt of `pack` the log-probability of each label over the whole vocabulary.
+    ) -> Iterable[list[Answer]]:
+        """One answer for each prompt of `pack`, as they are ready: what comes together may be written together.
 
-        `labels` gives a prompt's label tokens. `tick` is called with the tokens each step advanced by (they add up
-        to the pack's) and may raise to stop.
+        `labels` gives a prompt's label tokens. `tick` is called with the tokens each step advanced by (they add up to
+        the pack's) and may raise to stop. Raises ResourceError if the engine cannot go on.
         """
 
     def close(self) -> None:
-        """Let go of memory."""
+        """Let go of memory, and of other processes."""
+
+
+class Loader(Protocol):
+    """A module that brings an engine, as `prefillcli.engines.kinds` names it."""
+
+    def open_models(self, settings: ScoreSettings) -> Opened:
+        """Check the model's files and everything else that can be known before weights are loaded.
+
+        Raises UsageError or ResourceError.
+        """
+
+    def load(
+        self,
+        opened: Opened,
+        settings: ScoreSettings,
+        *,
+        keep: float,
+        before: dict[str, Any],
+        profile: Profile | None,
+    ) -> Loaded[Engine]:
+        """The engine, ready to answer. `keep`, `before` and `profile` as in `prefillcli.loading.load`."""
+
+
+def sequences(pack: Pack) -> Iterator[tuple[int, TokenArray]]:
+    """The prompts of a pack and their whole token sequences, int32 [tokens], in the order of the plan.
+
+    The pack begins at the root: nothing of it is held by another (`Limits.held_tokens` is 0).
+    """
+    for node, prompts in pack.reads:
+        path = []
+        step = node
+        while step >= 0:
+            path.append(pack.tokens[pack.offsets[step] : pack.offsets[step + 1]])
+            step = pack.parents[step]
+        tokens = np.concatenate(path[::-1])
+        for prompt in prompts:
+            yield prompt, tokens

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -10,13 +11,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from prefillcli.engines.base import LabelTokens
+from prefillcli.engines.base import Answer, LabelTokens
+from prefillcli.plan.account import account
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.prefill.walk import LayerWalk
 
 
 class TorchEngine:
     """Walks packs through a transformers model on one device."""
+
+    whole_packs = True
+    waits = False
 
     def __init__(
         self, model: PreTrainedModel, *, limits: Limits, chunk_tokens: int, offload_held: bool = False
@@ -27,16 +32,21 @@ class TorchEngine:
 
     def answer(
         self, pack: Pack, labels: Callable[[int], LabelTokens], tick: Callable[[float], None]
-    ) -> dict[int, npt.NDArray[np.float64]]:
-        answers: dict[int, npt.NDArray[np.float64]] = {}
+    ) -> Iterator[list[Answer]]:
+        begun = time.monotonic()
+        logprobs: dict[int, npt.NDArray[np.float64]] = {}
         at = 0
         for logits in self._walk.read_logits(pack, tick):
             reads = pack.reads[at : at + len(logits)]
             at += len(logits)
             prompts = [(row, prompt) for row, (_, numbers) in enumerate(reads) for prompt in numbers]
             found = label_logprobs(logits, [row for row, _ in prompts], [labels(prompt) for _, prompt in prompts])
-            answers.update(zip((prompt for _, prompt in prompts), found, strict=True))
-        return answers
+            logprobs.update(zip((prompt for _, prompt in prompts), found, strict=True))
+        seconds = time.monotonic() - begun
+        yield [
+            Answer(part.prompt, logprobs[part.prompt], part.shared_tokens, part.computed_tokens, seconds * part.share)
+            for part in account(pack)
+        ]
 
     def close(self) -> None:
         self._walk.close()

@@ -96,11 +96,11 @@ def find_model(name: str, revision: str | None = None, *, option: str = "--model
 
 
 def read_model_files(
-    path: Path, *, dtype: str = "auto", device: str = "cpu", trust_remote_code: bool = False
+    path: Path, *, dtype: str = "auto", device: str = "cpu", trust_remote_code: bool = False, walk: bool = True
 ) -> ModelFiles:
-    """Check that `path` holds a causal language model that can be walked, without reading weights.
+    """Check that `path` holds a causal language model, and one that can be walked if `walk`, without reading weights.
 
-    Raises UsageError for a directory that is none, UnsupportedModelError for an architecture the walk refuses.
+    Raises UsageError for a directory that is none, UnsupportedModelError for an architecture that is refused.
     """
     if not (path / "config.json").is_file():
         raise UsageError(f"{path}: no config.json, so this is no model directory")
@@ -114,7 +114,7 @@ def read_model_files(
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path}/config.json: {brief(error)}") from None
     config = whole.get_text_config()
-    _refuse(whole, config, trust_remote_code)
+    _refuse(whole, config, trust_remote_code, walk)
     chosen = getattr(torch, dtype) if dtype != "auto" else (config.dtype or whole.dtype or torch.float32)
     if dtype == "auto" and device == "cpu" and chosen == torch.float16:
         chosen = torch.float32  # float16 is slow and inexact on CPUs
@@ -123,20 +123,20 @@ def read_model_files(
     return ModelFiles(path, config.model_type, config, chosen)
 
 
-def _refuse(whole: Any, config: Any, trust_remote_code: bool) -> None:
-    """Say no to what cannot be walked, as far as the configuration tells."""
+def _refuse(whole: Any, config: Any, trust_remote_code: bool, walk: bool) -> None:
+    """Say no to what cannot be scored, or not be walked, as far as the configuration tells."""
     family = config.model_type
-    why = None
+    why, other = None, ""
     if getattr(whole, "is_encoder_decoder", False):
         why = "is an encoder-decoder"
     elif family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not trust_remote_code:
         why = "is not a causal language model of transformers"
     elif getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
         why = "attends in both directions"
-    elif strange := set(getattr(config, "layer_types", None) or ()) - _WALKABLE_LAYERS:
-        why = f"has layers of type {', '.join(sorted(strange))}"
+    elif walk and (strange := set(getattr(config, "layer_types", None) or ()) - _WALKABLE_LAYERS):
+        why, other = f"has layers of type {', '.join(sorted(strange))}", " (prefill score --engine hf or vllm may)"
     if why:
-        raise UnsupportedModelError(f"{family} {why}; it cannot be walked layer by layer")
+        raise UnsupportedModelError(f"{family} {why}; it cannot be walked layer by layer{other}")
 
 
 def _check_safetensors(file: Path) -> None:
@@ -178,17 +178,30 @@ def load_model(files: ModelFiles, device: torch.device, *, trust_remote_code: bo
     Raises UnsupportedModelError where a family this project does not test differs from its own eager forward.
     """
     register()
+    model = load_weights(files, device, attention=ATTENTION, trust_remote_code=trust_remote_code)
+    if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):
+        raise UnsupportedModelError(f"{files.family} keeps its decoder layers where the walk does not find them")
+    if files.family not in VERIFIED:
+        rehearse(model, files.config)
+    return model
+
+
+def load_weights(
+    files: ModelFiles, device: torch.device, *, attention: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The model on `device` as transformers makes it, from safetensors only; `attention` as it is called there (None:
+    what transformers takes by itself). Raises UsageError."""
     with _quiet_transformers():
         try:
             model, info = AutoModelForCausalLM.from_pretrained(
                 files.path,
                 dtype=files.dtype,
-                attn_implementation=ATTENTION,
+                attn_implementation=attention,
                 use_safetensors=True,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
             )
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, ImportError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             if "ignore_mismatched_sizes" in str(error):
@@ -199,10 +212,6 @@ def load_model(files: ModelFiles, device: torch.device, *, trust_remote_code: bo
         raise UsageError(f"{files.path}: the weights lack {len(missing)} tensors, {missing[0]} among them")
     model = model.to(device).eval()
     model.requires_grad_(False)
-    if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):
-        raise UnsupportedModelError(f"{files.family} keeps its decoder layers where the walk does not find them")
-    if files.family not in VERIFIED:
-        rehearse(model, files.config)
     return model
 
 

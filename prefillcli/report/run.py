@@ -234,15 +234,19 @@ def print_table(report: RunReport) -> None:
 def versions() -> dict[str, str]:
     """Versions of what a score depends on."""
     import platform
+    import sys
     from importlib.metadata import version
 
     from prefillcli import __version__
+
+    vllm = sys.modules.get("vllm")
 
     packages = ("torch", "transformers", "tokenizers", "pyarrow")
     return {
         "prefillcli": __version__,
         "python": platform.python_version(),
         **{name: version(name) for name in packages},
+        **({} if vllm is None else {"vllm": str(vllm.__version__)}),
     }
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
 from transformers.utils import logging as transformers_logging
 
 VOCABULARY = 400
@@ -15,14 +15,21 @@ CHAT_TEMPLATE = (
     "<s>{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]\n{% endif %}"
 )
+_CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 _SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 _TEXTS = ["The quick brown fox. Answer: Yes", "Answer: No Yes yes no", "Yes\nNo\nyes\nno"]
 
 
 def save_model(
-    path: Path, *, chat_template: str | None = None, seed: int = 0, layers: int = 2, hidden: int = 64
+    path: Path,
+    *,
+    chat_template: str | None = None,
+    seed: int = 0,
+    layers: int = 2,
+    hidden: int = 64,
+    family: str = "llama",
 ) -> Path:
-    """Save a Llama of random weights whose logits spread over a few units, and its tokenizer (BOS first)."""
+    """Save a model of random weights whose logits spread over a few units, and its tokenizer (BOS first)."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -39,14 +46,15 @@ def save_model(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 0)]
     )
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=chat_template, **_SPECIAL).save_pretrained(path)
-    model = LlamaForCausalLM(
-        LlamaConfig(
+    model = AutoModelForCausalLM.from_config(
+        _CONFIGS[family](
             vocab_size=VOCABULARY,
             hidden_size=hidden,
             intermediate_size=2 * hidden,
             num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
+            head_dim=hidden // 4,
             max_position_embeddings=MAX_LENGTH,
             bos_token_id=0,
             eos_token_id=1,

@@ -1,0 +1,74 @@
+"""The plain transformers loop as an engine: one forward a prompt, nothing shared. What the others are held against."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from prefillcli import loading
+from prefillcli.engines.base import Answer, LabelTokens, sequences
+from prefillcli.engines.options import check_options
+from prefillcli.engines.torch import label_logprobs
+from prefillcli.loading import Loaded, Opened
+from prefillcli.plan.pack import Limits, Pack
+from prefillcli.plan.trie import TokenArray
+from prefillcli.prefill.model import load_weights
+from prefillcli.settings import ScoreSettings
+
+OPTIONS = ("attn_implementation",)
+
+
+def open_models(settings: ScoreSettings) -> Opened:
+    """As `Loader`; any causal language model of transformers will do."""
+    check_options("hf", settings.engine_options, OPTIONS)
+    return loading.open_models(settings, walk=False)
+
+
+def load(opened: Opened, settings: ScoreSettings, **_: object) -> Loaded[HfEngine]:
+    """As `Loader`."""
+    loading.refuse_what_cannot_fit(opened)
+    model = load_weights(
+        opened.files,
+        opened.device,
+        attention=settings.engine_options.get("attn_implementation"),
+        trust_remote_code=settings.trust_remote_code,
+    )
+    return Loaded(HfEngine(model, max_length=opened.max_length), None, {})
+
+
+class HfEngine:
+    """Scores prompts one after the other with a transformers model, as it is. `max_length` is in tokens."""
+
+    whole_packs = False
+    waits = False
+
+    def __init__(self, model: PreTrainedModel, *, max_length: int) -> None:
+        self.limits = Limits(tokens=1 << 62, max_tokens=max_length)
+        self.model = model
+
+    def answer(
+        self, pack: Pack, labels: Callable[[int], LabelTokens], tick: Callable[[float], None]
+    ) -> Iterator[list[Answer]]:
+        step = len(pack.tokens) / len(pack.prompts)
+        for prompt, tokens in sequences(pack):
+            begun = time.monotonic()
+            logits = last_logits(self.model, tokens)
+            (logprobs,) = label_logprobs(logits[None], [0], [labels(prompt)])
+            yield [Answer(prompt, logprobs, 0, len(tokens), time.monotonic() - begun)]
+            tick(step)
+
+    def close(self) -> None:
+        del self.model
+
+
+def last_logits(model: PreTrainedModel, tokens: TokenArray) -> Tensor:
+    """Logits of the last token, float32 [vocabulary]: one forward without cache."""
+    device = model.get_input_embeddings().weight.device
+    with torch.inference_mode():
+        ids = torch.as_tensor(tokens, dtype=torch.long, device=device)[None]
+        logits: Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1].float()
+    return logits

