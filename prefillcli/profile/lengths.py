@@ -16,7 +16,9 @@ from prefillcli.profile.laws import Law, mode_law
 from prefillcli.profile.store import Confirmation, MemoryPoint, ModeResult, Trace
 
 TRIES = 3
+MARGIN = 0.01  # of the length that the line allows: left out of the prediction, for what the line does not know
 _RUNS = 5
+_FITTED = 3  # longest runs, through which the line goes: in short ones the peak may be at another place
 _LONGEST_SHARE = 0.5  # of the length that the law allows: what a short run may have
 _PROBE_SHARE = 0.2  # of the seconds for a fit: what one short run may take
 _SPARE_SHARE = 0.03  # of the budget left by a confirming run, from which on a longer one is tried
@@ -58,13 +60,17 @@ def profile_mode(mode: str, search: Search) -> ModeResult:
         return result
     patience = search.fit_seconds * _PROBE_SHARE
     work = [search.work(tokens) for tokens in lengths]
+    kept = 0
     try:
         with closing(in_child(measure, search.subject, mode, lengths, work, patience)) as points:
-            for point in points:
+            for point, buffers in points:
                 result.points.append(point)
-                search.tell(f"{mode}: {point.tokens:,} tokens, {point.peak_bytes / 2**20:,.0f} MiB")
+                kept = buffers
+                search.tell(f"{mode}: {point.tokens:,} tokens, {(point.peak_bytes + kept) / 2**20:,.0f} MiB")
     except PrefillError as error:
         result.notes.append(f"the short runs ended early: {error}")
+    for point in result.points:  # a prompt alone needs the buffers too
+        point.peak_bytes += kept
     if len(result.points) < 2:
         return result
     _predict(result, search)
@@ -90,12 +96,13 @@ def probe_lengths(law: Law, budget: int, longest: int, chunk: int) -> list[int]:
 def _predict(result: ModeResult, search: Search) -> None:
     """Fit the runs so far, those that confirm a length among them, and say how long a prompt may be."""
     confirmed = [(c.tokens, c.peak_bytes) for c in result.confirmations if c.peak_bytes is not None]
-    base, token = fit_line([*((p.tokens, p.peak_bytes) for p in result.points), *confirmed])
+    measured = sorted([*((p.tokens, p.peak_bytes) for p in result.points), *confirmed])
+    base, token = fit_line(measured[-_FITTED:])
     result.fit_base, result.fit_token, result.fit_over_law = base, token, token / result.law_token
     if token <= 0:
         result.notes.append("memory does not grow with the prompt, so nothing can be predicted from short runs")
         return
-    by_memory, longest = int((search.budget - base) / token), search.files.max_length
+    by_memory, longest = int((search.budget - base) / token * (1 - MARGIN)), search.files.max_length
     result.predicted_tokens = max(0, min(by_memory, longest))
     result.limited_by = "memory" if by_memory < longest else "model"
 
