@@ -12,7 +12,7 @@ import mmap
 import re
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,59 +22,38 @@ from prefillcli.errors import PrefillError
 #: its own limit to the largest block freed so far, up to 32 MiB, and keeps smaller ones in a heap with holes: short
 #: prompts would seem to need up to twice the memory for each token that long ones do.
 _MAPPED_BYTES = 32 << 10
-_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # glibc's malloc.h
+_M_MMAP_THRESHOLD = -3
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
-    """Bytes that a step has allocated above what was there before: at its peak, and still after its end (less than 0
-    where it has freed more)."""
-
-    peak: int
-    kept: int
-
-
-def measured(step: Callable[[], object], device: str) -> Use:
-    """What `step` allocates at its peak and keeps. Its result is dropped. Raises PrefillError off Linux."""
+def peak_bytes(step: Callable[[], object], device: str) -> int:
+    """Bytes at the peak of `step` above what was allocated before. Raises PrefillError off Linux."""
     gc.collect()
     if device.startswith("cuda"):
         import torch
 
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before = allocated(device)
+        before = torch.cuda.memory_allocated()
         step()
         torch.cuda.synchronize()
-        peak = int(torch.cuda.max_memory_allocated()) - before
-        return Use(peak, allocated(device) - before)
+        return int(torch.cuda.max_memory_allocated()) - before
     trim()
     # The system knows the peak of the address space (VmPeak) and does not reset it. Space without access, which the
     # limit does not count, raises the present size to the peak so far: the peak after the step is then the step's.
     below = _status("VmPeak") - _status("VmSize")
-    with (
-        closing(mmap.mmap(-1, below, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)) if below else nullcontext()
-    ):
-        before, size = allocated(device), _status("VmSize")
+    room = mmap.mmap(-1, below, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0) if below else nullcontext()
+    with room:
+        size = _status("VmSize")
         step()
-        peak = _status("VmPeak") - size
-    gc.collect()
-    trim()
-    return Use(peak, allocated(device) - before)
-
-
-def allocated(device: str) -> int:
-    """Bytes that this process has: of tensors on the device, or private memory of the host."""
-    if device.startswith("cuda"):
-        import torch
-
-        return int(torch.cuda.memory_allocated())
-    return _status("VmData")
+        return _status("VmPeak") - size
 
 
 def resident(device: str) -> int:
     """Bytes in use: of tensors on the device, or resident in this process."""
     if device.startswith("cuda"):
-        return allocated(device)
+        import torch
+
+        return int(torch.cuda.memory_allocated())
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
@@ -130,14 +109,10 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def make_malloc_exact() -> None:
-    """Let what is allocated follow what is used: no holes of large blocks, no heap for each thread. glibc only.
-
-    To be called before threads are there that would get a heap.
-    """
+    """Let what is allocated follow what is used: no holes of large blocks. glibc only."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
-        mallopt(_M_ARENA_MAX, 1)
 
 
 def trim() -> None:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -18,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from prefillcli.errors import PrefillError, ResourceError, brief
-from prefillcli.profile.budget import enforced, make_malloc_exact, measured, out_of_memory, resident, trim
+from prefillcli.profile.budget import enforced, make_malloc_exact, out_of_memory, peak_bytes, resident, trim
 from prefillcli.profile.store import Confirmation, MemoryPoint, TracePoint
 
 Send = Callable[[Any], None]
@@ -51,7 +53,8 @@ def in_child(task: Callable[..., None], *arguments: Any, timeout: float | None =
     context = multiprocessing.get_context("spawn")  # a fork of a process with torch's threads may hang
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(there, task, arguments), daemon=True)
-    process.start()
+    with _one_heap():
+        process.start()
     there.close()
     end = None if timeout is None else time.monotonic() + timeout
     try:
@@ -72,6 +75,20 @@ def in_child(task: Callable[..., None], *arguments: Any, timeout: float | None =
         process.kill()
         process.join()
         here.close()
+
+
+@contextmanager
+def _one_heap() -> Iterator[None]:
+    """A process that starts inside has no heap for each thread: glibc reserves 64 MiB at a time for one."""
+    before = os.environ.get("MALLOC_ARENA_MAX")
+    os.environ["MALLOC_ARENA_MAX"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["MALLOC_ARENA_MAX"]
+        else:
+            os.environ["MALLOC_ARENA_MAX"] = before
 
 
 def _run(pipe: Connection, task: Callable[..., None], arguments: tuple[Any, ...]) -> None:
@@ -110,9 +127,9 @@ def load_subject(subject: Subject) -> tuple[Any, Any]:
 
 def prepare(subject: Subject, mode: str) -> tuple[Any, Callable[[int], Any]]:
     """The mode's prefill after a warm-up in which chunks have met: what is set up once is not the prompts'."""
-    make_malloc_exact()
     from prefillcli.profile.modes import Prefill, dummy_prompt
 
+    make_malloc_exact()
     model, files = load_subject(subject)
     for weight in model.parameters():
         weight.sum()  # weights may be mapped files: what is read of them first during a run is not the run's
@@ -127,27 +144,13 @@ def prepare(subject: Subject, mode: str) -> tuple[Any, Callable[[int], Any]]:
     return prefill, prompt
 
 
-def measure(
-    send: Send, subject: Subject, mode: str, lengths: Sequence[int], work: Sequence[float], patience: float
-) -> None:
-    """Sends (MemoryPoint, kept) for each of the `lengths`, ascending, or for the first three that take long.
-
-    `work` is what each length has to compute, in any unit: a run that would take more than `patience` seconds by it is
-    left out. A point's peak is above what was there after its run, and `kept` the bytes by which that is more than
-    before the first one: libraries keep buffers, which grow with the first runs.
-    """
+def measure(send: Send, subject: Subject, mode: str, tokens: int) -> None:
+    """Sends the MemoryPoint of one run."""
     prefill, prompt = prepare(subject, mode)
-    rate, kept = 0.0, 0
-    for number, (tokens, own) in enumerate(zip(lengths, work, strict=True)):
-        if number >= 3 and own * rate > patience:
-            return
-        ids = prompt(tokens)
-        begun = time.perf_counter()
-        use = measured(partial(prefill, ids), subject.device)
-        taken = time.perf_counter() - begun
-        rate = taken / own
-        kept += use.kept
-        send((MemoryPoint(tokens=tokens, peak_bytes=use.peak - use.kept, seconds=taken), kept))
+    ids = prompt(tokens)
+    begun = time.perf_counter()
+    peak = peak_bytes(partial(prefill, ids), subject.device)
+    send(MemoryPoint(tokens=tokens, peak_bytes=peak, seconds=time.perf_counter() - begun))
 
 
 def confirm(send: Send, subject: Subject, mode: str, tokens: int, budget: int) -> None:
@@ -157,7 +160,7 @@ def confirm(send: Send, subject: Subject, mode: str, tokens: int, budget: int) -
     begun = time.perf_counter()
     with enforced(subject.device, budget) as enforcement:
         try:
-            use = measured(partial(prefill, ids), subject.device)
+            peak = peak_bytes(partial(prefill, ids), subject.device)
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
@@ -165,7 +168,7 @@ def confirm(send: Send, subject: Subject, mode: str, tokens: int, budget: int) -
             excess, reason = enforcement.excess(error), brief(error)
         else:
             taken = time.perf_counter() - begun
-            send(Confirmation(tokens=tokens, fits=True, peak_bytes=use.peak, seconds=taken))
+            send(Confirmation(tokens=tokens, fits=True, peak_bytes=peak, seconds=taken))
             return
     send(Confirmation(tokens=tokens, fits=False, excess_bytes=excess, reason=reason))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -58,19 +58,12 @@ def profile_mode(mode: str, search: Search) -> ModeResult:
     if len(lengths) < 2:
         result.notes.append("the budget does not even hold short prompts in this mode")
         return result
-    patience = search.fit_seconds * _PROBE_SHARE
-    work = [search.work(tokens) for tokens in lengths]
-    kept = 0
     try:
-        with closing(in_child(measure, search.subject, mode, lengths, work, patience)) as points:
-            for point, buffers in points:
-                result.points.append(point)
-                kept = buffers
-                search.tell(f"{mode}: {point.tokens:,} tokens, {(point.peak_bytes + kept) / 2**20:,.0f} MiB")
+        for point in _short_runs(mode, lengths, search):
+            result.points.append(point)
+            search.tell(f"{mode}: {point.tokens:,} tokens, {point.peak_bytes / 2**20:,.0f} MiB")
     except PrefillError as error:
         result.notes.append(f"the short runs ended early: {error}")
-    for point in result.points:  # a prompt alone needs the buffers too
-        point.peak_bytes += kept
     if len(result.points) < 2:
         return result
     _predict(result, search)
@@ -91,6 +84,21 @@ def probe_lengths(law: Law, budget: int, longest: int, chunk: int) -> list[int]:
     steps = [low * (top / low) ** (i / (_RUNS - 1)) for i in range(_RUNS)]
     unit = chunk if low >= 2 * chunk else 1
     return sorted({int(step) // unit * unit for step in steps})
+
+
+def _short_runs(mode: str, lengths: Sequence[int], search: Search) -> Iterator[MemoryPoint]:
+    """Runs of the `lengths`, ascending, or of the first three where more take long. Raises PrefillError.
+
+    Each in a process of its own, as the confirming run: what libraries keep of one run would change the next.
+    """
+    patience = search.fit_seconds * _PROBE_SHARE
+    last: MemoryPoint | None = None
+    for number, tokens in enumerate(lengths):
+        if number >= _FITTED and last is not None and _seconds(tokens, last, search) > patience:
+            return
+        with closing(in_child(measure, search.subject, mode, tokens)) as found:
+            last = next(iter(found))
+        yield last
 
 
 def _predict(result: ModeResult, search: Search) -> None:

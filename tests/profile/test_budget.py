@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from prefillcli.profile.budget import Use, enforced, make_malloc_exact, measured, out_of_memory
+from prefillcli.profile.budget import enforced, make_malloc_exact, out_of_memory, peak_bytes
 from prefillcli.profile.children import in_child
 
 MIB = 1 << 20
@@ -33,31 +33,22 @@ def test_a_budget_is_kept_by_the_system() -> None:
 
 
 def allocate(send) -> None:
-    """Sends the Use of steps, one after the other in the same process."""
+    """Sends the peaks of steps, one after the other in the same process."""
     make_malloc_exact()
-    kept = []
-    send(measured(lambda: np.ones(48 * MIB, dtype=np.uint8), "cpu"))
-    send(measured(lambda: np.ones(8 * MIB, dtype=np.uint8), "cpu"))
-    send(measured(lambda: torch.empty(16 * MIB, dtype=torch.uint8), "cpu"))
-    send(measured(lambda: [torch.ones(MIB, dtype=torch.uint8) for _ in range(24)], "cpu"))
-    send(
-        measured(lambda: kept.append((np.ones(24 * MIB, dtype=np.uint8)[:0], np.ones(6 * MIB, dtype=np.uint8))), "cpu")
-    )
-    send(measured(kept.clear, "cpu"))
+    send(peak_bytes(lambda: np.ones(48 * MIB, dtype=np.uint8), "cpu"))
+    send(peak_bytes(lambda: np.ones(8 * MIB, dtype=np.uint8), "cpu"))
+    send(peak_bytes(lambda: torch.empty(16 * MIB, dtype=torch.uint8), "cpu"))
+    send(peak_bytes(lambda: [torch.ones(MIB, dtype=torch.uint8) for _ in range(24)], "cpu"))
 
 
 def test_the_peak_of_each_step_is_its_own_touched_or_not() -> None:
-    large, small, untouched, many, keeping, freeing = in_child(allocate)
-    for use, peak in ((large, 48), (small, 8), (untouched, 16), (many, 24), (keeping, 30)):
-        assert peak * MIB <= use.peak <= (peak + 1) * MIB
-    assert [round(use.kept / MIB) for use in (large, small, untouched, many, keeping)] == [0, 0, 0, 0, 30]
-    assert isinstance(freeing, Use)
-    assert round(freeing.kept / MIB) == -30
+    for peak, size in zip(in_child(allocate), (48, 8, 16, 24), strict=True):
+        assert size * MIB <= peak <= (size + 1) * MIB
 
 
 def run_within(send, budget: int, size: int) -> None:
     with enforced("cpu", budget):
-        send(measured(lambda: np.ones(size, dtype=np.uint8), "cpu").peak)
+        send(peak_bytes(lambda: np.ones(size, dtype=np.uint8), "cpu"))
 
 
 def test_what_is_measured_is_what_the_limit_counts() -> None:

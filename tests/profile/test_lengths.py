@@ -13,7 +13,7 @@ from prefillcli.prefill.model import read_model_files
 from prefillcli.profile import lengths as module
 from prefillcli.profile.budget import enforced, out_of_memory
 from prefillcli.profile.children import ChildEnded, Subject, in_child, prepare
-from prefillcli.profile.laws import Law
+from prefillcli.profile.laws import Law, mode_law
 from prefillcli.profile.lengths import MARGIN, Search, confirming_run, probe_lengths, profile_mode, thinned
 from prefillcli.profile.store import Confirmation, MemoryPoint, ModeResult, TracePoint
 
@@ -49,9 +49,6 @@ def test_traces_keep_their_peaks() -> None:
     assert [p.seconds for p in kept] == sorted(p.seconds for p in kept)
 
 
-BUFFERS = MIB  # that a library keeps, grown with each short run
-
-
 class Made:
     """Stands in for child processes: `truth(tokens)` bytes for a run, of a speed in tokens a second."""
 
@@ -61,9 +58,8 @@ class Made:
 
         def run(task, subject, mode, *arguments, timeout=None):
             if task is module.measure:
-                for kept, tokens in enumerate(arguments[0], start=BUFFERS - len(arguments[0])):
-                    peak = int(short(tokens)) - BUFFERS
-                    yield MemoryPoint(tokens=tokens, peak_bytes=peak, seconds=tokens / rate), kept + 1
+                (tokens,) = arguments
+                yield MemoryPoint(tokens=tokens, peak_bytes=int(short(tokens)), seconds=tokens / rate)
                 return
             tokens, budget = arguments
             self.confirmed.append(tokens)
@@ -81,7 +77,7 @@ def search(tmp_path_factory: pytest.TempPathFactory) -> Search:
     path = tmp_path_factory.mktemp("model")
     random_llama("25M", torch.float32).save_pretrained(path)
     subject = Subject(path, "float32", "cpu", False, 1, 256)
-    return Search(subject, read_model_files(path), 100 * MIB, 60.0, 1e9, lambda text: None)
+    return Search(subject, read_model_files(path), 100 * MIB, 1e9, 1e9, lambda text: None)
 
 
 def replaced(search: Search, **changes) -> Search:
@@ -149,11 +145,13 @@ def test_a_budget_for_nothing_is_a_note(search: Search) -> None:
 
 
 def test_a_child_that_dies_is_a_note(monkeypatch: pytest.MonkeyPatch, search: Search) -> None:
-    def run(task, *arguments, timeout=None):
-        if task is module.measure:
-            yield from ((MemoryPoint(tokens=n, peak_bytes=n * 40_000, seconds=0.1), 0) for n in (100, 200, 400))
+    def run(task, subject, mode, tokens, *arguments, timeout=None):
+        if task is module.measure and tokens < probed[-1]:
+            yield MemoryPoint(tokens=tokens, peak_bytes=tokens * 40_000, seconds=0.1)
         raise ChildEnded("the process was ended by signal 9 (SIGKILL)")
 
+    law = mode_law("full", search.files.config, search.files.dtype, search.subject.chunk_tokens)
+    probed = probe_lengths(law, search.budget, search.files.max_length, search.subject.chunk_tokens)
     monkeypatch.setattr(module, "in_child", run)
     found = profile_mode("full", search)
     assert found.max_tokens is None
@@ -164,15 +162,20 @@ def test_a_child_that_dies_is_a_note(monkeypatch: pytest.MonkeyPatch, search: Se
 
 # With real processes.
 
-BUDGET = 32 * MIB
+BUDGETS = {"full": 96 * MIB, "hybrid": 32 * MIB}
 
 
 @pytest.fixture(scope="module")
 def profiled(search: Search):
-    """The result of a mode within BUDGET, in chunks that are small beside the prompts."""
+    """The result of a mode within its budget, in chunks that are small beside the prompts."""
     subject = Subject(search.subject.path, "float32", "cpu", False, 1, 64)
-    small = replaced(search, subject=subject, budget=BUDGET, fit_seconds=40.0)
-    return cache(lambda mode: (profile_mode(mode, small), small))
+
+    @cache
+    def profile(mode: str) -> tuple[ModeResult, Search]:
+        small = replaced(search, subject=subject, budget=BUDGETS[mode])
+        return profile_mode(mode, small), small
+
+    return profile
 
 
 def bisect(send, subject: Subject, mode: str, budget: int, low: int, high: int) -> None:
@@ -196,7 +199,8 @@ def bisect(send, subject: Subject, mode: str, budget: int, low: int, high: int) 
 def test_the_prediction_is_near_the_longest_found_by_bisection(profiled, mode: str) -> None:
     found, search = profiled(mode)
     predicted = found.predicted_tokens
-    with closing(in_child(bisect, search.subject, mode, BUDGET, int(0.9 * predicted), int(1.1 * predicted))) as result:
+    low, high = int(0.9 * predicted), int(1.1 * predicted)
+    with closing(in_child(bisect, search.subject, mode, search.budget, low, high)) as result:
         longest = next(result)
     assert predicted == pytest.approx(longest, rel=0.05), found
     assert [(each.tokens, each.fits) for each in found.confirmations] == [(predicted, True)]
@@ -204,11 +208,10 @@ def test_the_prediction_is_near_the_longest_found_by_bisection(profiled, mode: s
 
 @pytest.mark.slow
 def test_full_fails_in_the_budget_of_hybrid_at_a_quarter_of_the_length(profiled) -> None:
-    hybrid: ModeResult = profiled("hybrid")[0]
-    assert hybrid.max_tokens == hybrid.confirmations[-1].tokens
-    assert hybrid.confirmations[-1].peak_bytes <= BUDGET
-    full, search = profiled("full")
-    assert full.max_tokens <= hybrid.max_tokens // 4
+    hybrid, search = profiled("hybrid")
+    confirmed = hybrid.confirmations[-1]
+    assert confirmed.tokens == hybrid.max_tokens
+    assert confirmed.peak_bytes <= search.budget
     refused = confirming_run("full", hybrid.max_tokens // 4, search, 60.0)
     assert not refused.fits
     assert "memory" in refused.reason
