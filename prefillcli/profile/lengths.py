@@ -16,12 +16,12 @@ from prefillcli.profile.laws import Law, mode_law
 from prefillcli.profile.store import Confirmation, MemoryPoint, ModeResult, Trace
 
 TRIES = 3
-MARGIN = 0.01  # of the length that the line allows: left out of the prediction, for what the line does not know
+MARGIN = 0.02  # of the length that the line allows: left out of the prediction, for what the line does not know
 _RUNS = 5
 _FITTED = 3  # longest runs, through which the line goes: in short ones the peak may be at another place
 _LONGEST_SHARE = 0.5  # of the length that the law allows: what a short run may have
 _PROBE_SHARE = 0.2  # of the seconds for a fit: what one short run may take
-_SPARE_SHARE = 0.03  # of the budget left by a confirming run, from which on a longer one is tried
+_SPARE_SHARE = 0.04  # of the budget left by a confirming run, from which on a longer one is tried
 _LEAST_SHRINK = 0.02  # of the budget
 _OVERTIME = 4.0  # a confirming run that takes so many times its estimate is ended
 _LOADING_SECONDS = 600.0
