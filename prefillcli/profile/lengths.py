@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +16,12 @@ from prefillcli.profile.laws import Law, mode_law
 from prefillcli.profile.store import Confirmation, MemoryPoint, ModeResult, Trace
 
 TRIES = 3
+MARGIN = 0.02  # of the length that the line allows: left out of the prediction, for what the line does not know
 _RUNS = 5
+_FITTED = 3  # longest runs, through which the line goes: in short ones the peak may be at another place
 _LONGEST_SHARE = 0.5  # of the length that the law allows: what a short run may have
 _PROBE_SHARE = 0.2  # of the seconds for a fit: what one short run may take
-_SPARE_SHARE = 0.03  # of the budget left by a confirming run, from which on a longer one is tried
+_SPARE_SHARE = 0.04  # of the budget left by a confirming run, from which on a longer one is tried
 _LEAST_SHRINK = 0.02  # of the budget
 _OVERTIME = 4.0  # a confirming run that takes so many times its estimate is ended
 _LOADING_SECONDS = 600.0
@@ -56,13 +58,10 @@ def profile_mode(mode: str, search: Search) -> ModeResult:
     if len(lengths) < 2:
         result.notes.append("the budget does not even hold short prompts in this mode")
         return result
-    patience = search.fit_seconds * _PROBE_SHARE
-    work = [search.work(tokens) for tokens in lengths]
     try:
-        with closing(in_child(measure, search.subject, mode, lengths, work, patience)) as points:
-            for point in points:
-                result.points.append(point)
-                search.tell(f"{mode}: {point.tokens:,} tokens, {point.peak_bytes / 2**20:,.0f} MiB")
+        for point in _short_runs(mode, lengths, search):
+            result.points.append(point)
+            search.tell(f"{mode}: {point.tokens:,} tokens, {point.peak_bytes / 2**20:,.0f} MiB")
     except PrefillError as error:
         result.notes.append(f"the short runs ended early: {error}")
     if len(result.points) < 2:
@@ -87,15 +86,31 @@ def probe_lengths(law: Law, budget: int, longest: int, chunk: int) -> list[int]:
     return sorted({int(step) // unit * unit for step in steps})
 
 
+def _short_runs(mode: str, lengths: Sequence[int], search: Search) -> Iterator[MemoryPoint]:
+    """Runs of the `lengths`, ascending, or of the first three where more take long. Raises PrefillError.
+
+    Each in a process of its own, as the confirming run: what libraries keep of one run would change the next.
+    """
+    patience = search.fit_seconds * _PROBE_SHARE
+    last: MemoryPoint | None = None
+    for number, tokens in enumerate(lengths):
+        if number >= _FITTED and last is not None and _seconds(tokens, last, search) > patience:
+            return
+        with closing(in_child(measure, search.subject, mode, tokens)) as found:
+            last = next(iter(found))
+        yield last
+
+
 def _predict(result: ModeResult, search: Search) -> None:
     """Fit the runs so far, those that confirm a length among them, and say how long a prompt may be."""
     confirmed = [(c.tokens, c.peak_bytes) for c in result.confirmations if c.peak_bytes is not None]
-    base, token = fit_line([*((p.tokens, p.peak_bytes) for p in result.points), *confirmed])
+    measured = sorted([*((p.tokens, p.peak_bytes) for p in result.points), *confirmed])
+    base, token = fit_line(measured[-_FITTED:])
     result.fit_base, result.fit_token, result.fit_over_law = base, token, token / result.law_token
     if token <= 0:
         result.notes.append("memory does not grow with the prompt, so nothing can be predicted from short runs")
         return
-    by_memory, longest = int((search.budget - base) / token), search.files.max_length
+    by_memory, longest = int((search.budget - base) / token * (1 - MARGIN)), search.files.max_length
     result.predicted_tokens = max(0, min(by_memory, longest))
     result.limited_by = "memory" if by_memory < longest else "model"
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from functools import cache
+
 import pytest
 import torch
 
 from prefillcli.bench.models import random_llama
 from prefillcli.prefill.model import read_model_files
 from prefillcli.profile import lengths as module
-from prefillcli.profile.children import ChildEnded, Subject
-from prefillcli.profile.laws import Law
-from prefillcli.profile.lengths import Search, probe_lengths, profile_mode, thinned
-from prefillcli.profile.store import Confirmation, MemoryPoint, TracePoint
+from prefillcli.profile.budget import enforced, out_of_memory
+from prefillcli.profile.children import ChildEnded, Subject, in_child, prepare
+from prefillcli.profile.laws import Law, mode_law
+from prefillcli.profile.lengths import MARGIN, Search, confirming_run, probe_lengths, profile_mode, thinned
+from prefillcli.profile.store import Confirmation, MemoryPoint, ModeResult, TracePoint
 
 MIB = 1 << 20
+CHOSEN = 1 - MARGIN
 
 
 def test_short_runs_reach_half_of_what_the_law_allows() -> None:
@@ -53,8 +58,8 @@ class Made:
 
         def run(task, subject, mode, *arguments, timeout=None):
             if task is module.measure:
-                for tokens in arguments[0]:
-                    yield MemoryPoint(tokens=tokens, peak_bytes=int(short(tokens)), seconds=tokens / rate)
+                (tokens,) = arguments
+                yield MemoryPoint(tokens=tokens, peak_bytes=int(short(tokens)), seconds=tokens / rate)
                 return
             tokens, budget = arguments
             self.confirmed.append(tokens)
@@ -72,7 +77,7 @@ def search(tmp_path_factory: pytest.TempPathFactory) -> Search:
     path = tmp_path_factory.mktemp("model")
     random_llama("25M", torch.float32).save_pretrained(path)
     subject = Subject(path, "float32", "cpu", False, 1, 256)
-    return Search(subject, read_model_files(path), 100 * MIB, 60.0, 1e9, lambda text: None)
+    return Search(subject, read_model_files(path), 100 * MIB, 1e9, 1e9, lambda text: None)
 
 
 def replaced(search: Search, **changes) -> Search:
@@ -82,7 +87,7 @@ def replaced(search: Search, **changes) -> Search:
 def test_an_affine_mode_is_predicted_and_confirmed_at_once(monkeypatch: pytest.MonkeyPatch, search: Search) -> None:
     made = Made(monkeypatch, lambda n: 5 * MIB + 40_000 * n)
     found = profile_mode("full", search)
-    assert found.predicted_tokens == found.max_tokens == 95 * MIB // 40_000
+    assert found.predicted_tokens == found.max_tokens == int(CHOSEN * 95 * MIB / 40_000)
     assert found.limited_by == "memory"
     assert made.confirmed == [found.predicted_tokens]
     assert found.fit_over_law == pytest.approx(40_000 / found.law_token)
@@ -104,19 +109,27 @@ def test_a_prediction_far_too_low_is_raised(monkeypatch: pytest.MonkeyPatch, sea
     assert found.max_tokens == pytest.approx(95 * MIB / 30_000, rel=0.04)
 
 
+def test_lengths_whose_peak_is_at_another_place_do_not_bend_the_line(
+    monkeypatch: pytest.MonkeyPatch, search: Search
+) -> None:
+    Made(monkeypatch, lambda n: max(20 * MIB + 10_000 * n, 5 * MIB + 40_000 * n))
+    assert profile_mode("full", search).predicted_tokens == int(CHOSEN * 95 * MIB / 40_000)
+
+
 def test_a_long_confirming_run_is_capped_and_told(monkeypatch: pytest.MonkeyPatch, search: Search) -> None:
     made = Made(monkeypatch, lambda n: 5 * MIB + 4_000 * n, rate=1000)
     found = profile_mode("hybrid", replaced(search, confirm_seconds=20.0))
     assert found.capped
     assert made.confirmed == [found.max_tokens]
-    assert found.max_tokens < found.predicted_tokens == 95 * MIB // 4_000
+    assert found.max_tokens < found.predicted_tokens == int(CHOSEN * 95 * MIB / 4_000)
     assert "which is not the maximum" in found.notes[0]
 
 
 def test_no_confirming_run_is_made_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch, search: Search) -> None:
     made = Made(monkeypatch, lambda n: 5 * MIB + 40_000 * n)
     found = profile_mode("full", replaced(search, confirm_seconds=0.0))
-    assert (found.predicted_tokens, found.max_tokens, made.confirmed) == (95 * MIB // 40_000, None, [])
+    assert (found.max_tokens, made.confirmed) == (None, [])
+    assert found.predicted_tokens == int(CHOSEN * 95 * MIB / 40_000)
 
 
 def test_the_models_own_limit_is_named(monkeypatch: pytest.MonkeyPatch, search: Search) -> None:
@@ -132,14 +145,74 @@ def test_a_budget_for_nothing_is_a_note(search: Search) -> None:
 
 
 def test_a_child_that_dies_is_a_note(monkeypatch: pytest.MonkeyPatch, search: Search) -> None:
-    def run(task, *arguments, timeout=None):
-        if task is module.measure:
-            yield from (MemoryPoint(tokens=n, peak_bytes=n * 40_000, seconds=0.1) for n in (100, 200, 400))
+    def run(task, subject, mode, tokens, *arguments, timeout=None):
+        if task is module.measure and tokens < probed[-1]:
+            yield MemoryPoint(tokens=tokens, peak_bytes=tokens * 40_000, seconds=0.1)
         raise ChildEnded("the process was ended by signal 9 (SIGKILL)")
 
+    law = mode_law("full", search.files.config, search.files.dtype, search.subject.chunk_tokens)
+    probed = probe_lengths(law, search.budget, search.files.max_length, search.subject.chunk_tokens)
     monkeypatch.setattr(module, "in_child", run)
     found = profile_mode("full", search)
     assert found.max_tokens is None
     assert "ended early" in found.notes[0]
     assert "no confirming run stayed" in found.notes[-1]
     assert all("SIGKILL" in str(each.reason) for each in found.confirmations)
+
+
+# With real processes.
+
+BUDGETS = {"full": 96 * MIB, "hybrid": 32 * MIB}
+
+
+@pytest.fixture(scope="module")
+def profiled(search: Search):
+    """The result of a mode within its budget, in chunks that are small beside the prompts."""
+    subject = Subject(search.subject.path, "float32", "cpu", False, 1, 64)
+
+    @cache
+    def profile(mode: str) -> tuple[ModeResult, Search]:
+        small = replaced(search, subject=subject, budget=BUDGETS[mode])
+        return profile_mode(mode, small), small
+
+    return profile
+
+
+def bisect(send, subject: Subject, mode: str, budget: int, low: int, high: int) -> None:
+    """Sends the longest length between `low` and `high` that runs within the budget, to 1.5 % of `high`."""
+    prefill, prompt = prepare(subject, mode)
+    with enforced(subject.device, budget):
+        while high - low > 0.015 * high:
+            middle = (low + high) // 2
+            try:
+                prefill(prompt(middle))
+                low = middle
+            except (MemoryError, RuntimeError) as error:
+                if not out_of_memory(error):
+                    raise
+                high = middle
+    send(low)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["full", "hybrid"])
+def test_the_prediction_is_near_the_longest_found_by_bisection(profiled, mode: str) -> None:
+    found, search = profiled(mode)
+    predicted = found.predicted_tokens
+    low, high = int(0.9 * predicted), int(1.1 * predicted)
+    with closing(in_child(bisect, search.subject, mode, search.budget, low, high)) as result:
+        longest = next(result)
+    assert predicted == pytest.approx(longest, rel=0.05), found
+    first = found.confirmations[0]
+    assert (first.tokens, first.fits) == (predicted, True), found
+
+
+@pytest.mark.slow
+def test_full_fails_in_the_budget_of_hybrid_at_a_quarter_of_the_length(profiled) -> None:
+    hybrid, search = profiled("hybrid")
+    confirmed = hybrid.confirmations[-1]
+    assert confirmed.tokens == hybrid.max_tokens
+    assert confirmed.peak_bytes <= search.budget
+    refused = confirming_run("full", hybrid.max_tokens // 4, search, 60.0)
+    assert not refused.fits
+    assert "memory" in refused.reason
