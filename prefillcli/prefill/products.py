@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 ROWS = 512  # queries at a time, those of all heads of a K,V head together
-KEYS = 1024
+SCORES = ROWS * 1024  # of a K,V head at a time
 SAFE = 80.0  # 2 to the power of it, summed over a million keys and weighed with values, is within float32
-FEWEST = {False: (32, 256), True: (512, 512)}  # queries and keys, causal or not: with fewer, flash is as fast
+FEWEST = {False: (32, 256), True: (128, 128)}  # queries and keys, causal or not: with fewer, flash is as fast
 
 
 def products_pay(query: Tensor, key: Tensor, *, causal: bool) -> bool:
     """Whether this is faster than the flash kernel on this CPU."""
     queries, keys = FEWEST[causal]
-    enough = query.shape[2] >= queries and key.shape[2] >= keys
+    enough = query.shape[2] >= queries and key.shape[2] >= keys and query.shape[0] == 1
     return enough and query.dtype == torch.bfloat16 and _fast_products()
 
 
@@ -75,13 +75,14 @@ def _rows(query: Tensor, key: Tensor, value: Tensor, safe: bool, causal: bool) -
     top = torch.zeros_like(total, dtype=query.dtype) if safe else torch.full_like(total, -math.inf, dtype=query.dtype)
     keys = key.shape[1]
     whole = keys - tokens if causal else keys  # of these every query sees all
-    parts = [(start, min(start + KEYS, whole)) for start in range(0, whole, KEYS)]
+    step = max(SCORES // (groups * tokens), 1)
+    parts = [(start, min(start + step, whole)) for start in range(0, whole, step)]
     for start, end in [*parts, (whole, keys)] if causal else parts:
         scores = torch.bmm(stacked, key[:, start:end].transpose(1, 2))
-        if start >= whole:
-            later = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
-            scores.view(heads, groups, tokens, tokens).masked_fill_(later, -math.inf)
+        triangle = scores.view(heads, groups, tokens, -1) if start >= whole else None
         if not safe:
+            if triangle is not None:
+                triangle.masked_fill_(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), -math.inf)
             higher = torch.maximum(top, scores.amax(dim=-1))
             fade = torch.exp2((top - higher).float())
             out.mul_(fade.unsqueeze(-1))
@@ -89,6 +90,8 @@ def _rows(query: Tensor, key: Tensor, value: Tensor, safe: bool, causal: bool) -
             scores.sub_(higher.unsqueeze(-1))
             top = higher
         scores.exp2_()
+        if triangle is not None:
+            triangle.tril_()
         total.add_(scores.sum(dim=-1))
         out.add_(torch.bmm(scores, value[:, start:end]))
     out.div_(total.unsqueeze(-1))

@@ -136,7 +136,7 @@ def test_products_of_float32_are_exact() -> None:
 
 def test_products_in_small_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "ROWS", 18)
-    monkeypatch.setattr(products, "KEYS", 11)
+    monkeypatch.setattr(products, "SCORES", 18 * 11)
     for safe in (products.SAFE, 0.0):
         monkeypatch.setattr(products, "SAFE", safe)
         test_products_of_float32_are_exact()
