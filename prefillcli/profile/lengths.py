@@ -73,9 +73,10 @@ def profile_mode(mode: str, search: Search) -> ModeResult:
 
 
 def probe_lengths(law: Law, budget: int, longest: int, chunk: int) -> list[int]:
-    """Ascending lengths of short runs: up to half of what the law allows, from two chunks on, whole chunks.
+    """Ascending lengths of short runs: up to half of what the law allows, from two chunks on.
 
-    Empty where the budget does not hold two different ones.
+    They are whole chunks but for a token: as in most prompts the chunks then have two sizes, for which libraries can
+    need more buffers than for one. Empty where the budget does not hold two different ones.
     """
     top = min(int(law.longest(budget) * _LONGEST_SHARE), longest)
     low = min(2 * chunk, top // 4) if top < 4 * chunk else max(2 * chunk, top // 16)
@@ -83,7 +84,7 @@ def probe_lengths(law: Law, budget: int, longest: int, chunk: int) -> list[int]:
         return []
     steps = [low * (top / low) ** (i / (_RUNS - 1)) for i in range(_RUNS)]
     unit = chunk if low >= 2 * chunk else 1
-    return sorted({int(step) // unit * unit for step in steps})
+    return sorted({int(step) // unit * unit - (unit > 1) for step in steps})
 
 
 def _short_runs(mode: str, lengths: Sequence[int], search: Search) -> Iterator[MemoryPoint]:
