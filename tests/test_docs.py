@@ -53,6 +53,7 @@ def test_every_option_is_documented_and_in_the_help(command: str) -> None:
 def test_no_page_names_an_option_that_does_not_exist(page: Path) -> None:
     known = set().union(*map(options_of, COMMANDS)) | {"--help"}
     known |= {"--case", "--dtype", "--model", "--rounds", "--scale"}  # of python -m prefillcli.bench
+    known |= {"--workload", "--try", "--no-try"}  # of python -m prefillcli.bench.peers
     assert options(page.read_text()) <= known
 
 

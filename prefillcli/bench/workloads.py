@@ -24,5 +24,11 @@ def post_recommendation(
     return prompts
 
 
+def short(rows: int, shortest: int, longest: int, vocabulary: int, seed: int = 0) -> list[TokenArray]:
+    """Rows that share nothing, of `shortest` to `longest` tokens, all lengths alike often."""
+    rng = np.random.default_rng(seed)
+    return [_tokens(rng, int(rng.integers(shortest, longest + 1)), vocabulary) for _ in range(rows)]
+
+
 def _tokens(rng: np.random.Generator, count: int, vocabulary: int) -> TokenArray:
     return rng.integers(3, vocabulary, count).astype(np.int32)

@@ -1,0 +1,42 @@
+"""Padded batches, as a careful transformers user makes them: rows sorted by length, so that little is padded.
+
+Padding goes to the right. Causal attention then keeps it from every real token by itself, so no mask is handed over
+and SDPA takes its fast causal kernel. The head reads each row's last real token only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from prefillcli.plan.trie import TokenArray
+
+
+def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
+    """Row numbers of each batch, longest rows first, of at most `tokens` tokens with padding; one row at least."""
+    batch: list[int] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        if batch and (len(batch) + 1) * lengths[batch[0]] > tokens:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+def padded_batches(model: PreTrainedModel, prompts: Sequence[TokenArray], tokens: int) -> torch.Tensor:
+    """Last logits float32 [prompts, vocabulary] of a causal model whose head is one matrix, with SDPA and no cache."""
+    model.set_attn_implementation("sdpa")
+    head = model.get_output_embeddings()
+    found: dict[int, torch.Tensor] = {}
+    with torch.inference_mode():
+        for batch in batches([len(prompt) for prompt in prompts], tokens):
+            ids = torch.zeros(len(batch), len(prompts[batch[0]]), dtype=torch.long)
+            for place, row in enumerate(batch):
+                ids[place, : len(prompts[row])] = torch.as_tensor(prompts[row])
+            hidden = model.get_decoder()(input_ids=ids.to(model.device), use_cache=False).last_hidden_state
+            last = [len(prompts[row]) - 1 for row in batch]
+            found |= zip(batch, head(hidden[range(len(batch)), last]).float(), strict=True)
+    return torch.stack([found[row] for row in range(len(prompts))])
