@@ -47,7 +47,7 @@ KV_CACHE = 1 << 30  # bytes that vLLM is given: more than any of these workloads
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Rows to score, and the settings that were the fastest in a trial.
+    """Rows to score, and the settings that stand where none are tried.
 
     `equal`: so many of the rows, evenly spaced, are enough for who shares nothing between them: all cost the same.
     """
@@ -171,7 +171,13 @@ def race(
     }
     low, high = float(scores[WALK].min()), float(scores[WALK].max())
     left_out = dict(workload.left_out or {})
-    return {"text": workload.text, "scores_from": low, "to": high, "contenders": contenders, "left_out": left_out}
+    return {
+        "text": workload.text,
+        "lowest_score": low,
+        "highest_score": high,
+        "contenders": contenders,
+        "left_out": left_out,
+    }
 
 
 def _open(name: str, *, settings: Settings, workload: Workload, model: Path, dtype: str) -> Runner:
@@ -219,7 +225,7 @@ def _show(spread: Mapping[str, float], digits: int = 2) -> str:
 
 def _print(result: Mapping[str, Any]) -> None:
     columns = ("", "rows/s", "tokens/s", "walk / it", "goal", "start, s", "ready, MiB", "+ peak, MiB", "difference")
-    scores = f"scores {result['scores_from']:.3f}-{result['to']:.3f}"
+    scores = f"scores {result['lowest_score']:.3f}-{result['highest_score']:.3f}"
     table = Table(*columns, title=f"{result['text']}; {scores}", title_justify="left")
     for name, each in result["contenders"].items():
         table.add_row(
