@@ -35,6 +35,7 @@ def test_a_budget_is_kept_by_the_system() -> None:
 def allocate(send) -> None:
     """Sends the peaks of steps, one after the other in the same process."""
     make_malloc_exact()
+    torch.ones(MIB)  # threads take their stacks when there is first something to share
     send(peak_bytes(lambda: np.ones(48 * MIB, dtype=np.uint8), "cpu"))
     send(peak_bytes(lambda: np.ones(8 * MIB, dtype=np.uint8), "cpu"))
     send(peak_bytes(lambda: torch.empty(16 * MIB, dtype=torch.uint8), "cpu"))
