@@ -161,11 +161,12 @@ def test_dissolving_keeps_to_its_budget(prompts, share) -> None:
 
 
 @given(prompts_of_few_words, st.integers(1, 40))
-def test_kept_prefixes_are_never_computed_twice(prompts, size) -> None:
+def test_kept_prefixes_are_not_computed_twice(prompts, size) -> None:
     forest = build_forest(prompts, token_order(prompts))
     unique = forest_tokens(forest)
     plan = make_plan(prompts, Limits(size, 10**6, held_tokens=10**6))
-    assert plan.computed_tokens <= unique * 1.01
+    again = max(map(len, prompts)) * (len(plan.packs) // HELD_PACKS)  # a path, each time that the cache is emptied
+    assert plan.computed_tokens <= unique * 1.01 + again
 
 
 @given(prompts_of_few_words, st.integers(1, 40))
