@@ -11,12 +11,23 @@ from prefillcli.prefill.forest import ATTENTION, register
 SHAPES = {
     "25M": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8},
     "100M": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12},
+    "100M-mha": {
+        "hidden_size": 640,
+        "intermediate_size": 1728,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 10,
+        "num_key_value_heads": 10,
+    },
 }
 
 
 def random_llama(size: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A Llama of `size` with four K,V heads, tied embeddings of 32,000 tokens (8,000 for 25M) and seeded weights."""
-    return _llama(dtype, num_key_value_heads=4, vocab_size=32_000 if size != "25M" else 8_000, **SHAPES[size])
+    """A Llama of `size` with tied embeddings of 32,000 tokens (8,000 for 25M) and seeded weights.
+
+    It has four K,V heads where its shape does not say how many.
+    """
+    usual = {"num_key_value_heads": 4, "vocab_size": 8_000 if size == "25M" else 32_000}
+    return _llama(dtype, **{**usual, **SHAPES[size]})
 
 
 def random_draft(vocabulary: int, dtype: torch.dtype) -> PreTrainedModel:

@@ -32,7 +32,7 @@ def products_pay(query: Tensor, key: Tensor, *, causal: bool) -> bool:
 
 @cache
 def _fast_products() -> bool:
-    able = torch.cpu.get_capabilities()
+    able: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # an older torch does not tell
     return bool(able.get("amx_bf16") or able.get("avx512_bf16"))
 
 

@@ -1,0 +1,99 @@
+"""`python -m prefillcli.bench.details`: the single numbers that docs/ quotes beside the races. Tables go to stdout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from prefillcli.bench.measure import interleaved
+from prefillcli.bench.methods import layer_walk
+from prefillcli.bench.models import SHAPES, random_llama
+from prefillcli.bench.workloads import post_recommendation, short, single
+from prefillcli.plan.pack import Limits
+from prefillcli.plan.plan import make_plans
+from prefillcli.plan.schedules import SCHEDULES
+from prefillcli.plan.trie import TokenArray
+from prefillcli.prefill.products import attend_by_products
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def schedules() -> None:
+    """Tokens computed over unique tokens: 20 users x 50 posts in random order, 2,000 + 150 tokens."""
+    prompts = post_recommendation(20, 50, 2_000, 150, 8_000)
+    prompts = [prompts[row] for row in np.random.default_rng(0).permutation(len(prompts))]
+    table = Table("packs of", "prefix cache", *SCHEDULES)
+    for tokens, held in ((65_536, 0), (65_536, 10_000), (8_192, 3_000), (1, 3_000)):
+        plans = make_plans(prompts, [(name, Limits(tokens, 10**7, held_tokens=held)) for name in SCHEDULES])
+        ratios = [f"{plan.computed_tokens / plan.unique_tokens:.2f}" for plan in plans]
+        table.add_row(f"{tokens:,}", f"{held:,}", *ratios)
+    Console(width=120).print(table)
+
+
+@app.command()
+def attention(threads: int = 1, rounds: int = 9) -> None:
+    """GFLOP/s of attention in bfloat16 on the CPU: 8 heads over 4 K,V heads of 64, the flash kernel and products."""
+    torch.set_num_threads(threads)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    table = Table("queries", "keys", "causal", "flash kernel", "products", "products, with a maximum")
+    for queries, keys, causal in (
+        (1_024, 4_096, False), (150, 2_000, False), (32, 2_000, False), (1_024, 1_024, True), (150, 150, True),
+    ):  # fmt: skip
+        query, key, value = (torch.randn(1, heads, n, 64) for heads, n in ((8, queries), (4, keys), (4, keys)))
+        q, k, v = (x.bfloat16() for x in (query, key, value))
+        large = (4 * query).bfloat16(), (4 * key).bfloat16()  # scores that might overflow
+        with torch.inference_mode():
+            seconds = interleaved(
+                {
+                    "flash": lambda: flash(q, k, v, 0.0, causal, scale=0.125),  # noqa: B023 - called at once
+                    "products": lambda: attend_by_products(q, k, v, scale=0.125, causal=causal),  # noqa: B023
+                    "bounded": lambda: attend_by_products(*large, v, scale=0.125, causal=causal),  # noqa: B023
+                },
+                rounds,
+                tell=lambda *_: None,
+            )
+        work = 4 * 64 * 8 * queries * keys / (2 if causal else 1) / 1e9
+        rates = [f"{work / float(np.median(seconds[name])):.0f}" for name in ("flash", "products", "bounded")]
+        table.add_row(f"{queries:,}", f"{keys:,}", str(causal), *rates)
+    Console(width=120).print(table)
+
+
+@app.command()
+def operators(
+    workload: Annotated[str, typer.Argument(help="shared, single or short, as in the race.")] = "shared",
+    model: str = "25M",
+    dtype: str = "bfloat16",
+) -> None:
+    """Where the walk's time goes, by operator of torch."""
+    network = random_llama(model, getattr(torch, dtype))
+    vocabulary: int = network.config.vocab_size
+    prompts: list[TokenArray] = {
+        "shared": lambda: post_recommendation(2, 40, 2_000, 150, vocabulary),
+        "single": lambda: single(16_000, vocabulary),
+        "short": lambda: short(400, 20, 500, vocabulary),
+    }[workload]()
+    layer_walk(network, prompts)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as watched:
+        layer_walk(network, prompts)
+    print(watched.key_averages().table(sort_by="self_cpu_time_total", row_limit=20))
+
+
+@app.command()
+def save_model(
+    size: Annotated[str, typer.Argument(help=", ".join(SHAPES))],
+    folder: Path,
+    dtype: str = "float32",
+) -> None:
+    """Write a random Llama into a folder, for `prefill profile --model FOLDER`."""
+    random_llama(size, getattr(torch, dtype)).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    app()
