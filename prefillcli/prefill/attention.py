@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from prefillcli.prefill.products import attend_by_products, products_pay
+from prefillcli.prefill.products import Shift, attend_by_products, fast_products, products_pay
 
 KEY_BLOCK = 1024  # keys at a time where scores are computed explicitly
 COPIED_KEYS = 4096  # keys at a time where they are copied: on CPUs below float32, by the kernel for every query head
@@ -27,35 +27,54 @@ def attend(
     causal: bool = False,
     visible: Tensor | None = None,
     softcap: float | None = None,
+    shift: Shift | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of `query` over `key`, `value`: the output and its log-sum-exp.
 
     `causal` needs as many keys as queries. `visible` (bool, broadcastable to `[batch, 1, queries, keys]`) hides keys;
     a query that sees none gets output 0 and log-sum-exp -inf. `softcap` bounds each score s to
-    `softcap * tanh(s / softcap)`.
+    `softcap * tanh(s / softcap)`. With a `shift` the keys are moved and the log-sum-exp is of the moved scores; a
+    soft cap does not go with one.
     """
     plain = softcap is None and value.shape[-1] == query.shape[-1]
     if plain and query.device.type == "cpu":
-        if causal and products_pay(query, key, causal=True):
-            return attend_by_products(query, key, value, scale=scale, causal=True)
         if query.dtype == torch.float32 or causal or visible is not None:
-            return _flash_cpu(query, key, value, scale, causal, visible)
-        out, lse = _copying_keys(query, key[:, :, :COPIED_KEYS], value[:, :, :COPIED_KEYS], scale)
-        for start in range(COPIED_KEYS, key.shape[2], COPIED_KEYS):
-            part = slice(start, start + COPIED_KEYS)
-            merge_into(out, lse, *_copying_keys(query, key[:, :, part], value[:, :, part], scale))
+            return _attend_on_cpu(query, key, value, scale, causal, visible, shift)
+        out = lse = None
+        for start in range(0, key.shape[2], COPIED_KEYS):
+            k, v = (x[:, :, start : start + COPIED_KEYS] for x in (key, value))
+            part = _attend_on_cpu(query, k, v, scale, False, None, shift)
+            if out is None or lse is None:
+                out, lse = part
+            else:
+                merge_into(out, lse, *part)
+        if out is None or lse is None:
+            raise ValueError("no keys to attend over")
         return out, lse
     fits = query.shape[-1] % 8 == 0 and query.shape[-1] <= 256 and query.dtype != torch.float32
     if plain and visible is None and query.device.type == "cuda" and fits:
         found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
         return found[0], found[1]
+    key = shift.moved(key) if shift else key
     return attend_blockwise(query, key, value, scale=scale, causal=causal, visible=visible, softcap=softcap)
 
 
-def _copying_keys(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    if products_pay(query, key, causal=False):
-        return attend_by_products(query, key, value, scale=scale)
-    return _flash_cpu(query, key, value, scale, False, None)
+def longest_batched(device: torch.device, dtype: torch.dtype) -> int:
+    """Tokens up to which pieces of like length are faster attended as one padded batch than one by one."""
+    if device.type == "cuda":
+        return 1024
+    return 512 if dtype == torch.bfloat16 and fast_products() else 64
+
+
+def _attend_on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, visible: Tensor | None, shift: Shift | None
+) -> tuple[Tensor, Tensor]:
+    if shift is None:
+        return _flash_cpu(query, key, value, scale, causal, visible)
+    key = shift.moved(key)
+    if visible is None and products_pay(query, key, causal=causal):
+        return attend_by_products(query, key, value, scale=scale, causal=causal, safe=shift.safe(scale))
+    return _flash_cpu(query, key, value, scale, causal, visible)
 
 
 def _flash_cpu(

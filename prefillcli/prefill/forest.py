@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from prefillcli.errors import UsageError
-from prefillcli.prefill.attention import apply_sinks, attend, merge_into
-from prefillcli.prefill.layout import Chunk, IntArray, Reads, Span, group_runs, split_by_length
+from prefillcli.prefill.attention import apply_sinks, attend, longest_batched, merge_into
+from prefillcli.prefill.layout import Chunk, Group, IntArray, Reads, Span, group_runs, split_by_length
+from prefillcli.prefill.products import Shift
 
 ATTENTION = "prefillcli"
 
@@ -118,6 +119,7 @@ class ForestAttention:
         self._scoring: Scoring | None = None
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
+        self._shift: Shift | None = None
         self._at: Chunk | Reads | Step | None = None
         self._keys_only = False
         self._held: Sequence[tuple[Tensor, Tensor]] = ()
@@ -149,6 +151,7 @@ class ForestAttention:
         """Begin a layer, with the K,V of the held nodes, on any device."""
         self._held = held
         self._queries = []
+        self._shift = None
 
     def take(self) -> tuple[Tensor, Tensor]:
         """Hand over the layer's K,V; the next layer gets room of its own."""
@@ -160,6 +163,9 @@ class ForestAttention:
         """Begin a layer whose K,V were taken before."""
         self._keys, self._values = keys_values
         self._queries = []
+        self._shift = Shift.of(self._keys)
+        if self._shift:
+            self._shift.meet(key=self._keys)
 
     def chunk(self, chunk: Chunk, *, keys_only: bool = False) -> None:
         self._at, self._keys_only, self.calls = chunk, keys_only, 0
@@ -199,22 +205,28 @@ class ForestAttention:
             self.windows.add(sliding_window)
         scoring = Scoring(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap, sliding_window)
         self._scoring = scoring
-        if isinstance(self._at, Reads):
-            out, lse = self._attend_reads(self._at, query, scoring)
-        elif isinstance(self._at, Step):
-            self._at.add(key, value)
-            self._queries.append(query[0])
-            out, lse = self._attend_step(self._at, query, scoring)
-        elif self._at is not None:
+        if isinstance(self._at, Chunk):
             self._store(self._at, key, value)
             self._watch(self._at, query)
             if self._keys_only:
                 raise KeysStored
-            out, lse = self._attend_chunk(self._at, query, key, value, scoring)
+        elif isinstance(self._at, Step):
+            self._at.add(key, value)
+            self._queries.append(query[0])
+        shift = self._shift if softcap is None else None
+        if shift:
+            shift.meet(key=key if isinstance(self._at, Step) else None, query=query)
+        if isinstance(self._at, Chunk):
+            out, lse = self._attend_chunk(self._at, query, key, value, scoring, shift)
+        elif isinstance(self._at, Reads):
+            out, lse = self._attend_reads(self._at, query, scoring, shift)
+        elif self._at is not None:
+            out, lse = self._attend_step(self._at, query, scoring, shift)
         else:
             raise RuntimeError("say what is computed before a layer is called")
         sinks = s_aux if s_aux is not None else getattr(module, "sinks", None)
         if sinks is not None:
+            lse = lse + shift.taken(query, scoring.scale) if shift else lse
             apply_sinks(out, lse, sinks)
         return out.transpose(1, 2)
 
@@ -222,14 +234,18 @@ class ForestAttention:
         held = chunk.tree.held
         at = slice(held + chunk.start, held + chunk.end)
         self._keys, self._values = self._room(self._keys, key), self._room(self._values, value)
+        self._shift = self._shift or Shift.of(key)
         first = 0
         for keys, values in self._held:
             last = first + keys.shape[2]
             self._keys[:, :, first:last].copy_(keys, non_blocking=True)
             self._values[:, :, first:last].copy_(values, non_blocking=True)
             first = last
-        self._held = ()
         self._keys[:, :, at], self._values[:, :, at] = key, value
+        if self._shift:
+            for keys in (*(keys for keys, _ in self._held), key):
+                self._shift.meet(key=keys)
+        self._held = ()
 
     def _watch(self, chunk: Chunk, query: Tensor) -> None:
         first, last = bisect_left(self._watched, chunk.start), bisect_left(self._watched, chunk.end)
@@ -244,29 +260,33 @@ class ForestAttention:
         return buffer
 
     def _attend_chunk(
-        self, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
+        self, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, shift: Shift | None
     ) -> tuple[Tensor, Tensor]:
         view = chunk.view(scoring.window)
         if view.pieces == [(0, query.shape[2])]:
-            out, lse = _attend_causally(query, key, value, scoring)
+            out, lse = _attend_causally(query, key, value, scoring, shift)
         else:
             out, lse = _room_for_output(query, value)
             for start, end in view.pieces:
                 at = slice(start, end)
-                part = _attend_causally(query[:, :, at], key[:, :, at], value[:, :, at], scoring)
+                part = _attend_causally(query[:, :, at], key[:, :, at], value[:, :, at], scoring, shift)
                 out[:, :, at], lse[:, :, at] = part
+            by_token = out[0].transpose(0, 1)
             for group in view.groups:
-                q, k, v = (x[0][:, group.index].transpose(0, 1) for x in (query, key, value))
-                padded, padded_lse = _attend_causally(q, k, v, scoring)
+                q, k, v = (_gather(x, group) for x in (query, key, value))
+                padded, padded_lse = _attend_causally(q, k, v, scoring, shift)
                 to = group.index[group.valid]
-                out[0, :, to] = padded.transpose(0, 1)[:, group.valid]
+                by_token.index_copy_(0, to, padded.transpose(1, 2)[group.valid])
                 lse[0, :, to] = padded_lse.transpose(0, 1)[:, group.valid]
-        self._merge_spans(view.spans, out, lse, query, chunk.depths, scoring)
+        self._merge_spans(view.spans, out, lse, query, chunk.depths, scoring, shift)
         return out, lse
 
-    def _attend_reads(self, reads: Reads, query: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    def _attend_reads(
+        self, reads: Reads, query: Tensor, scoring: Scoring, shift: Shift | None
+    ) -> tuple[Tensor, Tensor]:
         keys, values = self.keys_values
-        scale, softcap = scoring.scale, scoring.softcap
+        how: dict[str, Any] = {"scale": scoring.scale, "softcap": scoring.softcap, "shift": shift}
+        batched = longest_batched(query.device, query.dtype)
         out, lse = _room_for_output(query, values)
         runs = reads.own(scoring.window)
         reader = {run: at for at, run in enumerate(runs)}
@@ -274,23 +294,23 @@ class ForestAttention:
             if start == end:  # the window has passed the whole node
                 at = slice(reader[start, end], reader[start, end] + 1)
                 out[:, :, at], lse[:, :, at] = 0.0, -torch.inf
-        long, short = split_by_length([run for run in runs if run[0] < run[1]], query.device)
+        long, short = split_by_length([run for run in runs if run[0] < run[1]], batched)
         for start, end in long:
             at, run = slice(reader[start, end], reader[start, end] + 1), slice(start, end)
-            part = attend(query[:, :, at], keys[:, :, run], values[:, :, run], scale=scale, softcap=softcap)
+            part = attend(query[:, :, at], keys[:, :, run], values[:, :, run], **how)
             out[:, :, at], lse[:, :, at] = part
         for group in group_runs(short, query.device):
             rows = torch.as_tensor([reader[run] for run in group.runs], device=query.device)
             q = query[0][:, rows].transpose(0, 1).unsqueeze(2)
             k, v = (x[0][:, group.index].transpose(0, 1) for x in (keys, values))
-            padded, padded_lse = attend(q, k, v, scale=scale, visible=group.valid[:, None, None], softcap=softcap)
+            padded, padded_lse = attend(q, k, v, visible=group.valid[:, None, None], **how)
             out[0, :, rows] = padded[:, :, 0].transpose(0, 1)
             lse[0, :, rows] = padded_lse[:, :, 0].transpose(0, 1)
-        self._merge_spans(reads.spans(scoring.window), out, lse, query, reads.depths, scoring)
+        self._merge_spans(reads.spans(scoring.window), out, lse, query, reads.depths, scoring, shift)
         return out, lse
 
-    def _attend_step(self, step: Step, query: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
-        out, lse = self._attend_reads(step.reads, query, scoring)
+    def _attend_step(self, step: Step, query: Tensor, scoring: Scoring, shift: Shift | None) -> tuple[Tensor, Tensor]:
+        out, lse = self._attend_reads(step.reads, query, scoring, shift)
         if step.keys is None or step.values is None:
             raise RuntimeError("a step has K,V of its own")
         seen = slice(-scoring.window if scoring.window else None, None)
@@ -300,12 +320,20 @@ class ForestAttention:
             step.values[:, :, seen],
             scale=scoring.scale,
             softcap=scoring.softcap,
+            shift=shift,
         )
         merge_into(out, lse, part[:, :, 0].transpose(0, 1)[None], part_lse[:, :, 0].transpose(0, 1)[None])
         return out, lse
 
     def _merge_spans(
-        self, spans: list[Span], out: Tensor, lse: Tensor, query: Tensor, depths: IntArray, scoring: Scoring
+        self,
+        spans: list[Span],
+        out: Tensor,
+        lse: Tensor,
+        query: Tensor,
+        depths: IntArray,
+        scoring: Scoring,
+        shift: Shift | None,
     ) -> None:
         """Add what the queries, at `depths`, see of earlier pieces and ancestors to `out` and `lse`."""
         keys, values = self.keys_values
@@ -323,17 +351,27 @@ class ForestAttention:
                 scale=scoring.scale,
                 visible=visible,
                 softcap=scoring.softcap,
+                shift=shift,
             )
             merge_into(out[:, :, at], lse[:, :, at], part, part_lse)
 
 
-def _attend_causally(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+def _attend_causally(
+    query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, shift: Shift | None
+) -> tuple[Tensor, Tensor]:
     """Attention of consecutive tokens among themselves, the window respected."""
     tokens, window, band = query.shape[2], scoring.window, None
     if window is not None and tokens > window:
         ones = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device)
         band = (ones.tril() & ones.triu(1 - window))[None, None]
-    return attend(query, key, value, scale=scoring.scale, causal=band is None, visible=band, softcap=scoring.softcap)
+    how: dict[str, Any] = {"scale": scoring.scale, "softcap": scoring.softcap, "shift": shift}
+    return attend(query, key, value, causal=band is None, visible=band, **how)
+
+
+def _gather(states: Tensor, group: Group) -> Tensor:
+    """A group's tokens `[runs, heads, longest, width]` of a chunk's `[1, heads, tokens, width]`."""
+    rows = states[0].transpose(0, 1).index_select(0, group.index.flatten())
+    return rows.view(*group.index.shape, *rows.shape[1:]).transpose(1, 2)
 
 
 def _room_for_output(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

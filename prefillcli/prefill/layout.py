@@ -22,7 +22,6 @@ from prefillcli.plan.pack import Pack
 
 IntArray = npt.NDArray[np.int64]
 
-SHORT_PIECE = {"cpu": 64, "cuda": 1024}  # runs up to this length are batched, padded to the longest of like length
 GROUP_TOKENS = 16384  # padded tokens in one such batch
 MIN_BLOCK = 128  # under a sliding window triangles are cut into blocks of the window, but not below this
 
@@ -120,6 +119,7 @@ class Chunk:
     start: int
     end: int
     device: torch.device
+    batched: int  # pieces up to this length are batched
     _views: dict[int | None, View] = field(default_factory=dict)
 
     @property
@@ -159,7 +159,7 @@ class Chunk:
                 pieces.append((s - a, e - a))
                 if s > first:
                     spans.add(s - a, e - a, tree.held + first, tree.held + s, tree.starts[node])
-        long, short = split_by_length(pieces, self.device)
+        long, short = split_by_length(pieces, self.batched)
         return View(spans.merged(), long, group_runs(short, self.device))
 
 
@@ -263,11 +263,8 @@ class _Spans:
         )
 
 
-def split_by_length(
-    runs: list[tuple[int, int]], device: torch.device
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """The runs to attend one by one, and those to batch. A single short one is not worth a batch."""
-    most = SHORT_PIECE[device.type]
+def split_by_length(runs: list[tuple[int, int]], most: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """The runs to attend one by one, and those of at most `most` tokens, to batch: a single one is not worth it."""
     short = [run for run in runs if run[1] - run[0] <= most]
     if len(short) < 2:
         return runs, []

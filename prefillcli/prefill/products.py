@@ -3,8 +3,8 @@
 The scores of some queries and keys are one product, small enough to stay in a core's cache; then 2 to their power, and
 a second product with the values. Two things make that exact enough in bfloat16 and cheap:
 
-- Softmax does not change when a query's scores are all moved by the same number. Subtracting the mean key from all
-  keys does that, and leaves scores around 0, where bfloat16 is densest; the log-sum-exp is moved back in float32.
+- Softmax does not change when a query's scores are all moved by the same number. Subtracting one vector from all keys
+  of a layer (`Shift`) does that. A mean key leaves scores around 0, where bfloat16 is densest.
 - A score is at most the length of its query times the longest key. Where that bound cannot overflow float32's
   exponents, which are bfloat16's too, no maximum is looked for and subtracted.
 """
@@ -12,91 +12,150 @@ a second product with the values. Two things make that exact enough in bfloat16 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 ROWS = 512  # queries at a time, those of all heads of a K,V head together
 SCORES = ROWS * 1024  # of a K,V head at a time
+TOGETHER = 4 * SCORES  # of all sequences and heads at a time
+LOG2_E = math.log2(math.e)
 SAFE = 80.0  # 2 to the power of it, summed over a million keys and weighed with values, is within float32
-FEWEST = {False: (32, 256), True: (128, 128)}  # queries and keys, causal or not: with fewer, flash is as fast
+FEWEST = {False: (32, 256), True: (16, 16)}  # queries and keys, causal or not: with fewer, flash is as fast
+ENOUGH = 128  # keys of all sequences together
 
 
-def products_pay(query: Tensor, key: Tensor, *, causal: bool) -> bool:
-    """Whether this is faster than the flash kernel on this CPU."""
-    queries, keys = FEWEST[causal]
-    enough = query.shape[2] >= queries and key.shape[2] >= keys and query.shape[0] == 1
-    return enough and query.dtype == torch.bfloat16 and _fast_products()
+@dataclass(slots=True)
+class Shift:
+    """By what a layer's keys are moved, `centre` [1, kv heads, 1, width], and how long vectors are at most, then.
+
+    Every part of a query's attention must be over keys that were moved alike: log-sum-exps are of the moved scores.
+    """
+
+    centre: Tensor
+    key: float = 0.0  # length of the longest moved key
+    query: float = 0.0  # of the longest query
+
+    @classmethod
+    def of(cls, key: Tensor) -> Shift | None:
+        """The one for a layer that begins with these keys; None where products do not pay, whatever their shapes."""
+        if key.device.type != "cpu" or key.dtype != torch.bfloat16 or not fast_products():
+            return None
+        return cls(key.mean(dim=2, keepdim=True))
+
+    def meet(self, key: Tensor | None = None, query: Tensor | None = None) -> None:
+        """Keys and queries that attention is to be called with."""
+        if key is not None:
+            self.key = max(self.key, _longest(self.moved(key)))
+        if query is not None:
+            self.query = max(self.query, _longest(query))
+
+    def moved(self, key: Tensor) -> Tensor:
+        """A copy of the keys."""
+        return key - self.centre
+
+    def safe(self, scale: float) -> bool:
+        """Whether no power of a moved score overflows."""
+        return self.query * self.key * scale * LOG2_E <= SAFE
+
+    def taken(self, query: Tensor, scale: float) -> Tensor:
+        """What moving the keys has taken from the queries' scores, float32 `[1, heads, tokens]`."""
+        centre = self.centre.float().repeat_interleave(query.shape[1] // self.centre.shape[1], dim=1)
+        return torch.matmul(query.float(), centre.transpose(2, 3)).squeeze(3).mul_(scale)
 
 
 @cache
-def _fast_products() -> bool:
+def fast_products() -> bool:
+    """Whether this CPU multiplies matrices in bfloat16 with instructions of its own."""
     able: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # an older torch does not tell
     return bool(able.get("amx_bf16") or able.get("avx512_bf16"))
 
 
+def products_pay(query: Tensor, key: Tensor, *, causal: bool) -> bool:
+    """Whether this is faster than the flash kernel, for tensors that have a `Shift`."""
+    queries, keys = FEWEST[causal]
+    enough = query.shape[0] * key.shape[2] >= ENOUGH
+    return enough and query.shape[2] >= queries and key.shape[2] >= keys
+
+
 def attend_by_products(
-    query: Tensor, key: Tensor, value: Tensor, *, scale: float, causal: bool = False
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float, causal: bool = False, safe: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention: the output and its log-sum-exp, shaped as in `attention.attend`.
 
-    Copies the keys. All tensors are of one dtype; bfloat16 is what it is made for. `causal` needs as many keys as
-    queries.
+    All tensors are of one dtype; bfloat16 is what it is made for. `causal` needs as many keys as queries. `safe`: no
+    power of a score overflows.
     """
-    batch, heads, queries, _ = query.shape
-    kv_heads = key.shape[1]
+    batch, heads, queries = query.shape[:3]
+    kv_heads, keys = key.shape[1:3]
     groups = heads // kv_heads
-    query = query.view(batch, kv_heads, groups, queries, -1).flatten(0, 1)
-    key, value = key.flatten(0, 1), value.flatten(0, 1)
-    centre = key.mean(dim=1, keepdim=True, dtype=torch.float32)
-    key = (key - centre).mul_(scale * math.log2(math.e)).to(key.dtype)
-    safe = _longest(query) * _longest(key) <= SAFE
-    out = torch.empty(*query.shape[:-1], value.shape[-1], dtype=query.dtype)
-    lse = torch.empty(query.shape[:-1], dtype=torch.float32)
-    step = max(ROWS // groups, 1)
-    for start in range(0, queries, step):
-        rows = slice(start, min(start + step, queries))
-        seen = slice(0, rows.stop if causal else key.shape[1])
-        out[:, :, rows], lse[:, :, rows] = _rows(query[:, :, rows], key[:, seen], value[:, seen], safe, causal)
-    lse += torch.matmul(query.float(), centre.transpose(1, 2).unsqueeze(1)).squeeze(3).mul_(scale)
-    return out.view(batch, heads, queries, -1), lse.view(batch, heads, queries)
+    query = query.view(batch, kv_heads, groups, queries, -1)
+    out = torch.empty(batch, queries, heads, value.shape[-1], dtype=query.dtype).transpose(1, 2)
+    lse = torch.empty(batch, heads, queries, dtype=torch.float32)
+    out_rows, lse_rows = (x.view(batch, kv_heads, groups, *x.shape[2:]) for x in (out, lse))
+    rows = max(ROWS // groups, 1)
+    sequences = max(TOGETHER // (heads * min(rows, queries) * min(keys, SCORES // ROWS)), 1)
+    for first in range(0, batch, sequences):
+        some = slice(first, first + sequences)
+        for start in range(0, queries, rows):
+            at = slice(start, min(start + rows, queries))
+            seen = slice(0, at.stop if causal else keys)
+            part = _rows(query[some, :, :, at], key[some, :, seen], value[some, :, seen], scale * LOG2_E, safe, causal)
+            torch.div(part.values, part.total.unsqueeze(-1), out=out_rows[some, :, :, at])
+            lse_rows[some, :, :, at] = part.lse
+    return out, lse
 
 
-def _rows(query: Tensor, key: Tensor, value: Tensor, safe: bool, causal: bool) -> tuple[Tensor, Tensor]:
-    """For queries `[heads, groups, tokens, width]` and K,V `[heads, tokens, width]`.
+class _Part(NamedTuple):
+    """Queries `[sequences, heads, groups, tokens]`: values weighed, and by what in all; a natural log-sum-exp."""
 
-    `causal`: the queries' tokens are the last of the keys'. Scores are binary logarithms, the log-sum-exp is natural.
+    values: Tensor
+    total: Tensor
+    lse: Tensor
+
+
+def _rows(query: Tensor, key: Tensor, value: Tensor, factor: float, safe: bool, causal: bool) -> _Part:
+    """For queries `[sequences, heads, groups, tokens, width]` and K,V `[sequences, heads, tokens, width]`.
+
+    `causal`: the queries' tokens are the last of the keys'. Scores, times `factor`, are binary logarithms.
     """
-    heads, groups, tokens, _ = query.shape
-    stacked = query.flatten(1, 2)
-    out = torch.zeros(heads, groups * tokens, value.shape[-1])
-    total = torch.zeros(heads, groups * tokens)
-    top = torch.zeros_like(total, dtype=query.dtype) if safe else torch.full_like(total, -math.inf, dtype=query.dtype)
+    *shape, width = query.shape
+    groups, tokens = shape[2:]
+    stacked = query.reshape(-1, groups * tokens, width)
+    key, value = key.flatten(0, 1), value.flatten(0, 1)
     keys = key.shape[1]
     whole = keys - tokens if causal else keys  # of these every query sees all
     step = max(SCORES // (groups * tokens), 1)
     parts = [(start, min(start + step, whole)) for start in range(0, whole, step)]
+    none = query.new_empty(1, 1, 1)
+    sums: tuple[Tensor, Tensor] | None = None
+    top = torch.zeros((), dtype=query.dtype)
     for start, end in [*parts, (whole, keys)] if causal else parts:
-        scores = torch.bmm(stacked, key[:, start:end].transpose(1, 2))
-        triangle = scores.view(heads, groups, tokens, -1) if start >= whole else None
+        scores = torch.baddbmm(none, stacked, key[:, start:end].transpose(1, 2), beta=0, alpha=factor)
+        triangle = scores.view(len(stacked), groups, tokens, -1) if start >= whole else None
+        if triangle is not None and not safe:
+            triangle.masked_fill_(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), -math.inf)
         if not safe:
-            if triangle is not None:
-                triangle.masked_fill_(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), -math.inf)
-            higher = torch.maximum(top, scores.amax(dim=-1))
-            fade = torch.exp2((top - higher).float())
-            out.mul_(fade.unsqueeze(-1))
-            total.mul_(fade)
-            scores.sub_(higher.unsqueeze(-1))
-            top = higher
+            highest = scores.amax(dim=-1)
+            if sums:
+                highest = torch.maximum(top, highest)
+                fade = torch.exp2((top - highest).float())
+                sums = sums[0] * fade.unsqueeze(-1), sums[1] * fade
+            top = highest
+            scores.sub_(top.unsqueeze(-1))
         scores.exp2_()
         if triangle is not None:
             triangle.tril_()
-        total.add_(scores.sum(dim=-1))
-        out.add_(torch.bmm(scores, value[:, start:end]))
-    out.div_(total.unsqueeze(-1))
-    lse = torch.log2(total).add_(top).mul_(math.log(2))
-    return out.to(query.dtype).view(*query.shape[:-1], -1), lse.view(query.shape[:-1])
+        part = torch.bmm(scores, value[:, start:end]), scores.sum(dim=-1)
+        sums = (sums[0].float().add_(part[0]), sums[1].float().add_(part[1])) if sums else part
+    if sums is None:
+        raise ValueError("no keys to attend over")
+    values, total = sums
+    lse = torch.log2(total.float()).add_(top).mul_(math.log(2))
+    return _Part(values.view(*shape, -1), total.view(shape), lse.view(shape))
 
 
 def _longest(vectors: Tensor) -> float:

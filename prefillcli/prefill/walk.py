@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from prefillcli.plan.pack import Pack
+from prefillcli.prefill.attention import longest_batched
 from prefillcli.prefill.forest import ForestAttention, KeysStored, Sight, Step, UnsupportedModelError
 from prefillcli.prefill.layout import Chunk, Reads, Tree, split_evenly
 from prefillcli.prefill.recording import LayerCall, Recording, Shelf
@@ -185,7 +186,9 @@ class LayerWalk:
     def _begin(self, pack: Pack) -> _Pass:
         tree = Tree(pack)
         tokens = torch.as_tensor(pack.tokens, dtype=torch.long)
-        chunks = [Chunk(tree, a, b, self.device) for a, b in split_evenly(len(tokens), self.chunk_tokens)]
+        batched = longest_batched(self.device, self.model.dtype)
+        parts = split_evenly(len(tokens), self.chunk_tokens)
+        chunks = [Chunk(tree, start, end, self.device, batched) for start, end in parts]
         hidden, calls = self._embed(tokens, chunks)
         output = hidden if self.in_place else torch.empty_like(hidden)
         return _Pass(pack, tree, tokens, chunks, calls, hidden, output)
