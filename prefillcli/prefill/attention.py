@@ -63,7 +63,7 @@ def longest_batched(device: torch.device, dtype: torch.dtype) -> int:
     """Tokens up to which pieces of like length are faster attended as one padded batch than one by one."""
     if device.type == "cuda":
         return 1024
-    return 512 if dtype == torch.bfloat16 and fast_products() else 64
+    return 256 if dtype == torch.bfloat16 and fast_products() else 64
 
 
 def _attend_on_cpu(
@@ -72,7 +72,7 @@ def _attend_on_cpu(
     if shift is None:
         return _flash_cpu(query, key, value, scale, causal, visible)
     key = shift.moved(key)
-    if visible is None and products_pay(query, key, causal=causal):
+    if visible is None and products_pay(query, key):
         return attend_by_products(query, key, value, scale=scale, causal=causal, safe=shift.safe(scale))
     return _flash_cpu(query, key, value, scale, causal, visible)
 

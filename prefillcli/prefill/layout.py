@@ -160,7 +160,9 @@ class Chunk:
                 if s > first:
                     spans.add(s - a, e - a, tree.held + first, tree.held + s, tree.starts[node])
         long, short = split_by_length(pieces, self.batched)
-        return View(spans.merged(), long, group_runs(short, self.device))
+        groups = group_runs(short, self.device)
+        long += [run for group in groups for run in group.runs if len(group.runs) == 1]
+        return View(spans.merged(), long, [group for group in groups if len(group.runs) > 1])
 
 
 @dataclass(slots=True)

@@ -24,8 +24,7 @@ SCORES = ROWS * 1024  # of a K,V head at a time
 TOGETHER = 4 * SCORES  # of all sequences and heads at a time
 LOG2_E = math.log2(math.e)
 SAFE = 80.0  # 2 to the power of it, summed over a million keys and weighed with values, is within float32
-FEWEST = {False: (32, 256), True: (16, 16)}  # queries and keys, causal or not: with fewer, flash is as fast
-ENOUGH = 128  # keys of all sequences together
+FEWEST_SCORES, FEWEST_KEYS = 8192, 32  # of all sequences, of one head: with fewer, the flash kernel is as fast
 
 
 @dataclass(slots=True)
@@ -74,11 +73,10 @@ def fast_products() -> bool:
     return bool(able.get("amx_bf16") or able.get("avx512_bf16"))
 
 
-def products_pay(query: Tensor, key: Tensor, *, causal: bool) -> bool:
+def products_pay(query: Tensor, key: Tensor) -> bool:
     """Whether this is faster than the flash kernel, for tensors that have a `Shift`."""
-    queries, keys = FEWEST[causal]
-    enough = query.shape[0] * key.shape[2] >= ENOUGH
-    return enough and query.shape[2] >= queries and key.shape[2] >= keys
+    keys = key.shape[0] * key.shape[2]
+    return keys >= FEWEST_KEYS and keys * query.shape[2] >= FEWEST_SCORES
 
 
 def attend_by_products(
