@@ -63,7 +63,7 @@ def longest_batched(device: torch.device, dtype: torch.dtype) -> int:
     """Tokens up to which pieces of like length are faster attended as one padded batch than one by one."""
     if device.type == "cuda":
         return 1024
-    return 256 if dtype == torch.bfloat16 and fast_products() else 64
+    return 256 if fast_products(device, dtype) else 64
 
 
 def _attend_on_cpu(

@@ -41,9 +41,7 @@ class Shift:
     @classmethod
     def of(cls, key: Tensor) -> Shift | None:
         """The one for a layer that begins with these keys; None where products do not pay, whatever their shapes."""
-        if key.device.type != "cpu" or key.dtype != torch.bfloat16 or not fast_products():
-            return None
-        return cls(key.mean(dim=2, keepdim=True))
+        return cls(key.mean(dim=2, keepdim=True)) if fast_products(key.device, key.dtype) else None
 
     def meet(self, key: Tensor | None = None, query: Tensor | None = None) -> None:
         """Keys and queries that attention is to be called with."""
@@ -66,9 +64,13 @@ class Shift:
         return torch.matmul(query.float(), centre.transpose(2, 3)).squeeze(3).mul_(scale)
 
 
+def fast_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products are what this device is fast at: bfloat16 on a CPU with instructions for it."""
+    return device.type == "cpu" and dtype == torch.bfloat16 and _has_instructions()
+
+
 @cache
-def fast_products() -> bool:
-    """Whether this CPU multiplies matrices in bfloat16 with instructions of its own."""
+def _has_instructions() -> bool:
     able: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # an older torch does not tell
     return bool(able.get("amx_bf16") or able.get("avx512_bf16"))
 

@@ -65,12 +65,16 @@ class Enforcement:
     limit: int
 
     def excess(self, error: BaseException) -> int | None:
-        """Bytes beyond the limit that the failed allocation would have taken; None where it does not say its size."""
+        """Bytes beyond the limit that the failed allocation would have taken.
+
+        None where it cannot be told: the error does not say the size, or raising it freed what an expression held.
+        """
         asked = re.search(r"tried to allocate (\d+) bytes|Tried to allocate ([\d.]+) ([KMG])iB", str(error))
         if asked is None:
             return None
         size = int(asked[1]) if asked[1] else int(float(asked[2]) * 1024 ** ("KMG".index(asked[3]) + 1))
-        return max(0, _counted(self.device) + size - self.limit)
+        beyond = _counted(self.device) + size - self.limit
+        return beyond if beyond > 0 else None
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch import nn
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan, packs_to_run
 from prefillcli.plan.schedules import SCHEDULES
+from prefillcli.prefill import attention, products
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
 from tests.prefill.families import FAMILIES, VOCABULARY, make_model
@@ -166,6 +167,16 @@ def test_bfloat16_is_near_the_eager_forward(family: str) -> None:
     rounded.load_state_dict({name: weight.float() for name, weight in half.state_dict().items()})
     reference = p_yes(eager(rounded, three_levels()))
     torch.testing.assert_close(p_yes(walked(half, three_levels(), chunk=97)), reference, atol=2e-2, rtol=0)
+
+
+@every_family
+def test_products_over_moved_keys_give_the_same_scores(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, so that nothing is lost to rounding: the way that bfloat16 takes on CPUs which are fast at it."""
+    for module in (attention, products):
+        monkeypatch.setattr(module, "fast_products", lambda device, dtype: True)
+    monkeypatch.setattr(products, "FEWEST_SCORES", 100)
+    limits = Limits(110, 10**6, held_tokens=10**6)
+    assert_equal(walked(model_of(family), mixed(), chunk=97, limits=limits), wanted(family, mixed))
 
 
 @pytest.mark.cuda
