@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +22,7 @@ from prefillcli.plan.pack import Pack
 IntArray = npt.NDArray[np.int64]
 
 GROUP_TOKENS = 16384  # padded tokens in one such batch
+ROW_BLOCK = 16  # rows that matrix products take at a time
 MIN_BLOCK = 128  # under a sliding window triangles are cut into blocks of the window, but not below this
 
 
@@ -294,7 +294,11 @@ def group_runs(runs: list[tuple[int, int]], device: torch.device) -> list[Group]
 
 
 def split_evenly(total: int, most: int) -> list[tuple[int, int]]:
-    """(start, end) of the fewest parts of `total` that are at most `most` long, of nearly equal length."""
+    """(start, end) of the fewest parts of `total` that are at most `most` long, of nearly equal length.
+
+    All but the last are whole blocks of rows where `most` allows: products of other numbers of rows are slower.
+    """
     parts = -(-total // most)
-    edges = [total * i // parts for i in range(parts + 1)]
-    return list(pairwise(edges))
+    even = -(-total // parts)
+    length = min(-(-even // ROW_BLOCK) * ROW_BLOCK, most)
+    return [(start, min(start + length, total)) for start in range(0, total, length)]

@@ -19,7 +19,7 @@ from prefillcli.prefill.walk import LOGIT_BYTES
 
 #: A pack this large keeps every core or tensor core busy; a larger one only loses more work when it is killed.
 PACK_TOKENS = {"cpu": 65_536, "cuda": 262_144}
-CHUNK_TOKENS = {"cpu": 1024, "cuda": 8192}
+CHUNK_TOKENS = {"cpu": 2048, "cuda": 8192}
 SMALLEST_CHUNK = 64
 CHUNK_SHARE = 1 / 8  # of the budget, at most, for what a layer makes of one chunk
 FREE_SHARE = 0.7  # of the free memory, taken where no budget is given
