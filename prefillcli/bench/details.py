@@ -19,7 +19,7 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plans
 from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.plan.trie import TokenArray
-from prefillcli.prefill.products import attend_by_products
+from prefillcli.prefill.products import Shift, attend_by_products
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -48,12 +48,13 @@ def attention(threads: int = 1, rounds: int = 9) -> None:
     ):  # fmt: skip
         query, key, value = (torch.randn(1, heads, n, 64) for heads, n in ((8, queries), (4, keys), (4, keys)))
         q, k, v = (x.bfloat16() for x in (query, key, value))
+        moved = Shift.of(k, 0.125).moved(k)
         with torch.inference_mode():
             seconds = interleaved(
                 {
                     "flash": lambda: flash(q, k, v, 0.0, causal, scale=0.125),  # noqa: B023 - called at once
-                    "products": lambda: attend_by_products(q, k, v, scale=0.125, causal=causal, safe=True),  # noqa: B023
-                    "bounded": lambda: attend_by_products(q, k, v, scale=0.125, causal=causal),  # noqa: B023
+                    "products": lambda: attend_by_products(q, moved, v, causal=causal, safe=True),  # noqa: B023
+                    "bounded": lambda: attend_by_products(q, moved, v, causal=causal),  # noqa: B023
                 },
                 rounds,
                 tell=lambda *_: None,

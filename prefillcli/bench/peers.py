@@ -36,7 +36,7 @@ TRIALS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     PADDED: {"batch_tokens": (512, 2048, 8192)},
     VLLM: {
         "enforce_eager": (False, True),
-        "max_num_batched_tokens": (2048, 8192, 32_768),
+        "max_num_batched_tokens": (512, 2048, 8192, 32_768),
         "block_size": (16, 32, 64, 128),
         "cores": (CORES, "0"),
         "libiomp": (True, False),
@@ -79,7 +79,7 @@ def shared(vocabulary: int, scale: float) -> Workload:
         f"{users} users x {posts} posts, {history:,} + {post} tokens",
         post_recommendation(users, posts, history, post, vocabulary),
         {VLLM: ">= 3", PLAIN: ">= 15"},
-        {PADDED: {"batch_tokens": 2048}, VLLM: _vllm(8192, 32)},
+        {PADDED: {"batch_tokens": 8192}, VLLM: _vllm(32_768, 32)},
         equal=4,
     )
 
@@ -91,7 +91,7 @@ def one(vocabulary: int, scale: float) -> Workload:
         f"one prompt of {tokens:,} tokens",
         single(tokens, vocabulary),
         {VLLM: ">= 1.5", PLAIN: ">= 1.5"},
-        {VLLM: _vllm(8192, 32)},
+        {VLLM: _vllm(2048, 32)},
         left_out={PADDED: "one row is never padded: it is the plain loop"},
     )
 

@@ -33,8 +33,8 @@ def attend(
 
     `causal` needs as many keys as queries. `visible` (bool, broadcastable to `[batch, 1, queries, keys]`) hides keys;
     a query that sees none gets output 0 and log-sum-exp -inf. `softcap` bounds each score s to
-    `softcap * tanh(s / softcap)`. With a `shift` the keys are moved and the log-sum-exp is of the moved scores; a
-    soft cap does not go with one.
+    `softcap * tanh(s / softcap)`. With a `shift`, made for this `scale`, the keys are moved and the log-sum-exp is of
+    the moved scores; a soft cap does not go with one.
     """
     plain = softcap is None and value.shape[-1] == query.shape[-1]
     if plain and query.device.type == "cpu":
@@ -55,7 +55,8 @@ def attend(
     if plain and visible is None and query.device.type == "cuda" and fits:
         found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
         return found[0], found[1]
-    key = shift.moved(key) if shift else key
+    if shift:
+        key, scale = shift.moved(key), math.log(2)
     return attend_blockwise(query, key, value, scale=scale, causal=causal, visible=visible, softcap=softcap)
 
 
@@ -73,8 +74,8 @@ def _attend_on_cpu(
         return _flash_cpu(query, key, value, scale, causal, visible)
     key = shift.moved(key)
     if visible is None and products_pay(query, key):
-        return attend_by_products(query, key, value, scale=scale, causal=causal, safe=shift.safe(scale))
-    return _flash_cpu(query, key, value, scale, causal, visible)
+        return attend_by_products(query, key, value, causal=causal, safe=shift.safe)
+    return _flash_cpu(query, key, value, math.log(2), causal, visible)
 
 
 def _flash_cpu(

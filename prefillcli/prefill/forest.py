@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from prefillcli.errors import UsageError
 from prefillcli.prefill.attention import apply_sinks, attend, longest_batched, merge_into
 from prefillcli.prefill.layout import Chunk, Group, IntArray, Reads, Span, group_runs, split_by_length
-from prefillcli.prefill.products import Shift
+from prefillcli.prefill.products import Shift, fast_products
 
 ATTENTION = "prefillcli"
 
@@ -159,13 +159,12 @@ class ForestAttention:
         self._keys = self._values = None
         return taken
 
-    def recall(self, keys_values: tuple[Tensor, Tensor]) -> None:
+    def recall(self, keys_values: tuple[Tensor, Tensor], scoring: Scoring) -> None:
         """Begin a layer whose K,V were taken before."""
         self._keys, self._values = keys_values
         self._queries = []
-        self._shift = Shift.of(self._keys)
-        if self._shift:
-            self._shift.meet(key=self._keys)
+        self._shift = None
+        self._meet([self._keys], scoring)
 
     def chunk(self, chunk: Chunk, *, keys_only: bool = False) -> None:
         self._at, self._keys_only, self.calls = chunk, keys_only, 0
@@ -206,16 +205,18 @@ class ForestAttention:
         scoring = Scoring(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap, sliding_window)
         self._scoring = scoring
         if isinstance(self._at, Chunk):
+            self._meet([*(keys for keys, _ in self._held), key], scoring)
             self._store(self._at, key, value)
             self._watch(self._at, query)
             if self._keys_only:
                 raise KeysStored
         elif isinstance(self._at, Step):
+            self._meet([key], scoring)
             self._at.add(key, value)
             self._queries.append(query[0])
-        shift = self._shift if softcap is None else None
+        shift = self._shift
         if shift:
-            shift.meet(key=key if isinstance(self._at, Step) else None, query=query)
+            shift.meet(query=query)
         if isinstance(self._at, Chunk):
             out, lse = self._attend_chunk(self._at, query, key, value, scoring, shift)
         elif isinstance(self._at, Reads):
@@ -226,7 +227,7 @@ class ForestAttention:
             raise RuntimeError("say what is computed before a layer is called")
         sinks = s_aux if s_aux is not None else getattr(module, "sinks", None)
         if sinks is not None:
-            lse = lse + shift.taken(query, scoring.scale) if shift else lse
+            lse = lse + shift.taken(query) if shift else lse
             apply_sinks(out, lse, sinks)
         return out.transpose(1, 2)
 
@@ -234,7 +235,6 @@ class ForestAttention:
         held = chunk.tree.held
         at = slice(held + chunk.start, held + chunk.end)
         self._keys, self._values = self._room(self._keys, key), self._room(self._values, value)
-        self._shift = self._shift or Shift.of(key)
         first = 0
         for keys, values in self._held:
             last = first + keys.shape[2]
@@ -242,10 +242,16 @@ class ForestAttention:
             self._values[:, :, first:last].copy_(values, non_blocking=True)
             first = last
         self._keys[:, :, at], self._values[:, :, at] = key, value
-        if self._shift:
-            for keys in (*(keys for keys, _ in self._held), key):
-                self._shift.meet(key=keys)
         self._held = ()
+
+    def _meet(self, keys: list[Tensor], scoring: Scoring) -> None:
+        """Keys that are new in the layer; those of all tokens are moved alike, where products pay."""
+        if scoring.softcap is not None or not fast_products(keys[-1].device, keys[-1].dtype):
+            return
+        if self._shift is None:
+            self._shift = Shift.of(keys[-1], scoring.scale)
+        for each in keys:
+            self._shift.meet(key=each)
 
     def _watch(self, chunk: Chunk, query: Tensor) -> None:
         first, last = bisect_left(self._watched, chunk.start), bisect_left(self._watched, chunk.end)

@@ -4,7 +4,8 @@ The scores of some queries and keys are one product, small enough to stay in a c
 a second product with the values. Two things make that exact enough in bfloat16 and cheap:
 
 - Softmax does not change when a query's scores are all moved by the same number. Subtracting one vector from all keys
-  of a layer (`Shift`) does that. A mean key leaves scores around 0, where bfloat16 is densest.
+  of a layer (`Shift`) does that. A mean key leaves scores around 0, where bfloat16 is densest. The scale goes into the
+  keys in the same step.
 - A score is at most the length of its query times the longest key. Where that bound cannot overflow float32's
   exponents, which are bfloat16's too, no maximum is looked for and subtracted.
 """
@@ -23,45 +24,50 @@ ROWS = 512  # queries at a time, those of all heads of a K,V head together
 SCORES = ROWS * 1024  # of a K,V head at a time
 TOGETHER = 4 * SCORES  # of all sequences and heads at a time
 LOG2_E = math.log2(math.e)
+MOVED_KEYS = 4096  # at a time, in float32
 SAFE = 80.0  # 2 to the power of it, summed over a million keys and weighed with values, is within float32
 FEWEST_SCORES, FEWEST_KEYS = 8192, 32  # of all sequences, of one head: with fewer, the flash kernel is as fast
 
 
 @dataclass(slots=True)
 class Shift:
-    """By what a layer's keys are moved, `centre` [1, kv heads, 1, width], and how long vectors are at most, then.
+    """How keys of a layer are moved and scaled: `factor * key + offset`, the latter float32 [1, kv heads, 1, width].
 
+    A query's product with a moved key is its score as a binary logarithm, less a number that is the same for all keys.
     Every part of a query's attention must be over keys that were moved alike: log-sum-exps are of the moved scores.
     """
 
-    centre: Tensor
+    factor: float
+    offset: Tensor
     key: float = 0.0  # length of the longest moved key
     query: float = 0.0  # of the longest query
 
     @classmethod
-    def of(cls, key: Tensor) -> Shift | None:
-        """The one for a layer that begins with these keys; None where products do not pay, whatever their shapes."""
-        return cls(key.mean(dim=2, keepdim=True)) if fast_products(key.device, key.dtype) else None
+    def of(cls, key: Tensor, scale: float) -> Shift:
+        """The one that leaves the mean of these keys at 0. Scores are `scale` times a product."""
+        factor = scale * LOG2_E
+        return cls(factor, key.mean(dim=2, keepdim=True, dtype=torch.float32).mul_(-factor))
 
     def meet(self, key: Tensor | None = None, query: Tensor | None = None) -> None:
         """Keys and queries that attention is to be called with."""
-        if key is not None:
-            self.key = max(self.key, _longest(self.moved(key)))
+        for part in () if key is None else torch.split(key, MOVED_KEYS, dim=2):
+            self.key = max(self.key, _longest(self.moved(part)))
         if query is not None:
             self.query = max(self.query, _longest(query))
 
     def moved(self, key: Tensor) -> Tensor:
-        """A copy of the keys."""
-        return key - self.centre
+        """A copy of the keys, rounded once: a bfloat16 addition would round the factor, too."""
+        return torch.add(self.offset, key, alpha=self.factor).to(key.dtype)
 
-    def safe(self, scale: float) -> bool:
+    @property
+    def safe(self) -> bool:
         """Whether no power of a moved score overflows."""
-        return self.query * self.key * scale * LOG2_E <= SAFE
+        return self.query * self.key <= SAFE
 
-    def taken(self, query: Tensor, scale: float) -> Tensor:
+    def taken(self, query: Tensor) -> Tensor:
         """What moving the keys has taken from the queries' scores, float32 `[1, heads, tokens]`."""
-        centre = self.centre.float().repeat_interleave(query.shape[1] // self.centre.shape[1], dim=1)
-        return torch.matmul(query.float(), centre.transpose(2, 3)).squeeze(3).mul_(scale)
+        offset = self.offset.repeat_interleave(query.shape[1] // self.offset.shape[1], dim=1)
+        return torch.matmul(query.float(), offset.transpose(2, 3)).squeeze(3).mul_(-math.log(2))
 
 
 def fast_products(device: torch.device, dtype: torch.dtype) -> bool:
@@ -82,9 +88,9 @@ def products_pay(query: Tensor, key: Tensor) -> bool:
 
 
 def attend_by_products(
-    query: Tensor, key: Tensor, value: Tensor, *, scale: float, causal: bool = False, safe: bool = False
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, safe: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention: the output and its log-sum-exp, shaped as in `attention.attend`.
+    """Softmax attention over moved keys: the output and its log-sum-exp, shaped as in `attention.attend`.
 
     All tensors are of one dtype; bfloat16 is what it is made for. `causal` needs as many keys as queries. `safe`: no
     power of a score overflows.
@@ -103,7 +109,7 @@ def attend_by_products(
         for start in range(0, queries, rows):
             at = slice(start, min(start + rows, queries))
             seen = slice(0, at.stop if causal else keys)
-            part = _rows(query[some, :, :, at], key[some, :, seen], value[some, :, seen], scale * LOG2_E, safe, causal)
+            part = _rows(query[some, :, :, at], key[some, :, seen], value[some, :, seen], safe, causal)
             torch.div(part.values, part.total.unsqueeze(-1), out=out_rows[some, :, :, at])
             lse_rows[some, :, :, at] = part.lse
     return out, lse
@@ -117,10 +123,10 @@ class _Part(NamedTuple):
     lse: Tensor
 
 
-def _rows(query: Tensor, key: Tensor, value: Tensor, factor: float, safe: bool, causal: bool) -> _Part:
+def _rows(query: Tensor, key: Tensor, value: Tensor, safe: bool, causal: bool) -> _Part:
     """For queries `[sequences, heads, groups, tokens, width]` and K,V `[sequences, heads, tokens, width]`.
 
-    `causal`: the queries' tokens are the last of the keys'. Scores, times `factor`, are binary logarithms.
+    `causal`: the queries' tokens are the last of the keys'. Scores are binary logarithms.
     """
     *shape, width = query.shape
     groups, tokens = shape[2:]
@@ -130,11 +136,11 @@ def _rows(query: Tensor, key: Tensor, value: Tensor, factor: float, safe: bool, 
     whole = keys - tokens if causal else keys  # of these every query sees all
     step = max(SCORES // (groups * tokens), 1)
     parts = [(start, min(start + step, whole)) for start in range(0, whole, step)]
-    none = query.new_empty(1, 1, 1)
     sums: tuple[Tensor, Tensor] | None = None
     top = torch.zeros((), dtype=query.dtype)
     for start, end in [*parts, (whole, keys)] if causal else parts:
-        scores = torch.baddbmm(none, stacked, key[:, start:end].transpose(1, 2), beta=0, alpha=factor)
+        # Contiguous: else the product makes a transposed copy, which takes a fifth of its time.
+        scores = torch.bmm(stacked, key[:, start:end].contiguous().transpose(1, 2))
         triangle = scores.view(len(stacked), groups, tokens, -1) if start >= whole else None
         if triangle is not None and not safe:
             triangle.masked_fill_(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), -math.inf)

@@ -154,7 +154,7 @@ class LayerWalk:
                 sight = attention.sight
                 first.append(Sight(sight.keys, sight.queries[:, behind], sight.scoring))
                 stored.append(attention.take())
-            attention.recall(stored[-1])
+            attention.recall(stored[-1], first[-1].scoring)
             hidden = self._read_last(state, attention)
             queries = [[sight.queries] for sight in first]
             own = [Step(Reads(state.tree, nodes, self.device)) for _ in self.layers]
@@ -172,7 +172,7 @@ class LayerWalk:
                 hidden = recording.hidden
                 for index, layer in enumerate(self.layers):
                     own[index].reads.ahead = step
-                    attention.recall(stored[index])
+                    attention.recall(stored[index], first[index].scoring)
                     attention.step(own[index])
                     hidden = self._call(layer, hidden, recording.calls[index], attention)
                     queries[index].append(attention.sight.queries)

@@ -90,11 +90,10 @@ def test_a_sink_is_one_more_score_without_a_value() -> None:
 
 def moved_products(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
     """By products over moved keys, as the walk attends; the log-sum-exp is that of the keys themselves."""
-    shift = Shift(key[:, :, :1000].mean(dim=2, keepdim=True))
+    shift = Shift.of(key[:, :, :1000], 0.3)
     shift.meet(key, query)
-    key = shift.moved(key)
-    out, lse = attend_by_products(query, key, value, scale=0.3, causal=causal, safe=shift.safe(0.3))
-    return out, lse + shift.taken(query, 0.3)
+    out, lse = attend_by_products(query, shift.moved(key), value, causal=causal, safe=shift.safe)
+    return out, lse + shift.taken(query)
 
 
 def eager_bfloat16(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan, packs_to_run
 from prefillcli.plan.schedules import SCHEDULES
-from prefillcli.prefill import attention, products
+from prefillcli.prefill import attention, forest, products
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
 from tests.prefill.families import FAMILIES, VOCABULARY, make_model
@@ -175,7 +175,7 @@ def test_bfloat16_is_near_the_eager_forward(family: str) -> None:
 @every_family
 def test_products_over_moved_keys_give_the_same_scores(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32, so that nothing is lost to rounding: the way that bfloat16 takes on CPUs which are fast at it."""
-    for module in (attention, products):
+    for module in (attention, forest):
         monkeypatch.setattr(module, "fast_products", lambda device, dtype: True)
     monkeypatch.setattr(products, "FEWEST_SCORES", 100)
     limits = Limits(110, 10**6, held_tokens=10**6)
