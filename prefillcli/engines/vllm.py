@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from importlib.util import find_spec
 from itertools import islice
-from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -169,17 +168,17 @@ class VllmEngine:
             "disable_log_stats": True,
             **{key: value for key, value in (options or {}).items() if key != "max_model_len" or not known},
         }
-        before = set(active_children())
         with ExitStack() as stack:
             stack.enter_context(stdout_to_stderr())
+            guard = Guard()  # vLLM's own processes would stay, and keep the device's memory
+            stack.callback(guard.kill)
             try:
                 self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
             except (ValueError, TypeError, RuntimeError, ImportError, self._dead) as error:
                 raise _refusal(error) from error
             stack.callback(self._engine.engine_core.shutdown)
-            started = [process for process in active_children() if process not in before]
-            if started:  # killed, it would leave `step` waiting for ever; alone, it would keep the device's memory
-                stack.callback(Guard(started, self._wake).release)
+            guard.watch(self._wake)  # killed, they would leave `step` waiting for ever
+            stack.callback(guard.release)
             self._room = QUEUE * int(self._engine.vllm_config.scheduler_config.max_num_seqs)
             self._open = stack.pop_all()
 

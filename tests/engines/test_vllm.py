@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -287,6 +287,20 @@ def test_a_vllm_killed_in_the_middle_loses_no_row(started: list[Any], llama: Pat
         for name in ("score", "label_mass", "logprob_Yes", "logprob_No"):
             assert abs(row.pop(name) - other.pop(name)) < 1e-5
     assert rows == whole
+
+
+def test_nothing_stays_of_a_vllm_whose_run_is_killed_while_it_starts(llama: Path) -> None:
+    source = write_parquet("in.parquet", prompt=texts(5))
+    with command(source, "-m", llama, "--engine", "vllm") as running:
+        starting: list[Any] = []
+        while not starting:
+            assert running.poll() is None, Path("stderr").read_text()
+            with suppress(StopIteration, psutil.NoSuchProcess):
+                starting = processes(running.pid)
+            time.sleep(0.02)
+        running.kill()
+        _, alive = psutil.wait_procs(starting, timeout=30)
+    assert not alive
 
 
 def processes(pid: int) -> list[Any]:
