@@ -19,11 +19,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 ROWS = 512  # queries at a time, those of all heads of a K,V head together
 SCORES = ROWS * 1024  # of a K,V head at a time
 TOGETHER = 4 * SCORES  # of all sequences and heads at a time
 LOG2_E = math.log2(math.e)
+ROW_STEP, KEY_STEP = 16, 64  # queries and keys of a product are multiples of these
 MOVED_KEYS = 4096  # at a time, in float32
 SAFE = 80.0  # 2 to the power of it, summed over a million keys and weighed with values, is within float32
 FEWEST_SCORES, FEWEST_KEYS = 8192, 32  # of all sequences, of one head: with fewer, the flash kernel is as fast
@@ -126,24 +128,30 @@ class _Part(NamedTuple):
 def _rows(query: Tensor, key: Tensor, value: Tensor, safe: bool, causal: bool) -> _Part:
     """For queries `[sequences, heads, groups, tokens, width]` and K,V `[sequences, heads, tokens, width]`.
 
-    `causal`: the queries' tokens are the last of the keys'. Scores are binary logarithms.
+    `causal`: the queries' tokens are the last of the keys'. Scores are binary logarithms. All shapes are rounded up:
+    what a library makes for each shape of a product, it keeps.
     """
     *shape, width = query.shape
     groups, tokens = shape[2:]
-    stacked = query.reshape(-1, groups * tokens, width)
+    rows = _up(tokens, ROW_STEP)
+    stacked = _padded(query, rows).reshape(-1, groups * rows, width)
     key, value = key.flatten(0, 1), value.flatten(0, 1)
     keys = key.shape[1]
     whole = keys - tokens if causal else keys  # of these every query sees all
-    step = max(SCORES // (groups * tokens), 1)
+    step = max(SCORES // (groups * rows), 1)
     parts = [(start, min(start + step, whole)) for start in range(0, whole, step)]
     sums: tuple[Tensor, Tensor] | None = None
     top = torch.zeros((), dtype=query.dtype)
     for start, end in [*parts, (whole, keys)] if causal else parts:
+        diagonal = start >= whole
+        length = rows if diagonal else _up(end - start, KEY_STEP)
         # Contiguous: else the product makes a transposed copy, which takes a fifth of its time.
-        scores = torch.bmm(stacked, key[:, start:end].contiguous().transpose(1, 2))
-        triangle = scores.view(len(stacked), groups, tokens, -1) if start >= whole else None
-        if triangle is not None and not safe:
-            triangle.masked_fill_(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), -math.inf)
+        scores = torch.bmm(stacked, _padded(key[:, start:end], length).contiguous().transpose(1, 2))
+        triangle = scores.view(len(stacked), groups, rows, -1) if diagonal else None
+        if triangle is None:
+            scores[..., end - start :].fill_(-math.inf)
+        elif not safe:
+            triangle.masked_fill_(torch.ones(rows, rows, dtype=torch.bool).triu(1), -math.inf)
         if not safe:
             highest = scores.amax(dim=-1)
             if sums:
@@ -155,13 +163,23 @@ def _rows(query: Tensor, key: Tensor, value: Tensor, safe: bool, causal: bool) -
         scores.exp2_()
         if triangle is not None:
             triangle.tril_()
-        part = torch.bmm(scores, value[:, start:end]), scores.sum(dim=-1)
+        part = torch.bmm(scores, _padded(value[:, start:end], length)), scores.sum(dim=-1)
         sums = (sums[0].float().add_(part[0]), sums[1].float().add_(part[1])) if sums else part
     if sums is None:
         raise ValueError("no keys to attend over")
     values, total = sums
     lse = torch.log2(total.float()).add_(top).mul_(math.log(2))
-    return _Part(values.view(*shape, -1), total.view(shape), lse.view(shape))
+    padded = (*shape[:3], rows)
+    return _Part(*(x.view(*padded, *x.shape[2:])[:, :, :, :tokens] for x in (values, total, lse)))
+
+
+def _up(number: int, step: int) -> int:
+    return -(-number // step) * step
+
+
+def _padded(states: Tensor, tokens: int) -> Tensor:
+    """`[..., tokens, width]`, with zeros behind."""
+    return functional.pad(states, (0, 0, 0, tokens - states.shape[-2])) if tokens > states.shape[-2] else states
 
 
 def _longest(vectors: Tensor) -> float:

@@ -149,3 +149,19 @@ def test_products_in_small_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch
     for safe in (products.SAFE, 0.0):
         monkeypatch.setattr(products, "SAFE", safe)
         test_products_of_float32_are_exact()
+
+
+def test_products_of_all_lengths_have_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = set()
+    multiply = torch.bmm
+
+    def noted(one: Tensor, other: Tensor) -> Tensor:
+        shapes.add((one.shape, other.shape))
+        return multiply(one, other)
+
+    monkeypatch.setattr(torch, "bmm", noted)
+    for tokens in range(1, 257):
+        query, key, value = random_qkv(queries=tokens, keys=tokens)
+        attend_by_products(query, key, value, causal=True)
+        attend_by_products(query[:, :, :100], key, value)
+    assert len(shapes) <= 64
