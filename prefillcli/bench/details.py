@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -11,8 +13,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from prefillcli.bench.flops import answer_flops, walk_flops
 from prefillcli.bench.measure import interleaved
-from prefillcli.bench.methods import layer_walk
+from prefillcli.bench.methods import layer_walk, plan_for
 from prefillcli.bench.models import SHAPES, random_llama
 from prefillcli.bench.workloads import post_recommendation, short, single
 from prefillcli.plan.pack import Limits
@@ -20,6 +23,7 @@ from prefillcli.plan.plan import make_plans
 from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.products import Shift, attend_by_products
+from prefillcli.profile.budget import resident
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -66,6 +70,52 @@ def attention(threads: int = 1, rounds: int = 9) -> None:
 
 
 @app.command()
+def products(rounds: int = 40) -> None:
+    """Products in bfloat16: GFLOP/s by number of rows, and what the layout of the keys costs attention's first one."""
+    weights = torch.randn(1_408, 512).bfloat16().t()
+    states = {rows: torch.randn(rows, 512).bfloat16() for rows in (2_048, 2_047, 2_008, 2_002, 2_001)}
+    query, key = torch.randn(4, 512, 64).bfloat16(), torch.randn(4, 4_096, 64).bfloat16()[:, 1_024:2_048]
+    dense = key.contiguous()
+    with torch.inference_mode():
+        linear = interleaved(
+            {str(rows): partial(torch.mm, each, weights) for rows, each in states.items()},
+            rounds,
+            tell=lambda *_: None,
+        )
+        scores = interleaved(
+            {
+                "slice": lambda: torch.bmm(query, key.transpose(1, 2)),
+                "slice made contiguous": lambda: torch.bmm(query, key.contiguous().transpose(1, 2)),
+                "contiguous": lambda: torch.bmm(query, dense.transpose(1, 2)),
+            },
+            rounds,
+            tell=lambda *_: None,
+        )
+    table = Table("rows, by 512 by 1,408", "GFLOP/s")
+    for rows, seconds in linear.items():
+        table.add_row(f"{int(rows):,}", f"{2 * int(rows) * 512 * 1_408 / float(np.median(seconds)) / 1e9:,.0f}")
+    Console(width=120).print(table)
+    table = Table("keys: 1,024 of 4,096, for 4 x 512 queries of 64", "us")
+    for name, seconds in scores.items():
+        table.add_row(name, f"{float(np.median(seconds)) * 1e6:,.0f}")
+    Console(width=120).print(table)
+
+
+@app.command()
+def shapes(times: int = 8, rows: int = 60) -> None:
+    """Memory in use, and time, while the walk of 25M in bfloat16 scores ever new rows of 20 to 500 tokens."""
+    network = random_llama("25M", torch.bfloat16)
+    table = Table("rows so far", "MiB in use", "processor s")
+    table.add_row("0", f"{resident('cpu') / 2**20:,.0f}", "")
+    for seed in range(1, times + 1):
+        prompts = short(rows, 20, 500, network.config.vocab_size, seed)
+        begun = time.process_time()
+        layer_walk(network, prompts)
+        table.add_row(f"{seed * rows:,}", f"{resident('cpu') / 2**20:,.0f}", f"{time.process_time() - begun:.2f}")
+    Console(width=120).print(table)
+
+
+@app.command()
 def operators(
     workload: Annotated[str, typer.Argument(help="shared, single or short, as in the race.")] = "shared",
     model: str = "25M",
@@ -83,6 +133,8 @@ def operators(
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as watched:
         layer_walk(network, prompts)
     print(watched.key_averages().table(sort_by="self_cpu_time_total", row_limit=20))
+    plan = plan_for(network, prompts)
+    print(f"{(walk_flops(network.config, plan) + answer_flops(network.config, plan)) / 1e12:.2f} TFLOP")
 
 
 @app.command()

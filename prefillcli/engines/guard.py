@@ -22,7 +22,7 @@ class Guard:
     """
 
     def __init__(self) -> None:
-        self._before = set(active_children())
+        self._seen = set(active_children())
         self._children: list[BaseProcess] = []
         self._leash = subprocess.Popen(  # noqa: S603 - nothing comes from outside
             ["/bin/sh", "-c", _LEASH],
@@ -64,8 +64,8 @@ class Guard:
         while True:
             done = self._started.wait(_LOOK_SECONDS)
             for process in active_children():
-                if process not in self._before:
-                    self._before.add(process)
+                if process not in self._seen:
+                    self._seen.add(process)
                     self._children.append(process)
                     if self._leash.stdin:
                         with suppress(BrokenPipeError):  # somebody killed the shell

@@ -18,11 +18,11 @@ import numpy.typing as npt
 import torch
 
 from prefillcli.plan.pack import Pack
+from prefillcli.prefill.products import ROW_STEP, round_up
 
 IntArray = npt.NDArray[np.int64]
 
 GROUP_TOKENS = 16384  # padded tokens in one such batch
-ROW_BLOCK = 16  # rows that matrix products take at a time
 MIN_BLOCK = 128  # under a sliding window triangles are cut into blocks of the window, but not below this
 
 
@@ -296,9 +296,8 @@ def group_runs(runs: list[tuple[int, int]], device: torch.device) -> list[Group]
 def split_evenly(total: int, most: int) -> list[tuple[int, int]]:
     """(start, end) of the fewest parts of `total` that are at most `most` long, of nearly equal length.
 
-    All but the last are whole blocks of rows where `most` allows: products of other numbers of rows are slower.
+    All but the last are multiples of `ROW_STEP` where `most` allows: products of other numbers of rows are slower.
     """
     parts = -(-total // most)
-    even = -(-total // parts)
-    length = min(-(-even // ROW_BLOCK) * ROW_BLOCK, most)
+    length = min(round_up(-(-total // parts), ROW_STEP), most)
     return [(start, min(start + length, total)) for start in range(0, total, length)]

@@ -25,7 +25,7 @@ ROWS = 512  # queries at a time, those of all heads of a K,V head together
 SCORES = ROWS * 1024  # of a K,V head at a time
 TOGETHER = 4 * SCORES  # of all sequences and heads at a time
 LOG2_E = math.log2(math.e)
-ROW_STEP, KEY_STEP = 16, 64  # queries and keys of a product are multiples of these
+ROW_STEP, KEY_STEP = 16, 64  # rows and keys of a product are multiples of these
 MOVED_KEYS = 4096  # at a time, in float32
 SAFE = 80.0  # 2 to the power of it, summed over a million keys and weighed with values, is within float32
 FEWEST_SCORES, FEWEST_KEYS = 8192, 32  # of all sequences, of one head: with fewer, the flash kernel is as fast
@@ -133,7 +133,7 @@ def _rows(query: Tensor, key: Tensor, value: Tensor, safe: bool, causal: bool) -
     """
     *shape, width = query.shape
     groups, tokens = shape[2:]
-    rows = _up(tokens, ROW_STEP)
+    rows = round_up(tokens, ROW_STEP)
     stacked = _padded(query, rows).reshape(-1, groups * rows, width)
     key, value = key.flatten(0, 1), value.flatten(0, 1)
     keys = key.shape[1]
@@ -144,7 +144,7 @@ def _rows(query: Tensor, key: Tensor, value: Tensor, safe: bool, causal: bool) -
     top = torch.zeros((), dtype=query.dtype)
     for start, end in [*parts, (whole, keys)] if causal else parts:
         diagonal = start >= whole
-        length = rows if diagonal else _up(end - start, KEY_STEP)
+        length = rows if diagonal else round_up(end - start, KEY_STEP)
         # Contiguous: else the product makes a transposed copy, which takes a fifth of its time.
         scores = torch.bmm(stacked, _padded(key[:, start:end], length).contiguous().transpose(1, 2))
         triangle = scores.view(len(stacked), groups, rows, -1) if diagonal else None
@@ -173,7 +173,8 @@ def _rows(query: Tensor, key: Tensor, value: Tensor, safe: bool, causal: bool) -
     return _Part(*(x.view(*padded, *x.shape[2:])[:, :, :, :tokens] for x in (values, total, lse)))
 
 
-def _up(number: int, step: int) -> int:
+def round_up(number: int, step: int) -> int:
+    """The next multiple of `step`."""
     return -(-number // step) * step
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.prefill.layout import ROW_BLOCK, split_evenly
+from prefillcli.prefill.layout import split_evenly
+from prefillcli.prefill.products import ROW_STEP
 
 
 @given(total=st.integers(1, 100_000), most=st.integers(1, 10_000))
@@ -16,5 +17,5 @@ def test_parts_are_few_and_whole_blocks(total: int, most: int) -> None:
     assert len(parts) == -(-total // most)
     assert 0 < min(lengths) <= max(lengths) <= most
     assert len(set(lengths[:-1])) <= 1
-    if most % ROW_BLOCK == 0:
-        assert all(length % ROW_BLOCK == 0 for length in lengths[:-1])
+    if most % ROW_STEP == 0:
+        assert all(length % ROW_STEP == 0 for length in lengths[:-1])
