@@ -11,7 +11,8 @@ from prefillcli.engines.base import Engine
 from prefillcli.errors import ResourceError, UsageError, brief
 from prefillcli.plan.pack import Limits
 from prefillcli.samples import sample_model
-from prefillcli.settings import CompressionOptions, LoadingOptions, ModelOptions, parse_size
+from prefillcli.settings import CompressionOptions, LoadingOptions, ModelOptions
+from prefillcli.values import parse_size
 
 if TYPE_CHECKING:  # torch takes seconds to import; wrong input should not wait for it
     import torch

@@ -6,95 +6,13 @@ once, and the command line is made from them.
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from prefillcli.engines.kinds import ENGINES, Capability, refuse
 from prefillcli.errors import UsageError
-
-_SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?\s*$", re.IGNORECASE)
-
-
-def parse_size(text: str | int) -> int:
-    """Bytes of a size like `8GiB`, `500MB` or `1048576`. Raises ValueError."""
-    match = _SIZE.match(str(text))
-    if match is None:
-        raise ValueError(f"{text!r} is no size; write it like 8GiB, 500MB or 1048576")
-    number, prefix, binary = match.groups()
-    size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
-    if size <= 0:
-        raise ValueError("a size is more than 0")
-    return size
-
-
-def _as_list(value: object) -> object:
-    """`a,b` is a list in a flag, an environment variable and a recipe alike."""
-    parts = value if isinstance(value, list | tuple) else [value]
-    return tuple(name.strip() for part in parts for name in str(part).split(",") if name.strip())
-
-
-def _as_texts(value: object) -> object:
-    """In a recipe, the labels 1 and 0 are numbers."""
-    return tuple(str(v) if type(v) is int else v for v in value) if isinstance(value, list | tuple) else value
-
-
-def _check_size(text: str) -> str:
-    parse_size(text)
-    return text
-
-
-def _check_odd(number: int) -> int:
-    if number % 2 == 0:
-        raise ValueError("a window that is centred on a token is odd")
-    return number
-
-
-def _as_rates(value: object) -> object:
-    parts = value if isinstance(value, list | tuple) else [value]
-    return tuple(rate for part in parts for rate in str(part).split(",") if rate)
-
-
-def _as_rate(value: object) -> object:
-    if value == "auto":
-        return value
-    try:
-        return float(str(value))
-    except ValueError:
-        raise ValueError("a rate above 0 and up to 1, or auto") from None
-
-
-def _check_engine(name: str) -> str:
-    if name not in ENGINES:
-        raise ValueError(f"no such engine; use {', '.join(ENGINES)}")
-    return name
-
-
-def _as_mapping(value: object) -> object:
-    """`key=value` texts, or a mapping as in a recipe; values are read as YAML reads them."""
-    if isinstance(value, dict):
-        return value
-    import yaml  # takes a while
-
-    try:
-        if isinstance(value, str) and value.lstrip().startswith("{"):
-            return yaml.safe_load(value)
-        pairs = [str(text).partition("=") for text in (value if isinstance(value, list | tuple) else [value])]
-        if not all(key.strip() and equals for key, equals, _ in pairs):
-            raise ValueError("write it like block_size=32")
-        return {key.strip(): yaml.safe_load(own) for key, _, own in pairs}
-    except yaml.YAMLError:
-        raise ValueError("not YAML") from None
-
-
-Size = Annotated[str, AfterValidator(_check_size)]
-Names = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
-Rate = Annotated[float | Literal["auto"], BeforeValidator(_as_rate)]
-Fairness = Annotated[tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...], BeforeValidator(_as_rates)]
-EngineName = Annotated[str, AfterValidator(_check_engine)]
-KeyValues = Annotated[dict[str, Any], BeforeValidator(_as_mapping)]
-Rates = Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], BeforeValidator(_as_rates)]
+from prefillcli.values import EngineName, Fairness, KeyValues, Labels, Names, Odd, Rate, Rates, Size
 
 FILES, MODEL, PROMPTS, ANSWERS, RUN, MEMORY, COMPRESSION, BENCH, PROFILE, REPLAY = (
     "Files",
@@ -189,7 +107,7 @@ class PromptOptions(Settings):
         "error", "What happens to a longer prompt.", PROMPTS
     )
 
-    labels: Annotated[str | tuple[str, ...], BeforeValidator(_as_texts)] = option(
+    labels: Labels = option(
         "Yes,No",
         "Answers, the positive one first; 'Yes= Yes|yes|YES' sums variants.",
         ANSWERS, metavar="LABELS",
@@ -246,9 +164,7 @@ class CompressionOptions(Settings):
         0, "The last N tokens of the prompt ask instead; nothing is decoded.", COMPRESSION, metavar="N", ge=0
     )
     query_reduce: Literal["mean", "max"] = option("mean", "Over the tokens that ask.", COMPRESSION)
-    pool: Annotated[int, AfterValidator(_check_odd)] = option(
-        13, "Tokens over which importance is averaged; 1 for none.", COMPRESSION, metavar="N", ge=1
-    )
+    pool: Odd = option(13, "Tokens over which importance is averaged; 1 for none.", COMPRESSION, metavar="N", ge=1)
     select_chunk: int = option(
         32, "Tokens kept or dropped together; 1 for each by itself.", COMPRESSION, metavar="N", ge=1
     )

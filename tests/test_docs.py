@@ -93,3 +93,13 @@ def test_bench_names_its_options_methods_workloads_and_keys() -> None:
     for kind in (BenchReport, WorkloadResult, MethodResult):
         for key in kind.model_fields:
             assert f"`{key}`" in text, key
+
+
+def test_every_promise_of_reliability_names_a_test_that_exists() -> None:
+    rows = re.findall(r"^\| (?!fault|---)(.*) \|$", (ROOT / "docs" / "reliability.md").read_text(), re.MULTILINE)
+    assert rows
+    for row in rows:
+        named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", row)
+        assert named, row
+        for path, name in named:
+            assert f"def {name}(" in (ROOT / path).read_text(), (path, name)

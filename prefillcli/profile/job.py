@@ -20,8 +20,9 @@ from prefillcli.profile.input import Input, open_input, survey_input
 from prefillcli.profile.store import CompletionModel, ModeResult, Profile, Trace
 from prefillcli.replay.results import Replay
 from prefillcli.report.run import versions
-from prefillcli.settings import ProfileSettings, parse_size
+from prefillcli.settings import ProfileSettings
 from prefillcli.signals import Stop
+from prefillcli.values import parse_size
 
 TRACED = ("full", "hybrid")
 
