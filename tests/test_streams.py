@@ -18,7 +18,7 @@ SCORE = [sys.executable, "-m", "prefillcli", "score", str(ROOT / "samples" / "la
 
 def start(folder: Path, *flags: str) -> subprocess.Popen[bytes]:
     """The command with pipes for both streams that nobody reads."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         [*SCORE, "-m", str(ROOT / "samples" / "models" / "draft"), "-o", str(folder / "out.parquet"), *flags],
         stdout=subprocess.PIPE,

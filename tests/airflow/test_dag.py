@@ -89,7 +89,7 @@ class Airflow:
     def __init__(self, folder: Path) -> None:
         self.home = folder / "job"
         self._dags = folder / "airflow" / "dags"
-        self._environment = os.environ | {
+        self.environment = os.environ | {
             "AIRFLOW_HOME": str(folder / "airflow"),
             "AIRFLOW__CORE__DAGS_FOLDER": str(self._dags),
             "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
@@ -98,7 +98,6 @@ class Airflow:
             "AIRFLOW_VAR_PREFILL_RECIPE": "job.yaml",
             "AIRFLOW_VAR_PREFILL_INPUT": "in/DATE.parquet",
             "PREFILL_PACK_TOKENS": PACK_TOKENS,  # of the worker: reaches the command
-            "OMP_NUM_THREADS": "1",
         }
         self._dags.mkdir(parents=True)
         self.call("db", "migrate")
@@ -106,7 +105,7 @@ class Airflow:
     def call(self, *arguments: str) -> str:
         done = subprocess.run(
             [AIRFLOW, *arguments],
-            env=self._environment,
+            env=self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -160,10 +159,13 @@ def airflow(tmp_path_factory: pytest.TempPathFactory) -> Airflow:
 
 @pytest.fixture(scope="module")
 def whole(airflow: Airflow) -> list[dict[str, Any]]:
-    """What a run that nothing disturbs writes, without Airflow."""
+    """What a run that nothing disturbs writes, without Airflow.
+
+    On as many threads as the other runs, and in the same packs: the scores are the same bit for bit.
+    """
     command = [sys.executable, "-m", "prefillcli", "score", str(SAMPLES / "labeling.parquet"), "--recipe", "job.yaml"]
     command += ["--pack-tokens", PACK_TOKENS, "--output", "whole.parquet", "--quiet"]
-    subprocess.run(command, cwd=airflow.home, check=True)
+    subprocess.run(command, cwd=airflow.home, env=airflow.environment, check=True)
     return rows(airflow.home / "whole.parquet")
 
 

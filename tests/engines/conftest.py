@@ -1,3 +1,3 @@
 """Models and rows as for the command."""
 
-from tests.score.conftest import _few_threads, _own_folder, model, reference  # noqa: F401 - fixtures
+from tests.score.conftest import _own_folder, model, reference  # noqa: F401 - fixtures

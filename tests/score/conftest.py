@@ -5,19 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.score.jobs import Reference
 from tests.score.models import CHAT_TEMPLATE, save_model
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _few_threads():
-    """The rows are tiny: more threads only get into each other's way."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

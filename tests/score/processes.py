@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
@@ -88,7 +87,6 @@ def _run(arguments: list[str], folder: str, hold: Hold | None, seconds_per_pack:
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    torch.set_num_threads(1)
     changes = pytest.MonkeyPatch()
     cut_small_windows(changes)
     changes.setattr("prefillcli.scorer.FLUSH_SECONDS", 0.0)

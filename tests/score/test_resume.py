@@ -201,7 +201,6 @@ def test_the_installed_command_stops_on_sigterm_and_goes_on(model: Path) -> None
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     manifest = Path("out.parquet.prefill/manifest.json")
     while not (manifest.exists() and json.loads(manifest.read_text())["plan"]):
