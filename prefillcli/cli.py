@@ -14,9 +14,11 @@ from pydantic.fields import FieldInfo
 
 from prefillcli import __version__
 from prefillcli.config import AnySettings, load_settings
+from prefillcli.engines.kinds import ENGINES
 from prefillcli.errors import PrefillError
-from prefillcli.settings import RUN, BenchSettings, InspectSettings, ProfileSettings, ScoreSettings
+from prefillcli.settings import RUN, BenchSettings, InspectSettings, ModelOptions, ProfileSettings, ScoreSettings
 from prefillcli.streams import survive_closed_streams
+from prefillcli.threads import prepare
 
 app = typer.Typer(
     name="prefill",
@@ -113,10 +115,15 @@ def _settings(
     if inputs:
         given["inputs"] = inputs
     try:
-        return load_settings(kind, given, recipe=recipe)
+        settings = load_settings(kind, given, recipe=recipe)
     except PrefillError as error:
         print(f"prefill: {error}", file=sys.stderr)
         finish({"status": "failed", "exit_code": error.exit_code, "error": str(error)})
+    if isinstance(settings, ModelOptions) and (
+        not isinstance(settings, ScoreSettings) or "threads" in ENGINES[settings.engine].can
+    ):
+        prepare(settings.threads)
+    return settings
 
 
 def finish(summary: dict[str, Any]) -> NoReturn:

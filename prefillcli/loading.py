@@ -12,6 +12,7 @@ from prefillcli.errors import ResourceError, UsageError, brief
 from prefillcli.plan.pack import Limits
 from prefillcli.samples import sample_model
 from prefillcli.settings import CompressionOptions, LoadingOptions, ModelOptions
+from prefillcli.threads import Threads
 from prefillcli.values import parse_size
 
 if TYPE_CHECKING:  # torch takes seconds to import; wrong input should not wait for it
@@ -31,13 +32,17 @@ AnyEngine = TypeVar("AnyEngine", bound=Engine, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The files of a model and its draft, checked; no weights. `max_length` is the longest prompt in tokens."""
+    """The files of a model and its draft, checked; no weights. `max_length` is the longest prompt in tokens.
+
+    `threads` are those of this process, where it is the one that computes.
+    """
 
     files: ModelFiles
     device: torch.device
     tokenizer: Any
     draft: ModelFiles | None
     max_length: int
+    threads: Threads | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,7 @@ def open_models(settings: LoadingOptions, *, walk: bool = True) -> Opened:
     from prefillcli.compress.tokenizers import difference
     from prefillcli.prefill.model import find_model, read_model_files
 
+    threads = Threads(settings.threads)
     files, device = open_model(settings, walk=walk)
     tokenizer = _load_tokenizer(files, settings.trust_remote_code)
     small = None
@@ -91,7 +97,7 @@ def open_models(settings: LoadingOptions, *, walk: bool = True) -> Opened:
         other = difference(tokenizer, _load_tokenizer(small, settings.trust_remote_code))
         if other is not None:
             raise UsageError(f"--draft {settings.draft}: its tokenizer is not the model's: {other}")
-    return Opened(files, device, tokenizer, small, files.max_length)
+    return Opened(files, device, tokenizer, small, files.max_length, threads)
 
 
 def _load_tokenizer(files: ModelFiles, trust_remote_code: bool) -> Any:

@@ -34,10 +34,11 @@ from prefillcli.paths import default_output, default_report, refuse_to_replace_i
 from prefillcli.progress import Progress
 from prefillcli.report.audit import audit_of
 from prefillcli.report.files import write_files
-from prefillcli.report.run import MemoryTrace, RunReport, print_table, versions
+from prefillcli.report.run import MemoryTrace, RunReport, ThreadCounts, print_table, versions
 from prefillcli.scorer import WindowScorer
 from prefillcli.settings import CompressionOptions, ScoreSettings
 from prefillcli.signals import Stop
+from prefillcli.threads import Threads
 
 if TYPE_CHECKING:
     from prefillcli.compressing import WindowCompressor
@@ -81,6 +82,7 @@ class _ScoreJob:
         self.builder: PromptBuilder | None = None
         self.sink: Sink | None = None
         self.forecast: Forecast | None = None
+        self.threads: Threads | None = None
         self._loader = loader_of(settings.engine)
         self._scored_before = 0  # rows that an earlier run has scored
 
@@ -94,6 +96,7 @@ class _ScoreJob:
         with clock.phase("load"), stop.at_once():
             opened = self._loader.open_models(settings)
         files, tokenizer = opened.files, opened.tokenizer
+        self.threads = opened.threads
         builder = self.builder = prompt_builder(settings, opened, source, carried_columns(settings))
         labels = Labels(tokenizer, parse_labels(settings.labels))
         with clock.phase("read"), stop.at_once():
@@ -208,6 +211,7 @@ class _ScoreJob:
                         clock=clock,
                         progress=progress,
                         stop=stop,
+                        threads=opened.threads,
                         compress=self._compress_with(loaded, labels, sink),
                         audit=audit,
                         forecast=forecast,
@@ -260,6 +264,8 @@ class _ScoreJob:
             setattr(seconds, name, value)
         if self.forecast is not None:
             report.predicted_seconds = self.forecast.ran
+        if self.threads is not None and self.threads.ran:
+            report.threads = ThreadCounts(min=self.threads.ran[0], max=self.threads.ran[1])
         if self.source is not None:
             seconds.read += self.source.seconds
         if self.builder is not None:

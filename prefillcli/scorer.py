@@ -24,6 +24,7 @@ from prefillcli.plan.plan import packs_to_run
 from prefillcli.progress import Progress
 from prefillcli.report.run import RunReport
 from prefillcli.signals import Stop
+from prefillcli.threads import Threads
 
 #: Decides how the target reads a window's prompts; the function given is to be called with the tokens of each step.
 Compress = Callable[[Window, Sequence[Prompt], Callable[[float], None]], list[Reading]]
@@ -65,6 +66,7 @@ class WindowScorer:
         clock: Clock,
         progress: Progress,
         stop: Stop,
+        threads: Threads | None = None,
         compress: Compress | None = None,
         audit: AuditDraw | None = None,
         forecast: Forecast | None = None,
@@ -78,6 +80,7 @@ class WindowScorer:
         self._clock = clock
         self._progress = progress
         self._stop = stop
+        self._threads = threads
         self._compress = compress
         self._audit = audit
         self._forecast = forecast
@@ -117,8 +120,13 @@ class WindowScorer:
             self._progress.advance(0)
             self._stop.check()
 
+        self._adjust_threads()
         with self._clock.phase("draft"):
             return self._compress(window, window.prompts, tick)
+
+    def _adjust_threads(self) -> None:
+        if self._threads is not None:
+            self._threads.adjust()
 
     def _fitting(self, readings: Sequence[Reading]) -> list[Reading]:
         """The readings that the memory budget holds; the others become error rows."""
@@ -155,6 +163,7 @@ class WindowScorer:
             self._progress.advance(step * rows, step * tokens)
             self._stop.check()
 
+        self._adjust_threads()
         forecast = self._forecast
         if forecast is not None:
             forecast.begin(pack)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from prefillcli.engines.kinds import ENGINES, Capability, refuse
 from prefillcli.errors import UsageError
-from prefillcli.values import EngineName, Fairness, KeyValues, Labels, Names, Odd, Rate, Rates, Size
+from prefillcli.values import EngineName, Fairness, KeyValues, Labels, Names, Odd, Rate, Rates, Size, ThreadCount
 
 FILES, MODEL, PROMPTS, ANSWERS, RUN, MEMORY, COMPRESSION, BENCH, PROFILE, REPLAY = (
     "Files",
@@ -87,6 +87,11 @@ class ModelOptions(Settings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "Number format of weights and activations; auto: as the model is saved.", MODEL
     )
+    threads: ThreadCount = option(
+        "auto",
+        "Processor threads that compute; auto: one for each core that it may use, fewer while others use them.",
+        MODEL, metavar="N|auto", needs="threads",
+    )  # fmt: skip
 
 
 class PromptOptions(Settings):

@@ -60,6 +60,16 @@ def _as_rate(value: object) -> object:
         raise ValueError("a rate above 0 and up to 1, or auto") from None
 
 
+def _as_threads(value: object) -> object:
+    """In the environment and on the command line a number is text."""
+    if value == "auto":
+        return value
+    try:
+        return int(str(value))
+    except ValueError:
+        raise ValueError("a number of threads, or auto") from None
+
+
 def _check_engine(name: str) -> str:
     if name not in ENGINES:
         raise ValueError(f"no such engine; use {', '.join(ENGINES)}")
@@ -86,6 +96,7 @@ def _as_mapping(value: object) -> object:
 Size = Annotated[str, AfterValidator(_check_size)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
 Rate = Annotated[float | Literal["auto"], BeforeValidator(_as_rate)]
+ThreadCount = Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], BeforeValidator(_as_threads)]
 Fairness = Annotated[tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...], BeforeValidator(_as_rates)]
 EngineName = Annotated[str, AfterValidator(_check_engine)]
 KeyValues = Annotated[dict[str, Any], BeforeValidator(_as_mapping)]

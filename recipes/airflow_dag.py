@@ -52,7 +52,7 @@ with DAG(
             "SCORING_INPUT": variable("input", ""),
             "SCORING_OUTPUT": variable("output", "out/nightly.DATE.parquet"),
         },
-        append_env=True,  # OMP_NUM_THREADS, PREFILL_MODEL, ... of the worker reach the command
+        append_env=True,  # PREFILL_MODEL, PREFILL_THREADS, ... of the worker reach the command
         skip_on_exit_code=99,  # no rows tonight: this task and `check` are skipped
         do_xcom_push=True,
         output_processor=json.loads,  # the last line on stdout is the summary

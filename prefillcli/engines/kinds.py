@@ -9,13 +9,14 @@ from typing import Literal
 from prefillcli.errors import UsageError
 
 #: What options of a job ask of an engine, and how that is said to the user.
-Capability = Literal["compression", "packs", "memory", "forecast", "options"]
+Capability = Literal["compression", "packs", "memory", "forecast", "options", "threads"]
 CAPABILITIES: dict[Capability, str] = {
     "compression": "compression",
     "packs": "packs of its own",
     "memory": "memory budget",
     "forecast": "dry runs and predictions",
     "options": "options of its own",
+    "threads": "threads in this process",
 }
 
 
@@ -37,13 +38,16 @@ class EngineKind:
 ENGINES: dict[str, EngineKind] = {
     kind.name: kind
     for kind in (
-        EngineKind("torch", "prefillcli.loading", frozenset({"compression", "packs", "memory", "forecast"})),
-        EngineKind("hf", "prefillcli.engines.hf", frozenset({"options"})),
+        EngineKind(
+            "torch", "prefillcli.loading", frozenset({"compression", "packs", "memory", "forecast", "threads"})
+        ),
+        EngineKind("hf", "prefillcli.engines.hf", frozenset({"options", "threads"})),
         EngineKind(
             "vllm",
             "prefillcli.engines.vllm",
             frozenset({"options"}),
             instead={
+                "threads": "VLLM_CPU_OMP_THREADS_BIND=0-7 in the environment",
                 "memory": "--engine-options gpu_memory_utilization=0.8",
                 "pack_tokens": "--engine-options max_num_batched_tokens=8192",
                 "chunk_tokens": "--engine-options max_num_batched_tokens=8192",

@@ -73,7 +73,7 @@ def open_models(settings: ScoreSettings) -> Opened:
     longest = min(settings.max_length or opened.max_length, opened.max_length)
     if "max_model_len" in settings.engine_options:
         longest = min(longest, _whole_number(settings.engine_options["max_model_len"]) - 1)
-    return replace(opened, max_length=longest)
+    return replace(opened, max_length=longest, threads=None)
 
 
 def load(opened: Opened, settings: ScoreSettings, **_: object) -> Loaded[VllmEngine]:

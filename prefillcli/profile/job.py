@@ -22,6 +22,7 @@ from prefillcli.replay.results import Replay
 from prefillcli.report.run import versions
 from prefillcli.settings import ProfileSettings
 from prefillcli.signals import Stop
+from prefillcli.threads import Threads
 from prefillcli.values import parse_size
 
 TRACED = ("full", "hybrid")
@@ -89,7 +90,11 @@ def _measure(settings: ProfileSettings, given: Input | None) -> Profile:
     from prefillcli.profile.machine import this_machine
     from prefillcli.profile.modes import MODES
 
-    files, device = (given.opened.files, given.opened.device) if given is not None else open_model(settings)
+    if given is not None:
+        files, device = given.opened.files, given.opened.device
+    else:
+        Threads(settings.threads)
+        files, device = open_model(settings)
     subject = Subject(
         path=files.path,
         dtype=str(files.dtype).removeprefix("torch."),

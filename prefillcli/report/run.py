@@ -63,6 +63,13 @@ class PeakMemory(BaseModel):
     device: int = 0
 
 
+class ThreadCounts(BaseModel):
+    """Processor threads that computed: the fewest and the most at a time."""
+
+    min: int
+    max: int
+
+
 class Histogram(BaseModel):
     """Rows in each bin, by series: bin i goes from edges[i] up to, not including, edges[i + 1]."""
 
@@ -132,6 +139,7 @@ class RunReport(BaseModel):
     tokens_per_second: float = 0.0
     peak_memory_bytes: PeakMemory = Field(default_factory=PeakMemory)
     packs: int = 0
+    threads: ThreadCounts | None = None  # None where another process computes, or nothing was computed
     settings: dict[str, Any] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)
     fingerprint: dict[str, str] = Field(default_factory=dict)

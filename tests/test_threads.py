@@ -1,0 +1,138 @@
+"""How many threads compute, and that the scores do not depend on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from prefillcli.bench.methods import layer_walk
+from prefillcli.bench.models import random_llama
+from prefillcli.bench.workloads import post_recommendation, single
+from prefillcli.cores import affinity
+from prefillcli.engines.torch import label_logprobs
+from prefillcli.threads import Threads, prepare, threads_for
+
+ROOT = Path(__file__).parent.parent
+CORES = len(affinity())
+
+
+@pytest.fixture(autouse=True)
+def _threads_of_the_tests() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+class Left:
+    """What others leave of the cores, look by look."""
+
+    def __init__(self, *cores: float | None) -> None:
+        self._cores = list(cores)
+
+    def cores(self) -> float | None:
+        return self._cores.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("cores", "most", "threads"),
+    [(2, 2, 2), (1.5, 2, 2), (1.4, 2, 1), (0, 2, 1), (0, 1, 1), (64, 64, 64), (40.2, 64, 40), (3, 64, 32), (0, 5, 3)],
+)
+def test_threads_fill_the_free_cores_but_half_of_them_run_in_any_case(cores: float, most: int, threads: int) -> None:
+    assert threads_for(cores, most) == threads
+
+
+def test_the_number_follows_what_others_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr("prefillcli.threads.allowed", lambda: 4)
+    threads = Threads("auto", Left(2.2, None, 3.9, 0.3))  # type: ignore[arg-type]
+    assert torch.get_num_threads() == threads.most == 4
+    assert threads.ran == []
+    seen = []
+    for _ in range(4):
+        threads.adjust()
+        seen.append(torch.get_num_threads())
+    assert seen == [2, 2, 4, 2]
+    assert threads.ran == [2, 4]
+
+
+def test_a_number_that_was_asked_for_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = Threads(3)
+    threads.adjust()
+    assert torch.get_num_threads() == 3
+    assert threads.ran == [3, 3]
+
+
+def test_a_number_in_the_environment_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefillcli.threads.allowed", lambda: 4)
+    torch.set_num_threads(2)
+    for name in ("OMP_NUM_THREADS", "OMP_PLACES"):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        monkeypatch.setenv(name, "1")
+        threads = Threads("auto")
+        threads.adjust()
+        assert torch.get_num_threads() == 2
+
+
+def test_waiting_threads_sleep_unless_the_environment_says_how_they_wait() -> None:
+    nothing: dict[str, str] = {}
+    prepare("auto", nothing)
+    assert nothing["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert 1 <= int(nothing["RAYON_NUM_THREADS"]) <= CORES
+    said = {"GOMP_SPINCOUNT": "7", "RAYON_NUM_THREADS": "9", "OMP_NUM_THREADS": "5"}
+    before = dict(said)
+    prepare("auto", said)
+    assert said == before
+    counted: dict[str, str] = {}
+    prepare(3, counted)
+    assert counted == {"OMP_WAIT_POLICY": "PASSIVE", "RAYON_NUM_THREADS": "3"}
+
+
+def test_fewer_and_more_threads_in_turn_leave_none_behind() -> None:
+    states = torch.randn(256, 256)
+
+    def compute(threads: int) -> int:
+        torch.set_num_threads(threads)
+        (states @ states).softmax(-1)
+        return len(os.listdir("/proc/self/task"))
+
+    first = [compute(threads) for threads in (4, 2, 4, 1, 3, 4)]
+    for _ in range(10):
+        last = [compute(threads) for threads in (4, 2, 4, 1, 3, 4)]
+    assert max(last) <= max(first)
+    assert last[1] < last[0], "threads that are not needed end"
+
+
+def test_scores_do_not_depend_on_the_number_of_threads() -> None:
+    model = random_llama("25M", torch.float32)
+    prompts = post_recommendation(2, 3, 100, 20, 8_000) + single(150, 8_000)
+    scores = {}
+    for threads in (1, 2, 4):
+        torch.set_num_threads(threads)
+        logits = layer_walk(model, prompts, 64)
+        logprobs = label_logprobs(logits, list(range(len(prompts))), [((5, 6), (7,))] * len(prompts))
+        scores[threads] = 1 / (1 + np.exp(logprobs[:, 1] - logprobs[:, 0]))
+    assert np.ptp(scores[1]) > 1e-3, "rows must differ enough to tell a wrong one"
+    for threads in (2, 4):
+        assert np.abs(scores[threads] - scores[1]).max() <= 1e-6
+
+
+@pytest.mark.slow
+def test_the_command_sleeps_while_it_waits_and_tells_how_many_ran(tmp_path: Path) -> None:
+    """OMP_DISPLAY_ENV makes the OpenMP library itself say how its threads wait."""
+    command = [sys.executable, "-m", "prefillcli", "score", str(ROOT / "samples" / "labeling.parquet"), "--limit", "3"]
+    command += ["-m", str(ROOT / "samples" / "models" / "draft"), "-o", str(tmp_path / "out.parquet"), "--quiet"]
+    unset = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    done = subprocess.run(command, env=environment | {"OMP_DISPLAY_ENV": "true"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "OMP_WAIT_POLICY = 'PASSIVE'" in done.stderr
+    ran = json.loads((tmp_path / "out.run.json").read_text())["threads"]
+    assert 1 <= ran["min"] <= ran["max"] <= CORES
