@@ -1,7 +1,7 @@
 """`python -m prefillcli.bench.neighbour`: what other busy programs cost `prefill score`, by how its threads wait.
 
 Every run is the command in a process of its own. All ways take turns, alone and beside the others, so that what
-disturbs the machine for a while disturbs all of them. Progress goes to stderr, the table and one line of JSON to stdout.
+disturbs the machine for a while disturbs all of them. Progress goes to stderr, a table and one line of JSON to stdout.
 """
 
 from __future__ import annotations
