@@ -16,7 +16,15 @@ from prefillcli import __version__
 from prefillcli.config import AnySettings, load_settings
 from prefillcli.engines.kinds import ENGINES
 from prefillcli.errors import PrefillError
-from prefillcli.settings import RUN, BenchSettings, InspectSettings, ModelOptions, ProfileSettings, ScoreSettings
+from prefillcli.settings import (
+    COMMANDS,
+    RUN,
+    BenchSettings,
+    InspectSettings,
+    ModelOptions,
+    ProfileSettings,
+    ScoreSettings,
+)
 from prefillcli.streams import survive_closed_streams
 from prefillcli.threads import prepare
 
@@ -180,7 +188,5 @@ def _with_options(command: Callable[..., None], settings: type[BaseModel]) -> Ca
     return command
 
 
-app.command("score")(_with_options(score, ScoreSettings))
-app.command("profile")(_with_options(profile, ProfileSettings))
-app.command("bench")(_with_options(bench, BenchSettings))
-app.command("inspect")(_with_options(inspect_, InspectSettings))
+for _name, _command in (("score", score), ("profile", profile), ("bench", bench), ("inspect", inspect_)):
+    app.command(_name)(_with_options(_command, COMMANDS[_name]))

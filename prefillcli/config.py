@@ -7,17 +7,19 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import ValidationError
 
 from prefillcli.errors import UsageError
-from prefillcli.settings import Settings
+from prefillcli.settings import COMMANDS, Settings
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
 
 ENVIRONMENT_PREFIX = "PREFILL_"
+_OF_KUBERNETES = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?$")
+"""What it puts into the environment of every container for a service whose name begins with `prefill`."""
 
 
 def load_settings(
@@ -29,39 +31,99 @@ def load_settings(
 ) -> AnySettings:
     """Settings of a `kind`: `flags` (what was given on the command line) over the environment over the recipe file.
 
-    Raises UsageError naming the option, and for an unknown key the nearest known one.
+    A recipe and the environment may hold the options of all commands. Raises UsageError naming the option, for an
+    unknown key with the nearest known one, and for an option that would be ignored. Values of the environment that
+    would be are left out, and so are those of a recipe where flags have made them so.
     """
-    values: dict[str, Any] = {}
-    origin: dict[str, str] = {}
-    known = kind.model_fields
+    given = _Given()
     if recipe is not None:
         for key, value in _read_recipe(recipe).items():
             name = "inputs" if key == "input" else key
-            if name not in known:
-                raise UsageError(f"{recipe}: unknown key {key!r}{nearest(key, known)}")
-            values[name], origin[name] = value, f"{recipe}: {key}"
-    for name in known:
+            if name not in _options(kind):
+                raise UsageError(f"{recipe}: unknown key {key!r}{nearest(key, _options(kind))}")
+            given.put(name, value, f"{recipe}: {key}", "recipe")
+    _refuse_unknown_variables(kind, environment)
+    for name in kind.model_fields:
         variable = ENVIRONMENT_PREFIX + name.upper()
         if name != "inputs" and environment.get(variable):
-            values[name], origin[name] = environment[variable], variable
+            given.put(name, environment[variable], variable, "environment")
     for name, value in flags.items():
-        values[name], origin[name] = value, "INPUT" if name == "inputs" else "--" + name.replace("_", "-")
+        given.put(name, value, "INPUT" if name == "inputs" else "--" + name.replace("_", "-"), "flag")
     for name, other in (("resume", "overwrite"), ("overwrite", "resume")):
         if flags.get(name) and other not in flags:  # the one that is given stands, whatever the recipe says
-            values.pop(other, None)
-    if isinstance(values.get("inputs"), str):
-        values["inputs"] = (values["inputs"],)
-    if not values.get("inputs") and kind.model_fields["inputs"].is_required():
+            given.values.pop(other, None)
+    if not given.values.get("inputs") and kind.model_fields["inputs"].is_required():
         raise UsageError("no INPUT given: name a Parquet or JSONL file, a directory or a glob")
-    try:
-        settings = kind.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0])
-        reason = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        raise UsageError(f"{origin.get(name, name)} {first['input']!r}: {reason}") from None
+    settings = given.settings(kind)
     settings.check()
-    return settings
+    while idle := settings.idle():
+        name, lacks = next(iter(idle.items()))
+        if given.must_have_effect(name, kind, standing=lacks.standing):
+            raise UsageError(lacks.refusal(given.origin[name]))
+        del given.values[name]
+        settings = given.settings(kind)
+    return settings.from_flags(flags)
+
+
+class _Given:
+    """Values by option, and where each comes from."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.origin: dict[str, str] = {}  # as a user knows it: `--labels`, `PREFILL_LABELS`, `job.yaml: labels`
+        self._source: dict[str, Literal["recipe", "environment", "flag"]] = {}
+        self._recipe: dict[str, Any] = {}
+
+    def put(self, name: str, value: Any, origin: str, source: Literal["recipe", "environment", "flag"]) -> None:
+        """Take a value, over what came before."""
+        value = (value,) if name == "inputs" and isinstance(value, str) else value
+        self.values[name], self.origin[name], self._source[name] = value, origin, source
+        if source == "recipe":
+            self._recipe[name] = value
+
+    def settings(self, kind: type[AnySettings]) -> AnySettings:
+        """Raises UsageError for the first value that is none."""
+        known = {name: value for name, value in self.values.items() if name in kind.model_fields}
+        try:
+            return kind.model_validate(known)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = str(first["loc"][0])
+            reason = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+            raise UsageError(f"{self.origin.get(name, name)} {first['input']!r}: {reason}") from None
+
+    def must_have_effect(self, name: str, kind: type[Settings], *, standing: bool) -> bool:
+        """Whether it is a mistake that the option `name` has none. The environment is there for all commands and runs;
+        a recipe is for one job, whose options a flag may make idle."""
+        if self._source[name] != "recipe":
+            return self._source[name] == "flag"
+        if standing:
+            return False
+        alone = {key: value for key, value in self._recipe.items() if key in kind.model_fields}
+        try:
+            return name in kind.model_validate({"inputs": ("INPUT",)} | alone).idle()
+        except ValidationError:
+            return False  # another option of the recipe is wrong by itself, and was replaced
+
+
+def _options(kind: type[Settings]) -> set[str]:
+    """Names of the options of all commands."""
+    return set(kind.model_fields).union(*(command.model_fields for command in COMMANDS.values()))
+
+
+def _refuse_unknown_variables(kind: type[Settings], environment: Mapping[str, str]) -> None:
+    known = {ENVIRONMENT_PREFIX + name.upper() for name in _options(kind) - {"inputs"}}
+    for variable in sorted(environment):
+        if variable.startswith(ENVIRONMENT_PREFIX) and environment[variable] and variable not in known:
+            if variable in ("PREFILL_INPUT", "PREFILL_INPUTS"):
+                raise UsageError(
+                    f"{variable}: INPUT comes from the command line or a recipe, not from the environment"
+                )
+            if not _OF_KUBERNETES.search(variable):
+                raise UsageError(
+                    f"{variable}: no option has this name{nearest(variable, known)}\n"
+                    "unset it, or take a name that does not begin with PREFILL_"
+                )
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ from prefillcli.clock import Clock, peak_memory
 from prefillcli.data.counts import Counts
 from prefillcli.data.fingerprints import hash_model
 from prefillcli.data.store import open_store
-from prefillcli.errors import PrefillError, ResourceError
+from prefillcli.errors import PrefillError, ResourceError, UsageError
 from prefillcli.forecast import find_profile
 from prefillcli.inputs import carried_columns, open_source
 from prefillcli.loading import Opened, open_models, refuse_what_cannot_fit, weights_of
@@ -65,6 +65,10 @@ def _run(settings: ScoreSettings, report: DryRunReport, stop: Stop) -> None:
         profile, name, report.no_prediction = find_profile(
             settings.profile, hash_model(opened.files.path), opened.files.dtype, opened.device
         )
+        if profile is None and settings.is_flag("price_per_hour"):
+            raise UsageError(
+                f"--price-per-hour: no time is predicted that it could be the price of: {report.no_prediction}"
+            )
         free = _free(settings, opened)
     report.profile = name if profile is not None else None
     progress = Progress(source.selected_rows, interval=settings.progress_interval, quiet=settings.quiet)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from prefillcli.data.prompts import DEFAULT_COLUMN, PromptBuilder, PromptSettings
 from prefillcli.data.source import Source
+from prefillcli.errors import UsageError
 from prefillcli.loading import Opened
 from prefillcli.settings import JobOptions, ScoreSettings
 
@@ -53,3 +54,12 @@ def prompt_builder(settings: JobOptions, opened: Opened, source: Source, carried
     )
     source.select(columns=builder.columns, carried=carried, optional=builder.optional)
     return builder
+
+
+def refuse_idle_draft(settings: ScoreSettings, source: Source) -> None:
+    """Raise UsageError if neither the job nor a row says how much a draft is to keep."""
+    if settings.draft is not None and "keep" not in settings.model_fields_set and "keep" not in source.available:
+        raise UsageError(
+            "--draft has nothing to compress: there is no --keep, and the input has no column keep\n"
+            "give the share of the tokens to keep, --keep 0.2 for example, or leave --draft out"
+        )

@@ -27,7 +27,7 @@ from prefillcli.errors import (
     OutputExistsError,
 )
 from prefillcli.forecast import Forecast, find_profile
-from prefillcli.inputs import carried_columns, open_source, prompt_builder
+from prefillcli.inputs import carried_columns, open_source, prompt_builder, refuse_idle_draft
 from prefillcli.loading import Loaded, Opened
 from prefillcli.outcome import conclude, fail
 from prefillcli.paths import default_output, default_report, refuse_to_replace_input
@@ -93,6 +93,7 @@ class _ScoreJob:
         report.report = settings.report or default_report(output)
         with clock.phase("read"):
             source = self.source = open_source(settings, carried_columns(settings))
+            refuse_idle_draft(settings, source)
         with clock.phase("load"), stop.at_once():
             opened = self._loader.open_models(settings)
         files, tokenizer = opened.files, opened.tokenizer

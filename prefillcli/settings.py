@@ -6,12 +6,15 @@ once, and the command line is made from them.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
+from prefillcli import requirements
 from prefillcli.engines.kinds import ENGINES, Capability, refuse
 from prefillcli.errors import UsageError
+from prefillcli.requirements import Requirement
 from prefillcli.values import EngineName, Fairness, KeyValues, Labels, Names, Odd, Rate, Rates, Size, ThreadCount
 
 FILES, MODEL, PROMPTS, ANSWERS, RUN, MEMORY, COMPRESSION, BENCH, PROFILE, REPLAY = (
@@ -37,13 +40,18 @@ def option(
     metavar: str = "",
     repeatable: bool = False,
     needs: Capability | None = None,
+    requires: Requirement | None = None,
+    off: Any = None,
     **field: Any,
 ) -> Any:
     """A field that is an option of the command line; `repeatable` ones may be given several times.
 
-    `needs` is what the engine must be able to do if the option is given; those of compression need that.
+    `needs` is what the engine must be able to do if the option is given; those of compression need that. `requires` is
+    what the other options must say for it to have an effect: without, it is refused. `off` is the value that asks for
+    nothing, besides None and False.
     """
     extra: dict[str, Any] = {"panel": panel, "short": short, "metavar": metavar, "repeatable": repeatable}
+    extra |= {"requires": requires, "off": off}
     extra["needs"] = needs or ("compression" if panel == COMPRESSION else None)
     return Field(default, description=help, json_schema_extra=extra, **field)
 
@@ -52,9 +60,48 @@ class Settings(BaseModel):
     """A group of options, or all options of a command."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    _flags: frozenset[str] = PrivateAttr(frozenset())
+
+    def from_flags(self, names: Iterable[str]) -> Self:
+        """These settings, of which flags gave the options of these names."""
+        self._flags = frozenset(names)
+        return self
+
+    def is_flag(self, name: str) -> bool:
+        """Whether the option was given for this very run, on the command line."""
+        return name in self._flags
 
     def check(self) -> None:
         """Raise UsageError for options that contradict one another."""
+
+    @classmethod
+    def required(cls) -> dict[str, list[Requirement]]:
+        """What each option requires to have an effect, by field name; those that always have one are left out."""
+        found = {name: _extra(cls, name).get("requires") for name in cls.model_fields}
+        return {name: [required] for name, required in found.items() if required is not None}
+
+    def idle(self) -> dict[str, Requirement]:
+        """The options that were given, ask for something, and would be ignored, each with what it lacks first."""
+        found = {}
+        for name, required in self.required().items():
+            value = getattr(self, name)
+            if name in self.model_fields_set and value is not None and value is not False:
+                missing = [each for each in required if not each.met(self)]
+                if missing and value != _extra(type(self), name)["off"]:
+                    found[name] = missing[0]
+        return found
+
+
+def _extra(kind: type[BaseModel], name: str) -> dict[str, Any]:
+    """What `option` has put down beside a field; nothing for one that is no option."""
+    extra: dict[str, Any] = kind.model_fields[name].json_schema_extra or {}  # type: ignore[assignment]
+    return extra
+
+
+def _require(found: dict[str, list[Requirement]], names: Iterable[str], required: Requirement) -> None:
+    """Let the options of these names require this first."""
+    for name in names:
+        found[name] = [required, *found.get(name, ())]
 
 
 class InputOptions(Settings):
@@ -63,7 +110,12 @@ class InputOptions(Settings):
     inputs: tuple[str, ...] = Field(description="Parquet or JSONL: files, directories, globs or URLs.", min_length=1)
     limit: int | None = option(None, "Take the first N rows only.", FILES, metavar="N", ge=1)
     sample: int | None = option(None, "Take N rows drawn at random.", FILES, metavar="N", ge=1)
-    seed: int = option(0, "Seed of --sample.", FILES, metavar="N")
+    seed: int = option(0, "Seed of --sample.", FILES, metavar="N", requires=requirements.RANDOM)
+
+    @property
+    def draws(self) -> bool:
+        """Whether anything is drawn at random."""
+        return self.sample is not None
 
     def check(self) -> None:
         super().check()
@@ -81,7 +133,9 @@ class ModelOptions(Settings):
         short="-m",
         metavar="MODEL",
     )
-    revision: str | None = option(None, "Revision of a hub model.", MODEL, metavar="NAME")
+    revision: str | None = option(
+        None, "Revision of a hub model.", MODEL, metavar="NAME", requires=requirements.HUB_MODEL
+    )
     trust_remote_code: bool = option(False, "Run code that the model's directory brings along.", MODEL)
     device: str = option("auto", "cpu, cuda, cuda:1, ... or auto.", MODEL, metavar="DEVICE")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
@@ -98,8 +152,10 @@ class PromptOptions(Settings):
     """How a row becomes a prompt with answers."""
 
     prompt_column: str = option(
-        "prompt", "Column with the text, the chat messages or the token ids.", PROMPTS, metavar="NAME"
-    )
+        "prompt",
+        "Column with the text, the chat messages or the token ids.",
+        PROMPTS, metavar="NAME", requires=requirements.NO_TEMPLATE,
+    )  # fmt: skip
     template: str | None = option(
         None, "Jinja text, or a file with it, rendered from the row's columns.", PROMPTS, metavar="JINJA"
     )
@@ -163,24 +219,49 @@ class CompressionOptions(Settings):
         None, "Small model with the same tokenizer that picks the tokens.", COMPRESSION, metavar="DIR|NAME"
     )
     lookahead: int = option(
-        8, "Tokens that ask: the last one, and the others decoded by the draft.", COMPRESSION, metavar="N", ge=1
-    )
+        8, "Tokens that ask: the last one, and the others decoded by the draft.",
+        COMPRESSION, metavar="N", requires=requirements.DRAFT, ge=1,
+    )  # fmt: skip
     query_window: int = option(
-        0, "The last N tokens of the prompt ask instead; nothing is decoded.", COMPRESSION, metavar="N", ge=0
+        0, "The last N tokens of the prompt ask instead; nothing is decoded.",
+        COMPRESSION, metavar="N", requires=requirements.COMPRESSION, off=0, ge=0,
+    )  # fmt: skip
+    query_reduce: Literal["mean", "max"] = option(
+        "mean", "Over the tokens that ask.", COMPRESSION, requires=requirements.DRAFT
     )
-    query_reduce: Literal["mean", "max"] = option("mean", "Over the tokens that ask.", COMPRESSION)
-    pool: Odd = option(13, "Tokens over which importance is averaged; 1 for none.", COMPRESSION, metavar="N", ge=1)
+    pool: Odd = option(
+        13, "Tokens over which importance is averaged; 1 for none.",
+        COMPRESSION, metavar="N", requires=requirements.DRAFT, ge=1,
+    )  # fmt: skip
     select_chunk: int = option(
-        32, "Tokens kept or dropped together; 1 for each by itself.", COMPRESSION, metavar="N", ge=1
-    )
+        32, "Tokens kept or dropped together; 1 for each by itself.",
+        COMPRESSION, metavar="N", requires=requirements.COMPRESSION, ge=1,
+    )  # fmt: skip
     compress_above: int = option(
-        8192, "Prompts up to this many tokens are read in full.", COMPRESSION, metavar="N", ge=0
+        8192, "Prompts up to this many tokens are read in full.",
+        COMPRESSION, metavar="N", requires=requirements.COMPRESSION, ge=0,
+    )  # fmt: skip
+    keep_first: int = option(
+        4, "First tokens that are always kept.", COMPRESSION, metavar="N", requires=requirements.COMPRESSION, ge=0
     )
-    keep_first: int = option(4, "First tokens that are always kept.", COMPRESSION, metavar="N", ge=0)
-    keep_last: int = option(64, "Last tokens that are always kept: the question.", COMPRESSION, metavar="N", ge=1)
+    keep_last: int = option(
+        64, "Last tokens that are always kept: the question.",
+        COMPRESSION, metavar="N", requires=requirements.COMPRESSION, ge=1,
+    )  # fmt: skip
     compress_per_row: bool = option(
-        False, "Select for each row by itself: a shared prefix is not shared any more.", COMPRESSION
-    )
+        False, "Select for each row by itself: a shared prefix is not shared any more.",
+        COMPRESSION, requires=requirements.DRAFT,
+    )  # fmt: skip
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a draft model picks tokens."""
+        return self.draft is not None
+
+    @property
+    def compresses(self) -> bool:
+        """Whether anything picks tokens."""
+        return self.drafts
 
     def check(self) -> None:
         super().check()
@@ -202,8 +283,9 @@ class RunOptions(Settings):
     """What is said on the way."""
 
     progress_interval: float = option(
-        30.0, "Seconds between progress lines off a terminal.", RUN, metavar="SECONDS", gt=0
-    )
+        30.0, "Seconds between progress lines off a terminal.",
+        RUN, metavar="SECONDS", requires=requirements.PROGRESS, gt=0,
+    )  # fmt: skip
     quiet: bool = option(False, "Warnings and errors only.", RUN, short="-q")
     debug: bool = option(False, "Show tracebacks.", RUN)
 
@@ -250,15 +332,17 @@ class ScoreSettings(PriceOptions, RunOptions, JobOptions):
     )  # fmt: skip
 
     audit: int = option(
-        0, "Read N random compressed rows in full as well, and report the flips.", COMPRESSION, metavar="N", ge=0
-    )
+        0, "Read N random compressed rows in full as well, and report the flips.",
+        COMPRESSION, metavar="N", requires=requirements.DRAFT, off=0, ge=0,
+    )  # fmt: skip
     max_flips: float = option(
         0.01, "Share of flipped answers that --keep auto may cause, at 95 % confidence.",
-        COMPRESSION, metavar="RATE", gt=0, lt=1,
+        COMPRESSION, metavar="RATE", requires=requirements.KEEP_AUTO, gt=0, lt=1,
     )  # fmt: skip
     truth: str | None = option(
-        None, "Column with the right answer, for the audit; kept in the output.", COMPRESSION, metavar="COLUMN"
-    )
+        None, "Column with the right answer, for the audit; kept in the output.",
+        COMPRESSION, metavar="COLUMN", requires=requirements.AUDIT,
+    )  # fmt: skip
 
     max_error_rate: float = option(
         0.0, "Share of error rows above which the exit code is 3.", RUN, metavar="RATE", ge=0, le=1
@@ -275,24 +359,26 @@ class ScoreSettings(PriceOptions, RunOptions, JobOptions):
         RUN, metavar="PATH", needs="forecast",
     )  # fmt: skip
 
+    @classmethod
+    def required(cls) -> dict[str, list[Requirement]]:
+        found = super().required()
+        _require(found, ("price_per_hour",), requirements.FORECAST)
+        return found
+
     def check(self) -> None:
         super().check()
         if self.resume and self.overwrite:
             raise UsageError("--resume goes on with the output, --overwrite replaces it: give one of them")
         refuse(self.engine, self._needs())
         check_keep(self.keep, self.draft)
-        if self.audit and self.draft is None:
-            raise UsageError("--audit compares compressed rows with full ones: it needs --draft and --keep")
-        if self.truth is not None and not self.audit:
-            raise UsageError("--truth is for the audit: give --audit, the number of rows to read in full as well")
 
     def _needs(self) -> dict[str, Capability]:
         """What the options that are not at their defaults ask of the engine."""
         found: dict[str, Capability] = {}
         for name, field in type(self).model_fields.items():
-            extra: dict[str, Any] = field.json_schema_extra or {}  # type: ignore[assignment]  # as `option` sets it
-            if extra.get("needs") and getattr(self, name) != field.default:
-                found[name] = extra["needs"]
+            needed = _extra(type(self), name).get("needs")
+            if needed and getattr(self, name) != field.default:
+                found[name] = needed
         return found
 
 
@@ -329,20 +415,24 @@ class BenchSettings(RunOptions, JobOptions):
     inputs: tuple[str, ...] = Field(
         default=(), description="Parquet or JSONL: files, directories, globs or URLs. Without: made workloads."
     )
-    seed: int = option(0, "Seed of --sample, of made workloads and of random selections.", FILES, metavar="N")
+    seed: int = option(
+        0, "Seed of --sample, of made workloads and of random selections.",
+        FILES, metavar="N", requires=requirements.RANDOM,
+    )  # fmt: skip
     draft: str | None = option(
         None,
         "Small model with the same tokenizer that picks the tokens. (default: with the sample model, its draft)",
-        COMPRESSION, metavar="DIR|NAME",
+        COMPRESSION, metavar="DIR|NAME", requires=requirements.SPECPREFILL,
     )  # fmt: skip
     keep: Rates = option(  # type: ignore[assignment]  # several rates side by side
         (0.2,),
         "Share of the tokens that a compressing method keeps; repeatable.",
-        BENCH,
-        metavar="RATE",
-        repeatable=True,
-    )
-    compress_above: int = option(0, "Prompts up to this many tokens are read in full.", COMPRESSION, metavar="N", ge=0)
+        BENCH, metavar="RATE", repeatable=True, requires=requirements.COMPRESSION,
+    )  # fmt: skip
+    compress_above: int = option(
+        0, "Prompts up to this many tokens are read in full.",
+        COMPRESSION, metavar="N", requires=requirements.COMPRESSION, ge=0,
+    )  # fmt: skip
     workload: Names = option(
         (),
         "A made workload: post-recommendation, credit-verification, needle, multi-needle, variable-tracking, "
@@ -366,17 +456,31 @@ class BenchSettings(RunOptions, JobOptions):
         "bench.json", "Where the numbers go; the page goes beside it, as .html.", FILES, short="-o", metavar="PATH"
     )
 
+    @property
+    def drafts(self) -> bool:
+        return (self.draft is not None or self.model is None) and self.compares("specprefill")
+
+    @property
+    def compresses(self) -> bool:
+        return self.drafts or any(self.compares(name) for name in ("random", "ends", "bm25"))
+
+    @property
+    def draws(self) -> bool:
+        return not self.inputs or super().draws or self.compares("random")
+
+    def compares(self, method: str) -> bool:
+        """Whether the method is among those that are compared; without a draft only those named drop tokens."""
+        return method in self.method or (not self.method and (self.draft is not None or self.model is None))
+
+    @classmethod
+    def required(cls) -> dict[str, list[Requirement]]:
+        found = super().required()
+        _require(found, ("workload", "rows", "tokens", "scale"), requirements.MADE_WORKLOADS)
+        _require(found, ("limit", "sample", "template", "truth", "prompt_column"), requirements.INPUT)
+        return found
+
     def check(self) -> None:
         super().check()
-        given = self.model_fields_set
-        if self.inputs:
-            for name in ("workload", "rows", "tokens", "scale"):
-                if name in given:
-                    raise UsageError(f"--{name} is for made workloads; with INPUT, --limit and --sample choose rows")
-        else:
-            for name in ("limit", "sample", "template", "truth", "prompt_column"):
-                if name in given:
-                    raise UsageError(f"--{name.replace('_', '-')} is for INPUT, and none is given")
         if not self.keep:
             raise UsageError("--keep: give a rate above 0 and up to 1")
 
@@ -411,21 +515,31 @@ class ProfileSettings(PriceOptions, RunOptions, JobOptions):
         REPLAY, metavar="NAME", repeatable=True,
     )  # fmt: skip
     replay_scale: float = option(
-        1.0, "Multiplies the lengths of its requests.", REPLAY, metavar="FACTOR", gt=0, allow_inf_nan=False
-    )
+        1.0, "Multiplies the lengths of its requests.",
+        REPLAY, metavar="FACTOR", requires=requirements.REPLAY, gt=0, allow_inf_nan=False,
+    )  # fmt: skip
     cache_tokens: int | None = option(
         None, "Tokens that its prefix cache holds. (default: as the budget holds with the K,V of all layers)",
-        REPLAY, metavar="N", ge=0,
+        REPLAY, metavar="N", requires=requirements.REPLAY, ge=0,
     )  # fmt: skip
     fairness: Fairness = option(
         (0.05, 0.0, 0.5),
         "Lambda of srjf-calibrated, as a share of the tokens that the machine computes in a second; repeatable, the "
         "first is compared with other policies.",
-        REPLAY, metavar="SHARE", repeatable=True,
+        REPLAY, metavar="SHARE", repeatable=True, requires=requirements.REPLAY,
     )  # fmt: skip
     output: str = option(
         "profile.json", "Where the numbers go; the page goes beside it, as .html.", FILES, short="-o", metavar="PATH"
     )
+
+    @classmethod
+    def required(cls) -> dict[str, list[Requirement]]:
+        found = super().required()
+        of_input = (PriceOptions, InputOptions, PromptOptions, CompressionOptions, MemoryOptions)
+        names = [name for kind in of_input for name in kind.model_fields]
+        without = {"inputs", "memory", "chunk_tokens"}  # these are for the measurements too
+        _require(found, (*(name for name in names if name not in without), "progress_interval"), requirements.INPUT)
+        return found
 
     def check(self) -> None:
         super().check()
@@ -433,16 +547,16 @@ class ProfileSettings(PriceOptions, RunOptions, JobOptions):
             if self.keep == "auto":
                 raise UsageError("--keep auto is for a whole job; all rates are predicted where there is a --draft")
             check_keep(self.keep, self.draft)
-        else:
-            for kind in (PriceOptions, InputOptions, PromptOptions, CompressionOptions, MemoryOptions):
-                for name in kind.__annotations__.keys() - {"memory", "chunk_tokens"}:
-                    if name in self.model_fields_set:
-                        raise UsageError(f"--{name.replace('_', '-')} is for INPUT, and none is given")
         if not self.fairness:
             raise UsageError("--fairness: give a share of 0 or more")
-        if "none" in self.replay:
-            if len(self.replay) > 1:
-                raise UsageError("--replay none goes with no other workload")
-            for name in ("replay_scale", "cache_tokens", "fairness"):
-                if name in self.model_fields_set:
-                    raise UsageError(f"--{name.replace('_', '-')} is for a replay, and --replay is none")
+        if "none" in self.replay and len(self.replay) > 1:
+            raise UsageError("--replay none goes with no other workload")
+
+
+COMMANDS: dict[str, type[Settings]] = {
+    "score": ScoreSettings,
+    "profile": ProfileSettings,
+    "bench": BenchSettings,
+    "inspect": InspectSettings,
+}
+"""The commands that take options, by name."""

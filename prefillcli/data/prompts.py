@@ -76,6 +76,8 @@ class PromptBuilder:
         """Columns that `build` uses where they are there."""
         if self.template is None and self.column == "messages":
             _require_chat(settings, tokenizer)
+        if self.template is None and self.column == "prompt_token_ids":
+            _refuse_chat(settings)
         self.render_seconds = 0.0
         self.tokenize_seconds = 0.0
         self._tokenizer = tokenizer
@@ -271,6 +273,12 @@ def _require_chat(settings: PromptSettings, tokenizer: Any) -> None:
             "the prompt column is 'messages', but the tokenizer has no chat template\n"
             "use a model that has one, or write the messages as text with --template"
         )
+
+
+def _refuse_chat(settings: PromptSettings) -> None:
+    for option, given in (("--chat", settings.chat), ("--system", settings.system is not None)):
+        if given:
+            raise UsageError(f"{option}: the prompt column is 'prompt_token_ids', and no chat is made of token ids")
 
 
 def _prompt_column(settings: PromptSettings, available: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from prefillcli.plan.schedules import shortest_job
+from prefillcli.plan.schedules import SCHEDULES, shortest_job
 from prefillcli.plan.trie import TrieNode
 
 
@@ -15,7 +15,7 @@ class Queue:
 
     Prompts that end at the same node are one job, which came with the first of them. All have come before the first is
     taken, so they have waited equally long and algorithm 1's lambda changes nothing here; its completion times
-    are the tokens that are not at hand.
+    are the tokens that are not at hand. Raises ValueError for a schedule that is none.
     """
 
     def __init__(self, roots: Sequence[TrieNode], schedule: str) -> None:
@@ -35,11 +35,15 @@ class Queue:
             stack.append((node, True))
             stack.extend((child, False) for child in reversed(node.children))
         came = np.asarray([min(node.reads) for node in ends])
-        order = np.argsort(came)
-        if schedule == "prefix-tree":
-            order = np.arange(len(ends))
-        elif schedule == "srjf":
-            order = np.lexsort((came, np.asarray([node.end for node in ends])))
+        match schedule:
+            case "prefix-tree":
+                order = np.arange(len(ends))
+            case "srjf":
+                order = np.lexsort((came, np.asarray([node.end for node in ends])))
+            case "fifo" | "srjf-calibrated":  # the latter picks anew each time; of equal prompts the first
+                order = np.argsort(came)
+            case _:
+                raise ValueError(f"{schedule!r} is not a schedule: there are {', '.join(SCHEDULES)}")
         self._jobs: list[TrieNode] = [ends[at] for at in order]
         self._job_of = np.argsort(order)  # of each end, depth first
         self._input = np.asarray([node.end for node in self._jobs], dtype=np.float64)

@@ -94,6 +94,8 @@ def pack_limits(
     prefix_kv: str = "auto",
 ) -> Limits:
     """What fits one pack in `budget` bytes. Raises ResourceError where not even a small prompt does."""
+    if prefix_kv not in ("auto", "discard", "keep", "offload"):
+        raise ValueError(f"{prefix_kv!r} is no way to treat the K,V of prefixes")
     room = budget - law.constant(chunk_tokens)
     most = room // law.token
     if most < 16:

@@ -46,8 +46,11 @@ def serve(
     """Compute the requests as they arrive, in the order of one of `POLICIES`.
 
     `seconds(input tokens, cached tokens)` is what a request takes. It enters the cache at its end; its last token is
-    computed in any case. `fairness` is the lambda of algorithm 1, in tokens for each second of waiting.
+    computed in any case. `fairness` is the lambda of algorithm 1, in tokens for each second of waiting. Raises
+    ValueError for a policy that is none.
     """
+    if policy not in POLICIES:
+        raise ValueError(f"{policy!r} is not a policy: there are {', '.join(POLICIES)}")
     tokens, cache = workload.tokens, PrefixCache(workload.lengths, cache_tokens)
     requests = len(tokens)
     at_arrival, cached = np.zeros_like(tokens), np.zeros_like(tokens)

@@ -20,7 +20,8 @@ from prefillcli.bench.report import BenchReport
 from prefillcli.cli import app
 from prefillcli.settings import BenchSettings
 
-SMALL = ("--rows", "4", "--tokens", "200", "--rounds", "1", "--query-window", "4")
+PLAIN = ("--rows", "4", "--tokens", "200", "--rounds", "1")
+SMALL = (*PLAIN, "--query-window", "4")
 TARGET = SAMPLES / "models" / "target"
 
 
@@ -136,7 +137,7 @@ def test_token_ids_without_a_text_leave_bm25_out() -> None:
 
 
 def test_a_model_without_draft_has_three_methods_and_a_note() -> None:
-    result = bench(*SMALL, "-m", TARGET, "--workload", "needle")
+    result = bench(*PLAIN, "-m", TARGET, "--workload", "needle")
     assert [each.method for each in saved().workloads[0].methods] == ["hf", "full", "hybrid"]
     assert "no draft model" in result.stderr
     assert "no draft model" in Path("bench.html").read_text()
@@ -198,7 +199,7 @@ def test_a_signal_leaves_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> N
         return measure(methods, rounds, **more)
 
     monkeypatch.setattr(contest, "interleaved", stopped_the_second_time)
-    result = bench(*SMALL, "--method", "hf")
+    result = bench(*PLAIN, "--method", "hf")
     assert result.exit_code == 143
     assert last_line(result)["status"] == saved().status == "interrupted"
     assert [each.workload for each in saved().workloads] == ["post-recommendation"]
@@ -206,6 +207,6 @@ def test_a_signal_leaves_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_quiet_says_nothing_but_warnings() -> None:
-    result = bench(*SMALL, "--workload", "needle", "--method", "full", "-q", "-m", TARGET)
+    result = bench(*PLAIN, "--workload", "needle", "--method", "full", "-q", "-m", TARGET)
     assert result.exit_code == 0
     assert result.stderr == ""

@@ -283,6 +283,8 @@ def test_the_prompt_column_is_found(chat_tokenizer: Any) -> None:
         ("byte_level", {"chat": True}, ("prompt",), "--chat"),
         ("byte_level", {"system": "x"}, ("prompt",), "--system"),
         ("chat_tokenizer", {"system": "x", "chat": False}, ("prompt",), "--system"),
+        ("chat_tokenizer", {"system": "x"}, ("prompt_token_ids",), "--system.*token ids"),
+        ("chat_tokenizer", {"chat": True}, ("prompt_token_ids",), "--chat.*token ids"),
         ("byte_level", {}, ("messages",), "messages"),
         ("chat_tokenizer", {"chat": False}, ("messages",), "--no-chat"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ from prefillcli.plan.pack import HELD_PACKS, Limits, Pack
 from prefillcli.plan.plan import make_plan, packs_to_run
 from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.plan.trie import build_forest, common_prefix, dissolve_small_nodes, forest_tokens, token_order
+from prefillcli.settings import LoadingOptions
 
 prompts_of_few_words = st.lists(
     st.lists(st.integers(0, 2), min_size=1, max_size=24).map(lambda ids: np.asarray(ids, dtype=np.int32)),
@@ -201,6 +204,17 @@ def test_a_resumed_plan_runs_what_its_held_prefixes_need(prompts, size, schedule
     # what the packs before, run alone, leave behind is enough
     found = spelled(run, limits)
     assert found.items() >= {n: p.tolist() for n, p in enumerate(prompts) if n not in done}.items()
+
+
+@pytest.mark.parametrize("schedule", ["", "FIFO", "prefix_tree", "srjf-calibrate"])
+def test_an_unknown_schedule_is_refused_and_never_fifo(schedule: str) -> None:
+    for prompts in ([], [np.asarray([1, 2], dtype=np.int32)]):
+        with pytest.raises(ValueError, match="prefix-tree, fifo, srjf, srjf-calibrated"):
+            make_plan(prompts, Limits(8, 8, 0, 0.0), schedule)
+
+
+def test_the_schedules_that_can_be_asked_for_are_those_that_are_planned() -> None:
+    assert get_args(LoadingOptions.model_fields["schedule"].annotation) == SCHEDULES
 
 
 def test_common_prefix_over_long_strides() -> None:

@@ -111,6 +111,11 @@ def test_the_cache_holds_what_a_list_of_tokens_holds(prompts, capacity) -> None:
         assert cache.cached(workload.paths).tolist() == [naive.hit(each) for each in prompts]
 
 
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match="'sjf' is not a policy"):
+        serve(of_tokens([[1]]), "sjf", np.zeros(1), cache_tokens=1, seconds=missed)
+
+
 @given(some_prompts, some_gaps, st.sampled_from(POLICIES), st.integers(0, 20))
 def test_every_request_is_served_once_and_nobody_waits_for_nothing(prompts, gaps, policy, capacity) -> None:
     arrivals = np.cumsum(gaps[: len(prompts)])

@@ -97,9 +97,21 @@ def test_the_command_ends_with_2_and_says_so(capsys: pytest.CaptureFixture[str],
 
 
 def test_a_query_window_goes_with_the_lookahead_that_nobody_asked_for() -> None:
-    assert settings(query_window=16).query_window == 16
-    assert settings(query_window=16, lookahead=1).lookahead == 1
-    assert settings(query_window=0, lookahead=4).lookahead == 4
+    assert settings(draft="d", query_window=16).query_window == 16
+    assert settings(draft="d", query_window=16, lookahead=1).lookahead == 1
+    assert settings(draft="d", query_window=0, lookahead=4).lookahead == 4
+
+
+def test_a_draft_without_a_rate_is_refused_before_it_is_loaded(
+    model: Path, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert score(source, model=model, draft=model)["exit_code"] == 2
+    message = capsys.readouterr().err
+    assert message.startswith("prefill: --draft has nothing to compress")
+    assert len(message.splitlines()) <= 3
+    rows = write_parquet("rates.parquet", prompt=texts(3), keep=[0.5, None, 1.0])
+    for given in ({"inputs": rows}, {"inputs": source, "keep": 1}):  # the rows say it, or it is meant
+        assert "WeightsAreRead" in score(**given, output="o.parquet", model=model, draft=model)["error"]
 
 
 def test_the_rate_comes_from_recipe_environment_or_flag() -> None:

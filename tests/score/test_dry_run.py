@@ -172,6 +172,16 @@ def test_a_profile_that_fits_predicts_time_and_price(model: Path) -> None:
     )
 
 
+def test_a_price_needs_a_profile_that_predicts_time(model: Path) -> None:
+    source = write_parquet("in.parquet", prompt=SHARED)
+    done = prefill("score", source, "-m", model, "--dry-run", "--price-per-hour", 2)
+    assert done.exit_code == 2
+    assert "--price-per-hour: no time is predicted" in done.stderr
+    assert "`prefill profile` with this model makes one" in done.stderr
+    environment = {"PREFILL_PRICE_PER_HOUR": "2"}  # for runs that predict
+    assert prefill("score", source, "-m", model, "--dry-run", environment=environment).exit_code == 0
+
+
 def test_a_profile_sizes_packs(model: Path) -> None:
     source = write_parquet("in.parquet", prompt=SHARED)
     flags = {"memory": "100MiB", "chunk_tokens": 16}

@@ -1,0 +1,169 @@
+"""An option of any command has an effect or is refused, and comes from a recipe, the environment or a flag."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from prefillcli import requirements
+from prefillcli.cli import app
+from prefillcli.config import load_settings
+from prefillcli.errors import UsageError
+from prefillcli.requirements import Requirement
+from prefillcli.settings import COMMANDS, COMPRESSION, Settings
+
+Values = dict[str, Any]
+
+NAMES = {id(value): name for name, value in vars(requirements).items() if isinstance(value, Requirement)}
+#: Each requirement: what else is told where it is met, and where it is not.
+TOLD: dict[str, tuple[Values, Values]] = {
+    "DRAFT": ({"draft": "d"}, {"draft": None}),
+    "COMPRESSION": ({"draft": "d"}, {"draft": None}),
+    "SPECPREFILL": ({"method": "specprefill"}, {"method": "hf"}),
+    "KEEP_AUTO": ({"draft": "d", "keep": "auto"}, {"keep": "0.5"}),
+    "AUDIT": ({"draft": "d", "audit": "5"}, {"audit": "0"}),
+    "RANDOM": ({"inputs": ["x.parquet"], "sample": "9"}, {"sample": None}),
+    "HUB_MODEL": ({"model": "someone/some-model"}, {"model": "."}),
+    "FORECAST": ({"dry_run": "true"}, {"dry_run": "false"}),
+    "PROGRESS": ({"quiet": "false"}, {"quiet": "true"}),
+    "NO_TEMPLATE": ({}, {"template": "{{ text }}"}),
+    "INPUT": ({"inputs": ["x.parquet"]}, {"inputs": None}),
+    "MADE_WORKLOADS": ({}, {"inputs": ["x.parquet"]}),
+    "REPLAY": ({"replay": "credit-verification"}, {"replay": "none"}),
+}
+LEAST: dict[str, Values] = {
+    "score": {"inputs": ["x.parquet"]},
+    "inspect": {"inputs": ["x.parquet"], "row": "0"},
+    "bench": {"model": "."},
+    "profile": {},
+}
+#: Values that an option takes; 5 where none is given.
+VALUES: Values = {
+    "query_reduce": "max", "prompt_column": "text", "truth": "answer", "revision": "main", "limit": 7, "pool": 7,
+    "template": "{{ text }}", "chat": True, "system": "Be brief.", "on_long": "skip", "labels": "A,B", "draft": "d",
+    "schedule": "fifo", "prefix_kv": "keep", "workload": "needle", "compress_per_row": True, "keep": 0.5,
+    "max_flips": 0.02, "fairness": 0.1, "tokens": 100,
+}  # fmt: skip
+CASES = [
+    (command, option, NAMES[id(required)])
+    for command, kind in COMMANDS.items()
+    for option, all_required in kind.required().items()
+    for required in all_required
+]
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def load(command: str, told: Values, flags: Values, recipe: Values | None = None) -> Settings:
+    """`flags` beside what else is `told`: by the environment, which is never refused, and INPUT."""
+    told = {name: value for name, value in told.items() if value is not None}
+    environment = {f"PREFILL_{name.upper()}": value for name, value in told.items() if name != "inputs"}
+    if recipe is not None:
+        Path("job.yaml").write_text(json.dumps(recipe))
+    given = {name: value for name, value in told.items() if name == "inputs"} | flags
+    path = None if recipe is None else "job.yaml"
+    return load_settings(COMMANDS[command], given, recipe=path, environment=environment)
+
+
+def told(command: str, option: str, unmet: str | None = None) -> Values:
+    """What gives the option an effect, but for what is `unmet`."""
+    values = LEAST[command] | ({"draft": "d"} if option == "keep" else {})
+    for required in COMMANDS[command].required()[option]:
+        values |= TOLD[NAMES[id(required)]][0]
+    if (command, unmet) == ("bench", "RANDOM"):
+        values |= {"inputs": ["x.parquet"]}  # made workloads are made at random
+    return values if unmet is None else values | TOLD[unmet][1]
+
+
+def test_all_requirements_are_walked() -> None:
+    assert {name for _, _, name in CASES} == TOLD.keys() == set(NAMES.values())
+    for command, kind in COMMANDS.items():
+        for name, field in kind.model_fields.items():
+            extra: Any = field.json_schema_extra or {}
+            if extra.get("panel") == COMPRESSION and name not in ("keep", "draft"):
+                assert name in kind.required(), f"{command} --{name}: what does it require?"
+
+
+@pytest.mark.parametrize(("command", "option", "unmet"), CASES)
+def test_an_option_that_would_be_ignored_is_refused(command: str, option: str, unmet: str) -> None:
+    value, flag = VALUES.get(option, 5), "--" + option.replace("_", "-")
+    (required,) = [each for each in COMMANDS[command].required()[option] if NAMES[id(each)] == unmet]
+    assert option in load(command, told(command, option), {option: value}).model_fields_set
+    lacking = told(command, option, unmet)
+    with pytest.raises(UsageError) as caught:
+        load(command, lacking, {option: value})
+    assert str(caught.value).startswith(f"{flag} {required.unmet}")
+    assert caught.value.exit_code == 2
+    assert len(str(caught.value).splitlines()) <= 3
+
+    # One environment serves all commands and runs: there the option is left out.
+    assert option not in load(command, lacking | {option: str(value)}, {}).model_fields_set
+    # A recipe is for a job. What a run may do without stays there, anything else is refused too.
+    if required.standing:
+        assert option not in load(command, lacking, {}, recipe={option: value}).model_fields_set
+    else:
+        alone = {name: text for name, text in lacking.items() if text is not None}
+        with pytest.raises(UsageError, match=f"job.yaml: {option} {required.unmet.split(',')[0]}"):
+            load(command, LEAST[command], {}, recipe={**alone, option: value})
+
+
+def test_a_flag_may_take_the_effect_from_an_option_of_the_recipe() -> None:
+    recipe = {"draft": "d", "keep": "auto", "max_flips": 0.02, "audit": 20, "truth": "answer", "model": "a/model"}
+    recipe |= {"revision": "v1", "prompt_column": "text", "query_window": 8}
+    flags = {"keep": 0.3, "audit": 0, "model": ".", "template": "{{ text }}"}
+    settings = load("score", LEAST["score"], flags, recipe)
+    assert settings.model_fields_set >= {"draft", "keep", "query_window"}
+    assert not settings.model_fields_set & {"max_flips", "truth", "revision", "prompt_column"}
+    with pytest.raises(UsageError, match="--max-flips"):
+        load("score", LEAST["score"], {**flags, "max_flips": 0.1}, recipe)
+
+
+def test_options_that_are_off_need_nothing() -> None:
+    off = {"query_window": 0, "audit": 0, "compress_per_row": False, "quiet": True}
+    assert load("score", LEAST["score"], off).model_fields_set >= off.keys()
+
+
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [
+        ("PREFILL_LABLES", "did you mean 'PREFILL_LABELS'?"),
+        ("PREFILL_PRICE_PER_HOURS", "did you mean 'PREFILL_PRICE_PER_HOUR'?"),
+        ("PREFILL_XYZZY", "no option has this name"),
+        ("PREFILL_INPUT", "command line or a recipe"),
+        ("PREFILL_INPUTS", "command line or a recipe"),
+    ],
+)
+def test_an_unknown_name_in_the_environment_is_refused(variable: str, said: str) -> None:
+    done = CliRunner().invoke(app, ["score", "x.parquet"], env={variable: "1"})
+    assert done.exit_code == 2
+    assert variable in done.stderr
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) <= 3
+
+
+def load_with(environment: Mapping[str, str], command: str = "score") -> Settings:
+    least = dict(LEAST[command])
+    return load_settings(COMMANDS[command], least, environment=environment)
+
+
+def test_one_environment_and_one_recipe_serve_all_commands() -> None:
+    Path("job.yaml").write_text("row: 3\nworkload: needle\nfit_seconds: 9\nmax_error_rate: 0.1\nhtml: p.html\n")
+    environment = {"PREFILL_ROW": "3", "PREFILL_WORKLOAD": "needle", "PREFILL_MAX_ERROR_RATE": "0.1"}
+    for command in COMMANDS:
+        load_with(environment, command)
+        load_settings(COMMANDS[command], LEAST[command], recipe="job.yaml", environment={})
+
+
+def test_variables_of_others_are_let_be() -> None:
+    service = ["PREFILL_MODEL_SERVICE_HOST", "PREFILL_SERVICE_PORT", "PREFILL_SERVICE_PORT_HTTP", "PREFILL_PORT"]
+    ports = [f"PREFILL_PORT_80_TCP{end}" for end in ("", "_PROTO", "_PORT", "_ADDR")]
+    names = [*service, *ports, "PREFILLED", "MY_PREFILL_LABLES", "PREFILL"]
+    assert load_with(dict.fromkeys(names, "10.0.0.1") | {"PREFILL_LABLES": ""}) == load_with({})
