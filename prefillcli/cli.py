@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
@@ -32,7 +33,7 @@ app = typer.Typer(
     name="prefill",
     help="Offline, prefill-only LLM scoring: one probability per row.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},  # commands take it over
     pretty_exceptions_enable=False,
 )
 
@@ -45,10 +46,15 @@ def main() -> None:
     except _Finished:
         raise
     except SystemExit as stop:
-        if stop.code:  # typer has told what is wrong, and no job has summed itself up
+        if stop.code and not _completes():  # typer has told what is wrong, and no job has summed itself up
             status = "interrupted" if stop.code == 130 else "failed"
             _say({"status": status, "exit_code": stop.code, "error": "see stderr"})
         raise
+
+
+def _completes() -> bool:
+    """Whether it is the shell that asks, for words that may follow."""
+    return "_PREFILL_COMPLETE" in os.environ
 
 
 class _Finished(SystemExit):
@@ -156,16 +162,24 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     else:
         names = [flag]
         kind = list[str] if extra["repeatable"] else {int: int, float: float, int | None: int}.get(kind, str)
-    metavar = extra["metavar"] or None
+    metavar, words = extra["metavar"] or None, []
     if get_origin(field.annotation) is Literal:
-        metavar = "|".join(get_args(field.annotation))
+        words = list(get_args(field.annotation))
+        metavar = "|".join(words)
     help = field.description or ""
     if "(default" not in help and field.default not in (None, False, (), {}):
         default = field.default if not isinstance(field.default, tuple) else ", ".join(map(str, field.default))
         help += f" (default: {default})"
     if extra["short"]:
         names.append(extra["short"])
-    option = typer.Option(*names, help=help, rich_help_panel=extra["panel"], metavar=metavar, show_default=False)
+    option = typer.Option(
+        *names,
+        help=help,
+        rich_help_panel=extra["panel"],
+        metavar=metavar,
+        show_default=False,
+        autocompletion=(lambda incomplete: [word for word in words if word.startswith(incomplete)]) if words else None,
+    )
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )

@@ -11,7 +11,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+Phase = Literal["read", "waiting", "plan", "load", "draft", "model", "write"]
+"""What the seconds of a run go to, one after the other; `run.json` has each under its name."""
 
 
 class Clock:
@@ -19,7 +22,7 @@ class Clock:
 
     def __init__(self) -> None:
         self._begun = time.monotonic()
-        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.seconds: defaultdict[Phase, float] = defaultdict(float)
 
     @property
     def total(self) -> float:
@@ -27,7 +30,7 @@ class Clock:
         return time.monotonic() - self._begun
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: Phase) -> Iterator[None]:
         begun = time.monotonic()
         try:
             yield

@@ -1,10 +1,11 @@
-"""Progress on stderr: a live bar on a terminal, a plain line now and then elsewhere."""
+"""Progress on stderr: a live bar on a terminal, a plain line with the time now and then elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable
+from datetime import datetime
 from types import TracebackType
 from typing import Never
 
@@ -56,7 +57,7 @@ class Progress:
 
     def _line(self, seconds: float) -> str:
         rate = self._rows / seconds
-        line = f"prefill: {self._rows:,.0f}"
+        line = f"prefill: {datetime.now().astimezone().isoformat(timespec='seconds')} {self._rows:,.0f}"
         if self._total:
             line += f" of {self._total:,} rows ({self._rows / self._total:.1%})"
         else:

@@ -283,7 +283,7 @@ class RunOptions(Settings):
     """What is said on the way."""
 
     progress_interval: float = option(
-        30.0, "Seconds between progress lines off a terminal.",
+        30.0, "Seconds between progress lines off a terminal; each has the local time with its offset from UTC.",
         RUN, metavar="SECONDS", requires=requirements.PROGRESS, gt=0,
     )  # fmt: skip
     quiet: bool = option(False, "Warnings and errors only.", RUN, short="-q")

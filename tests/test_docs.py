@@ -42,6 +42,7 @@ def options_of(command: str) -> set[str]:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_is_documented_and_in_the_help(command: str) -> None:
     shown = CliRunner(env={"COLUMNS": "300", "TERMINAL_WIDTH": "300"}).invoke(app, [command, "--help"]).output
+    assert "-h" in shown.split()
     assert options(shown) - {"--help"} == options_of(command)
     pages = {(ROOT / "docs" / f"{name}.md").read_text() for name in ("score", command)}
     own = options_of(command) if command == "score" else options_of(command) - options_of("score")
@@ -51,7 +52,8 @@ def test_every_option_is_documented_and_in_the_help(command: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_page_names_an_option_that_does_not_exist(page: Path) -> None:
-    known = set().union(*map(options_of, COMMANDS)) | {"--help"}
+    known = set().union(*map(options_of, COMMANDS)) | {"--help", "--version"}
+    known |= {"--install-completion", "--show-completion"}
     known |= {"--case", "--dtype", "--model", "--rounds", "--scale"}  # of python -m prefillcli.bench
     known |= {"--workload", "--try", "--no-try"}  # of python -m prefillcli.bench.peers
     assert options(page.read_text()) <= known

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 from rich.table import Table
 
@@ -42,7 +42,9 @@ class Tokens(BaseModel):
 
 class Seconds(BaseModel):
     """Wall time by phase. Read, render and tokenize run beside the model, ahead of it; `waiting` is what the model
-    waited for them."""
+    waited for them. A phase that this version does not know is kept under its name."""
+
+    model_config = ConfigDict(extra="allow")
 
     total: float = 0.0
     read: float = 0.0

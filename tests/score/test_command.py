@@ -8,12 +8,14 @@ import resource
 import statistics
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from prefillcli.cli import app
+from prefillcli.settings import COMMANDS
 from tests.score.jobs import Reference, read_output, read_report, texts, write_parquet
 
 HELP_SECONDS = 0.5
@@ -76,6 +78,11 @@ def test_help_and_wrong_options_import_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
+def test_h_is_help(command: list[str]) -> None:
+    assert prefill(*command, "-h").stdout == prefill(*command, "--help").stdout
+
+
 def test_help_groups_every_option() -> None:
     shown = prefill("score", "--help").stdout
     for name in ("--output", "--labels", "--resume", "--overwrite", "--recipe", "--on-long", "--schedule"):
@@ -135,13 +142,17 @@ def test_quiet_leaves_warnings_and_errors(model: Path) -> None:
     assert "notes.txt" in prefill("score", "data", "-m", model, "-q").stderr
 
 
-def test_progress_lines_off_a_terminal_are_plain(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_lines_off_a_terminal_are_plain_and_say_when(model: Path) -> None:
+    before = datetime.now(UTC).replace(microsecond=0)
     source = write_parquet("in.parquet", prompt=texts(12))
     arguments = ("score", source, "-m", model, "--pack-tokens", "40", "--overwrite")
     done = prefill(*arguments, "--progress-interval", "0.001")
     lines = [line for line in done.stderr.splitlines() if "tokens/s" in line and line.startswith("prefill: ")]
     assert len(lines) > 2
     assert "of 12 rows" in lines[0]
+    times = [datetime.fromisoformat(line.split()[1]) for line in lines]
+    assert times == sorted(times)
+    assert before <= times[0] <= times[-1] <= datetime.now(UTC)  # with their offset from UTC
     assert "\r" not in done.stderr
     assert len(last_line(done.stdout)["report"])
 

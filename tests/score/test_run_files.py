@@ -7,14 +7,15 @@ import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from prefillcli.clock import Clock, MemoryWatch
+from prefillcli.clock import Clock, MemoryWatch, Phase
 from prefillcli.errors import Interrupted
+from prefillcli.report.run import Seconds
 from tests.score.compression import compressed, lines_of, unrelated
 from tests.score.jobs import Reference, read_output, read_report, score, texts, write_jsonl, write_parquet
 from tests.score.processes import cut_small_windows
@@ -33,6 +34,23 @@ def make_input(kind: str = "parquet") -> Path:
 
 def flags(model: Path, **more: Any) -> dict[str, Any]:
     return {"model": model, "id_column": "id", "max_error_rate": 0.5, "max_length": 100, **more}
+
+
+def test_every_phase_of_the_clock_is_a_key_of_the_report() -> None:
+    beside = {"total", "render", "tokenize"}  # not measured by the clock's phases
+    assert Seconds.model_fields.keys() == set(get_args(Phase)) | beside
+
+
+def test_a_phase_that_the_report_does_not_know_costs_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class WithPolish(Clock):
+        def __init__(self) -> None:
+            super().__init__()
+            with self.phase("polish"):  # type: ignore[arg-type]
+                pass
+
+    monkeypatch.setattr("prefillcli.score.Clock", WithPolish)
+    assert score(make_input(), **flags(model))["exit_code"] == 0
+    assert 0 <= read_report()["seconds"]["polish"] < 1
 
 
 def assert_sums_up(rows: list[dict[str, Any]], report: dict[str, Any]) -> None:
