@@ -133,7 +133,7 @@ def test_samples_are_small() -> None:
     assert models < 20 * MIB
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_target_answers_short_and_long_rows(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> None:
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
     rng = Random(5)

@@ -40,7 +40,7 @@ def test_sampled_rows_are_evenly_spaced_and_the_walk_scores_all() -> None:
     assert workload.rows(peers.WALK) == workload.rows(peers.VLLM) == list(range(40))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_race_prints_a_table_and_a_line_of_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "find_spec", lambda name: None)  # vLLM takes a minute to start
     words = "--workload single --workload short --rounds 1 --scale 0.02 --dtype float32"

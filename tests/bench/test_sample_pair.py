@@ -12,7 +12,7 @@ from prefillcli.config import load_settings
 from prefillcli.settings import BenchSettings
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("workload", ["post-recommendation", "needle"])
 def test_a_fifth_of_the_tokens_keeps_the_answers_and_random_ones_do_not(workload: str, tmp_path: Path) -> None:
     output = tmp_path / "bench.json"

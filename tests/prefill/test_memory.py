@@ -83,7 +83,7 @@ def ready_to_walk(budget: int, kind: str):
     return lambda: run(prompts)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["longest", "trees"])
 def test_peak_memory_stays_within_the_budget(kind: str) -> None:
     budget = 130 << 20

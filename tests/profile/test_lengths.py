@@ -194,7 +194,7 @@ def bisect(send, subject: Subject, mode: str, budget: int, low: int, high: int) 
     send(low)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["full", "hybrid"])
 def test_the_prediction_is_near_the_longest_found_by_bisection(profiled, mode: str) -> None:
     found, search = profiled(mode)
@@ -207,7 +207,7 @@ def test_the_prediction_is_near_the_longest_found_by_bisection(profiled, mode: s
     assert (first.tokens, first.fits) == (predicted, True), found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_full_fails_in_the_budget_of_hybrid_at_a_quarter_of_the_length(profiled) -> None:
     hybrid, search = profiled("hybrid")
     confirmed = hybrid.confirmations[-1]

@@ -259,7 +259,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_loaded(
     assert "a run would fail here" in planned.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ten_times_the_rows_take_hardly_more_memory(model: Path) -> None:
     peaks = []
     for rows in (20_000, 200_000):

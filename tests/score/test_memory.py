@@ -28,7 +28,7 @@ def peak_bytes(model: Path, rows: int) -> int:
     return peak
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ten_times_the_rows_take_hardly_more_memory(small_model: Path) -> None:
     few, many = peak_bytes(small_model, 20_000), peak_bytes(small_model, 200_000)
     assert many <= 1.2 * few, f"{few / 2**20:.0f} MiB for 20,000 rows, {many / 2**20:.0f} MiB for 200,000"
