@@ -21,7 +21,7 @@ DEFAULT_PROFILE = "profile.json"
 
 
 def find_profile(path: str | None, model_hash: str, dtype: Any, device: Any) -> tuple[Profile | None, str, str | None]:
-    """The profile that applies here, its path, and if there is none why.
+    """The profile that applies here and has times to predict with, its path, and if there is none why.
 
     Without a `path`, `profile.json` in the working directory is looked at. Raises UsageError if the file named is not
     there or is no profile.
@@ -42,6 +42,9 @@ def find_profile(path: str | None, model_hash: str, dtype: Any, device: Any) -> 
     why = profile.mismatch(model_hash, dtype, device)
     if why is not None:
         return None, name, f"{name} does not fit: {why}; `prefill profile` makes a new one"
+    if profile.completion is None:
+        why = f"{name} holds no completion times: {profile.no_completion}"
+        return None, name, f"{why}; run `prefill profile` again on a quiet machine"
     return profile, name, None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -138,15 +139,18 @@ class _ScoreJob:
         conclude(report, sink.counts, max_error_rate=settings.max_error_rate, skip_empty=settings.skip_empty)
 
     def _profile(self, opened: Opened) -> Profile | None:
-        """None without a profile that fits; one that was asked for and does not is worth a warning."""
+        """None without a profile that applies; it is told of one that does not, with a warning if it was asked for."""
         if "forecast" not in ENGINES[self.settings.engine].can:
             return None
         files = opened.files
-        profile, _, why = find_profile(
+        profile, name, why = find_profile(
             self.settings.profile, self.report.fingerprint["model"], files.dtype, opened.device
         )
-        if profile is None and self.settings.profile is not None:
+        self.report.no_prediction = why
+        if why is not None and self.settings.profile is not None:
             print(f"prefill: warning: no prediction: {why}", file=sys.stderr)
+        elif why is not None and not self.settings.quiet and os.path.exists(name):
+            print(f"prefill: no prediction: {why}", file=sys.stderr)
         return profile
 
     def _open_sink(self, output: str, source: Source, labels: Labels) -> Sink:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from prefillcli.answers import answer, plan_readings
 from prefillcli.bench.baselines import IntArray, bm25_sentences, first_and_last, random_chunks
 from prefillcli.bench.flops import (
+    NoCostModel,
     answer_flops,
     prefill_flops,
     ratio_speedup,
@@ -51,10 +52,11 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a run computed. `flops` are those of both models; None for an architecture without cost model."""
+    """What a run computed. `flops` are those of both models; None where `unknown` says why they cannot be counted."""
 
     target_tokens: int
     flops: float | None
+    unknown: str | None = None
 
 
 class Equipment:
@@ -142,8 +144,8 @@ class Contender(ABC):
         try:
             flops = sum(walk_flops(equipment.config, plan) + answer_flops(equipment.config, plan) for plan in plans)
             return Cost(tokens, flops + equipment.draft_flops(outcome.drafted))
-        except (ValueError, AttributeError, TypeError):  # a configuration that the cost model does not know
-            return Cost(tokens, None)
+        except NoCostModel as error:
+            return Cost(tokens, None, str(error))
 
     def predictions(self, outcome: Outcome) -> tuple[float, float] | None:
         """Of the speedup: 1 / (r + keep) at the mean length, and table 5 over the prompts and what was kept of them.
@@ -167,8 +169,8 @@ class Plain(Contender):
         lengths = [len(reading.tokens) for reading in outcome.readings]
         try:
             return Cost(sum(lengths), sum(prefill_flops(self._equipment.config, length).total for length in lengths))
-        except (ValueError, AttributeError, TypeError):
-            return Cost(sum(lengths), None)
+        except NoCostModel as error:
+            return Cost(sum(lengths), None, str(error))
 
 
 class Alone(Contender):
@@ -205,7 +207,7 @@ class _Compressing(Contender):
             if drafts:
                 part += sum(table5(equipment.draft_config, len(tokens)).total for tokens in outcome.drafted)
             return ratio, whole / part
-        except (ValueError, AttributeError, TypeError):
+        except NoCostModel:  # `cost` says why
             return None
 
 

@@ -103,7 +103,7 @@ def compare(
     if not np.isfinite(full).all():
         raise PrefillError(f"{material.name}: the model gives scores that are no numbers; try --dtype float32")
     plan = equipment.plan(reference.outcome.readings)
-    flops = reference.contender.cost(reference.outcome).flops
+    cost = reference.contender.cost(reference.outcome)
     result = WorkloadResult(
         workload=material.name,
         made=material.made,
@@ -116,7 +116,7 @@ def compare(
     for entry in entries:
         own = None if entry is reference else full
         answers = _answers(entry, own, material.truths, temperature, result.notes)
-        result.methods.append(_measured(entry, seconds, flops, result, answers))
+        result.methods.append(_measured(entry, seconds, cost.flops, result, answers))
         if entry is reference and answers.accuracy_interval is not None:
             result.reference_able = answers.accuracy_interval[0] > 0.5
     unsteady = max((max(own) / min(own) for own in seconds.values() if min(own) > _MEASURABLE), default=1.0)
@@ -125,8 +125,8 @@ def compare(
             f"the machine was busy: a method took up to {unsteady:.1f} times as long in one round as in another, so "
             "the speeds say little"
         )
-    if flops is None:
-        result.notes.append("the cost model does not know this architecture, so no speedup is predicted")
+    if cost.unknown is not None:
+        result.notes.append(f"no speedup is predicted from operations: {cost.unknown}")
     return result
 
 
@@ -142,6 +142,8 @@ def _measured(
     speedup = Spread.of([first / second for first, second in zip(seconds[REFERENCE], own, strict=True)])
     spread = Spread.of(own)
     promised = None if cost.flops is None or reference_flops is None else reference_flops / cost.flops
+    if cost.unknown is not None and reference_flops is not None:
+        workload.notes.append(f"{name}: no speedup is predicted from operations: {cost.unknown}")
     ratio, table5 = entry.contender.predictions(outcome) or (None, None)
     fallbacks = Counter(
         each.method.removeprefix(FALLBACK) for each in outcome.readings if each.method.startswith(FALLBACK)

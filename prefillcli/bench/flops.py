@@ -12,10 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from prefillcli.errors import PrefillError
 from prefillcli.plan.plan import Plan
 from prefillcli.plan.trie import TokenArray
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
+
+
+class NoCostModel(PrefillError):
+    """The operations of this architecture cannot be counted. The message names the family and what is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +60,8 @@ class _Layer:
 def table5(config: Any, tokens: int, *, head_tokens: int | None = None) -> Flops:
     """Table 5 to the letter, for one prompt of `tokens`: every query with every key, the head over all tokens.
 
-    `head_tokens` puts the head to so many of them only. Batches multiply all parts alike. Raises ValueError for a
-    configuration with layers that are no attention.
+    `head_tokens` puts the head to so many of them only. Batches multiply all parts alike. Raises NoCostModel for a
+    configuration with layers other than attention, or without the usual sizes.
     """
     layers = _layers(config)
     return _flops(
@@ -69,7 +74,7 @@ def prefill_flops(config: Any, tokens: int, *, head_tokens: int = 1) -> Flops:
 
     Each query with itself and the keys before it, in sliding layers with at most `config.sliding_window` of them; the
     head for `head_tokens` tokens. Of a compressed prompt, `tokens` are the kept ones: their windows then hold no more
-    than is counted here. Raises ValueError as `table5` does.
+    than is counted here. Raises NoCostModel as `table5` does.
     """
     layers = _layers(config)
     return _flops(config, layers, tokens, [_pairs(0, tokens, layer.window) for layer in layers], head_tokens)
@@ -156,10 +161,15 @@ def _triangle(tokens: int, window: int | None) -> float:
 
 
 def _layers(config: Any) -> list[_Layer]:
-    heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    inputs = 2.0 * config.hidden_size * width * (heads + 2 * (groups or heads))
-    output, pair = 2.0 * config.hidden_size * width * heads, 4.0 * width * heads
+    heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
+    groups = _first(config, "num_key_value_heads") or heads
+    width = _first(config, "head_dim") or hidden // heads
+    inputs, output, pair = (
+        2.0 * hidden * width * (heads + 2 * groups),
+        2.0 * hidden * width * heads,
+        4.0 * width * heads,
+    )
+    _size(config, "vocab_size")
     return [
         _Layer(_mlp(config, number), inputs, output, pair, window) for number, window in enumerate(_windows(config))
     ]
@@ -167,24 +177,24 @@ def _layers(config: Any) -> list[_Layer]:
 
 def _windows(config: Any) -> list[int | None]:
     # Families without layer_types (mistral, mixtral, phi3) slide in every layer or in none.
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * _size(config, "num_hidden_layers")
     if strange := set(kinds) - _ATTENTION_LAYERS:
-        raise ValueError(f"no cost model for layers of type {', '.join(sorted(strange))}")
+        raise NoCostModel(f"{config.model_type} has layers of type {', '.join(sorted(strange))}")
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def _mlp(config: Any, layer: int) -> float:
     """Of one token: a dense MLP, or router, chosen experts and shared ones."""
-    hidden = int(config.hidden_size)
+    hidden = _size(config, "hidden_size")
     experts = _first(config, "num_local_experts", "num_experts", "n_routed_experts")
     if not experts or _is_dense(config, layer):
-        return 6.0 * hidden * int(config.intermediate_size)
+        return 6.0 * hidden * _size(config, "intermediate_size")
     width = _first(config, "moe_intermediate_size", "intermediate_size")
     gated = _first(config, "shared_expert_intermediate_size")  # qwen2_moe: one shared expert behind a gate of its own
     shared = gated or _first(config, "shared_intermediate_size") or _first(config, "n_shared_experts") * width
     router = experts + (1 if gated else 0)
-    return 2.0 * hidden * (router + 3 * (int(config.num_experts_per_tok) * width + shared))
+    return 2.0 * hidden * (router + 3 * (_size(config, "num_experts_per_tok") * width + shared))
 
 
 def _is_dense(config: Any, layer: int) -> bool:
@@ -197,6 +207,22 @@ def _is_dense(config: Any, layer: int) -> bool:
     return by_number or layer < _first(config, "first_k_dense_replace")
 
 
+def _size(config: Any, name: str) -> int:
+    """A setting that must be there. Raises NoCostModel."""
+    value = _first(config, name)
+    if not value:
+        raise NoCostModel(f"the configuration of {config.model_type} has no {name}")
+    return value
+
+
 def _first(config: Any, *names: str) -> int:
-    """The first of these settings that the configuration has and that is not 0 or None; else 0."""
-    return next((int(value) for name in names if (value := getattr(config, name, None))), 0)
+    """The first of these settings that the configuration has and that is not 0 or None; else 0.
+
+    Raises NoCostModel for one that is no number: some families give one for each layer.
+    """
+    for name in names:
+        if value := getattr(config, name, None):
+            if not isinstance(value, int):
+                raise NoCostModel(f"{name} of {config.model_type} is {value!r}, not one number")
+            return value
+    return 0

@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,10 @@ class ChildEnded(PrefillError):
     """The process ended before its task did, or was ended because it took too long."""
 
 
+class ChildFailed(Exception):
+    """The task raised what nobody foresaw: an error in a program, not a lack of memory. Its traceback is a note."""
+
+
 @dataclass(frozen=True, slots=True)
 class Subject:
     """What a child loads, and how it computes."""
@@ -46,8 +51,10 @@ class Subject:
 
 
 def in_child(task: Callable[..., None], *arguments: Any, timeout: float | None = None) -> Generator[Any, None, None]:
-    """What `task(send, *arguments)` sends, as it comes. Raises ChildEnded, or the PrefillError that ended the task.
+    """What `task(send, *arguments)` sends, as it comes.
 
+    Raises ChildEnded, the PrefillError that ended the task, ResourceError where that was a lack of memory, or
+    ChildFailed for any other error of the task.
     The process is gone when the iterator ends or is closed. `timeout` is in seconds, for the whole task.
     """
     context = multiprocessing.get_context("spawn")  # a fork of a process with torch's threads may hang
@@ -99,8 +106,12 @@ def _run(pipe: Connection, task: Callable[..., None], arguments: tuple[Any, ...]
     except PrefillError as error:
         pipe.send(("error", error))
     except Exception as error:
-        kind = ResourceError if out_of_memory(error) else ChildEnded
-        pipe.send(("error", kind(f"{type(error).__name__}: {brief(error)}")))
+        text = f"{type(error).__name__}: {brief(error)}"
+        told: Exception = ResourceError(text)
+        if not out_of_memory(error):
+            told = ChildFailed(text)
+            told.add_note(f"in the child process:\n{traceback.format_exc()}")
+        pipe.send(("error", told))
 
 
 def _why_ended(code: int | None) -> str:

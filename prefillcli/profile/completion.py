@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -19,11 +20,12 @@ from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
 from prefillcli.profile.children import Send, Subject, load_subject
-from prefillcli.profile.fits import fit_costs, fit_linear, mean_relative_error, pearson
+from prefillcli.profile.fits import fit_costs, fit_linear, mean_relative_error, pearson, relative_errors
 from prefillcli.profile.laws import attention_windows
 from prefillcli.profile.modes import dummy_prompt
 from prefillcli.profile.store import CompletionModel, CompletionPoint, features
 
+ATTEMPTS = 3  # at a fit that is good enough, each with more rounds
 CACHED = (0, 2, 4, 8)  # units of tokens whose K,V are held from the pack before
 COMPUTED = (1, 2, 4, 6)  # units of tokens to compute behind them
 ROUNDS = 3
@@ -34,10 +36,12 @@ _LONGEST_UNITS = max(CACHED) + max(COMPUTED)
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The median seconds of a pack, and what it is made of."""
+    """The least seconds of a pack over the rounds, and what it is made of."""
 
     features: tuple[float, float, float, float]
     seconds: float
+    slowest: float  # seconds of its slowest round
+    rounds: int
     input_tokens: int = 0  # of its one prompt; 0 for a pack of several
     cached_tokens: int = 0
     heldout: bool = False
@@ -52,13 +56,11 @@ class Budgeted:
 
 
 def time_packs(send: Send, subject: Subject, memory: int | None, target: float) -> None:
-    """In a child: sends the Budgeted, then a list of Timings.
+    """In a child: sends the Budgeted, then lists of Timings as `measure_packs` gives them.
 
     `memory` is the budget in bytes, None for what `prefill score` would take of the memory that is free.
     `target` is about how many seconds it may take.
     """
-    import torch
-
     from prefillcli.prefill.memory import FREE_SHARE, available_memory, choose_chunk, memory_law
     from prefillcli.prefill.walk import LayerWalk
 
@@ -70,36 +72,79 @@ def time_packs(send: Send, subject: Subject, memory: int | None, target: float) 
     send(Budgeted(budget, chunk))
     vocabulary, windows = int(files.config.vocab_size), attention_windows(files.config)
     walk = LayerWalk(model, chunk_tokens=chunk)
-
-    def run(pack: Pack) -> float:
-        begun = time.perf_counter()
-        for _ in walk.read_logits(pack):
-            pass
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - begun
-
+    run = partial(_timed, walk, device)
     most = min(files.max_length, int((budget - law.constant(chunk)) / (law.token + law.key_value * law.layers)))
     unit = choose_unit(partial(_first_seconds, run, vocabulary), most, target)
+    for timings in measure_packs(run, unit, vocabulary, windows):
+        send(timings)
+    walk.close()
+
+
+def _timed(walk: Any, device: Any, pack: Pack) -> float:
+    """Seconds of one pack through the walk."""
+    import torch
+
+    begun = time.perf_counter()
+    for _ in walk.read_logits(pack):
+        pass
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begun
+
+
+def measure_packs(
+    run: Callable[[Pack], float], unit: int, vocabulary: int, windows: Sequence[tuple[int | None, int]]
+) -> Iterator[list[Timing]]:
+    """The packs' timings after some rounds, then after more, for as many attempts as there are.
+
+    `run` gives the seconds of a pack. In every round all packs run one after the other, so that a disturbance hits
+    them all, and of each pack the fastest round counts: other programs only ever make it slower.
+    """
     groups = [grid_packs(cached * unit, unit, vocabulary) for cached in CACHED]
     extra = extra_packs(unit, vocabulary)
-    seconds: dict[tuple[int, int], list[float]] = {}
-    for _ in range(ROUNDS):
-        for number, packs in enumerate([*groups, *extra]):
-            for at, pack in enumerate(packs):
-                seconds.setdefault((number, at), []).append(run(pack))
-    timings = []
-    for number, packs in enumerate([*groups, *extra]):
-        for at, pack in enumerate(packs):
-            timing = partial(Timing, features(pack, windows), statistics.median(seconds[number, at]))
-            if number < len(groups):
-                inner = 0 < number < len(CACHED) - 1 and len(pack.tokens) in [n * unit for n in COMPUTED[1:-1]]
-                cached = pack.held_tokens
-                timings.append(timing(cached + len(pack.tokens), cached, heldout=inner and cached > 0))
-            else:
-                timings.append(timing(heldout=number == len(groups) + len(extra) - 1))
-    walk.close()
-    send(timings)
+    packs = [(number, pack) for number, group in enumerate([*groups, *extra]) for pack in group]
+    seconds: list[list[float]] = [[] for _ in packs]
+    for _ in range(ATTEMPTS):
+        for _ in range(ROUNDS):
+            for own, (_, pack) in zip(seconds, packs, strict=True):
+                own.append(run(pack))
+        timings = []
+        for own, (number, pack) in zip(seconds, packs, strict=True):
+            single = number < len(groups)
+            timings.append(
+                Timing(
+                    features(pack, windows),
+                    min(own),
+                    max(own),
+                    len(own),
+                    input_tokens=pack.held_tokens + len(pack.tokens) if single else 0,
+                    cached_tokens=pack.held_tokens if single else 0,
+                    heldout=_left_out(number, pack, unit) if single else number == packs[-1][0],
+                )
+            )
+        yield timings
+
+
+def _left_out(number: int, pack: Pack, unit: int) -> bool:
+    """Whether a pack of the grid is for checking alone: those in its middle, behind a cached prefix."""
+    inner = 0 < number < len(CACHED) - 1 and len(pack.tokens) in [units * unit for units in COMPUTED[1:-1]]
+    return inner and pack.held_tokens > 0
+
+
+def settle(
+    measured: Iterable[list[Timing]], windows: list[tuple[int | None, int]], tell: Callable[[str], None]
+) -> tuple[CompletionModel | None, str | None]:
+    """The first fit that is good enough to predict with; None and why, if none of `measured` gives one."""
+    why = None
+    for attempt, timings in enumerate(measured, start=1):
+        fit = fit_completion(timings, windows)
+        why = fit.weakness()
+        if why is None:
+            return fit, None
+        if attempt < ATTEMPTS:
+            tell(f"completion times: no fit yet, so all packs are timed again ({why})")
+        why = f"{why}; after {fit.rounds} rounds, of which the slowest took {fit.disturbance:.1f} times the fastest"
+    return None, why
 
 
 def choose_unit(first_seconds: Callable[[int], float], most: int, target: float) -> int:
@@ -173,6 +218,7 @@ def fit_completion(timings: Sequence[Timing], windows: list[tuple[int | None, in
 
     seconds = [each.seconds for each in grid]
     checked, new_seconds = [each for each in timings if each.heldout], [each.seconds for each in new]
+    errors = relative_errors([of_plan(e) for e in checked], [e.seconds for e in checked])
     return CompletionModel(
         base=base,
         per_input=per_input,
@@ -185,9 +231,10 @@ def fit_completion(timings: Sequence[Timing], windows: list[tuple[int | None, in
         )
         if new
         else None,
-        heldout_error_plan=mean_relative_error([of_plan(e) for e in checked], [e.seconds for e in checked])
-        if checked
-        else None,
+        heldout_error_plan=statistics.fmean(errors) if errors else None,
+        heldout_worst_plan=max(errors, default=None),
+        rounds=min(each.rounds for each in timings),
+        disturbance=statistics.median(each.slowest / each.seconds for each in timings),
         per_pack=costs[0],
         per_token=costs[1],
         per_read=costs[2],

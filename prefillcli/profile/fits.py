@@ -50,6 +50,11 @@ def pearson(x: Sequence[float], y: Sequence[float]) -> float:
     return float((a * b).sum()) / size if size else 0.0
 
 
+def relative_errors(predicted: Sequence[float], measured: Sequence[float]) -> list[float]:
+    """|predicted / measured - 1| of each."""
+    return [abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)]
+
+
 def mean_relative_error(predicted: Sequence[float], measured: Sequence[float]) -> float:
     """Mean of |predicted / measured - 1|."""
-    return statistics.fmean(abs(p / m - 1) for p, m in zip(predicted, measured, strict=True))
+    return statistics.fmean(relative_errors(predicted, measured))

@@ -60,7 +60,7 @@ def survey_input(settings: ProfileSettings, given: Input, profile: Profile) -> S
             opened,
             source,
             free=free,
-            profile=profile,
+            profile=profile if profile.completion is not None else None,
             price_per_hour=settings.price_per_hour,
             tick=progress.advance,
         )

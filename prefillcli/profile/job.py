@@ -55,9 +55,11 @@ def profile_job(settings: ProfileSettings) -> dict[str, Any]:
                 profile.survey = survey_input(settings, given, profile)
                 _save(profile, settings.output, clock.total)
         ended.status, ended.exit_code = "complete", 0
-        if not settings.quiet:
-            from prefillcli.profile.tables import print_profile
+        from prefillcli.profile.tables import print_no_completion, print_profile
 
+        if profile.no_completion is not None:
+            print_no_completion(profile)
+        if not settings.quiet:
             print_profile(profile)
             print(f"\nprefill: {settings.output}, {page_of(settings.output)}", file=sys.stderr)
     except BaseException as error:
@@ -109,7 +111,7 @@ def _measure(settings: ProfileSettings, given: Input | None) -> Profile:
             print(f"prefill: {text}", file=sys.stderr, flush=True)
 
     tell("completion times")
-    budget, chunk, completion = _completion(settings, subject, files)
+    budget, chunk, completion, no_completion = _completion(settings, subject, files, tell)
     subject = replace(subject, chunk_tokens=chunk)
     profile = Profile(
         model=hash_model(files.path),
@@ -122,6 +124,7 @@ def _measure(settings: ProfileSettings, given: Input | None) -> Profile:
         chunk_tokens=chunk,
         max_model_tokens=files.max_length,
         completion=completion,
+        no_completion=no_completion,
         settings=settings.model_dump(mode="json"),
         versions=versions(),
     )
@@ -138,17 +141,18 @@ def _check_names(option: str, given: Iterable[str], known: Mapping[str, object])
             raise UsageError(f"{option} {name!r} does not exist{nearest(name, known)}\nthere are {', '.join(known)}")
 
 
-def _completion(settings: ProfileSettings, subject: Any, files: Any) -> tuple[int, int, CompletionModel]:
-    """The budget, the chunk, and the model of completion times."""
+def _completion(
+    settings: ProfileSettings, subject: Any, files: Any, tell: Callable[[str], None]
+) -> tuple[int, int, CompletionModel | None, str | None]:
+    """The budget, the chunk, and the model of completion times or why there is none."""
     from prefillcli.profile.children import in_child
-    from prefillcli.profile.completion import fit_completion, time_packs
+    from prefillcli.profile.completion import settle, time_packs
     from prefillcli.profile.laws import attention_windows
 
     memory = parse_size(settings.memory) if settings.memory else None
     with closing(in_child(time_packs, subject, memory, settings.fit_seconds)) as found:
         budgeted = next(found)
-        timings = next(found)
-    return budgeted.budget, budgeted.chunk_tokens, fit_completion(timings, attention_windows(files.config))
+        return budgeted.budget, budgeted.chunk_tokens, *settle(found, attention_windows(files.config), tell)
 
 
 def _modes(names: tuple[str, ...], search: Any) -> Iterator[ModeResult]:
@@ -167,6 +171,9 @@ def _replays(
     from prefillcli.replay.workloads import WORKLOADS
 
     if "none" in settings.replay:
+        return
+    if profile.completion is None:
+        profile.notes.append("no replay: there are no completion times to replay requests with")
         return
     law = memory_law(files.config, files.dtype)
     cache = settings.cache_tokens
@@ -233,8 +240,10 @@ def _summary(ended: _Ended, settings: ProfileSettings, seconds: float) -> dict[s
                 each.mode: {"predicted_tokens": each.predicted_tokens, "max_tokens": each.max_tokens}
                 for each in profile.modes
             },
-            "pearson": round(profile.completion.pearson, 4),
+            "pearson": None if profile.completion is None else round(profile.completion.pearson, 4),
         }
+        if profile.no_completion is not None:
+            line["no_completion"] = profile.no_completion
         if profile.survey is not None:
             plan = profile.survey.plan
             line |= {

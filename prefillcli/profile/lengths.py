@@ -7,12 +7,13 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from prefillcli.bench.flops import prefill_flops
+from prefillcli.bench.flops import NoCostModel, prefill_flops
 from prefillcli.errors import PrefillError, ResourceError
 from prefillcli.prefill.model import ModelFiles
-from prefillcli.profile.children import ChildEnded, Subject, confirm, in_child, measure, trace
+from prefillcli.profile.children import ChildEnded, ChildFailed, Subject, confirm, in_child, measure, trace
 from prefillcli.profile.fits import fit_line
 from prefillcli.profile.laws import Law, mode_law
+from prefillcli.profile.modes import OF_TRANSFORMERS
 from prefillcli.profile.store import Confirmation, MemoryPoint, ModeResult, Trace
 
 TRIES = 3
@@ -42,15 +43,18 @@ class Search:
     tell: Tell
 
     def work(self, tokens: int) -> float:
-        """What a prompt has to compute, in any unit: FLOPs, or for an unknown architecture tokens squared."""
+        """What a prompt has to compute, in any unit: FLOPs, or where they cannot be counted tokens squared."""
         try:
             return prefill_flops(self.files.config, tokens).total
-        except ValueError:
+        except NoCostModel:
             return float(tokens) ** 2
 
 
 def profile_mode(mode: str, search: Search) -> ModeResult:
-    """Fit, predict and confirm one mode. What fails is in its notes; no PrefillError is raised."""
+    """Fit, predict and confirm one mode. What fails is in its notes; no PrefillError is raised.
+
+    Raises ChildFailed for an error in the layer walk: only transformers may fail on an architecture.
+    """
     chunk = search.subject.chunk_tokens
     law = mode_law(mode, search.files.config, search.files.dtype, chunk)
     result = ModeResult(mode=mode, law_base=law.base, law_token=law.token, law_terms=dict(law.terms))
@@ -59,17 +63,27 @@ def profile_mode(mode: str, search: Search) -> ModeResult:
         result.notes.append("the budget does not even hold short prompts in this mode")
         return result
     try:
-        for point in _short_runs(mode, lengths, search):
+        _run(result, lengths, search)
+    except ChildFailed as error:
+        if mode not in OF_TRANSFORMERS:
+            raise
+        result.notes.append(f"transformers fails on this model in this mode: {error}")
+    return result
+
+
+def _run(result: ModeResult, lengths: Sequence[int], search: Search) -> None:
+    """The short runs, the line through them, the confirming run."""
+    try:
+        for point in _short_runs(result.mode, lengths, search):
             result.points.append(point)
-            search.tell(f"{mode}: {point.tokens:,} tokens, {point.peak_bytes / 2**20:,.0f} MiB")
+            search.tell(f"{result.mode}: {point.tokens:,} tokens, {point.peak_bytes / 2**20:,.0f} MiB")
     except PrefillError as error:
         result.notes.append(f"the short runs ended early: {error}")
     if len(result.points) < 2:
-        return result
+        return
     _predict(result, search)
     if search.confirm_seconds and result.predicted_tokens:
         _confirm(result, search)
-    return result
 
 
 def probe_lengths(law: Law, budget: int, longest: int, chunk: int) -> list[int]:

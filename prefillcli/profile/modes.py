@@ -26,6 +26,9 @@ MODES = {
     "hybrid": "the layer walk in chunks, in place, as `prefill score` does it",
 }
 
+#: Modes that run transformers' own forward, which may fail in its own ways on some architecture.
+OF_TRANSFORMERS = ("full", "chunked")
+
 #: Called with the number of tokens that a step advanced by; it may raise.
 Tick = Callable[[float], None]
 
@@ -39,7 +42,7 @@ class Prefill:
     chunk_tokens: int
 
     def __call__(self, prompt: TokenArray, tick: Tick = lambda tokens: None) -> Tensor:
-        if self.mode in ("full", "chunked"):
+        if self.mode in OF_TRANSFORMERS:
             return self._forward(prompt, tick)
         return self._walk(prompt, tick)
 

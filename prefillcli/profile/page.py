@@ -16,6 +16,7 @@ from prefillcli.profile.tables import (
     law_table,
     length_table,
     mebibytes,
+    no_times,
     remarks,
     replay_lines,
     replay_table,
@@ -44,7 +45,7 @@ def memory_chart(profile: Profile) -> Chart | None:
 
 def completion_chart(profile: Profile) -> Chart | None:
     """Seconds over input tokens: points as measured (hollow: not used for the fit), a fitted line for each prefix."""
-    points = profile.completion.points
+    points = [] if profile.completion is None else profile.completion.points
     if not points:
         return None
     top = max(max(p.seconds, p.predicted) for p in points)
@@ -125,15 +126,16 @@ def to_html(profile: Profile) -> str:
         memory=memory_chart(profile),
         completion=completion_chart(profile),
         trace_tokens=profile.traces[0].tokens if profile.traces else 0,
+        no_times=None if profile.no_completion is None else no_times(profile),
         tables=[
             ("Longest prompts", length_table(profile)),
             ("Memory for each token", law_table(profile)),
-            ("Completion times", completion_table(profile)),
+            *([("Completion times", completion_table(profile))] if profile.completion is not None else []),
         ],
         laws=[(each.mode, terms(each)) for each in profile.modes],
         survey=survey_view(profile.survey) if profile.survey is not None else None,
         replays=[replay_view(each) for each in profile.replays],
-        longest_timed=max((point.input_tokens for point in profile.completion.points), default=0),
+        longest_timed=max((point.input_tokens for point in profile.times.points), default=0) if profile.replays else 0,
         plot=plot,
         settings={name: value for name, value in profile.settings.items() if value not in (None, [], False)},
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import json
 from collections.abc import Iterable
+from importlib.metadata import version
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
@@ -18,6 +19,13 @@ from prefillcli.replay.results import Replay
 from prefillcli.report.survey import Survey
 
 SCHEMA_VERSION = 1
+
+#: What a fit of completion times must reach before anything is predicted with it (docs/profile.md says why).
+LEAST_PEARSON = 0.9
+MOST_MEAN_ERROR = 0.25
+MOST_ERROR = 0.75
+
+_SAME_MEMORY = 0.05  # kernels of one machine count its memory a little differently
 
 
 class MemoryPoint(BaseModel):
@@ -78,7 +86,7 @@ class CompletionPoint(BaseModel):
 
     input_tokens: int
     cached_tokens: int
-    seconds: float  # median of the rounds
+    seconds: float  # least of the rounds
     predicted: float  # by the linear fit
     heldout: bool = False  # not used for the fits
 
@@ -99,6 +107,9 @@ class CompletionModel(BaseModel):
     heldout_error: float | None = None  # mean relative error of the linear fit on points it has not seen
     heldout_error_proxy: float | None = None
     heldout_error_plan: float | None = None
+    heldout_worst_plan: float | None = None  # the largest such error; None in older files
+    rounds: int | None = None  # in which every pack was timed; None in older files
+    disturbance: float | None = None  # median over the packs of the slowest round over the fastest
 
     per_pack: float
     per_token: float
@@ -106,6 +117,19 @@ class CompletionModel(BaseModel):
     per_pair: float
     windows: list[tuple[int | None, int]]  # sliding window (or none), and how many layers attend through it
     points: list[CompletionPoint] = Field(default_factory=list)
+
+    def weakness(self) -> str | None:
+        """Why nothing may be predicted with this fit; None for one that may be used."""
+        found = []
+        if not self.pearson >= LEAST_PEARSON:
+            found.append(f"the linear fit has Pearson r {self.pearson:.2f}, and {LEAST_PEARSON} is the least")
+        for error, most, kind in (
+            (self.heldout_error_plan, MOST_MEAN_ERROR, "mean"),
+            (self.heldout_worst_plan, MOST_ERROR, "largest"),
+        ):
+            if error is not None and not error <= most:
+                found.append(f"on packs left out its {kind} error is {error:.0%}, and {most:.0%} is the most")
+        return "; ".join(found) or None
 
     def seconds(self, plan: Plan) -> float:
         """Predicted seconds of the model over `plan`, reading and writing not counted."""
@@ -163,7 +187,8 @@ class Profile(BaseModel):
     max_model_tokens: int  # the model's own limit
     modes: list[ModeResult] = Field(default_factory=list)
     traces: list[Trace] = Field(default_factory=list)
-    completion: CompletionModel
+    completion: CompletionModel | None = None  # None where no fit was good enough to predict with
+    no_completion: str | None = None  # then why
     replays: list[Replay] = Field(default_factory=list)
     survey: Survey | None = None  # of the input, where one was given
     notes: list[str] = Field(default_factory=list)
@@ -173,7 +198,10 @@ class Profile(BaseModel):
 
     @classmethod
     def load(cls, path: str) -> Profile | None:
-        """The profile at a path or URL; None if there is none. Raises UsageError for a file that is no profile."""
+        """The profile at a path or URL; None if there is none. Raises UsageError for a file that is no profile.
+
+        A fit that is too weak is left out, and the replays that were made with it, whoever stored them.
+        """
         folder, slash, name = path.rpartition("/")
         try:
             with open_store(folder or slash or ".").read(name) as file:
@@ -183,13 +211,21 @@ class Profile(BaseModel):
         except OSError as error:
             raise UsageError(f"{path}: cannot read the profile: {error.strerror or error}") from None
         try:
-            version = json.loads(text).get("schema_version")
-            if version != SCHEMA_VERSION:
-                raise UsageError(f"{path}: a profile of version {version!r}, not {SCHEMA_VERSION}; make it anew")
-            return cls.model_validate_json(text)
-        except (ValueError, AttributeError) as error:
-            what = f"{error.errors()[0]['loc']}" if isinstance(error, ValidationError) else "not JSON"
-            raise UsageError(f"{path}: this is no profile ({what}); make one with prefill profile") from None
+            content = json.loads(text)
+        except ValueError:  # also of bytes that are no text
+            content = None
+        if not isinstance(content, dict):
+            raise UsageError(f"{path}: this is no profile (not JSON); make one with prefill profile")
+        if (number := content.get("schema_version")) != SCHEMA_VERSION:
+            raise UsageError(f"{path}: a profile of version {number!r}, not {SCHEMA_VERSION}; make it anew")
+        try:
+            profile = cls.model_validate_json(text)
+        except ValidationError as error:
+            where = ".".join(map(str, error.errors()[0]["loc"]))
+            raise UsageError(f"{path}: this is no profile ({where}); make one with prefill profile") from None
+        if profile.completion is not None and (why := profile.completion.weakness()) is not None:
+            profile.completion, profile.no_completion, profile.replays = None, why, []
+        return profile
 
     def mismatch(self, model_hash: str, dtype: Any, device: Any) -> str | None:
         """Why the profile says nothing of this model here and now; None if it applies.
@@ -197,31 +233,43 @@ class Profile(BaseModel):
         `dtype` and `device` are torch's own or their names.
         """
         name, kind = str(dtype).removeprefix("torch."), str(device).partition(":")[0]
+        torch_now, torch_then = version("torch"), self.versions.get("torch")
         if model_hash != self.model:
             return f"it was made for another model ({self.model_name})"
         if name != self.dtype:
             return f"it was made with dtype {self.dtype}, not {name}"
         if kind != self.device.partition(":")[0]:
             return f"it was made on {self.device}, not {kind}"
+        if torch_then not in (None, torch_now):
+            return f"it was made with torch {torch_then}, not {torch_now}"
         now, then = this_machine(str(device)), self.machine
         if kind != "cpu":
             return None if now.gpu == then.gpu else f"it was made on another device ({then.gpu}, not {now.gpu})"
         if now.cpu != then.cpu or now.cores != then.cores:
             return f"it was made on another machine ({then.cpu}, {then.cores} cores)"
+        if abs(now.memory_bytes - then.memory_bytes) > _SAME_MEMORY * then.memory_bytes:
+            return f"it was made on another machine ({then.memory_bytes / 2**30:.1f} GiB of memory)"
         if now.threads != then.threads:
             return f"it was made with {then.threads} threads, not {now.threads}"
         return None
 
+    @property
+    def times(self) -> CompletionModel:
+        """The fit of completion times. Raises ValueError where there is none: `find_profile` gives no such profile."""
+        if self.completion is None:
+            raise ValueError(f"no completion times: {self.no_completion}")
+        return self.completion
+
     def seconds(self, plan: Plan) -> float:
         """Predicted seconds of the model over `plan`."""
-        return self.completion.seconds(plan)
+        return self.times.seconds(plan)
 
     def tokens_within(self, seconds: float, *, most: int) -> int:
         """Tokens, 1 to `most`, that the model computes in this time: of one prompt, or of as long ones as it takes."""
-        longest = self.max_model_tokens
+        longest, times = self.max_model_tokens, self.times
 
         def taken(tokens: int) -> float:
-            return self.completion.request_seconds(min(tokens, longest)) * max(1.0, tokens / longest)
+            return times.request_seconds(min(tokens, longest)) * max(1.0, tokens / longest)
 
         return bisect.bisect_right(range(2, most + 1), seconds, key=taken) + 1
 

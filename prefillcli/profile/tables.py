@@ -67,8 +67,10 @@ def law_table(profile: Profile) -> TableRows:
 
 
 def completion_table(profile: Profile) -> TableRows:
-    """Header and one row for each model of completion times."""
+    """Header and one row for each model of completion times; nothing where none is good enough."""
     model = profile.completion
+    if model is None:
+        return []
     linear = f"{_time(model.base)} + {_time(model.per_input)} input {_time(model.per_cached, '+')} cached"
     parts = {"pack": model.per_pack, "token": model.per_token, "prompt": model.per_read, "pair": model.per_pair}
     costs = ", ".join(f"{_time(value)}/{name}" for name, value in parts.items())
@@ -152,6 +154,21 @@ def _count(number: int | None) -> str:
 
 def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
+
+
+def no_times(profile: Profile) -> str:
+    """What is to be said where no fit was good enough."""
+    return (
+        f"no completion times: {profile.no_completion}. Other programs probably took the machine's time. Nothing is "
+        "predicted from this profile, neither the end of a run nor its cost, and nothing was replayed; run prefill "
+        "profile again when the machine is quiet"
+    )
+
+
+def print_no_completion(profile: Profile) -> None:
+    """Say in red that nothing can be predicted."""
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    console.print(f"prefill: warning: {no_times(profile)}", style="bold red")
 
 
 def print_profile(profile: Profile) -> None:

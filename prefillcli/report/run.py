@@ -137,6 +137,7 @@ class RunReport(BaseModel):
     tokens: Tokens = Field(default_factory=Tokens)
     seconds: Seconds = Field(default_factory=Seconds)
     predicted_seconds: float | None = None  # of the model, for the packs that ran, by a profile
+    no_prediction: str | None = None  # why no profile predicted
     rows_per_second: float = 0.0
     tokens_per_second: float = 0.0
     peak_memory_bytes: PeakMemory = Field(default_factory=PeakMemory)

@@ -10,9 +10,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from prefillcli.bench import contenders as contenders_module
 from prefillcli.bench.contenders import Alone, Equipment, Hybrid, Plain, SpecPrefill
 from prefillcli.bench.contest import compare, contenders, label_shares
 from prefillcli.bench.flops import (
+    NoCostModel,
     answer_flops,
     predicted_speedup,
     prefill_flops,
@@ -127,6 +129,31 @@ def test_predictions_are_the_formulas(stage: tuple[Equipment, Material], result:
     assert by_name["random@0.3"].predicted.ratio == pytest.approx(1 / 0.3)
     assert by_name["hf"].predicted.ratio is None
     assert by_name["hybrid"].predicted.flops == by_name["hybrid"].speedup.median == 1
+
+
+def test_only_an_architecture_without_cost_model_lacks_predictions(
+    monkeypatch: pytest.MonkeyPatch, stage: tuple[Equipment, Material]
+) -> None:
+    equipment, material = stage
+
+    def fails(error: Exception) -> None:
+        def walk_flops(config: object, plan: object) -> float:
+            raise error
+
+        monkeypatch.setattr(contenders_module, "walk_flops", walk_flops)
+
+    def compared() -> WorkloadResult:
+        methods = [Hybrid("hybrid", equipment)]
+        return compare(material, methods, equipment, rounds=1, temperature=1.0, tell=lambda name, seconds: None)
+
+    fails(NoCostModel("mamba has layers of type state_space"))
+    found = compared()
+    assert found.notes == ["no speedup is predicted from operations: mamba has layers of type state_space"]
+    assert found.methods[0].predicted.flops is None
+    for error in (TypeError("a bug"), AttributeError("a bug"), ValueError("a bug")):
+        fails(error)
+        with pytest.raises(type(error), match="a bug"):
+            compared()
 
 
 @pytest.mark.parametrize("lookahead", [1, 8])

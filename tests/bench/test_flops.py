@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from transformers import LlamaConfig, MixtralConfig, Qwen3Config, Qwen3NextConfi
 
 from prefillcli.bench.flops import (
     Flops,
+    NoCostModel,
     plain_flops,
     predicted_speedup,
     prefill_flops,
@@ -155,8 +158,22 @@ def test_experts_of_mixtral_and_dense_qwen3_by_hand() -> None:
 
 
 def test_layers_without_attention_have_no_cost_model() -> None:
-    with pytest.raises(ValueError, match="linear_attention"):
+    with pytest.raises(NoCostModel, match="qwen3_next has layers of type linear_attention"):
         prefill_flops(Qwen3NextConfig(), 10)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"intermediate_size": None}, "the configuration of llama has no intermediate_size"),
+        ({"intermediate_size": [96, 128]}, r"intermediate_size of llama is \[96, 128\], not one number"),
+        ({"num_hidden_layers": None}, "llama has no num_hidden_layers"),
+    ],
+)
+def test_sizes_that_are_no_numbers_are_named(change: dict[str, object], said: str) -> None:
+    config = SimpleNamespace(**{**make_config("llama").to_dict(), **change})
+    with pytest.raises(NoCostModel, match=said):
+        prefill_flops(config, 10)
 
 
 def test_predicted_speedup_is_what_the_parts_say() -> None:

@@ -9,6 +9,7 @@ from prefillcli.profile.store import Confirmation, MemoryPoint, ModeResult, Prof
 from prefillcli.replay.replay import replay
 from prefillcli.replay.results import Replay
 from prefillcli.replay.workloads import WORKLOADS
+from prefillcli.report.run import versions
 from prefillcli.report.survey import (
     Bin,
     KeepCost,
@@ -24,7 +25,15 @@ from prefillcli.report.survey import (
 
 def made_profile(**changes: object) -> Profile:
     timings = [
-        Timing((1.0, new, 1.0, 2 * new * (cached + new / 2)), 0.01 + 0.001 * new, cached + new, cached, new == 200)
+        Timing(
+            features=(1.0, new, 1.0, 2 * new * (cached + new / 2)),
+            seconds=0.01 + 0.001 * new,
+            slowest=0.02 + 0.002 * new,
+            rounds=3,
+            input_tokens=cached + new,
+            cached_tokens=cached,
+            heldout=new == 200,
+        )
         for cached in (0, 400)
         for new in (100, 200, 400)
     ]
@@ -65,7 +74,7 @@ def made_profile(**changes: object) -> Profile:
         ],
         "completion": fit_completion(timings, [(None, 2)]),
         "settings": {"model": "<models>/judge & co", "mode": ["full", "hybrid"]},
-        "versions": {"torch": "2"},
+        "versions": versions(),
     }
     return Profile(**{**fields, **changes})
 

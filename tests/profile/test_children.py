@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from prefillcli.errors import PrefillError, UsageError
-from prefillcli.profile.children import ChildEnded, Subject, confirm, in_child
+from prefillcli.errors import ResourceError, UsageError
+from prefillcli.profile.children import ChildEnded, ChildFailed, Subject, confirm, in_child
 from tests.score.models import save_model
 
 MIB = 1 << 20
@@ -28,6 +28,8 @@ def end_badly(send, how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "usage":
         raise UsageError("no such thing")
+    if how == "memory":
+        raise MemoryError
     if how == "value":
         raise ValueError("three is no even number")
     time.sleep(60)
@@ -42,13 +44,16 @@ def test_what_a_task_sends_comes_in_order() -> None:
     [
         ("signal", ChildEnded, "ended by signal 9"),
         ("usage", UsageError, "no such thing"),
-        ("value", ChildEnded, "ValueError: three is no even number"),
+        ("memory", ResourceError, "MemoryError"),
+        ("value", ChildFailed, "ValueError: three is no even number"),
     ],
 )
-def test_how_a_task_ends_is_told(how: str, kind: type[PrefillError], said: str) -> None:
+def test_how_a_task_ends_is_told(how: str, kind: type[Exception], said: str) -> None:
     found = []
-    with pytest.raises(kind, match=said):
+    with pytest.raises(kind, match=said) as ended:
         found.extend(in_child(end_badly, how))
+    if kind is ChildFailed:  # an error in a program: the traceback says where
+        assert "in end_badly" in "".join(ended.value.__notes__)
 
 
 def test_a_task_that_takes_too_long_is_ended() -> None:

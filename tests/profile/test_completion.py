@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
+from prefillcli.plan.pack import Pack
 from prefillcli.profile.completion import (
+    ATTEMPTS,
     CACHED,
     COMPUTED,
+    ROUNDS,
     Timing,
     choose_unit,
     extra_packs,
     fit_completion,
     grid_packs,
+    measure_packs,
+    settle,
 )
-from prefillcli.profile.store import features
+from prefillcli.profile.store import CompletionModel, features
 
 WINDOWS = [(None, 3)]
 
@@ -45,7 +52,7 @@ def made_timings(noise: float = 0.0) -> list[Timing]:
         parts = features(pack, WINDOWS)
         seconds = float(np.dot(parts, (0.004, 2e-4, 1e-4, 1e-8))) * (1 + noise * rng.standard_normal())
         tokens = (pack.held_tokens + len(pack.tokens), pack.held_tokens) if single else (0, 0)
-        timings.append(Timing(parts, seconds, *tokens, heldout=number % 5 == 3))
+        timings.append(Timing(parts, seconds, 2 * seconds, 3, *tokens, heldout=number % 5 == 3))
     return timings
 
 
@@ -72,3 +79,63 @@ def test_the_unit_follows_from_the_speed_and_from_what_fits() -> None:
     assert 90 * slow < fast < 110 * slow
     assert choose_unit(lambda n: n / 50_000, 1400, 60.0) == 100
     assert choose_unit(lambda n: n / 50_000, -5, 60.0) == 4
+
+
+class Clock:
+    """Stands in for a machine: a pack takes what it must, times what other programs do in this round."""
+
+    def __init__(self, disturbance: Callable[[int], float]) -> None:
+        self._disturbance = disturbance
+        self.runs = 0
+
+    def __call__(self, pack: Pack) -> float:
+        self.runs += 1
+        return float(np.dot(features(pack, WINDOWS), (0.004, 2e-4, 1e-4, 1e-8))) * self._disturbance(self.runs)
+
+
+def settled(clock: Clock) -> tuple[CompletionModel | None, str | None, list[str]]:
+    told: list[str] = []
+    return *settle(measure_packs(clock, 100, 5000, WINDOWS), WINDOWS, told.append), told
+
+
+PACKS = sum(len(COMPUTED) + (cached > 0) for cached in CACHED) + 4
+
+
+def test_a_quiet_machine_is_timed_once() -> None:
+    clock = Clock(lambda run: 1.0)
+    fit, why, told = settled(clock)
+    assert fit is not None
+    assert (clock.runs, fit.rounds, why, told) == (ROUNDS * PACKS, ROUNDS, None, [])
+    assert fit.heldout_worst_plan == pytest.approx(0, abs=1e-3)
+    assert fit.disturbance == pytest.approx(1)
+
+
+def test_rounds_that_others_disturbed_do_not_count() -> None:
+    rng = np.random.default_rng(0)
+    clock = Clock(lambda run: float(np.exp(abs(rng.normal(0, 2)))) if run % (2 * PACKS) < PACKS else 1.0)
+    fit, _, told = settled(clock)  # every other round is quiet
+    assert fit is not None
+    assert told == []
+    assert (fit.per_pack, fit.per_token) == pytest.approx((0.004, 2e-4), rel=0.1)
+    assert fit.disturbance > 2
+
+
+def test_a_busy_machine_is_timed_again() -> None:
+    rng = np.random.default_rng(0)
+    clock = Clock(lambda run: float(np.exp(abs(rng.normal(0, 2)))) if run <= ROUNDS * PACKS else 1.0)
+    fit, why, told = settled(clock)
+    assert fit is not None
+    assert (fit.rounds, why) == (2 * ROUNDS, None)
+    assert len(told) == 1
+    assert "timed again" in told[0]
+
+
+def test_a_machine_that_stays_busy_gives_no_fit() -> None:
+    rng = np.random.default_rng(0)
+    clock = Clock(lambda run: float(np.exp(rng.normal(0, 3))))
+    fit, why, told = settled(clock)
+    assert fit is None
+    assert clock.runs == ATTEMPTS * ROUNDS * PACKS
+    assert f"after {ATTEMPTS * ROUNDS} rounds" in str(why)
+    assert "error is" in str(why)
+    assert len(told) == ATTEMPTS - 1

@@ -28,7 +28,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
     def completion(*_: object) -> object:
         done.append("completion")
-        return 64 << 20, 64, made.completion
+        return 64 << 20, 64, made.completion, None
 
     monkeypatch.setattr(job, "_completion", completion)
     monkeypatch.setattr(job, "_modes", lambda *_: done.append("modes") or made.modes)
@@ -146,3 +146,19 @@ def test_a_damaged_input_costs_no_measurements(model: Path, monkeypatch: pytest.
     assert (line["exit_code"], line["status"], line["output"]) == (1, "failed", "profile.json")
     assert load().modes
     assert load().survey is None
+
+
+def test_without_a_fit_nothing_is_predicted_and_that_is_told(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "_completion", lambda *_: (64 << 20, 64, None, "Pearson r 0.50"))
+    source = write_jsonl("in.jsonl", [{"prompt": text} for text in texts(4)])
+    done = prefill("profile", "--quiet", source, "-m", model, "--price-per-hour", 3)
+    line = last_line(done.stdout)
+    assert (line["exit_code"], line["pearson"], line["no_completion"]) == (0, None, "Pearson r 0.50")
+    assert (line["predicted_seconds"], line["predicted_price"]) == (None, None)
+    assert "warning: no completion times: Pearson r 0.50" in done.stderr
+    found = load()
+    assert (found.completion, found.no_completion, found.replays) == (None, "Pearson r 0.50", [])
+    assert found.modes
+    page = Path("profile.html").read_text()
+    assert "Nothing is predicted from this profile" in page
+    assert "Completion times" not in page

@@ -12,7 +12,7 @@ from prefillcli.bench.models import random_llama
 from prefillcli.prefill.model import read_model_files
 from prefillcli.profile import lengths as module
 from prefillcli.profile.budget import enforced, out_of_memory
-from prefillcli.profile.children import ChildEnded, Subject, in_child, prepare
+from prefillcli.profile.children import ChildEnded, ChildFailed, Subject, in_child, prepare
 from prefillcli.profile.laws import Law, mode_law
 from prefillcli.profile.lengths import MARGIN, Search, confirming_run, probe_lengths, profile_mode, thinned
 from prefillcli.profile.store import Confirmation, MemoryPoint, ModeResult, TracePoint
@@ -216,3 +216,17 @@ def test_full_fails_in_the_budget_of_hybrid_at_a_quarter_of_the_length(profiled)
     refused = confirming_run("full", hybrid.max_tokens // 4, search, 60.0)
     assert not refused.fits
     assert "memory" in refused.reason
+
+
+def test_an_error_in_the_walk_is_no_prompt_that_does_not_fit(monkeypatch: pytest.MonkeyPatch, search: Search) -> None:
+    def failing(task, subject, mode, *arguments, timeout=None):
+        if task is module.confirm:
+            raise ChildFailed("TypeError: no such argument")
+        yield MemoryPoint(tokens=arguments[0], peak_bytes=5 * MIB + 40_000 * arguments[0], seconds=1.0)
+
+    monkeypatch.setattr(module, "in_child", failing)
+    with pytest.raises(ChildFailed, match="no such argument"):
+        profile_mode("hybrid", search)
+    found = profile_mode("full", search)  # transformers' own forward may fail on an architecture
+    assert found.confirmations == []
+    assert found.notes == ["transformers fails on this model in this mode: TypeError: no such argument"]

@@ -66,9 +66,31 @@ def test_it_does_not_apply_elsewhere() -> None:
         ({"cpu": "Z80"}, "another machine (Z80"),
         ({"cores": 999}, "999 cores"),
         ({"threads": 77}, "77"),
+        ({"memory_bytes": profile.machine.memory_bytes * 2}, "GiB of memory"),
     ):
         other = made_profile(machine=profile.machine.model_copy(update=change))
         assert said in str(other.mismatch("0123abcd", "float32", "cpu"))
+    other = made_profile(versions={"torch": "1.0"})
+    assert "torch 1.0, not" in str(other.mismatch("0123abcd", "float32", "cpu"))
+
+
+def test_a_fit_that_is_none_is_not_read(tmp_path: Path) -> None:
+    good = made_profile()
+    good.replays = made_replays(good)
+    for change, said in (
+        ({"pearson": 0.5}, "Pearson r 0.50"),
+        ({"heldout_error_plan": 3.0}, "mean error is 300%"),
+        ({"heldout_worst_plan": 0.8}, "largest error is 80%"),
+    ):
+        weak = good.model_copy(update={"completion": good.times.model_copy(update=change)})
+        (tmp_path / "profile.json").write_text(weak.model_dump_json())
+        found = Profile.load(str(tmp_path / "profile.json"))
+        assert found is not None
+        assert (found.completion, found.replays) == (None, [])
+        assert said in str(found.no_completion)
+        assert found.modes == good.modes
+        with pytest.raises(ValueError, match="no completion times"):
+            found.tokens_within(1.0, most=10)
 
 
 def test_tokens_within_a_time_are_the_most_that_it_allows() -> None:

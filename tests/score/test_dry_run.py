@@ -208,18 +208,37 @@ def test_a_resumed_run_predicts_what_it_does_itself(model: Path) -> None:
     assert read_report()["predicted_seconds"] is None
 
 
+WEAK = {
+    "base": 0, "per_input": 0, "per_cached": 0, "pearson": 0.5, "pearson_proxy": 0.5, "heldout_error_plan": 3.0,
+    "per_pack": PER_PACK, "per_token": PER_TOKEN, "per_read": 0, "per_pair": 0, "windows": [(None, 2)],
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("changes", "why"), [({"dtype": "bfloat16"}, "bfloat16"), ({"model": "other"}, "another model")]
+    ("changes", "why"),
+    [
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"model": "other"}, "another model"),
+        ({"completion": CompletionModel(**WEAK)}, "Pearson r 0.50"),
+        ({"completion": None, "no_completion": "it was too busy"}, "it was too busy"),
+    ],
 )
-def test_a_profile_of_something_else_predicts_nothing(changes: dict[str, str], why: str, model: Path) -> None:
+def test_a_profile_of_something_else_or_with_a_bad_fit_predicts_nothing(
+    changes: dict[str, Any], why: str, model: Path
+) -> None:
     source = write_parquet("in.parquet", prompt=texts(3))
+    unmeasured = dry_run(source, model)["survey"]["limits"]["pack_tokens"]
     save_profile(model, **changes)
     report = dry_run(source, model)
+    assert report["survey"]["limits"]["pack_tokens"] == unmeasured  # nor does it size packs
     assert why in report["no_prediction"]
     assert chosen(report["survey"]["plans"])["seconds"] is None
     done = prefill("score", source, "-m", model)
-    assert (done.exit_code, read_report("in.scores.run.json")["predicted_seconds"]) == (0, None)
-    assert "profile" not in done.stderr
+    ran = read_report("in.scores.run.json")
+    assert (done.exit_code, ran["predicted_seconds"]) == (0, None)
+    assert why in ran["no_prediction"]
+    assert "prefill: no prediction: profile.json" in done.stderr
+    assert prefill("score", source, "-m", model, "--overwrite", "--quiet").stderr == ""
     named = prefill("score", source, "-m", model, "--profile", "profile.json", "--overwrite")
     assert named.exit_code == 0
     assert why in named.stderr
