@@ -25,6 +25,14 @@ class OutputConflictError(PrefillError):
     exit_code = 4
 
 
+class OutputDamagedError(OutputConflictError):
+    """The output is not what its job wrote."""
+
+
+class DamagedFileError(PrefillError):
+    """A file is not as it was written. The message says why, for a caller that names the file."""
+
+
 class ResourceError(PrefillError):
     """Out of a resource: memory, disk, device or lock."""
 

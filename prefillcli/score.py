@@ -160,6 +160,7 @@ class _ScoreJob:
             return Sink.open(
                 output,
                 fingerprint=self.report.fingerprint,
+                selection={name: getattr(settings, name) for name in ("limit", "sample", "seed")},
                 resume=settings.resume,
                 overwrite=settings.overwrite,
                 label_names=labels.names,
@@ -187,7 +188,10 @@ class _ScoreJob:
         audit = None
         if settings.audit:
             audit = AuditDraw(settings.audit, source.selection(), source.count())
-        coming = Ahead(windows(source, builder, labels, id_column=settings.id_column, skip=sink.finished))
+        ended: list[int] = []
+        coming = Ahead(
+            windows(source, builder, labels, id_column=settings.id_column, skip=sink.finished, ended=ended.append)
+        )
         forecast = self.forecast
         progress = Progress(
             source.selected_rows,
@@ -223,7 +227,7 @@ class _ScoreJob:
                     )
                 scorer.score(window)
             with clock.phase("write"):
-                sink.finish()
+                sink.finish(*ended)
 
     def _report_audit(self, sink: Sink, labels: Labels) -> None:
         """Sum up what compression did to the rows that were read both ways."""

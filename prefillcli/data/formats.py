@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import datetime
-import io
 import json
 import math
 from collections.abc import Callable, Collection, Iterable
@@ -13,22 +12,34 @@ from typing import IO, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from prefillcli.data.seals import UNSEALED, Digesting, seal
 
-def write_parquet(file: IO[bytes], schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
-    """Write the tables, whose columns are those of `schema`, as one Parquet file."""
-    with pq.ParquetWriter(file, schema) as writer:
+
+def write_parquet(
+    file: IO[bytes], schema: pa.Schema, tables: Iterable[pa.Table], *, compression: str = "snappy"
+) -> str:
+    """Write the tables, whose columns are those of `schema`, as one sealed Parquet file with page checksums.
+
+    `file` is open for writing and reading. Returns the file's digest (`seals.digest_of`).
+    """
+    digesting = Digesting(file)
+    with pq.ParquetWriter(digesting, schema, compression=compression, write_page_checksum=True) as writer:
         for table in tables:
             writer.write_table(table.cast(schema))
+        writer.add_key_value_metadata(UNSEALED)
+    seal(file, digesting.digest())
+    return digesting.digest()
 
 
 def write_jsonl(
     file: IO[bytes], tables: Iterable[pa.Table], *, json_columns: Collection[str], codec: str | None
-) -> None:
-    """Write the tables as JSON Lines, compressed by `codec` if given.
+) -> str:
+    """Write the tables as JSON Lines, compressed by `codec` if given; returns the digest of the file.
 
     The values of `json_columns` are JSON already. Numbers that JSON does not have (NaN, infinity) are null.
     """
-    stream: Any = file if codec is None else pa.CompressedOutputStream(_LeftOpen(file), codec)
+    digesting = Digesting(file)
+    stream: Any = digesting if codec is None else pa.CompressedOutputStream(digesting, codec)
     for table in tables:
         names = [json.dumps(name) for name in table.column_names]
         columns = [
@@ -39,19 +50,7 @@ def write_jsonl(
         stream.write("".join(form % values for values in zip(*columns, strict=True)).encode())
     if codec is not None:
         stream.close()
-
-
-class _LeftOpen(io.RawIOBase):
-    """A file for a stream that would close it."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        return self._file.write(data)
+    return digesting.digest()
 
 
 def _as_they_are(texts: list[str | None]) -> list[str]:

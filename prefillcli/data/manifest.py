@@ -10,65 +10,100 @@ from typing import Any, Literal
 
 from prefillcli.data.counts import Counts
 from prefillcli.data.store import Store
-from prefillcli.errors import PrefillError
+from prefillcli.errors import DamagedFileError, OutputConflictError
 
 NAME = "manifest.json"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
-def digest(fingerprint: dict[str, str]) -> str:
-    """One digest of all parts of a job's fingerprint."""
-    return hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()
+@dataclass(frozen=True)
+class Job:
+    """Which job an output belongs to, and what it takes to find that out again."""
 
+    fingerprint: dict[str, str]
+    """Digest of every part of the job: input, model, tokenizer, template, labels, settings."""
+    selection: dict[str, Any] = field(default_factory=dict)
+    """The options `limit`, `sample` and `seed`: which rows of the input were taken."""
+    id_name: str | None = None
+    """The column with the ids; None where rows go by their number."""
 
-def differing(mine: dict[str, str], other: dict[str, str]) -> list[str]:
-    """The parts in which two jobs differ, in the order of `mine`."""
-    return [part for part in dict.fromkeys([*mine, *other]) if mine.get(part) != other.get(part)]
+    @property
+    def digest(self) -> str:
+        """One digest of all parts of the fingerprint."""
+        return hashlib.sha256(json.dumps(self.fingerprint, sort_keys=True).encode()).hexdigest()
+
+    def differing(self, other: Job) -> list[str]:
+        """The parts in which two jobs differ, in the order of this one."""
+        mine, others = self.fingerprint, other.fingerprint
+        return [part for part in dict.fromkeys([*mine, *others]) if mine.get(part) != others.get(part)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Its content for a file that belongs to the job."""
+        return {"schema_version": SCHEMA_VERSION, "digest": self.digest, **asdict(self)}
+
+    @classmethod
+    def of_json(cls, content: dict[str, Any]) -> Job:
+        """The job of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
+        job = cls(dict(content["fingerprint"]), dict(content["selection"]), content["id_name"])
+        if content["schema_version"] != SCHEMA_VERSION or content["digest"] != job.digest:
+            raise ValueError("another version, or another digest")
+        return job
 
 
 @dataclass
 class Manifest:
     """The content of `manifest.json`."""
 
-    fingerprint: dict[str, str]
-    """Digest of every part of the job: input, model, tokenizer, template, labels, settings."""
+    job: Job
     plan: dict[str, Any]
     """What the job wants back when it goes on; anything that JSON holds."""
     state: Literal["running", "complete"] = "running"
     counts: Counts | None = None
     """Set when complete."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Set when complete: the output's files by name, with their digests (`seals.digest_of`)."""
     created: str = field(default_factory=lambda: _now())
+    updated: str = field(default_factory=lambda: _now())
 
     def save(self, store: Store) -> None:
         """Write it, whole."""
-        content = {
-            "schema_version": SCHEMA_VERSION,
-            "digest": digest(self.fingerprint),
-            **asdict(self),
-            "updated": _now(),
-        }
-        store.put_bytes(NAME, json.dumps(content, indent=1).encode())
+        self.updated = _now()
+        content = json.loads(json.dumps({**asdict(self), **self.job.to_json()}))
+        del content["job"]
+        store.put_bytes(NAME, json.dumps({**content, "checksum": _checksum(content)}, indent=1).encode())
 
     @classmethod
     def load(cls, store: Store) -> Manifest | None:
-        """The manifest of a work folder; None if there is none. Raises PrefillError if it cannot be used."""
+        """The manifest of a work folder; None if there is none.
+
+        Raises DamagedFileError if it is not as it was written, OutputConflictError if another version wrote it.
+        """
         try:
             with store.read(NAME) as file:
                 content = json.load(file)
+            checksum = content.pop("checksum", None)
+            version = content["schema_version"]
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
-            raise PrefillError(f"cannot read {store.location}/{NAME}: {error}\nremove the folder") from None
+        except (OSError, ValueError, AttributeError, TypeError, KeyError):
+            raise DamagedFileError("it cannot be read") from None
+        if checksum != _checksum(content) and (checksum is not None or version == SCHEMA_VERSION):
+            raise DamagedFileError("it is not what was written")
+        if version != SCHEMA_VERSION:
+            raise OutputConflictError(
+                f"{store.location} was written by another version of prefill\n"
+                "finish the job with that version, or start over with --overwrite"
+            )
         try:
-            if content["schema_version"] != SCHEMA_VERSION:
-                raise PrefillError(
-                    f"{store.location} was written by another version of prefill\n"
-                    "finish the job with that version, or remove the folder"
-                )
             counts = content["counts"] and Counts.of_json(content["counts"])
-            return cls(content["fingerprint"], content["plan"], content["state"], counts, content["created"])
-        except (KeyError, TypeError):
-            raise PrefillError(f"{store.location}/{NAME} is no manifest\nremove the folder") from None
+            rest = {name: content[name] for name in ("plan", "state", "files", "created", "updated")}
+            return cls(Job.of_json(content), counts=counts, **rest)
+        except (KeyError, TypeError, ValueError):
+            raise DamagedFileError("it is no manifest") from None
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _now() -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import io
 import json
 import re
@@ -14,25 +16,56 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefillcli.data.counts import Counts
-from prefillcli.data.json_columns import kinds_of
+from prefillcli.data.formats import write_parquet
+from prefillcli.data.manifest import Job
 from prefillcli.data.rows import Float64Array, Int64Array, RowError, Scored, Window
+from prefillcli.data.seals import require_seal
 from prefillcli.data.store import Store
 from prefillcli.data.tallies import ROW
+from prefillcli.errors import DamagedFileError, PrefillError, brief
 
 _METADATA = b"prefillcli"
 _NAME = re.compile(r"part-(\d{6,})-(\d{6,})\.parquet")
 
 
+@dataclass(frozen=True)
+class WindowRows:
+    """What must be the same when a window is read again, and what its parts must hold together."""
+
+    count: int
+    first: int
+    last: int
+    digest: str
+    """SHA-256 of all its row numbers, as little-endian 64-bit integers."""
+
+    @classmethod
+    def of(cls, rows: Int64Array) -> WindowRows:
+        """Of ascending row numbers; at least one."""
+        digest = hashlib.sha256(np.ascontiguousarray(rows, "<i8").tobytes()).hexdigest()
+        return cls(len(rows), int(rows[0]), int(rows[-1]), digest)
+
+
 @dataclass
 class PartInfo:
-    """What a part's footer says of it."""
+    """What a part says of itself."""
 
+    job: Job
+    plan: dict[str, Any]
+    """The job's plan when the part was written."""
+    sequence: int
+    """How many parts the job had written before."""
     window: int
-    window_rows: tuple[int, int, int]
-    """Number of rows of the window, its first and its last row number."""
+    number: int
+    """The part's number in its window."""
+    window_rows: WindowRows
     counts: Counts
     kinds: dict[str, str] = field(default_factory=dict)
     """Of every JSON column which kinds of values it holds (see json_columns)."""
+
+    @property
+    def name(self) -> str:
+        """The file name that the part must have."""
+        return part_name(self.window, self.number)
 
 
 def part_name(window: int, number: int) -> str:
@@ -40,15 +73,9 @@ def part_name(window: int, number: int) -> str:
     return f"part-{window:06d}-{number:06d}.parquet"
 
 
-def parse_part_name(name: str) -> tuple[int, int] | None:
-    """Window and number of a part; None for any other file."""
-    match = _NAME.fullmatch(name)
-    return None if match is None else (int(match[1]), int(match[2]))
-
-
-def window_rows(window: Window) -> tuple[int, int, int]:
-    """What must be the same when a window is read again: number of rows, first and last."""
-    return len(window.rows), int(window.rows[0]), int(window.rows[-1])
+def is_part(name: str) -> bool:
+    """Whether a file of a work folder is a part by its name."""
+    return _NAME.fullmatch(name) is not None
 
 
 def result_schema(label_names: Sequence[str], audit: bool = False) -> pa.Schema:
@@ -135,41 +162,41 @@ def make_rows(
     )
 
 
-def write_part(
-    store: Store, window: Window, number: int, rows: pa.Table, json_columns: Sequence[str], counts: Counts
-) -> PartInfo:
-    """Write rows of a window as its part `number`. `counts` are theirs."""
-    info = PartInfo(window.index, window_rows(window), counts)
-    info.kinds = {name: kinds_of(rows[name]) for name in json_columns}
+def write_part(store: Store, info: PartInfo, rows: pa.Table) -> None:
+    """Write rows of a window as a part."""
     buffer = io.BytesIO()
-    metadata = {_METADATA: json.dumps(asdict(info)).encode()}
-    pq.write_table(rows.replace_schema_metadata(metadata), buffer, compression="lz4")
-    store.put_bytes(part_name(window.index, number), buffer.getvalue())
-    return info
+    metadata = {_METADATA: json.dumps({**asdict(info), "job": info.job.to_json()}).encode()}
+    write_parquet(buffer, rows.schema.with_metadata(metadata), [rows], compression="lz4")
+    store.put_bytes(info.name, buffer.getvalue())
 
 
-def read_info(store: Store, name: str) -> PartInfo | None:
-    """What a part says of itself; None if the file is damaged."""
+def read_part(store: Store, name: str, columns: Sequence[str] | None = None) -> tuple[PartInfo, pa.Table]:
+    """What a part says of itself, and its rows.
+
+    Raises DamagedFileError if the part is not as it was written, or is another part than its name says; PrefillError
+    if it cannot be read now.
+    """
     try:
         with store.read(name) as file:
-            content = json.loads(pq.read_schema(file).metadata[_METADATA])
-        first, second, third = content["window_rows"]
-        return PartInfo(content["window"], (first, second, third), Counts.of_json(content["counts"]), content["kinds"])
-    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def read_rows(store: Store, name: str) -> pa.Table:
-    """The rows of a part."""
-    with store.read(name) as file:
-        return pq.read_table(file).replace_schema_metadata(None)
-
-
-def read_row_numbers(store: Store, name: str) -> Int64Array:
-    """The numbers of the rows in a part."""
-    with store.read(name) as file:
-        numbers: Int64Array = pq.read_table(file, columns=[ROW])[ROW].to_numpy()
-    return numbers
+            data = io.BytesIO(file.read())
+    except Exception as error:  # the clients of object stores raise what they like
+        kind = DamagedFileError if getattr(error, "errno", None) == errno.EIO else PrefillError
+        raise kind(f"cannot read {store.location}/{name}: {brief(error)}") from error
+    try:
+        require_seal(data)
+        table = pq.read_table(data, columns=columns, page_checksum_verification=True)
+        content = json.loads(table.schema.metadata[_METADATA])
+        content["job"] = Job.of_json(content["job"])
+        content["window_rows"] = WindowRows(**content["window_rows"])
+        content["counts"] = Counts.of_json(content["counts"])
+        info = PartInfo(**content)
+    except DamagedFileError as error:
+        raise DamagedFileError(f"{store.location}/{name} is damaged: {error}") from None
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedFileError(f"{store.location}/{name} is damaged: {brief(error)}") from None
+    if info.name != name:
+        raise DamagedFileError(f"{store.location}/{name} is a copy of {info.name}")
+    return info, table.replace_schema_metadata(None)
 
 
 def _softmax(logits: Float64Array) -> Float64Array:

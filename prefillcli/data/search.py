@@ -9,7 +9,7 @@ from typing import cast
 
 from prefillcli.data.labels import Labels
 from prefillcli.data.prompts import PromptBuilder
-from prefillcli.data.rows import RowBatch, Window
+from prefillcli.data.rows import Int64Array, RowBatch, Window
 from prefillcli.data.source import Source
 from prefillcli.data.windows import windows
 from prefillcli.errors import UsageError
@@ -53,7 +53,7 @@ class _Search:
         self._id_column = id_column
         self._json = source.kind == "jsonl"
 
-    def goes_on(self, window: int) -> bool:
+    def goes_on(self, window: int, rows: Int64Array) -> bool:
         """Whether the row is in none of the batches so far, and so not in this window, which has just been read."""
         return self.row is None
 

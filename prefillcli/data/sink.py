@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,16 +13,31 @@ import pyarrow as pa
 from prefillcli.data import parts
 from prefillcli.data.counts import Counts
 from prefillcli.data.formats import write_jsonl, write_parquet
-from prefillcli.data.json_columns import type_for, typed_column
-from prefillcli.data.manifest import Manifest, differing, digest
-from prefillcli.data.rows import RowError, Scored, Window
+from prefillcli.data.json_columns import kinds_of, type_for, typed_column
+from prefillcli.data.locks import Lock
+from prefillcli.data.manifest import Job, Manifest
+from prefillcli.data.parts import WindowRows
+from prefillcli.data.publication import publication, settle
+from prefillcli.data.resuming import decide, proven_parts, require_undamaged
+from prefillcli.data.rows import Int64Array, RowError, Scored, Window
 from prefillcli.data.tallies import ROW
-from prefillcli.data.target import METADATA, Target
-from prefillcli.errors import OutputConflictError, OutputExistsError, PrefillError, UsageError
-
-log = logging.getLogger(__name__)
+from prefillcli.data.target import METADATA, Published, Target
+from prefillcli.errors import DamagedFileError, OutputConflictError, PrefillError, UsageError
 
 _ROW_COLUMN = "row"
+
+
+class _WindowParts:
+    """The parts of one window."""
+
+    def __init__(self, rows: WindowRows) -> None:
+        self.rows = rows
+        self.numbers: list[int] = []
+        self.written = 0
+
+    @property
+    def whole(self) -> bool:
+        return self.written == self.rows.count
 
 
 class Sink:
@@ -37,10 +51,9 @@ class Sink:
         self,
         target: Target,
         manifest: Manifest,
-        release: Callable[[], None],
+        lock: Lock,
         *,
         label_names: Sequence[str],
-        id_name: str | None,
         jsonl_input: bool,
         carried: pa.Schema,
         audit: bool,
@@ -50,19 +63,19 @@ class Sink:
         """Of all rows that are safe on disk, those of earlier attempts included."""
         self.seconds = 0.0
         """Time spent writing so far."""
+        self.work = target.work
+        """The work folder."""
         self._target = target
-        self._work = target.work
         self._manifest = manifest
-        self._release = release
+        self._lock = lock
         self._labels = tuple(label_names)
-        self._id = id_name
+        self._id = manifest.job.id_name
         self._jsonl_input = jsonl_input
         self._carried = carried
         self._audit = audit
         self._truth = truth
-        self._parts: dict[int, list[int]] = {}
-        self._sizes: dict[int, tuple[int, int, int]] = {}
-        self._written: dict[int, int] = {}
+        self._windows: dict[int, _WindowParts] = {}
+        self._sequence = 0
         self._kinds: dict[str, set[str]] = {}
         self._current: tuple[int, set[int]] = (-1, set())
 
@@ -72,6 +85,7 @@ class Sink:
         output: str,
         *,
         fingerprint: dict[str, str],
+        selection: dict[str, Any],
         resume: bool,
         overwrite: bool,
         label_names: Sequence[str],
@@ -83,24 +97,27 @@ class Sink:
     ) -> Sink:
         """Begin the job's output, or go on with it.
 
-        `carried` is the schema of the id and the kept columns (`Source.carried_schema`). With an `audit` the output
-        has its columns; `truth` is the carried column with the right answers. Raises UsageError for an unknown
-        ending, a clash of column names, or if the job's own output exists and neither flag is
-        given; OutputConflictError if it is another job's; ResourceError if another process is at it.
+        `selection` are the options that say which rows of the input are taken, `carried` is the schema of the id and
+        the kept columns (`Source.carried_schema`). With an `audit` the output has its columns; `truth` is the carried
+        column with the right answers. Raises UsageError for an unknown ending, a clash of column names, or if the
+        job's own output exists and neither flag is given; OutputConflictError if it is another job's, or damaged;
+        ResourceError if another process is at it.
         """
         target = Target.parse(output)
         carried = carried if carried is not None else pa.schema([])
         check_columns(carried.names, label_names, id_name, audit, truth)
-        _decide(target, fingerprint, resume, overwrite)  # a refusal leaves no trace
-        release = target.work.lock()
+        job = Job(fingerprint, selection, id_name)
+        found = decide(target, job, resume, overwrite, quiet=True)  # a refusal leaves no trace
+        if found is not None and found.state == "complete":
+            require_undamaged(target, found)
+        lock = target.work.lock()
         try:
-            found = _decide(target, fingerprint, resume, overwrite)
+            found = decide(target, job, resume, overwrite)
             sink = cls(
                 target,
-                found or Manifest(fingerprint, {}),
-                release,
+                found or Manifest(job, {}),
+                lock,
                 label_names=label_names,
-                id_name=id_name,
                 jsonl_input=jsonl_input,
                 carried=carried,
                 audit=audit,
@@ -108,7 +125,7 @@ class Sink:
             )
             sink._begin(fresh=found is None)
         except BaseException:
-            release()
+            lock.release()
             raise
         return sink
 
@@ -120,8 +137,7 @@ class Sink:
 
     def close(self) -> None:
         """Give the lock back. What was written stays."""
-        release, self._release = self._release, lambda: None
-        release()
+        self._lock.release()
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -131,7 +147,7 @@ class Sink:
     @plan.setter
     def plan(self, plan: dict[str, Any]) -> None:
         self._manifest.plan = plan
-        self._manifest.save(self._work)
+        self._manifest.save(self.work)
 
     @property
     def complete(self) -> bool:
@@ -142,14 +158,23 @@ class Sink:
         """Numbers of the rows of a window that are in its parts."""
         if self._current[0] != window:
             rows: set[int] = set()
-            for number in self._parts.get(window, ()):
-                rows.update(parts.read_row_numbers(self._work, parts.part_name(window, number)).tolist())
+            if window in self._windows:
+                rows.update(self._rows_of(window, [ROW])[ROW].to_pylist())
             self._current = (window, rows)
         return set(self._current[1])
 
-    def finished(self, window: int) -> bool:
-        """Whether every row of a window is in its parts; for `windows(skip=...)`."""
-        return self.complete or (window in self._sizes and self._written[window] == self._sizes[window][0])
+    def finished(self, window: int, rows: Int64Array) -> bool:
+        """Whether every row of a window is in its parts; for `windows(skip=...)`.
+
+        Raises OutputConflictError if the parts are of other rows than the input's window.
+        """
+        if self.complete:
+            return True
+        found = self._windows.get(window)
+        if found is None:
+            return False
+        self._require_same(found, window, rows)
+        return found.whole
 
     def write(
         self, window: Window, results: Sequence[Scored], errors: dict[int, RowError], *, temperature: float
@@ -157,112 +182,122 @@ class Sink:
         """Write rows of a window as one part, safe on disk when this returns.
 
         The window's own error rows come with its first part. Rows that are written already are left out;
-        when the output is complete, that is all of them.
+        when the output is complete, that is all of them. Raises OutputBusyError if the lock was taken away.
         """
         if self.complete:
             return
         started = time.perf_counter()
-        size = parts.window_rows(window)
-        if self._sizes.setdefault(window.index, size) != size:
-            raise OutputConflictError(
-                f"{self._work.location} holds other rows for window {window.index} than the input has now\n"
-                "start over with --overwrite"
-            )
+        found = self._windows.get(window.index)
+        if found is not None:
+            self._require_same(found, window.index, window.rows)
         done = self.done(window.index)
         results = [scored for scored in results if scored.row not in done]
         errors = {row: error for row, error in (window.errors | errors).items() if row not in done}
         if results or errors:
+            self._lock.check()
             rows = parts.make_rows(window, results, errors, self._labels, temperature, self._audit)
-            number = max(self._parts.get(window.index, [-1])) + 1
-            json_columns = window.carried.column_names if self._jsonl_input else ()
-            counts = self._count(Counts(), rows)
-            self._register(parts.write_part(self._work, window, number, rows, json_columns, counts), number)
+            info = parts.PartInfo(
+                job=self._manifest.job,
+                plan=self.plan,
+                sequence=self._sequence,
+                window=window.index,
+                number=max(found.numbers, default=-1) + 1 if found else 0,
+                window_rows=WindowRows.of(window.rows) if found is None else found.rows,
+                counts=self._count(Counts(), rows),
+                kinds={name: kinds_of(rows[name]) for name in window.carried.column_names}
+                if self._jsonl_input
+                else {},
+            )
+            parts.write_part(self.work, info, rows)
+            self._register(info)
             self._carried = window.carried.schema
             self._current[1].update(rows[ROW].to_pylist())
         self.seconds += time.perf_counter() - started
 
-    def finish(self, windows: int | None = None) -> None:
+    def finish(self, windows: int) -> None:
         """Make the output of the parts, rows in the order of the input; then remove the parts.
 
-        `windows` is the number of windows of the input, if the caller counted them. Raises PrefillError if
-        rows are missing.
+        `windows` is the number of windows of the input. Raises PrefillError if rows are missing or a part is damaged.
         """
         if self.complete:
             return
         started = time.perf_counter()
         self._require_all_rows(windows)
+        self._lock.check()
         final = Counts()
-        if self._target.kind == "directory":
-            self._write_directory(final)
-        else:
-            with self._target.store.create(self._target.name) as file:
-                if self._target.kind == "parquet":
-                    write_parquet(file, self._schema(), self._tables(final))
-                else:
-                    names = self._carried.names if self._jsonl_input else ()
-                    write_jsonl(file, self._tables(final), json_columns=names, codec=self._target.codec)
+        self._manifest.files = self._write_output(final)
         self.counts = final
         self._manifest.state = "complete"
         self._manifest.counts = final
-        self._manifest.save(self._work)
+        self._manifest.save(self.work)
         self._delete_parts()
         self.seconds += time.perf_counter() - started
 
     def _begin(self, *, fresh: bool) -> None:
-        self._work.clean(lambda name: True)
+        self.work.clean(lambda name: True)
+        settle(self._target)
         self._target.store.clean(self._target.is_ours)
         if fresh:
             self._delete_parts()
-            self._manifest.save(self._work)
+            self._manifest.save(self.work)
         elif self.complete:
             self._delete_parts()
             self.counts = self._manifest.counts or self._target.count(self._id)
         else:
-            for name in self._work.names():
-                self._load(name)
+            for info in proven_parts(self.work, self._manifest.job):
+                self._register(info)
 
-    def _load(self, name: str) -> None:
-        place = parts.parse_part_name(name)
-        if place is None:
-            return
-        info = parts.read_info(self._work, name)
-        if info is None:
-            log.warning("%s/%s is damaged: its rows are scored again", self._work.location, name)
-            self._work.delete(name)
-        else:
-            self._register(info, place[1])
-
-    def _register(self, info: parts.PartInfo, number: int) -> None:
-        self._parts.setdefault(info.window, []).append(number)
-        self._sizes[info.window] = info.window_rows
-        self._written[info.window] = self._written.get(info.window, 0) + info.counts.total
+    def _register(self, info: parts.PartInfo) -> None:
+        window = self._windows.setdefault(info.window, _WindowParts(info.window_rows))
+        window.numbers.append(info.number)
+        window.written += info.counts.total
+        self._sequence = max(self._sequence, info.sequence + 1)
         self.counts.add(info.counts)
         for name, kinds in info.kinds.items():
             self._kinds.setdefault(name, set()).update(kinds)
 
     def _delete_parts(self) -> None:
-        for name in self._work.names():
-            if parts.parse_part_name(name) is not None:
-                self._work.delete(name)
+        for name in filter(parts.is_part, self.work.names()):
+            self.work.delete(name)
 
-    def _require_all_rows(self, windows: int | None) -> None:
-        expected = range(len(self._sizes) if windows is None else windows)
+    def _require_same(self, found: _WindowParts, window: int, rows: Int64Array) -> None:
+        if found.rows != WindowRows.of(rows):
+            raise OutputConflictError(
+                f"{self.work.location} holds other rows for window {window} than the input has now\n"
+                "start over with --overwrite"
+            )
+
+    def _require_all_rows(self, windows: int) -> None:
         last = -1
-        for window in expected:
-            size, low, high = self._sizes.get(window, (-1, 0, 0))
-            if self._written.get(window) != size or low <= last:
+        for window in range(max(windows, max(self._windows, default=-1) + 1)):
+            found = self._windows.get(window)
+            if found is None or not found.whole or found.rows.first <= last or window >= windows:
                 raise PrefillError(
-                    f"{self._work.location}: rows of window {window} are missing or doubled\n"
+                    f"{self.work.location}: rows of window {window} are missing or doubled\n"
                     "run again with --resume; if this stays, with --overwrite"
                 )
-            last = high
+            last = found.rows.last
+
+    def _rows_of(self, window: int, columns: Sequence[str] | None = None) -> pa.Table:
+        """The rows in the parts of a window. Raises DamagedFileError if a part is damaged by now."""
+        numbers = self._windows[window].numbers
+        try:
+            return pa.concat_tables(
+                [parts.read_part(self.work, parts.part_name(window, number), columns)[1] for number in numbers]
+            )
+        except DamagedFileError as error:
+            raise DamagedFileError(f"{error}\nrun again with --resume: its rows are scored again") from None
 
     def _tables(self, counts: Counts) -> Iterator[pa.Table]:
-        """The output, window by window, counted on the way."""
-        for window in sorted(self._parts):
-            names = [parts.part_name(window, number) for number in self._parts[window]]
-            rows = pa.concat_tables([parts.read_rows(self._work, name) for name in names])
+        """The output, window by window, counted on the way; the rows of each are exactly those of the input."""
+        for window in sorted(self._windows):
+            rows = self._rows_of(window)
             rows = rows.take(pa.array(np.argsort(rows[ROW].to_numpy(), kind="stable")))
+            if WindowRows.of(rows[ROW].to_numpy()) != self._windows[window].rows:
+                raise PrefillError(
+                    f"{self.work.location}: the parts of window {window} do not hold its rows\n"
+                    "start over with --overwrite"
+                )
             self._count(counts, rows)
             yield self._output(rows)
 
@@ -288,25 +323,31 @@ class Sink:
             carried.insert(0, pa.field(_ROW_COLUMN, pa.int64()))
         else:
             carried.sort(key=lambda field: field.name != self._id)
-        text = json.dumps({"schema_version": 1, "digest": digest(self._manifest.fingerprint)})
+        text = json.dumps(self._manifest.job.to_json())
         return pa.schema(
             [*carried, *parts.result_schema(self._labels, self._audit)], metadata={METADATA: text.encode()}
         )
 
-    def _write_directory(self, counts: Counts) -> None:
-        store = self._target.store
-        names = []
-        for number, table in enumerate(self._tables(counts)):
-            names.append(f"part-{number:05d}.parquet")
-            with store.create(names[-1]) as file:
-                write_parquet(file, self._schema(), [table])
-        if not names:
-            names.append("part-00000.parquet")
-            with store.create(names[0]) as file:
-                write_parquet(file, self._schema(), [])
-        for name in filter(self._target.is_ours, store.names()):
-            if name not in names:
-                store.delete(name)
+    def _write_output(self, counts: Counts) -> dict[str, str]:
+        """The output's files by name, with their digests."""
+        target = self._target
+        if target.kind == "directory":
+            return self._write_directory(counts)
+        with target.store.create(target.name) as file:
+            if target.kind == "parquet":
+                return {target.name: write_parquet(file, self._schema(), self._tables(counts))}
+            names = self._carried.names if self._jsonl_input else ()
+            return {target.name: write_jsonl(file, self._tables(counts), json_columns=names, codec=target.codec)}
+
+    def _write_directory(self, counts: Counts) -> dict[str, str]:
+        output, files = publication(self._target), {}
+        tables: Iterable[pa.Table] = self._tables(counts) if self._windows else [self._schema().empty_table()]
+        for number, table in enumerate(tables):
+            name = f"part-{number:05d}.parquet"
+            with output.create(name) as file:
+                files[name] = write_parquet(file, self._schema(), [table])
+        output.publish(Published(self._manifest.job, files))
+        return files
 
 
 def check_columns(
@@ -322,33 +363,3 @@ def check_columns(
         if name in taken:
             option = {truth: "--truth", id_name: "--id-column"}.get(name, "--keep-columns")
             raise UsageError(f"{option} {name}: the output has a column {name} already\nrename it in the input")
-
-
-def _decide(target: Target, fingerprint: dict[str, str], resume: bool, overwrite: bool) -> Manifest | None:
-    """The manifest to go on with; None to begin. Raises if what is there must not be touched."""
-    if overwrite:
-        return None
-    exists = target.exists()
-    manifest = Manifest.load(target.work)
-    begun = any(parts.parse_part_name(name) for name in target.work.names())
-    if manifest is None or (manifest.state == "complete" and not exists):
-        if not exists:
-            return None
-        if target.digest() != digest(fingerprint):
-            raise OutputConflictError(
-                f"{target.path} exists and was not written by this job\n"
-                "choose another --output, or replace it with --overwrite"
-            )
-        manifest = Manifest(fingerprint, {}, "complete")
-    different = differing(fingerprint, manifest.fingerprint)
-    if not different and resume:
-        return manifest
-    if not exists and not begun:
-        return None
-    if different:
-        raise OutputConflictError(
-            f"{target.path} belongs to another job: different {', '.join(different)}\n"
-            "choose another --output, or replace it with --overwrite"
-        )
-    state = "is complete" if manifest.state == "complete" else "is there in part"
-    raise OutputExistsError(f"{target.path} {state}\ngo on with --resume, or replace it with --overwrite")

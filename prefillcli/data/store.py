@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -11,9 +10,9 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import IO, Any, Protocol
 
 from prefillcli.data.filesystems import filesystem_of, is_local
-from prefillcli.errors import OutputBusyError, PrefillError, ResourceError
+from prefillcli.data.locks import LOCK, FileLock, Lock, ObjectLock
+from prefillcli.errors import PrefillError, ResourceError
 
-LOCK = "lock"
 _TEMPORARY = ".prefill-tmp"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -26,11 +25,17 @@ class Store(Protocol):
     def names(self) -> list[str]:
         """Names of the files in it, sorted; none if the folder does not exist."""
 
+    def find(self, into: Callable[[str], bool]) -> list[str]:
+        """Paths of the files in it and in those of its folders whose names `into` accepts, relative to it, sorted."""
+
     def read(self, name: str) -> IO[bytes]:
         """A file, open for reading. Raises FileNotFoundError."""
 
     def create(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        """A file to write; it appears (and replaces an older one) when the block ends without exception."""
+        """A file to write and read back; it appears (and replaces an older one) when the block ends without exception.
+
+        Folders in `name` are made.
+        """
 
     def put_bytes(self, name: str, data: bytes) -> None:
         """Write a whole file."""
@@ -41,8 +46,8 @@ class Store(Protocol):
     def clean(self, ours: Callable[[str], bool]) -> None:
         """Remove what killed runs left of half-written files whose name is `ours`."""
 
-    def lock(self) -> Callable[[], None]:
-        """Keep other processes out; the result gives the lock back. Raises ResourceError if one is in."""
+    def lock(self) -> Lock:
+        """Keep other processes out. Raises OutputBusyError if one is in."""
 
 
 def open_store(url: str) -> Store:
@@ -60,27 +65,38 @@ class LocalStore:
         self.location = location
 
     def names(self) -> list[str]:
-        with _using(self.location):
+        with using(self.location):
             try:
                 return sorted(name for name in os.listdir(self.location) if not name.endswith(_TEMPORARY))
             except FileNotFoundError:
                 return []
+
+    def find(self, into: Callable[[str], bool]) -> list[str]:
+        found = []
+        with using(self.location):
+            for folder, folders, names in os.walk(self.location):
+                folders[:] = filter(into, folders)
+                inner = os.path.relpath(folder, self.location)
+                found += [os.path.normpath(os.path.join(inner, n)) for n in names if not n.endswith(_TEMPORARY)]
+        return sorted(found)
 
     def read(self, name: str) -> IO[bytes]:
         return open(self._path(name), "rb")
 
     @contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
-        path, temporary = self._path(name), self._path(f".{name}{_TEMPORARY}")
+        path = self._path(name)
+        folder, base = os.path.split(path)
+        temporary = os.path.join(folder, f".{base}{_TEMPORARY}")
         try:
-            with _using(path):
-                self._make()
-                with open(temporary, "wb") as file:
+            with using(path):
+                make_folder(folder)
+                with open(temporary, "w+b") as file:
                     yield file
                     file.flush()
                     os.fsync(file.fileno())
                 os.replace(temporary, path)
-                _sync_folder(self.location)
+                sync_folder(folder)
         except BaseException:
             with suppress(OSError):
                 os.unlink(temporary)
@@ -91,47 +107,27 @@ class LocalStore:
             file.write(data)
 
     def delete(self, name: str) -> None:
-        with _using(self._path(name)), suppress(FileNotFoundError):
+        with using(self._path(name)), suppress(FileNotFoundError):
             os.unlink(self._path(name))
 
     def clean(self, ours: Callable[[str], bool]) -> None:
-        with _using(self.location), suppress(FileNotFoundError):
+        with using(self.location), suppress(FileNotFoundError):
             for name in os.listdir(self.location):
                 if name.startswith(".") and name.endswith(_TEMPORARY) and ours(name[1 : -len(_TEMPORARY)]):
                     os.unlink(self._path(name))
 
-    def lock(self) -> Callable[[], None]:
+    def lock(self) -> Lock:
         path = self._path(LOCK)
-        with _using(path):
-            self._make()
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(handle, 100, 0).decode(errors="replace").strip() or "unknown"
-            os.close(handle)
-            raise OutputBusyError(
-                f"{self.location} is in use by process {holder}\nwait for its end, or choose another --output"
-            ) from None
-        except OSError as error:
-            os.close(handle)
-            raise PrefillError(f"cannot lock {path}: {error.strerror}") from None
-        with _using(path):
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
-        return lambda: os.close(handle)
+        with using(path):
+            make_folder(self.location)
+            return FileLock(path, self.location)
 
     def _path(self, name: str) -> str:
         return os.path.join(self.location, name)
 
-    def _make(self) -> None:
-        if not os.path.isdir(self.location):
-            os.makedirs(self.location, exist_ok=True)
-            _sync_folder(os.path.dirname(self.location))
-
 
 class RemoteStore:
-    """A folder of an object store, where an object appears when its upload is complete. It has no lock."""
+    """A folder of an object store, where an object appears when its upload is complete."""
 
     def __init__(self, filesystem: Any, inner: str, location: str) -> None:
         self.location = location
@@ -147,17 +143,24 @@ class RemoteStore:
                 return []
             return sorted(str(e["name"]).rpartition("/")[2] for e in entries if e["type"] == "file")
 
+    def find(self, into: Callable[[str], bool]) -> list[str]:
+        with _using_remote(self.location):
+            self._filesystem.invalidate_cache()
+            root = str(self._filesystem._strip_protocol(self._inner)).rstrip("/") + "/"
+            found = sorted(str(name).removeprefix(root) for name in self._filesystem.find(self._inner))
+        return [name for name in found if all(map(into, name.split("/")[:-1]))]
+
     def read(self, name: str) -> IO[bytes]:
         file: IO[bytes] = self._filesystem.open(self._path(name), "rb")
         return file
 
     @contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
-        with _using(f"{self.location}/{name}"), tempfile.NamedTemporaryFile(prefix="prefill-") as file:
+        with using(f"{self.location}/{name}"), tempfile.NamedTemporaryFile(prefix="prefill-") as file:
             yield file
             file.flush()
             with _using_remote(f"{self.location}/{name}"):
-                self._filesystem.makedirs(self._inner, exist_ok=True)
+                self._filesystem.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
                 self._filesystem.put_file(file.name, self._path(name))
 
     def put_bytes(self, name: str, data: bytes) -> None:
@@ -172,15 +175,16 @@ class RemoteStore:
     def clean(self, ours: Callable[[str], bool]) -> None:
         """Nothing to do: an upload that was cut off leaves no object."""
 
-    def lock(self) -> Callable[[], None]:
-        return lambda: None
+    def lock(self) -> Lock:
+        with _using_remote(self.location):
+            return ObjectLock(self._filesystem, self._path(LOCK), self.location)
 
     def _path(self, name: str) -> str:
         return f"{self._inner}/{name}"
 
 
 @contextmanager
-def _using(path: str) -> Iterator[None]:
+def using(path: str) -> Iterator[None]:
     """Turn what a disk or an object store raises into an error that names `path`."""
     try:
         yield
@@ -198,7 +202,7 @@ def _using(path: str) -> Iterator[None]:
 def _using_remote(path: str) -> Iterator[None]:
     """The same for the clients of object stores, which have exceptions of their own."""
     try:
-        with _using(path):
+        with using(path):
             yield
     except PrefillError:
         raise
@@ -206,7 +210,15 @@ def _using_remote(path: str) -> Iterator[None]:
         raise PrefillError(f"cannot use {path}: {type(error).__name__}: {error}") from error
 
 
-def _sync_folder(path: str) -> None:
+def make_folder(path: str) -> None:
+    """Make a local folder that is not there, so that it stays."""
+    if not os.path.isdir(path):
+        os.makedirs(path, exist_ok=True)
+        sync_folder(os.path.dirname(path))
+
+
+def sync_folder(path: str) -> None:
+    """Make the names in a local folder stay."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

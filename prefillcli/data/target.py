@@ -14,39 +14,60 @@ import pyarrow.parquet as pq
 
 from prefillcli.data.counts import Counts
 from prefillcli.data.discovery import WORK_ENDING
-from prefillcli.data.filesystems import filesystem_of
+from prefillcli.data.filesystems import filesystem_of, is_url
+from prefillcli.data.manifest import Job
+from prefillcli.data.seals import digest_of, seal_of
 from prefillcli.data.store import Store, open_store
-from prefillcli.errors import UsageError
+from prefillcli.errors import DamagedFileError, UsageError
 
 METADATA = b"prefillcli"
-"""Key of the job's digest in the metadata of a Parquet output."""
+"""Key of the job in the metadata of a Parquet output."""
+SUCCESS = "_SUCCESS"
+"""The file of a directory output that is written last: its job and files, as `Published.to_json` gives them."""
+OLD = "old"
+"""The folder in the work folder in which a publication puts an older output aside."""
 _COUNTED = (
     "score", "prediction", "prompt_tokens", "computed_tokens", "seconds", "method", "truncated", "error",
     "error_detail",
 )  # fmt: skip
-_DIRECTORY_PART = re.compile(r"part-\d{5,}\.parquet")
+_DIRECTORY_PART = re.compile(r"([^/=]+=[^/]*/)*part-\d{5,}\.parquet")  # in folders of partitions, or in none
+
+
+@dataclass(frozen=True)
+class Published:
+    """What an output says of itself."""
+
+    job: Job
+    files: dict[str, str]
+    """Names of its files, with their digests."""
+
+    def to_json(self) -> bytes:
+        return json.dumps({**self.job.to_json(), "files": self.files}, indent=1).encode()
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where the output goes, and in which form."""
+    """Where the output goes, and in which form. What is said of it is in `existing`."""
 
     path: str
+    """As the user named it; a symbolic link to a local file or folder is followed."""
     kind: Literal["parquet", "jsonl", "directory"]
     codec: str | None = None
 
     @classmethod
     def parse(cls, output: str) -> Target:
         """Raises UsageError for an unknown ending."""
-        path = output.rstrip("/")
+        path = _followed(output.rstrip("/"))
         lower = path.lower()
-        if output.endswith("/") or _is_directory(output):
+        if output.endswith("/") or _is_directory(path):
             return cls(path, "directory")
         if lower.endswith((".parquet", ".pq")):
             return cls(path, "parquet")
         for ending, codec in ((".jsonl", None), (".jsonl.gz", "gzip"), (".jsonl.zst", "zstd")):
             if lower.endswith(ending):
                 return cls(path, "jsonl", codec)
+        if _is_directory(f"{path}{WORK_ENDING}/{OLD}"):
+            return cls(path, "directory")
         raise UsageError(
             f"unknown ending of --output {output}\n"
             "use .parquet, .jsonl (.gz, .zst), or end it in / for a directory of parts"
@@ -68,29 +89,70 @@ class Target:
 
     def is_ours(self, name: str) -> bool:
         """Whether a file of `store` is part of the output."""
-        return bool(_DIRECTORY_PART.fullmatch(name)) if self.kind == "directory" else name == self.name
+        if self.kind == "directory":
+            return name == SUCCESS or bool(_DIRECTORY_PART.fullmatch(name))
+        return name == self.name
+
+    def files(self) -> list[str]:
+        """The files of the output that are there, by their names in `store`."""
+        names = self.store.find(is_partition) if self.kind == "directory" else self.store.names()
+        return list(filter(self.is_ours, names))
 
     def exists(self) -> bool:
-        return any(map(self.is_ours, self.store.names()))
+        return bool(self.files())
 
-    def digest(self) -> str | None:
-        """The digest of the job that wrote the output, if the output tells."""
+    def published(self) -> Published | None:
+        """What the output says of itself; None if it says nothing that can be read, as JSON Lines do."""
         if self.kind == "jsonl":
             return None
         try:
-            with self.store.read(next(filter(self.is_ours, self.store.names()))) as file:
-                return str(json.loads(pq.read_schema(file).metadata[METADATA])["digest"])
-        except (StopIteration, pa.ArrowException, OSError, ValueError, KeyError, TypeError):
+            if self.kind == "directory":
+                with self.store.read(SUCCESS) as file:
+                    content = json.load(file)
+                return Published(Job.of_json(content), dict(content["files"]))
+            with self.store.read(self.name) as file:
+                content = json.loads(pq.read_schema(file).metadata[METADATA])
+                return Published(Job.of_json(content), {self.name: seal_of(file)})
+        except (pa.ArrowException, DamagedFileError, OSError, ValueError, KeyError, TypeError):
             return None
+
+    def damage(self, files: dict[str, str]) -> list[str]:
+        """What is wrong with the bytes of the output, if these are the files it was written as; empty if nothing."""
+        found = []
+        there = self.files()
+        for name, digest in files.items():
+            if name not in there:
+                found.append(f"{self._shown(name)} is missing")
+                continue
+            try:
+                with self.store.read(name) as file:
+                    good = digest_of(file, sealed=name.endswith((".parquet", ".pq"))) == digest
+            except DamagedFileError:
+                good = False
+            if not good:
+                found.append(f"{self._shown(name)} is not as it was written")
+        if self.kind == "directory" and SUCCESS not in there:
+            found.append(f"{self._shown(SUCCESS)} is missing")
+        return found + [f"{self._shown(n)} is none of its files" for n in there if n not in (*files, SUCCESS)]
 
     def count(self, id_name: str | None = None) -> Counts:
         """Count the rows of a Parquet output, whose ids are in the column `id_name`."""
         counts = Counts()
-        for name in filter(self.is_ours, self.store.names()):
-            with self.store.read(name) as file:
-                for batch in pq.ParquetFile(file).iter_batches(columns=[*_COUNTED, id_name or "row"]):
-                    counts.add_rows(pa.Table.from_batches([batch]), id_name=id_name)
+        for name in self.files():
+            if name != SUCCESS:
+                with self.store.read(name) as file:
+                    parquet = pq.ParquetFile(file, page_checksum_verification=True)
+                    for batch in parquet.iter_batches(columns=[*_COUNTED, id_name or "row"]):
+                        counts.add_rows(pa.Table.from_batches([batch]), id_name=id_name)
         return counts
+
+    def _shown(self, name: str) -> str:
+        return f"{self.path}/{name}" if self.kind == "directory" else self.path
+
+
+def is_partition(folder: str) -> bool:
+    """Whether a folder in a directory output is of a partition, like `day=2026-11-21`."""
+    return "=" in folder
 
 
 def _parent(path: str) -> str:
@@ -101,3 +163,11 @@ def _parent(path: str) -> str:
 def _is_directory(path: str) -> bool:
     filesystem, inner = filesystem_of(path)
     return bool(filesystem.isdir(inner))
+
+
+def _followed(path: str) -> str:
+    """A local path that is a symbolic link, followed to its end; any other path as it is."""
+    if is_url(path):
+        return path
+    local = os.path.expanduser(path)
+    return os.path.realpath(local) if os.path.islink(local) else path

@@ -13,7 +13,7 @@ import pyarrow as pa
 from prefillcli.data.ids import SeenIds
 from prefillcli.data.labels import Labels
 from prefillcli.data.prompts import PromptBuilder
-from prefillcli.data.rows import RowBatch, Window
+from prefillcli.data.rows import Int64Array, RowBatch, Window
 from prefillcli.data.source import Source
 
 MAX_ROWS = 16_384
@@ -30,21 +30,27 @@ def windows(
     id_column: str | None,
     max_rows: int = MAX_ROWS,
     max_bytes: int = MAX_BYTES,
-    skip: Callable[[int], bool] | None = None,
+    skip: Callable[[int, Int64Array], bool] | None = None,
+    ended: Callable[[int], None] | None = None,
 ) -> Iterator[Window]:
     """Windows that close at `max_rows` rows or `max_bytes` bytes, cut the same way every time.
 
-    A row whose id is null or was seen before is an error row. A window whose index `skip` accepts (one that
-    is already scored) is read for its ids, but neither tokenised nor yielded.
+    A row whose id is null or was seen before is an error row. A window whose index and row numbers `skip` accepts
+    (one that is already scored) is read for its ids, but neither tokenised nor yielded. At the end of the input
+    `ended` is told how many windows it has.
     """
     seen = SeenIds()
+    count = 0
     for index, batches in enumerate(_groups(source.batches(), max_rows, max_bytes)):
         for batch in batches:
             if id_column is not None:
                 for row, error in seen.check(batch.rows, batch.carried.column(id_column)).items():
                     batch.errors.setdefault(row, error)
-        if skip is None or not skip(index):
+        count = index + 1
+        if skip is None or not skip(index, np.concatenate([batch.rows for batch in batches])):
             yield _window(index, batches, builder, labels)
+    if ended is not None:
+        ended(count)
 
 
 def _groups(batches: Iterable[RowBatch], max_rows: int, max_bytes: int) -> Iterator[list[RowBatch]]:

@@ -31,6 +31,7 @@ TOO_LONG = RowError("prompt_too_long", "9 tokens, the limit is 8")
 def open_sink(output: str | Path, **options: Any) -> Sink:
     options = {
         "fingerprint": FINGERPRINT,
+        "selection": {"limit": None, "sample": None, "seed": 0},
         "resume": False,
         "overwrite": False,
         "label_names": LABELS,
@@ -86,7 +87,7 @@ def read(output: str) -> list[dict[str, Any]]:
     if output.endswith(".parquet"):
         return list(pq.read_table(output).to_pylist())
     if output.endswith("/"):
-        names = sorted(os.listdir(output))
+        names = sorted(name for name in os.listdir(output) if name.endswith(".parquet"))
         return [row for name in names for row in pq.read_table(output + name).to_pylist()]
     codec = {"gz": "gzip", "zst": "zstd"}.get(output.rpartition(".")[2])
     data = pa.input_stream(output, compression=codec).read()
@@ -141,7 +142,7 @@ def test_json_lines_input_gives_typed_parquet_and_the_same_json(output: str) -> 
     schema = pa.schema([("id", pa.string()), ("kept", pa.string())])
     with open_sink(output, jsonl_input=True, carried=schema) as sink:
         score_all(sink, windows)
-        sink.finish()
+        sink.finish(3)
     assert read(output) == [expected_row(row, row in BAD) for row in range(15)]
 
 
@@ -150,7 +151,7 @@ def test_without_an_id_column_there_is_the_row_number(output: str) -> None:
     window.carried = pa.table({"": pa.nulls(2)}).select([])
     with open_sink(output, id_name=None, carried=None) as sink:
         sink.write(window, [scored(4)], {}, temperature=1.0)
-        sink.finish()
+        sink.finish(1)
     rows = read(output)
     assert [row["row"] for row in rows] == [4, 9]
     assert next(iter(rows[0])) == "row"
@@ -173,7 +174,7 @@ def test_counts_are_those_of_the_output(output: str) -> None:
         score_all(sink, windows[:3])
         sink.write(windows[3], [], {15: skipped, 16: RowError("exceeds_memory", "")}, temperature=1.0)
         before = sink.counts
-        sink.finish()
+        sink.finish(4)
         after = sink.counts
     for counts in (before, after):
         assert (counts.total, counts.scored, counts.errors, counts.skipped) == (17, 11, 5, 1)
@@ -193,7 +194,7 @@ def test_a_score_that_is_no_number_is_an_error_row(tmp_path: Path, logprobs: lis
     bad = Scored(0, np.array(logprobs), 0, 0, 0, 0.0)
     with open_sink(tmp_path / "o.parquet") as sink:
         sink.write(window, [bad, scored(1)], {}, temperature=1.0)
-        sink.finish()
+        sink.finish(1)
     rows = read(f"{tmp_path}/o.parquet")
     assert [row["error"] for row in rows] == ["nonfinite_score", None]
     assert rows[0]["score"] is None
@@ -204,7 +205,7 @@ def test_one_impossible_label_is_a_score_like_any_other(tmp_path: Path) -> None:
     with open_sink(tmp_path / "o.jsonl") as sink:
         results = [Scored(0, np.array([-math.inf, -1.0, -1.0]), 0, 0, 0, 0.0)]
         sink.write(make_window(0, [0]), results, {}, temperature=1.0)
-        sink.finish()
+        sink.finish(1)
     (row,) = read(f"{tmp_path}/o.jsonl")
     assert row["score"] == 0.0
     assert row["logprob_Yes"] is None
@@ -214,7 +215,7 @@ def test_the_label_mass_is_never_above_one(tmp_path: Path) -> None:
     with open_sink(tmp_path / "o.parquet") as sink:
         results = [Scored(0, np.log(np.array([0.5, 0.3, 0.2])) + 1e-9, 0, 0, 0, 0.0)]
         sink.write(make_window(0, [0]), results, {}, temperature=1.0)
-        sink.finish()
+        sink.finish(1)
     assert read(f"{tmp_path}/o.parquet")[0]["label_mass"] == 1.0
 
 
@@ -237,21 +238,21 @@ def test_an_existing_directory_gets_parts(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     with open_sink(tmp_path / "there") as sink:
         score_all(sink, WINDOWS)
-        sink.finish()
-    assert sorted(os.listdir(tmp_path / "there")) == [f"part-0000{n}.parquet" for n in range(3)]
+        sink.finish(3)
+    assert sorted(os.listdir(tmp_path / "there")) == ["_SUCCESS", *(f"part-0000{n}.parquet" for n in range(3))]
 
 
 def test_missing_folders_of_the_output_are_made(tmp_path: Path) -> None:
     with open_sink(tmp_path / "a/b/o.parquet") as sink:
         score_all(sink, WINDOWS)
-        sink.finish()
+        sink.finish(3)
     assert len(read(f"{tmp_path}/a/b/o.parquet")) == 15
 
 
 def finished(output: str, **options: Any) -> None:
     with open_sink(output, **options) as sink:
         score_all(sink, WINDOWS)
-        sink.finish()
+        sink.finish(3)
 
 
 class TestConflicts:
@@ -292,7 +293,7 @@ class TestConflicts:
             assert sink.counts.total == 0
             assert len(read(output)) == 15  # the old one stays until the new one is whole
             score_all(sink, WINDOWS[:1])
-            sink.finish()
+            sink.finish(1)
         assert len(read(output)) == 7
 
     def test_a_file_of_somebody_else_is_a_conflict_and_is_not_touched(self, tmp_path: Path) -> None:
@@ -328,12 +329,11 @@ class TestConflicts:
         output = f"{tmp_path}/o.parquet"
         finished(output)
         manifest = Path(output + ".prefill/manifest.json")
-        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"schema_version": 99}))
-        with pytest.raises(PrefillError, match="another version"):
+        older = {"schema_version": 1, "digest": "d", "fingerprint": FINGERPRINT, "plan": {}, "state": "complete"}
+        manifest.write_text(json.dumps(older | {"counts": None, "created": "2026-01-01"}))
+        with pytest.raises(OutputConflictError, match=r"another version(.|\n)*--overwrite"):
             open_sink(output, resume=True)
-        manifest.write_text("{}")
-        with pytest.raises(PrefillError, match="no manifest"):
-            open_sink(output, resume=True)
+        finished(output, overwrite=True)
 
 
 class TestResume:
@@ -346,8 +346,8 @@ class TestResume:
         before = read(output)
         with open_sink(output, resume=True) as sink:
             assert sink.complete
-            assert sink.finished(0)
-            sink.finish()
+            assert sink.finished(0, WINDOWS[0].rows)
+            sink.finish(3)
         assert read(output) == before
 
     def test_the_plan_of_the_first_attempt_comes_back(self, output: str) -> None:
@@ -367,16 +367,16 @@ class TestResume:
         with open_sink(output, resume=True) as sink:
             assert sink.done(0) == {1, 2, 5}
             assert sink.done(1) == set()
-            assert not sink.finished(0)
+            assert not sink.finished(0, WINDOWS[0].rows)
             assert sink.counts.total == 3
             score_all(sink, WINDOWS)
-            assert all(sink.finished(index) for index in range(3))
+            assert all(sink.finished(window.index, window.rows) for window in WINDOWS)
 
     def test_a_row_written_twice_counts_once(self, output: str) -> None:
         with open_sink(output) as sink:
             score_all(sink, WINDOWS)
             sink.write(WINDOWS[0], [scored(1)], {3: TOO_LONG}, temperature=1.0)
-            sink.finish()
+            sink.finish(3)
         assert read(output) == [expected_row(row, row in BAD) for row in range(15)]
 
     def test_missing_rows_are_not_passed_over(self, output: str) -> None:
@@ -386,8 +386,11 @@ class TestResume:
                 sink.finish(windows=3)
             sink.write(WINDOWS[1], [], {}, temperature=1.0)
             sink.write(WINDOWS[2], [scored(10), scored(11)], {}, temperature=1.0)
-            for windows in (None, 3):
-                with pytest.raises(PrefillError, match="window 2"):
+            with pytest.raises(PrefillError, match="window 2"):
+                sink.finish(windows=3)
+            sink.write(WINDOWS[2], [scored(row) for row in (12, 13, 14)], {}, temperature=1.0)
+            for windows in (2, 4):
+                with pytest.raises(PrefillError, match="window"):
                     sink.finish(windows)
         assert not os.path.exists(output)
 
@@ -403,9 +406,9 @@ class TestResume:
         part = Path(output.rstrip("/") + ".prefill") / parts.part_name(0, 1)
         part.write_bytes(part.read_bytes()[:-30])
         with open_sink(output, resume=True) as sink:
-            assert not sink.finished(0)
+            assert not sink.finished(0, WINDOWS[0].rows)
             score_all(sink, WINDOWS)
-            sink.finish()
+            sink.finish(3)
         assert read(output) == [expected_row(row, row in BAD) for row in range(15)]
 
     def test_what_a_kill_left_half_written_is_removed(self, output: str) -> None:
@@ -428,8 +431,8 @@ class TestResume:
         (tmp_path / "parts" / "notes.txt").write_text("mine")
         with open_sink(output, overwrite=True) as sink:
             score_all(sink, WINDOWS[:1])
-            sink.finish()
-        assert sorted(os.listdir(output)) == ["notes.txt", "part-00000.parquet"]
+            sink.finish(1)
+        assert sorted(os.listdir(output)) == ["_SUCCESS", "notes.txt", "part-00000.parquet"]
 
 
 class Killed(BaseException):
@@ -472,7 +475,7 @@ def test_killed_at_any_system_call_a_resumed_job_writes_what_an_undisturbed_one_
     finished(undisturbed)
     expected = read(undisturbed)
     process = Mortal(when)
-    for function in ("replace", "fsync", "unlink"):
+    for function in ("replace", "rename", "fsync", "unlink"):
         monkeypatch.setattr(os, function, process.wrap(getattr(os, function)))
     kills = 0
     while True:
@@ -530,7 +533,7 @@ def test_stopped_and_resumed_at_any_part_the_output_is_the_same(
 
 def _pieces(windows: list[Window], sink: Sink, size: int, skip: bool) -> Iterator[tuple[Window, list[int]]]:
     for window in windows:
-        if skip and sink.finished(window.index):
+        if skip and sink.finished(window.index, window.rows):
             continue
         todo = [prompt.row for prompt in window.prompts if prompt.row not in sink.done(window.index)]
         for at in range(0, len(todo) or 1, size):
@@ -559,9 +562,9 @@ def test_a_remote_output_is_written_and_resumed(memory: Any) -> None:
         with open_sink(output) as sink:
             score_all(sink, WINDOWS[:1])
         with open_sink(output, resume=True) as sink:
-            assert sink.finished(0)
+            assert sink.finished(0, WINDOWS[0].rows)
             score_all(sink, WINDOWS)
-            sink.finish()
+            sink.finish(3)
         path = output.removeprefix("memory:/")
         rows = pq.read_table(pa.BufferReader(memory.cat_file(path))).to_pylist()
         assert rows == [expected_row(row, row in BAD) for row in range(15)]
@@ -572,9 +575,8 @@ def test_a_remote_output_is_written_and_resumed(memory: Any) -> None:
 
 def test_a_remote_directory_gets_parts(memory: Any) -> None:
     finished("memory://bucket/parts/")
-    assert sorted(memory.ls("/bucket/parts", detail=False)) == [
-        f"/bucket/parts/part-0000{n}.parquet" for n in range(3)
-    ]
+    names = ["_SUCCESS", *(f"part-0000{n}.parquet" for n in range(3))]
+    assert sorted(memory.ls("/bucket/parts", detail=False)) == [f"/bucket/parts/{name}" for name in names]
 
 
 def test_the_digest_is_in_the_parquet_output(tmp_path: Path) -> None:
@@ -604,7 +606,7 @@ def test_memory_of_finishing_does_not_grow_with_the_rows(tmp_path: Path) -> None
 
             sink._tables = watched  # type: ignore[method-assign]
             start = pa.total_allocated_bytes()
-            sink.finish()
+            sink.finish(windows)
         return highest - start
 
     assert peak(12) < 2 * peak(3) + (1 << 20)

@@ -65,7 +65,7 @@ def test_windows_close_at_rows_or_bytes_and_the_same_way_every_time(byte_level: 
 def test_a_skipped_window_is_not_tokenised_but_its_ids_count(byte_level: Any, write_jsonl: Write) -> None:
     rows = rows_of(6000)
     rows[5000]["id"] = rows[3]["id"]
-    found = list(open_windows(byte_level, write_jsonl(rows), max_rows=2048, skip=lambda index: index < 2))
+    found = list(open_windows(byte_level, write_jsonl(rows), max_rows=2048, skip=lambda index, rows: index < 2))
     assert [window.index for window in found] == [2]
     assert found[0].errors[5000].code == "duplicate_id"
 

@@ -1,0 +1,254 @@
+"""One run at a time: the lock of a work folder, on a local disk and in an object store.
+
+On a local disk the operating system holds the lock and gives it back whatever ends the run. In an object store the
+lock is an object that only one of several writers can create, and that stays when its run is killed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import inspect
+import json
+import os
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from fsspec import AbstractFileSystem
+from fsspec.asyn import AsyncFileSystem
+
+from prefillcli.errors import OutputBusyError, PrefillError
+
+LOCK = "lock"
+_PATIENCE = 0.5  # seconds: somebody who only looks whether a run is at work holds the lock for an instant
+
+
+class Lock(Protocol):
+    """A lock that this process holds."""
+
+    def check(self) -> None:
+        """Raise OutputBusyError if the lock is another's by now."""
+
+    def release(self) -> None:
+        """Give it back; a second call does nothing."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process, known from others of its time and of other times."""
+
+    host: str
+    pid: int
+    started: str
+    """When the process began, as the system counts it; empty where it does not tell."""
+    machine: str
+    """The machine since it was last started, and which processes are seen there; empty if not known."""
+    token: str
+    since: str
+
+    @classmethod
+    def this(cls) -> Owner:
+        """The process that asks, with a token of its own."""
+        since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        return cls(socket.gethostname(), os.getpid(), _start_of(os.getpid()), _machine(), uuid.uuid4().hex, since)
+
+    @classmethod
+    def of_json(cls, content: Any) -> Owner | None:
+        """What JSON made of `dataclasses.asdict`; None for anything else."""
+        try:
+            owner = cls(**content)
+        except TypeError:
+            return None
+        return owner if isinstance(owner.pid, int) and isinstance(owner.started, str) else None
+
+    def alive(self) -> bool | None:
+        """Whether the process still runs; None if that cannot be known from here."""
+        here = _machine()
+        if not here or self.machine != here or not self.started:
+            return None
+        return _start_of(self.pid) == self.started
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host} since {self.since}"
+
+
+class FileLock:
+    """A lock on a local file; it ends with the process that holds it."""
+
+    def __init__(self, path: str, location: str) -> None:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            if not _locked(handle, _PATIENCE):
+                holder = os.pread(handle, 100, 0).decode(errors="replace").strip() or "unknown"
+                raise OutputBusyError(
+                    f"{location} is in use by process {holder}\nwait for its end, or choose another --output"
+                )
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            os.close(handle)
+            raise PrefillError(f"cannot lock {path}: {error.strerror}") from None
+        except BaseException:
+            os.close(handle)
+            raise
+        self._handle: int | None = handle
+
+    def check(self) -> None:
+        """Nothing to do: nobody can take it away."""
+
+    def release(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            os.close(handle)
+
+
+def file_lock_held(path: str) -> bool:
+    """Whether some process holds the lock on a local file."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return not _locked(handle, 0)
+    finally:
+        os.close(handle)
+
+
+class ObjectLock:
+    """A lock that is an object, where the store can refuse to create one that is there already.
+
+    Where it cannot, a warning says so and nothing is locked.
+    """
+
+    def __init__(self, filesystem: Any, path: str, location: str) -> None:
+        self._filesystem = filesystem
+        self._path = path
+        self._location = location
+        self._owner = Owner.this()
+        self._held = False
+        holder = self.holder(filesystem, path)
+        if holder is not None and holder.alive() is False:
+            self._delete()  # who deletes another's new lock here takes it away: that one's `check` finds out
+        create = _exclusive(filesystem)
+        if create is None:
+            self._refuse_if_held()
+        if create is None or not self._create(create):
+            print(
+                f"prefill: warning: {location} cannot be locked: its filesystem has no exclusive writes\n"
+                "make sure that no two runs write this output at a time",
+                file=sys.stderr,
+            )
+
+    @staticmethod
+    def holder(filesystem: Any, path: str) -> Owner | None:
+        """Who is said to hold a lock; None if nobody is."""
+        try:
+            filesystem.invalidate_cache()
+            return Owner.of_json(json.loads(filesystem.cat_file(path)))
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            return Owner("an unknown host", 0, "", "", "", "an unknown time")
+
+    def check(self) -> None:
+        mine = True
+        with suppress(Exception):  # a store that cannot be read says so at the next write
+            mine = self._mine()
+        if self._held and not mine:
+            self._held = False
+            raise OutputBusyError(
+                f"the lock of {self._location} was taken away while this run held it\n"
+                "see which other run writes this output, then go on with --resume"
+            )
+
+    def release(self) -> None:
+        with suppress(Exception):  # a lock that stays is found dead later
+            if self._held and self._mine():
+                self._delete()
+        self._held = False
+
+    def _create(self, create: Callable[[str, bytes], None]) -> bool:
+        """Take the lock. False if the store cannot say no; raises OutputBusyError if another run holds it."""
+        data = json.dumps(asdict(self._owner)).encode()
+        with suppress(Exception):
+            folder = self._path.rpartition("/")[0]
+            self._filesystem.makedirs(folder, exist_ok=True)
+        with suppress(Exception):  # whatever a store's client raises to say no: what counts is whose object is there
+            create(self._path, data)
+        if not self._mine():
+            self._refuse_if_held()
+            return False
+        try:
+            create(self._path, data)
+        except Exception:  # it does say no
+            self._held = True
+            return True
+        self._delete()
+        return False
+
+    def _refuse_if_held(self) -> None:
+        holder = self.holder(self._filesystem, self._path)
+        if holder is None:
+            return
+        raise OutputBusyError(
+            f"{self._location} is in use by {holder}; `prefill status` tells when it was last seen\n"
+            f"wait for its end; if it is dead, delete {self._location}/{LOCK}"
+        )
+
+    def _mine(self) -> bool:
+        holder = self.holder(self._filesystem, self._path)
+        return holder is not None and holder.token == self._owner.token
+
+    def _delete(self) -> None:
+        with suppress(Exception):
+            self._filesystem.rm_file(self._path)
+
+
+def _exclusive(filesystem: Any) -> Callable[[str, bytes], None] | None:
+    """What creates an object unless it is there, in one step; None if the filesystem has no such thing."""
+    kind = type(filesystem)
+    if isinstance(filesystem, AsyncFileSystem):
+        own = kind._pipe_file is not AsyncFileSystem._pipe_file and "mode" in _parameters(kind._pipe_file)
+    else:  # fsspec's own looks first and writes then: two runs may both find nothing
+        own = kind.pipe_file is not AbstractFileSystem.pipe_file and "mode" in _parameters(kind.pipe_file)
+    if not own:
+        return None
+    return lambda path, data: filesystem.pipe_file(path, data, mode="create")
+
+
+def _parameters(function: Any) -> set[str]:
+    return set(inspect.signature(function).parameters)
+
+
+def _locked(handle: int, patience: float) -> bool:
+    end = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.02)
+        else:
+            return True
+
+
+def _start_of(pid: int) -> str:
+    """When a process of this machine began, in ticks since the machine did; empty if there is none."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return ""
+
+
+def _machine() -> str:
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return ""
