@@ -68,9 +68,9 @@ class Manifest:
     def save(self, store: Store) -> None:
         """Write it, whole."""
         self.updated = _now()
-        content = json.loads(json.dumps({**asdict(self), **self.job.to_json()}))
+        content = {**asdict(self), **self.job.to_json()}
         del content["job"]
-        store.put_bytes(NAME, json.dumps({**content, "checksum": _checksum(content)}, indent=1).encode())
+        store.put_bytes(NAME, with_checksum(content))
 
     @classmethod
     def load(cls, store: Store) -> Manifest | None:
@@ -100,6 +100,12 @@ class Manifest:
             return cls(Job.of_json(content), counts=counts, **rest)
         except (KeyError, TypeError, ValueError):
             raise DamagedFileError("it is no manifest") from None
+
+
+def with_checksum(content: dict[str, Any]) -> bytes:
+    """JSON with a checksum of its own."""
+    content = json.loads(json.dumps(content))
+    return json.dumps({**content, "checksum": _checksum(content)}, indent=1).encode()
 
 
 def _checksum(content: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from prefillcli.data.parts import PartInfo, WindowRows
 from prefillcli.data.rows import Int64Array
 from prefillcli.data.store import Store
 from prefillcli.data.tallies import ROW
-from prefillcli.data.target import Target
+from prefillcli.data.target import Published, Target
 from prefillcli.errors import DamagedFileError, OutputConflictError, OutputDamagedError, OutputExistsError
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def decide(target: Target, job: Job, resume: bool, overwrite: bool, *, quiet: bo
 
 def require_undamaged(target: Target, manifest: Manifest) -> None:
     """Raise OutputDamagedError unless the output is what the job of a complete manifest wrote."""
-    damage = target.damage(manifest.files)
+    damage = target.damage(Published(manifest.job, manifest.files))
     if damage:
         more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""
         raise OutputDamagedError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -15,7 +16,7 @@ import pyarrow.parquet as pq
 from prefillcli.data.counts import Counts
 from prefillcli.data.discovery import WORK_ENDING
 from prefillcli.data.filesystems import filesystem_of, is_url
-from prefillcli.data.manifest import Job
+from prefillcli.data.manifest import Job, with_checksum
 from prefillcli.data.seals import digest_of, seal_of
 from prefillcli.data.store import Store, open_store
 from prefillcli.errors import DamagedFileError, UsageError
@@ -42,7 +43,8 @@ class Published:
     """Names of its files, with their digests."""
 
     def to_json(self) -> bytes:
-        return json.dumps({**self.job.to_json(), "files": self.files}, indent=1).encode()
+        """What `_SUCCESS` holds."""
+        return with_checksum({**self.job.to_json(), "files": self.files})
 
 
 @dataclass(frozen=True)
@@ -116,24 +118,30 @@ class Target:
         except (pa.ArrowException, DamagedFileError, OSError, ValueError, KeyError, TypeError):
             return None
 
-    def damage(self, files: dict[str, str]) -> list[str]:
-        """What is wrong with the bytes of the output, if these are the files it was written as; empty if nothing."""
+    def damage(self, published: Published) -> list[str]:
+        """What is wrong with the bytes of the output, if that is how it was published; empty if nothing."""
         found = []
         there = self.files()
-        for name, digest in files.items():
+        for name, digest in published.files.items():
             if name not in there:
                 found.append(f"{self._shown(name)} is missing")
-                continue
-            try:
-                with self.store.read(name) as file:
-                    good = digest_of(file, sealed=name.endswith((".parquet", ".pq"))) == digest
-            except DamagedFileError:
-                good = False
-            if not good:
+            elif self._digest(name) != digest:
                 found.append(f"{self._shown(name)} is not as it was written")
-        if self.kind == "directory" and SUCCESS not in there:
-            found.append(f"{self._shown(SUCCESS)} is missing")
-        return found + [f"{self._shown(n)} is none of its files" for n in there if n not in (*files, SUCCESS)]
+        others = [name for name in there if name not in published.files]
+        if self.kind == "directory":
+            if SUCCESS not in there:
+                found.append(f"{self._shown(SUCCESS)} is missing")
+            else:
+                others.remove(SUCCESS)
+                with self.store.read(SUCCESS) as file:
+                    if file.read() != published.to_json():
+                        found.append(f"{self._shown(SUCCESS)} is not as it was written")
+        return found + [f"{self._shown(name)} is none of its files" for name in others]
+
+    def _digest(self, name: str) -> str | None:
+        with suppress(DamagedFileError), self.store.read(name) as file:
+            return digest_of(file, sealed=name.endswith((".parquet", ".pq")))
+        return None
 
     def count(self, id_name: str | None = None) -> Counts:
         """Count the rows of a Parquet output, whose ids are in the column `id_name`."""
