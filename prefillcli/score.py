@@ -97,9 +97,9 @@ class _ScoreJob:
             refuse_idle_draft(settings, source)
         with clock.phase("load"), stop.at_once():
             opened = self._loader.open_models(settings)
+            builder = self.builder = prompt_builder(settings, opened, source, carried_columns(settings))
         files, tokenizer = opened.files, opened.tokenizer
         self.threads = opened.threads
-        builder = self.builder = prompt_builder(settings, opened, source, carried_columns(settings))
         labels = Labels(tokenizer, parse_labels(settings.labels))
         with clock.phase("read"), stop.at_once():
             report.fingerprint = {
@@ -190,7 +190,8 @@ class _ScoreJob:
             audit = AuditDraw(settings.audit, source.selection(), source.count())
         ended: list[int] = []
         coming = Ahead(
-            windows(source, builder, labels, id_column=settings.id_column, skip=sink.finished, ended=ended.append)
+            windows(source, builder, labels, id_column=settings.id_column, skip=sink.finished, ended=ended.append),
+            cancel=builder.close,
         )
         forecast = self.forecast
         progress = Progress(

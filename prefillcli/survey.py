@@ -67,7 +67,7 @@ def survey(
     plans = Alternatives(settings, opened, free=free, profile=profile)
     contents = Contents()
     clock = Clock()
-    with Ahead(windows(source, builder, labels, id_column=id_column)) as coming:
+    with Ahead(windows(source, builder, labels, id_column=id_column), cancel=builder.close) as coming:
         for number, window in enumerate(coming):
             if number == 0:
                 labels.check(window)

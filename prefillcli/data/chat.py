@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Sequence
 from typing import Any
 
+from prefillcli.data.rendering import Renderer, RenderLimits
 from prefillcli.data.rows import RowError
+from prefillcli.errors import UsageError
 
 Message = dict[str, Any]
-
-_DAY = datetime.datetime(2024, 7, 26)  # the day Llama 3's template falls back to
 
 
 def messages_of(value: Sequence[Any], system: str | None) -> list[Message] | RowError:
@@ -31,26 +30,36 @@ def messages_of(value: Sequence[Any], system: str | None) -> list[Message] | Row
     return messages
 
 
-def render_chats(tokenizer: Any, chats: Sequence[list[Message]]) -> list[str | RowError]:
-    """Every chat as text up to where the assistant answers, by the tokenizer's chat template."""
-    if not chats:
-        return []
-    try:
-        return list(_apply(tokenizer, list(chats)))
-    except Exception:  # some chat: find out which one
-        return [_render_one(tokenizer, chat) for chat in chats]
+class ChatTemplate:
+    """The chat template of a tokenizer.
 
+    Raises UsageError if there is none to take, or if it cannot be compiled within the limits.
+    """
 
-def _render_one(tokenizer: Any, chat: list[Message]) -> str | RowError:
-    try:
-        return str(_apply(tokenizer, [chat])[0])
-    except Exception as error:  # the model's template may raise anything
-        return RowError("chat_error", f"{type(error).__name__}: {str(error)[:300]}")
+    def __init__(self, tokenizer: Any, limits: RenderLimits | None = None) -> None:
+        from transformers import PreTrainedTokenizerBase  # takes long to import; the tokenizer has done so
 
+        if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
+            raise UsageError(
+                f"{type(tokenizer).__name__} turns chats into text by code of its own, which is not run\n"
+                "write the messages as text with --template, and give --no-chat"
+            )
+        try:
+            text = tokenizer.get_chat_template()
+        except ValueError as error:
+            raise UsageError(f"the model's chat template: {error}") from None
+        spec = {
+            "kind": "chat",
+            "text": text,
+            "variables": dict(tokenizer.special_tokens_map),
+            "name": "the model's chat template",
+        }
+        self._renderer = Renderer(spec, code="chat_error", limits=limits)
 
-def _apply(tokenizer: Any, chats: list[list[Message]]) -> list[str]:
-    # Some templates print today's date. A score must not depend on the day, nor a resume on midnight.
-    rendered: list[str] = tokenizer.apply_chat_template(
-        chats, tokenize=False, add_generation_prompt=True, strftime_now=_DAY.strftime
-    )
-    return rendered
+    def render(self, chats: Sequence[list[Message]]) -> list[str | RowError]:
+        """Every chat as text up to where the assistant answers, or why there is none."""
+        return self._renderer.render(chats)
+
+    def close(self) -> None:
+        """Stop rendering, in whatever thread it goes on, for good."""
+        self._renderer.close()

@@ -6,13 +6,13 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from prefillcli.data.chat import Message, messages_of, render_chats
+from prefillcli.data.chat import ChatTemplate, Message, messages_of
 from prefillcli.data.encoding import Encoder
 from prefillcli.data.labels import LabelError, Labels, tail_of
 from prefillcli.data.lengths import OnLong, fit
@@ -81,6 +81,7 @@ class PromptBuilder:
         self.render_seconds = 0.0
         self.tokenize_seconds = 0.0
         self._tokenizer = tokenizer
+        self._chat_template: ChatTemplate | None = None
         self._has_chat_template = _has_chat_template(tokenizer)
         self._encoder = Encoder(tokenizer)
         self._may_exceed_vocabulary = self._encoder.size > settings.vocab_size
@@ -105,21 +106,31 @@ class PromptBuilder:
         self.tokenize_seconds += time.perf_counter() - rendered
         return prompts, errors
 
+    def close(self) -> None:
+        """Stop what is being rendered, in whatever thread, for good."""
+        for renderer in (self.template, self._chat_template):
+            if renderer is not None:
+                renderer.close()
+
     def _drafts(self, batch: RowBatch, errors: dict[int, RowError]) -> list[_Draft]:
         drafts = []
-        names = self.columns
-        columns = [batch.columns[name] for name in names]
-        for at, row in enumerate(batch.rows.tolist()):
-            if row not in errors:
-                values = [column[at] for column in columns]
-                template = self.template
-                value = template.render(dict(zip(names, values, strict=True))) if template else values[0]
-                draft = value if isinstance(value, RowError) else self._draft(row, value)
-                if isinstance(draft, RowError):
-                    errors[row] = draft
-                else:
-                    drafts.append(draft)
+        for row, value in self._values(batch, errors):
+            draft = value if isinstance(value, RowError) else self._draft(row, value)
+            if isinstance(draft, RowError):
+                errors[row] = draft
+            else:
+                drafts.append(draft)
         return drafts
+
+    def _values(self, batch: RowBatch, errors: dict[int, RowError]) -> Iterator[tuple[int, Any]]:
+        """The rows without an error, each with the text of the template or what is in the prompt's column."""
+        columns = [batch.columns[name] for name in self.columns]
+        places = [(at, row) for at, row in enumerate(batch.rows.tolist()) if row not in errors]
+        rows = [row for _, row in places]
+        if self.template is None:
+            return zip(rows, (columns[0][at] for at, _ in places), strict=True)
+        values = [dict(zip(self.columns, (column[at] for column in columns), strict=True)) for at, _ in places]
+        return zip(rows, self.template.render(values), strict=True)
 
     def _draft(self, row: int, value: Any) -> _Draft | RowError:
         if isinstance(value, str):
@@ -162,7 +173,10 @@ class PromptBuilder:
         return _Draft(row, tokens=np.asarray(value, np.int32))
 
     def _with_chats_rendered(self, drafts: list[_Draft], errors: dict[int, RowError]) -> list[_Draft]:
-        texts = iter(render_chats(self._tokenizer, [draft.chat for draft in drafts if draft.chat is not None]))
+        chats = [draft.chat for draft in drafts if draft.chat is not None]
+        if chats and self._chat_template is None:
+            self._chat_template = ChatTemplate(self._tokenizer)
+        texts = iter(self._chat_template.render(chats) if self._chat_template else ())
         done = []
         for draft in drafts:
             if draft.chat is None:

@@ -3,7 +3,8 @@
 Jinja's own sandbox closes the way to attributes and imports. It does not bound work: nested loops, recursive
 macros, `"a" * 10**10` or `center(10**10)` would hang the job or fill the memory. Here each loop step and call
 counts towards `MAX_STEPS`, and an operation that would make more text than `MAX_CHARS` is refused beforehand.
-The limits count and read no clock: the same row fails on every machine or on none.
+The limits count and read no clock: the same row fails on every machine or on none. What escapes them meets those
+of the process (`data/rendering.py`).
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from jinja2 import StrictUndefined, Template, TemplateRuntimeError, nodes
+from jinja2 import StrictUndefined, Template, TemplateRuntimeError, TemplateSyntaxError, meta, nodes
 from jinja2.filters import do_indent
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -35,6 +35,20 @@ _REFUSED_METHODS = frozenset(
 )
 
 
+def compile_template(text: str, name: str) -> tuple[Callable[[dict[str, Any]], str], list[str]]:
+    """What renders a row from its columns, and the names of the columns that the template needs.
+
+    `name` is for messages. Raises TemplateSyntaxError, and what a template that is nested too deeply makes Jinja and
+    Python raise.
+    """
+    environment = BoundedEnvironment()
+    tree = environment.parse(text)
+    for node in tree.find_all((nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)):
+        raise TemplateSyntaxError("a template cannot load other templates", node.lineno, name)
+    template = environment.from_string(text)
+    return lambda values: environment.render(template, values), sorted(meta.find_undeclared_variables(tree))
+
+
 class LimitError(TemplateRuntimeError):
     """A template asks for more work than a prompt can need."""
 
@@ -51,7 +65,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         for name in ("lipsum", "cycler", "joiner"):
             del self.globals[name]
         del self.filters["random"]
-        for name in ("center", "batch", "slice", "wordwrap", "truncate", "tojson"):
+        for name in ("center", "batch", "slice", "wordwrap", "truncate", "tojson", "round"):
             self.filters[name] = _with_small_arguments(self.filters[name])
         self.filters["_counted"] = lambda values: _Counted(values, self._step)
         self.filters["_concat"] = lambda values: self._concat(str(_printable(value)) for value in values)
@@ -99,7 +113,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Whether a template may use `obj.attr`."""
-        if isinstance(obj, str | int) and attr in _REFUSED_METHODS:
+        if isinstance(obj, str | bytes | int) and attr in _REFUSED_METHODS:
             return False
         return super().is_safe_attribute(obj, attr, value)
 
@@ -181,7 +195,8 @@ def _printable(value: Any) -> Any:
     """What `{{ value }}` prints. A null would become the word None in the prompt, so it is an error."""
     if value is None:
         raise TemplateRuntimeError("a null value is printed; write {{ column or '' }} if it may be null")
-    return value.tolist() if isinstance(value, np.ndarray) else value
+    numbers = getattr(value, "tolist", None)  # numpy's arrays have it; numpy itself takes long to import
+    return value if numbers is None else numbers()
 
 
 def _bounded(size: int) -> int:

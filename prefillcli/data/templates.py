@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateSyntaxError, UndefinedError, meta
-from jinja2 import nodes as jinja_nodes
-
+from prefillcli.data.rendering import Renderer, RenderLimits
 from prefillcli.data.rows import RowError
-from prefillcli.data.sandbox import BoundedEnvironment
 from prefillcli.errors import UsageError
 
 _MARKS = ("{{", "{%", "{#")
-_DETAIL_CHARS = 300
 
 
 def read_template(template: str) -> tuple[str, str]:
@@ -36,33 +33,20 @@ def read_template(template: str) -> tuple[str, str]:
 class RowTemplate:
     """A compiled template.
 
-    Raises UsageError with the line of a syntax error.
+    Raises UsageError with the line of a syntax error, or if the template cannot be compiled within the limits.
     """
 
-    def __init__(self, template: str) -> None:
+    def __init__(self, template: str, limits: RenderLimits | None = None) -> None:
         self.text, name = read_template(template)
-        self._environment = BoundedEnvironment()
-        try:
-            tree = self._environment.parse(self.text)
-            self._template = self._environment.from_string(self.text)
-        except TemplateSyntaxError as error:
-            raise UsageError(f"{name}, line {error.lineno}: {error.message}") from None
-        for node in tree.find_all(
-            (jinja_nodes.Include, jinja_nodes.Import, jinja_nodes.FromImport, jinja_nodes.Extends)
-        ):
-            raise UsageError(f"{name}, line {node.lineno}: a template cannot load other templates")
-        self.columns = tuple(sorted(meta.find_undeclared_variables(tree)))
+        spec = {"kind": "template", "text": self.text, "name": name}
+        self._renderer = Renderer(spec, code="template_error", limits=limits)
+        self.columns = self._renderer.columns
         """The columns it needs."""
 
-    def render(self, values: dict[str, Any]) -> str | RowError:
-        """The text for a row, or why there is none."""
-        try:
-            return self._environment.render(self._template, values)
-        except UndefinedError as error:
-            return RowError("template_error", _short(error))
-        except Exception as error:  # an expression of the template may raise anything
-            return RowError("template_error", f"{type(error).__name__}: {_short(error)}")
+    def render(self, rows: Sequence[dict[str, Any]]) -> list[str | RowError]:
+        """The text of each row of column values, or why there is none."""
+        return self._renderer.render(rows)
 
-
-def _short(error: Exception) -> str:
-    return str(error)[:_DETAIL_CHARS]
+    def close(self) -> None:
+        """Stop rendering, in whatever thread it goes on, for good."""
+        self._renderer.close()

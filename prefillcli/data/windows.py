@@ -86,11 +86,13 @@ class Ahead(Iterator[T]):
     """The same items, made by a background thread up to `depth` items before they are asked for.
 
     The thread starts at once. An exception in `items` is raised here, after the items before it. Leaving the
-    `with` block, or `close`, stops the thread and waits for the item in work.
+    `with` block, or `close`, stops the thread and waits for the item in work; `cancel` is called before, to cut it
+    short.
     """
 
-    def __init__(self, items: Iterable[T], depth: int = 1) -> None:
+    def __init__(self, items: Iterable[T], depth: int = 1, cancel: Callable[[], None] | None = None) -> None:
         self._items = items
+        self._cancel = cancel
         self._ready: queue.Queue[tuple[str, Any]] = queue.Queue()
         self._room = threading.Semaphore(depth)
         self._stopped = threading.Event()
@@ -113,6 +115,8 @@ class Ahead(Iterator[T]):
     def close(self) -> None:
         self._stopped.set()
         self._room.release()
+        if self._cancel is not None:
+            self._cancel()
         self._thread.join()
 
     def __enter__(self) -> Ahead[T]:

@@ -181,6 +181,19 @@ def test_a_signal_while_the_model_loads_stops_at_once(model: Path, whole: Undist
     assert_resumes(model, whole)
 
 
+def test_a_signal_stops_a_template_that_runs_long(model: Path) -> None:
+    make_input()
+    long = "{% if prompt == 'fox' %}{% for i in range(9000) if range(90000)|sort %}{% endfor %}{% endif %}"
+    command = Command(*arguments(model), "--template", long + "{{ prompt or '' }}")
+    command.wait_until(lambda: len(parts()) >= 3)
+    sent = time.monotonic()
+    command.send(signal.SIGTERM)
+    assert command.end() == 143
+    assert time.monotonic() - sent < 8, "the row alone takes ten seconds of processor time"
+    assert read_report()["status"] == "interrupted"
+    assert len(parts()) >= 3
+
+
 def test_a_second_signal_ends_a_run_that_does_not_stop(model: Path, whole: Undisturbed) -> None:
     make_input()
     command = Command(*arguments(model), hold=Hold(ANSWER, 4))
