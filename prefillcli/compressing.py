@@ -9,16 +9,21 @@ from dataclasses import asdict
 from prefillcli.compress.audit import draw
 from prefillcli.compress.auto import RATES, Choice, choose_keep, sample_rows
 from prefillcli.compress.compressor import Compressor
-from prefillcli.compress.draft import Estimate
-from prefillcli.compress.reading import Reading
+from prefillcli.compress.draft import FALLBACKS, Estimate
+from prefillcli.compress.reading import FAILED, NOT_FINITE, SPECPREFILL, Reading, rows_failed
 from prefillcli.data.labels import Labels
 from prefillcli.data.rows import Prompt, Window
 from prefillcli.data.sink import Sink
 from prefillcli.engines.base import Engine
+from prefillcli.errors import PrefillError, ResourceError, brief
+from prefillcli.outcome import out_of_resource
 from prefillcli.report.run import RunReport
 from prefillcli.settings import ScoreSettings
 
 Tick = Callable[[float], None]
+
+MANY = 32
+"""Rows on which a draft may fail, without a success, before the job does."""
 
 
 class WindowCompressor:
@@ -46,10 +51,29 @@ class WindowCompressor:
         pending = self._settings.keep == "auto" and "keep" not in self._sink.plan
         wanted = compressor.keeps(prompts, RATES[0] if pending else None)
         estimates = compressor.estimate(prompts, wanted, tick)
+        self._check(estimates, pending)
         if pending:
             self._choose(window, prompts, wanted, estimates, tick)
         self._report.tokens.draft = compressor.draft.tokens
         return compressor.select(prompts, compressor.keeps(prompts), estimates)
+
+    def _check(self, estimates: Sequence[Estimate], pending: bool) -> None:
+        """Raise PrefillError if the draft has failed on everything so far: on `MANY` rows, or where it is to be tried.
+
+        The rows of earlier windows are written. Without this the model would read the whole job in full.
+        """
+        before = self._sink.counts.tallies.methods
+        if before.get(SPECPREFILL) or any(found.importance is not None for found in estimates):
+            return
+        failed = sum(found.reason in (FAILED, NOT_FINITE) for found in estimates)
+        if failed and (pending or failed + rows_failed(before) >= MANY):
+            error = self._compressor.draft.failure
+            why = FALLBACKS[NOT_FINITE] if error is None else f"{type(error).__name__}: {brief(error)}"
+            kind = ResourceError if error is not None and out_of_resource(error) else PrefillError
+            raise kind(
+                f"the draft has failed on all rows so far, {failed + rows_failed(before):,}: {why}\n"
+                "take another --draft, or leave it out to read all rows in full"
+            )
 
     def _choose(
         self,

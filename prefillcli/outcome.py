@@ -7,6 +7,7 @@ import sys
 import traceback
 from typing import Literal, Protocol
 
+from prefillcli.compress.reading import rows_failed
 from prefillcli.data.counts import Counts
 from prefillcli.errors import Interrupted, PrefillError, ResourceError
 
@@ -35,6 +36,13 @@ def conclude(report: Ending, counts: Counts, *, max_error_rate: float, skip_empt
             f"--max-error-rate allows {max_error_rate:g}"
         )
         print(f"prefill: {report.error}", file=sys.stderr)
+    elif failed := rows_failed(counts.tallies.methods):
+        report.status, report.exit_code = "failed", 1
+        report.error = (
+            f"the draft has failed on all {failed:,} rows that were to be compressed; they were read in full\n"
+            "the scores are there; take another --draft, or leave it out"
+        )
+        print(f"prefill: {report.error}", file=sys.stderr)
 
 
 def fail(error: BaseException, report: Ending, *, debug: bool, resumable: bool = True) -> None:
@@ -48,7 +56,7 @@ def fail(error: BaseException, report: Ending, *, debug: bool, resumable: bool =
         return
     if isinstance(error, PrefillError):
         report.exit_code, report.error = error.exit_code, str(error)
-    elif _out_of_resource(error):
+    elif out_of_resource(error):
         report.exit_code = ResourceError.exit_code
         report.error = f"out of memory or disk: {str(error) or type(error).__name__}"
     else:
@@ -57,7 +65,8 @@ def fail(error: BaseException, report: Ending, *, debug: bool, resumable: bool =
     print(f"prefill: {report.error}{hint}", file=sys.stderr)
 
 
-def _out_of_resource(error: BaseException) -> bool:
+def out_of_resource(error: BaseException) -> bool:
+    """Whether memory or the disk was full."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
     # torch's own out-of-memory errors are RuntimeErrors with these names or words

@@ -11,6 +11,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from prefillcli.compress.importance import Asked, add_votes, importance
+from prefillcli.compress.reading import FAILED, NOT_FINITE
 from prefillcli.compress.selection import FloatArray
 from prefillcli.compress.settings import Compression
 from prefillcli.plan.account import account
@@ -23,7 +24,7 @@ from prefillcli.prefill.walk import LayerWalk
 Tick = Callable[[float], None]
 
 NO_MEMORY, TOO_LONG, VOCABULARY = "draft_memory", "draft_length", "draft_vocabulary"
-NO_VOTE, NOT_FINITE, FAILED = "draft_window", "draft_not_finite", "draft_error"
+NO_VOTE = "draft_window"
 
 FALLBACKS = {
     NO_MEMORY: "the prompt does not fit the memory budget of the draft",
@@ -64,6 +65,8 @@ class Draft:
     ) -> None:
         self.tokens = 0
         """Tokens computed so far."""
+        self.failure: BaseException | None = None
+        """What it failed with last."""
         self._walk = LayerWalk(model, chunk_tokens=chunk_tokens)
         self._settings = settings
         self._limits = limits
@@ -87,6 +90,7 @@ class Draft:
             try:
                 found = self._ask(pack, tick)
             except Exception as error:  # whatever it is, the rows can be read in full
+                self.failure = error
                 self._on_failure(error)
                 found = dict.fromkeys(pack.prompts)
                 for number in found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,15 @@ from prefillcli.compress.selection import IntArray
 from prefillcli.data.rows import Int32Array, Prompt
 
 FULL, SPECPREFILL, FALLBACK = "full", "specprefill", "fallback:"
+FAILED, NOT_FINITE = "draft_error", "draft_not_finite"
+"""Reasons that speak against the draft; the others are of a prompt that is not for it."""
+
+
+def rows_failed(methods: Mapping[str, int]) -> int:
+    """Rows on which the draft has failed, if it has compressed none; else 0. `methods`: rows by method."""
+    if methods.get(SPECPREFILL):
+        return 0
+    return sum(methods.get(FALLBACK + reason, 0) for reason in (FAILED, NOT_FINITE))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from prefillcli.prefill.walk import LayerWalk
 from tests.score.compression import Prompt, assert_close, compressed, full_rows, lines_of, unrelated
 from tests.score.jobs import Reference, read_output, read_report, write_jsonl
 from tests.score.models import VOCABULARY, save_model
+from tests.score.processes import cut_small_windows
 
 LENGTHS = (300, 100, 250, 110)
 
@@ -152,13 +153,61 @@ def test_draft_error(
     assert "RuntimeError: out of something" in lines[0]
 
 
-def test_a_draft_without_any_number_costs_nothing_but_time(model: Path, reference: Reference, tmp_path: Path) -> None:
+def nan_draft(tmp_path: Path) -> Path:
+    """A draft without any number."""
     draft = save_model(tmp_path / "draft", seed=3, layers=1)
     weights = load_file(draft / "model.safetensors")
     weights["model.norm.weight"].fill_(float("nan"))
     weights["model.embed_tokens.weight"].fill_(float("nan"))
     save_file(weights, draft / "model.safetensors", metadata={"format": "pt"})
-    assert_falls_back(unrelated(reference, LENGTHS), "draft_not_finite", [0, 1, 2, 3], model, draft)
+    return draft
+
+
+def test_a_draft_that_fails_on_every_row_costs_no_row_but_is_an_error(
+    model: Path, reference: Reference, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, draft = unrelated(reference, [*LENGTHS, 40]), nan_draft(tmp_path)  # the last is too short to compress
+    source = write_jsonl("in.jsonl", lines_of(prompts))
+    for again in ({}, {"overwrite": False, "resume": True}):  # told once more, as long as the output stands
+        summary = compressed(source, model=model, draft=draft, **again)
+        assert (summary["status"], summary["exit_code"]) == ("failed", 1)
+        assert "the draft has failed on all 4 rows" in summary["error"]
+        assert "prefill: the draft has failed on all 4 rows" in capsys.readouterr().err
+    found = read_output("out.parquet")
+    assert [row["method"] for row in found] == 4 * ["fallback:draft_not_finite"] + ["full"]
+    assert_close(found, full_rows(source, model))
+
+
+@pytest.mark.parametrize(("failure", "code"), [(RuntimeError("no such kernel"), 1), (MemoryError("no room"), 5)])
+def test_a_draft_that_always_fails_ends_the_job_before_it_is_read_in_full(
+    model: Path, draft: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch, failure: Exception, code: int
+) -> None:
+    def failing(*_: Any) -> Any:
+        raise failure
+        yield
+
+    cut_small_windows(monkeypatch)
+    source = write_jsonl("in.jsonl", lines_of(unrelated(reference, [70 + number for number in range(70)])))
+    monkeypatch.setattr(LayerWalk, "watch", failing)
+    summary = compressed(source, model=model, draft=draft)
+    assert (summary["status"], summary["exit_code"]) == ("failed", code)
+    assert f"failed on all rows so far, 40: {type(failure).__name__}: {failure}" in summary["error"]
+    assert summary["rows"]["scored"] == 20  # the first window's, which are fewer than say it for certain
+    auto = {"keep": "auto", "max_flips": 0.5, "limit": 20}
+    tried = compressed(source, model=model, draft=draft, **auto)
+    assert (tried["exit_code"], tried["rows"]["scored"]) == (code, 0)  # no rate is chosen with such a draft
+
+
+def test_a_draft_that_has_compressed_a_row_may_fail_on_many(
+    model: Path, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_small_windows(monkeypatch)
+    draft = save_model(tmp_path / "draft", seed=3, layers=1)
+    break_token(draft, 350)
+    prompts = unrelated(reference, [70 + number for number in range(50)])
+    for prompt in prompts[1:]:
+        prompt[20] = 350
+    assert_falls_back(prompts, "draft_not_finite", range(1, 50), model, draft)
 
 
 def test_a_row_in_full_for_want_of_a_draft_is_shared_by_its_neighbours(
