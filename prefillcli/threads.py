@@ -23,7 +23,7 @@ LEAST_SHARE = 0.5
 def prepare(asked: int | Literal["auto"], environment: MutableMapping[str, str] = os.environ) -> None:
     """Before torch is imported: threads that wait sleep, and tokenising takes as many as computing. What the user has
     set in the environment stays. For commands: a library leaves the environment to the program that imports it."""
-    if not any(name in environment for name in _WAITING):
+    if not any(environment.get(name) for name in _WAITING):
         environment["OMP_WAIT_POLICY"] = "PASSIVE"
     if asked != "auto":
         environment.setdefault("RAYON_NUM_THREADS", str(asked))
