@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -274,6 +275,60 @@ def test_the_crontab_line_without_the_script_locks_and_logs(home: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         subprocess.run(["sh", "-c", command], capture_output=True)
     assert not (home / "started").exists()
+
+
+def as_cron(line: str, home: Path, night: str) -> subprocess.CompletedProcess[str]:
+    """Run a crontab's line as cron does, on that day: by sh, up to the first bare %, and with % for \\%."""
+    command, *text = re.split(r"(?<!\\)%", line.split(None, 5)[5].replace("/srv/scoring", str(home)))
+    real, fake = shutil.which("date"), home / "bin" / "date"
+    fake.parent.mkdir(exist_ok=True)
+    fake.write_text(f'#!/bin/sh\nexec {real} --date={night} "$@"\n')
+    fake.chmod(0o755)
+    return subprocess.run(
+        ["/bin/sh", "-c", command.replace("\\%", "%")],
+        input="\n".join(text),
+        env={"HOME": str(home), "LOGNAME": "scoring", "PATH": f"{fake.parent}:/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+        cwd=home,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def lines_for_cron(text: str) -> list[str]:
+    return re.findall(rf"^{FIELD}(?: {FIELD}){{4}} .*$", text, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_readmes_line_works_every_night(home: Path) -> None:
+    (line,) = lines_for_cron((ROOT / "README.md").read_text())
+    (home / "in").mkdir()
+    (home / "models").mkdir()
+    (home / "models" / "judge").symlink_to(SAMPLES / "models" / "target")
+    table = pq.read_table(home / "in.parquet")
+    outputs = [home / "out" / f"2026-01-3{day}.parquet" for day in (0, 1)]
+    for night, output in enumerate(outputs):
+        pq.write_table(table.slice(20 * night, 6 + night), home / "in" / "today.parquet")
+        done = as_cron(line, home, output.stem)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), (home / "prefill.log").read_text()
+    assert [len(pq.read_table(output)) for output in outputs] == [6, 7]
+    pq.write_table(table, home / "in" / "today.parquet")  # what is another job under that name is refused
+    assert as_cron(line, home, outputs[0].stem).returncode == 4
+
+
+def test_crontab_lines_write_another_output_each_night(home: Path) -> None:
+    shutil.copytree(RECIPES, home / "recipes")
+    write_command(home, 'printf "%s " "$@" >> words; echo >> words')
+    lines = [*lines_for_cron(CRONTAB.read_text()), *lines_for_cron((ROOT / "docs" / "scheduling.md").read_text())]
+    assert len(lines) == 5
+    for line in lines:
+        (home / "words").unlink(missing_ok=True)
+        for night in ("2026-01-30", "2026-01-31"):
+            done = as_cron(line, home, night)
+            assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+        first, second = ((home / "words").read_text()).splitlines()
+        assert re.search(r" (-o|--output) out/\w+\.2026-01-30\.parquet ", first)
+        assert first.replace("2026-01-30", "2026-01-31") == second
 
 
 # --------------------------------------------------------------------------------------------------------------- DAG
