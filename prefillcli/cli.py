@@ -122,6 +122,36 @@ def inspect_(inputs: list[str] | None, recipe: str | None, **flags: Any) -> None
     finish(inspect_job(settings))
 
 
+_Output = Annotated[str, typer.Argument(metavar="OUTPUT", help="What prefill score wrote: a file, a folder or a URL.")]
+_Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Warnings and errors only.", rich_help_panel=RUN)]
+
+
+def verify(
+    output: _Output,
+    inputs: Annotated[
+        list[str] | None, typer.Argument(metavar="INPUT...", help="What it was made of; its rows are compared.")
+    ] = None,
+    quiet: _Quiet = False,
+) -> None:
+    """Check that OUTPUT is whole and as its job wrote it, and with INPUT that it is of that input, row by row.
+
+    Exit code 0, or 1 with what is wrong on stderr. The last line on stdout is one JSON object that sums it up.
+    """
+    from prefillcli.verify import verify_job
+
+    finish(verify_job(output, inputs or (), quiet=quiet))
+
+
+def status(output: _Output, quiet: _Quiet = False) -> None:
+    """Tell whether the job of OUTPUT is running, with its rate and expected end, has stopped, or is complete.
+
+    The last line on stdout is one JSON object that says the same; nothing is changed.
+    """
+    from prefillcli.status import status_job
+
+    finish(status_job(output, quiet=quiet))
+
+
 def _settings(
     kind: type[AnySettings], inputs: list[str] | None, recipe: str | None, flags: dict[str, Any]
 ) -> AnySettings:
@@ -204,3 +234,5 @@ def _with_options(command: Callable[..., None], settings: type[BaseModel]) -> Ca
 
 for _name, _command in (("score", score), ("profile", profile), ("bench", bench), ("inspect", inspect_)):
     app.command(_name)(_with_options(_command, COMMANDS[_name]))
+app.command()(verify)
+app.command()(status)

@@ -11,6 +11,7 @@ from typing import Never
 
 from tqdm import tqdm
 
+from prefillcli.data.heartbeat import Pace
 from prefillcli.report.survey import duration
 
 
@@ -33,6 +34,7 @@ class Progress:
         self._interval = interval
         self._quiet = quiet
         self._rows = 0.0
+        self._before = 0
         self._tokens = 0.0
         self._begun = self._said = time.monotonic()
         self._bar: tqdm[Never] | None = None
@@ -41,6 +43,17 @@ class Progress:
             if total:
                 shape = "{l_bar}{bar}| {n:,.0f}/{total:,.0f} rows [{elapsed}{postfix}]"
             self._bar = tqdm(total=total, bar_format=shape, file=sys.stderr, dynamic_ncols=True)
+
+    def resume(self, rows: int) -> None:
+        """So many rows were done before; they say nothing of the speed."""
+        self._before = rows
+        self.advance(rows)
+
+    def pace(self) -> Pace:
+        """How far the run is; from any thread."""
+        seconds = time.monotonic() - self._begun
+        done = self._rows - self._before
+        return Pace(self._rows, self._total, done / seconds if done > 0 else None, self._left(seconds))
 
     def advance(self, rows: float, tokens: float = 0.0) -> None:
         """`rows` (also parts of one) and `tokens` more are done."""
@@ -56,7 +69,7 @@ class Progress:
             print(self._line(now - self._begun), file=sys.stderr, flush=True)
 
     def _line(self, seconds: float) -> str:
-        rate = self._rows / seconds
+        rate = (self._rows - self._before) / seconds
         line = f"prefill: {datetime.now().astimezone().isoformat(timespec='seconds')} {self._rows:,.0f}"
         if self._total:
             line += f" of {self._total:,} rows ({self._rows / self._total:.1%})"
@@ -67,12 +80,15 @@ class Progress:
 
     def _end(self, seconds: float) -> str:
         """`, about 5.0 min left`, if that can be told."""
+        left = self._left(seconds)
+        return "" if left is None else f", about {duration(left)} left"
+
+    def _left(self, seconds: float) -> float | None:
         left = self._seconds_left()
-        if left is None and self._total and self._rows > 0:
-            left = max(self._total - self._rows, 0) * seconds / self._rows
-        if left is None:
-            return ""
-        return f", about {duration(left)} left"
+        done = self._rows - self._before
+        if left is None and self._total and done > 0:
+            left = max(self._total - self._rows, 0) * seconds / done
+        return left
 
     def __enter__(self) -> Progress:
         return self

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from prefillcli.clock import Clock, MemoryWatch, peak_memory
 from prefillcli.compress.audit import AuditDraw
 from prefillcli.data.fingerprints import hash_model, hash_tokenizer, hash_value
+from prefillcli.data.heartbeat import Heartbeat
 from prefillcli.data.labels import Labels, parse_labels
 from prefillcli.data.prompts import PromptBuilder
 from prefillcli.data.rows import Window
@@ -200,8 +201,8 @@ class _ScoreJob:
             quiet=settings.quiet,
             seconds_left=(lambda: None) if forecast is None else forecast.seconds_left,
         )
-        with ExitStack() as engine, coming, progress:
-            progress.advance(sink.counts.total)
+        with ExitStack() as engine, coming, progress, Heartbeat(sink.work, progress.pace):
+            progress.resume(sink.counts.total)
             if forecast is not None:
                 forecast.skip(sink.counts.total)
             scorer: WindowScorer | None = None

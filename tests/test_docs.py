@@ -16,6 +16,8 @@ from prefillcli.cli import app
 from prefillcli.data.rows import ERROR_CODES
 from prefillcli.report.run import RunReport
 from prefillcli.settings import BenchSettings, InspectSettings, ProfileSettings, ScoreSettings
+from prefillcli.status import Status
+from prefillcli.verify import Verified
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
@@ -48,6 +50,19 @@ def test_every_option_is_documented_and_in_the_help(command: str) -> None:
     own = options_of(command) if command == "score" else options_of(command) - options_of("score")
     assert own <= options((ROOT / "docs" / f"{command}.md").read_text())
     assert options_of(command) <= options("".join(pages))
+
+
+@pytest.mark.parametrize("command", ["verify", "status"])
+def test_commands_that_only_look_have_a_page_with_their_options_and_keys(command: str) -> None:
+    shown = CliRunner(env={"COLUMNS": "300", "TERMINAL_WIDTH": "300"}).invoke(app, [command, "--help"]).output
+    assert options(shown) == {"--help", "--quiet"}
+    text = (ROOT / "docs" / "verify.md").read_text()
+    assert f"## `prefill {command} OUTPUT" in text
+    assert "--quiet" in options(text)
+    for key in (*Verified.__annotations__, *Status.__annotations__):
+        assert f"`{key}`" in text, key
+    commands = {info.name or info.callback.__name__ for info in app.registered_commands if info.callback}
+    assert commands == {*COMMANDS, "verify", "status"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -43,7 +43,7 @@ def write_jsonl(
     for table in tables:
         names = [json.dumps(name) for name in table.column_names]
         columns = [
-            _as_they_are(column.to_pylist()) if name in json_columns else _as_json(column)
+            _as_they_are(column.to_pylist()) if name in json_columns else as_json(column)
             for name, column in zip(table.column_names, table.columns, strict=True)
         ]
         form = "{" + ",".join(f"{name.replace('%', '%%')}:%s" for name in names) + "}\n"
@@ -57,7 +57,8 @@ def _as_they_are(texts: list[str | None]) -> list[str]:
     return ["null" if text is None else text for text in texts]
 
 
-def _as_json(column: pa.ChunkedArray) -> list[str]:
+def as_json(column: pa.ChunkedArray) -> list[str]:
+    """The values of a column as JSON texts, as an output in JSON Lines has them."""
     values = column.to_pylist()
     if pa.types.is_floating(column.type):
         return ["null" if v is None or not math.isfinite(v) else repr(v) for v in values]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from prefillcli.data import parts
+from prefillcli.data import heartbeat, parts
 from prefillcli.data.counts import Counts
 from prefillcli.data.formats import write_jsonl, write_parquet
 from prefillcli.data.json_columns import kinds_of, type_for, typed_column
@@ -259,6 +259,7 @@ class Sink:
     def _delete_parts(self) -> None:
         for name in filter(parts.is_part, self.work.names()):
             self.work.delete(name)
+        self.work.delete(heartbeat.NAME)
 
     def _require_same(self, found: _WindowParts, window: int, rows: Int64Array) -> None:
         if found.rows != WindowRows.of(rows):

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import IO, Any, Protocol
 
 from prefillcli.data.filesystems import filesystem_of, is_local
-from prefillcli.data.locks import LOCK, FileLock, Lock, ObjectLock
+from prefillcli.data.locks import LOCK, FileLock, Lock, ObjectLock, file_lock_held
 from prefillcli.errors import PrefillError, ResourceError
 
 _TEMPORARY = ".prefill-tmp"
@@ -45,6 +45,9 @@ class Store(Protocol):
 
     def clean(self, ours: Callable[[str], bool]) -> None:
         """Remove what killed runs left of half-written files whose name is `ours`."""
+
+    def in_use(self) -> bool | None:
+        """Whether a run holds the lock; None if that cannot be known from here, or there is no lock to hold."""
 
     def lock(self) -> Lock:
         """Keep other processes out. Raises OutputBusyError if one is in."""
@@ -116,6 +119,10 @@ class LocalStore:
                 if name.startswith(".") and name.endswith(_TEMPORARY) and ours(name[1 : -len(_TEMPORARY)]):
                     os.unlink(self._path(name))
 
+    def in_use(self) -> bool | None:
+        with using(self._path(LOCK)):
+            return file_lock_held(self._path(LOCK))
+
     def lock(self) -> Lock:
         path = self._path(LOCK)
         with using(path):
@@ -174,6 +181,11 @@ class RemoteStore:
 
     def clean(self, ours: Callable[[str], bool]) -> None:
         """Nothing to do: an upload that was cut off leaves no object."""
+
+    def in_use(self) -> bool | None:
+        with _using_remote(self.location):
+            holder = ObjectLock.holder(self._filesystem, self._path(LOCK))
+        return None if holder is None else holder.alive()
 
     def lock(self) -> Lock:
         with _using_remote(self.location):
