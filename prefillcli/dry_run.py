@@ -61,7 +61,7 @@ def _run(settings: ScoreSettings, report: DryRunReport, stop: Stop) -> None:
     with stop.at_once():
         source = open_source(settings, carried)
         opened = open_models(settings)
-        refuse_to_replace_input(report.output, (file.path for file in source.files))
+        refuse_to_replace_input(report.output, source.paths)
         profile, name, report.no_prediction = find_profile(
             settings.profile, hash_model(opened.files.path), opened.files.dtype, opened.device
         )

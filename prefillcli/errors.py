@@ -33,6 +33,12 @@ class DamagedFileError(PrefillError):
     """A file is not as it was written. The message says why, for a caller that names the file."""
 
 
+class ContentChangedError(PrefillError):
+    """A file of the input or of the model is not what the job's fingerprint names, or not the same any more."""
+
+    exit_code = 4
+
+
 class ResourceError(PrefillError):
     """Out of a resource: memory, disk, device or lock."""
 

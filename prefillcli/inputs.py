@@ -4,12 +4,40 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from prefillcli.data.fingerprints import ModelContents
 from prefillcli.data.prompts import DEFAULT_COLUMN, PromptBuilder, PromptSettings
 from prefillcli.data.source import Source
 from prefillcli.errors import UsageError
 from prefillcli.loading import Opened
-from prefillcli.settings import JobOptions, ScoreSettings
+from prefillcli.samples import sample_model
+from prefillcli.settings import JobOptions, LoadingOptions, ScoreSettings
+
+
+class LocalModels:
+    """The contents of the model and the draft, from before anything of them is read: their hashing begins at once.
+
+    A name on the hub has a folder only when it is opened, in `of`.
+    """
+
+    def __init__(self, settings: LoadingOptions) -> None:
+        names = (settings.model or sample_model(), settings.draft)
+        paths = [Path(name).expanduser() for name in names if name is not None]
+        self._contents = {path: ModelContents(path) for path in paths if path.is_dir()}
+        for contents in self._contents.values():
+            contents.begin()
+
+    def of(self, path: Path) -> ModelContents:
+        """Those of an opened model's folder."""
+        if path not in self._contents:
+            self._contents[path] = ModelContents(path)
+        return self._contents[path]
+
+    def require_unchanged(self) -> None:
+        """Raise ContentChangedError unless every folder is what it was."""
+        for contents in self._contents.values():
+            contents.require_unchanged()
 
 
 def carried_columns(settings: ScoreSettings) -> list[str]:

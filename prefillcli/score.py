@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from prefillcli.clock import Clock, MemoryWatch, peak_memory
 from prefillcli.compress.audit import AuditDraw
-from prefillcli.data.fingerprints import hash_model, hash_tokenizer, hash_value
+from prefillcli.data.fingerprints import hash_value
 from prefillcli.data.heartbeat import Heartbeat
 from prefillcli.data.labels import Labels, parse_labels
 from prefillcli.data.prompts import PromptBuilder
-from prefillcli.data.rows import Window
+from prefillcli.data.rows import Int64Array, Window
 from prefillcli.data.sink import Sink
 from prefillcli.data.source import Source
 from prefillcli.data.windows import Ahead, windows
@@ -29,7 +29,7 @@ from prefillcli.errors import (
     OutputExistsError,
 )
 from prefillcli.forecast import Forecast, find_profile
-from prefillcli.inputs import carried_columns, open_source, prompt_builder, refuse_idle_draft
+from prefillcli.inputs import LocalModels, carried_columns, open_source, prompt_builder, refuse_idle_draft
 from prefillcli.loading import Loaded, Opened
 from prefillcli.outcome import conclude, fail
 from prefillcli.paths import default_output, default_report, refuse_to_replace_input
@@ -96,6 +96,8 @@ class _ScoreJob:
         with clock.phase("read"):
             source = self.source = open_source(settings, carried_columns(settings))
             refuse_idle_draft(settings, source)
+            source.begin_hashing()
+            models = LocalModels(settings)  # before anything of them is read
         with clock.phase("load"), stop.at_once():
             opened = self._loader.open_models(settings)
             builder = self.builder = prompt_builder(settings, opened, source, carried_columns(settings))
@@ -105,8 +107,8 @@ class _ScoreJob:
         with clock.phase("read"), stop.at_once():
             report.fingerprint = {
                 "input": source.fingerprint(),
-                "model": hash_model(files.path),
-                "tokenizer": hash_tokenizer(files.path),
+                "model": models.of(files.path).model(),
+                "tokenizer": models.of(files.path).tokenizer(),
                 "prompt": builder.fingerprint(),
                 "labels": hash_value([[label.name, label.variants] for label in labels.labels]),
                 "settings": hash_value(
@@ -116,7 +118,7 @@ class _ScoreJob:
             if settings.engine != "torch":
                 report.fingerprint["engine"] = hash_engine(settings)
             if opened.draft is not None:
-                report.fingerprint["draft"] = hash_model(opened.draft.path)
+                report.fingerprint["draft"] = models.of(opened.draft.path).model()
                 report.fingerprint["compression"] = hash_value(
                     [
                         [name, getattr(settings, name)]
@@ -124,7 +126,7 @@ class _ScoreJob:
                         if name != "draft"
                     ]
                 )
-        refuse_to_replace_input(output, (file.path for file in source.files))
+        refuse_to_replace_input(output, source.paths)
         with self._open_sink(output, source, labels) as sink:
             self.sink = sink
             report.resumed = sink.counts.total > 0
@@ -135,7 +137,7 @@ class _ScoreJob:
                 profile = self._profile(opened)
                 if profile is not None:
                     self.forecast = Forecast(profile.seconds, source.selection().count(source.count()))
-                self._score(source, builder, labels, sink, opened, profile, stop)
+                self._score(source, builder, labels, sink, opened, profile, stop, models)
             self._report_audit(sink, labels)
         conclude(report, sink.counts, max_error_rate=settings.max_error_rate, skip_empty=settings.skip_empty)
 
@@ -184,8 +186,14 @@ class _ScoreJob:
         opened: Opened,
         profile: Profile | None,
         stop: Stop,
+        models: LocalModels,
     ) -> None:
         settings, clock = self.settings, self.clock
+
+        def unchanged(rows: Int64Array | None) -> None:
+            models.require_unchanged()
+            source.require_unchanged(rows)
+
         audit = None
         if settings.audit:
             audit = AuditDraw(settings.audit, source.selection(), source.count())
@@ -226,9 +234,11 @@ class _ScoreJob:
                         compress=self._compress_with(loaded, labels, sink),
                         audit=audit,
                         forecast=forecast,
+                        unchanged=unchanged,
                     )
                 scorer.score(window)
             with clock.phase("write"):
+                unchanged(None)
                 sink.finish(*ended)
 
     def _report_audit(self, sink: Sink, labels: Labels) -> None:

@@ -14,7 +14,7 @@ from prefillcli.clock import Clock
 from prefillcli.compress.audit import AuditDraw
 from prefillcli.compress.reading import SPECPREFILL, Reading
 from prefillcli.data.labels import Labels
-from prefillcli.data.rows import Prompt, RowError, Scored, Window
+from prefillcli.data.rows import Int64Array, Prompt, RowError, Scored, Window
 from prefillcli.data.sink import Sink
 from prefillcli.engines.base import Answer, Engine
 from prefillcli.errors import Interrupted, ResourceError
@@ -51,7 +51,8 @@ class WindowScorer:
     """Brings windows through an engine into a sink, and counts in the report what that took.
 
     Without `compress` every prompt is read in full. `audit` says which of the compressed ones are read in full too.
-    `forecast` is told what is planned and done.
+    `forecast` is told what is planned and done. `unchanged` raises ContentChangedError if what the given rows and the
+    model were read from is not what the job's fingerprint names: nothing is written then.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class WindowScorer:
         compress: Compress | None = None,
         audit: AuditDraw | None = None,
         forecast: Forecast | None = None,
+        unchanged: Callable[[Int64Array], None],
     ) -> None:
         self._engine = engine
         self._sink = sink
@@ -84,6 +86,7 @@ class WindowScorer:
         self._compress = compress
         self._audit = audit
         self._forecast = forecast
+        self._unchanged = unchanged
         self._scored: list[Scored] = []  # done, but not yet written
         self._errors: dict[int, RowError] = {}
         self._flushed = time.monotonic()
@@ -216,6 +219,7 @@ class WindowScorer:
     def _flush(self, window: Window) -> None:
         """Write finished rows as a part; the window's own error rows come with its first one."""
         with self._clock.phase("write"):
+            self._unchanged(window.rows)  # a part would be reused by a later run under the same fingerprint
             self._sink.write(window, self._scored, self._errors, temperature=self._temperature)
         self._scored, self._errors = [], {}
         self._flushed = time.monotonic()

@@ -83,7 +83,7 @@ def _run(settings: BenchSettings, report: BenchReport) -> None:
     if settings.inputs:
         source = open_source(settings, _carried(settings))
         for path in (settings.output, page_of(settings.output)):
-            refuse_to_replace_input(path, (file.path for file in source.files))
+            refuse_to_replace_input(path, source.paths)
     opened = open_models(settings)
     labels = Labels(opened.tokenizer, parse_labels(settings.labels))
     material = _materials(settings, opened, labels, source, wanted)

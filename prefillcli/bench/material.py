@@ -84,9 +84,9 @@ def made_material(name: str, settings: BenchSettings, opened: Opened, labels: La
 def input_material(source: Source, builder: PromptBuilder, labels: Labels, truth: str | None) -> Material:
     """The first window of an input, whose columns are selected; `truth` is a carried column."""
     window = next(windows(source, builder, labels, id_column=None), None)
-    name = source.files[0].path.rstrip("/").rpartition("/")[2]
-    if len(source.files) > 1:
-        name += f" and {len(source.files) - 1:,} more"
+    name = source.paths[0].rstrip("/").rpartition("/")[2]
+    if len(source.paths) > 1:
+        name += f" and {len(source.paths) - 1:,} more"
     if window is None:
         raise PrefillError(f"{name}: the input has no rows")
     labels.check(window)

@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 from typing import Any, Literal
 
 from prefillcli.data.filesystems import filesystem_of, is_local, is_url
+from prefillcli.data.identity import Stamp, stamp_of
 from prefillcli.errors import PrefillError, UsageError
 
 Kind = Literal["parquet", "jsonl"]
@@ -38,8 +39,13 @@ class Found:
     kind: Kind
     codec: str | None
     """Compression of a JSON Lines file: gzip, zstd or None."""
-    size: int
-    """Bytes."""
+    stamp: Stamp
+    """Which version of the file was found."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.stamp.size
 
     @property
     def local(self) -> bool:
@@ -162,4 +168,4 @@ def _found(filesystem: Any, inner: str, shown: str) -> Found:
     form = _format(inner)
     if form is None:
         raise UsageError(f"unknown ending: {shown}\nexpected a file that ends in {ENDINGS}")
-    return Found(shown, filesystem, inner, form[0], form[1], int(filesystem.size(inner) or 0))
+    return Found(shown, filesystem, inner, form[0], form[1], stamp_of(filesystem, inner))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 from collections.abc import Iterator, Sequence
@@ -11,6 +10,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 
+from prefillcli.data.contents import require_same
 from prefillcli.data.discovery import Found
 from prefillcli.data.filesystems import reading
 from prefillcli.data.rows import RowBatch, RowError
@@ -31,18 +31,6 @@ class JsonlInput:
     def __init__(self, found: Found) -> None:
         self._found = found
 
-    def checksum(self) -> str:
-        """Digest of the content; of a remote file what its filesystem says (an ETag, or size and time)."""
-        found = self._found
-        with reading(found.path):
-            if not found.local:
-                return str(found.filesystem.checksum(found.inner))
-            digest = hashlib.blake2b(digest_size=32)
-            with open(found.inner, "rb") as file:
-                while block := file.read(_BLOCK):
-                    digest.update(block)
-            return digest.hexdigest()
-
     def lines(self) -> Iterator[bytes]:
         """The lines that are not blank. Raises PrefillError if the file cannot be read to its end."""
         with reading(self._found.path), self._open() as file:
@@ -60,6 +48,7 @@ class JsonlInput:
     def _open(self) -> BinaryIO:
         found = self._found
         raw: Any = io.FileIO(found.inner) if found.local else found.filesystem.open(found.inner, "rb")
+        require_same(found)  # what is open now is what was found
         stream = raw if found.codec is None else pa.CompressedInputStream(raw, found.codec)
         return io.BufferedReader(stream, _BLOCK)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from prefillcli.data.contents import require_same
 from prefillcli.data.discovery import Found
 from prefillcli.data.filesystems import reading
 from prefillcli.data.rows import Int64Array, RowBatch, RowError
@@ -31,14 +31,6 @@ class ParquetInput:
         with reading(found.path), self._open() as file:
             self.schema: pa.Schema = file.schema_arrow
             self.rows: int = file.metadata.num_rows
-
-    def checksum(self) -> str:
-        """Digest of the footer, which holds sizes, offsets and statistics of every column chunk."""
-        with reading(self._found.path), self._found.filesystem.open(self._found.inner, "rb") as file:
-            file.seek(-8, 2)
-            length = int.from_bytes(file.read(4), "little")
-            file.seek(-8 - length, 2)
-            return hashlib.blake2b(file.read(length), digest_size=32).hexdigest()
 
     def batches(
         self, first_row: int, columns: Sequence[str], carried: pa.Schema, selection: Selection
@@ -75,7 +67,9 @@ class ParquetInput:
     def _open(self, **options: Any) -> pq.ParquetFile:
         found = self._found
         source = found.inner if found.local else found.filesystem.open(found.inner, "rb")
-        return pq.ParquetFile(source, buffer_size=_BUFFER, pre_buffer=False, **options)
+        file = pq.ParquetFile(source, buffer_size=_BUFFER, pre_buffer=False, **options)
+        require_same(found)  # what is open now is what was found
+        return file
 
     def _pieces(
         self, file: pq.ParquetFile, group: int, size: int, names: list[str], rows: int

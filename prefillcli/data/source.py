@@ -8,30 +8,21 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
-from prefillcli.data.discovery import Found, discover
+from prefillcli.data.contents import Contents
+from prefillcli.data.discovery import discover
 from prefillcli.data.jsonl import BatchMaker, JsonlInput, parse
 from prefillcli.data.parquet import ParquetInput
-from prefillcli.data.rows import RowBatch, RowError
+from prefillcli.data.rows import Int64Array, RowBatch, RowError
 from prefillcli.data.selection import Selection
 from prefillcli.data.values import plain_type
-from prefillcli.errors import UsageError
+from prefillcli.errors import PrefillError, UsageError
 
 _PEEK_ROWS = 100
 _PEEK_BYTES = 16 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class InputFile:
-    """One input file and what its content is known by."""
-
-    path: str
-    size: int
-    """Bytes."""
-    checksum: str
 
 
 class Source:
@@ -40,7 +31,8 @@ class Source:
     Open it, ask for `available` columns, then `select` the needed ones; or name them at once.
     """
 
-    def __init__(self, found: Sequence[Found], left_out: Sequence[str], selection: _Wish) -> None:
+    def __init__(self, inputs: Sequence[str], selection: _Wish) -> None:
+        found, left_out = discover(inputs)
         self.kind = found[0].kind
         self.left_out = tuple(left_out)
         """Files in the given directories that were not read for their ending; worth a warning."""
@@ -52,7 +44,8 @@ class Source:
         """Time spent reading so far."""
         self._found = tuple(found)
         self._wish = selection
-        self._checksums: tuple[str, ...] | None = None
+        self._contents = Contents(found, "input", lambda: [file.path for file in discover(inputs)[0]])
+        self._starts: list[int] = []  # of every file that was begun, the number of its first row
         self._counted: int | None = None
         if self.kind == "parquet":
             self._parquet = [ParquetInput(file) for file in found]
@@ -81,8 +74,7 @@ class Source:
         `sample`: that many rows drawn at random. Raises UsageError if nothing is found or a column is
         missing, PrefillError if a file is damaged.
         """
-        found, left_out = discover(inputs)
-        source = cls(found, left_out, _Wish(limit, sample, seed))
+        source = cls(inputs, _Wish(limit, sample, seed))
         return source.select(columns=columns, carried=carried)
 
     def select(self, *, columns: Sequence[str], carried: Sequence[str], optional: Sequence[str] = ()) -> Source:
@@ -122,23 +114,38 @@ class Source:
         return self._counted
 
     @property
-    def files(self) -> tuple[InputFile, ...]:
-        """The files in reading order with checksums; reads local JSON Lines to the end once."""
-        if self._checksums is None:
-            readers: Sequence[Any] = self._parquet if self.kind == "parquet" else self._jsonl
-            self._checksums = tuple(reader.checksum() for reader in readers)
-        return tuple(
-            InputFile(file.path, file.size, checksum)
-            for file, checksum in zip(self._found, self._checksums, strict=True)
-        )
+    def paths(self) -> tuple[str, ...]:
+        """The files in reading order."""
+        return tuple(file.path for file in self._found)
+
+    def begin_hashing(self) -> None:
+        """Start to hash the files in the background; `fingerprint` waits for the end."""
+        self._contents.begin()
 
     def fingerprint(self) -> str:
-        """Digest of the content and of which rows are taken; where the files lie does not count."""
+        """Digest of the content and of which rows are taken; where the files lie does not count.
+
+        Reads every file whole, once, unless its digest is known from before. Raises as `Contents.digests`.
+        """
         wish = self._wish
         seed = wish.seed if wish.sample is not None else None
-        content = [(file.size, file.checksum) for file in self.files]
+        content = [(file.size, each) for file, each in zip(self._found, self._contents.digests(), strict=True)]
         text = json.dumps([self.kind, content, wish.limit, wish.sample, seed])
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def require_unchanged(self, rows: Int64Array | None = None) -> None:
+        """Raise ContentChangedError unless the files are what the fingerprint says.
+
+        With `rows`, ascending row numbers that `batches` has given, only the files that they came from are looked at;
+        without them all, and that there are no more and no fewer.
+        """
+        if rows is None:
+            self._contents.require_unchanged()
+        elif len(rows):
+            starts = np.array(self._starts)
+            first, last = np.searchsorted(starts, (rows[0], rows[-1]), "right") - 1
+            first = int(np.searchsorted(starts, starts[first], "left"))  # files without rows share a start
+            self._contents.require_unchanged(range(first, int(last) + 1))
 
     def batches(self) -> Iterator[RowBatch]:
         """Row batches of at most 2,048 rows and about 8 MiB, the same ones for the same input every time.
@@ -148,7 +155,11 @@ class Source:
         batches = self._batches()
         while True:
             started = time.perf_counter()
-            batch = next(batches, None)
+            try:
+                batch = next(batches, None)
+            except PrefillError:
+                self.require_unchanged()  # a file may look damaged because it is being replaced
+                raise
             self.seconds += time.perf_counter() - started
             if batch is None:
                 return
@@ -166,12 +177,14 @@ class Source:
 
     def _batches(self) -> Iterator[RowBatch]:
         selection = self.selection()
+        self._starts = []
         end = selection.end
         if self.kind == "parquet":
             start = 0
             for file in self._parquet:
                 if end is not None and start >= end:
                     return
+                self._starts.append(start)
                 there = tuple(name for name in self.optional if name in file.schema.names)
                 yield from file.batches(start, self.columns + there, self.carried_schema, selection)
                 start += file.rows
@@ -180,6 +193,7 @@ class Source:
         for lines in self._jsonl:
             if end is not None and maker.row >= end:
                 break
+            self._starts.append(maker.row)
             yield from maker.add(lines.lines())
         yield from maker.rest()
 

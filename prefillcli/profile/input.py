@@ -34,7 +34,7 @@ def open_input(settings: ProfileSettings, outputs: Iterable[str]) -> Input:
     """
     source = open_source(settings, ())
     for output in outputs:
-        refuse_to_replace_input(output, (file.path for file in source.files))
+        refuse_to_replace_input(output, source.paths)
     opened = open_models(settings)
     builder = prompt_builder(settings, opened, source, ())
     labels = Labels(opened.tokenizer, parse_labels(settings.labels))
