@@ -34,6 +34,7 @@ class JsonlInput:
     def lines(self) -> Iterator[bytes]:
         """The lines that are not blank. Raises PrefillError if the file cannot be read to its end."""
         with reading(self._found.path), self._open() as file:
+            require_same(self._found)  # what is open now is what was found
             first = True
             for line in file:
                 if first:
@@ -48,7 +49,6 @@ class JsonlInput:
     def _open(self) -> BinaryIO:
         found = self._found
         raw: Any = io.FileIO(found.inner) if found.local else found.filesystem.open(found.inner, "rb")
-        require_same(found)  # what is open now is what was found
         stream = raw if found.codec is None else pa.CompressedInputStream(raw, found.codec)
         return io.BufferedReader(stream, _BLOCK)
 

@@ -19,7 +19,7 @@ from prefillcli.data.parquet import ParquetInput
 from prefillcli.data.rows import Int64Array, RowBatch, RowError
 from prefillcli.data.selection import Selection
 from prefillcli.data.values import plain_type
-from prefillcli.errors import PrefillError, UsageError
+from prefillcli.errors import ContentChangedError, PrefillError, UsageError
 
 _PEEK_ROWS = 100
 _PEEK_BYTES = 16 << 20
@@ -157,6 +157,8 @@ class Source:
             started = time.perf_counter()
             try:
                 batch = next(batches, None)
+            except ContentChangedError:
+                raise
             except PrefillError:
                 self.require_unchanged()  # a file may look damaged because it is being replaced
                 raise
