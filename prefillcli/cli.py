@@ -186,7 +186,7 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     flag = "--" + name.replace("_", "-")
     kind: Any = field.annotation
     if kind is bool:
-        names = [flag]
+        names = [f"{flag}/--{extra['negative']}" if extra["negative"] else flag]
     elif kind == bool | None:
         names, kind = [f"{flag}/--no-{flag.removeprefix('--')}"], bool
     else:

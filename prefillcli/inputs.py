@@ -13,6 +13,7 @@ from prefillcli.errors import UsageError
 from prefillcli.loading import Opened
 from prefillcli.samples import sample_model
 from prefillcli.settings import JobOptions, LoadingOptions, ScoreSettings
+from prefillcli.values import parse_size
 
 
 class LocalModels:
@@ -76,11 +77,15 @@ def prompt_builder(settings: JobOptions, opened: Opened, source: Source, carried
             max_length=min(settings.max_length or opened.max_length, opened.max_length),
             on_long=settings.on_long,
             vocab_size=files.config.vocab_size,
+            literal=settings.literal,
+            max_row_bytes=parse_size(settings.max_row_bytes) if settings.max_row_bytes else None,
             compression=opened.draft is not None,
         ),
         source.available,
     )
-    source.select(columns=builder.columns, carried=carried, optional=builder.optional)
+    source.select(
+        columns=builder.columns, carried=carried, optional=builder.optional, max_row_bytes=builder.max_row_bytes
+    )
     return builder
 
 

@@ -39,6 +39,7 @@ def option(
     short: str = "",
     metavar: str = "",
     repeatable: bool = False,
+    negative: str = "",
     needs: Capability | None = None,
     requires: Requirement | None = None,
     off: Any = None,
@@ -46,12 +47,13 @@ def option(
 ) -> Any:
     """A field that is an option of the command line; `repeatable` ones may be given several times.
 
+    `negative` is the flag that turns an option off which is on by default.
     `needs` is what the engine must be able to do if the option is given; those of compression need that. `requires` is
     what the other options must say for it to have an effect: without, it is refused. `off` is the value that asks for
     nothing, besides None and False.
     """
     extra: dict[str, Any] = {"panel": panel, "short": short, "metavar": metavar, "repeatable": repeatable}
-    extra |= {"requires": requires, "off": off}
+    extra |= {"negative": negative, "requires": requires, "off": off}
     extra["needs"] = needs or ("compression" if panel == COMPRESSION else None)
     return Field(default, description=help, json_schema_extra=extra, **field)
 
@@ -167,6 +169,19 @@ class PromptOptions(Settings):
     on_long: Literal["error", "truncate-left", "truncate-middle", "skip"] = option(
         "error", "What happens to a longer prompt.", PROMPTS
     )
+
+    literal: bool = option(
+        True,
+        "Encode the data's text as text: only templates and the tokenizer put control tokens into a prompt. (default: "
+        "--literal)",
+        PROMPTS, negative="allow-special",
+    )  # fmt: skip
+    max_row_bytes: Size | None = option(
+        None,
+        "Longer rows are error rows, before they are tokenised, e.g. 32MiB. (default: what --max-length tokens can "
+        "hold, at least 8MiB and at most 64MiB; 64MiB with --on-long truncate-*)",
+        PROMPTS, metavar="SIZE",
+    )  # fmt: skip
 
     labels: Labels = option(
         "Yes,No",

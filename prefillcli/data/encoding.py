@@ -35,6 +35,10 @@ class Encoder:
         self.unknown_id: int | None = tokenizer.unk_token_id
         self.size = len(tokenizer)
 
+    def longest_token(self) -> int:
+        """Bytes of the longest token, as the vocabulary spells it."""
+        return max(len(token.encode()) for token in self.tokenizer.get_vocab())
+
     def encode(self, texts: Sequence[str], *, special: bool) -> list[Int32Array]:
         """Token ids of every text, int32 [tokens].
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 from prefillcli.data.contents import require_same
 from prefillcli.data.discovery import Found
 from prefillcli.data.filesystems import reading
-from prefillcli.data.rows import RowBatch, RowError
+from prefillcli.data.rows import MAX_ROW_BYTES, RowBatch, RowError, too_large
 from prefillcli.data.selection import Selection
 
 MAX_ROWS = 2048
@@ -29,17 +29,27 @@ class JsonlInput:
     """One JSON Lines file, plain, gzip or zstd."""
 
     def __init__(self, found: Found) -> None:
+        self.max_row_bytes = MAX_ROW_BYTES
+        """Longer lines are not read into memory."""
         self._found = found
 
-    def lines(self) -> Iterator[bytes]:
-        """The lines that are not blank. Raises PrefillError if the file cannot be read to its end."""
+    def lines(self) -> Iterator[bytes | RowError]:
+        """The lines that are not blank, or what is wrong with a line that is longer than `max_row_bytes`.
+
+        Raises PrefillError if the file cannot be read to its end.
+        """
+        most = self.max_row_bytes
         with reading(self._found.path), self._open() as file:
             require_same(self._found)  # what is open now is what was found
             first = True
-            for line in file:
+            while line := file.readline(most + 2):  # with its line break
                 if first:
                     first, line = False, line.removeprefix(_BOM)
-                if not line.isspace() and line:
+                if len(line) > most and (len(line.rstrip(b"\r\n")) > most or not line.endswith(b"\n")):
+                    error = _skip_long_line(file, line, most)
+                    if error is not None:
+                        yield error
+                elif not line.isspace() and line:
                     yield line
 
     def count(self) -> int:
@@ -53,8 +63,18 @@ class JsonlInput:
         return io.BufferedReader(stream, _BLOCK)
 
 
-def parse(line: bytes) -> dict[str, Any] | RowError:
+def _skip_long_line(file: BinaryIO, start: bytes, most: int) -> RowError | None:
+    """Read a line that begins with `start` to its end without keeping it; None if it is blank after all."""
+    blank, size, piece = start.isspace(), len(start), start
+    while not piece.endswith(b"\n") and (piece := file.readline(_BLOCK)):
+        blank, size = blank and piece.isspace(), size + len(piece)
+    return None if blank else too_large("the line", size, most)
+
+
+def parse(line: bytes | RowError) -> dict[str, Any] | RowError:
     """The object on a line, or what is wrong with the line."""
+    if isinstance(line, RowError):
+        return line
     try:
         value = _decode(line.decode())
     except UnicodeDecodeError as error:
@@ -97,7 +117,7 @@ class BatchMaker:
         self._errors: dict[int, RowError] = {}
         self._nbytes = 0
 
-    def add(self, lines: Iterator[bytes]) -> Iterator[RowBatch]:
+    def add(self, lines: Iterator[bytes | RowError]) -> Iterator[RowBatch]:
         """Full batches out of the selected `lines`; what is left over stays for `rest`."""
         end = self._selection.end
         chosen = self._selection.chosen
@@ -117,10 +137,10 @@ class BatchMaker:
         if self._rows:
             yield self._take()
 
-    def _append(self, line: bytes) -> None:
+    def _append(self, line: bytes | RowError) -> None:
         row = self.row
         self._rows.append(row)
-        self._nbytes += len(line)
+        self._nbytes += len(line) if isinstance(line, bytes) else 0
         parsed = parse(line)
         if type(parsed) is dict:
             get = parsed.get

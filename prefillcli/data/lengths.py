@@ -7,9 +7,23 @@ from typing import Literal
 
 import numpy as np
 
-from prefillcli.data.rows import SKIPPED, Int32Array, RowError
+from prefillcli.data.rows import MAX_ROW_BYTES, SKIPPED, Int32Array, RowError
 
 OnLong = Literal["error", "truncate-left", "truncate-middle", "skip"]
+
+
+_LEAST_ROW_BYTES = 8 << 20  # a row also has what the prompt does not need
+
+
+def default_row_bytes(max_length: int, longest_token: int, on_long: OnLong) -> int:
+    """Bytes of the longest row that is worth reading, where a token has at most `longest_token` bytes.
+
+    Twice what can make a prompt of `max_length` tokens, within bounds. With `truncate-*` longer rows count too, and
+    the bound is `MAX_ROW_BYTES`.
+    """
+    if on_long in ("truncate-left", "truncate-middle"):
+        return MAX_ROW_BYTES
+    return min(max(2 * max_length * longest_token, _LEAST_ROW_BYTES), MAX_ROW_BYTES)
 
 
 def fit(tokens: Int32Array, max_length: int, on_long: OnLong, start_ids: Set[int]) -> Int32Array | RowError:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,14 +15,15 @@ import numpy as np
 from prefillcli.data.chat import ChatTemplate, Message, messages_of
 from prefillcli.data.encoding import Encoder
 from prefillcli.data.labels import LabelError, Labels, tail_of
-from prefillcli.data.lengths import OnLong, fit
-from prefillcli.data.rows import Int32Array, Prompt, RowBatch, RowError
+from prefillcli.data.lengths import OnLong, default_row_bytes, fit
+from prefillcli.data.rows import Int32Array, Prompt, RowBatch, RowError, too_large
 from prefillcli.data.templates import RowTemplate
 from prefillcli.errors import UsageError
 
 DEFAULT_COLUMN = "prompt"
 _FALLBACK_COLUMNS = (DEFAULT_COLUMN, "messages", "prompt_token_ids")
 _TAIL_TOKENS = 16
+_GROUP_CHARS = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,10 @@ class PromptSettings:
     """What happens to a longer one."""
     vocab_size: int
     """Token ids are below this."""
+    literal: bool = True
+    """Whether the text of a control token in the data stays text."""
+    max_row_bytes: int | None = None
+    """Longest row, and longest prompt made of one, in bytes; None: as `default_row_bytes` has it."""
     compression: bool = False
     """Whether the columns `keep` and `specprefill` say how a row is compressed."""
 
@@ -84,26 +89,33 @@ class PromptBuilder:
         self._chat_template: ChatTemplate | None = None
         self._has_chat_template = _has_chat_template(tokenizer)
         self._encoder = Encoder(tokenizer)
+        self.max_row_bytes = settings.max_row_bytes or default_row_bytes(
+            settings.max_length, self._encoder.longest_token(), settings.on_long
+        )
+        """Longer rows are no prompts."""
         self._may_exceed_vocabulary = self._encoder.size > settings.vocab_size
 
     def fingerprint(self) -> str:
         """Digest of everything here that changes a prompt, the text of the template included."""
         settings = self.settings
         parts = [self.column, self.template and self.template.text, self.chat, settings.system]
-        text = json.dumps([*parts, settings.max_length, settings.on_long])
+        text = json.dumps([*parts, settings.max_length, settings.on_long, self.max_row_bytes, settings.literal])
         return hashlib.sha256(text.encode()).hexdigest()
 
     def build(self, batch: RowBatch, labels: Labels) -> tuple[list[Prompt], dict[int, RowError]]:
         """The prompts of a batch, ascending by row, and the errors of all its other rows."""
-        started = time.perf_counter()
         errors = dict(batch.errors)
-        drafts = self._with_chats_rendered(self._drafts(batch, errors), errors)
-        rendered = time.perf_counter()
-        prompts = self._prompts(drafts, labels, errors)
+        prompts: list[Prompt] = []
+        started = time.perf_counter()
+        for drafts in _groups(self._drafts(batch, errors)):
+            drafts = self._with_chats_rendered(drafts, errors)
+            rendered = time.perf_counter()
+            self.render_seconds += rendered - started
+            prompts += self._prompts(drafts, labels, errors)
+            started = time.perf_counter()
+            self.tokenize_seconds += started - rendered
         if self.optional:
             prompts = _with_compression(prompts, batch, errors)
-        self.render_seconds += rendered - started
-        self.tokenize_seconds += time.perf_counter() - rendered
         return prompts, errors
 
     def close(self) -> None:
@@ -112,15 +124,13 @@ class PromptBuilder:
             if renderer is not None:
                 renderer.close()
 
-    def _drafts(self, batch: RowBatch, errors: dict[int, RowError]) -> list[_Draft]:
-        drafts = []
+    def _drafts(self, batch: RowBatch, errors: dict[int, RowError]) -> Iterator[_Draft]:
         for row, value in self._values(batch, errors):
             draft = value if isinstance(value, RowError) else self._draft(row, value)
             if isinstance(draft, RowError):
                 errors[row] = draft
             else:
-                drafts.append(draft)
-        return drafts
+                yield draft
 
     def _values(self, batch: RowBatch, errors: dict[int, RowError]) -> Iterator[tuple[int, Any]]:
         """The rows without an error, each with the text of the template or what is in the prompt's column."""
@@ -151,6 +161,8 @@ class PromptBuilder:
             return RowError("empty_prompt", "the prompt is white space only" if text else "the prompt is empty")
         if not _is_unicode(text):
             return RowError("invalid_utf8", "the prompt has half a surrogate pair")
+        if _size(text) > self.max_row_bytes:
+            return too_large("the prompt", _size(text), self.max_row_bytes)
         if not self.chat:
             return _Draft(row, text)
         return self._from_messages(row, [{"role": "user", "content": text}])
@@ -185,6 +197,8 @@ class PromptBuilder:
             text = next(texts)
             if isinstance(text, str) and not _is_unicode(text):
                 text = RowError("invalid_utf8", "a message has half a surrogate pair")
+            if isinstance(text, str) and _size(text) > self.max_row_bytes:
+                text = too_large("the prompt", _size(text), self.max_row_bytes)
             if isinstance(text, RowError):
                 errors[draft.row] = text
             else:
@@ -262,6 +276,24 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _size(text: str) -> int:
+    """Bytes of a text; half surrogate pairs count too."""
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
+def _groups(drafts: Iterable[_Draft]) -> Iterator[list[_Draft]]:
+    """Drafts that are tokenised together: however much a template writes, a bounded number of bytes at a time."""
+    group: list[_Draft] = []
+    size = 0
+    for draft in drafts:
+        group.append(draft)
+        size += len(draft.text) if draft.chat is None else sum(len(str(m.get("content"))) for m in draft.chat)
+        if size >= _GROUP_CHARS:
+            yield group
+            group, size = [], 0
+    yield group
 
 
 def _has_chat_template(tokenizer: Any) -> bool:

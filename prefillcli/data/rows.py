@@ -13,9 +13,13 @@ Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
 Float64Array = npt.NDArray[np.float64]
 
+MAX_ROW_BYTES = 64 << 20
+"""Bytes of the longest row that is ever read, unless `--max-row-bytes` says otherwise."""
+
 ERROR_CODES: dict[str, str] = {
     "null_prompt": "the prompt is null",
     "empty_prompt": "the prompt is empty or white space only",
+    "row_too_large": "the row, or the prompt made of it, has more bytes than --max-row-bytes",
     "wrong_type": "a value, or the whole line, has a type that cannot be used here",
     "invalid_utf8": "a text is not valid UTF-8",
     "invalid_json": "the line is not valid JSON",
@@ -43,6 +47,11 @@ class RowError(NamedTuple):
 
     code: str
     detail: str
+
+
+def too_large(what: str, size: int, most: int) -> RowError:
+    """The error of a row of which `what` has `size` bytes, more than `most`."""
+    return RowError("row_too_large", f"{what} has {size:,} bytes; --max-row-bytes is {most:,}")
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from prefillcli.data.contents import Contents
 from prefillcli.data.discovery import discover
 from prefillcli.data.jsonl import BatchMaker, JsonlInput, parse
 from prefillcli.data.parquet import ParquetInput
-from prefillcli.data.rows import Int64Array, RowBatch, RowError
+from prefillcli.data.rows import MAX_ROW_BYTES, Int64Array, RowBatch, RowError
 from prefillcli.data.selection import Selection
 from prefillcli.data.values import plain_type
 from prefillcli.errors import ContentChangedError, PrefillError, UsageError
@@ -77,11 +77,21 @@ class Source:
         source = cls(inputs, _Wish(limit, sample, seed))
         return source.select(columns=columns, carried=carried)
 
-    def select(self, *, columns: Sequence[str], carried: Sequence[str], optional: Sequence[str] = ()) -> Source:
+    def select(
+        self,
+        *,
+        columns: Sequence[str],
+        carried: Sequence[str],
+        optional: Sequence[str] = (),
+        max_row_bytes: int = MAX_ROW_BYTES,
+    ) -> Source:
         """Set the columns to read. Raises UsageError naming the first one that is missing.
 
-        `optional` ones are read where they are there: on some lines, in some files.
+        `optional` ones are read where they are there: on some lines, in some files. A row of more than
+        `max_row_bytes` becomes an error row.
         """
+        for reader in self._parquet if self.kind == "parquet" else self._jsonl:
+            reader.max_row_bytes = max_row_bytes
         columns, carried = tuple(dict.fromkeys(columns)), tuple(dict.fromkeys(carried))
         if self.kind == "parquet":
             for file, read in zip(self._found, self._parquet, strict=True):
@@ -221,7 +231,7 @@ class Source:
         wrong: RowError | None = None
         for line in islice((line for file in self._jsonl for line in file.lines()), _PEEK_ROWS):
             seen += 1
-            size += len(line)
+            size += len(line) if isinstance(line, bytes) else 0
             row = parse(line)
             if isinstance(row, dict):
                 names |= dict.fromkeys(row)

@@ -10,6 +10,8 @@ import pyarrow.compute as pc
 
 from prefillcli.data.rows import Int64Array
 
+_ELEMENT_BYTES = 8  # an empty element of a list takes memory too
+
 
 def python_values(array: pa.Array) -> tuple[list[Any], dict[int, str]]:
     """The values of a column [rows], and by position what is wrong with the texts that are not valid UTF-8.
@@ -31,7 +33,7 @@ def python_values(array: pa.Array) -> tuple[list[Any], dict[int, str]]:
 
 
 def row_bytes(array: pa.Array) -> Int64Array:
-    """Size of every value in bytes [rows]; for nested types the average."""
+    """Size of every value in bytes [rows]; the values in a list or a struct take some bytes more than they hold."""
     kind = array.type
     if pa.types.is_dictionary(kind):
         sizes: Int64Array = np.append(row_bytes(array.dictionary), 0)[_indices(array)]
@@ -41,7 +43,23 @@ def row_bytes(array: pa.Array) -> Int64Array:
     if _is_integer_list(kind):
         width: int = kind.value_type.bit_width // 8
         return _filled(pc.list_value_length(array)) * width
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_map(kind):
+        return _list_bytes(array)
+    if pa.types.is_struct(kind):
+        return np.sum([row_bytes(field) for field in array.flatten()], axis=0, initial=0, dtype=np.int64) + np.zeros(
+            len(array), np.int64
+        )
     return np.full(len(array), -(-array.nbytes // max(len(array), 1)), np.int64)
+
+
+def _list_bytes(array: pa.Array) -> Int64Array:
+    """Size of every list in bytes [rows]."""
+    offsets: Int64Array = array.offsets.to_numpy().astype(np.int64)
+    first = int(offsets[0]) if len(offsets) else 0
+    values = array.values.slice(first, int(offsets[-1]) - first) if len(offsets) else array.values
+    ends = np.concatenate([[0], np.cumsum(row_bytes(values) + _ELEMENT_BYTES)])
+    sizes: Int64Array = np.diff(ends[offsets - first])
+    return np.where(array.is_valid().to_numpy(zero_copy_only=False), sizes, 0)
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:

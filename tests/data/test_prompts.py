@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, normalizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
+from prefillcli.data.encoding import Encoder
 from prefillcli.data.labels import Labels, parse_labels
 from prefillcli.data.prompts import PromptBuilder, PromptSettings
 from prefillcli.data.rows import ERROR_CODES, Prompt, RowBatch, RowError
@@ -313,6 +314,8 @@ def test_the_fingerprint_changes_with_everything_that_changes_a_prompt(chat_toke
         fingerprint(system="s"),
         fingerprint(max_length=8),
         fingerprint(on_long="skip"),
+        fingerprint(max_row_bytes=1000),
+        fingerprint(literal=False),
     ]
     assert len(set(different)) == len(different)
     assert fingerprint(template=str(file)) == fingerprint(template="{{ a }}")
@@ -404,3 +407,46 @@ class TestCompression:
         for compression, optional in ((True, ("keep", "specprefill")), (False, ())):
             settings = PromptSettings(max_length=9, vocab_size=999, compression=compression)
             assert PromptBuilder(byte_level, settings, ("prompt",)).optional == optional
+
+
+def test_a_prompt_that_is_too_large_is_an_error_before_it_is_tokenised(byte_level: Any, chat_tokenizer: Any) -> None:
+    texts = ["a" * 100, "a" * 101, "\u00e4" * 51, "b"]
+    for options in ({}, {"template": "{{ prompt }}"}):
+        _, errors = build(byte_level, batch_of(prompt=texts), max_row_bytes=100, **options)
+        assert {row: error.code for row, error in errors.items()} == dict.fromkeys((1, 2), "row_too_large")
+        assert "102 bytes" in errors[2].detail
+    _, errors = build(byte_level, batch_of(n=[3, 200]), max_row_bytes=500, template="{{ 'abc' * n }}")
+    assert {row: error.code for row, error in errors.items()} == {1: "row_too_large"}
+    size = len(chat_tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)) + 22
+    for bound, failing in ((size, []), (size - 1, [0])):  # what the chat template adds counts
+        assert list(build(chat_tokenizer, batch_of(prompt=["a"]), max_row_bytes=bound)[1]) == failing
+
+
+def test_prompts_that_a_template_makes_long_are_tokenised_a_bounded_number_of_bytes_at_a_time(
+    byte_level: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    encode = Encoder.encode
+
+    def watched(self: Encoder, texts: Any, *, special: bool) -> Any:
+        sizes.append(sum(map(len, texts)))
+        return encode(self, texts, special=special)
+
+    monkeypatch.setattr(Encoder, "encode", watched)
+    monkeypatch.setattr("prefillcli.data.prompts._GROUP_CHARS", 10_000)
+    template = "{{ 'Is it? ' * 500 }}{{ n }}"
+    prompts, errors = build(byte_level, batch_of(n=list(range(40))), template=template, max_length=10_000)
+    assert not errors
+    assert [list(p.tokens) for p in prompts] == [byte_level("Is it? " * 500 + str(n))["input_ids"] for n in range(40)]
+    assert max(sizes) < 15_000
+
+
+def test_the_largest_row_follows_from_the_longest_prompt(byte_level: Any) -> None:
+    def bound(max_length: int, on_long: Any = "error") -> int:
+        settings = PromptSettings(max_length=max_length, vocab_size=999, on_long=on_long)
+        return PromptBuilder(byte_level, settings, ("prompt",)).max_row_bytes
+
+    longest = max(len(token.encode()) for token in byte_level.get_vocab())
+    assert bound(100) == bound(100, "skip") == 8 << 20
+    assert bound(10**6) == 2 * 10**6 * longest
+    assert bound(10**8) == bound(100, "truncate-left") == bound(100, "truncate-middle") == 64 << 20

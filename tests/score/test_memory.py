@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.score.models import save_model
@@ -32,3 +37,39 @@ def peak_bytes(model: Path, rows: int) -> int:
 def test_ten_times_the_rows_take_hardly_more_memory(small_model: Path) -> None:
     few, many = peak_bytes(small_model, 20_000), peak_bytes(small_model, 200_000)
     assert many <= 1.2 * few, f"{few / 2**20:.0f} MiB for 20,000 rows, {many / 2**20:.0f} MiB for 200,000"
+
+
+def _score_in(folder: str, words: list[str], extra: int) -> None:
+    """Run the command where no more than `extra` bytes can be mapped beside what torch and the libraries take."""
+    from prefillcli.cli import main
+
+    os.chdir(folder)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + extra, used + extra))
+    sys.argv = ["prefill", "score", *words]
+    with Path("stdout").open("w") as out, Path("stderr").open("w") as error:
+        sys.stdout, sys.stderr = out, error
+        main()
+
+
+@pytest.mark.parametrize("name", ["in.parquet", "in.jsonl.zst"])
+def test_one_row_of_300_megabytes_is_an_error_row_and_the_others_are_scored(small_model: Path, name: str) -> None:
+    huge = "x" * (300 << 20)
+    if name == "in.parquet":
+        prompts = ["fox", huge, *["dog"] * 3]
+        pq.write_table(pa.table({"prompt": prompts}), name, compression="zstd", row_group_size=2)
+    else:
+        with pa.output_stream(name, compression="zstd") as file:
+            file.write(b'{"prompt":"fox"}\n{"prompt":"' + huge.encode() + b'"}\n' + b'{"prompt":"dog"}\n' * 3)
+    del huge
+    words = [name, "-m", str(small_model), "-o", "out.jsonl", "--labels", "yes,no", "--max-error-rate", "0.5", "-q"]
+    child = multiprocessing.get_context("forkserver").Process(target=_score_in, args=(os.getcwd(), words, 1 << 30))
+    child.start()
+    child.join()
+    assert child.exitcode == 0, Path("stderr").read_text()
+    rows = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+    errors = [row["error"] for row in rows]
+    assert errors == (
+        ["row_too_large"] * 2 + [None] * 3 if name == "in.parquet" else [None, "row_too_large", *[None] * 3]
+    )
+    assert all(row["score"] is not None for row in rows if not row["error"])
