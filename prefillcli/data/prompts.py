@@ -138,9 +138,14 @@ class PromptBuilder:
         places = [(at, row) for at, row in enumerate(batch.rows.tolist()) if row not in errors]
         rows = [row for _, row in places]
         if self.template is None:
-            return zip(rows, (columns[0][at] for at, _ in places), strict=True)
+            yield from zip(rows, (columns[0][at] for at, _ in places), strict=True)
+            return
         values = [dict(zip(self.columns, (column[at] for column in columns), strict=True)) for at, _ in places]
-        return zip(rows, self.template.render(values), strict=True)
+        done = 0
+        while done < len(values):
+            texts = self.template.render(values[done:], _GROUP_CHARS)
+            yield from zip(rows[done : done + len(texts)], texts, strict=True)
+            done += len(texts)
 
     def _draft(self, row: int, value: Any) -> _Draft | RowError:
         if isinstance(value, str):

@@ -76,14 +76,15 @@ class Renderer:
         self.columns = tuple(self._started()[1])
         """Variables that the template needs."""
 
-    def render(self, rows: Sequence[Any]) -> list[str | RowError]:
+    def render(self, rows: Sequence[Any], most: int | None = None) -> list[str | RowError]:
         """The text of each row, or why there is none. A row is what the template takes: its variables, or messages.
 
-        Raises Closed if the renderer is closed, before or meanwhile in another thread.
+        With `most` it stops after the text that makes them more than so many characters: the others are not rendered
+        yet, and not in the list. Raises Closed if the renderer is closed, before or meanwhile in another thread.
         """
         with self._rendering:
             try:
-                return self._render([_pack(row) for row in rows])
+                return self._render([_pack(row) for row in rows], most)
             except BaseException:  # results of these rows may still come from this process
                 self._drop()
                 raise
@@ -97,14 +98,19 @@ class Renderer:
         with self._rendering:
             self._drop()
 
-    def _render(self, rows: Sequence[bytes | _Failure]) -> list[str | RowError]:
+    def _render(self, rows: Sequence[bytes | _Failure], most: int | None) -> list[str | RowError]:
         done: list[str | RowError] = []
+        size = 0
         tried_again = -1
         while len(done) < len(rows):
             worker = self._worker or self._started()[0]
             try:
                 for result in worker.render(rows[len(done) :]):
                     done.append(RowError(self._code, result.detail) if isinstance(result, _Failure) else result)
+                    size += len(result) if isinstance(result, str) else 0
+                    if most is not None and size > most and len(done) < len(rows):
+                        self._drop()  # it has begun with rows that are not wanted now
+                        return done
             except _Ended as ended:
                 self._drop()
                 if self._closed:

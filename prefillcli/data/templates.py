@@ -43,9 +43,12 @@ class RowTemplate:
         self.columns = self._renderer.columns
         """The columns it needs."""
 
-    def render(self, rows: Sequence[dict[str, Any]]) -> list[str | RowError]:
-        """The text of each row of column values, or why there is none."""
-        return self._renderer.render(rows)
+    def render(self, rows: Sequence[dict[str, Any]], most: int | None = None) -> list[str | RowError]:
+        """The text of each row of column values, or why there is none; with `most`, of the first rows only.
+
+        It stops after the text that makes them more than `most` characters.
+        """
+        return self._renderer.render(rows, most)
 
     def close(self) -> None:
         """Stop rendering, in whatever thread it goes on, for good."""
