@@ -207,9 +207,11 @@ def test_a_night_that_is_too_long_is_stopped_and_resumed(airflow: Airflow, whole
     put_input(airflow, "2026-01-03")
     run = airflow.run("2026-01-03", "slow", retry_delay=5, execution_timeout=60)
     assert "Sending SIGTERM signal to process group" in run.log
-    assert airflow.codes == ["143", "0"], run.log
+    *stopped, last = airflow.codes  # on a busy machine the second try may be too long as well
+    assert set(stopped) == {"143"}, run.log
+    assert last == "0", run.log
     assert run.states == {"score": "success", "check": "success"}, run.log
-    assert run.tries["score"] == 2
+    assert run.tries["score"] >= 2
     report = json.loads((airflow.home / run.xcom["score"]["report"]).read_text())
     assert report["resumed"]
     assert rows(output(airflow, "2026-01-03")) == whole
