@@ -20,7 +20,7 @@ from prefillcli.plan.plan import Plan, make_plans
 from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.profile.store import Profile
 from prefillcli.report.survey import KeepCost, PackLimits, PlanCost
-from prefillcli.settings import LoadingOptions
+from prefillcli.settings import LoadingOptions, ScheduledOptions
 
 PREFIX_KV = ("auto", "discard", "offload")  # keep is the same as auto
 KEEP_RATES = (1.0, 0.5, 0.3, 0.2, 0.1)
@@ -33,7 +33,9 @@ class Alternatives:
     sizes packs and predicts their time. Raises ResourceError where not even a small prompt fits.
     """
 
-    def __init__(self, settings: LoadingOptions, opened: Opened, *, free: int | None, profile: Profile | None) -> None:
+    def __init__(
+        self, settings: ScheduledOptions, opened: Opened, *, free: int | None, profile: Profile | None
+    ) -> None:
         self.errors: Counter[str] = Counter()
         """Rows that only planning finds to be errors, by code."""
         plan = plan_memory(opened, settings, free=free, profile=profile)

@@ -207,12 +207,6 @@ class MemoryOptions(Settings):
     chunk_tokens: int | None = option(
         None, "Tokens of one call of a layer. (default: from the model)", MEMORY, metavar="N", needs="packs", ge=1
     )
-    schedule: Literal["prefix-tree", "fifo", "srjf", "srjf-calibrated"] = option(
-        "prefix-tree",
-        "Order in which rows are computed: by shared prefixes, as they come, the shortest first, or the one with the "
-        "fewest tokens that are not cached.",
-        MEMORY,
-    )
     prefix_kv: Literal["auto", "discard", "keep", "offload"] = option(
         "auto",
         "K,V of prefixes that several packs need: compute again, keep on the device, keep in host memory.",
@@ -294,6 +288,17 @@ class JobOptions(LoadingOptions, PromptOptions, InputOptions):
     """The options of a job that makes prompts of rows and plans them for a model."""
 
 
+class ScheduledOptions(JobOptions):
+    """The options of a job of many rows, which are computed in some order."""
+
+    schedule: Literal["prefix-tree", "fifo", "srjf", "srjf-calibrated"] = option(
+        "prefix-tree",
+        "Order in which rows are computed: by shared prefixes, as they come, the shortest first, or the one with the "
+        "fewest tokens that are not cached.",
+        MEMORY,
+    )
+
+
 class RunOptions(Settings):
     """What is said on the way."""
 
@@ -314,7 +319,7 @@ class PriceOptions(Settings):
     )  # fmt: skip
 
 
-class ScoreSettings(PriceOptions, RunOptions, JobOptions):
+class ScoreSettings(PriceOptions, RunOptions, ScheduledOptions):
     """Everything `prefill score` can be told."""
 
     output: str | None = option(
@@ -424,7 +429,7 @@ class InspectSettings(RunOptions, JobOptions):
         check_keep(self.keep, self.draft)
 
 
-class BenchSettings(RunOptions, JobOptions):
+class BenchSettings(RunOptions, ScheduledOptions):
     """Everything `prefill bench` can be told."""
 
     inputs: tuple[str, ...] = Field(
@@ -500,7 +505,7 @@ class BenchSettings(RunOptions, JobOptions):
             raise UsageError("--keep: give a rate above 0 and up to 1")
 
 
-class ProfileSettings(PriceOptions, RunOptions, JobOptions):
+class ProfileSettings(PriceOptions, RunOptions, ScheduledOptions):
     """Everything `prefill profile` can be told."""
 
     inputs: tuple[str, ...] = Field(
@@ -551,7 +556,7 @@ class ProfileSettings(PriceOptions, RunOptions, JobOptions):
     def required(cls) -> dict[str, list[Requirement]]:
         found = super().required()
         of_input = (PriceOptions, InputOptions, PromptOptions, CompressionOptions, MemoryOptions)
-        names = [name for kind in of_input for name in kind.model_fields]
+        names = ["schedule", *(name for kind in of_input for name in kind.model_fields)]
         without = {"inputs", "memory", "chunk_tokens"}  # these are for the measurements too
         _require(found, (*(name for name in names if name not in without), "progress_interval"), requirements.INPUT)
         return found

@@ -35,7 +35,7 @@ from prefillcli.report.survey import (
     SurveyRows,
     SurveySeconds,
 )
-from prefillcli.settings import JobOptions
+from prefillcli.settings import ScheduledOptions
 
 LEVELS = (2, 10, 100)  # rows that share a prefix
 PERCENTILES = (10, 50, 90, 95, 99)
@@ -44,7 +44,7 @@ _REMEMBERED = 2000  # prefixes that may still turn out to be among the largest
 
 
 def survey(
-    settings: JobOptions,
+    settings: ScheduledOptions,
     opened: Opened,
     source: Source,
     *,

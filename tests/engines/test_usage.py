@@ -52,11 +52,10 @@ def test_options_at_their_defaults_ask_for_nothing() -> None:
     assert settings(engine="vllm", **defaults).engine == "vllm"
 
 
-def test_every_option_of_memory_and_compression_needs_something_or_any_engine_obeys_it() -> None:
-    obeyed = {"schedule"}
+def test_every_option_of_memory_and_compression_needs_something_of_the_engine() -> None:
     for name in {**CompressionOptions.model_fields, **MemoryOptions.model_fields}:
         extra: Any = ScoreSettings.model_fields[name].json_schema_extra
-        assert extra["needs"] in ({None} if name in obeyed else CAPABILITIES), name
+        assert extra["needs"] in CAPABILITIES, name
 
 
 def test_the_torch_engine_has_no_options_of_its_own() -> None:

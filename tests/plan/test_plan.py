@@ -14,7 +14,7 @@ from prefillcli.plan.pack import HELD_PACKS, Limits, Pack
 from prefillcli.plan.plan import make_plan, packs_to_run
 from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.plan.trie import build_forest, common_prefix, dissolve_small_nodes, forest_tokens, token_order
-from prefillcli.settings import LoadingOptions
+from prefillcli.settings import ScheduledOptions
 
 prompts_of_few_words = st.lists(
     st.lists(st.integers(0, 2), min_size=1, max_size=24).map(lambda ids: np.asarray(ids, dtype=np.int32)),
@@ -214,7 +214,7 @@ def test_an_unknown_schedule_is_refused_and_never_fifo(schedule: str) -> None:
 
 
 def test_the_schedules_that_can_be_asked_for_are_those_that_are_planned() -> None:
-    assert get_args(LoadingOptions.model_fields["schedule"].annotation) == SCHEDULES
+    assert get_args(ScheduledOptions.model_fields["schedule"].annotation) == SCHEDULES
 
 
 def test_common_prefix_over_long_strides() -> None:
