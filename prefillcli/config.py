@@ -151,9 +151,9 @@ def _read_recipe(path: str) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"{path}: cannot read the recipe: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: the recipe is not YAML: {' '.join(str(error).split())}") from None
+        raise UsageError(f"{path}: the recipe is not valid YAML: {' '.join(str(error).split())}") from None
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
-        raise UsageError(f"{path}: a recipe is a mapping of option names to values")
+        raise UsageError(f"{path}: a recipe must be a mapping of option names to values")
     return {str(key): value for key, value in loaded.items()}

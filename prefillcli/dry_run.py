@@ -66,9 +66,7 @@ def _run(settings: ScoreSettings, report: DryRunReport, stop: Stop) -> None:
             settings.profile, hash_model(opened.files.path), opened.files.dtype, opened.device
         )
         if profile is None and settings.is_flag("price_per_hour"):
-            raise UsageError(
-                f"--price-per-hour: no time is predicted that it could be the price of: {report.no_prediction}"
-            )
+            raise UsageError(f"--price-per-hour: no time is predicted, so there is no price: {report.no_prediction}")
         free = _free(settings, opened)
     report.profile = name if profile is not None else None
     progress = Progress(source.selected_rows, interval=settings.progress_interval, quiet=settings.quiet)

@@ -58,7 +58,7 @@ def open_source(settings: JobOptions, carried: Sequence[str]) -> Source:
     source.select(columns=[settings.prompt_column] if named else [], carried=carried)
     for path in source.left_out:
         print(
-            f"prefill: warning: {path}: not read, neither Parquet nor JSON Lines by its name",
+            f"prefill: warning: {path}: not read: its name says neither Parquet nor JSON Lines",
             file=sys.stderr,
         )
     return source

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # torch takes seconds to import; wrong input should not wait 
     from prefillcli.profile.store import Profile
 
 PACK_SECONDS = 60.0
-"""About what a pack may take where a profile tells it: finished rows are written between packs."""
+"""Seconds that a pack may take, by the profile where there is one: finished rows are written between packs."""
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine, covariant=True)
 

@@ -47,7 +47,7 @@ def why_in_full(reading: Reading) -> str | None:
         return None
     if reading.method.startswith(FALLBACK):
         return f"{reading.method}: {FALLBACKS[reading.method.removeprefix(FALLBACK)]}"
-    return "its chosen tokens, with its first and last ones and those of other rows, are all there are"
+    return "the chosen tokens, the first and last ones and those that other rows keep are all tokens of it"
 
 
 def why_kept(

@@ -138,7 +138,7 @@ class ModelOptions(Settings):
     revision: str | None = option(
         None, "Revision of a hub model.", MODEL, metavar="NAME", requires=requirements.HUB_MODEL
     )
-    trust_remote_code: bool = option(False, "Run code that the model's directory brings along.", MODEL)
+    trust_remote_code: bool = option(False, "Run Python code that comes with the model.", MODEL)
     device: str = option("auto", "cpu, cuda, cuda:1, ... or auto.", MODEL, metavar="DEVICE")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "Number format of weights and activations; auto: as the model is saved.", MODEL
@@ -201,15 +201,21 @@ class MemoryOptions(Settings):
     )  # fmt: skip
     pack_tokens: int | None = option(
         None,
-        "Tokens of one pass over the model. (default: from --memory)",
+        "Most tokens in one pass over the model. (default: from --memory)",
         MEMORY, metavar="N", needs="packs", ge=1,
     )  # fmt: skip
     chunk_tokens: int | None = option(
-        None, "Tokens of one call of a layer. (default: from the model)", MEMORY, metavar="N", needs="packs", ge=1
+        None,
+        "Tokens that go through a layer at a time. (default: from the model)",
+        MEMORY,
+        metavar="N",
+        needs="packs",
+        ge=1,
     )
     prefix_kv: Literal["auto", "discard", "keep", "offload"] = option(
         "auto",
-        "K,V of prefixes that several packs need: compute again, keep on the device, keep in host memory.",
+        "K,V of prefixes that later packs need: discard and compute again, keep on the device, or offload to host "
+        "memory.",
         MEMORY,
         needs="packs",
     )
@@ -220,26 +226,26 @@ class CompressionOptions(Settings):
 
     keep: Rate = option(
         1.0,
-        "Share of each prompt's tokens that the model reads; below 1 needs --draft. auto: the smallest that keeps "
-        "within --max-flips.",
+        "Share of each prompt's tokens that the model reads; below 1 needs --draft. auto: the smallest that "
+        "--max-flips allows.",
         COMPRESSION, metavar="RATE|auto",
     )  # fmt: skip
     draft: str | None = option(
         None, "Small model with the same tokenizer that picks the tokens.", COMPRESSION, metavar="DIR|NAME"
     )
     lookahead: int = option(
-        8, "Tokens that ask: the last one, and the others decoded by the draft.",
+        8, "Tokens whose attention votes on what to keep: the prompt's last one, and N - 1 that the draft decodes.",
         COMPRESSION, metavar="N", requires=requirements.DRAFT, ge=1,
     )  # fmt: skip
     query_window: int = option(
-        0, "The last N tokens of the prompt ask instead; nothing is decoded.",
+        0, "Let the prompt's last N tokens vote instead, without decoding; 0: off.",
         COMPRESSION, metavar="N", requires=requirements.COMPRESSION, off=0, ge=0,
     )  # fmt: skip
     query_reduce: Literal["mean", "max"] = option(
-        "mean", "Over the tokens that ask.", COMPRESSION, requires=requirements.DRAFT
+        "mean", "How the votes of several tokens are combined.", COMPRESSION, requires=requirements.DRAFT
     )
     pool: Odd = option(
-        13, "Tokens over which importance is averaged; 1 for none.",
+        13, "Neighbouring tokens over which importance is averaged; odd, 1 for none.",
         COMPRESSION, metavar="N", requires=requirements.DRAFT, ge=1,
     )  # fmt: skip
     select_chunk: int = option(
@@ -258,7 +264,7 @@ class CompressionOptions(Settings):
         COMPRESSION, metavar="N", requires=requirements.COMPRESSION, ge=1,
     )  # fmt: skip
     compress_per_row: bool = option(
-        False, "Select for each row by itself: a shared prefix is not shared any more.",
+        False, "Select tokens for each row by itself; its prefix is then no longer shared.",
         COMPRESSION, requires=requirements.DRAFT,
     )  # fmt: skip
 
@@ -347,12 +353,12 @@ class ScoreSettings(PriceOptions, RunOptions, ScheduledOptions):
         MODEL, metavar="|".join(ENGINES),
     )  # fmt: skip
     engine_options: KeyValues = option(
-        {}, "An option that goes to the engine as it is; in a recipe a mapping. Repeatable.",
+        {}, "An option passed on to the engine unchanged; repeatable, in a recipe a mapping.",
         MODEL, metavar="KEY=VALUE", repeatable=True, needs="options",
     )  # fmt: skip
 
     audit: int = option(
-        0, "Read N random compressed rows in full as well, and report the flips.",
+        0, "Read N random compressed rows in full as well, and report how many answers flip.",
         COMPRESSION, metavar="N", requires=requirements.DRAFT, off=0, ge=0,
     )  # fmt: skip
     max_flips: float = option(
@@ -370,12 +376,12 @@ class ScoreSettings(PriceOptions, RunOptions, ScheduledOptions):
     skip_empty: bool = option(False, "Exit 99 if the input has no rows.", RUN)
     dry_run: bool = option(
         False,
-        "Read, tokenise and plan only: lengths, sharing, packs, predicted time; loads no weights.",
+        "Read, tokenise and plan only: lengths, sharing, packs, predicted time. No weights are loaded.",
         RUN,
         needs="forecast",
     )
     profile: str | None = option(
-        None, "What prefill profile wrote, to predict times with. (default: profile.json if it is there and fits)",
+        None, "Profile that prefill profile wrote, to predict times. (default: profile.json, if it exists and fits)",
         RUN, metavar="PATH", needs="forecast",
     )  # fmt: skip
 
@@ -405,7 +411,7 @@ class ScoreSettings(PriceOptions, RunOptions, ScheduledOptions):
 def check_keep(keep: float | Literal["auto"], draft: str | None) -> None:
     """Raise UsageError for a rate that is none, or one that lacks a draft."""
     if keep != "auto" and not 0 < keep <= 1:
-        raise UsageError(f"--keep {keep:g}: a rate above 0 and up to 1, or auto")
+        raise UsageError(f"--keep {keep:g}: must be a rate above 0 and up to 1, or auto")
     if keep != 1 and draft is None:
         raise UsageError(f"--keep {keep} needs --draft: a small model with the same tokenizer that picks the tokens")
 
@@ -418,7 +424,7 @@ class InspectSettings(RunOptions, JobOptions):
     )
     row: str | None = option(None, "Id of the row (with --id-column), else its number, from 0.", FILES, metavar="ID")
     id_column: str | None = option(None, "Column that names a row. (default: the row number)", FILES, metavar="NAME")
-    html: str | None = option(None, "Write the page here too.", FILES, metavar="PATH")
+    html: str | None = option(None, "Write a page to this file as well.", FILES, metavar="PATH")
 
     def check(self) -> None:
         super().check()
@@ -466,7 +472,7 @@ class BenchSettings(RunOptions, ScheduledOptions):
         BENCH, metavar="NAME", repeatable=True,
     )  # fmt: skip
     rows: int = option(60, "Rows of a made workload.", BENCH, metavar="N", ge=2)
-    tokens: int = option(4000, "Tokens of its prompts, at most.", BENCH, metavar="N", ge=64)
+    tokens: int = option(4000, "Most tokens in a prompt of a made workload.", BENCH, metavar="N", ge=64)
     scale: float = option(1.0, "Multiplies --rows and --tokens.", BENCH, metavar="FACTOR", gt=0)
     rounds: int = option(3, "Timed rounds, after one to warm up.", BENCH, metavar="N", ge=1)
     truth: str | None = option(
@@ -517,15 +523,20 @@ class ProfileSettings(PriceOptions, RunOptions, ScheduledOptions):
     )
     mode: Names = option(
         (),
-        "A mode whose longest prompt is looked for: full, chunked, drop, hybrid-copy or hybrid; repeatable. (default: "
+        "A mode to find the longest prompt of: full, chunked, drop, hybrid-copy or hybrid; repeatable. (default: "
         "all)",
         PROFILE, metavar="NAME", repeatable=True,
     )  # fmt: skip
     confirm_seconds: float = option(
-        120.0, "Longest confirming run, as estimated; 0: none.", PROFILE, metavar="SECONDS", ge=0, allow_inf_nan=False
+        120.0,
+        "Longest run, by its estimate, to confirm a length with; 0: confirm none.",
+        PROFILE,
+        metavar="SECONDS",
+        ge=0,
+        allow_inf_nan=False,
     )
     fit_seconds: float = option(
-        60.0, "About how long the runs take that times are fitted to.",
+        60.0, "Approximate time for the runs that completion times are fitted to.",
         PROFILE, metavar="SECONDS", gt=0, allow_inf_nan=False,
     )  # fmt: skip
     replay: Names = option(
@@ -539,7 +550,7 @@ class ProfileSettings(PriceOptions, RunOptions, ScheduledOptions):
         REPLAY, metavar="FACTOR", requires=requirements.REPLAY, gt=0, allow_inf_nan=False,
     )  # fmt: skip
     cache_tokens: int | None = option(
-        None, "Tokens that its prefix cache holds. (default: as the budget holds with the K,V of all layers)",
+        None, "Tokens that its prefix cache holds. (default: as many as fit the budget with the K,V of all layers)",
         REPLAY, metavar="N", requires=requirements.REPLAY, ge=0,
     )  # fmt: skip
     fairness: Fairness = option(
@@ -565,7 +576,9 @@ class ProfileSettings(PriceOptions, RunOptions, ScheduledOptions):
         super().check()
         if self.inputs:
             if self.keep == "auto":
-                raise UsageError("--keep auto is for a whole job; all rates are predicted where there is a --draft")
+                raise UsageError(
+                    "--keep auto is for a whole job; with --draft, prefill profile predicts several rates anyway"
+                )
             check_keep(self.keep, self.draft)
         if not self.fairness:
             raise UsageError("--fairness: give a share of 0 or more")

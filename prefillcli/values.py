@@ -20,7 +20,7 @@ def parse_size(text: str | int) -> int:
     number, prefix, binary = match.groups()
     size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
     if size <= 0:
-        raise ValueError("a size is more than 0")
+        raise ValueError("must be more than 0")
     return size
 
 
@@ -42,7 +42,7 @@ def _check_size(text: str) -> str:
 
 def _check_odd(number: int) -> int:
     if number % 2 == 0:
-        raise ValueError("a window that is centred on a token is odd")
+        raise ValueError("must be odd, to be centred on a token")
     return number
 
 
@@ -57,7 +57,7 @@ def _as_rate(value: object) -> object:
     try:
         return float(str(value))
     except ValueError:
-        raise ValueError("a rate above 0 and up to 1, or auto") from None
+        raise ValueError("must be a rate above 0 and up to 1, or auto") from None
 
 
 def _as_threads(value: object) -> object:
@@ -67,12 +67,12 @@ def _as_threads(value: object) -> object:
     try:
         return int(str(value))
     except ValueError:
-        raise ValueError("a number of threads, or auto") from None
+        raise ValueError("must be a number of threads, or auto") from None
 
 
 def _check_engine(name: str) -> str:
     if name not in ENGINES:
-        raise ValueError(f"no such engine; use {', '.join(ENGINES)}")
+        raise ValueError(f"not an engine: use {', '.join(ENGINES)}")
     return name
 
 
@@ -87,10 +87,10 @@ def _as_mapping(value: object) -> object:
             return yaml.safe_load(value)
         pairs = [str(text).partition("=") for text in (value if isinstance(value, list | tuple) else [value])]
         if not all(key.strip() and equals for key, equals, _ in pairs):
-            raise ValueError("write it like block_size=32")
+            raise ValueError("must be KEY=VALUE, block_size=32 for example")
         return {key.strip(): yaml.safe_load(own) for key, _, own in pairs}
     except yaml.YAMLError:
-        raise ValueError("not YAML") from None
+        raise ValueError("its value is not valid YAML") from None
 
 
 Size = Annotated[str, AfterValidator(_check_size)]

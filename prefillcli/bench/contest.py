@@ -101,7 +101,7 @@ def compare(
     reference = next(entry for entry in entries if entry.contender.name == REFERENCE)
     full = label_shares(reference.outcome.logprobs, temperature)
     if not np.isfinite(full).all():
-        raise PrefillError(f"{material.name}: the model gives scores that are no numbers; try --dtype float32")
+        raise PrefillError(f"{material.name}: the model gives scores that are not numbers; try --dtype float32")
     plan = equipment.plan(reference.outcome.readings)
     cost = reference.contender.cost(reference.outcome)
     result = WorkloadResult(
@@ -173,7 +173,7 @@ def _answers(
     """Beside the reference's shares `full` [rows, labels] (None: this is the reference) and the truth."""
     shares = label_shares(entry.outcome.logprobs, temperature)
     if not np.isfinite(shares).all():
-        notes.append(f"{entry.contender.name}: scores that are no numbers are not compared")
+        notes.append(f"{entry.contender.name}: scores that are not numbers are not compared")
         return Answers()
     found = Answers()
     scores, best = shares[:, 0].tolist(), shares.argmax(axis=1)

@@ -20,7 +20,7 @@ def messages_of(value: Sequence[Any], system: str | None) -> list[Message] | Row
     messages: list[Message] = []
     for number, item in enumerate(value, 1):
         if not isinstance(item, dict) or not isinstance(item.get("role"), str):
-            return RowError("wrong_type", f"message {number} is no object with a role and a content")
+            return RowError("wrong_type", f"message {number} is not an object with a role and a content")
         message = {key: part for key, part in item.items() if part is not None}
         if "content" not in message and "tool_calls" not in message:
             return RowError("chat_error", f"message {number} has no content")

@@ -44,7 +44,7 @@ def parse_labels(labels: str | Sequence[str]) -> tuple[Label, ...]:
     names = [label.name for label in parsed]
     for name in names:
         if names.count(name) > 1:
-            raise UsageError(f"--labels {labels!r}: label {name!r} stands there twice")
+            raise UsageError(f"--labels {labels!r}: label {name!r} is given twice")
     return parsed
 
 

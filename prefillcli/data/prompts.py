@@ -264,9 +264,9 @@ def _with_compression(prompts: list[Prompt], batch: RowBatch, errors: dict[int, 
         if isinstance(keep, float) and math.isnan(keep):
             keep = None
         if keep is not None and (type(keep) not in (int, float) or not 0 < keep <= 1):
-            errors[prompt.row] = RowError("invalid_keep", f"keep is {keep!r}; it is a rate above 0 and up to 1")
+            errors[prompt.row] = RowError("invalid_keep", f"keep is {keep!r}: it must be a rate above 0 and up to 1")
         elif wish is not None and type(wish) is not bool:
-            errors[prompt.row] = RowError("invalid_keep", f"specprefill is {wish!r}; it is true, false or null")
+            errors[prompt.row] = RowError("invalid_keep", f"specprefill is {wish!r}: it must be true, false or null")
         else:
             prompt.keep, prompt.specprefill = keep, wish
             done.append(prompt)

@@ -29,7 +29,7 @@ ERROR_CODES: dict[str, str] = {
     "invalid_token_ids": "prompt_token_ids is empty, negative or beyond the model's vocabulary",
     "prompt_too_long": "the prompt has more tokens than --max-length",
     "skipped_too_long": "left out because it is too long (--on-long skip); does not count as an error",
-    "invalid_keep": "the row's keep is no rate above 0 up to 1, or its specprefill not true, false or null",
+    "invalid_keep": "the row's keep is not a rate above 0 and up to 1, or its specprefill is not true, false or null",
     "exceeds_memory": "the prompt does not fit the memory budget",
     "null_id": "the id is null or missing",
     "duplicate_id": "an earlier row has the same id",

@@ -26,7 +26,7 @@ def read_template(template: str) -> tuple[str, str]:
         shown = template if len(template) < 200 else f"{template[:100]}..."
         reason = getattr(error, "strerror", None) or error
         raise UsageError(
-            f"--template {shown}: no Jinja text (it has no {{{{ column }}}}) and no file that can be read ({reason})"
+            f"--template {shown}: neither Jinja text (it has no {{{{ column }}}}) nor a readable file ({reason})"
         ) from None
 
 

@@ -12,7 +12,7 @@ from prefillcli.errors import UsageError
 Capability = Literal["compression", "packs", "memory", "forecast", "options", "threads"]
 CAPABILITIES: dict[Capability, str] = {
     "compression": "compression",
-    "packs": "packs of its own",
+    "packs": "packs to size",
     "memory": "memory budget",
     "forecast": "dry runs and predictions",
     "options": "options of its own",

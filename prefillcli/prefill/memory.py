@@ -95,7 +95,7 @@ def pack_limits(
 ) -> Limits:
     """What fits one pack in `budget` bytes. Raises ResourceError where not even a small prompt does."""
     if prefix_kv not in ("auto", "discard", "keep", "offload"):
-        raise ValueError(f"{prefix_kv!r} is no way to treat the K,V of prefixes")
+        raise ValueError(f"{prefix_kv!r} is not a --prefix-kv: auto, discard, keep or offload")
     room = budget - law.constant(chunk_tokens)
     most = room // law.token
     if most < 16:

@@ -90,9 +90,7 @@ def find_model(name: str, revision: str | None = None, *, option: str = "--model
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise UsageError(
-            f"{option} {name}: no such directory, and not to be had from the hub ({brief(error)})"
-        ) from None
+        raise UsageError(f"{option} {name}: not found locally or on the hub ({brief(error)})") from None
 
 
 def read_model_files(
@@ -103,7 +101,7 @@ def read_model_files(
     Raises UsageError for a directory that is none, UnsupportedModelError for an architecture that is refused.
     """
     if not (path / "config.json").is_file():
-        raise UsageError(f"{path}: no config.json, so this is no model directory")
+        raise UsageError(f"{path}: no config.json, so this is not a model directory")
     weights = sorted(path.glob("*.safetensors"))
     if not weights:
         others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for p in path.glob(pattern))

@@ -215,14 +215,16 @@ class Profile(BaseModel):
         except ValueError:  # also of bytes that are no text
             content = None
         if not isinstance(content, dict):
-            raise UsageError(f"{path}: this is no profile (not JSON); make one with prefill profile")
+            raise UsageError(f"{path}: not a profile (not JSON); make one with prefill profile")
         if (number := content.get("schema_version")) != SCHEMA_VERSION:
-            raise UsageError(f"{path}: a profile of version {number!r}, not {SCHEMA_VERSION}; make it anew")
+            raise UsageError(
+                f"{path}: a profile of version {number!r}, not {SCHEMA_VERSION}; make a new one with prefill profile"
+            )
         try:
             profile = cls.model_validate_json(text)
         except ValidationError as error:
             where = ".".join(map(str, error.errors()[0]["loc"]))
-            raise UsageError(f"{path}: this is no profile ({where}); make one with prefill profile") from None
+            raise UsageError(f"{path}: not a profile ({where}); make one with prefill profile") from None
         if profile.completion is not None and (why := profile.completion.weakness()) is not None:
             profile.completion, profile.no_completion, profile.replays = None, why, []
         return profile

@@ -38,11 +38,11 @@ def test_a_file_that_is_not_there_is_no_profile(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "this is no profile"),
-        ("[]", "this is no profile"),
-        ('{"schema_version": 1}', "this is no profile"),
+        ("{", "not a profile"),
+        ("[]", "not a profile"),
+        ('{"schema_version": 1}', "not a profile"),
         ('{"schema_version": 99}', "a profile of version 99"),
-        ("\0", "this is no profile"),
+        ("\0", "not a profile"),
     ],
 )
 def test_a_file_that_is_no_profile_is_told(tmp_path: Path, text: str, said: str) -> None:

@@ -12,10 +12,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from prefillcli.cli import app
-from prefillcli.settings import COMMANDS
 from tests.score.jobs import Reference, read_output, read_report, texts, write_parquet
 
 HELP_SECONDS = 0.5
@@ -78,7 +78,7 @@ def test_help_and_wrong_options_import_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
+@pytest.mark.parametrize("command", [[], *([name] for name in get_command(app).commands)])
 def test_h_is_help(command: list[str]) -> None:
     assert prefill(*command, "-h").stdout == prefill(*command, "--help").stdout
 

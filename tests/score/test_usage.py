@@ -179,7 +179,7 @@ def test_no_input_at_all() -> None:
         ("lables: Yes,No\n", ["'lables'", "'labels'"]),
         ("keep-columns: id\n", ["'keep-columns'", "'keep_columns'"]),
         ("- labels\n", ["mapping"]),
-        ("labels: [\n", ["not YAML"]),
+        ("labels: [\n", ["not valid YAML"]),
     ],
 )
 def test_a_recipe_that_cannot_be_used(recipe: str, named: list[str]) -> None:
