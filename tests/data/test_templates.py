@@ -87,7 +87,7 @@ def test_a_template_may_be_a_file(tmp_path: Path) -> None:
         ("{% include 'other' %}", "other templates"),
         ("{% extends user %}", "other templates"),
         ("missing.j2", "missing.j2"),
-        ("x" * 5000, "no file"),
+        ("x" * 5000, "nor a readable file"),
     ],
 )
 def test_a_wrong_template_is_a_usage_error(text: str, says: str) -> None:
