@@ -15,7 +15,7 @@ from prefillcli.forecast import find_profile
 from prefillcli.inputs import carried_columns, open_source
 from prefillcli.loading import Opened, open_models, refuse_what_cannot_fit, weights_of
 from prefillcli.outcome import conclude, fail
-from prefillcli.paths import default_output, dry_run_report, refuse_to_replace_input
+from prefillcli.paths import default_output, dry_run_report, refuse_among_inputs
 from prefillcli.progress import Progress
 from prefillcli.report.run import versions
 from prefillcli.report.survey import DryRunReport, print_dry_run
@@ -61,7 +61,7 @@ def _run(settings: ScoreSettings, report: DryRunReport, stop: Stop) -> None:
     with stop.at_once():
         source = open_source(settings, carried)
         opened = open_models(settings)
-        refuse_to_replace_input(report.output, source.paths)
+        refuse_among_inputs(report.output, source)
         profile, name, report.no_prediction = find_profile(
             settings.profile, hash_model(opened.files.path), opened.files.dtype, opened.device
         )

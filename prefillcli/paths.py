@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prefillcli.errors import UsageError
 
+if TYPE_CHECKING:
+    from prefillcli.data.source import Source
 
-def refuse_to_replace_input(output: str, inputs: Iterable[str]) -> None:
-    """Raise UsageError if the output would be written over an input file, or among them."""
-    target = os.path.realpath(output)
-    for path in inputs:
-        if target in (os.path.realpath(path), os.path.dirname(os.path.realpath(path))):
-            raise UsageError(f"--output {output} would be written over the input {path}; choose another one")
+
+def refuse_among_inputs(path: str, source: Source, *, option: str = "--output") -> None:
+    """Raise UsageError if a file or folder at `path` would replace an input, or be read as one by the next run."""
+    target = os.path.realpath(path)
+    for file in source.paths:
+        if target in (os.path.realpath(file), os.path.dirname(os.path.realpath(file))):
+            raise UsageError(f"{option} {path} would be written over the input {file}; choose another one")
+    given = source.would_read(path)
+    if given is not None:
+        raise UsageError(
+            f"{option} {path} lies among the inputs: the next run over {given} would read it as input\n"
+            f"write it elsewhere, for example into a folder beside {given}"
+        )
 
 
 def default_output(first: str) -> str:
-    """`data.parquet` -> `data.scores.parquet`, beside it; for a directory or a glob beside the folder; for a URL
-    in the current folder."""
+    """`data.parquet` -> `data.scores.parquet`, beside it; for a directory or a glob beside the folder, where the
+    next run does not look; for a URL in the current folder."""
     if "://" in first:
         first = first.rstrip("/").rsplit("/", 1)[-1] or "input"
     path = Path(first.rstrip("/") or ".")
     while any(c in path.name for c in "*?[") and path.name != str(path):
         path = path.parent
-    name = path.resolve().name if path.name in ("", ".", "..") else path.name
+    if path.name in ("", ".", ".."):
+        path = path.resolve()
+    name = path.name
     for ending in (".gz", ".zst", ".parquet", ".pq", ".jsonl", ".ndjson", ".json"):
         name = name.removesuffix(ending)
     return str(path.parent / f"{name}.scores.parquet")

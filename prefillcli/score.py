@@ -27,12 +27,13 @@ from prefillcli.errors import (
     OutputBusyError,
     OutputConflictError,
     OutputExistsError,
+    UsageError,
 )
 from prefillcli.forecast import Forecast, find_profile
 from prefillcli.inputs import LocalModels, carried_columns, open_source, prompt_builder, refuse_idle_draft
 from prefillcli.loading import Loaded, Opened
 from prefillcli.outcome import conclude, fail
-from prefillcli.paths import default_output, default_report, refuse_to_replace_input
+from prefillcli.paths import default_output, default_report, refuse_among_inputs
 from prefillcli.progress import Progress
 from prefillcli.report.audit import audit_of
 from prefillcli.report.files import write_files
@@ -95,6 +96,7 @@ class _ScoreJob:
         report.report = settings.report or default_report(output)
         with clock.phase("read"):
             source = self.source = open_source(settings, carried_columns(settings))
+            self._refuse_among_inputs(output, source)
             refuse_idle_draft(settings, source)
             source.begin_hashing()
             models = LocalModels(settings)  # before anything of them is read
@@ -126,7 +128,6 @@ class _ScoreJob:
                         if name != "draft"
                     ]
                 )
-        refuse_to_replace_input(output, source.paths)
         with self._open_sink(output, source, labels) as sink:
             self.sink = sink
             report.resumed = sink.counts.total > 0
@@ -140,6 +141,15 @@ class _ScoreJob:
                 self._score(source, builder, labels, sink, opened, profile, stop, models)
             self._report_audit(sink, labels)
         conclude(report, sink.counts, max_error_rate=settings.max_error_rate, skip_empty=settings.skip_empty)
+
+    def _refuse_among_inputs(self, output: str, source: Source) -> None:
+        refuse_among_inputs(output, source)
+        if self.settings.report is not None:
+            try:
+                refuse_among_inputs(self.settings.report, source, option="--report")
+            except UsageError:
+                self.report.report = None
+                raise
 
     def _profile(self, opened: Opened) -> Profile | None:
         """None without a profile that applies; it is told of one that does not, with a warning if it was asked for."""

@@ -19,7 +19,7 @@ from prefillcli.errors import PrefillError, ResourceError, UsageError
 from prefillcli.inputs import open_source, prompt_builder
 from prefillcli.loading import Opened, load, open_models
 from prefillcli.outcome import fail
-from prefillcli.paths import refuse_to_replace_input
+from prefillcli.paths import refuse_among_inputs
 from prefillcli.progress import Progress
 from prefillcli.report.run import versions
 from prefillcli.samples import sample_draft
@@ -83,7 +83,7 @@ def _run(settings: BenchSettings, report: BenchReport) -> None:
     if settings.inputs:
         source = open_source(settings, _carried(settings))
         for path in (settings.output, page_of(settings.output)):
-            refuse_to_replace_input(path, source.paths)
+            refuse_among_inputs(path, source)
     opened = open_models(settings)
     labels = Labels(opened.tokenizer, parse_labels(settings.labels))
     material = _materials(settings, opened, labels, source, wanted)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Literal
+
+from fsspec.utils import glob_translate
 
 from prefillcli.data.filesystems import filesystem_of, is_local, is_url
 from prefillcli.data.identity import Stamp, stamp_of
@@ -25,6 +30,8 @@ _KINDS: dict[str, Kind] = {
 ENDINGS = ".parquet, .pq, .jsonl, .ndjson or .json (the last three also with .gz or .zst)"
 WORK_ENDING = ".prefill"
 """Ending of the work folder beside an output; never read as input."""
+_REPORTS = (".run.json", ".run.html", ".dry-run.json", ".prom")
+"""Endings of what a run writes beside its output; never taken from a directory or a glob."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +63,8 @@ def discover(inputs: Sequence[str]) -> tuple[list[Found], tuple[str, ...]]:
     """The files of `inputs` in reading order, and the files in directories left out for their ending.
 
     Inputs keep their order; the files of a directory (recursive) or a glob are sorted by path. Hidden files,
-    files and folders that begin with `_`, and work folders of earlier runs are never taken from a directory
-    or a glob. Raises UsageError if an input matches nothing, has an unknown ending, or if formats are mixed.
+    files and folders that begin with `_`, and work folders and reports of earlier runs are never taken from a
+    directory or a glob. Raises UsageError if an input matches nothing, has an unknown ending, or if formats are mixed.
     """
     if not inputs:
         raise UsageError("no input given: name a file, a directory, a glob or a URL")
@@ -75,6 +82,34 @@ def discover(inputs: Sequence[str]) -> tuple[list[Found], tuple[str, ...]]:
                 "score them in separate jobs, or name the files of one format with a glob"
             )
     return found, tuple(left_out)
+
+
+def finds(given: str, path: str) -> bool:
+    """Whether an input typed as `given`, a directory or a glob, would take a file, or files of a folder, at `path`."""
+    filesystem, root = filesystem_of(given)
+    other, inner = filesystem_of(path)
+    if filesystem != other or filesystem.isfile(root):
+        return False
+    links, roots = {inner.rstrip("/")}, {root.rstrip("/") or "/"}
+    if is_local(filesystem):
+        links.add(os.path.join(os.path.realpath(os.path.dirname(inner)), os.path.basename(inner)))
+        roots.add(os.path.realpath(root))
+    name = os.path.basename(inner.rstrip("/"))
+    inside = "" if _format(name) is not None else "/part-0.parquet"  # what has no such ending is a folder of parts
+    return any(_takes(filesystem, one, link + inside) for one in roots for link in links)
+
+
+def _takes(filesystem: Any, root: str, name: str) -> bool:
+    if filesystem.isdir(root):
+        return name.startswith(root.rstrip("/") + "/") and _visible(name, root)
+    matches = re.compile(glob_translate(root)).fullmatch
+    folders = () if "**" in root else tuple(str(folder) for folder in PurePosixPath(name).parents)
+    return _visible(name, _fixed(root)) and any(matches(each) for each in (name, *folders))
+
+
+def _fixed(pattern: str) -> str:
+    """The folder in which a glob looks."""
+    return pattern[: min((pattern.index(mark) for mark in "*?[" if mark in pattern), default=None)].rpartition("/")[0]
 
 
 def _expand(path: str) -> tuple[list[Found], list[str]]:
@@ -97,6 +132,8 @@ def _directory(filesystem: Any, inner: str, shown: str) -> tuple[list[Found], li
     names = sorted(_walk_local(inner)) if is_local(filesystem) else sorted(filesystem.find(inner))
     visible = [name for name in names if _visible(name, inner)]
     taken = [name for name in visible if _format(name) is not None]
+    if not taken and (tables := [name for name in visible if _is_csv(name)]):
+        raise UsageError(_convert(_display(filesystem, tables[0], shown)))
     if not taken:
         raise UsageError(f"no input files in {shown}: expected files that end in {ENDINGS}")
     left_out = [_display(filesystem, name, shown) for name in visible if _format(name) is None]
@@ -104,7 +141,7 @@ def _directory(filesystem: Any, inner: str, shown: str) -> tuple[list[Found], li
 
 
 def _glob(filesystem: Any, inner: str, shown: str) -> tuple[list[Found], list[str]]:
-    fixed = inner[: min(inner.index(mark) for mark in "*?[" if mark in inner)].rpartition("/")[0]
+    fixed = _fixed(inner)
     found: list[Found] = []
     left_out: list[str] = []
     for name in sorted(filesystem.glob(inner)):
@@ -144,6 +181,8 @@ def _walk_local(root: str) -> Iterator[str]:
 
 def _visible(name: str, root: str) -> bool:
     parts = PurePosixPath(name[len(root) :].lstrip("/")).parts
+    if parts and (parts[-1].endswith(_REPORTS) or parts[-1] in ("run.json", "run.html")):
+        return False
     return not any(part.startswith((".", "_")) or part.endswith(WORK_ENDING) for part in parts)
 
 
@@ -166,6 +205,24 @@ def _display(filesystem: Any, name: str, shown: str) -> str:
 
 def _found(filesystem: Any, inner: str, shown: str) -> Found:
     form = _format(inner)
+    if form is None and _is_csv(inner):
+        raise UsageError(_convert(shown))
     if form is None:
         raise UsageError(f"unknown ending: {shown}\nexpected a file that ends in {ENDINGS}")
     return Found(shown, filesystem, inner, form[0], form[1], stamp_of(filesystem, inner))
+
+
+def _is_csv(name: str) -> bool:
+    return name.lower().endswith((".csv", ".tsv"))
+
+
+def _convert(shown: str) -> str:
+    """What to do with a CSV file: every value stays the text that it is, whatever quotes and line ends are in it."""
+    stem, ending = os.path.splitext(shown)
+    tab = ", delimiter=chr(9)" if ending.lower() == ".tsv" else ""
+    code = (
+        "import csv, json, sys; csv.field_size_limit(2**31 - 1); "
+        f"[print(json.dumps(row)) for row in csv.DictReader(open(sys.argv[1], newline='', encoding='utf-8-sig'){tab})]"
+    )
+    line = f'{shlex.quote(sys.executable)} -c "{code}" {shlex.quote(shown)} > {shlex.quote(stem + ".jsonl")}'
+    return f"{shown}: CSV is not read; this line makes JSON Lines of it, with every value as text:\n{line}"

@@ -13,11 +13,12 @@ import numpy as np
 import pyarrow as pa
 
 from prefillcli.data.contents import Contents
-from prefillcli.data.discovery import discover
+from prefillcli.data.discovery import discover, finds
 from prefillcli.data.jsonl import BatchMaker, JsonlInput, parse
 from prefillcli.data.parquet import ParquetInput
 from prefillcli.data.rows import MAX_ROW_BYTES, Int64Array, RowBatch, RowError
 from prefillcli.data.selection import Selection
+from prefillcli.data.target import METADATA
 from prefillcli.data.values import plain_type
 from prefillcli.errors import ContentChangedError, PrefillError, UsageError
 
@@ -44,11 +45,13 @@ class Source:
         """Time spent reading so far."""
         self._found = tuple(found)
         self._wish = selection
+        self._inputs = tuple(inputs)
         self._contents = Contents(found, "input", lambda: [file.path for file in discover(inputs)[0]])
         self._starts: list[int] = []  # of every file that was begun, the number of its first row
         self._counted: int | None = None
         if self.kind == "parquet":
             self._parquet = [ParquetInput(file) for file in found]
+            self._refuse_outputs()
             self._counted = sum(file.rows for file in self._parquet)
             self.available: tuple[str, ...] = tuple(self._parquet[0].schema.names)
             """Column names: of the first Parquet file, or on the first lines of JSON Lines."""
@@ -127,6 +130,10 @@ class Source:
     def paths(self) -> tuple[str, ...]:
         """The files in reading order."""
         return tuple(file.path for file in self._found)
+
+    def would_read(self, path: str) -> str | None:
+        """The input, as it was typed, that a file or folder of outputs at `path` would be read with the next time."""
+        return next((given for given in self._inputs if finds(given, path)), None)
 
     def begin_hashing(self) -> None:
         """Start to hash the files in the background; `fingerprint` waits for the end."""
@@ -208,6 +215,16 @@ class Source:
             self._starts.append(maker.row)
             yield from maker.add(lines.lines())
         yield from maker.rest()
+
+    def _refuse_outputs(self) -> None:
+        """Scores that lie among other files are hardly meant to be scored."""
+        ours = [METADATA in (file.schema.metadata or {}) for file in self._parquet]
+        for file, written in zip(self._found, ours, strict=True):
+            if written and not all(ours) and file.path not in self._inputs:
+                raise UsageError(
+                    f"{file.path} was written by prefill score and lies among other input files\n"
+                    "move it out of there, or name the input files one by one"
+                )
 
     def _common_field(self, name: str) -> pa.Field:
         """The type of a carried column that holds its values in every file."""

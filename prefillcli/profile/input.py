@@ -10,7 +10,7 @@ from prefillcli.data.source import Source
 from prefillcli.data.windows import windows
 from prefillcli.inputs import open_source, prompt_builder
 from prefillcli.loading import Opened, open_models
-from prefillcli.paths import refuse_to_replace_input
+from prefillcli.paths import refuse_among_inputs
 from prefillcli.profile.store import Profile
 from prefillcli.progress import Progress
 from prefillcli.report.survey import Survey
@@ -34,7 +34,7 @@ def open_input(settings: ProfileSettings, outputs: Iterable[str]) -> Input:
     """
     source = open_source(settings, ())
     for output in outputs:
-        refuse_to_replace_input(output, source.paths)
+        refuse_among_inputs(output, source)
     opened = open_models(settings)
     builder = prompt_builder(settings, opened, source, ())
     labels = Labels(opened.tokenizer, parse_labels(settings.labels))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import csv
+import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prefillcli.data.discovery import discover
+from prefillcli.data.discovery import discover, finds
 from prefillcli.errors import UsageError
 
 
@@ -109,3 +112,78 @@ def test_wrong_inputs_are_usage_errors_that_name_the_path(
         discover(inputs)
     assert says in str(caught.value)
     assert str(caught.value).count("\n") < 3
+
+
+def test_reports_of_earlier_runs_are_not_read(tmp_path: Path) -> None:
+    touch(tmp_path, "in/a.jsonl", "in/a.scores.run.json", "in/a.scores.run.html", "in/a.scores.dry-run.json")
+    touch(tmp_path, "in/run.json", "in/nightly.prom", "in/a.scores.parquet.prefill/heartbeat.json", "in/notes.txt")
+    found, left_out = discover([str(tmp_path / "in")])
+    assert [Path(file.path).name for file in found] == ["a.jsonl"]
+    assert [Path(path).name for path in left_out] == ["notes.txt"]
+    assert len(discover([str(tmp_path / "in/*.json*")])[0]) == 1
+    assert len(discover([str(tmp_path / "in/a.scores.run.json")])[0]) == 1, "unless it is named"
+
+
+@pytest.mark.parametrize(
+    ("given", "path", "found"),
+    [
+        ("in", "in/out.parquet", True),
+        ("in", "in/deep/out.parquet", True),
+        ("in", "in/", True),
+        ("in", "in/scores/", True),
+        ("in", "link/out.parquet", True),
+        ("link", "in/out.parquet", True),
+        ("in/", "./in/../in/out.parquet", True),
+        ("in/*.parquet", "in/out.parquet", True),
+        ("in/**/*.parquet", "in/a/b/out.parquet", True),
+        ("*", "in/out.parquet", True),
+        ("memory://b/in", "memory://b/in/out.parquet", True),
+        ("in", "in/_scores/out.parquet", False),
+        ("in", "in.scores.parquet", False),
+        ("in", "in.parquet.prefill", False),
+        ("in/a.parquet", "in/a.scores.parquet", False),
+        ("in/*.parquet", "in/out.jsonl", False),
+        ("in/*.parquet", "in/deep/out.parquet", False),
+        ("memory://b/in", "in/out.parquet", False),
+        ("memory://b/in", "memory://b/out.parquet", False),
+    ],
+)
+def test_whether_an_output_would_be_found_as_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: Any, given: str, path: str, found: bool
+) -> None:
+    """Told before it is there; `discover` says the same when it is."""
+    touch(tmp_path, "in/a.parquet", "in/deep/a.parquet")
+    (tmp_path / "link").symlink_to("in")
+    memory.pipe_file("/b/in/a.parquet", b"")
+    monkeypatch.chdir(tmp_path)
+    assert finds(given, path) is found
+    written = path + ("part-00000.parquet" if path.endswith("/") else "")
+    before = len(discover([given])[0])
+    if path.startswith("memory"):
+        memory.pipe_file(written.removeprefix("memory:/"), b"")
+    else:
+        touch(tmp_path, written)
+    assert (len(discover([given])[0]) > before) is found
+
+
+@pytest.mark.parametrize("name", ["posts.csv", "it's a table.tsv"])
+def test_the_line_for_csv_makes_json_lines_that_hold_the_same_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    rows = [
+        {"id": "007", "prompt": 'two\nlines, "quoted"'},
+        {"id": "1.0", "prompt": "é" * 200_000},
+        {"id": "", "prompt": "x"},
+    ]
+    with (tmp_path / name).open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.DictWriter(file, ["id", "prompt"], delimiter="\t" if name.endswith("tsv") else ",")
+        writer.writeheader()
+        writer.writerows(rows)
+    monkeypatch.chdir(tmp_path)
+    for inputs in ([name], ["."]):
+        with pytest.raises(UsageError, match="CSV is not read") as caught:
+            discover(inputs)
+        subprocess.run(str(caught.value).splitlines()[1], shell=True, check=True)  # noqa: S602 - as a user pastes it
+        (made,) = Path().glob("*.jsonl")
+        assert [json.loads(line) for line in made.read_text().splitlines()] == rows
+        made.unlink()

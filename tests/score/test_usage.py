@@ -7,10 +7,14 @@ import os
 import shutil
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from prefillcli.config import load_settings
+from prefillcli.data.discovery import finds
 from prefillcli.errors import UsageError
+from prefillcli.paths import default_output
 from prefillcli.settings import ScoreSettings
 from tests.score.jobs import read_report, score, texts, write_jsonl, write_parquet
 
@@ -87,6 +91,45 @@ def test_inputs_that_cannot_be_read(model: Path, capsys: pytest.CaptureFixture[s
     ):
         summary = score(inputs, model=model)
         assert_refused(summary, capsys.readouterr().err, named)
+
+
+@pytest.mark.parametrize(
+    ("given", "flags", "named"),
+    [
+        ("in", {"output": "in/scores.parquet"}, ["--output in/scores.parquet", "beside in"]),
+        ("in", {"output": "in/"}, ["--output in/"]),
+        ("in/*.parquet", {"output": "in/scores.parquet"}, ["--output in/scores.parquet"]),
+        ("in", {"report": "in/report.json"}, ["--report in/report.json"]),
+        ("in/a.parquet", {"output": "in/a.parquet"}, ["over the input in/a.parquet"]),
+    ],
+)
+def test_an_output_that_the_next_run_would_read_is_refused(
+    model: Path, capsys: pytest.CaptureFixture[str], given: str, flags: dict, named: list[str]
+) -> None:
+    Path("in").mkdir()
+    before = write_parquet("in/a.parquet", prompt=texts(3)).read_bytes()
+    summary = score(given, model=model, **flags)
+    assert summary["exit_code"] == 2
+    message = capsys.readouterr().err
+    assert all(name in message for name in named)
+    assert Path("in/a.parquet").read_bytes() == before
+    assert [path.name for path in Path("in").iterdir() if not path.name.endswith((".run.json", ".run.html"))] == [
+        "a.parquet"
+    ]
+
+
+@pytest.mark.parametrize("given", ["a.parquet", "in", "in/", ".", "..", "*.parquet", "in/*.parquet", "**/*.parquet"])
+def test_the_next_run_does_not_find_the_default_output(tmp_path: Path, given: str) -> None:
+    Path("in").mkdir()
+    assert not finds(given, default_output(given))
+
+
+def test_scores_among_the_inputs_are_not_scored(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_parquet("a.parquet", prompt=texts(3))
+    schema = pa.schema([("prompt", pa.string())], metadata={b"prefillcli": b"{}"})
+    pq.write_table(pa.table({"prompt": ["fox"]}, schema=schema), "a.scores.parquet")
+    summary = score("*.parquet", model=model)
+    assert_refused(summary, capsys.readouterr().err, "a.scores.parquet was written by prefill score")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
