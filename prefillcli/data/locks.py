@@ -85,7 +85,7 @@ class FileLock:
     def __init__(self, path: str, location: str) -> None:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            if not _locked(handle, _PATIENCE):
+            if not _locked(handle, fcntl.LOCK_EX, _PATIENCE):
                 holder = os.pread(handle, 100, 0).decode(errors="replace").strip() or "unknown"
                 raise OutputBusyError(
                     f"{location} is in use by process {holder}\nwait for its end, or choose another --output"
@@ -116,7 +116,7 @@ def file_lock_held(path: str) -> bool:
     except FileNotFoundError:
         return False
     try:
-        return not _locked(handle, 0)
+        return not _locked(handle, fcntl.LOCK_SH, 0)
     finally:
         os.close(handle)
 
@@ -151,11 +151,12 @@ class ObjectLock:
         """Who is said to hold a lock; None if nobody is."""
         try:
             filesystem.invalidate_cache()
-            return Owner.of_json(json.loads(filesystem.cat_file(path)))
+            owner = Owner.of_json(json.loads(filesystem.cat_file(path)))
         except FileNotFoundError:
             return None
         except ValueError:
-            return Owner("an unknown host", 0, "", "", "", "an unknown time")
+            owner = None
+        return owner or Owner("an unknown host", 0, "", "", "", "an unknown time")
 
     def check(self) -> None:
         mine = True
@@ -227,11 +228,11 @@ def _parameters(function: Any) -> set[str]:
     return set(inspect.signature(function).parameters)
 
 
-def _locked(handle: int, patience: float) -> bool:
+def _locked(handle: int, kind: int, patience: float) -> bool:
     end = time.monotonic() + patience
     while True:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() >= end:
                 return False

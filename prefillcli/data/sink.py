@@ -296,8 +296,8 @@ class Sink:
             rows = rows.take(pa.array(np.argsort(rows[ROW].to_numpy(), kind="stable")))
             if WindowRows.of(rows[ROW].to_numpy()) != self._windows[window].rows:
                 raise PrefillError(
-                    f"{self.work.location}: the parts of window {window} do not hold its rows\n"
-                    "start over with --overwrite"
+                    f"{self.work.location}: the parts of window {window} do not hold its rows by now\n"
+                    "run again with --resume: they are scored again"
                 )
             self._count(counts, rows)
             yield self._output(rows)

@@ -154,7 +154,10 @@ class RemoteStore:
         with _using_remote(self.location):
             self._filesystem.invalidate_cache()
             root = str(self._filesystem._strip_protocol(self._inner)).rstrip("/") + "/"
-            found = sorted(str(name).removeprefix(root) for name in self._filesystem.find(self._inner))
+            try:
+                found = sorted(str(name).removeprefix(root) for name in self._filesystem.find(self._inner))
+            except FileNotFoundError:
+                return []
         return [name for name in found if all(map(into, name.split("/")[:-1]))]
 
     def read(self, name: str) -> IO[bytes]:

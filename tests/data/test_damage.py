@@ -40,13 +40,13 @@ def flip(path: Path, at: int, mask: int = 1) -> None:
     path.write_bytes(data)
 
 
-def begun(folder: str | Path, **options: Any) -> Path:
+def begun(folder: str | Path, *, temperature: float = 1.0, **options: Any) -> Path:
     """The work folder of a job with some rows of every window."""
     output = f"{folder}/o.parquet"
     with open_sink(output, **options) as sink:
         sink.plan = {"pack_tokens": 64}
-        score_all(sink, WINDOWS[:2])
-        sink.write(WINDOWS[2], [scored(11), scored(13)], {}, temperature=1.0)
+        score_all(sink, WINDOWS[:2], temperature=temperature)
+        sink.write(WINDOWS[2], [scored(11), scored(13)], {}, temperature=temperature)
     return Path(output + ".prefill")
 
 
@@ -144,7 +144,7 @@ def test_an_output_that_is_cut_short_or_replaced_is_not_complete(tmp_path: Path,
 
 
 def test_a_part_under_another_name_or_of_another_job_is_scored_again(tmp_path: Path) -> None:
-    others = begun(tmp_path / "other", fingerprint=FINGERPRINT | {"model": "x"})
+    others = begun(tmp_path / "other", fingerprint=FINGERPRINT | {"model": "x"}, temperature=3.0)
     work = begun(tmp_path / "this")
 
     def copied(source: Path, name: str) -> None:
@@ -167,10 +167,9 @@ def test_a_part_that_holds_rows_of_another_part_is_scored_again(tmp_path: Path) 
     """As two runs at a time would leave them in an object store that cannot be locked."""
     work, twin = begun(tmp_path / "this"), tmp_path / "twin/o.parquet"
     with open_sink(twin) as sink:
-        for row in (4, 5, 6):
-            sink.write(WINDOWS[0], [scored(row)], {}, temperature=1.0)
-    for number in (1, 2):
-        shutil.copy(f"{twin}.prefill/{part_name(0, number)}", work / part_name(0, number))
+        sink.write(WINDOWS[0], [scored(4)], {}, temperature=1.0)
+        sink.write(WINDOWS[0], [scored(5), scored(6)], {}, temperature=1.0)
+    shutil.copy(f"{twin}.prefill/{part_name(0, 1)}", work / part_name(0, 1))
     assert resumed(work) == EXPECTED
 
 
@@ -195,6 +194,22 @@ def test_a_part_damaged_while_the_job_runs_is_found_when_it_is_read(tmp_path: Pa
     assert read(output) == EXPECTED
 
 
+def test_a_part_that_a_twin_run_replaces_while_the_job_runs_is_not_taken(tmp_path: Path) -> None:
+    """Whole, of this job and of its name, but with other rows of the window."""
+    output, twin = f"{tmp_path}/o.parquet", tmp_path / "twin/o.parquet"
+    with open_sink(twin) as sink:
+        sink.write(WINDOWS[0], [scored(1)], {}, temperature=1.0)
+        sink.write(WINDOWS[0], [scored(0), scored(5)], {}, temperature=1.0)
+    with open_sink(output) as sink:
+        score_all(sink, WINDOWS)
+        shutil.copy(f"{twin}.prefill/{part_name(0, 1)}", f"{output}.prefill/{part_name(0, 1)}")
+        with pytest.raises(PrefillError, match=r"window 0(.|\n)*--resume"):
+            sink.finish(3)
+    assert not os.path.exists(output)
+    finished(output, resume=True)
+    assert read(output) == EXPECTED
+
+
 @pytest.mark.parametrize("keep", [0, 5, 100])
 def test_a_manifest_that_is_cut_short_costs_no_row(tmp_path: Path, keep: int) -> None:
     work = begun(tmp_path)
@@ -211,6 +226,16 @@ def test_a_manifest_that_is_cut_short_costs_no_row(tmp_path: Path, keep: int) ->
             with pytest.raises(OutputConflictError, match="different model"):
                 open_sink(output, fingerprint=FINGERPRINT | {"model": "x"}, resume=True)
     assert resumed(work) == EXPECTED
+
+
+def test_a_manifest_whose_values_have_changed_is_not_believed(tmp_path: Path) -> None:
+    manifest = begun(tmp_path) / "manifest.json"
+    whole = manifest.read_text()
+    for old, new in (('"pack_tokens": 64', '"pack_tokens": 65'), ('"running"', '"complete"'), ('"m"', '"n"')):
+        assert old in whole
+        manifest.write_text(whole.replace(old, new))
+        with open_sink(tmp_path / "o.parquet", resume=True) as sink:
+            assert (sink.complete, sink.plan, sink.counts.total) == (False, {"pack_tokens": 64}, 12)
 
 
 def test_an_output_proves_itself_without_its_work_folder_where_it_can(tmp_path: Path) -> None:

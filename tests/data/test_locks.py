@@ -75,9 +75,10 @@ def test_the_lock_of_a_process_elsewhere_stays_whatever_its_age(memory: Any) -> 
     put_lock(memory, elsewhere)
     with pytest.raises(OutputBusyError, match="on node7 since 2020-01-01"):
         open_sink(OUTPUT, resume=True)
-    memory.pipe_file(LOCK, b"garbage")
-    with pytest.raises(OutputBusyError, match="an unknown host"):
-        open_sink(OUTPUT, resume=True)
+    for content in (b"garbage", b"{}", b"[]", b'{"host": 1}'):
+        memory.pipe_file(LOCK, content)
+        with pytest.raises(OutputBusyError, match="an unknown host"):
+            open_sink(OUTPUT, resume=True)
     memory.rm_file(LOCK)
     open_sink(OUTPUT, resume=True).close()
 
