@@ -32,7 +32,7 @@ def default_output(first: str) -> str:
     if "://" in first:
         first = first.rstrip("/").rsplit("/", 1)[-1] or "input"
     path = Path(first.rstrip("/") or ".")
-    while any(c in path.name for c in "*?[") and path.name != str(path):
+    while any(c in path.name for c in "*?["):
         path = path.parent
     if path.name in ("", ".", ".."):
         path = path.resolve()
