@@ -17,6 +17,7 @@ from prefillcli import __version__
 from prefillcli.config import AnySettings, load_settings
 from prefillcli.engines.kinds import ENGINES
 from prefillcli.errors import PrefillError
+from prefillcli.redaction import shown
 from prefillcli.settings import (
     COMMANDS,
     RUN,
@@ -177,7 +178,7 @@ def finish(summary: dict[str, Any]) -> NoReturn:
 
 
 def _say(summary: dict[str, Any]) -> None:
-    print(json.dumps(summary, separators=(",", ":"), allow_nan=False), flush=True)
+    print(json.dumps(shown(summary), separators=(",", ":"), allow_nan=False), flush=True)
 
 
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:

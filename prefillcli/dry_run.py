@@ -17,6 +17,7 @@ from prefillcli.loading import Opened, open_models, refuse_what_cannot_fit, weig
 from prefillcli.outcome import conclude, fail
 from prefillcli.paths import default_output, dry_run_report, refuse_among_inputs
 from prefillcli.progress import Progress
+from prefillcli.redaction import shown, shown_report
 from prefillcli.report.run import versions
 from prefillcli.report.survey import DryRunReport, print_dry_run
 from prefillcli.settings import ScoreSettings
@@ -30,7 +31,7 @@ def dry_run_job(settings: ScoreSettings) -> dict[str, Any]:
     """
     clock = Clock()
     report = DryRunReport(
-        started=datetime.now(UTC).isoformat(timespec="seconds"), settings=settings.model_dump(mode="json")
+        started=datetime.now(UTC).isoformat(timespec="seconds"), settings=shown(settings.model_dump(mode="json"))
     )
     try:
         with Stop() as stop:
@@ -42,13 +43,14 @@ def dry_run_job(settings: ScoreSettings) -> dict[str, Any]:
     if report.report is not None:
         folder, slash, name = report.report.rpartition("/")
         try:
-            open_store(folder or slash or ".").put_bytes(name, (report.model_dump_json(indent=2) + "\n").encode())
+            text = shown_report(report).model_dump_json(indent=2) + "\n"
+            open_store(folder or slash or ".").put_bytes(name, text.encode())
         except (OSError, PrefillError) as error:
             print(f"prefill: cannot write the report: {error}", file=sys.stderr)
             report.report = None
             report.exit_code = report.exit_code or ResourceError.exit_code
     if not settings.quiet and report.status == "complete":
-        print_dry_run(report)
+        print_dry_run(shown_report(report))
     return report.summary()
 
 

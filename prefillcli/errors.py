@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from prefillcli.redaction import without_secrets
+
 
 class PrefillError(Exception):
-    """The run failed. The message is for the person who must act: what, where, what to do."""
+    """The run failed. The message is for the person who must act: what, where, what to do.
+
+    It names paths and URLs without the secrets in them, and so does what a library said of them.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str) -> None:
+        super().__init__(without_secrets(message))
 
 
 class UsageError(PrefillError):

@@ -11,6 +11,7 @@ from prefillcli.data.prompts import DEFAULT_COLUMN, PromptBuilder, PromptSetting
 from prefillcli.data.source import Source
 from prefillcli.errors import UsageError
 from prefillcli.loading import Opened
+from prefillcli.redaction import without_secrets
 from prefillcli.samples import sample_model
 from prefillcli.settings import JobOptions, LoadingOptions, ScoreSettings
 from prefillcli.values import parse_size
@@ -58,7 +59,7 @@ def open_source(settings: JobOptions, carried: Sequence[str]) -> Source:
     source.select(columns=[settings.prompt_column] if named else [], carried=carried)
     for path in source.left_out:
         print(
-            f"prefill: warning: {path}: not read: its name says neither Parquet nor JSON Lines",
+            f"prefill: warning: {without_secrets(path)}: not read: its name says neither Parquet nor JSON Lines",
             file=sys.stderr,
         )
     return source

@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 from prefillcli.compress.reading import rows_failed
 from prefillcli.data.counts import Counts
 from prefillcli.errors import Interrupted, PrefillError, ResourceError
+from prefillcli.redaction import without_secrets
 
 TOO_MANY_ERRORS = 3
 NOTHING_TO_DO = 99
@@ -48,7 +49,7 @@ def conclude(report: Ending, counts: Counts, *, max_error_rate: float, skip_empt
 def fail(error: BaseException, report: Ending, *, debug: bool, resumable: bool = True) -> None:
     """A run that an error or a signal ended; a `resumable` one can go on after a signal."""
     if debug:
-        traceback.print_exception(error)
+        print(without_secrets("".join(traceback.format_exception(error))), end="", file=sys.stderr)
     report.status = "failed"
     if isinstance(error, Interrupted):
         report.status, report.exit_code, report.error = "interrupted", error.exit_code, str(error)
@@ -58,9 +59,9 @@ def fail(error: BaseException, report: Ending, *, debug: bool, resumable: bool =
         report.exit_code, report.error = error.exit_code, str(error)
     elif out_of_resource(error):
         report.exit_code = ResourceError.exit_code
-        report.error = f"out of memory or disk: {str(error) or type(error).__name__}"
+        report.error = without_secrets(f"out of memory or disk: {str(error) or type(error).__name__}")
     else:
-        report.exit_code, report.error = 1, f"{type(error).__name__}: {error}"
+        report.exit_code, report.error = 1, without_secrets(f"{type(error).__name__}: {error}")
     hint = "" if isinstance(error, PrefillError) or debug else " (--debug shows where)"
     print(f"prefill: {report.error}{hint}", file=sys.stderr)
 

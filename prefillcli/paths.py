@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prefillcli.errors import UsageError
+from prefillcli.redaction import without_secrets
 
 if TYPE_CHECKING:
     from prefillcli.data.source import Source
+
+_QUERY = re.compile(r"\?[^/]*=.*$")
 
 
 def refuse_among_inputs(path: str, source: Source, *, option: str = "--output") -> None:
@@ -30,7 +34,7 @@ def default_output(first: str) -> str:
     """`data.parquet` -> `data.scores.parquet`, beside it; for a directory or a glob beside the folder, where the
     next run does not look; for a URL in the current folder."""
     if "://" in first:
-        first = first.rstrip("/").rsplit("/", 1)[-1] or "input"
+        first = _QUERY.sub("", without_secrets(first)).rstrip("/").rsplit("/", 1)[-1] or "input"
     path = Path(first.rstrip("/") or ".")
     while any(c in path.name for c in "*?["):
         path = path.parent

@@ -35,6 +35,7 @@ from prefillcli.loading import Loaded, Opened
 from prefillcli.outcome import conclude, fail
 from prefillcli.paths import default_output, default_report, refuse_among_inputs
 from prefillcli.progress import Progress
+from prefillcli.redaction import shown, shown_report
 from prefillcli.report.audit import audit_of
 from prefillcli.report.files import write_files
 from prefillcli.report.run import MemoryTrace, RunReport, ThreadCounts, print_table, versions
@@ -58,7 +59,7 @@ def score_job(settings: ScoreSettings) -> dict[str, Any]:
     clock = Clock()
     report = RunReport(
         started=datetime.now(UTC).isoformat(timespec="seconds"),
-        settings=settings.model_dump(mode="json"),
+        settings=shown(settings.model_dump(mode="json")),
     )
     job, memory = _ScoreJob(settings, clock, report), MemoryWatch(clock)
     try:
@@ -70,7 +71,7 @@ def score_job(settings: ScoreSettings) -> dict[str, Any]:
     report.memory_trace = MemoryTrace.of(memory.samples)
     write_files(report, settings.metrics_file)
     if not settings.quiet and report.status == "complete":
-        print_table(report)
+        print_table(shown_report(report))
     return report.summary()
 
 

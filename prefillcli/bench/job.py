@@ -21,6 +21,7 @@ from prefillcli.loading import Opened, load, open_models
 from prefillcli.outcome import fail
 from prefillcli.paths import refuse_among_inputs
 from prefillcli.progress import Progress
+from prefillcli.redaction import shown, without_secrets
 from prefillcli.report.run import versions
 from prefillcli.samples import sample_draft
 from prefillcli.settings import BenchSettings
@@ -50,7 +51,7 @@ def bench_job(settings: BenchSettings) -> dict[str, Any]:
     if settings.model is None and settings.draft is None and (draft := sample_draft()) is not None:
         settings = settings.model_copy(update={"draft": str(draft)})
     report = BenchReport(
-        started=datetime.now(UTC).isoformat(timespec="seconds"), settings=settings.model_dump(mode="json")
+        started=datetime.now(UTC).isoformat(timespec="seconds"), settings=shown(settings.model_dump(mode="json"))
     )
     try:
         with Stop() as stop, stop.at_once():
@@ -69,7 +70,7 @@ def bench_job(settings: BenchSettings) -> dict[str, Any]:
             report.status, report.error = "failed", report.error or str(error)
             report.exit_code = report.exit_code or ResourceError.exit_code
     if not settings.quiet and report.output is not None:
-        print(f"\nprefill: {report.output}, {report.page}", file=sys.stderr)
+        print(without_secrets(f"\nprefill: {report.output}, {report.page}"), file=sys.stderr)
     return report.summary()
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from prefillcli.data.store import open_store
+from prefillcli.redaction import shown_report
 from prefillcli.report.audit import Audit
 
 SCHEMA_VERSION = 1
@@ -286,7 +287,8 @@ def _flip_bars(workload: WorkloadResult) -> list[dict[str, Any]]:
 
 def save_report(report: BenchReport) -> None:
     """Write `bench.json` and its page; a reader sees an old file or a whole new one. Raises PrefillError."""
-    texts = {report.output: report.model_dump_json(indent=2) + "\n", report.page: to_html(report)}
+    safe = shown_report(report)
+    texts = {report.output: safe.model_dump_json(indent=2) + "\n", report.page: to_html(safe)}
     for path, text in texts.items():
         if path is not None:
             folder, slash, name = path.rpartition("/")

@@ -204,7 +204,7 @@ def _display(filesystem: Any, name: str, shown: str) -> str:
 
 
 def _found(filesystem: Any, inner: str, shown: str) -> Found:
-    form = _format(inner)
+    form = _format(inner) or _format(inner.partition("?")[0])  # the query of a signed URL
     if form is None and _is_csv(inner):
         raise UsageError(_convert(shown))
     if form is None:

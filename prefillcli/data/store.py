@@ -12,6 +12,7 @@ from typing import IO, Any, Protocol
 from prefillcli.data.filesystems import filesystem_of, is_local
 from prefillcli.data.locks import LOCK, FileLock, Lock, ObjectLock, file_lock_held
 from prefillcli.errors import PrefillError, ResourceError
+from prefillcli.redaction import without_secrets
 
 _TEMPORARY = ".prefill-tmp"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -137,7 +138,7 @@ class RemoteStore:
     """A folder of an object store, where an object appears when its upload is complete."""
 
     def __init__(self, filesystem: Any, inner: str, location: str) -> None:
-        self.location = location
+        self.location = without_secrets(location)
         self._filesystem = filesystem
         self._inner = inner
 

@@ -18,6 +18,7 @@ from prefillcli.loading import open_model
 from prefillcli.outcome import fail
 from prefillcli.profile.input import Input, open_input, survey_input
 from prefillcli.profile.store import CompletionModel, ModeResult, Profile, Trace
+from prefillcli.redaction import shown, without_secrets
 from prefillcli.replay.results import Replay
 from prefillcli.report.run import versions
 from prefillcli.settings import ProfileSettings
@@ -61,7 +62,7 @@ def profile_job(settings: ProfileSettings) -> dict[str, Any]:
             print_no_completion(profile)
         if not settings.quiet:
             print_profile(profile)
-            print(f"\nprefill: {settings.output}, {page_of(settings.output)}", file=sys.stderr)
+            print(without_secrets(f"\nprefill: {settings.output}, {page_of(settings.output)}"), file=sys.stderr)
     except BaseException as error:
         fail(error, ended, debug=settings.debug, resumable=False)
     return _summary(ended, settings, clock.total)
@@ -125,7 +126,7 @@ def _measure(settings: ProfileSettings, given: Input | None) -> Profile:
         max_model_tokens=files.max_length,
         completion=completion,
         no_completion=no_completion,
-        settings=settings.model_dump(mode="json"),
+        settings=shown(settings.model_dump(mode="json")),
         versions=versions(),
     )
     profile.replays = list(_replays(settings, files, device, profile, tell))

@@ -7,6 +7,7 @@ import time
 
 from prefillcli.data.store import open_store
 from prefillcli.errors import PrefillError, ResourceError
+from prefillcli.redaction import shown_report, without_secrets
 from prefillcli.report.metrics import to_metrics
 from prefillcli.report.run import RunReport, to_json
 from prefillcli.report.run_page import to_html
@@ -26,14 +27,14 @@ def write_files(report: RunReport, metrics_file: str | None = None) -> None:
     if report.report is not None:
         report.page = page_of(report.report)
         try:
-            put_text(report.page, to_html(report))
+            put_text(report.page, to_html(shown_report(report)))
         except Exception as error:  # whatever it is, the scores are there
             report.page = None
             _warn("page", error)
         try:
-            put_text(report.report, to_json(report))
+            put_text(report.report, to_json(shown_report(report)))
         except (OSError, PrefillError) as error:
-            print(f"prefill: cannot write the report: {error}", file=sys.stderr)
+            print(f"prefill: cannot write the report: {without_secrets(str(error))}", file=sys.stderr)
             report.report = None
             report.exit_code = report.exit_code or ResourceError.exit_code
     if metrics_file is not None:
@@ -50,4 +51,5 @@ def put_text(path: str, text: str) -> None:
 
 
 def _warn(what: str, error: Exception) -> None:
-    print(f"prefill: warning: cannot write the {what}: {str(error) or type(error).__name__}", file=sys.stderr)
+    why = without_secrets(str(error)) or type(error).__name__
+    print(f"prefill: warning: cannot write the {what}: {why}", file=sys.stderr)

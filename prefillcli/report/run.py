@@ -13,6 +13,7 @@ from rich.table import Table
 
 from prefillcli.data.counts import Counts
 from prefillcli.data.tallies import LENGTH_EDGES, SCORE_BINS
+from prefillcli.redaction import shown_report
 from prefillcli.report.audit import Audit, audit_lines
 
 SCHEMA_VERSION = 1
@@ -172,15 +173,16 @@ class RunReport(BaseModel):
 
     def summary(self) -> dict[str, Any]:
         """The last line on stdout."""
+        safe = shown_report(self)
         line = {
             "status": self.status,
             "exit_code": self.exit_code,
             "rows": self.rows.model_dump(),
             "mean_score": self.mean_score,
             "seconds": round(self.seconds.total, 3),
-            "output": self.output,
-            "report": self.report,
-            "page": self.page,
+            "output": safe.output,
+            "report": safe.report,
+            "page": safe.page,
         }
         return line | ({"error": self.error} if self.error else {})
 

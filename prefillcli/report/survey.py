@@ -9,6 +9,8 @@ from pydantic import BaseModel, Field
 from rich.console import Console
 from rich.table import Table
 
+from prefillcli.redaction import shown_report
+
 SCHEMA_VERSION = 1
 ESTIMATE = "An estimate, as if the draft chose the first chunks; its own work is not counted"
 _BAR = 40  # characters of the longest bar
@@ -170,7 +172,8 @@ class DryRunReport(BaseModel):
                 "predicted_seconds": plan.seconds,
                 "predicted_price": plan.price,
             }
-        line |= {"seconds": round(self.seconds, 3), "output": self.output, "report": self.report}
+        safe = shown_report(self)
+        line |= {"seconds": round(self.seconds, 3), "output": safe.output, "report": safe.report}
         return line | ({"error": self.error} if self.error else {})
 
 

@@ -196,6 +196,7 @@ def test_a_process_that_cannot_start_is_told(monkeypatch: pytest.MonkeyPatch) ->
 def test_code_and_secrets_around_the_job_do_not_get_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "jinja2.py").write_text("raise SystemExit")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "topsecret")
     template = RowTemplate("{{ a }}")
     assert template.render([{"a": 1}]) == ["1"]

@@ -183,7 +183,7 @@ def test_a_signal_while_the_model_loads_stops_at_once(model: Path, whole: Undist
 
 def test_a_signal_stops_a_template_that_runs_long(model: Path) -> None:
     make_input()
-    long = "{% if prompt == 'fox' %}{% for i in range(9000) if range(90000)|sort %}{% endfor %}{% endif %}"
+    long = "{% if id == 'r25' %}{% for i in range(9000) if range(90000)|sort %}{% endfor %}{% endif %}"
     command = Command(*arguments(model), "--template", long + "{{ prompt or '' }}")
     command.wait_until(lambda: len(parts()) >= 3)
     sent = time.monotonic()
