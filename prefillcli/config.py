@@ -18,6 +18,7 @@ from prefillcli.settings import COMMANDS, Settings
 AnySettings = TypeVar("AnySettings", bound=Settings)
 
 ENVIRONMENT_PREFIX = "PREFILL_"
+RECIPE_VARIABLE = ENVIRONMENT_PREFIX + "RECIPE"
 _OF_KUBERNETES = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?$")
 """What it puts into the environment of every container for a service whose name begins with `prefill`."""
 
@@ -31,11 +32,13 @@ def load_settings(
 ) -> AnySettings:
     """Settings of a `kind`: `flags` (what was given on the command line) over the environment over the recipe file.
 
-    A recipe and the environment may hold the options of all commands. Raises UsageError naming the option, for an
+    `PREFILL_RECIPE` names the recipe where no flag does. A recipe and the environment may hold the options of all
+    commands. Raises UsageError naming the option, for an
     unknown key with the nearest known one, and for an option that would be ignored. Values of the environment that
     would be are left out, and so are those of a recipe where flags have made them so.
     """
     given = _Given()
+    recipe = recipe or environment.get(RECIPE_VARIABLE) or None
     if recipe is not None:
         for key, value in _read_recipe(recipe).items():
             name = "inputs" if key == "input" else key
@@ -112,7 +115,7 @@ def _options(kind: type[Settings]) -> set[str]:
 
 
 def _refuse_unknown_variables(kind: type[Settings], environment: Mapping[str, str]) -> None:
-    known = {ENVIRONMENT_PREFIX + name.upper() for name in _options(kind) - {"inputs"}}
+    known = {RECIPE_VARIABLE, *(ENVIRONMENT_PREFIX + name.upper() for name in _options(kind) - {"inputs"})}
     for variable in sorted(environment):
         if variable.startswith(ENVIRONMENT_PREFIX) and environment[variable] and variable not in known:
             if variable in ("PREFILL_INPUT", "PREFILL_INPUTS"):

@@ -49,10 +49,10 @@ FORECAST = Requirement(
     lambda s: s.dry_run, "is for predicted costs, and a run predicts none", "give --dry-run", standing=True
 )
 PROGRESS = Requirement(
-    lambda s: not s.quiet, "is for progress lines, and --quiet leaves them out", "leave --quiet out", standing=True
+    lambda s: not s.quiet, "is for progress lines, and --quiet leaves them out", "drop --quiet", standing=True
 )
 NO_TEMPLATE = Requirement(
-    lambda s: s.template is None, "names the prompt's column, but --template makes the prompt", "leave --template out"
+    lambda s: s.template is None, "names the prompt's column, but --template makes the prompt", "drop --template"
 )
 INPUT = Requirement(lambda s: bool(s.inputs), "is for INPUT, and none is given", "name a file", standing=True)
 MADE_WORKLOADS = Requirement(

@@ -162,6 +162,14 @@ def test_one_environment_and_one_recipe_serve_all_commands() -> None:
         load_settings(COMMANDS[command], LEAST[command], recipe="job.yaml", environment={})
 
 
+def test_the_environment_may_name_the_recipe_and_a_flag_another_one() -> None:
+    Path("a.yaml").write_text("labels: [A, B]\n")
+    Path("b.yaml").write_text("labels: [C, D]\n")
+    environment = {"PREFILL_RECIPE": "a.yaml"}
+    assert load_with(environment).labels == ("A", "B")
+    assert load_settings(COMMANDS["score"], LEAST["score"], recipe="b.yaml", environment=environment).labels[0] == "C"
+
+
 def test_variables_of_others_are_let_be() -> None:
     service = ["PREFILL_MODEL_SERVICE_HOST", "PREFILL_SERVICE_PORT", "PREFILL_SERVICE_PORT_HTTP", "PREFILL_PORT"]
     ports = [f"PREFILL_PORT_80_TCP{end}" for end in ("", "_PROTO", "_PORT", "_ADDR")]
