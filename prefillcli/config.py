@@ -51,7 +51,7 @@ def load_settings(
         if name != "inputs" and environment.get(variable):
             given.put(name, environment[variable], variable, "environment")
     for name, value in flags.items():
-        given.put(name, value, "INPUT" if name == "inputs" else "--" + name.replace("_", "-"), "flag")
+        given.put(name, value, _flag(kind, name, value), "flag")
     for name, other in (("resume", "overwrite"), ("overwrite", "resume")):
         if flags.get(name) and other not in flags:  # the one that is given stands, whatever the recipe says
             given.values.pop(other, None)
@@ -107,6 +107,15 @@ class _Given:
             return name in kind.model_validate({"inputs": ("INPUT",)} | alone).idle()
         except ValidationError:
             return False  # another option of the recipe is wrong by itself, and was replaced
+
+
+def _flag(kind: type[Settings], name: str, value: Any) -> str:
+    """What a user has written on the command line for this value."""
+    extra: Any = kind.model_fields[name].json_schema_extra or {}
+    word = name.replace("_", "-")
+    if value is False:
+        word = extra.get("negative") or f"no-{word}"
+    return "INPUT" if name == "inputs" else f"--{word}"
 
 
 def _options(kind: type[Settings]) -> set[str]:

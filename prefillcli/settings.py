@@ -50,7 +50,7 @@ def option(
     `negative` is the flag that turns an option off which is on by default.
     `needs` is what the engine must be able to do if the option is given; those of compression need that. `requires` is
     what the other options must say for it to have an effect: without, it is refused. `off` is the value that asks for
-    nothing, besides None and False.
+    nothing, besides None and what a switch is anyway.
     """
     extra: dict[str, Any] = {"panel": panel, "short": short, "metavar": metavar, "repeatable": repeatable}
     extra |= {"negative": negative, "requires": requires, "off": off}
@@ -86,10 +86,11 @@ class Settings(BaseModel):
         """The options that were given, ask for something, and would be ignored, each with what it lacks first."""
         found = {}
         for name, required in self.required().items():
-            value = getattr(self, name)
-            if name in self.model_fields_set and value is not None and value is not False:
+            field, value = type(self).model_fields[name], getattr(self, name)
+            off = field.default if field.annotation is bool else _extra(type(self), name)["off"]
+            if name in self.model_fields_set and value is not None and value != off:
                 missing = [each for each in required if not each.met(self)]
-                if missing and value != _extra(type(self), name)["off"]:
+                if missing:
                     found[name] = missing[0]
         return found
 

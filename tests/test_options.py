@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from prefillcli import requirements
@@ -42,13 +43,8 @@ LEAST: dict[str, Values] = {
     "bench": {"model": "."},
     "profile": {},
 }
-#: Values that an option takes; 5 where none is given.
-VALUES: Values = {
-    "query_reduce": "max", "prompt_column": "text", "truth": "answer", "revision": "main", "limit": 7, "pool": 7,
-    "template": "{{ text }}", "chat": True, "system": "Be brief.", "on_long": "skip", "labels": "A,B", "draft": "d",
-    "schedule": "fifo", "prefix_kv": "keep", "workload": "needle", "compress_per_row": True, "keep": 0.5,
-    "max_flips": 0.02, "fairness": 0.1, "tokens": 100,
-}  # fmt: skip
+#: Of these each option takes the first that it can.
+VALUES = (0.5, 5, 100, "5MiB", "text", True)
 CASES = [
     (command, option, NAMES[id(required)])
     for command, kind in COMMANDS.items()
@@ -73,6 +69,21 @@ def load(command: str, told: Values, flags: Values, recipe: Values | None = None
     return load_settings(COMMANDS[command], given, recipe=path, environment=environment)
 
 
+def value_of(command: str, option: str) -> Any:
+    """A value that asks for something."""
+    kind = COMMANDS[command]
+    field = kind.model_fields[option]
+    if field.annotation is bool:
+        return not field.default
+    for value in (*VALUES, *get_args(field.annotation)):
+        try:
+            kind.model_validate({"inputs": ["x.parquet"], option: value})
+        except ValidationError:
+            continue
+        return value
+    raise AssertionError(f"--{option}: no value of {VALUES} is one")
+
+
 def told(command: str, option: str, unmet: str | None = None) -> Values:
     """What gives the option an effect, but for what is `unmet`."""
     values = LEAST[command] | ({"draft": "d"} if option == "keep" else {})
@@ -94,13 +105,14 @@ def test_all_requirements_are_walked() -> None:
 
 @pytest.mark.parametrize(("command", "option", "unmet"), CASES)
 def test_an_option_that_would_be_ignored_is_refused(command: str, option: str, unmet: str) -> None:
-    value, flag = VALUES.get(option, 5), "--" + option.replace("_", "-")
+    value = value_of(command, option)
+    flag = "--allow-special" if option == "literal" else "--" + option.replace("_", "-")
     (required,) = [each for each in COMMANDS[command].required()[option] if NAMES[id(each)] == unmet]
     assert option in load(command, told(command, option), {option: value}).model_fields_set
     lacking = told(command, option, unmet)
     with pytest.raises(UsageError) as caught:
         load(command, lacking, {option: value})
-    assert str(caught.value).startswith(f"{flag} {required.unmet}")
+    assert f"{flag} {required.unmet}" in str(caught.value)
     assert caught.value.exit_code == 2
     assert len(str(caught.value).splitlines()) <= 3
 
