@@ -17,7 +17,7 @@ from prefillcli.data.json_columns import typed_column
 from prefillcli.data.manifest import Job, Manifest
 from prefillcli.data.source import Source
 from prefillcli.data.target import METADATA, Published, Target
-from prefillcli.errors import DamagedFileError, OutputConflictError
+from prefillcli.errors import ContentChangedError, DamagedFileError, OutputConflictError
 
 _ROW_COLUMN = "row"
 _MOST = 20  # problems that are named
@@ -47,12 +47,15 @@ class Verification:
         if self.problems:  # what cannot be trusted is not read
             return
         ids = self._rows_checked(published)
-        source = self._open_input(published.job, inputs) if inputs else None
-        if source is None:
-            for _ in ids:
-                pass
-        else:
-            self._compare(ids, self._input_ids(published.job, source))
+        try:
+            source = self._open_input(published.job, inputs) if inputs else None
+            if source is not None:
+                self._compare(ids, self._input_ids(published.job, source))
+                source.require_unchanged()
+        except ContentChangedError as error:
+            self._add(str(error))
+        for _ in ids:  # the rows that were not compared are looked at all the same
+            pass
         self._compare_counts()
 
     def _find_manifest(self) -> Manifest | None:
@@ -169,8 +172,6 @@ class Verification:
                     break
         except (pa.ArrowException, ValueError) as error:
             self._add(f"the ids of the input are not of the output's type: {error}")
-        for _ in mine:  # the other rows are looked at all the same
-            pass
 
     def _add(self, problem: str) -> None:
         text = f"{self._target.path}: {problem}"

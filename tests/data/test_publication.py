@@ -15,14 +15,14 @@ from tests.data.outputs import EXPECTED, WINDOWS, finished, make_window, open_si
 NAMES = ["_SUCCESS", *(f"part-0000{n}.parquet" for n in range(3))]
 
 
-def seen_at_every_step(monkeypatch: pytest.MonkeyPatch, place: Path) -> list[list[str]]:
-    """What a reader finds in a folder before every rename, removal and fsync, in order."""
-    seen: list[list[str]] = []
+def seen_at_every_step(monkeypatch: pytest.MonkeyPatch, place: Path) -> list[dict[str, int]]:
+    """What a reader finds in a folder before every rename, removal and fsync, in order: names, with times."""
+    seen: list[dict[str, int]] = []
     for name in ("replace", "rename", "unlink", "rmdir", "fsync"):
         call = getattr(os, name)
 
         def watched(*arguments: Any, call: Any = call, **options: Any) -> Any:
-            seen.append(sorted(os.listdir(place)) if place.exists() else [])
+            seen.append({path.name: path.stat().st_mtime_ns for path in place.glob("*")})
             return call(*arguments, **options)
 
         monkeypatch.setattr(os, name, watched)
@@ -43,8 +43,8 @@ def test_a_reader_sees_nothing_or_all_of_it(tmp_path: Path, monkeypatch: pytest.
         seen = seen_at_every_step(patch, place)
         finished(f"{place}/", overwrite=True)
     allowed = [[], NAMES] if before != "an older output" else [[], NAMES, old]
-    assert all(names in allowed for names in seen)
-    assert NAMES in seen
+    assert all(sorted(names) in allowed for names in seen)
+    assert NAMES in map(sorted, seen)
     assert read(f"{place}/") == EXPECTED
     assert sorted(os.listdir(tmp_path)) == ["o", "o.prefill"]
     assert sorted(os.listdir(tmp_path / "o.prefill")) == ["lock", "manifest.json"]
@@ -62,9 +62,11 @@ def test_in_a_folder_with_other_files_success_comes_last_and_they_stay(
     with monkeypatch.context() as patch:
         seen = seen_at_every_step(patch, place)
         finished(f"{place}/", overwrite=True)
-    after = seen[next(at for at, names in enumerate(seen) if "_SUCCESS" not in names) :]
-    for names in after:
-        assert "_SUCCESS" not in names or set(NAMES) <= set(names)
+    after = {path.name: path.stat().st_mtime_ns for path in place.glob("*")}
+    old, new = ({name: step[name] for name in NAMES} for step in (seen[0], after))
+    shown = [{name: step[name] for name in NAMES} for step in seen if "_SUCCESS" in step]
+    assert all(files in (old, new) for files in shown)
+    assert len(shown) < len(seen)
     assert (place / "notes.txt").read_text() == "mine"
     assert sorted(os.listdir(place)) == sorted([*NAMES, "more", "notes.txt"])
 
