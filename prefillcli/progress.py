@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import datetime
@@ -98,3 +99,48 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+class Steps:
+    """Says on stderr which of a few long steps runs, and again while it lasts, so that nothing is silent for long.
+
+    Use it as a context manager. Between two lines pass `interval` seconds; `say` speaks at once.
+    """
+
+    def __init__(self, *, interval: float, quiet: bool = False) -> None:
+        self._interval, self._quiet = interval, quiet
+        self._step, self._begun, self._said = "", time.monotonic(), time.monotonic()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="prefill-steps", daemon=True)
+
+    def begin(self, step: str) -> None:
+        """A step begins; it is named when the next line is due."""
+        self._step, self._begun = step, time.monotonic()
+
+    def say(self, text: str) -> None:
+        """Say something now; it names the step that follows."""
+        self.begin(text)
+        self._say(text)
+
+    def _say(self, text: str) -> None:
+        self._said = time.monotonic()
+        if not self._quiet:
+            print(f"prefill: {text}", file=sys.stderr, flush=True)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(max(self._said + self._interval - time.monotonic(), 0.05)):
+            now = time.monotonic()
+            if self._step and now - self._said >= self._interval:
+                self._say(f"{self._step}: {duration(now - self._begun)} so far")
+
+    def __enter__(self) -> Steps:
+        if not self._quiet:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        if not self._quiet:
+            self._thread.join()

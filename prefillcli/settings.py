@@ -317,6 +317,15 @@ class RunOptions(Settings):
     debug: bool = option(False, "Show tracebacks.", RUN)
 
 
+class MeasuringOptions(RunOptions):
+    """What is said on the way where one measurement can take long."""
+
+    progress_interval: float = option(
+        10.0, "Seconds between lines that say what is measured.",
+        RUN, metavar="SECONDS", requires=requirements.PROGRESS, gt=0,
+    )  # fmt: skip
+
+
 class PriceOptions(Settings):
     """What a machine costs."""
 
@@ -436,9 +445,16 @@ class InspectSettings(RunOptions, JobOptions):
         check_keep(self.keep, self.draft)
 
 
-class BenchSettings(RunOptions, ScheduledOptions):
+QUICK_ROWS = 60
+"""Rows of INPUT that `prefill bench` compares unless it is told otherwise."""
+
+
+class BenchSettings(MeasuringOptions, ScheduledOptions):
     """Everything `prefill bench` can be told."""
 
+    full: bool = option(
+        False, "All methods, both usual workloads, long prompts, all rows of INPUT: minutes to hours.", BENCH
+    )
     inputs: tuple[str, ...] = Field(
         default=(), description="Parquet or JSONL: files, directories, globs or URLs. Without: made workloads."
     )
@@ -463,17 +479,23 @@ class BenchSettings(RunOptions, ScheduledOptions):
     workload: Names = option(
         (),
         "A made workload: post-recommendation, credit-verification, needle, multi-needle, variable-tracking, "
-        "common-words, frequent-words or qa; repeatable. (default: post-recommendation and needle)",
+        "common-words, frequent-words or qa; repeatable. (default: needle, with --full post-recommendation too)",
         BENCH, metavar="NAME", repeatable=True,
     )  # fmt: skip
     method: Names = option(
         (),
-        "A method to compare: hf, full, hybrid (always), specprefill, random, ends or bm25; repeatable. (default: "
-        "all, without a draft the first three)",
+        "A method to compare: hf, full, hybrid (always), specprefill, random, ends or bm25; repeatable. (default: hf, "
+        "hybrid and, where there is a draft, specprefill and random; with --full all)",
         BENCH, metavar="NAME", repeatable=True,
     )  # fmt: skip
     rows: int = option(60, "Rows of a made workload.", BENCH, metavar="N", ge=2)
-    tokens: int = option(4000, "Most tokens in a prompt of a made workload.", BENCH, metavar="N", ge=64)
+    tokens: int | None = option(
+        None,
+        "Most tokens in a prompt of a made workload. (default: 1000, with --full 4000)",
+        BENCH,
+        metavar="N",
+        ge=64,
+    )
     scale: float = option(1.0, "Multiplies --rows and --tokens.", BENCH, metavar="FACTOR", gt=0)
     rounds: int = option(3, "Timed rounds, after one to warm up.", BENCH, metavar="N", ge=1)
     truth: str | None = option(
@@ -497,7 +519,20 @@ class BenchSettings(RunOptions, ScheduledOptions):
 
     def compares(self, method: str) -> bool:
         """Whether the method is among those that are compared; without a draft only those named drop tokens."""
-        return method in self.method or (not self.method and (self.draft is not None or self.model is None))
+        if self.method:
+            return method in self.method
+        return (self.draft is not None or self.model is None) and (self.full or method in ("specprefill", "random"))
+
+    def complete(self) -> BenchSettings:
+        """These settings with what was not given, as `full` says."""
+        left: dict[str, Any] = {}
+        if self.tokens is None:
+            left["tokens"] = 4000 if self.full else 1000
+        if not self.inputs and not self.workload:
+            left["workload"] = ("post-recommendation", "needle") if self.full else ("needle",)
+        if self.inputs and self.limit is None and self.sample is None and not self.full:
+            left["limit"] = QUICK_ROWS
+        return self.model_copy(update=left)
 
     @classmethod
     def required(cls) -> dict[str, list[Requirement]]:
@@ -512,38 +547,38 @@ class BenchSettings(RunOptions, ScheduledOptions):
             raise UsageError("--keep: give a rate above 0 and up to 1")
 
 
-class ProfileSettings(PriceOptions, RunOptions, ScheduledOptions):
+class ProfileSettings(PriceOptions, MeasuringOptions, ScheduledOptions):
     """Everything `prefill profile` can be told."""
 
     inputs: tuple[str, ...] = Field(
         default=(),
         description="Parquet or JSONL: files, directories, globs or URLs. What is in it, and what scoring it takes.",
     )
+    full: bool = option(
+        False, "All modes and replays, longer measurements: tens of minutes, hours for a large model.", PROFILE
+    )
     keep: Rate = option(
         1.0, "Share of each prompt's tokens that the model reads; below 1 needs --draft.", COMPRESSION, metavar="RATE"
     )
     mode: Names = option(
         (),
-        "A mode to find the longest prompt of: full, chunked, drop, hybrid-copy or hybrid; repeatable. (default: "
-        "all)",
+        "A mode to find the longest prompt of: full, chunked, drop, hybrid-copy or hybrid; repeatable. (default: full "
+        "and hybrid, with --full all)",
         PROFILE, metavar="NAME", repeatable=True,
     )  # fmt: skip
-    confirm_seconds: float = option(
-        120.0,
-        "Longest run, by its estimate, to confirm a length with; 0: confirm none.",
-        PROFILE,
-        metavar="SECONDS",
-        ge=0,
-        allow_inf_nan=False,
-    )
-    fit_seconds: float = option(
-        60.0, "Approximate time for the runs that completion times are fitted to.",
+    confirm_seconds: float | None = option(
+        None,
+        "Longest run, by its estimate, to confirm a length with; 0: confirm none. (default: 20, with --full 120)",
+        PROFILE, metavar="SECONDS", ge=0, allow_inf_nan=False,
+    )  # fmt: skip
+    fit_seconds: float | None = option(
+        None, "Approximate time for the runs that completion times are fitted to. (default: 10, with --full 60)",
         PROFILE, metavar="SECONDS", gt=0, allow_inf_nan=False,
     )  # fmt: skip
     replay: Names = option(
         (),
         "A workload for a simulated server: post-recommendation, post-recommendation-mixed, credit-verification, or "
-        "none; repeatable. (default: all)",
+        "none; repeatable. (default: post-recommendation, with --full all)",
         REPLAY, metavar="NAME", repeatable=True,
     )  # fmt: skip
     replay_scale: float = option(
@@ -570,8 +605,22 @@ class ProfileSettings(PriceOptions, RunOptions, ScheduledOptions):
         of_input = (PriceOptions, InputOptions, PromptOptions, CompressionOptions, MemoryOptions)
         names = ["schedule", *(name for kind in of_input for name in kind.model_fields)]
         without = {"inputs", "memory", "chunk_tokens"}  # these are for the measurements too
-        _require(found, (*(name for name in names if name not in without), "progress_interval"), requirements.INPUT)
+        _require(found, [name for name in names if name not in without], requirements.INPUT)
         return found
+
+    def complete(self) -> ProfileSettings:
+        """These settings with what was not given, as `full` says."""
+        left: dict[str, Any] = {}
+        if not self.mode:
+            left["mode"] = ("full", "chunked", "drop", "hybrid-copy", "hybrid") if self.full else ("full", "hybrid")
+        if not self.replay:
+            every = ("post-recommendation", "post-recommendation-mixed", "credit-verification")
+            left["replay"] = every if self.full else every[:1]
+        if self.confirm_seconds is None:
+            left["confirm_seconds"] = 120.0 if self.full else 20.0
+        if self.fit_seconds is None:
+            left["fit_seconds"] = 60.0 if self.full else 10.0
+        return self.model_copy(update=left)
 
     def check(self) -> None:
         super().check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -77,15 +78,19 @@ def compare(
     rounds: int,
     temperature: float,
     tell: Tell,
+    begin: Callable[[str], None] = lambda step: None,
+    within: float = math.inf,
 ) -> WorkloadResult:
     """Run every method once for its answers and memory, then `rounds` times in turn for its time.
 
+    `begin` is called before each run with what it is; `within` is as in `interleaved`.
     A method that runs out of the device's memory is left out with a note. Raises PrefillError if the reference gives
     scores that are no numbers.
     """
     prompts = material.prompts
     entries: list[_Entry] = []
     for method in methods:
+        begin(f"{material.name}: {method.name}, for its answers")
         try:
             method.run(prompts[:1])  # what is set up once is not the prompts'
             outcome, peak = with_peak(partial(method.run, prompts), cuda=equipment.device.type == "cuda")
@@ -96,8 +101,18 @@ def compare(
             continue
         entries.append(_Entry(method, outcome, peak))
         tell(method.name, 0.0)
-    runs = {entry.contender.name: partial(entry.contender.run, prompts) for entry in entries}
-    seconds = interleaved(runs, rounds, warm_up=False, tell=lambda turn, name, taken: tell(name, taken))
+
+    def timed(method: Contender) -> Outcome:
+        begin(f"{material.name}: {method.name}, for its time")
+        return method.run(prompts)
+
+    runs = {entry.contender.name: partial(timed, entry.contender) for entry in entries}
+    seconds = interleaved(runs, rounds, warm_up=False, within=within, tell=lambda turn, name, taken: tell(name, taken))
+    done = len(seconds[REFERENCE])
+    if done < rounds:
+        material.notes.append(
+            f"{done} of {rounds} timed rounds: more would take long here; --rounds {rounds} makes all"
+        )
     reference = next(entry for entry in entries if entry.contender.name == REFERENCE)
     full = label_shares(reference.outcome.logprobs, temperature)
     if not np.isfinite(full).all():
@@ -111,6 +126,7 @@ def compare(
         truth_rows=sum(truth is not None for truth in material.truths),
         prompt_tokens=sum(len(prompt.tokens) for prompt in prompts),
         unique_tokens=plan.unique_tokens,
+        rounds=done,
         notes=material.notes,
     )
     for entry in entries:

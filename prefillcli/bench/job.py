@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from typing import Any
@@ -20,7 +21,7 @@ from prefillcli.inputs import open_source, prompt_builder
 from prefillcli.loading import Opened, load, open_models
 from prefillcli.outcome import fail
 from prefillcli.paths import refuse_among_inputs
-from prefillcli.progress import Progress
+from prefillcli.progress import Steps
 from prefillcli.redaction import shown, without_secrets
 from prefillcli.report.run import versions
 from prefillcli.samples import sample_draft
@@ -38,7 +39,8 @@ METHODS = {
 }
 UNCOMPRESSED = ("hf", "full", "hybrid")
 COMING = ("early-exit", "vllm")
-DEFAULT_WORKLOADS = ("post-recommendation", "needle")
+QUICK_TOKENS = 100_000  # of INPUT's prompts
+QUICK_SECONDS = 60.0  # in which timed rounds begin
 
 
 def bench_job(settings: BenchSettings) -> dict[str, Any]:
@@ -50,12 +52,14 @@ def bench_job(settings: BenchSettings) -> dict[str, Any]:
     clock = Clock()
     if settings.model is None and settings.draft is None and (draft := sample_draft()) is not None:
         settings = settings.model_copy(update={"draft": str(draft)})
+    asked, settings = settings, settings.complete()
     report = BenchReport(
         started=datetime.now(UTC).isoformat(timespec="seconds"), settings=shown(settings.model_dump(mode="json"))
     )
     try:
-        with Stop() as stop, stop.at_once():
-            _run(settings, report)
+        with Stop() as stop, stop.at_once(), Steps(interval=settings.progress_interval, quiet=settings.quiet) as steps:
+            steps.begin("reading models and prompts")
+            _run(settings, report, steps, first_rows=asked.limit is None and settings.limit is not None)
         report.status, report.exit_code = "complete", 0
     except BaseException as error:
         fail(error, report, debug=settings.debug, resumable=False)
@@ -74,10 +78,9 @@ def bench_job(settings: BenchSettings) -> dict[str, Any]:
     return report.summary()
 
 
-def _run(settings: BenchSettings, report: BenchReport) -> None:
+def _run(settings: BenchSettings, report: BenchReport, steps: Steps, *, first_rows: bool) -> None:
     names = _methods(settings)
-    wanted = settings.workload or (() if settings.inputs else DEFAULT_WORKLOADS)
-    _check_names("--workload", wanted, WORKLOADS)
+    _check_names("--workload", settings.workload, WORKLOADS)
     if settings.output.endswith(".html"):
         raise UsageError(f"--output {settings.output}: this names the JSON file; the page goes beside it, as .html")
     source = None
@@ -87,9 +90,9 @@ def _run(settings: BenchSettings, report: BenchReport) -> None:
             refuse_among_inputs(path, source)
     opened = open_models(settings)
     labels = Labels(opened.tokenizer, parse_labels(settings.labels))
-    material = _materials(settings, opened, labels, source, wanted)
+    material = _materials(settings, opened, labels, source, QUICK_TOKENS if first_rows else None)
     first = next(material)  # wrong input should not wait for the weights
-    _compare(settings, opened, labels, names, first, material, report)
+    _compare(settings, opened, labels, names, first, material, report, steps)
 
 
 def _methods(settings: BenchSettings) -> tuple[str, ...]:
@@ -100,9 +103,11 @@ def _methods(settings: BenchSettings) -> tuple[str, ...]:
     _check_names("--method", settings.method, METHODS)
     if "specprefill" in settings.method and settings.draft is None:
         raise UsageError("--method specprefill needs --draft: a small model with the same tokenizer")
-    if settings.method:
-        return settings.method
-    return tuple(METHODS) if settings.draft is not None else UNCOMPRESSED
+    return settings.method or tuple(
+        name
+        for name in METHODS
+        if settings.compares(name) or (name in UNCOMPRESSED and (settings.full or name != "full"))
+    )
 
 
 def _check_names(option: str, given: Sequence[str], known: dict[str, Any]) -> None:
@@ -113,14 +118,14 @@ def _check_names(option: str, given: Sequence[str], known: dict[str, Any]) -> No
 
 
 def _materials(
-    settings: BenchSettings, opened: Opened, labels: Labels, source: Source | None, wanted: Iterable[str]
+    settings: BenchSettings, opened: Opened, labels: Labels, source: Source | None, most_tokens: int | None
 ) -> Iterator[Material]:
     """What to compare on, one after the other."""
     if source is not None:
         builder = prompt_builder(settings, opened, source, _carried(settings))
-        yield input_material(source, builder, labels, settings.truth)
+        yield input_material(source, builder, labels, settings.truth, most_tokens)
         return
-    for name in dict.fromkeys(wanted):
+    for name in dict.fromkeys(settings.workload):
         yield made_material(name, settings, opened, labels)
 
 
@@ -136,6 +141,7 @@ def _compare(
     first: Material,
     others: Iterator[Material],
     report: BenchReport,
+    steps: Steps,
 ) -> None:
     import torch
 
@@ -146,6 +152,8 @@ def _compare(
         report.notes.append("no draft model, so no method that drops tokens is compared; give --draft")
         print(f"prefill: {report.notes[-1]}", file=sys.stderr)
     report.machine = {
+        "model": without_secrets(settings.model or "sample model"),
+        "draft": "none" if opened.draft is None else opened.draft.path.name if settings.model else "sample draft",
         "device": torch.cuda.get_device_name(opened.device) if opened.device.type == "cuda" else opened.device.type,
         "dtype": str(opened.files.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
@@ -157,22 +165,34 @@ def _compare(
         while material is not None:
             material.leave_out_longer_than(equipment.limits.max_tokens)
             methods = contenders(names, settings.keep, equipment, material, settings.seed)
-            rows = len(material.prompts)
-            tokens = sum(len(prompt.tokens) for prompt in material.prompts)
-            if not settings.quiet:
-                print(f"prefill: {material.name}: {rows:,} rows, {len(methods)} methods", file=sys.stderr)
-            with Progress(
-                rows * len(methods) * (settings.rounds + 1), interval=settings.progress_interval, quiet=settings.quiet
-            ) as progress:
-                result = compare(
-                    material,
-                    methods,
-                    equipment,
-                    rounds=settings.rounds,
-                    temperature=settings.temperature,
-                    tell=lambda name, seconds, r=rows, t=tokens, p=progress: p.advance(r, t),  # type: ignore[misc]
-                )
+            steps.say(
+                f"{material.name}: {len(material.prompts):,} prompts by {', '.join(each.name for each in methods)}: "
+                f"once for the answers, then {settings.rounds} timed rounds"
+            )
+            result = compare(
+                material,
+                methods,
+                equipment,
+                rounds=settings.rounds,
+                temperature=settings.temperature,
+                tell=lambda name, seconds: None,
+                begin=steps.begin,
+                within=math.inf if settings.full or "rounds" in settings.model_fields_set else QUICK_SECONDS,
+            )
             report.workloads.append(result)
             if not settings.quiet:
-                print_workload(result)
+                print_workload(result, report.machine, whole=settings.full)
             material = next(others, None)
+    if not settings.quiet:
+        print(f"\nnext: {_next(settings)}", file=sys.stderr)
+
+
+def _next(settings: BenchSettings) -> str:
+    """What to run after this."""
+    if not settings.inputs:
+        models = "-m MODEL --draft DRAFT" if settings.draft is not None else "-m MODEL"
+        return f"prefill bench YOUR.parquet {models} --limit 200 compares them on your rows"
+    if settings.draft is None:
+        return "--draft, a small model with the same tokenizer, lets it compare what drops tokens"
+    keep = settings.keep[0]
+    return f"prefill score with --keep {keep:g} --audit 300 scores all rows and counts the flips on 300 of them"

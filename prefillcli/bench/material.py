@@ -20,7 +20,9 @@ from prefillcli.data.source import Source
 from prefillcli.data.windows import MAX_ROWS, windows
 from prefillcli.errors import PrefillError, UsageError
 from prefillcli.loading import Opened
-from prefillcli.settings import BenchSettings
+from prefillcli.settings import QUICK_ROWS, BenchSettings
+
+_FEWEST = 8  # prompts of a quick look, however long they are
 
 
 @dataclass(slots=True)
@@ -51,7 +53,10 @@ def made_material(name: str, settings: BenchSettings, opened: Opened, labels: La
     Its questions are of Yes or No: with other labels the truth is not known. Raises UsageError for prompts that are
     longer than the model takes or too short for the task.
     """
-    rows, tokens = max(2, round(settings.rows * settings.scale)), max(64, round(settings.tokens * settings.scale))
+    rows, tokens = (
+        max(2, round(settings.rows * settings.scale)),
+        max(64, round((settings.complete().tokens or 0) * settings.scale)),
+    )
     files = opened.files
     most = min(settings.max_length or files.max_length, files.max_length)
     if tokens > most:
@@ -81,8 +86,13 @@ def made_material(name: str, settings: BenchSettings, opened: Opened, labels: La
     return _material(name, True, found, errors, dict(enumerate(made.answers)), labels)
 
 
-def input_material(source: Source, builder: PromptBuilder, labels: Labels, truth: str | None) -> Material:
-    """The first window of an input, whose columns are selected; `truth` is a carried column."""
+def input_material(
+    source: Source, builder: PromptBuilder, labels: Labels, truth: str | None, most_tokens: int | None = None
+) -> Material:
+    """The first window of an input, whose columns are selected; `truth` is a carried column.
+
+    Of the prompts only the first ones are taken, `most_tokens` in all, but a few in any case.
+    """
     window = next(windows(source, builder, labels, id_column=None), None)
     name = source.paths[0].rstrip("/").rpartition("/")[2]
     if len(source.paths) > 1:
@@ -99,6 +109,13 @@ def input_material(source: Source, builder: PromptBuilder, labels: Labels, truth
     material = _material(name, False, window.prompts, window.errors, answers, labels)
     if len(window.rows) >= MAX_ROWS or len(window.rows) < (source.selected_rows or 0):
         material.notes.append(f"the first {len(window.rows):,} rows are compared, which are planned together")
+    if most_tokens is not None:
+        lengths = np.cumsum([len(prompt.tokens) for prompt in material.prompts])
+        taken = max(int(np.searchsorted(lengths, most_tokens, side="right")), _FEWEST)
+        if taken < len(lengths) or len(window.rows) >= QUICK_ROWS:
+            material.prompts, material.truths = material.prompts[:taken], material.truths[:taken]
+            text = f"a quick look at the first {len(material.prompts):,} rows"
+            material.notes.append(f"{text}; --limit or --sample takes others, --full all")
     return material
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import multiprocessing
 import statistics
 import sys
@@ -43,15 +44,21 @@ def interleaved(
     rounds: int,
     *,
     warm_up: bool = True,
+    within: float = math.inf,
     tell: Callable[[int, str, float], None] = _tell,
 ) -> dict[str, list[float]]:
     """Seconds of each method, run in turn for `rounds` rounds after one warm-up of each.
 
-    What disturbs the machine for a while then disturbs all methods: compare within a round. `tell` is called after
-    each run with the round (0: the warm-up), the name and the seconds.
+    What disturbs the machine for a while then disturbs all methods: compare within a round. After the first round none
+    begins that would, by the longest so far, end more than `within` seconds after the first began. `tell` is called
+    after each run with the round (0: the warm-up), the name and the seconds.
     """
     seconds: dict[str, list[float]] = {name: [] for name in methods}
+    first, longest = time.perf_counter(), 0.0
     for turn in range(0 if warm_up else 1, rounds + 1):
+        round_begun = time.perf_counter()
+        if turn > 1 and round_begun - first + longest > within:
+            break
         for name, method in methods.items():
             begun = time.perf_counter()
             method()
@@ -59,6 +66,7 @@ def interleaved(
             if turn:
                 seconds[name].append(taken)
             tell(turn, name, taken)
+        longest = max(longest, time.perf_counter() - round_begun)
     return seconds
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any, Literal
 
@@ -14,10 +14,22 @@ from rich.table import Table
 from prefillcli.data.store import open_store
 from prefillcli.redaction import shown_report
 from prefillcli.report.audit import Audit
+from prefillcli.report.numbers import three_digits
 
 SCHEMA_VERSION = 1
 REFERENCE = "hybrid"
-_WIDTH = 100  # columns, off a terminal
+WIDTH = 80  # columns of the tables in the terminal
+
+#: What the methods are, for who reads the tables.
+EXPLAINED = {
+    "hf": "transformers, one prompt after the other",
+    "full": "the layer walk, each prompt by itself",
+    "hybrid": "what prefill score does; the others are compared with it",
+    "specprefill": "the draft picks the tokens that the model reads",
+    "random": "random chunks instead: what a draft must beat",
+    "ends": "the first and last tokens instead",
+    "bm25": "the sentences most like the question instead",
+}
 
 
 class Range(BaseModel):
@@ -74,6 +86,7 @@ class WorkloadResult(BaseModel):
     truth_rows: int
     prompt_tokens: int
     unique_tokens: int  # of the trie of all prompts
+    rounds: int = 0  # timed
     reference_able: bool | None = None  # better than chance, where the truth is known
     notes: list[str] = Field(default_factory=list)
     methods: list[MethodResult] = Field(default_factory=list)
@@ -145,7 +158,7 @@ def speed_table(workload: WorkloadResult) -> TableRows:
 
 def speedup_table(workload: WorkloadResult) -> TableRows:
     """Header and one row for each method but the reference: how much faster, and how much was promised."""
-    rows = [["method", f"speedup over {REFERENCE}", "by FLOPs", "1/(r+k)", "table 5", "measured / by FLOPs"]]
+    rows = [["method", "speedup", "by FLOPs", "1/(r+k)", "table 5", "measured/FLOPs"]]
     for each in workload.methods:
         if each.method != REFERENCE:
             promised = [each.predicted.flops, each.predicted.ratio, each.predicted.table5]
@@ -182,6 +195,11 @@ def remarks(workload: WorkloadResult) -> list[str]:
     for each in workload.methods:
         for reason, count in sorted(each.fallbacks.items()):
             found.append(f"{each.method}: {count:,} rows were read in full ({reason})")
+    if undropped := [each.method for each in workload.methods if _drops_nothing(each)]:
+        found.append(
+            f"{', '.join(undropped)}: nothing was dropped, so this shows nothing: the prompts are short, and their "
+            "first and last tokens always stay (--keep-first, --keep-last)"
+        )
     if workload.reference_able is False:
         found.append("the model cannot do this task: it is not better than chance, so flips say nothing")
     return found
@@ -204,20 +222,113 @@ def _interval(bounds: tuple[float, float]) -> str:
     return f"{100 * bounds[0]:.1f}-{100 * bounds[1]:.1f} %"
 
 
-def print_workload(workload: WorkloadResult) -> None:
-    """The tables of a workload on stderr."""
-    console = Console(stderr=True, highlight=False, markup=False, width=None if sys.stderr.isatty() else _WIDTH)
+def quick_table(workload: WorkloadResult) -> TableRows:
+    """Header and one row for each method: what a terminal has room for."""
+    rows = [["method", "seconds", "speedup", "rows/s", "kept", "MiB", "flips", "AUC"]]
+    for each in workload.methods:
+        audit, peak = each.answers.audit, each.peak_bytes
+        flips = "" if audit is None or audit.flip_rate is None else f"{audit.flip_rate:.1%}"
+        rows.append(
+            [
+                each.method,
+                three_digits(each.seconds.median),
+                _speedup(each, workload.rounds),
+                three_digits(each.rows_per_second),
+                f"{each.kept:.0%}",
+                "" if peak is None else f"{peak / 2**20:,.0f}",
+                flips,
+                "" if each.answers.auc is None else f"{each.answers.auc:.3f}",
+            ]
+        )
+    return rows
+
+
+def verdicts(workload: WorkloadResult) -> list[str]:
+    """What the measurements show, and what they do not: a claim where the spread or the interval bears it."""
+    methods = {each.method: each for each in workload.methods}
+    found = [_of_speed(each, workload.rounds) for name, each in methods.items() if name != REFERENCE]
+    if workload.reference_able is False:
+        return found
+    for name, each in methods.items():
+        chance = methods.get(name.replace("specprefill@", "random@"))
+        if chance is not None and chance is not each and not _drops_nothing(each):
+            found += _of_flips(each, chance)
+    return found
+
+
+def _drops_nothing(method: MethodResult) -> bool:
+    return method.keep is not None and method.keep < 1 and method.kept == 1 and not method.fallbacks
+
+
+def _of_speed(method: MethodResult, rounds: int) -> str:
+    speed, name = method.speedup, method.method
+    if rounds < 2:
+        return f"{name}: {three_digits(speed.median)} times {REFERENCE}'s speed in the one timed round, no more"
+    if speed.low > 1 or speed.high < 1:
+        what = "faster" if speed.low > 1 else "slower"
+        return f"{name}: {what} than {REFERENCE} in all {rounds} rounds, {_short(speed)} times its speed"
+    return f"{name}: no difference in speed shown, rounds lie on both sides ({_short(speed)})"
+
+
+def _of_flips(method: MethodResult, chance: MethodResult) -> list[str]:
+    ours, theirs = method.answers.audit, chance.answers.audit
+    if ours is None or theirs is None or ours.interval is None or theirs.interval is None:
+        return []
+    told = f"flips {_interval(ours.interval)} of the answers, {chance.method} {_interval(theirs.interval)}"
+    better = ours.interval[1] < theirs.interval[0]
+    return [f"{method.method}: {told} (95 %){'' if better else ': not shown to be better than random chunks'}"]
+
+
+def legend(workload: WorkloadResult) -> str:
+    """What the columns of `quick_table` are."""
+    rounds = "one round" if workload.rounds < 2 else f"median of {workload.rounds} rounds (smallest-largest)"
+    return (
+        f"speedup: {REFERENCE}'s seconds over the method's, {rounds}; kept: share of the tokens that the model reads; "
+        f"MiB: memory above the weights; flips: rows with another answer than {REFERENCE}'s; AUC: 1 is perfect, "
+        "0.5 chance"
+    )
+
+
+def print_workload(workload: WorkloadResult, machine: Mapping[str, str | int], *, whole: bool) -> None:
+    """The tables of a workload on stderr; `whole` with predictions and intervals."""
+    console = Console(stderr=True, highlight=False, markup=False, width=WIDTH)
     console.print(f"\n{headline(workload)}", style="bold")
-    for rows in (speed_table(workload), speedup_table(workload), answer_table(workload)):
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-        for number, name in enumerate(rows[0]):
-            table.add_column(name, justify="right" if number else "left", no_wrap=number == 0)
-        for row in rows[1:]:
-            table.add_row(*row)
-        console.print(table)
-        console.print()
+    console.print(", ".join(f"{name} {value}" for name, value in machine.items()), style="dim")
+    console.print()
+    tables = [quick_table(workload)]
+    if whole:
+        answers = [[row[column] for column in (0, 1, 2, 3, 5, 7)] for row in answer_table(workload)]
+        tables += [speedup_table(workload), answers]
+    for rows in tables:
+        _print_table(console, rows)
+    for name in dict.fromkeys(each.method.partition("@")[0] for each in workload.methods):
+        console.print(f"  {name}: {EXPLAINED[name]}", style="dim")
+    console.print(f"  {legend(workload)}", style="dim")
+    console.print()
+    for text in verdicts(workload):
+        console.print(text)
     for text in remarks(workload):
         console.print(f"note: {text}")
+
+
+def _print_table(console: Console, rows: TableRows) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for number, name in enumerate(rows[0]):
+        table.add_column(name, justify="right" if number else "left", no_wrap=number == 0)
+    for row in rows[1:]:
+        table.add_row(*row)
+    console.print(table)
+    console.print()
+
+
+def _speedup(method: MethodResult, rounds: int) -> str:
+    if method.method == REFERENCE:
+        return "1"
+    return three_digits(method.speedup.median) if rounds < 2 else _short(method.speedup)
+
+
+def _short(value: Range) -> str:
+    return f"{three_digits(value.median)} ({three_digits(value.low)}-{three_digits(value.high)})"
 
 
 def page_of(output: str) -> str:

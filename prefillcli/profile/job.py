@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
@@ -18,6 +19,7 @@ from prefillcli.loading import open_model
 from prefillcli.outcome import fail
 from prefillcli.profile.input import Input, open_input, survey_input
 from prefillcli.profile.store import CompletionModel, ModeResult, Profile, Trace
+from prefillcli.progress import Steps
 from prefillcli.redaction import shown, without_secrets
 from prefillcli.replay.results import Replay
 from prefillcli.report.run import versions
@@ -27,6 +29,7 @@ from prefillcli.threads import Threads
 from prefillcli.values import parse_size
 
 TRACED = ("full", "hybrid")
+_BUSY = 1.5  # of the load average over the threads that compute
 
 
 @dataclass
@@ -46,12 +49,15 @@ def profile_job(settings: ProfileSettings) -> dict[str, Any]:
     damaged costs no measurements. Errors are told on stderr, and become the exit code in the summary.
     """
     clock, ended = Clock(), _Ended()
+    settings = settings.complete()
     try:
-        with Stop() as stop, stop.at_once():
+        with Stop() as stop, stop.at_once(), Steps(interval=settings.progress_interval, quiet=settings.quiet) as steps:
+            steps.begin("reading the model")
             given = _check(settings)
-            profile = _measure(settings, given)
+            profile = _measure(settings, given, steps.say)
             _save(profile, settings.output, clock.total)
             ended.profile = profile
+            steps.begin("")
             if given is not None:
                 profile.survey = survey_input(settings, given, profile)
                 _save(profile, settings.output, clock.total)
@@ -62,6 +68,7 @@ def profile_job(settings: ProfileSettings) -> dict[str, Any]:
             print_no_completion(profile)
         if not settings.quiet:
             print_profile(profile)
+            print(without_secrets(f"\nnext: {_next(settings, profile)}"), file=sys.stderr)
             print(without_secrets(f"\nprefill: {settings.output}, {page_of(settings.output)}"), file=sys.stderr)
     except BaseException as error:
         fail(error, ended, debug=settings.debug, resumable=False)
@@ -85,13 +92,12 @@ def _check(settings: ProfileSettings) -> Input | None:
     return open_input(settings, (settings.output, page_of(settings.output))) if settings.inputs else None
 
 
-def _measure(settings: ProfileSettings, given: Input | None) -> Profile:
+def _measure(settings: ProfileSettings, given: Input | None, tell: Callable[[str], None]) -> Profile:
     import torch
 
     from prefillcli.profile.children import Subject
     from prefillcli.profile.lengths import Search
     from prefillcli.profile.machine import this_machine
-    from prefillcli.profile.modes import MODES
 
     if given is not None:
         files, device = given.opened.files, given.opened.device
@@ -107,12 +113,9 @@ def _measure(settings: ProfileSettings, given: Input | None) -> Profile:
         chunk_tokens=settings.chunk_tokens or 0,
     )
 
-    def tell(text: str) -> None:
-        if not settings.quiet:
-            print(f"prefill: {text}", file=sys.stderr, flush=True)
-
-    tell("completion times")
+    tell("completion times: packs of several lengths, with and without cached tokens")
     budget, chunk, completion, no_completion = _completion(settings, subject, files, tell)
+    busy = _busy_with(subject.threads)
     subject = replace(subject, chunk_tokens=chunk)
     profile = Profile(
         model=hash_model(files.path),
@@ -128,12 +131,25 @@ def _measure(settings: ProfileSettings, given: Input | None) -> Profile:
         no_completion=no_completion,
         settings=shown(settings.model_dump(mode="json")),
         versions=versions(),
+        notes=busy,
     )
     profile.replays = list(_replays(settings, files, device, profile, tell))
-    search = Search(subject, files, budget, settings.fit_seconds, settings.confirm_seconds, tell)
-    profile.modes = list(_modes(settings.mode or tuple(MODES), search))
-    profile.traces = list(_traces(profile.modes, search))
+    search = Search(subject, files, budget, settings.fit_seconds or 0.0, settings.confirm_seconds or 0.0, tell)
+    profile.modes = list(_modes(settings.mode, search))
+    if settings.full:
+        profile.traces = list(_traces(profile.modes, search))
     return profile
+
+
+def _busy_with(threads: int) -> list[str]:
+    """A note where other programs took much of the machine while packs were timed."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load <= _BUSY * threads:
+        return []
+    return [
+        f"the load average was {load:.0f} when packs were timed on {threads} threads: other programs ran too, and "
+        "without them the machine is faster than this"
+    ]
 
 
 def _check_names(option: str, given: Iterable[str], known: Mapping[str, object]) -> None:
@@ -151,7 +167,7 @@ def _completion(
     from prefillcli.profile.laws import attention_windows
 
     memory = parse_size(settings.memory) if settings.memory else None
-    with closing(in_child(time_packs, subject, memory, settings.fit_seconds)) as found:
+    with closing(in_child(time_packs, subject, memory, settings.fit_seconds or 0.0)) as found:
         budgeted = next(found)
         return budgeted.budget, budgeted.chunk_tokens, *settle(found, attention_windows(files.config), tell)
 
@@ -185,7 +201,7 @@ def _replays(
     except ResourceError as error:
         profile.notes.append(f"no replay: {error}")
         return
-    for name in dict.fromkeys(settings.replay or WORKLOADS):
+    for name in dict.fromkeys(settings.replay):
         tell(f"replay of {name} with a prefix cache of {cache:,} tokens")
         workload = WORKLOADS[name](settings.replay_scale)
         longest, fits = int(workload.tokens.max()), min(limits.max_tokens, files.max_length)
@@ -253,3 +269,12 @@ def _summary(ended: _Ended, settings: ProfileSettings, seconds: float) -> dict[s
                 "predicted_price": plan.price,
             }
     return line | ({"error": ended.error} if ended.error else {})
+
+
+def _next(settings: ProfileSettings, profile: Profile) -> str:
+    """What to run after this."""
+    if profile.completion is None:
+        return "prefill profile once more, when nothing else runs on this machine"
+    rows = settings.inputs[0] if settings.inputs else "YOUR.parquet"
+    model = "" if settings.model is None else f" -m {settings.model}"
+    return f"prefill score {rows}{model} --dry-run says what a run of these rows takes"

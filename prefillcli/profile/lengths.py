@@ -76,7 +76,6 @@ def _run(result: ModeResult, lengths: Sequence[int], search: Search) -> None:
     try:
         for point in _short_runs(result.mode, lengths, search):
             result.points.append(point)
-            search.tell(f"{result.mode}: {point.tokens:,} tokens, {point.peak_bytes / 2**20:,.0f} MiB")
     except PrefillError as error:
         result.notes.append(f"the short runs ended early: {error}")
     if len(result.points) < 2:
@@ -111,6 +110,7 @@ def _short_runs(mode: str, lengths: Sequence[int], search: Search) -> Iterator[M
     for number, tokens in enumerate(lengths):
         if number >= _FITTED and last is not None and _seconds(tokens, last, search) > patience:
             return
+        search.tell(f"{mode}: memory of a prompt of {tokens:,} tokens")
         with closing(in_child(measure, search.subject, mode, tokens)) as found:
             last = next(iter(found))
         yield last

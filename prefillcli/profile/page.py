@@ -21,10 +21,10 @@ from prefillcli.profile.tables import (
     replay_lines,
     replay_table,
     terms,
-    three_digits,
 )
 from prefillcli.replay.charts import distribution_chart, latency_chart
 from prefillcli.replay.results import Replay
+from prefillcli.report.numbers import three_digits
 from prefillcli.report.survey import ESTIMATE, Survey, keep_rows, plan_rows, survey_lines
 
 

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-import sys
-
 from rich.console import Console
 from rich.table import Table
 
-from prefillcli.profile.store import ModeResult, Profile
+from prefillcli.profile.store import CompletionModel, ModeResult, Profile
 from prefillcli.replay.results import Replay
+from prefillcli.report.numbers import three_digits
 from prefillcli.report.survey import print_survey
 
+_DISTURBED = 1.5  # the slowest round over the fastest, from which on the machine was busy
+
 TableRows = list[list[str]]
-_WIDTH = 100  # columns, off a terminal
+WIDTH = 80  # columns of the tables in the terminal
+
+#: What the modes and policies are, for who reads the tables.
+EXPLAINED = {
+    "full": "transformers in one piece, the K,V of all layers kept",
+    "chunked": "transformers chunk by chunk, the K,V of all layers kept",
+    "drop": "one layer's K,V at a time, nothing chunked",
+    "hybrid-copy": "as hybrid, with a second buffer",
+    "hybrid": "as prefill score does it",
+    "fifo": "as the requests come",
+    "srjf": "the shortest first",
+    "srjf-calibrated": "the fewest tokens that are not cached first",
+    "prefix-tree": "all known before: the plan of prefill score",
+}
 
 
 def headline(profile: Profile) -> str:
@@ -89,7 +103,7 @@ def completion_table(profile: Profile) -> TableRows:
 
 def replay_table(replay: Replay) -> TableRows:
     """Header and one row for each policy, with all requests there at once."""
-    rows = [["policy", "tokens computed", "cached", "hits", "seconds", "mean s", "P99 s", "requests/s"]]
+    rows = [["policy", "tokens computed", "cached", "hits", "seconds", "mean s", "P99 s", "rows/s"]]
     return rows + [
         [
             each.policy,
@@ -135,11 +149,6 @@ def mebibytes(size: float) -> str:
     return f"{size / 2**30:.3g} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"
 
 
-def three_digits(value: float) -> str:
-    """Three digits, and those before the point."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
 def _time(seconds: float, sign: str = "") -> str:
     """`3.1 ms`, `-12 us`; with `sign` "+" the sign is always there."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
@@ -171,26 +180,73 @@ def print_no_completion(profile: Profile) -> None:
     console.print(f"prefill: warning: {no_times(profile)}", style="bold red")
 
 
+def short_length_table(profile: Profile) -> TableRows:
+    """Header and one row for each mode: what a terminal has room for."""
+    rows = [["mode", "longest prompt", "limited by", "shown by a run", "its MiB", "times full"]]
+    for whole in length_table(profile)[1:]:
+        mode, predicted, limit, confirmed, peak, _, _, ratio = whole
+        rows.append([mode, predicted, limit, confirmed, peak, ratio])
+    return rows
+
+
+def speed_table(model: CompletionModel, longest: int) -> TableRows:
+    """Header and one row for each length of a prompt, from a thousand tokens up to the `longest` that was timed."""
+    rows = [["prompt tokens", "seconds", "tokens/s", "seconds, half of it cached"]]
+    lengths = [tokens for tokens in (500 * 2**n for n in range(12)) if tokens <= longest] or [longest]
+    for tokens in lengths[-5:]:
+        seconds = model.request_seconds(tokens)
+        half = model.request_seconds(tokens, tokens // 2)
+        rows.append([f"{tokens:,}", three_digits(seconds), three_digits(tokens / seconds), three_digits(half)])
+    return rows
+
+
+def how_good(model: CompletionModel) -> str:
+    """How far the times can be trusted."""
+    text = f"fit: Pearson r {model.pearson:.3f}"
+    if model.heldout_error_plan is not None:
+        text += f", mean error {model.heldout_error_plan:.0%} on packs that it had not seen"
+    if model.disturbance is not None and model.disturbance > _DISTURBED:
+        text += (
+            f". The machine was busy: the slowest round took {model.disturbance:.1f} times the fastest, which counts; "
+            "beside other programs all takes longer"
+        )
+    return text
+
+
 def print_profile(profile: Profile) -> None:
     """The tables on stderr."""
-    console = Console(stderr=True, highlight=False, markup=False, width=None if sys.stderr.isatty() else _WIDTH)
+    console = Console(stderr=True, highlight=False, markup=False, width=WIDTH)
     console.print(f"\n{headline(profile)}", style="bold")
-    for rows in (length_table(profile), law_table(profile), completion_table(profile)):
-        _print_table(console, rows)
+    console.print("\nHow long a prompt may be, in tokens", style="bold")
+    _print_table(console, short_length_table(profile))
+    _explain(console, [each.mode for each in profile.modes])
+    if profile.completion is not None:
+        longest = max((point.input_tokens for point in profile.completion.points), default=1000)
+        console.print("How long it takes", style="bold")
+        _print_table(console, speed_table(profile.completion, longest))
+        console.print(f"  {how_good(profile.completion)}\n", style="dim")
     for replay in profile.replays:
-        console.print(f"replay of {replay.workload}", style="bold")
+        console.print(f"What a server would make of {replay.workload}, calculated", style="bold")
         console.print(
             f"{replay.requests:,} requests at once, {replay.tokens:,} tokens, {replay.unique_tokens:,} unique; "
             f"a prefix cache of {replay.cache_tokens:,}",
             style="dim",
         )
         _print_table(console, replay_table(replay))
+        _explain(console, [each.policy for each in replay.at_once])
     if profile.survey is not None:
         console.print("input", style="bold")
         print_survey(profile.survey)
         console.print()
     for text in remarks(profile):
         console.print(f"note: {text}")
+
+
+def _explain(console: Console, names: list[str]) -> None:
+    for name in names:
+        if name in EXPLAINED:
+            console.print(f"  {name}: {EXPLAINED[name]}", style="dim")
+    console.print()
 
 
 def _print_table(console: Console, rows: TableRows) -> None:

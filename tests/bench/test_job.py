@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner, Result
 
-from prefillcli.bench import contest
+from prefillcli.bench import contest, job
 from prefillcli.bench.jobs import SAMPLES
 from prefillcli.bench.probes import WORKLOADS
 from prefillcli.bench.report import BenchReport
@@ -45,25 +45,52 @@ def saved(path: str = "bench.json") -> BenchReport:
     return BenchReport.model_validate_json(Path(path).read_text(), strict=False)
 
 
-def test_without_data_it_makes_two_workloads() -> None:
+def test_without_data_it_takes_a_quick_look() -> None:
     result = bench(*SMALL)
     assert result.exit_code == 0, result.output
     summary = last_line(result)
     assert (summary["status"], summary["exit_code"]) == ("complete", 0)
     assert (summary["output"], summary["page"]) == ("bench.json", "bench.html")
-    assert list(summary["workloads"]) == ["post-recommendation", "needle"]
     assert summary["workloads"]["needle"]["hybrid"] | {"seconds": 0} == {"seconds": 0, "speedup": 1, "flips": None}
     report = saved()
     assert report.schema_version == 1
     assert report.settings["rows"] == 4
     assert report.versions.keys() >= {"torch", "transformers", "prefillcli"}
-    for workload in report.workloads:
+    (workload,) = report.workloads
+    assert [each.method for each in workload.methods] == ["hf", "hybrid", "specprefill@0.2", "random@0.2"]
+    assert (workload.workload, workload.rows, workload.truth_rows, workload.rounds) == ("needle", 4, 4, 1)
+    for words in ("specprefill@0.2", "random chunks instead", "sample draft", "next: prefill bench YOUR.parquet"):
+        assert words in result.stderr
+    tables = result.stderr.partition("needle: 4 rows")[2].partition("next:")[0]
+    assert [line for line in tables.splitlines() if len(line) > 80] == []
+
+
+def test_in_full_it_compares_all_methods_on_two_workloads() -> None:
+    result = bench(*SMALL, "--full")
+    assert result.exit_code == 0, result.output
+    assert list(last_line(result)["workloads"]) == ["post-recommendation", "needle"]
+    for workload in saved().workloads:
         methods = {each.method for each in workload.methods}
         assert methods == {"hf", "full", "hybrid", "specprefill@0.2", "random@0.2", "ends@0.2", "bm25@0.2"}
-        assert (workload.rows, workload.truth_rows) == (4, 4)
-    for words in ("specprefill@0.2", "95 % interval", "1/(r+k)", "peak MiB"):
+    for words in ("95 % interval", "1/(r+k)", "mean diff."):
         assert words in result.stderr
-    assert all(len(line) <= 100 for line in result.stderr.splitlines()[1:]), "readable at 100 columns"
+    tables = result.stderr.partition("post-recommendation: 4 rows")[2].partition("next:")[0]
+    assert [line for line in tables.splitlines() if len(line) > 80 and not line.startswith("prefill:")] == []
+
+
+def test_of_a_file_a_quick_look_takes_the_first_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "QUICK_TOKENS", 700)
+    flags = (SAMPLES / "labeling.parquet", "--method", "hybrid", "--rounds", 1)
+    assert bench(*flags).exit_code == 0
+    (workload,) = saved().workloads
+    assert 8 <= workload.rows <= 700 / 41
+    assert workload.prompt_tokens <= 700
+    assert f"a quick look at the first {workload.rows} rows" in workload.notes[-1]
+    assert bench(*flags, "--limit", 30).exit_code == 0
+    assert saved().workloads[0].rows == 30
+    assert BenchSettings(inputs=("x",)).complete().limit == 60
+    assert BenchSettings(inputs=("x",), full=True).complete().limit is None
+    assert BenchSettings(inputs=("x",), sample=9).complete().limit is None
 
 
 def test_the_page_needs_no_network() -> None:
@@ -136,9 +163,9 @@ def test_token_ids_without_a_text_leave_bm25_out() -> None:
     assert "bm25 is left out" in workload.notes[0]
 
 
-def test_a_model_without_draft_has_three_methods_and_a_note() -> None:
+def test_a_model_without_draft_has_two_methods_and_a_note() -> None:
     result = bench(*PLAIN, "-m", TARGET, "--workload", "needle")
-    assert [each.method for each in saved().workloads[0].methods] == ["hf", "full", "hybrid"]
+    assert [each.method for each in saved().workloads[0].methods] == ["hf", "hybrid"]
     assert "no draft model" in result.stderr
     assert "no draft model" in Path("bench.html").read_text()
     bench(*SMALL, "-m", TARGET, "--workload", "needle", "--method", "ends")
@@ -199,7 +226,7 @@ def test_a_signal_leaves_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> N
         return measure(methods, rounds, **more)
 
     monkeypatch.setattr(contest, "interleaved", stopped_the_second_time)
-    result = bench(*PLAIN, "--method", "hf")
+    result = bench(*PLAIN, "--method", "hf", "--workload", "post-recommendation,needle")
     assert result.exit_code == 143
     assert last_line(result)["status"] == saved().status == "interrupted"
     assert [each.workload for each in saved().workloads] == ["post-recommendation"]

@@ -9,6 +9,7 @@ import pytest
 
 from prefillcli.errors import PrefillError
 from prefillcli.profile import job
+from prefillcli.profile.modes import MODES
 from prefillcli.profile.store import Profile
 from tests.profile.making import made_profile
 from tests.score.jobs import texts, write_jsonl, write_parquet
@@ -49,6 +50,8 @@ def load() -> Profile:
 
 def test_replays_are_made_without_an_input(model: Path) -> None:
     assert profile("-m", model, "--replay-scale", 0.01)["exit_code"] == 0
+    assert [each.workload for each in load().replays] == ["post-recommendation"]
+    assert profile("-m", model, "--replay-scale", 0.01, "--full")["exit_code"] == 0
     found = load()
     assert found.survey is None
     names = [each.workload for each in found.replays]
@@ -162,3 +165,18 @@ def test_without_a_fit_nothing_is_predicted_and_that_is_told(model: Path, monkey
     page = Path("profile.html").read_text()
     assert "Nothing is predicted from this profile" in page
     assert "Completion times" not in page
+
+
+def test_what_is_not_given_is_quick_and_full_is_thorough(model: Path) -> None:
+    for flags, wanted in (
+        ((), {"mode": ["full", "hybrid"], "fit_seconds": 10, "confirm_seconds": 20}),
+        (("--full",), {"mode": list(MODES), "fit_seconds": 60, "confirm_seconds": 120}),
+        (("--full", "--mode", "drop", "--fit-seconds", "3"), {"mode": ["drop"], "fit_seconds": 3}),
+    ):
+        assert profile("-m", model, "--replay", "none", *flags)["exit_code"] == 0
+        assert load().settings | wanted == load().settings
+
+
+def test_the_next_step_is_named(model: Path) -> None:
+    done = prefill("profile", "-m", model, "--replay", "none")
+    assert f"next: prefill score YOUR.parquet -m {model} --dry-run" in done.stderr
