@@ -538,7 +538,8 @@ class BenchSettings(MeasuringOptions, ScheduledOptions):
     def required(cls) -> dict[str, list[Requirement]]:
         found = super().required()
         _require(found, ("workload", "rows", "tokens", "scale"), requirements.MADE_WORKLOADS)
-        _require(found, ("limit", "sample", "template", "truth", "prompt_column"), requirements.INPUT)
+        for_input = ("limit", "sample", "template", "truth", "prompt_column", "literal", "max_row_bytes")
+        _require(found, for_input, requirements.INPUT)
         return found
 
     def check(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from prefillcli.data.controls import Controls
 from prefillcli.data.rows import Int32Array
 
 
@@ -34,23 +35,26 @@ class Encoder:
         """Tokens that stand before every text, like BOS."""
         self.unknown_id: int | None = tokenizer.unk_token_id
         self.size = len(tokenizer)
+        self.controls = Controls.of(tokenizer)
 
     def longest_token(self) -> int:
         """Bytes of the longest token, as the vocabulary spells it."""
         return max(len(token.encode()) for token in self.tokenizer.get_vocab())
 
-    def encode(self, texts: Sequence[str], *, special: bool) -> list[Int32Array]:
+    def encode(self, texts: Sequence[str], *, special: bool, literal: bool = False) -> list[Int32Array]:
         """Token ids of every text, int32 [tokens].
 
         `special`: with those that the tokenizer puts before a text by default. Those it would put behind one (EOS)
-        are left out: the answer follows the prompt's last word.
+        are left out: the answer follows the prompt's last word. `literal`: the texts are as `Controls.respell` writes
+        them. Raises NotLiteral if this tokenizer has no such way.
         """
         if not texts:
             return []
         if self._backend is None:
             found = self.tokenizer(list(texts), add_special_tokens=special)["input_ids"]
         else:
-            found = [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=special)]
+            backend = self.controls.literal_backend if literal else self._backend
+            found = [e.ids for e in backend.encode_batch_fast(list(texts), add_special_tokens=special)]
         closing = self._closing if special else 0
         return [np.array(ids[: len(ids) - closing], np.int32) for ids in found]
 

@@ -99,7 +99,7 @@ class Labels:
         """Grows as prompts are seen; `Prompt.labels` points into it."""
         self._encoder = Encoder(tokenizer)
         self._index: dict[LabelSet, int] = {}
-        self._memo: OrderedDict[str, int | LabelError] = OrderedDict()
+        self._memo: OrderedDict[tuple[str, bool], int | LabelError] = OrderedDict()
         self._alone: dict[str, list[int]] = {}
 
     def is_positive(self, answer: str | int | float | bool | None) -> bool | None:
@@ -129,27 +129,33 @@ class Labels:
             if not window.prompts and error.code == "label_not_one_token":
                 raise LabelError(error.detail)
 
-    def resolve_all(self, tails: Sequence[str]) -> list[int | LabelError]:
-        """For every tail (see `tail_of`) an index into `sets`, or why a label is not one token there."""
-        new = [tail for tail in dict.fromkeys(tails) if tail not in self._memo]
-        found = dict(zip(new, self._resolve_new(new), strict=True))
-        result = [found[tail] if tail in found else self._memo[tail] for tail in tails]
+    def resolve_all(self, tails: Sequence[str], *, literal: bool = False) -> list[int | LabelError]:
+        """For every tail (see `tail_of`) an index into `sets`, or why a label is not one token there.
+
+        `literal`: the tails are of prompts as `Controls.respell` writes them.
+        """
+        keys = [(tail, literal) for tail in tails]
+        new = [key for key in dict.fromkeys(keys) if key not in self._memo]
+        found = dict(zip(new, self._resolve_new([tail for tail, _ in new], literal), strict=True))
+        result = [found[key] if key in found else self._memo[key] for key in keys]
         self._memo |= found
         while len(self._memo) > _MEMO_TAILS:
             self._memo.popitem(last=False)
         return result
 
-    def _resolve_new(self, tails: Sequence[str]) -> list[int | LabelError]:
+    def _resolve_new(self, tails: Sequence[str], literal: bool) -> list[int | LabelError]:
         """Tokenise every tail alone and before every spelling, all in one batch."""
+        controls = self._encoder.controls
         spellings = [s for label in self.labels for s in label.variants or (f" {label.name}", label.name)]
-        texts = [tail + spelling for tail in tails for spelling in ("", *spellings)]
-        ids = iter(self._encode(texts))
+        ends = ["", *(controls.respell(spelling) if literal else spelling for spelling in spellings)]
+        ids = iter(self._encode([tail + end for tail in tails for end in ends], literal))
         found: list[int | LabelError] = []
         for tail in tails:
             base = next(ids)
             follow = {spelling: self._following(base, next(ids), spelling) for spelling in spellings}
             try:
-                found.append(self._set_index(self._choose(tail, base, follow)))
+                shown = controls.shown(tail) if literal else tail
+                found.append(self._set_index(self._choose(shown, base, follow)))
             except LabelError as error:
                 found.append(error)
         return found
@@ -216,5 +222,5 @@ class Labels:
             self.sets.append(chosen)
         return self._index[chosen]
 
-    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return [tokens.tolist() for tokens in self._encoder.encode(texts, special=False)]
+    def _encode(self, texts: Sequence[str], literal: bool = False) -> list[list[int]]:
+        return [tokens.tolist() for tokens in self._encoder.encode(texts, special=False, literal=literal)]

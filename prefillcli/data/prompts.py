@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from prefillcli.data.chat import ChatTemplate, Message, messages_of
+from prefillcli.data.controls import Marks, NotLiteral, not_literal, protect
 from prefillcli.data.encoding import Encoder
 from prefillcli.data.labels import LabelError, Labels, tail_of
 from prefillcli.data.lengths import OnLong, default_row_bytes, fit
@@ -59,6 +60,8 @@ class _Draft(NamedTuple):
     text: str = ""
     chat: list[Message] | None = None
     tokens: Int32Array | None = None
+    marks: Marks | None = None
+    """What stands in the text for other characters; None if the data has no text of a control token."""
 
 
 class PromptBuilder:
@@ -89,6 +92,8 @@ class PromptBuilder:
         self._chat_template: ChatTemplate | None = None
         self._has_chat_template = _has_chat_template(tokenizer)
         self._encoder = Encoder(tokenizer)
+        typed = (self.template and self.template.text, settings.system, getattr(tokenizer, "chat_template", None))
+        self._typed = frozenset("".join(map(str, typed)))
         self.max_row_bytes = settings.max_row_bytes or default_row_bytes(
             settings.max_length, self._encoder.longest_token(), settings.on_long
         )
@@ -125,27 +130,52 @@ class PromptBuilder:
                 renderer.close()
 
     def _drafts(self, batch: RowBatch, errors: dict[int, RowError]) -> Iterator[_Draft]:
-        for row, value in self._values(batch, errors):
+        for row, value, marks in self._values(batch, errors):
             draft = value if isinstance(value, RowError) else self._draft(row, value)
             if isinstance(draft, RowError):
                 errors[row] = draft
             else:
-                yield draft
+                yield draft._replace(marks=marks)
 
-    def _values(self, batch: RowBatch, errors: dict[int, RowError]) -> Iterator[tuple[int, Any]]:
+    def _values(
+        self, batch: RowBatch, errors: dict[int, RowError]
+    ) -> Iterator[tuple[int, str | RowError | Any, Marks | None]]:
         """The rows without an error, each with the text of the template or what is in the prompt's column."""
         columns = [batch.columns[name] for name in self.columns]
         places = [(at, row) for at, row in enumerate(batch.rows.tolist()) if row not in errors]
-        rows = [row for _, row in places]
         if self.template is None:
-            yield from zip(rows, (columns[0][at] for at, _ in places), strict=True)
+            for at, row in places:
+                yield row, *self._literal(columns[0][at], joined=self.chat or self.column == "messages")
             return
-        values = [dict(zip(self.columns, (column[at] for column in columns), strict=True)) for at, _ in places]
+        rows, values, marked = [], [], []
+        for at, row in places:
+            given = dict(zip(self.columns, (column[at] for column in columns), strict=True))
+            value, marks = self._literal(given, joined=True)
+            if isinstance(value, RowError):
+                errors[row] = value
+            else:
+                rows.append(row)
+                values.append(value)
+                marked.append(marks)
         done = 0
         while done < len(values):
             texts = self.template.render(values[done:], _GROUP_CHARS)
-            yield from zip(rows[done : done + len(texts)], texts, strict=True)
-            done += len(texts)
+            end = done + len(texts)
+            yield from zip(rows[done:end], texts, marked[done:end], strict=True)
+            done = end
+
+    def _literal(self, value: Any, *, joined: bool) -> tuple[Any, Marks | None]:
+        """Values of a row in which the tokenizer finds no control token, and what was replaced for that."""
+        is_ids = self.template is None and isinstance(value, list) and value and not isinstance(value[0], dict)
+        if not self.settings.literal or is_ids:
+            return value, None
+        try:
+            return protect(self._encoder.controls, value, self._typed, joined=joined)
+        except NotLiteral as error:
+            return not_literal(error), None
+        except RecursionError:
+            code = "template_error" if self.template else "chat_error"
+            return RowError(code, "RecursionError: a value is nested too deeply"), None
 
     def _draft(self, row: int, value: Any) -> _Draft | RowError:
         if isinstance(value, str):
@@ -211,24 +241,54 @@ class PromptBuilder:
         return done
 
     def _prompts(self, drafts: list[_Draft], labels: Labels, errors: dict[int, RowError]) -> list[Prompt]:
-        plain = iter(self._encode([d.text for d in drafts if d.tokens is None and d.chat is None], special=True))
-        chats = iter(self._encode([d.text for d in drafts if d.chat is not None], special=False))
-        prompts: list[Prompt] = []
-        tails: list[str] = []
+        drafts = self._respelled(drafts, errors)
+        tokens = self._tokens(drafts)
+        prompts: dict[int, Prompt] = {}
+        tails: dict[bool, dict[int, str]] = {False: {}, True: {}}
         for draft in drafts:
-            tokens = draft.tokens
-            if tokens is None:
-                tokens = next(plain if draft.chat is None else chats)
-            fitted = self._fit(tokens)
+            fitted = self._fit(tokens[draft.row])
             if isinstance(fitted, RowError):
                 errors[draft.row] = fitted
                 continue
-            prompts.append(Prompt(draft.row, fitted, labels=-1, truncated=len(fitted) < len(tokens)))
-            tails.append(tail_of(draft.text or self._encoder.decode(fitted[-_TAIL_TOKENS:])))
-        return _labelled(prompts, labels.resolve_all(tails), errors)
+            truncated = len(fitted) < len(tokens[draft.row])
+            prompts[draft.row] = Prompt(draft.row, fitted, labels=-1, truncated=truncated)
+            end = tail_of(draft.text or self._encoder.decode(fitted[-_TAIL_TOKENS:]))
+            tails[draft.marks is not None][draft.row] = end
+        found: dict[int, int | LabelError] = {}
+        for literal, ends in tails.items():
+            if not ends:
+                continue
+            found |= zip(ends, labels.resolve_all(list(ends.values()), literal=literal), strict=True)
+        return _labelled(list(prompts.values()), [found[row] for row in prompts], errors)
 
-    def _encode(self, texts: list[str], *, special: bool) -> list[Int32Array]:
-        return self._encoder.encode(texts, special=special)
+    def _respelled(self, drafts: list[_Draft], errors: dict[int, RowError]) -> list[_Draft]:
+        """The drafts, where the data has the text of a control token with text that can be encoded literally."""
+        controls = self._encoder.controls
+        done = []
+        for draft in drafts:
+            try:
+                if draft.marks is not None and controls.literal_backend:
+                    draft = draft._replace(text=draft.marks.undo(controls.respell(draft.text)))
+                done.append(draft)
+            except NotLiteral as error:
+                errors[draft.row] = not_literal(error)
+        return done
+
+    def _tokens(self, drafts: list[_Draft]) -> dict[int, Int32Array]:
+        """The token ids of every row, however many ways of encoding they take."""
+        found = {draft.row: draft.tokens for draft in drafts if draft.tokens is not None}
+        for special in (True, False):
+            for literal in (False, True):
+                chosen = [
+                    draft
+                    for draft in drafts
+                    if draft.tokens is None
+                    and (draft.chat is None) == special
+                    and (draft.marks is not None) == literal
+                ]
+                ids = self._encoder.encode([draft.text for draft in chosen], special=special, literal=literal)
+                found |= zip((draft.row for draft in chosen), ids, strict=True)
+        return found
 
     def _fit(self, tokens: Int32Array) -> Int32Array | RowError:
         if len(tokens) == 0:

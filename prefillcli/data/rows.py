@@ -24,6 +24,7 @@ ERROR_CODES: dict[str, str] = {
     "invalid_utf8": "a text is not valid UTF-8",
     "invalid_json": "the line is not valid JSON",
     "missing_column": "the line lacks a column that the prompt needs",
+    "control_text": "the row has the text of a control token, and it cannot be encoded as plain text",
     "template_error": "the --template could not be rendered from this row",
     "chat_error": "the chat template could not be applied to this row's messages",
     "invalid_token_ids": "prompt_token_ids is empty, negative or beyond the model's vocabulary",

@@ -428,9 +428,9 @@ def test_prompts_that_a_template_makes_long_are_tokenised_a_bounded_number_of_by
     sizes: list[int] = []
     encode = Encoder.encode
 
-    def watched(self: Encoder, texts: Any, *, special: bool) -> Any:
+    def watched(self: Encoder, texts: Any, **options: Any) -> Any:
         sizes.append(sum(map(len, texts)))
-        return encode(self, texts, special=special)
+        return encode(self, texts, **options)
 
     monkeypatch.setattr(Encoder, "encode", watched)
     monkeypatch.setattr("prefillcli.data.prompts._GROUP_CHARS", 10_000)
