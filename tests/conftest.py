@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 # One thread for each test and the processes that it starts, whatever the machine has: the models are tiny, so a second
 # costs them more than it gives, and scores on as many threads are the same bit for bit. torch reads it when it is
 # imported, which comes after this.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# A busy machine does not fail a test.
+hypothesis.settings.register_profile("prefill", deadline=None)
+hypothesis.settings.load_profile("prefill")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

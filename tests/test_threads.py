@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,16 +99,25 @@ def test_waiting_threads_sleep_unless_the_environment_says_how_they_wait() -> No
 def test_fewer_and_more_threads_in_turn_leave_none_behind() -> None:
     states = torch.randn(256, 256)
 
-    def compute(threads: int) -> int:
+    def compute(threads: int) -> None:
         torch.set_num_threads(threads)
         (states @ states).softmax(-1)
-        return len(os.listdir("/proc/self/task"))
 
-    first = [compute(threads) for threads in (4, 2, 4, 1, 3, 4)]
-    for _ in range(10):
-        last = [compute(threads) for threads in (4, 2, 4, 1, 3, 4)]
-    assert max(last) <= max(first)
-    assert last[1] < last[0], "threads that are not needed end"
+    def come_to(number: int) -> bool:
+        """Whether so many threads are left; ending takes them a moment."""
+        end = time.monotonic() + 10
+        while (running := len(os.listdir("/proc/self/task"))) > number and time.monotonic() < end:
+            time.sleep(0.001)
+        return running <= number
+
+    compute(4)
+    most = len(os.listdir("/proc/self/task"))
+    for threads in (2, 4, 1, 3) * 10:
+        compute(threads)
+    compute(4)
+    assert come_to(most)
+    compute(2)
+    assert come_to(most - 2), "threads that are not needed end"
 
 
 def test_scores_do_not_depend_on_the_number_of_threads() -> None:
