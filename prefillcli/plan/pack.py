@@ -210,7 +210,9 @@ class _Cutter:
         self._keys.update((id(node), (index, number)) for number, node in enumerate(nodes))
         parents, attach = [], []
         for node in nodes:
-            inside = node.parent is not None and id(node.parent) in numbers
+            # A held node may be computed again for a prompt that ends there. What is below it reads the held one: the
+            # nodes of the pack that do so already need not follow it.
+            inside = node.parent is not None and id(node.parent) in numbers and id(node.parent) not in draft.held
             parents.append(numbers[id(node.parent)] if inside else -1)
             above = [] if inside or node.parent is None else _path(node.parent)
             attach.append(tuple(held_numbers[id(each)] for each in above))

@@ -6,7 +6,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from prefillcli.plan.account import account
@@ -79,6 +79,7 @@ def test_every_prompt_is_spelled_once_whatever_the_limits(prompts, size, held, c
 
 
 @given(prompts_of_few_words, st.integers(1, 60), some_schedule)
+@example([np.int32(ids) for ids in ([1, 2, 1, 0], [1, 2, 2, 0, 0, 0, 0, 0], [1, 2], [1, 2, 1, 1])], 9, "fifo")
 def test_the_descendants_of_a_node_follow_it(prompts, size, schedule) -> None:
     for pack in make_plan(prompts, Limits(size, 10**6, held_tokens=20), schedule).packs:
         for node in range(len(pack.parents)):

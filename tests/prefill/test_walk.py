@@ -145,6 +145,14 @@ def test_order_packing_and_offloading_change_no_score(family: str) -> None:
         torch.testing.assert_close(p_yes(other), base, atol=1e-5, rtol=0)
 
 
+def test_a_held_prefix_that_is_a_prompt_too_changes_no_score() -> None:
+    """It is computed again for its own answer, in a pack where others already read the held one."""
+    model, words = model_of("llama"), np.sort(tokens(np.random.default_rng(6), 4))
+    prompts = [words[ids] for ids in ([1, 2, 1, 0], [1, 2, 2, 0, 0, 0, 0, 0], [1, 2], [1, 2, 1, 1])]
+    found = walked(model, prompts, chunk=64, limits=Limits(9, 10**6, held_tokens=20), schedule="fifo")
+    assert_equal(found, eager(model, prompts))
+
+
 def test_a_resumed_window_gives_identical_scores() -> None:
     model, prompts = model_of("llama"), three_levels()
     limits = Limits(60, 10**6, held_tokens=10**6)
