@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 
 from prefillcli.data.rows import SKIPPED
 from prefillcli.data.tallies import Tallies
+from prefillcli.data.values import to_python
 
 Audited = tuple[float, float, bool, str | int | float | bool | None]
 """Score compressed, score in full, whether the prediction differs, and the right answer as the input has it."""
@@ -65,7 +66,7 @@ class Counts:
         self.tallies.add_rows(rows, id_name, json_id=json_carried)
         if "audit_score" in rows.column_names:
             audited = rows.filter(pc.is_valid(rows["audit_score"]))
-            answers = audited[truth].to_pylist() if truth is not None else [None] * len(audited)
+            answers = to_python(audited[truth]) if truth is not None else [None] * len(audited)
             flips = pc.not_equal(audited["prediction"], audited["audit_prediction"]).to_pylist()
             scores = zip(audited["score"].to_pylist(), audited["audit_score"].to_pylist(), flips, strict=True)
             for (score, full, flipped), answer in zip(scores, answers, strict=True):

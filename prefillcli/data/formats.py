@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefillcli.data.seals import UNSEALED, Digesting, seal
+from prefillcli.data.values import to_python
 
 
 def write_parquet(
@@ -59,7 +60,7 @@ def _as_they_are(texts: list[str | None]) -> list[str]:
 
 def as_json(column: pa.ChunkedArray) -> list[str]:
     """The values of a column as JSON texts, as an output in JSON Lines has them."""
-    values = column.to_pylist()
+    values = to_python(column)
     if pa.types.is_floating(column.type):
         return ["null" if v is None or not math.isfinite(v) else repr(v) for v in values]
     encode: Callable[[Any], str] = _encoder.encode

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from prefillcli.data.rows import Int64Array, RowError
-from prefillcli.data.values import plain_type
+from prefillcli.data.rows import Float64Array, Int64Array, RowError
+from prefillcli.data.values import is_text, plain_type, to_python
 
 
 class SeenIds:
     """Finds null and repeated ids over a whole input.
 
-    Integers are compared as they are, anything else by a 64-bit hash: in ten million rows the chance of one
-    false duplicate is about one in 400,000.
+    Numbers and times are compared as they are, anything else by a 64-bit hash, the same one in every process: in ten
+    million rows the chance of one false duplicate is about one in 400,000. With `json` the ids are JSON texts, where
+    1 and 1.0 are the same number.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, json: bool = False) -> None:
+        self._keys = _json_keys if json else _keys
         self._sorted: list[Int64Array] = []
         """Keys of all rows so far in sorted runs, each more than twice as long as the next."""
 
@@ -26,7 +31,7 @@ class SeenIds:
         column = ids.combine_chunks()
         null = pc.is_null(column, nan_is_null=True).to_numpy(zero_copy_only=False)
         valid = np.flatnonzero(~null)
-        keys = _keys(column.filter(pa.array(~null)))
+        keys = self._keys(column.filter(pa.array(~null)))
         unique, first = np.unique(keys, return_index=True)
         repeated = np.ones(len(keys), bool)
         repeated[first] = False
@@ -36,7 +41,7 @@ class SeenIds:
         self._remember(unique)
         errors = {int(row): RowError("null_id", "the id is null or missing") for row in rows[null]}
         for position in np.flatnonzero(repeated):
-            what = column[int(valid[position])].as_py()
+            (what,) = to_python(column.slice(int(valid[position]), 1))
             errors[int(rows[valid[position]])] = RowError("duplicate_id", f"an earlier row has the id {what!r}")
         return errors
 
@@ -50,9 +55,39 @@ class SeenIds:
 
 
 def _keys(ids: pa.Array) -> Int64Array:
+    """A number for every id [rows], of which none is null."""
+    if isinstance(ids, pa.ExtensionArray):
+        return _keys(ids.storage)
     kind = plain_type(ids.type)
-    if pa.types.is_integer(kind) and not pa.types.is_uint64(kind):
+    if pa.types.is_floating(kind):
+        numbers: Float64Array = ids.to_numpy(zero_copy_only=False).astype(np.float64) + 0.0  # -0.0 is 0.0
+        as_integers: Int64Array = numbers.view(np.int64)
+        return as_integers
+    if pa.types.is_uint64(kind):
+        unsigned: Int64Array = ids.to_numpy(zero_copy_only=False).view(np.int64)
+        return unsigned
+    if pa.types.is_temporal(kind) and not pa.types.is_interval(kind):
+        ids, kind = ids.view(pa.int32() if kind.bit_width == 32 else pa.int64()), pa.int64()
+    if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
         keys: Int64Array = ids.cast(pa.int64()).to_numpy(zero_copy_only=False)
         return keys
-    texts = (value if isinstance(value, str) else repr(value) for value in ids.to_pylist())
-    return np.fromiter(map(hash, texts), np.int64, len(ids))
+    if is_text(kind):
+        return _hashed(pc.cast(ids, pa.large_binary()).to_pylist())
+    return _hashed(repr(value).encode("utf-8", "surrogatepass") for value in to_python(ids))
+
+
+def _json_keys(ids: pa.Array) -> Int64Array:
+    return _hashed(_canonical(text).encode("utf-8", "surrogatepass") for text in ids.to_pylist())
+
+
+def _canonical(text: str) -> str:
+    """A JSON text with a number in one form, as a column of numbers would hold it: 1.0 as 1."""
+    if text[0] in "-0123456789" and not text.lstrip("-").isdigit():
+        number = float(text)
+        return str(int(number)) if number.is_integer() else str(number)
+    return text
+
+
+def _hashed(values: Iterable[bytes]) -> Int64Array:
+    """Hashes that do not depend on the process, as Python's own do."""
+    return np.frombuffer(b"".join(hashlib.blake2b(each, digest_size=8).digest() for each in values), np.int64)

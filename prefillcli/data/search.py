@@ -11,6 +11,7 @@ from prefillcli.data.labels import Labels
 from prefillcli.data.prompts import PromptBuilder
 from prefillcli.data.rows import Int64Array, RowBatch, Window
 from prefillcli.data.source import Source
+from prefillcli.data.values import to_python
 from prefillcli.data.windows import windows
 from prefillcli.errors import UsageError
 
@@ -30,7 +31,7 @@ def find_row(source: Source, builder: PromptBuilder, labels: Labels, *, row: str
     Only its own window is tokenised. Raises UsageError if there is no such row, PrefillError if a file is damaged.
     """
     search = _Search(source, row, id_column)
-    # Of a source, windows ask for the batches only.
+    # Of a source, windows ask for its kind and the batches only.
     found = next(windows(cast(Source, search), builder, labels, id_column=id_column, skip=search.goes_on), None)
     if found is None or search.row is None:
         where = f"the {search.rows:,} rows read" + ("" if search.last is None else f", 0 to {search.last:,}")
@@ -51,7 +52,7 @@ class _Search:
         self._source = source
         self._wanted = wanted
         self._id_column = id_column
-        self._json = source.kind == "jsonl"
+        self.kind = source.kind
 
     def goes_on(self, window: int, rows: Int64Array) -> bool:
         """Whether the row is in none of the batches so far, and so not in this window, which has just been read."""
@@ -67,7 +68,7 @@ class _Search:
         numbers = batch.rows.tolist()
         self.rows += len(numbers)
         self.last = numbers[-1] if numbers else self.last
-        ids = None if self._id_column is None else [self._text(v) for v in batch.carried[self._id_column].to_pylist()]
+        ids = None if self._id_column is None else [self._text(v) for v in to_python(batch.carried[self._id_column])]
         names = [str(number) for number in numbers] if ids is None else ids
         if self._wanted in names:
             at = names.index(self._wanted)
@@ -78,4 +79,4 @@ class _Search:
         if value is None:
             return None
         text = str(value)
-        return str(json.loads(text)) if self._json and text.startswith('"') else text
+        return str(json.loads(text)) if self.kind == "jsonl" and text.startswith('"') else text

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from prefillcli.data.rows import SKIPPED
+from prefillcli.data.values import to_python
 
 ROW = "__row"
 """The row number in a part."""
@@ -156,7 +157,7 @@ def _texts(ids: pa.ChunkedArray, json_id: bool) -> list[str | None]:
     try:
         texts: list[str | None] = ids.cast(pa.string()).to_pylist()
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):  # binary, nested
-        texts = [None if own is None else str(own) for own in ids.to_pylist()]
+        texts = [None if own is None else str(own) for own in to_python(ids)]
     return texts
 
 

@@ -22,14 +22,58 @@ def python_values(array: pa.Array) -> tuple[list[Any], dict[int, str]]:
     kind = array.type
     if pa.types.is_dictionary(kind):
         return _from_dictionary(array)
-    if _is_text(kind):
+    if is_text(kind):
         return _texts(array)
     if _is_integer_list(kind) and array.flatten().null_count == 0:
         return _integer_lists(array), {}
     try:
-        return array.to_pylist(), {}
+        return to_python(array), {}
     except UnicodeDecodeError:
         return _one_by_one(array)
+
+
+def to_python(column: pa.Array | pa.ChunkedArray) -> list[Any]:
+    """What `to_pylist` gives, and for nanoseconds that Python's times do not hold, text in ISO 8601.
+
+    Raises UnicodeDecodeError for a text that is not valid UTF-8.
+    """
+    try:
+        values: list[Any] = column.to_pylist()
+    except UnicodeDecodeError:
+        raise
+    except ValueError:
+        values = [_scalar(scalar) for scalar in column]
+    return values
+
+
+def _scalar(scalar: pa.Scalar) -> Any:
+    kind = scalar.type
+    if not scalar.is_valid:
+        return None
+    if pa.types.is_dictionary(kind):
+        return _scalar(scalar.value)
+    if isinstance(scalar, pa.ExtensionScalar):
+        return _scalar(scalar.value)
+    if pa.types.is_struct(kind):
+        return {field.name: _scalar(scalar[at]) for at, field in enumerate(kind)}
+    if pa.types.is_map(kind):
+        return [(_scalar(entry[0]), _scalar(entry[1])) for entry in scalar.values]
+    if pa.types.is_nested(kind):
+        return [_scalar(value) for value in scalar.values]
+    if pa.types.is_temporal(kind) and getattr(kind, "unit", None) == "ns":
+        return _nanoseconds(scalar)
+    return scalar.as_py()
+
+
+def _nanoseconds(scalar: pa.Scalar) -> str:
+    """A timestamp, time of day or duration in nanoseconds, in ISO 8601; timestamps with a zone in UTC."""
+    if pa.types.is_duration(scalar.type):
+        seconds, rest = divmod(abs(scalar.value), 10**9)
+        return f"{'-' * (scalar.value < 0)}PT{seconds}.{rest:09}S"
+    if pa.types.is_time(scalar.type):
+        return str(scalar.cast(pa.string()).as_py())
+    text = str(scalar.cast(pa.timestamp("ns")).cast(pa.string()).as_py()).replace(" ", "T")
+    return f"{text}+00:00" if scalar.type.tz else text
 
 
 def row_bytes(array: pa.Array) -> Int64Array:
@@ -38,7 +82,7 @@ def row_bytes(array: pa.Array) -> Int64Array:
     if pa.types.is_dictionary(kind):
         sizes: Int64Array = np.append(row_bytes(array.dictionary), 0)[_indices(array)]
         return sizes
-    if _is_text(kind):
+    if is_text(kind):
         return _filled(pc.binary_length(_plain_text(array)))
     if _is_integer_list(kind):
         width: int = kind.value_type.bit_width // 8
@@ -86,7 +130,7 @@ def plain_column(array: pa.Array, kind: pa.DataType) -> tuple[pa.Array, dict[int
         array.validate(full=True)
     except pa.ArrowInvalid:
         values, bad = python_values(array)
-        if _is_text(array.type):
+        if is_text(array.type):
             raw = array.cast(pa.large_binary())
             for position in bad:
                 values[position] = raw[position].as_py().decode("utf-8", "replace")
@@ -94,7 +138,8 @@ def plain_column(array: pa.Array, kind: pa.DataType) -> tuple[pa.Array, dict[int
     return array, {}
 
 
-def _is_text(kind: pa.DataType) -> bool:
+def is_text(kind: pa.DataType) -> bool:
+    """Whether its values are texts or bytes of any length."""
     return bool(
         pa.types.is_string(kind)
         or pa.types.is_large_string(kind)
@@ -170,7 +215,7 @@ def _one_by_one(array: pa.Array) -> tuple[list[Any], dict[int, str]]:
     bad: dict[int, str] = {}
     for position, scalar in enumerate(array):
         try:
-            values.append(scalar.as_py())
+            values.append(_scalar(scalar))
         except UnicodeDecodeError as error:
             values.append(None)
             bad[position] = f"byte {error.start} of a nested text: {error.reason}"

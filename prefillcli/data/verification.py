@@ -17,6 +17,7 @@ from prefillcli.data.json_columns import typed_column
 from prefillcli.data.manifest import Job, Manifest
 from prefillcli.data.source import Source
 from prefillcli.data.target import METADATA, Published, Target
+from prefillcli.data.values import to_python
 from prefillcli.errors import ContentChangedError, DamagedFileError, OutputConflictError
 
 _ROW_COLUMN = "row"
@@ -108,7 +109,7 @@ class Verification:
                         self._add(f"{name} says that another job wrote it")
                     for batch in parquet.iter_batches(columns=list(dict.fromkeys(columns))):
                         table = pa.Table.from_batches([batch])
-                        yield table[columns[0]].to_pylist(), table["score"], table["error"]
+                        yield to_python(table[columns[0]]), table["score"], table["error"]
                 except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
                     self._add(f"{name} cannot be read: {error}")
 
@@ -154,7 +155,7 @@ class Verification:
                 yield [None if text is None else json.loads(text) for text in texts]
             else:
                 typed = typed_column(column, kind) if source.kind == "jsonl" else column.cast(kind)
-                yield typed.to_pylist()
+                yield to_python(typed)
 
     def _compare(self, output: Iterator[list[Any]], source: Iterator[list[Any]]) -> None:
         """Row by row, so that the first difference has a number."""

@@ -39,7 +39,7 @@ def windows(
     (one that is already scored) is read for its ids, but neither tokenised nor yielded. At the end of the input
     `ended` is told how many windows it has.
     """
-    seen = SeenIds()
+    seen = SeenIds(json=source.kind == "jsonl")
     count = 0
     for index, batches in enumerate(_groups(source.batches(), max_rows, max_bytes)):
         for batch in batches:

@@ -276,3 +276,17 @@ def test_an_input_without_rows_gives_an_output_without_rows(model: Path) -> None
         assert pq.read_table("out.parquet").num_rows == 0
         assert score(path, model=model, overwrite=True, skip_empty=True)["exit_code"] == 99
         assert read_report()["exit_code"] == 99
+
+
+@pytest.mark.parametrize("output", ["out.parquet", "out.jsonl"])
+def test_ids_in_nanoseconds_are_carried_to_the_last_digit(model: Path, output: str) -> None:
+    moments = pa.array([1_767_225_600_123_456_789, None, 1_767_225_600_123_456_788], pa.int64()).view(pa.timestamp("ns"))
+    write_parquet("in.parquet", prompt=texts(3), id=moments)
+    summary = score("in.parquet", output, model=model, id_column="id", max_error_rate=0.5)
+    assert summary["exit_code"] == 0
+    assert summary["rows"]["errors_by_code"] == {"null_id": 1}
+    if output.endswith("parquet"):
+        assert pq.read_table(output)["id"].combine_chunks().equals(moments)
+    else:
+        ids = [row["id"] for row in read_output(output)]
+        assert ids == ["2026-01-01T00:00:00.123456789", None, "2026-01-01T00:00:00.123456788"]

@@ -1,0 +1,170 @@
+"""Ids of every type that Parquet holds: found again where they repeat, and written as they were read."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import subprocess
+import sys
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefillcli.data.formats import as_json
+from prefillcli.data.ids import SeenIds
+from prefillcli.data.json_columns import kinds_of, type_for
+from prefillcli.data.source import Source
+from prefillcli.data.tallies import _texts
+from prefillcli.data.values import plain_type
+
+SMALL = st.integers(-3, 120)
+TEXTS = st.text(max_size=3)
+TYPES: dict[pa.DataType, st.SearchStrategy[Any]] = {
+    **dict.fromkeys((pa.int8(), pa.int16(), pa.int32(), pa.int64()), SMALL),
+    **{kind: st.integers(0, 5) for kind in (pa.uint8(), pa.uint16(), pa.uint32())},
+    pa.uint64(): st.integers(2**64 - 5, 2**64 - 1),
+    **{kind: st.sampled_from([0.0, -0.0, 1.5, -2.0, np.inf]) for kind in (pa.float32(), pa.float64())},
+    pa.bool_(): st.booleans(),
+    **dict.fromkeys((pa.date32(), pa.time32("s"), pa.time32("ms"), pa.time64("us"), pa.time64("ns")), SMALL),
+    **{pa.timestamp(unit): SMALL for unit in ("s", "ms", "us", "ns")},
+    pa.timestamp("ns", "Europe/Vienna"): SMALL,
+    **{pa.duration(unit): SMALL for unit in ("s", "ms", "us", "ns")},
+    pa.decimal128(9, 2): st.decimals(-2, 2, places=1),
+    pa.decimal256(40, 3): st.decimals(-2, 2, places=1),
+    pa.string(): TEXTS,
+    pa.large_string(): TEXTS,
+    pa.string_view(): TEXTS,
+    pa.binary(): st.binary(max_size=3),
+    pa.large_binary(): st.binary(max_size=3),
+    pa.binary(2): st.binary(min_size=2, max_size=2),
+    pa.dictionary(pa.int32(), pa.string()): TEXTS,
+    pa.list_(pa.int32()): st.lists(SMALL, max_size=2),
+    pa.list_(pa.timestamp("ns")): st.lists(SMALL, max_size=2),
+    pa.struct([("a", pa.int32()), ("b", pa.timestamp("ns"))]): st.fixed_dictionaries({"a": SMALL, "b": SMALL}),
+}
+
+
+def arrays() -> st.SearchStrategy[pa.Array]:
+    """Some values of one type, of which several are equal or null."""
+    return st.one_of(
+        [
+            st.lists(st.none() | values, min_size=2, max_size=12).map(lambda some, kind=kind: make(some, kind))
+            for kind, values in TYPES.items()
+        ]
+    )
+
+
+def make(values: list[Any], kind: pa.DataType) -> pa.Array:
+    """An array of times too from integers."""
+    if pa.types.is_temporal(kind) and not pa.types.is_nested(kind):
+        width = pa.int32() if kind.bit_width == 32 else pa.int64()
+        return pa.array(values, width).view(kind)
+    return pa.array(values, kind)
+
+
+def repeated(array: pa.Array) -> set[int]:
+    """By pyarrow, the positions whose value an earlier one has, and of nulls."""
+    if pa.types.is_floating(array.type):
+        array = pc.add(array, pa.scalar(0.0, array.type))
+    if not pa.types.is_nested(array.type):
+        codes = array.cast(plain_type(array.type)).dictionary_encode().indices.to_pylist()
+    else:
+        plain = {pa.timestamp("ns"): pa.int64()}
+        if pa.types.is_list(array.type):
+            array = array.cast(pa.list_(plain.get(array.type.value_type, array.type.value_type)))
+        else:
+            array = array.cast(pa.struct([(f.name, plain.get(f.type, f.type)) for f in array.type]))
+        codes = [None if value is None else str(value) for value in array.to_pylist()]
+    return {at for at, code in enumerate(codes) if code is None or code in codes[:at]}
+
+
+@given(arrays())
+def test_repeated_ids_of_every_type_are_found(array: pa.Array) -> None:
+    column = array.cast(plain_type(array.type)) if not pa.types.is_nested(array.type) else array
+    found = SeenIds().check(np.arange(len(array)), pa.chunked_array([column]))
+    assert set(found) == repeated(array)
+    for at, error in found.items():
+        assert error.code == ("duplicate_id" if array[at].is_valid else "null_id")
+
+
+@given(arrays(), st.integers(1, 11))
+def test_ids_in_another_batch_are_found_as_well(array: pa.Array, cut: int) -> None:
+    seen, found = SeenIds(), set()
+    column = array.cast(plain_type(array.type)) if not pa.types.is_nested(array.type) else array
+    for start, piece in ((0, column[:cut]), (cut, column[cut:])):
+        found |= set(seen.check(np.arange(start, start + len(piece)), pa.chunked_array([piece])))
+    assert found == repeated(array)
+
+
+@given(array=arrays())
+def test_ids_of_every_type_are_carried_and_written(tmp_path_factory: pytest.TempPathFactory, array: pa.Array) -> None:
+    path = tmp_path_factory.getbasetemp() / "ids.parquet"
+    pq.write_table(pa.table({"id": array}), path)
+    stored = pq.read_table(path)["id"]
+    (batch,) = Source.open([str(path)], carried=["id"]).batches()
+    carried = batch.carried["id"]
+    assert carried.equals(stored.cast(plain_type(stored.type)))
+    assert len(_texts(carried, False)) == len([json.loads(text) for text in as_json(carried)]) == len(array)
+    assert [text == "null" for text in as_json(carried)] == [
+        not value.is_valid or (pa.types.is_floating(array.type) and not np.isfinite(value.as_py())) for value in stored
+    ]
+
+
+def test_nanoseconds_are_written_to_the_last_digit() -> None:
+    moment = pa.array([1_767_225_600_123_456_789], pa.int64())
+    assert as_json(pa.chunked_array([moment.view(pa.timestamp("ns"))])) == ['"2026-01-01T00:00:00.123456789"']
+    zoned = moment.view(pa.timestamp("ns", "Europe/Vienna"))
+    assert as_json(pa.chunked_array([zoned])) == ['"2026-01-01T00:00:00.123456789+00:00"']
+    assert as_json(pa.chunked_array([pa.array([1_000_000_001]).view(pa.duration("ns"))])) == ['"PT1.000000001S"']
+    assert as_json(pa.chunked_array([pa.array([1]).view(pa.time64("ns"))])) == ['"00:00:00.000000001"']
+
+
+@pytest.mark.parametrize(
+    ("texts", "repeats"),
+    [
+        (["1", "1.0", '"1"', "2"], {1}),
+        (["1e2", "100", "-0.0", "0"], {1, 3}),
+        (['"a"', '"a"', '"A"'], {1}),
+        (["9007199254740993", "9007199254740992"], set()),
+        (['{"a":1}', '{"a":1}', "true", '"true"'], {1}),
+    ],
+)
+def test_json_ids_are_equal_where_their_numbers_are(texts: list[str], repeats: set[int]) -> None:
+    assert set(SeenIds(json=True).check(np.arange(len(texts)), pa.chunked_array([texts]))) == repeats
+
+
+def test_integers_from_json_lines_stay_integers() -> None:
+    assert type_for(kinds_of(pa.chunked_array([["1", "-5", None, "9007199254740993"]]))) == pa.int64()
+
+
+def test_hashes_are_the_same_in_every_process() -> None:
+    code = (
+        "import pyarrow as pa; from prefillcli.data.ids import _keys; "
+        "print(_keys(pa.array(['a', 'é'])), _keys(pa.array([[1], [2]])))"
+    )
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(said) == 1
+    assert b"[" in said.pop()
+
+
+def test_other_values_of_the_same_type_are_no_duplicates() -> None:
+    day = datetime.date(2026, 1, 1)
+    for array in (
+        pa.array([day, day + datetime.timedelta(1)], pa.date64()),
+        pa.array([Decimal("1.00"), Decimal("1.01")]),
+        pa.array([np.float16(1.5), np.float16(-1.5)], pa.float16()),
+        pa.array([[("a", 1)], [("a", 2)]], pa.map_(pa.string(), pa.int64())),
+    ):
+        assert SeenIds().check(np.arange(2), pa.chunked_array([array])) == {}
