@@ -280,7 +280,8 @@ def test_an_input_without_rows_gives_an_output_without_rows(model: Path) -> None
 
 @pytest.mark.parametrize("output", ["out.parquet", "out.jsonl"])
 def test_ids_in_nanoseconds_are_carried_to_the_last_digit(model: Path, output: str) -> None:
-    moments = pa.array([1_767_225_600_123_456_789, None, 1_767_225_600_123_456_788], pa.int64()).view(pa.timestamp("ns"))
+    counts = pa.array([1_767_225_600_123_456_789, None, 1_767_225_600_123_456_788], pa.int64())
+    moments = counts.view(pa.timestamp("ns"))
     write_parquet("in.parquet", prompt=texts(3), id=moments)
     summary = score("in.parquet", output, model=model, id_column="id", max_error_rate=0.5)
     assert summary["exit_code"] == 0
