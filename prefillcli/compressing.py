@@ -10,7 +10,7 @@ from prefillcli.compress.audit import draw
 from prefillcli.compress.auto import RATES, Choice, choose_keep, sample_rows
 from prefillcli.compress.compressor import Compressor
 from prefillcli.compress.draft import FALLBACKS, Estimate
-from prefillcli.compress.reading import FAILED, NOT_FINITE, SPECPREFILL, Reading, rows_failed
+from prefillcli.compress.reading import FAILED, MANY, NOT_FINITE, SPECPREFILL, Reading, rows_failed
 from prefillcli.data.labels import Labels
 from prefillcli.data.rows import Prompt, Window
 from prefillcli.data.sink import Sink
@@ -21,9 +21,6 @@ from prefillcli.report.run import RunReport
 from prefillcli.settings import ScoreSettings
 
 Tick = Callable[[float], None]
-
-MANY = 32
-"""Rows on which a draft may fail, without a success, before the job does."""
 
 
 class WindowCompressor:

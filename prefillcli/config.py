@@ -33,9 +33,9 @@ def load_settings(
     """Settings of a `kind`: `flags` (what was given on the command line) over the environment over the recipe file.
 
     `PREFILL_RECIPE` names the recipe where no flag does. A recipe and the environment may hold the options of all
-    commands. Raises UsageError naming the option, for an
-    unknown key with the nearest known one, and for an option that would be ignored. Values of the environment that
-    would be are left out, and so are those of a recipe where flags have made them so.
+    commands. Values of the environment that would be ignored are left out, and so are those of a recipe where flags
+    have made them so. Raises UsageError naming the option, for an unknown key with the nearest known one, and for any
+    other option that would be ignored.
     """
     given = _Given()
     recipe = recipe or environment.get(RECIPE_VARIABLE) or None

@@ -7,7 +7,7 @@ import sys
 import traceback
 from typing import Literal, Protocol
 
-from prefillcli.compress.reading import rows_failed
+from prefillcli.compress.reading import useless_fallbacks
 from prefillcli.data.counts import Counts
 from prefillcli.errors import Interrupted, PrefillError, ResourceError
 from prefillcli.redaction import without_secrets
@@ -37,11 +37,12 @@ def conclude(report: Ending, counts: Counts, *, max_error_rate: float, skip_empt
             f"--max-error-rate allows {max_error_rate:g}"
         )
         print(f"prefill: {report.error}", file=sys.stderr)
-    elif failed := rows_failed(counts.tallies.methods):
+    elif fallbacks := useless_fallbacks(counts.tallies.methods):
         report.status, report.exit_code = "failed", 1
+        reasons = ", ".join(f"{method} {rows:,}" for method, rows in fallbacks.items())
         report.error = (
-            f"the draft has failed on all {failed:,} rows that were to be compressed; they were read in full\n"
-            "the scores are there; take another --draft, or leave it out"
+            f"none of the {sum(fallbacks.values()):,} rows that were to be compressed was ({reasons})\n"
+            "they were read in full and their scores are there; take another --draft, or leave it out"
         )
         print(f"prefill: {report.error}", file=sys.stderr)
 

@@ -58,3 +58,9 @@ def dry_run_report(output: str, report: str | None) -> str:
     """`data.scores.run.json` -> `data.scores.dry-run.json`, so that the report of a run stays."""
     path = report or default_report(output)
     return path.removesuffix(".json").removesuffix(".run") + ".dry-run.json"
+
+
+def require_json(output: str) -> None:
+    """Raise UsageError for a name that is not of a JSON file: a recipe or the environment may name the scores so."""
+    if not output.endswith(".json"):
+        raise UsageError(f"--output {output}: this names the JSON file, so end it in .json; the page goes beside it")

@@ -502,7 +502,11 @@ class BenchSettings(MeasuringOptions, ScheduledOptions):
         None, "Column of INPUT with the right answer, for accuracy and AUC.", BENCH, metavar="COLUMN"
     )
     output: str = option(
-        "bench.json", "Where the numbers go; the page goes beside it, as .html.", FILES, short="-o", metavar="PATH"
+        "bench.json",
+        "JSON file for the numbers; the page goes beside it, as .html.",
+        FILES,
+        short="-o",
+        metavar="PATH",
     )
 
     @property
@@ -597,7 +601,11 @@ class ProfileSettings(PriceOptions, MeasuringOptions, ScheduledOptions):
         REPLAY, metavar="SHARE", repeatable=True, requires=requirements.REPLAY,
     )  # fmt: skip
     output: str = option(
-        "profile.json", "Where the numbers go; the page goes beside it, as .html.", FILES, short="-o", metavar="PATH"
+        "profile.json",
+        "JSON file for the numbers; the page goes beside it, as .html.",
+        FILES,
+        short="-o",
+        metavar="PATH",
     )
 
     @classmethod

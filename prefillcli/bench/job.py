@@ -20,7 +20,7 @@ from prefillcli.errors import PrefillError, ResourceError, UsageError
 from prefillcli.inputs import open_source, prompt_builder
 from prefillcli.loading import Opened, load, open_models
 from prefillcli.outcome import fail
-from prefillcli.paths import refuse_among_inputs
+from prefillcli.paths import refuse_among_inputs, require_json
 from prefillcli.progress import Steps
 from prefillcli.redaction import shown, without_secrets
 from prefillcli.report.run import versions
@@ -81,8 +81,7 @@ def bench_job(settings: BenchSettings) -> dict[str, Any]:
 def _run(settings: BenchSettings, report: BenchReport, steps: Steps, *, first_rows: bool) -> None:
     names = _methods(settings)
     _check_names("--workload", settings.workload, WORKLOADS)
-    if settings.output.endswith(".html"):
-        raise UsageError(f"--output {settings.output}: this names the JSON file; the page goes beside it, as .html")
+    require_json(settings.output)
     source = None
     if settings.inputs:
         source = open_source(settings, _carried(settings))

@@ -13,6 +13,8 @@ from prefillcli.data.rows import Int32Array, Prompt
 FULL, SPECPREFILL, FALLBACK = "full", "specprefill", "fallback:"
 FAILED, NOT_FINITE = "draft_error", "draft_not_finite"
 """Reasons that speak against the draft; the others are of a prompt that is not for it."""
+MANY = 32
+"""Rows that show, without one that was compressed, that the draft is of no use."""
 
 
 def rows_failed(methods: Mapping[str, int]) -> int:
@@ -20,6 +22,13 @@ def rows_failed(methods: Mapping[str, int]) -> int:
     if methods.get(SPECPREFILL):
         return 0
     return sum(methods.get(FALLBACK + reason, 0) for reason in (FAILED, NOT_FINITE))
+
+
+def useless_fallbacks(methods: Mapping[str, int]) -> dict[str, int]:
+    """Rows by fallback where no row was compressed: the draft has failed, or `MANY` prompts were not for it."""
+    fallbacks = {method: rows for method, rows in sorted(methods.items()) if method.startswith(FALLBACK)}
+    useless = rows_failed(methods) or (not methods.get(SPECPREFILL) and sum(fallbacks.values()) >= MANY)
+    return fallbacks if useless else {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from prefillcli.data.store import open_store
 from prefillcli.errors import PrefillError, ResourceError, UsageError
 from prefillcli.loading import open_model
 from prefillcli.outcome import fail
+from prefillcli.paths import require_json
 from prefillcli.profile.input import Input, open_input, survey_input
 from prefillcli.profile.store import CompletionModel, ModeResult, Profile, Trace
 from prefillcli.progress import Steps
@@ -85,8 +86,7 @@ def _check(settings: ProfileSettings) -> Input | None:
     from prefillcli.profile.modes import MODES
     from prefillcli.replay.workloads import WORKLOADS
 
-    if settings.output.endswith(".html"):
-        raise UsageError(f"--output {settings.output}: this names the JSON file; the page goes beside it, as .html")
+    require_json(settings.output)
     _check_names("--mode", settings.mode, MODES)
     _check_names("--replay", settings.replay, {**WORKLOADS, "none": None})
     return open_input(settings, (settings.output, page_of(settings.output))) if settings.inputs else None

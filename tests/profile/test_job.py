@@ -114,7 +114,7 @@ def test_the_budget_of_the_measurements_is_that_of_the_plan(model: Path) -> None
         (("in.parquet", "--keep", "0.2"), "needs --draft"),
         (("in.parquet", "--keep", "auto"), "for a whole job"),
         (("in.parquet", "--limit", "3", "--sample", "3"), "one of them"),
-        (("in.parquet", "-o", "in.parquet"), "over the input"),
+        (("in.parquet", "-o", "scores.parquet"), "names the JSON file"),
         (("--limit", "3"), "--limit is for INPUT"),
         (("--schedule", "fifo"), "--schedule is for INPUT"),
         (("--pack-tokens", "100"), "--pack-tokens is for INPUT"),

@@ -171,11 +171,24 @@ def test_a_draft_that_fails_on_every_row_costs_no_row_but_is_an_error(
     for again in ({}, {"overwrite": False, "resume": True}):  # told once more, as long as the output stands
         summary = compressed(source, model=model, draft=draft, **again)
         assert (summary["status"], summary["exit_code"]) == ("failed", 1)
-        assert "the draft has failed on all 4 rows" in summary["error"]
-        assert "prefill: the draft has failed on all 4 rows" in capsys.readouterr().err
+        said = "none of the 4 rows that were to be compressed was (fallback:draft_not_finite 4)"
+        assert said in summary["error"]
+        assert f"prefill: {said}" in capsys.readouterr().err
     found = read_output("out.parquet")
     assert [row["method"] for row in found] == 4 * ["fallback:draft_not_finite"] + ["full"]
     assert_close(found, full_rows(source, model))
+
+
+@pytest.mark.parametrize(("rows", "code"), [(31, 0), (32, 1)])
+def test_a_draft_that_many_prompts_are_too_long_for_is_an_error(
+    model: Path, reference: Reference, tmp_path: Path, rows: int, code: int
+) -> None:
+    draft = save_model(tmp_path / "draft", seed=3, layers=1)
+    change_config(draft, max_position_embeddings=66)
+    source = write_jsonl("in.jsonl", lines_of(unrelated(reference, [70 + number for number in range(rows)])))
+    summary = compressed(source, model=model, draft=draft)
+    assert (summary["exit_code"], summary["rows"]["scored"]) == (code, rows)
+    assert (f"fallback:draft_length {rows}" in summary.get("error", "")) == (code == 1)
 
 
 @pytest.mark.parametrize(("failure", "code"), [(RuntimeError("no such kernel"), 1), (MemoryError("no room"), 5)])
