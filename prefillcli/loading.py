@@ -105,7 +105,7 @@ def _load_tokenizer(files: ModelFiles, trust_remote_code: bool) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(files.path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+    except Exception as error:  # the tokenizers library raises plain ones
         raise UsageError(f"{files.path}: cannot load the tokenizer: {brief(error)}") from None
 
 

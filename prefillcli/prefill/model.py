@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from prefillcli.errors import ResourceError, UsageError, brief
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
+from prefillcli.prefill.files import check_config, check_weights
 from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError, register
 from prefillcli.prefill.walk import LayerWalk
 
@@ -107,17 +107,17 @@ def read_model_files(
         others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for p in path.glob(pattern))
         found = f" (found {', '.join(others[:3])}, which is not read: only safetensors are)" if others else ""
         raise UsageError(f"{path}: no .safetensors file{found}")
+    check_config(path / "config.json")
     try:
         whole = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # each family has checks of its own, or none
         raise UsageError(f"{path}/config.json: {brief(error)}") from None
     config = whole.get_text_config()
     _refuse(whole, config, trust_remote_code, walk)
     chosen = getattr(torch, dtype) if dtype != "auto" else (config.dtype or whole.dtype or torch.float32)
     if dtype == "auto" and device == "cpu" and chosen == torch.float16:
         chosen = torch.float32  # float16 is slow and inexact on CPUs
-    for file in weights:
-        _check_safetensors(file)
+    check_weights(path, weights, config)
     return ModelFiles(path, config.model_type, config, chosen)
 
 
@@ -135,24 +135,6 @@ def _refuse(whole: Any, config: Any, trust_remote_code: bool, walk: bool) -> Non
         why, other = f"has layers of type {', '.join(sorted(strange))}", " (prefill score --engine hf or vllm may)"
     if why:
         raise UnsupportedModelError(f"{family} {why}; it cannot be walked layer by layer{other}")
-
-
-def _check_safetensors(file: Path) -> None:
-    """Find a truncated file by its header, before anything is loaded."""
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if not 2 <= length <= min(size, 100 << 20):
-                raise ValueError("no header")
-            header = json.loads(stream.read(length))
-        end = max((t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"), default=0)
-    except OSError as error:
-        raise UsageError(f"{file}: cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{file}: not a safetensors file ({error})") from None
-    if 8 + length + end != size:
-        raise UsageError(f"{file}: truncated: {size} bytes, its header asks for {8 + length + end}")
 
 
 def choose_device(name: str) -> torch.device:

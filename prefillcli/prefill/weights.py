@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from prefillcli.prefill.files import read_header, read_json
 from prefillcli.prefill.model import ModelFiles
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -22,7 +21,7 @@ def weight_bytes(files: ModelFiles, device: torch.device) -> int:
     """
     total = 0
     for path in weight_files(files.path):
-        for tensor in _header(path).values():
+        for tensor in read_header(path).values():
             begin, end = tensor["data_offsets"]
             saved = _FLOATS.get(tensor["dtype"])
             if device.type != "cpu":
@@ -56,14 +55,6 @@ def weight_files(path: Path) -> list[Path]:
     if whole.is_file():
         return [whole]
     if index.is_file():
-        names = set(json.loads(index.read_bytes()).get("weight_map", {}).values())
+        names = set(read_json(index).get("weight_map", {}).values())
         return sorted(path / name for name in names if (path / name).is_file())
     return []
-
-
-def _header(path: Path) -> dict[str, Any]:
-    """Names and descriptions of the tensors in a file that `read_model_files` has found whole."""
-    with path.open("rb") as stream:
-        header: dict[str, Any] = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    header.pop("__metadata__", None)
-    return header

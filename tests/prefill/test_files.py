@@ -1,0 +1,187 @@
+"""Files that no model has are refused before anything is built from them."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from prefillcli.errors import UsageError
+from prefillcli.prefill.model import read_model_files
+from tests.prefill.families import make_model
+from tests.score.models import save_model
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    make_model("llama").save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("a model is built")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"vocab_size": -5}, "vocab_size is -5"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"vocab_size": 10**12}, "vocab_size is 1000000000000"),
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers is 10000000"),
+        ({"num_hidden_layers": 10**18}, "num_hidden_layers is"),
+        ({"num_hidden_layers": "many"}, 'num_hidden_layers is "many"'),
+        ({"num_hidden_layers": True}, "num_hidden_layers is true"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5"),
+        ({"hidden_size": 0}, "hidden_size is 0"),
+        ({"num_attention_heads": -4}, "num_attention_heads is -4"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ({"head_dim": -1}, "head_dim is -1"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is NaN"),
+        ({"rms_norm_eps": "small"}, 'rms_norm_eps is "small"'),
+        ({"max_position_embeddings": -1}, "max_position_embeddings is -1"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": float("inf")}}, "rope_theta is Infinity"),
+        ({"text_config": {"vocab_size": "x" * 1000}}, 'vocab_size is "xxx'),
+        ({"rope_parameters": "round"}, "config.json"),
+        ({"dtype": "float99"}, "config.json"),
+        ({"model_type": ["llama"]}, "config.json"),
+        ({"num_hidden_layers": 4000}, "config.json says 4,000 layers, the weights have 3"),
+        ({"vocab_size": 7}, "other shapes than config.json says"),
+        ({"hidden_size": 1 << 20}, "other shapes than config.json says"),
+    ],
+)
+def test_a_configuration_of_absurd_numbers_is_refused(saved: Path, changes: dict[str, Any], says: str) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps({**config, **changes}))
+    assert_refused(saved, says)
+
+
+def sparse(path: Path) -> None:
+    os.truncate(path, 1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"{", "not JSON"),
+        (b"\xff\xfe\x00", "not JSON"),
+        (b"[]", "not a JSON object"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b"[" * 100_000, "nested too deeply"),
+        (sparse, "1,073,741,824 bytes"),
+    ],
+)
+def test_a_configuration_that_is_no_json_is_refused(
+    saved: Path, content: bytes | Callable[[Path], None], says: str
+) -> None:
+    path = saved / "config.json"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        content(path)
+    assert_refused(saved, says)
+
+
+def shape_beyond_the_bytes(header: dict[str, Any]) -> None:
+    first_of(header)["shape"][0] *= 1000
+
+
+def ends_behind_the_file(header: dict[str, Any]) -> None:
+    first_of(header)["data_offsets"][1] += 10**15
+
+
+def begins_before_the_file(header: dict[str, Any]) -> None:
+    first_of(header)["data_offsets"][0] = -(10**6)
+
+
+def no_shape(header: dict[str, Any]) -> None:
+    first_of(header)["shape"] = "wide"
+
+
+def no_tensor(header: dict[str, Any]) -> None:
+    header["model.norm.weight"] = 7
+
+
+def first_of(header: dict[str, Any]) -> dict[str, Any]:
+    return next(tensor for name, tensor in header.items() if name != "__metadata__")
+
+
+@pytest.mark.parametrize(
+    "change", [shape_beyond_the_bytes, ends_behind_the_file, begins_before_the_file, no_shape, no_tensor]
+)
+def test_a_header_that_does_not_fit_its_file_is_refused(saved: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    file = saved / "model.safetensors"
+    data = file.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+    assert_refused(saved, "model.safetensors: not a safetensors file|model.safetensors: truncated")
+
+
+@pytest.mark.parametrize(
+    "start", [b"", b"\x01", struct.pack("<Q", 1 << 60), struct.pack("<Q", 200_000) + b"[" * 200_000]
+)
+def test_a_file_that_is_no_safetensors_file_is_refused(saved: Path, start: bytes) -> None:
+    (saved / "model.safetensors").write_bytes(start)
+    assert_refused(saved, "not a safetensors file")
+
+
+@pytest.mark.parametrize(
+    ("index", "says"),
+    [
+        ({"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}, "model-00002-of-00002.* not there"),
+        ({"weight_map": {"nosuch": "model-1.safetensors"}}, "holds .*nosuch"),
+        ({"weight_map": {"lm_head.weight": "../other.safetensors"}}, "not there"),
+        ({"weight_map": {"lm_head.weight": 7}}, "no weight_map"),
+        ([], "no weight_map"),
+    ],
+)
+def test_an_index_that_does_not_fit_its_files_is_refused(saved: Path, index: Any, says: str) -> None:
+    (saved / "model.safetensors").rename(saved / "model-1.safetensors")
+    (saved / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert_refused(saved, says)
+
+
+def test_a_model_in_several_files_is_taken(saved: Path) -> None:
+    with safe_open(saved / "model.safetensors", "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    (saved / "model.safetensors").unlink()
+    places = {name: f"model-0000{1 + at % 2}-of-00002.safetensors" for at, name in enumerate(tensors)}
+    for place in set(places.values()):
+        save_file({name: tensors[name] for name in tensors if places[name] == place}, saved / place)
+    (saved / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    assert read_model_files(saved).dtype == torch.float32
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[" * 200_000, b"\x00" * 100, b"[]"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path, name: str, content: bytes) -> None:
+    from prefillcli.loading import open_models
+    from prefillcli.settings import ScoreSettings
+
+    save_model(tmp_path / "model")
+    (tmp_path / "model" / name).write_bytes(content)
+    with pytest.raises(UsageError) as refused:
+        open_models(ScoreSettings(inputs=("x",), model=str(tmp_path / "model")))
+    assert str(refused.value).count("\n") < 3
+
+
+def assert_refused(folder: Path, says: str) -> None:
+    with pytest.raises(UsageError, match=says) as refused:
+        read_model_files(folder)
+    assert str(refused.value).count("\n") < 3
+    assert len(str(refused.value)) < 600
