@@ -246,7 +246,8 @@ def quick_table(workload: WorkloadResult) -> TableRows:
 def verdicts(workload: WorkloadResult) -> list[str]:
     """What the measurements show, and what they do not: a claim where the spread or the interval bears it."""
     methods = {each.method: each for each in workload.methods}
-    found = [_of_speed(each, workload.rounds) for name, each in methods.items() if name != REFERENCE]
+    reference = methods[REFERENCE]
+    found = [_of_speed(each, reference, workload.rounds) for each in methods.values() if each is not reference]
     if workload.reference_able is False:
         return found
     for name, each in methods.items():
@@ -260,14 +261,17 @@ def _drops_nothing(method: MethodResult) -> bool:
     return method.keep is not None and method.keep < 1 and method.kept == 1 and not method.fallbacks
 
 
-def _of_speed(method: MethodResult, rounds: int) -> str:
-    speed, name = method.speedup, method.method
+def _of_speed(method: MethodResult, reference: MethodResult, rounds: int) -> str:
+    """A difference is one where the slowest round of the one is faster than the fastest of the other."""
+    name, own, other = method.method, method.seconds, reference.seconds
+    times = f"{three_digits(method.speedup.median)} times {REFERENCE}'s speed"
     if rounds < 2:
-        return f"{name}: {three_digits(speed.median)} times {REFERENCE}'s speed in the one timed round, no more"
-    if speed.low > 1 or speed.high < 1:
-        what = "faster" if speed.low > 1 else "slower"
-        return f"{name}: {what} than {REFERENCE} in all {rounds} rounds, {_short(speed)} times its speed"
-    return f"{name}: no difference in speed shown, rounds lie on both sides ({_short(speed)})"
+        return f"{name}: {times} in the one timed round, no more"
+    if own.high < other.low or own.low > other.high:
+        return (
+            f"{name}: {'faster' if own.high < other.low else 'slower'} than {REFERENCE}, {times} over {rounds} rounds"
+        )
+    return f"{name}: no difference in speed shown, its rounds and those of {REFERENCE} overlap"
 
 
 def _of_flips(method: MethodResult, chance: MethodResult) -> list[str]:
