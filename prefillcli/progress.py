@@ -16,6 +16,11 @@ from prefillcli.data.heartbeat import Pace
 from prefillcli.report.survey import duration
 
 
+def _time() -> str:
+    """What a log needs before a line, and a terminal does not: the local time with its offset from UTC."""
+    return "" if sys.stderr.isatty() else f"{datetime.now().astimezone().isoformat(timespec='seconds')} "
+
+
 class Progress:
     """Counts rows and prompt tokens. `total` rows may not be known.
 
@@ -71,7 +76,7 @@ class Progress:
 
     def _line(self, seconds: float) -> str:
         rate = (self._rows - self._before) / seconds
-        line = f"prefill: {datetime.now().astimezone().isoformat(timespec='seconds')} {self._rows:,.0f}"
+        line = f"prefill: {_time()}{self._rows:,.0f}"
         if self._total:
             line += f" of {self._total:,} rows ({self._rows / self._total:.1%})"
         else:
@@ -125,7 +130,7 @@ class Steps:
     def _say(self, text: str) -> None:
         self._said = time.monotonic()
         if not self._quiet:
-            print(f"prefill: {text}", file=sys.stderr, flush=True)
+            print(f"prefill: {_time()}{text}", file=sys.stderr, flush=True)
 
     def _watch(self) -> None:
         while not self._ended.wait(max(self._said + self._interval - time.monotonic(), 0.05)):
