@@ -13,7 +13,7 @@ import pytest
 
 from prefillcli.compress.auto import RATES
 from tests.score.compression import HOW, compressed, lines_of, unrelated
-from tests.score.jobs import Reference, read_output, read_report, write_jsonl
+from tests.score.jobs import Reference, read_output, read_report, score, write_jsonl
 from tests.score.models import save_model
 from tests.score.processes import Command, Hold, cut_small_windows
 
@@ -41,6 +41,10 @@ def make_input(reference: Reference) -> Path:
     keep[7], keep[33], keep[60] = 0.6, 2, None
     truth = [("Yes", "No")[number % 3 == 0] for number in range(ROWS)]
     return write_jsonl("in.jsonl", lines_of(prompts, keep=keep, truth=truth))
+
+
+#: None leaves an option out.
+NO_COMPRESSION = dict.fromkeys(("draft", "audit", "truth", *HOW))
 
 
 def flags(model: Path, draft: Path, **more: Any) -> dict[str, Any]:
@@ -241,11 +245,12 @@ def test_another_way_to_compress_is_another_job(
         ({"audit": 24}, "compression"),
         ({"truth": "prompt_token_ids"}, "compression"),
         ({"draft": other}, "draft"),
-        ({"draft": None, "keep": 1.0, "audit": 0, "truth": None}, "draft"),
+        (NO_COMPRESSION, "draft"),
     ):
         for flag in ("resume", "overwrite"):
-            options = flags(model, draft) | changes | {flag: flag == "resume"}
-            assert compressed("in.jsonl", **options)["exit_code"] == 4
+            options = HOW | flags(model, draft) | changes | {flag: flag == "resume"}
+            given = {name: value for name, value in options.items() if value is not None}
+            assert score("in.jsonl", "out.parquet", **given)["exit_code"] == 4
             message = capsys.readouterr().err
             assert "belongs to another job" in message
             assert part in message
