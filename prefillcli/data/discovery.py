@@ -46,6 +46,8 @@ class Found:
     kind: Kind
     codec: str | None
     """Compression of a JSON Lines file: gzip, zstd or None."""
+    below: str
+    """The path below the directory that was given, else the whole one: its folders may name columns."""
     stamp: Stamp
     """Which version of the file was found."""
 
@@ -128,7 +130,7 @@ def _expand(path: str) -> tuple[list[Found], list[str]]:
     raise UsageError(f"input not found: {path}")
 
 
-def _directory(filesystem: Any, inner: str, shown: str) -> tuple[list[Found], list[str]]:
+def _directory(filesystem: Any, inner: str, shown: str, *, by_glob: bool = False) -> tuple[list[Found], list[str]]:
     names = sorted(_walk_local(inner)) if is_local(filesystem) else sorted(filesystem.find(inner))
     visible = [name for name in names if _visible(name, inner)]
     taken = [name for name in visible if _format(name) is not None]
@@ -137,7 +139,8 @@ def _directory(filesystem: Any, inner: str, shown: str) -> tuple[list[Found], li
     if not taken:
         raise UsageError(f"no input files in {shown}: expected files that end in {ENDINGS}")
     left_out = [_display(filesystem, name, shown) for name in visible if _format(name) is None]
-    return [_found(filesystem, name, _display(filesystem, name, shown)) for name in taken], left_out
+    root = "" if by_glob else inner
+    return [_found(filesystem, name, _display(filesystem, name, shown), root) for name in taken], left_out
 
 
 def _glob(filesystem: Any, inner: str, shown: str) -> tuple[list[Found], list[str]]:
@@ -149,7 +152,7 @@ def _glob(filesystem: Any, inner: str, shown: str) -> tuple[list[Found], list[st
             continue
         if filesystem.isdir(name):
             if "**" not in inner:
-                taken, other = _directory(filesystem, name, _display(filesystem, name, shown))
+                taken, other = _directory(filesystem, name, _display(filesystem, name, shown), by_glob=True)
                 found += taken
                 left_out += other
         else:
@@ -203,13 +206,13 @@ def _display(filesystem: Any, name: str, shown: str) -> str:
     return str(filesystem.unstrip_protocol(name))
 
 
-def _found(filesystem: Any, inner: str, shown: str) -> Found:
+def _found(filesystem: Any, inner: str, shown: str, root: str = "") -> Found:
     form = _format(inner) or _format(inner.partition("?")[0])  # the query of a signed URL
     if form is None and _is_csv(inner):
         raise UsageError(_convert(shown))
     if form is None:
         raise UsageError(f"unknown ending: {shown}\nexpected a file that ends in {ENDINGS}")
-    return Found(shown, filesystem, inner, form[0], form[1], stamp_of(filesystem, inner))
+    return Found(shown, filesystem, inner, form[0], form[1], inner[len(root) :], stamp_of(filesystem, inner))
 
 
 def _is_csv(name: str) -> bool:

@@ -108,6 +108,8 @@ class BatchMaker:
         self._selection = selection
         self.row = 0
         """Number of the next line."""
+        self.constants: dict[str, Any] = {}
+        """Columns with the same value on all of the next lines, whatever the lines say."""
         self._clear()
 
     def _clear(self) -> None:
@@ -143,6 +145,7 @@ class BatchMaker:
         self._nbytes += len(line) if isinstance(line, bytes) else 0
         parsed = parse(line)
         if type(parsed) is dict:
+            parsed |= self.constants
             get = parsed.get
             for name, values in self._values.items():
                 values.append(get(name))
@@ -157,8 +160,11 @@ class BatchMaker:
                 texts.append(text)
         else:
             self._errors[row] = parsed  # type: ignore[assignment]  # no dict, so a RowError
-            for values in (*self._values.values(), *self._texts.values()):
-                values.append(None)
+            for name, values in self._values.items():
+                values.append(self.constants.get(name))
+            for name, texts in self._texts.items():
+                value = self.constants.get(name)
+                texts.append(None if value is None else _encode(value))
 
     def _take(self) -> RowBatch:
         if self._carried:

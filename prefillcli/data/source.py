@@ -16,6 +16,7 @@ from prefillcli.data.contents import Contents
 from prefillcli.data.discovery import discover, finds
 from prefillcli.data.jsonl import BatchMaker, JsonlInput, parse
 from prefillcli.data.parquet import ParquetInput
+from prefillcli.data.partitions import Partitions
 from prefillcli.data.rows import MAX_ROW_BYTES, Int64Array, RowBatch, RowError
 from prefillcli.data.selection import Selection
 from prefillcli.data.target import METADATA
@@ -49,6 +50,7 @@ class Source:
         self._contents = Contents(found, "input", lambda: [file.path for file in discover(inputs)[0]])
         self._starts: list[int] = []  # of every file that was begun, the number of its first row
         self._counted: int | None = None
+        self._partitions = Partitions.of(file.below for file in found)
         if self.kind == "parquet":
             self._parquet = [ParquetInput(file) for file in found]
             self._refuse_outputs()
@@ -59,6 +61,8 @@ class Source:
         else:
             self._jsonl = [JsonlInput(file) for file in found]
             self.available, self._peeked = self._peek()
+        self._in_files = self.available
+        self.available = tuple(dict.fromkeys([*self.available, *self.partition_keys]))
 
     @classmethod
     def open(
@@ -96,17 +100,27 @@ class Source:
         for reader in self._parquet if self.kind == "parquet" else self._jsonl:
             reader.max_row_bytes = max_row_bytes
         columns, carried = tuple(dict.fromkeys(columns)), tuple(dict.fromkeys(carried))
+        keys = self._partitions.schema
+        self._refuse_doubles([name for name in (*columns, *carried, *optional) if name in keys.names])
+        wanted = [name for name in (*columns, *carried) if name not in keys.names]
         if self.kind == "parquet":
             for file, read in zip(self._found, self._parquet, strict=True):
-                _require((*columns, *carried), read.schema.names, file.path)
-            self.carried_schema = pa.schema([self._common_field(name) for name in carried])
+                _require(wanted, (*read.schema.names, *keys.names), file.path)
+            self.carried_schema = pa.schema(
+                [keys.field(name) if name in keys.names else self._common_field(name) for name in carried]
+            )
         else:
             if self._peeked:
-                _require((*columns, *carried), self.available, f"the first {self._peeked} lines")
+                _require(wanted, self.available, f"the first {self._peeked} lines")
             self.carried_schema = pa.schema([(name, pa.string()) for name in carried])
         self.columns = columns
         self.optional = tuple(name for name in optional if name not in columns)
         return self
+
+    @property
+    def partition_keys(self) -> tuple[str, ...]:
+        """The columns that the names of folders hold, outermost first."""
+        return tuple(self._partitions.schema.names)
 
     @property
     def total_rows(self) -> int | None:
@@ -140,14 +154,16 @@ class Source:
         self._contents.begin()
 
     def fingerprint(self) -> str:
-        """Digest of the content and of which rows are taken; where the files lie does not count.
+        """Digest of the content and of which rows are taken; where the files lie does not count,
+        but for the columns that their folders name.
 
         Reads every file whole, once, unless its digest is known from before. Raises as `Contents.digests`.
         """
         wish = self._wish
         seed = wish.seed if wish.sample is not None else None
         content = [(file.size, each) for file, each in zip(self._found, self._contents.digests(), strict=True)]
-        text = json.dumps([self.kind, content, wish.limit, wish.sample, seed])
+        keys = list(self._partitions.values) if self.partition_keys else []
+        text = json.dumps([self.kind, content, wish.limit, wish.sample, seed, *keys])
         return hashlib.sha256(text.encode()).hexdigest()
 
     def require_unchanged(self, rows: Int64Array | None = None) -> None:
@@ -200,21 +216,46 @@ class Source:
         end = selection.end
         if self.kind == "parquet":
             start = 0
-            for file in self._parquet:
+            for number, file in enumerate(self._parquet):
                 if end is not None and start >= end:
                     return
                 self._starts.append(start)
-                there = tuple(name for name in self.optional if name in file.schema.names)
-                yield from file.batches(start, self.columns + there, self.carried_schema, selection)
+                names = [name for name in (*self.columns, *self.optional) if name in file.schema.names]
+                own = pa.schema([field for field in self.carried_schema if field.name not in self.partition_keys])
+                for batch in file.batches(start, names, own, selection):
+                    yield self._with_keys(batch, number)
                 start += file.rows
             return
         maker = BatchMaker(self.columns, self.carried_schema.names, selection, self.optional)
-        for lines in self._jsonl:
+        for number, lines in enumerate(self._jsonl):
             if end is not None and maker.row >= end:
                 break
             self._starts.append(maker.row)
+            maker.constants = self._partitions.values[number]
             yield from maker.add(lines.lines())
         yield from maker.rest()
+
+    def _with_keys(self, batch: RowBatch, number: int) -> RowBatch:
+        """The batch of a Parquet file with the columns that the file's folders name."""
+        if self.partition_keys:
+            rows = len(batch.rows)
+            for name, value in self._partitions.values[number].items():
+                if name in (*self.columns, *self.optional):
+                    batch.columns[name] = [value] * rows
+                if name in self.carried_schema.names:
+                    column = pa.array([value] * rows, self.carried_schema.field(name).type)
+                    batch.carried = batch.carried.append_column(name, column)
+            batch.carried = batch.carried.select(self.carried_schema.names)
+        return batch
+
+    def _refuse_doubles(self, keys: Sequence[str]) -> None:
+        for name in keys:
+            inside = [file.schema.names for file in self._parquet] if self.kind == "parquet" else [self._in_files]
+            for file, names in zip(self._found, inside, strict=False):
+                if name in names:
+                    raise UsageError(
+                        f"{file.path} has a column {name!r}, and its folders name one too\nrename one of them"
+                    )
 
     def _refuse_outputs(self) -> None:
         """Scores that lie among other files are hardly meant to be scored."""

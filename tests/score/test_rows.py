@@ -291,3 +291,17 @@ def test_ids_in_nanoseconds_are_carried_to_the_last_digit(model: Path, output: s
     else:
         ids = [row["id"] for row in read_output(output)]
         assert ids == ["2026-01-01T00:00:00.123456789", None, "2026-01-01T00:00:00.123456788"]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_columns_that_folders_name_are_rendered_and_kept(model: Path, reference: Reference, kind: str) -> None:
+    for day in (1, 2):
+        Path(f"in/day={day}/user=a%20b").mkdir(parents=True)
+        path = f"in/day={day}/user=a%20b/posts.{kind}"
+        rows = [{"prompt": text} for text in texts(2)]
+        write_jsonl(path, rows) if kind == "jsonl" else write_parquet(path, prompt=texts(2))
+    template = "{{ user }} on day {{ day }}: {{ prompt }}"
+    assert score("in", model=model, template=template, keep_columns="day,user")["exit_code"] == 0
+    found = read_output("out.parquet")
+    assert [(row["day"], row["user"]) for row in found] == [(1, "a b")] * 2 + [(2, "a b")] * 2
+    assert_scored(found, [reference.answer(f"a b on day {day}: {text}") for day in (1, 2) for text in texts(2)])
