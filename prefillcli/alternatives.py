@@ -14,7 +14,7 @@ from prefillcli.compress.selection import select_all
 from prefillcli.compress.settings import Compression
 from prefillcli.data.rows import Prompt
 from prefillcli.errors import ResourceError
-from prefillcli.loading import Opened, compression_of, plan_memory
+from prefillcli.loading import Opened, compression_of, plan_memory, worth_of
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plans
 from prefillcli.plan.schedules import SCHEDULES
@@ -66,6 +66,7 @@ class Alternatives:
         self.keeps: list[KeepCost] = []
         if opened.draft is not None:
             self._compression = _compression(settings, opened)
+            self._worth = worth_of(settings, opened)
             self._draft_reach = _draft_reach(opened, self._compression, Limits(**plan["draft"]["limits"]))
             rates = sorted({*KEEP_RATES, self._keep}, reverse=True)
             self.keeps = [KeepCost(keep=rate, chosen=rate == settings.keep) for rate in rates]
@@ -101,7 +102,7 @@ class Alternatives:
         """How the target would read the prompts if the draft found the first chunks of each the most important."""
         if self._compression is None:
             return [Reading(prompt) for prompt in prompts]
-        rates = keep_rates(prompts, keep, self._compression)
+        rates = keep_rates(prompts, keep, self._compression, self._worth)
         longest = max((len(prompt.tokens) for prompt in prompts), default=0)
         alike = np.zeros(longest, dtype=np.float32)  # of equally important chunks the first are kept
         importances = [
@@ -140,6 +141,6 @@ def _draft_reach(opened: Opened, compression: Compression, limits: Limits) -> in
     """Tokens of the longest prompt that the draft can read."""
     if opened.draft is None:
         return 0
-    decoded = compression.lookahead - 1 if compression.decodes else 0
+    decoded = compression.decoded
     reach = min(opened.draft.max_length - decoded, limits.max_tokens)
     return reach if limits.read_tokens is None else min(reach, limits.read_tokens)

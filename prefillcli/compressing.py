@@ -17,11 +17,14 @@ from prefillcli.data.sink import Sink
 from prefillcli.engines.base import Engine
 from prefillcli.errors import PrefillError, ResourceError, brief
 from prefillcli.outcome import out_of_resource
+from prefillcli.reasons import why_in_full, why_not_asked
 from prefillcli.report.run import RunReport
 from prefillcli.settings import ScoreSettings
 
 Tick = Callable[[float], None]
 
+ALMOST_ALL = 0.95
+"""Of a window's tokens: a job that was to read fewer and reads as many hears why."""
 
 class WindowCompressor:
     """Decides how the target reads a window's prompts. A chosen rate goes into the sink's plan, for a resumed run."""
@@ -41,6 +44,7 @@ class WindowCompressor:
         self._sink = sink
         self._settings = settings
         self._report = report
+        self._warned = False
 
     def __call__(self, window: Window, prompts: Sequence[Prompt], tick: Tick) -> list[Reading]:
         """One reading for each prompt of `window`. `tick` is called with the tokens of each step; it may raise."""
@@ -52,7 +56,33 @@ class WindowCompressor:
         if pending:
             self._choose(window, prompts, wanted, estimates, tick)
         self._report.tokens.draft = compressor.draft.tokens
-        return compressor.select(prompts, compressor.keeps(prompts), estimates)
+        keeps = compressor.keeps(prompts)
+        readings = compressor.select(prompts, keeps, estimates)
+        if readings and compressor.keep < 1 and not self._warned:
+            self._warned = self._warn_of_little(readings, keeps)
+        return readings
+
+    def _warn_of_little(self, readings: Sequence[Reading], keeps: Sequence[float | None]) -> bool:
+        """Tell if the model reads nearly all tokens of a window in spite of the keep rate, and why."""
+        read, whole = (
+            sum(map(len, each)) for each in zip(*((r.tokens, r.prompt.tokens) for r in readings), strict=True)
+        )
+        if read <= ALMOST_ALL * whole:
+            return False
+        compressor, prompts = self._compressor, [each.prompt for each in readings]
+        number = max(range(len(readings)), key=lambda at: len(readings[at].tokens))
+        full = sum(each.kept is None for each in readings)
+        if keeps[number] is None:
+            why = why_not_asked(prompts, keeps, number, compressor.keep, compressor.settings, compressor.worth)
+        else:
+            why = why_in_full(readings[number]) or "its first and last tokens, which are always kept, are most of it"
+        print(
+            f"prefill: warning: --keep {self._compressor.keep:g} leaves {read / whole:.0%} of the tokens of "
+            f"{len(readings):,} rows, {full:,} of them are read in full; row "
+            f"{prompts[number].row}, for one: {why}",
+            file=sys.stderr,
+        )
+        return True
 
     def _check(self, estimates: Sequence[Estimate], pending: bool) -> None:
         """Raise PrefillError if the draft has failed on everything so far: on `MANY` rows, or where it is to be tried.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -14,8 +14,7 @@ from rich.console import Console
 
 from prefillcli.answers import answer
 from prefillcli.compress.reading import Reading
-from prefillcli.compress.selection import FloatArray
-from prefillcli.compress.settings import Compression
+from prefillcli.compress.selection import FloatArray, tails
 from prefillcli.data.encoding import Encoder
 from prefillcli.data.labels import Labels, parse_labels
 from prefillcli.data.rows import Prompt, RowError
@@ -24,11 +23,11 @@ from prefillcli.data.token_texts import token_texts
 from prefillcli.engines.base import Engine
 from prefillcli.errors import PrefillError, UsageError
 from prefillcli.inputs import open_source, prompt_builder
-from prefillcli.loading import Loaded, Opened, compression_of, load, open_models
+from prefillcli.loading import Loaded, Opened, load, open_models
 from prefillcli.outcome import fail
 from prefillcli.plan.trie import common_prefix
 from prefillcli.progress import Progress
-from prefillcli.reasons import why_in_full, why_kept, why_not_asked
+from prefillcli.reasons import Neighbour, why_in_full, why_kept, why_not_asked
 from prefillcli.report.inspection import Answer, Inspection, SharedPrefix, TokenView, Why, print_inspection, visible
 from prefillcli.report.inspection_page import write_html
 from prefillcli.settings import CompressionOptions, InspectSettings
@@ -158,8 +157,7 @@ class _InspectJob:
 
             read = _Read(Reading(prompt), None, ["full"] * len(prompt.tokens))
             if loaded.compressor is not None:
-                compression = _effective(settings, opened)
-                read = self._compress(loaded.compressor, compression, prompts, shared, number, tick)
+                read = self._compress(loaded.compressor, prompts, shared, number, tick)
             summary.method, summary.kept_tokens = read.reading.method, len(read.reading.tokens)
             full, compressed = self._answers(loaded, labels, read.reading, tick)
         return Inspection(
@@ -179,38 +177,36 @@ class _InspectJob:
     def _compress(
         self,
         compressor: Compressor,
-        compression: Compression,
         prompts: Sequence[Prompt],
         shared: Sequence[int],
         number: int,
         tick: Tick,
     ) -> _Read:
         """What a window's compression makes of its prompt `number`."""
-        if compression.per_row:
-            prompts, shared, number = [prompts[number]], [shared[number]], 0
-        prompt = prompts[number]
+        prompt, compression = prompts[number], compressor.settings
         keeps = compressor.keeps(prompts)
         if keeps[number] is None:
-            self._tell_in_full(why_not_asked(prompts, keeps, number, compressor.keep, compression))
+            why_not = why_not_asked(prompts, keeps, number, compressor.keep, compression, compressor.worth)
+            self._tell_in_full(why_not)
             return _Read(Reading(prompt), None, ["full"] * len(prompt.tokens))
         related = [other for other, common in enumerate(shared) if common]
         relatives, common = [prompts[other] for other in related], [shared[other] for other in related]
-        readings, importances = _select(
-            compressor,
-            relatives,
-            [keeps[other] for other in related],
-            [tokens >= min(compression.select_chunk, len(prompt.tokens)) for tokens in common],
-            tick,
-        )
+        rates = [keeps[other] for other in related]
         own = related.index(number)
+        near = [tokens >= min(compression.select_chunk, len(prompt.tokens)) for tokens in common]
+        if compression.per_row:
+            near = [at == own for at in range(len(related))]
+        readings, importances = _select(compressor, relatives, rates, near, tick)
         in_full = why_in_full(readings[own])
         if in_full is not None:
             self._tell_in_full(in_full)
-        lengths = [len(other.tokens) for other in relatives]
-        complete = [importance is None for importance in importances]
-        del lengths[own], complete[own], common[own]
-        why = why_kept(readings[own], lengths, complete, common, compression)
-        return _Read(readings[own], importances[own], why)
+        ends = tails([each.tokens for each in relatives], rates, compression)
+        neighbours = [
+            Neighbour(len(relatives[at].tokens), ends[at], importances[at] is None, common[at])
+            for at in range(len(related))
+            if at != own and not compression.per_row
+        ]
+        return _Read(readings[own], importances[own], why_kept(readings[own], ends[own], neighbours, compression))
 
     def _tell_in_full(self, why: str) -> None:
         print(f"prefill: warning: row {self._summary.row} is read in full: {why}", file=sys.stderr)
@@ -261,14 +257,6 @@ def _check(settings: InspectSettings) -> None:
         raise UsageError(f"--html {settings.html}: the page's name ends in .html")
 
 
-def _effective(settings: InspectSettings, opened: Opened) -> Compression:
-    """The compression as the target's sliding window makes it."""
-    from prefillcli.prefill.model import sliding_window
-
-    compression = compression_of(settings)
-    return replace(compression, keep_last=max(compression.keep_last, sliding_window(opened.files.config) or 0))
-
-
 def _select(
     compressor: Compressor,
     prompts: Sequence[Prompt],
@@ -278,8 +266,8 @@ def _select(
 ) -> tuple[list[Reading], list[FloatArray | None]]:
     """Readings of prompts that share their first tokens, and the importance they follow from.
 
-    Those that are not `near` share no whole chunk with the row: their importance has no say in what is kept of it, and
-    the draft is spared them. Where they are compressed they still are so.
+    The importance of those that are not `near` has no say in what is kept of the row: they share no whole chunk with
+    it, or every row is selected by itself. The draft is spared them. Where they are compressed they still are so.
     """
     from prefillcli.compress.draft import Estimate
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from prefillcli.compress.settings import Compression
+from prefillcli.compress.settings import PAPER, Compression
 from prefillcli.engines.base import Engine
 from prefillcli.errors import ResourceError, UsageError, brief
 from prefillcli.plan.pack import Limits
@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # torch takes seconds to import; wrong input should not wait 
     import torch
 
     from prefillcli.compress.compressor import Compressor
+    from prefillcli.compress.worth import Worth
     from prefillcli.engines.torch import TorchEngine
     from prefillcli.prefill.memory import MemoryLaw
     from prefillcli.prefill.model import ModelFiles
@@ -220,7 +221,7 @@ def _draft_plan(settings: LoadingOptions, law: MemoryLaw, budget: int, device: t
         device=device,
         chunk_tokens=chunk_tokens,
         queries=compression.queries,
-        all_layers=compression.decodes,
+        all_layers=compression.decoded > 0,
     )
     return {"chunk_tokens": chunk_tokens, "limits": asdict(limits)}
 
@@ -249,12 +250,26 @@ def _compressor(opened: Opened, model: Any, settings: LoadingOptions, plan: dict
         max_length=opened.draft.max_length,
         on_failure=tell,
     )
-    return Compressor(draft, compression, keep=keep, target_window=sliding_window(opened.files.config))
+    return Compressor(
+        draft,
+        compression,
+        keep=keep,
+        worth=worth_of(settings, opened),
+        target_window=sliding_window(opened.files.config),
+    )
+
+
+def worth_of(settings: CompressionOptions, opened: Opened) -> Worth:
+    """Which prompts compression pays for."""
+    from prefillcli.compress.worth import Worth
+
+    small = opened.draft and opened.draft.config
+    return Worth(compression_of(settings), opened.files.config, small)
 
 
 def compression_of(settings: CompressionOptions) -> Compression:
     """The options of compression as the draft and the selection take them."""
-    return Compression(
+    found = Compression(
         lookahead=settings.lookahead,
         query_window=settings.query_window,
         query_reduce=settings.query_reduce,
@@ -263,5 +278,7 @@ def compression_of(settings: CompressionOptions) -> Compression:
         compress_above=settings.compress_above,
         keep_first=settings.keep_first,
         keep_last=settings.keep_last,
+        keep_private=settings.keep_private,
         per_row=settings.compress_per_row,
     )
+    return replace(found, **PAPER) if settings.paper else found

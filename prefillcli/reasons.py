@@ -3,39 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from prefillcli.compress.reading import FALLBACK, Reading
 from prefillcli.compress.selection import full_prefixes
 from prefillcli.compress.settings import Compression
+from prefillcli.compress.worth import Worth
 from prefillcli.data.rows import Prompt
 from prefillcli.report.inspection import Why
 
 
 def why_not_asked(
-    prompts: Sequence[Prompt], keeps: Sequence[float | None], number: int, keep: float, compression: Compression
+    prompts: Sequence[Prompt],
+    keeps: Sequence[float | None],
+    number: int,
+    keep: float,
+    compression: Compression,
+    worth: Worth,
 ) -> str:
     """Why prompt `number` has no keep rate in `keeps`, as `Compressor.keeps` decides. `keep` is the job's rate."""
-    prompt, above = prompts[number], compression.compress_above
-    tokens = len(prompt.tokens)
+    prompt = prompts[number]
+    tokens, own = len(prompt.tokens), keep if prompt.keep is None else prompt.keep
     if prompt.specprefill is False:
         return "its column specprefill is false"
     if prompt.keep is not None and prompt.keep >= 1:
         return "its column keep is 1"
-    if prompt.keep is None and keep >= 1:
+    if own >= 1:
         return "--keep is 1"
     if tokens <= compression.keep_first + compression.tail:
         return (
             f"of its {tokens:,} tokens the first {compression.keep_first:,} and last {compression.tail:,} stay anyway"
         )
-    if tokens <= above:
-        return f"its {tokens:,} tokens are not more than --compress-above {above:,}"
+    if not worth(tokens, own):
+        return f"its {tokens:,} tokens {worth.why_not(tokens, own)}"
     in_full = [keep is None and other != number for other, keep in enumerate(keeps)]
     reach = full_prefixes([each.tokens for each in prompts], in_full)[number]
     return (
         f"other rows are read in full and compute its first {reach:,} tokens anyway; the {tokens - reach:,} behind "
-        f"them are not more than --compress-above {above:,}"
+        f"them {worth.why_not(tokens - reach, own)}"
     )
 
 
@@ -50,26 +57,32 @@ def why_in_full(reading: Reading) -> str | None:
     return "the chosen tokens, the first and last ones and those that other rows keep are all tokens of it"
 
 
-def why_kept(
-    reading: Reading, others: Sequence[int], in_full: Sequence[bool], shared: Sequence[int], compression: Compression
-) -> list[Why]:
+def why_kept(reading: Reading, tail: int, others: Sequence[Neighbour], compression: Compression) -> list[Why]:
     """For each token of a prompt why it is kept or dropped.
 
-    `others` are the tokens of the prompts that are compressed along with it; `in_full` says whether they are read in
-    full, and `shared` how many first tokens they have in common with it. `compression.keep_last` takes in the target's
-    sliding window.
+    Its last `tail` tokens are always kept; `others` are the prompts that are compressed along with it.
     """
     tokens = len(reading.prompt.tokens)
     if reading.kept is None:
         return ["full"] * tokens
     why = np.full(tokens, "chosen", dtype=object)
-    for other, full, common in zip(others, in_full, shared, strict=True):
-        begin = 0 if full else max(other - compression.tail, 0)  # always kept, as its own end
-        why[begin:common] = "shared"
-    why[max(tokens - compression.tail, 0) :] = "last"
+    for other in others:
+        begin = 0 if other.in_full else max(other.tokens - other.tail, 0)  # always kept, as its own end
+        why[begin : other.shared] = "shared"
+    why[max(tokens - tail, 0) :] = "last"
     why[: compression.keep_first] = "first"
     dropped = np.ones(tokens, dtype=bool)
     dropped[reading.kept] = False
     why[dropped] = "dropped"
     found: list[Why] = why.tolist()
     return found
+
+
+class Neighbour(NamedTuple):
+    """A prompt that is compressed along with another: its tokens, how many of its last ones are always kept, whether
+    it is read in full, and how many first tokens the two have in common."""
+
+    tokens: int
+    tail: int
+    in_full: bool
+    shared: int

@@ -12,10 +12,23 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from prefillcli import requirements
+from prefillcli.compress.settings import PAPER
 from prefillcli.engines.kinds import ENGINES, Capability, refuse
 from prefillcli.errors import UsageError
 from prefillcli.requirements import Requirement
-from prefillcli.values import EngineName, Fairness, KeyValues, Labels, Names, Odd, Rate, Rates, Size, ThreadCount
+from prefillcli.values import (
+    EngineName,
+    Fairness,
+    KeyValues,
+    Labels,
+    Names,
+    Odd,
+    Rate,
+    Rates,
+    Size,
+    ThreadCount,
+    Threshold,
+)
 
 FILES, MODEL, PROMPTS, ANSWERS, RUN, MEMORY, COMPRESSION, BENCH, PROFILE, REPLAY = (
     "Files",
@@ -234,12 +247,18 @@ class CompressionOptions(Settings):
     draft: str | None = option(
         None, "Small model with the same tokenizer that picks the tokens.", COMPRESSION, metavar="DIR|NAME"
     )
+    paper: bool = option(
+        False,
+        "SpecPrefill as in its paper: --lookahead 8 --query-window 0 --query-reduce mean --pool 13 --select-chunk 32 "
+        "--no-keep-private.",
+        COMPRESSION, requires=requirements.COMPRESSION,
+    )  # fmt: skip
     lookahead: int = option(
         8, "Tokens whose attention votes on what to keep: the prompt's last one, and N - 1 that the draft decodes.",
         COMPRESSION, metavar="N", requires=requirements.DRAFT, ge=1,
     )  # fmt: skip
     query_window: int = option(
-        0, "Let the prompt's last N tokens vote instead, without decoding; 0: off.",
+        8, "The prompt's last N tokens vote too.",
         COMPRESSION, metavar="N", requires=requirements.COMPRESSION, off=0, ge=0,
     )  # fmt: skip
     query_reduce: Literal["mean", "max"] = option(
@@ -250,12 +269,12 @@ class CompressionOptions(Settings):
         COMPRESSION, metavar="N", requires=requirements.DRAFT, ge=1,
     )  # fmt: skip
     select_chunk: int = option(
-        32, "Tokens kept or dropped together; 1 for each by itself.",
+        16, "Tokens kept or dropped together; 1 for each by itself.",
         COMPRESSION, metavar="N", requires=requirements.COMPRESSION, ge=1,
     )  # fmt: skip
-    compress_above: int = option(
-        8192, "Prompts up to this many tokens are read in full.",
-        COMPRESSION, metavar="N", requires=requirements.COMPRESSION, ge=0,
+    compress_above: Threshold = option(
+        "auto", "Prompts up to this many tokens are read in full; auto: those that it would not make faster.",
+        COMPRESSION, metavar="N|auto", requires=requirements.COMPRESSION,
     )  # fmt: skip
     keep_first: int = option(
         4, "First tokens that are always kept.", COMPRESSION, metavar="N", requires=requirements.COMPRESSION, ge=0
@@ -263,6 +282,11 @@ class CompressionOptions(Settings):
     keep_last: int = option(
         64, "Last tokens that are always kept: the question.",
         COMPRESSION, metavar="N", requires=requirements.COMPRESSION, ge=1,
+    )  # fmt: skip
+    keep_private: bool = option(
+        True,
+        "Keep all that a row has behind the prefix it shares, where --keep leaves as much of the row. (default: on)",
+        COMPRESSION, negative="no-keep-private", requires=requirements.COMPRESSION,
     )  # fmt: skip
     compress_per_row: bool = option(
         False, "Select tokens for each row by itself; its prefix is then no longer shared.",
@@ -281,10 +305,9 @@ class CompressionOptions(Settings):
 
     def check(self) -> None:
         super().check()
-        if self.query_window and self.lookahead > 1 and "lookahead" in self.model_fields_set:
-            raise UsageError(
-                "--query-window asks with the prompt's last tokens, --lookahead decodes: give one of them"
-            )
+        if self.paper and (given := [name for name in PAPER if name in self.model_fields_set]):
+            flags = ", ".join("--" + name.replace("_", "-") for name in given)
+            raise UsageError(f"--paper sets {flags} itself: leave one of them out")
 
 
 class LoadingOptions(CompressionOptions, MemoryOptions, ModelOptions):
@@ -472,9 +495,9 @@ class BenchSettings(MeasuringOptions, ScheduledOptions):
         "Share of the tokens that a compressing method keeps; repeatable.",
         BENCH, metavar="RATE", repeatable=True, requires=requirements.COMPRESSION,
     )  # fmt: skip
-    compress_above: int = option(
-        0, "Prompts up to this many tokens are read in full.",
-        COMPRESSION, metavar="N", requires=requirements.COMPRESSION, ge=0,
+    compress_above: Threshold = option(
+        0, "Prompts up to this many tokens are read in full; auto: those that it would not make faster.",
+        COMPRESSION, metavar="N|auto", requires=requirements.COMPRESSION,
     )  # fmt: skip
     workload: Names = option(
         (),

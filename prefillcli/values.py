@@ -60,14 +60,14 @@ def _as_rate(value: object) -> object:
         raise ValueError("must be a rate above 0 and up to 1, or auto") from None
 
 
-def _as_threads(value: object) -> object:
+def _as_count(value: object) -> object:
     """In the environment and on the command line a number is text."""
     if value == "auto":
         return value
     try:
         return int(str(value))
     except ValueError:
-        raise ValueError("must be a number of threads, or auto") from None
+        raise ValueError("must be a whole number, or auto") from None
 
 
 def _check_engine(name: str) -> str:
@@ -96,7 +96,8 @@ def _as_mapping(value: object) -> object:
 Size = Annotated[str, AfterValidator(_check_size)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
 Rate = Annotated[float | Literal["auto"], BeforeValidator(_as_rate)]
-ThreadCount = Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], BeforeValidator(_as_threads)]
+ThreadCount = Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], BeforeValidator(_as_count)]
+Threshold = Annotated[Annotated[int, Field(ge=0)] | Literal["auto"], BeforeValidator(_as_count)]
 Fairness = Annotated[tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...], BeforeValidator(_as_rates)]
 EngineName = Annotated[str, AfterValidator(_check_engine)]
 KeyValues = Annotated[dict[str, Any], BeforeValidator(_as_mapping)]

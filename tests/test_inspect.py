@@ -31,7 +31,7 @@ from prefillcli.data.encoding import Encoder
 from prefillcli.data.rows import Prompt
 from prefillcli.data.token_texts import token_texts
 from prefillcli.errors import Interrupted
-from prefillcli.reasons import why_kept
+from prefillcli.reasons import Neighbour, why_kept
 from prefillcli.report.inspection import Inspection, SharedPrefix
 from prefillcli.score import score_job
 from prefillcli.settings import ScoreSettings
@@ -212,7 +212,8 @@ def test_tokens_kept_for_others_say_so() -> None:
     kept = np.r_[0:2, 10:20, 30:38, 60:70, 95:100]
     reading = Reading(prompt, kept, "specprefill")
     # one row in full shares 14 tokens, one of 45 tokens shares 40: its own end begins at its token 35
-    why = why_kept(reading, [500, 45], [True, False], [14, 40], Compression(keep_first=2, keep_last=10))
+    others = [Neighbour(500, 10, True, 14), Neighbour(45, 10, False, 40)]
+    why = why_kept(reading, 10, others, Compression(keep_first=2))
 
     assert [at for at in range(100) if why[at] != "dropped"] == kept.tolist()
     assert [at for at in range(100) if why[at] == "first"] == [0, 1]

@@ -1,7 +1,8 @@
 """What simpler methods than a draft model would keep of a prompt, at the same rate.
 
 All give ascending int64 token indices without repeats. `first` and `last` tokens are kept by all of them, as by
-SpecPrefill here: without the question no method has a chance.
+SpecPrefill here: without the question no method has a chance. On top of them all keep `ceil(keep * others)` of the
+other tokens, as SpecPrefill does if it chooses what it keeps anyway as often as anything else.
 """
 
 from __future__ import annotations
@@ -26,24 +27,25 @@ _WORD = re.compile(r"\w+")
 def random_chunks(
     tokens: int, keep: float, *, chunk: int, first: int, last: int, rng: np.random.Generator
 ) -> IntArray:
-    """ceil(keep * chunks) of a prompt's chunks of `chunk` tokens at random, and the forced ends."""
-    chunks = -(-tokens // chunk)
+    """Chunks of `chunk` tokens at random until the budget is met, and the forced ends; the last one is cut to it."""
     kept = _ends(tokens, first, last)
-    for number in rng.choice(chunks, _share(keep, chunks), replace=False):
-        kept[number * chunk : (number + 1) * chunk] = True
-    return np.flatnonzero(kept)
+    order = rng.permutation(-(-tokens // chunk))
+    rank = np.argsort(order)[np.arange(tokens) // chunk]
+    return _fill(kept, np.argsort(rank, kind="stable"), keep)
 
 
 def first_and_last(tokens: int, keep: float, *, first: int, last: int) -> IntArray:
-    """ceil(keep * tokens) tokens, half from the start and half from the end; the forced ends where they are more."""
-    budget = _share(keep, tokens)
-    start = max(first, budget - max(last, budget // 2))
-    end = max(last, budget - start)
-    return np.flatnonzero(_ends(tokens, start, end))
+    """The forced ends and the budget beside them, half of it behind the first tokens and half before the last ones."""
+    kept = _ends(tokens, first, last)
+    between = np.flatnonzero(~kept)
+    half = len(between) // 2
+    outside_in = np.empty_like(between)
+    outside_in[::2], outside_in[1::2] = between[: len(between) - half], between[::-1][:half]
+    return _fill(kept, outside_in, keep)
 
 
 def bm25_sentences(text: str, offsets: Sequence[tuple[int, int]], keep: float, *, first: int, last: int) -> IntArray:
-    """The sentences nearest to the prompt's last one by BM25, in all ceil(keep * tokens) tokens, and the forced ends.
+    """The sentences nearest to the prompt's last one by BM25 until the budget is met, and the forced ends.
 
     Retrieval with the last sentence as the query (RAG-LLAMA LS of SpecPrefill's appendix B, there with embeddings).
     Sentences end at line ends and at ".", "!", "?"; the query is the last one that ends in such a mark, with what
@@ -61,10 +63,8 @@ def bm25_sentences(text: str, offsets: Sequence[tuple[int, int]], keep: float, *
     ends = np.cumsum([len(sentence) for sentence in sentences])
     characters = np.array([max(start, end - 1) for start, end in offsets])
     owner = np.minimum(np.searchsorted(ends, characters, side="right"), len(sentences) - 1)
-    budget = _share(keep, tokens)
     by_rank = np.argsort(np.argsort(-scores, kind="stable"), kind="stable")[owner]
-    kept[np.argsort(by_rank, kind="stable")[:budget]] = True
-    return np.flatnonzero(kept)
+    return _fill(kept, np.argsort(by_rank, kind="stable"), keep)
 
 
 def split_sentences(text: str) -> list[str]:
@@ -97,6 +97,13 @@ def _ends(tokens: int, first: int, last: int) -> npt.NDArray[np.bool_]:
     kept[:first] = True
     kept[max(0, tokens - last) :] = True
     return kept
+
+
+def _fill(kept: npt.NDArray[np.bool_], order: npt.NDArray[np.intp], keep: float) -> IntArray:
+    """What is `kept`, and as many of the others, by their `order`, as the rate gives of those."""
+    others = order[~kept[order]]
+    kept[others[: _share(keep, len(others))]] = True
+    return np.flatnonzero(kept)
 
 
 def _share(keep: float, count: int) -> int:

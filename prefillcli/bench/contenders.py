@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,12 +24,14 @@ from prefillcli.bench.flops import (
 from prefillcli.bench.methods import plain_logits
 from prefillcli.bench.texts import Spans
 from prefillcli.compress.compressor import Compressor
+from prefillcli.compress.rates import keep_rates
 from prefillcli.compress.reading import SPECPREFILL, Reading
+from prefillcli.compress.selection import tails
 from prefillcli.compress.settings import Compression
 from prefillcli.data.labels import Labels
 from prefillcli.data.rows import Prompt
 from prefillcli.engines.torch import TorchEngine, label_logprobs
-from prefillcli.loading import Loaded, Opened, compression_of
+from prefillcli.loading import Loaded, Opened, compression_of, worth_of
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.plan.trie import TokenArray
@@ -69,7 +71,9 @@ class Equipment:
         self.config: Any = opened.files.config
         self.draft_config: Any = None if opened.draft is None else opened.draft.config
         self.compression: Compression = compression_of(settings)
-        self.forced_last = max(self.compression.tail, sliding_window(self.config) or 0)
+        last = max(self.compression.keep_last, sliding_window(self.config) or 0)
+        self._ends = replace(self.compression, keep_last=last)
+        self._worth = worth_of(settings, opened)
         self.labels = labels
         self._model = loaded.engine.model
         self._compressor = loaded.compressor
@@ -110,6 +114,14 @@ class Equipment:
         finally:
             engine.close()
 
+    def rates(self, prompts: Sequence[Prompt], keep: float) -> list[float | None]:
+        """The keep rate of each prompt, None where it is read in full, as SpecPrefill decides it."""
+        return keep_rates(prompts, keep, self._ends, self._worth)
+
+    def tails(self, prompts: Sequence[Prompt], rates: Sequence[float | None]) -> list[int]:
+        """How many of each prompt's last tokens SpecPrefill always keeps."""
+        return tails([prompt.tokens for prompt in prompts], rates, self._ends)
+
     def plan(self, readings: Sequence[Reading]) -> Plan:
         return plan_readings(readings, self.limits, self._schedule)
 
@@ -119,8 +131,8 @@ class Equipment:
             return 0.0
         plan = make_plan(prompts, self._draft_limits)
         found = walk_flops(self.draft_config, plan)
-        if self.compression.decodes:
-            found += answer_flops(self.draft_config, plan, ahead=self.compression.lookahead - 1)
+        if self.compression.decoded:
+            found += answer_flops(self.draft_config, plan, ahead=self.compression.decoded)
         return found
 
 
@@ -229,23 +241,28 @@ class SpecPrefill(_Compressing):
         return Outcome(self._equipment.walk([readings]), readings, drafted, compressor.draft.tokens - before)
 
 
-Choose = Callable[[Prompt, float], IntArray]
+Choose = Callable[[Prompt, float, int], IntArray]
 
 
 class Baseline(_Compressing):
-    """`choose` says without a draft which tokens of a prompt are kept at a rate, for each prompt by itself."""
+    """`choose` says without a draft which tokens of a prompt are kept at a rate, for each prompt by itself.
+
+    It is told how many of the last tokens are kept in any case: as many as SpecPrefill keeps.
+    """
 
     def __init__(self, name: str, equipment: Equipment, keep: float, choose: Choose) -> None:
         super().__init__(name, equipment, keep)
         self._choose = choose
 
     def run(self, prompts: Sequence[Prompt]) -> Outcome:
-        readings = [self._read(prompt) for prompt in prompts]
+        rates = self._equipment.rates(prompts, self.keep or 1.0)
+        ends = self._equipment.tails(prompts, rates)
+        readings = [self._read(*each) for each in zip(prompts, rates, ends, strict=True)]
         return Outcome(self._equipment.walk([readings]), readings)
 
-    def _read(self, prompt: Prompt) -> Reading:
-        if len(prompt.tokens) > self._equipment.compression.compress_above:
-            kept = self._choose(prompt, self.keep or 1.0)
+    def _read(self, prompt: Prompt, rate: float | None, last: int) -> Reading:
+        if rate is not None:
+            kept = self._choose(prompt, rate, last)
             if len(kept) < len(prompt.tokens):
                 return Reading(prompt, kept, SPECPREFILL)
         return Reading(prompt)
@@ -253,19 +270,19 @@ class Baseline(_Compressing):
 
 def choosers(equipment: Equipment, spans: Mapping[int, Spans] | None, seed: int) -> dict[str, Choose]:
     """The baselines' ways to choose, by name; all keep the ends that SpecPrefill keeps. bm25 needs the spans."""
-    first, last, chunk = equipment.compression.keep_first, equipment.forced_last, equipment.compression.select_chunk
+    first, chunk = equipment.compression.keep_first, equipment.compression.select_chunk
 
-    def at_random(prompt: Prompt, keep: float) -> IntArray:
+    def at_random(prompt: Prompt, keep: float, last: int) -> IntArray:
         rng = np.random.default_rng([seed, prompt.row])
         return random_chunks(len(prompt.tokens), keep, chunk=chunk, first=first, last=last, rng=rng)
 
-    def at_ends(prompt: Prompt, keep: float) -> IntArray:
+    def at_ends(prompt: Prompt, keep: float, last: int) -> IntArray:
         return first_and_last(len(prompt.tokens), keep, first=first, last=last)
 
     found: dict[str, Choose] = {"random": at_random, "ends": at_ends}
     if spans is not None:
 
-        def by_words(prompt: Prompt, keep: float) -> IntArray:
+        def by_words(prompt: Prompt, keep: float, last: int) -> IntArray:
             text, offsets = spans[prompt.row]
             return bm25_sentences(text, offsets.tolist(), keep, first=first, last=last)
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from prefillcli.compress.compressor import Compressor
 from prefillcli.compress.draft import Draft
 from prefillcli.compress.settings import Compression
+from prefillcli.compress.worth import Worth
 from prefillcli.data.rows import Prompt
 from prefillcli.engines.hf import last_logits
 from prefillcli.plan.pack import Limits
@@ -61,12 +62,16 @@ def layer_walk(
 
 
 def compressor_for(draft: PreTrainedModel, settings: Compression) -> Compressor:
-    """The draft at work, with memory to spare; close its `draft` in the end."""
+    """The draft at work, with memory to spare; close its `draft` in the end. `settings` say a number of tokens above
+    which prompts are compressed."""
     kind = draft.get_input_embeddings().weight.device.type
     limits = Limits(PACK_TOKENS[kind], 1 << 30, read_tokens=1 << 30)
     chunk = CHUNK_TOKENS[kind]
     return Compressor(
-        Draft(draft, settings, limits=limits, chunk_tokens=chunk, max_length=1 << 30), settings, keep=1.0
+        Draft(draft, settings, limits=limits, chunk_tokens=chunk, max_length=1 << 30),
+        settings,
+        keep=1.0,
+        worth=Worth(settings),
     )
 
 

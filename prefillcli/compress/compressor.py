@@ -10,6 +10,7 @@ from prefillcli.compress.rates import keep_rates
 from prefillcli.compress.reading import FALLBACK, FULL, SPECPREFILL, Reading
 from prefillcli.compress.selection import select_all
 from prefillcli.compress.settings import Compression
+from prefillcli.compress.worth import Worth
 from prefillcli.data.rows import Prompt
 
 
@@ -17,13 +18,17 @@ class Compressor:
     """Decides for every prompt of a window how the target reads it.
 
     `keep` is the job's rate. `target_window` is the target's sliding window: so many of the last tokens are always
-    kept, so that its sliding layers see before the answer what they would have seen.
+    kept, so that its sliding layers see before the answer what they would have seen; `settings` take that in. `worth`
+    tells which prompts compression pays for.
     """
 
-    def __init__(self, draft: Draft, settings: Compression, *, keep: float, target_window: int | None = None) -> None:
+    def __init__(
+        self, draft: Draft, settings: Compression, *, keep: float, worth: Worth, target_window: int | None = None
+    ) -> None:
         self.draft = draft
         self.keep = keep
-        self._settings = replace(settings, keep_last=max(settings.keep_last, target_window or 0))
+        self.worth = worth
+        self.settings = replace(settings, keep_last=max(settings.keep_last, target_window or 0))
 
     def compress(
         self, prompts: Sequence[Prompt], tick: Callable[[float], None] = lambda tokens: None
@@ -34,7 +39,7 @@ class Compressor:
 
     def keeps(self, prompts: Sequence[Prompt], keep: float | None = None) -> list[float | None]:
         """The keep rate of each prompt; None for those to be read in full. `keep` stands in for the job's."""
-        return keep_rates(prompts, self.keep if keep is None else keep, self._settings)
+        return keep_rates(prompts, self.keep if keep is None else keep, self.settings, self.worth)
 
     def estimate(
         self, prompts: Sequence[Prompt], keeps: Sequence[float | None], tick: Callable[[float], None]
@@ -52,7 +57,7 @@ class Compressor:
     ) -> list[Reading]:
         """What is kept of each prompt."""
         kept = select_all(
-            [prompt.tokens for prompt in prompts], [found.importance for found in estimates], keeps, self._settings
+            [prompt.tokens for prompt in prompts], [found.importance for found in estimates], keeps, self.settings
         )
         readings = []
         for prompt, own, found in zip(prompts, kept, estimates, strict=True):

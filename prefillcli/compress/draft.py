@@ -70,7 +70,7 @@ class Draft:
         self._walk = LayerWalk(model, chunk_tokens=chunk_tokens)
         self._settings = settings
         self._limits = limits
-        self._max_length = max_length - (settings.lookahead - 1 if settings.decodes else 0)
+        self._max_length = max_length - settings.decoded
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
         self._stop_tokens = _end_of_text(model)
         self._on_failure = on_failure
@@ -118,21 +118,17 @@ class Draft:
         settings = self._settings
         tree = Tree(pack)
         paths = [tree.path(node) for node, _ in pack.reads]
-        if settings.decodes:
-            ahead = self._walk.look_ahead(pack, settings.lookahead, self._stop_tokens, tick)
-            asked = [
-                _behind(path, read, len(paths), count)
-                for read, (path, count) in enumerate(zip(paths, ahead.counts, strict=True))
-            ]
+        windows = [_last(path, settings.window) for path in paths]
+        watched = sorted({token for window in windows for token in window})
+        row = {token: number for number, token in enumerate(watched)}
+        asked = [_asked(path, [row[token] for token in window]) for path, window in zip(paths, windows, strict=True)]
+        if settings.decoded:
+            ahead = self._walk.look_ahead(pack, watched, settings.decoded, self._stop_tokens, tick)
+            for read, (prompt, count) in enumerate(zip(asked, ahead.counts, strict=True)):
+                _ask_behind(prompt, [len(watched) + step * len(paths) + read for step in range(count)])
             for sight in ahead.sights:
                 add_votes(sight, asked, settings.pool)
         else:
-            windows = [_last(path, settings.queries) for path in paths]
-            watched = sorted({token for window in windows for token in window})
-            row = {token: number for number, token in enumerate(watched)}
-            asked = [
-                _window(path, [row[token] for token in window]) for path, window in zip(paths, windows, strict=True)
-            ]
             with closing(self._walk.watch(pack, watched, tick)) as sights:
                 for sight in sights:
                     add_votes(sight, asked, settings.pool)
@@ -153,18 +149,19 @@ def _last(path: list[tuple[int, int]], count: int) -> list[int]:
     return tokens
 
 
-def _window(path: list[tuple[int, int]], queries: list[int]) -> Asked:
+def _asked(path: list[tuple[int, int]], queries: list[int]) -> Asked:
     """Queries of the prompt's own last tokens: each sees the tokens up to itself."""
     tokens = sum(end - start for start, end in path)
     depths = list(range(tokens - len(queries), tokens))
     return Asked(path, queries, [depth + 1 for depth in depths], depths)
 
 
-def _behind(path: list[tuple[int, int]], read: int, reads: int, steps: int) -> Asked:
-    """Queries of the prompt's last token and of those decoded behind it: each sees the whole prompt."""
-    tokens = sum(end - start for start, end in path)
-    queries = [step * reads + read for step in range(steps)]
-    return Asked(path, queries, [tokens] * steps, [tokens - 1 + step for step in range(steps)])
+def _ask_behind(prompt: Asked, queries: list[int]) -> None:
+    """Add queries of what was decoded behind the prompt: each sees the whole prompt."""
+    tokens = prompt.tokens
+    prompt.queries += queries
+    prompt.sees += [tokens] * len(queries)
+    prompt.depths += range(tokens, tokens + len(queries))
 
 
 def _checked(found: FloatArray | None) -> tuple[FloatArray | None, str | None]:

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 
 from prefillcli.compress.selection import full_prefixes
 from prefillcli.compress.settings import Compression
+from prefillcli.compress.worth import Worth
 from prefillcli.data.rows import Prompt
 
 
-def keep_rates(prompts: Sequence[Prompt], keep: float, settings: Compression) -> list[float | None]:
+def keep_rates(prompts: Sequence[Prompt], keep: float, settings: Compression, worth: Worth) -> list[float | None]:
     """The keep rate of each prompt; None for those to be read in full. `keep` is the job's.
 
-    A row's own `keep` and `specprefill` come first; a prompt whose tokens behind a prefix that is computed in full
-    anyway are at most `compress_above` is read in full too.
+    A row's own `keep` and `specprefill` come first; a prompt is read in full too if compressing what it has behind a
+    prefix that is computed in full anyway does not pay.
     """
     keeps: list[float | None] = []
     ends = settings.keep_first + settings.tail  # of a shorter prompt nothing can be dropped
@@ -27,10 +28,8 @@ def keep_rates(prompts: Sequence[Prompt], keep: float, settings: Compression) ->
         reach = [0] * len(prompts) if settings.per_row else full_prefixes(tokens, in_full)
         short = [
             number
-            for number, prompt in enumerate(prompts)
-            if not in_full[number]
-            and prompt.specprefill is None
-            and len(prompt.tokens) - reach[number] <= settings.compress_above
+            for number, (prompt, own) in enumerate(zip(prompts, keeps, strict=True))
+            if own is not None and prompt.specprefill is None and not worth(len(prompt.tokens) - reach[number], own)
         ]
         if not short:
             break

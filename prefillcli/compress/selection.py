@@ -1,7 +1,8 @@
 """Which tokens are kept.
 
 A prompt is cut into chunks of some tokens, counted from its start. Kept are the chunks of the largest mean importance,
-`ceil(keep * chunks)` of them, the first tokens and the last ones (the question), in their order.
+`ceil(keep * chunks)` of them, the first tokens and the last ones (the question), in their order. What a prompt has
+behind the prefix that it shares is kept whole, as if it were its last tokens, where that is not too long.
 
 A common prefix is compressed once for all its prompts, so that it is still computed once. Its importance is the
 maximum over its prompts. Of a run of chunks that the same prompts share, as many are kept as bring the total from
@@ -56,17 +57,19 @@ def _best(importance: FloatArray, begin: int, end: int, chunk: int, count: int) 
 
 @dataclass(slots=True)
 class _Wish:
-    """A prompt and what is to be kept of it; `keep` None: all."""
+    """A prompt and what is to be kept of it; `keep` None: all. Its last `tail` tokens are kept whatever they are."""
 
     tokens: int
     importance: FloatArray | None
     keep: float | None
+    tail: int
 
 
 class _Forest:
     """The trie of some prompts, whose prompts below a node are a range of `order`."""
 
     def __init__(self, prompts: Sequence[TokenArray]) -> None:
+        self.prompts = prompts
         self.roots = build_forest(prompts, token_order(prompts))
         self.order: list[int] = []
         self._begin: dict[int, int] = {}
@@ -85,6 +88,18 @@ class _Forest:
     def below(self, node: TrieNode) -> list[int]:
         """The prompts that share `node`."""
         return self.order[self._begin[id(node)] : self._end[id(node)]]
+
+    def private(self) -> list[int]:
+        """For each prompt how many of its last tokens no other prompt has behind the same ones, but its duplicates."""
+        found = [0] * len(self.prompts)
+        stack = list(self.roots)
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children)
+            if not node.children:
+                for prompt in node.reads:
+                    found[prompt] = node.end - node.start
+        return found
 
 
 def full_prefixes(prompts: Sequence[TokenArray], in_full: Sequence[bool]) -> list[int]:
@@ -110,28 +125,44 @@ def select_all(
     settings: Compression,
 ) -> list[IntArray | None]:
     """The kept tokens of prompts that are computed together; None for those in full (keep None, or no importance)."""
+    if all(keep is None for keep in keeps):
+        return [None] * len(prompts)
+    forest = _Forest(prompts)
+    tails = _tails(forest, keeps, settings)
     wishes = [
-        _Wish(len(tokens), importance, None if importance is None else keep)
-        for tokens, importance, keep in zip(prompts, importances, keeps, strict=True)
+        _Wish(len(tokens), importance, None if importance is None else keep, tail)
+        for tokens, importance, keep, tail in zip(prompts, importances, keeps, tails, strict=True)
     ]
-    if settings.per_row or not any(wish.keep is not None for wish in wishes):
+    if settings.per_row:
         return [_select_alone(wish, settings) for wish in wishes]
-    selection = _Selection(_Forest(prompts), wishes, settings)
+    selection = _Selection(forest, wishes, settings)
     for root in selection.forest.roots:
         selection.descend(root)
     return selection.kept
 
 
+def tails(prompts: Sequence[TokenArray], keeps: Sequence[float | None], settings: Compression) -> list[int]:
+    """How many of each prompt's last tokens are always kept.
+
+    With `keep_private` these are all that it has behind the prefix it shares with any other of the `prompts`, unless
+    they are more than its keep rate leaves of the whole prompt.
+    """
+    return _tails(_Forest(prompts), keeps, settings)
+
+
+def _tails(forest: _Forest, keeps: Sequence[float | None], settings: Compression) -> list[int]:
+    if not settings.keep_private:
+        return [settings.tail] * len(keeps)
+    return [
+        max(settings.tail, private) if keep is not None and private <= keep * len(tokens) else settings.tail
+        for tokens, private, keep in zip(forest.prompts, forest.private(), keeps, strict=True)
+    ]
+
+
 def _select_alone(wish: _Wish, settings: Compression) -> IntArray | None:
     if wish.keep is None or wish.importance is None:
         return None
-    return select(
-        wish.importance,
-        wish.keep,
-        chunk=settings.select_chunk,
-        first=settings.keep_first,
-        last=settings.tail,
-    )
+    return select(wish.importance, wish.keep, chunk=settings.select_chunk, first=settings.keep_first, last=wish.tail)
 
 
 class _Selection:
@@ -166,7 +197,7 @@ class _Selection:
         keep = max(self._wishes[prompt].keep or 0.0 for prompt in below)
         chosen = self._chunks(node, below, node.start // chunk, end, keep, full)
         first = np.arange(node.start, min(self._settings.keep_first, node.end))
-        tail = min(self._wishes[prompt].tokens for prompt in below) - self._settings.tail
+        tail = min(self._wishes[prompt].tokens - self._wishes[prompt].tail for prompt in below)
         return np.concatenate([chosen, first, np.arange(max(node.start, tail), node.end)])
 
     def _chunks(self, node: TrieNode, below: list[int], begin: int, end: int, keep: float, full: int) -> IntArray:

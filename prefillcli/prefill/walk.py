@@ -66,10 +66,10 @@ class _Pass:
 
 @dataclass(slots=True)
 class Lookahead:
-    """The queries of prompts' last tokens and of tokens decoded behind them, greedily.
+    """Queries of a pack's watched tokens, and of tokens decoded greedily behind its reads.
 
-    `counts[i]` of them are valid for read i: decoding ends at an end of text. In `sights`, one for each layer, number
-    `step * reads + i` is a query of read i.
+    `counts[i]` tokens were decoded behind read i before an end of text. `sights`, one for each layer, begin with the
+    queries of the watched tokens in their order; those of each read's first decoded token follow, then of the second.
     """
 
     counts: list[int]
@@ -136,31 +136,33 @@ class LayerWalk:
 
     @torch.inference_mode()
     def look_ahead(
-        self, pack: Pack, steps: int, stop_tokens: frozenset[int], tick: Tick = lambda tokens: None
+        self,
+        pack: Pack,
+        watched: Sequence[int],
+        steps: int,
+        stop_tokens: frozenset[int],
+        tick: Tick = lambda tokens: None,
     ) -> Lookahead:
-        """Walk `pack`, which holds nothing, and decode `steps - 1` tokens behind each read, greedily.
+        """`watch`, and decode `steps` tokens behind each read, greedily.
 
         All layers' K,V are kept until the last sight was taken or forgotten.
         """
         state = self._begin(pack)
         nodes = [node for node, _ in pack.reads]
         last = Reads(state.tree, nodes, self.device).tokens
-        in_order = np.argsort(last, kind="stable")
         stored: list[KeyValue] = []
         first: list[Sight] = []
-        behind = np.argsort(in_order, kind="stable")  # where each read's query is among the watched ones
-        with ForestAttention(len(pack.tokens), last[in_order].tolist()) as attention:
+        with ForestAttention(len(pack.tokens), watched) as attention:
             for _ in self._layers(state, attention, tick):
-                sight = attention.sight
-                first.append(Sight(sight.keys, sight.queries[:, behind], sight.scoring))
+                first.append(attention.sight)
                 stored.append(attention.take())
             attention.recall(stored[-1], first[-1].scoring)
             hidden = self._read_last(state, attention)
             queries = [[sight.queries] for sight in first]
             own = [Step(Reads(state.tree, nodes, self.device)) for _ in self.layers]
-            counts = torch.ones(len(nodes), dtype=torch.long)
+            counts = torch.zeros(len(nodes), dtype=torch.long)
             going = torch.ones(len(nodes), dtype=torch.bool)
-            for step in range(1, steps):
+            for step in range(1, steps + 1):
                 tokens = torch.cat([logits.argmax(dim=-1) for logits in self._logits(hidden)]).cpu()
                 going &= ~torch.isin(tokens, torch.as_tensor(sorted(stop_tokens), dtype=torch.long))
                 if not going.any():

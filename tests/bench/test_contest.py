@@ -45,7 +45,7 @@ TOKENS = 300
 
 def settings_with(**given: object) -> BenchSettings:
     words = {"model": str(TARGET), "draft": str(DRAFT), "rows": 6, "tokens": TOKENS, "keep": (0.3, 1.0)} | given
-    return BenchSettings.model_validate({"query_window": 8, "keep_last": 16} | words)
+    return BenchSettings.model_validate({"lookahead": 1, "keep_last": 16, "keep_private": False} | words)
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +192,7 @@ def test_the_draft_of_the_case_is_at_most_3_percent_of_the_target() -> None:
 def test_the_case_walks_what_is_kept() -> None:
     model, draft = random_llama("25M", torch.float32), random_draft(8_000, torch.float32)
     prompts = single(400, 8_000)
-    compressor = compressor_for(draft, Compression(query_window=8, compress_above=0, keep_last=8))
+    compressor = compressor_for(draft, Compression(lookahead=1, compress_above=0, keep_last=8, keep_private=False))
     with closing(compressor.draft):
         logits, kept = compressed_walk(model, compressor, prompts, 1.0)
         torch.testing.assert_close(logits, plain_loop(model, prompts), atol=1e-4, rtol=0)

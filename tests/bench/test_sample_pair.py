@@ -23,9 +23,6 @@ def test_a_fifth_of_the_tokens_keeps_the_answers_and_random_ones_do_not(workload
         "tokens": 4000,
         "rounds": 1,
         "keep": ["0.2"],
-        "query_window": 8,
-        "select_chunk": 16,
-        "pool": 1,
         "output": str(output),
         "quiet": True,
     }

@@ -77,7 +77,7 @@ def reference(layers: list[Tensor], pool: int, reduce: str) -> np.ndarray:
 )
 def test_the_last_tokens_ask(family: str, window: int, pool: int, reduce: Any) -> None:
     model = make_model(family)
-    settings = Compression(query_window=window, pool=pool, query_reduce=reduce)
+    settings = Compression(lookahead=1, query_window=window, pool=pool, query_reduce=reduce)
     for tokens, found in zip(prompts(), estimated(model, settings), strict=True):
         count = min(window, len(tokens))
         layers = context_shares(model, tokens.tolist(), len(tokens), range(len(tokens) - count, len(tokens)))
@@ -85,9 +85,10 @@ def test_the_last_tokens_ask(family: str, window: int, pool: int, reduce: Any) -
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_decoded_tokens_ask(family: str) -> None:
+@pytest.mark.parametrize(("window", "reduce"), [(0, "mean"), (8, "mean"), (8, "max")])
+def test_decoded_tokens_ask_and_the_last_tokens_with_them(family: str, window: int, reduce: Any) -> None:
     model = make_model(family)
-    settings = Compression(lookahead=8)
+    settings = Compression(lookahead=8, query_window=window, query_reduce=reduce)
     stop = model.config.eos_token_id
     decoded_some = False
     for tokens, found in zip(prompts(), estimated(model, settings), strict=True):
@@ -100,8 +101,9 @@ def test_decoded_tokens_ask(family: str) -> None:
                 break
             grown.append(following)
         decoded_some |= len(grown) == len(tokens) + 7
-        layers = context_shares(model, grown, len(tokens), range(len(tokens) - 1, len(grown)))
-        np.testing.assert_allclose(found.importance, reference(layers, 13, "mean"), atol=1e-5)
+        first = len(tokens) - min(max(window, 1), len(tokens))
+        layers = context_shares(model, grown, len(tokens), range(first, len(grown)))
+        np.testing.assert_allclose(found.importance, reference(layers, 13, reduce), atol=1e-5)
     assert decoded_some
 
 
@@ -116,7 +118,11 @@ def test_what_follows_an_end_of_text_does_not_ask() -> None:
     np.testing.assert_array_equal(found, estimated(model, Compression(lookahead=1))[-1].importance)
 
 
-@pytest.mark.parametrize("settings", [Compression(query_window=8), Compression(lookahead=8)])
+@pytest.mark.parametrize(
+    "settings",
+    [Compression(lookahead=1), Compression(query_window=0), Compression()],
+    ids=["last tokens", "decoded", "both"],
+)
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_chunks_and_packs_make_no_difference(family: str, settings: Compression) -> None:
     model = make_model(family)
@@ -127,7 +133,7 @@ def test_chunks_and_packs_make_no_difference(family: str, settings: Compression)
 
 
 def test_without_a_layer_that_sees_the_whole_prompt_there_is_no_importance() -> None:
-    found = estimated(make_model("mistral"), Compression(query_window=4))
+    found = estimated(make_model("mistral"), Compression(lookahead=1, query_window=4))
     for tokens, one in zip(prompts(), found, strict=True):
         assert (one.reason, one.importance is None) == (
             (None, False) if len(tokens) <= WINDOW else ("draft_window", True)
@@ -138,7 +144,7 @@ def test_steps_beyond_a_sliding_window_leave_it() -> None:
     """Decoding further than a window is wide: the window passes the prompt's own last tokens."""
     model = make_model("gpt_oss", sliding_window=4)
     model.config.eos_token_id = VOCABULARY + 1
-    draft = draft_of(model, Compression(lookahead=12))
+    draft = draft_of(model, Compression(lookahead=12, query_window=0))
     tokens = prompts()[0]
     found = draft.estimate([tokens])[0].importance
     draft.close()

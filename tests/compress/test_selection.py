@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.compress.selection import full_prefixes, select, select_all
+from prefillcli.compress.selection import full_prefixes, select, select_all, tails
 from prefillcli.compress.settings import Compression
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
@@ -41,7 +41,9 @@ def test_one_prompt_keeps_its_best_chunks_and_its_ends(
 def test_a_prompt_that_shares_nothing_is_selected_alone(
     importance: np.ndarray, keep: float, chunk: int, first: int, last: int, per_row: bool
 ) -> None:
-    settings = Compression(select_chunk=chunk, keep_first=first, keep_last=last, per_row=per_row)
+    settings = Compression(
+        query_window=0, select_chunk=chunk, keep_first=first, keep_last=last, keep_private=False, per_row=per_row
+    )
     tokens = np.arange(3, 3 + len(importance), dtype=np.int32)
     other = np.full(50, 2, np.int32)
     kept = select_all([other, tokens], [np.ones(50, np.float32), importance], [0.5, keep], settings)
@@ -62,7 +64,7 @@ def test_prompts_keep_the_same_chunks_of_what_they_share(
     tree: tuple[list[np.ndarray], list[np.ndarray]], keep: float, chunk: int
 ) -> None:
     prompts, importances = tree
-    settings = Compression(select_chunk=chunk, keep_first=0, keep_last=0)
+    settings = Compression(query_window=0, select_chunk=chunk, keep_first=0, keep_last=0, keep_private=False)
     kept = select_all(prompts, importances, [keep] * len(prompts), settings)
     for a, (one, mine) in enumerate(zip(prompts, kept, strict=True)):
         assert mine is not None
@@ -82,7 +84,7 @@ def test_of_a_shared_prefix_the_best_of_any_row_is_kept() -> None:
     prompts = [np.concatenate([prefix, [200 + row] * 10]).astype(np.int32) for row in range(2)]
     importances = [np.zeros(110, np.float32) for _ in prompts]
     importances[0][33], importances[1][71] = 1.0, 0.9
-    settings = Compression(select_chunk=10, keep_first=2, keep_last=10)
+    settings = Compression(select_chunk=10, keep_first=2, keep_last=10, keep_private=False)
     kept = select_all(prompts, importances, [0.2, 0.2], settings)
     for own in kept:
         assert own is not None
@@ -92,6 +94,40 @@ def test_of_a_shared_prefix_the_best_of_any_row_is_kept() -> None:
     assert alone[1] is not None
     assert set(alone[0]) - set(alone[1]) == set(range(30, 40))
     assert set(alone[1]) - set(alone[0]) == set(range(70, 80))
+
+
+def test_what_a_row_has_for_itself_is_kept() -> None:
+    """Two rows behind one prefix, one with a duplicate, and one with more of its own than the rate leaves of it."""
+    prefix = np.arange(100, dtype=np.int32)
+    own = [np.full(count, 200 + count, np.int32) for count in (14, 20, 20, 60)]
+    prompts = [np.concatenate([prefix, each]) for each in own]
+    importances = [np.linspace(1, 0, len(prompt)).astype(np.float32) for prompt in prompts]
+    how = Compression(query_window=0, select_chunk=10, keep_first=0, keep_last=5)
+    for per_row in (False, True):
+        settings = replace(how, per_row=per_row)
+        assert tails(prompts, [0.2] * 4, settings) == [14, 20, 20, 5]
+        kept = select_all(prompts, importances, [0.2] * 4, settings)
+        for prompt, found, tail in zip(prompts, kept, (14, 20, 20, 5), strict=True):
+            assert found is not None
+            assert set(range(len(prompt) - tail, len(prompt))) <= set(found)
+            assert len(found) <= 0.2 * len(prompt) + 10 + tail
+        assert set(range(100, 155)) - set(kept[3]), "of so much only the best is kept"
+    assert tails(prompts, [0.2] * 4, replace(how, keep_private=False)) == [5] * 4
+    assert tails(prompts, [0.1, 0.5, None, 0.5], how) == [5, 20, 5, 60], "as much as the row's own rate leaves"
+
+
+@given(trees(), rates)
+def test_a_private_end_is_what_no_other_prompt_goes_on_with(
+    tree: tuple[list[np.ndarray], list[np.ndarray]], keep: float
+) -> None:
+    prompts, _ = tree
+    settings = Compression(query_window=0, keep_last=1)
+    for at, (prompt, tail) in enumerate(zip(prompts, tails(prompts, [keep] * len(prompts), settings), strict=True)):
+        others = [p.tolist() for p in prompts[:at] + prompts[at + 1 :] if p.tolist() != prompt.tolist()]
+        words = prompt.tolist()
+        shared = max((n for n in range(len(words) + 1) for o in others if o[:n] == words[:n]), default=0)
+        private = len(words) - shared
+        assert tail == (max(private, 1) if private <= keep * len(words) else 1)
 
 
 def test_the_compressed_prefix_is_computed_once() -> None:
@@ -116,7 +152,7 @@ def test_a_prefix_that_another_row_computes_in_full_is_kept_in_full() -> None:
     row = np.concatenate([prefix, np.arange(1000, 1040)]).astype(np.int32)
     importance = np.zeros(104, np.float32)
     importance[80] = 1.0
-    settings = Compression(select_chunk=8, keep_first=1, keep_last=4)
+    settings = Compression(query_window=0, select_chunk=8, keep_first=1, keep_last=4)
     assert full_prefixes([full, row], [True, False]) == [69, 64]
     kept = select_all([full, row], [None, importance], [None, 0.2], settings)
     assert kept[0] is None

@@ -23,6 +23,8 @@ HOW = {
     "keep_first": FIRST,
     "keep_last": LAST,
     "query_window": WINDOW,
+    "lookahead": 1,
+    "keep_private": False,
     "pool": POOL,
 }
 SAME = 1e-6

@@ -150,14 +150,12 @@ def test_without_a_draft_the_columns_are_columns_like_others(model: Path, refere
     assert [(row["error"], row["method"], row["keep"]) for row in rows] == [(None, "full", "x"), (None, "full", "7")]
 
 
-@pytest.mark.parametrize("window", [0, 8])
+@pytest.mark.parametrize(("window", "lookahead"), [(0, 4), (8, 1), (8, 4)])
 def test_rows_of_one_user_share_what_is_kept_of_the_history(
-    model: Path, draft: Path, reference: Reference, window: int
+    model: Path, draft: Path, reference: Reference, window: int, lookahead: int
 ) -> None:
     source = write_jsonl("in.jsonl", lines_of(users(reference)))
-    options = {"model": model, "draft": draft, "query_window": window}
-    if not window:
-        options["lookahead"] = 4
+    options = {"model": model, "draft": draft, "query_window": window, "lookahead": lookahead}
     compressed(source, **options)
     shared, report = read_output("out.parquet"), read_report()
     compressed(source, "per-row.parquet", compress_per_row=True, **options)

@@ -12,6 +12,7 @@ import pytest
 
 from prefillcli.config import load_settings
 from prefillcli.errors import UsageError
+from prefillcli.loading import compression_of
 from prefillcli.settings import ScoreSettings
 from tests.score.jobs import read_report, score, texts, write_parquet
 from tests.score.models import CHAT_TEMPLATE, save_model
@@ -58,7 +59,7 @@ def settings(recipe: str | None = None, environment: dict[str, str] | None = Non
         ({"truth": "answer", "draft": "d", "keep": 0.5}, ["--truth", "--audit"]),
         ({"pool": 4}, ["--pool", "odd"]),
         ({"pool": 0}, ["--pool"]),
-        ({"query_window": 8, "lookahead": 4}, ["--query-window", "--lookahead"]),
+        ({"paper": True, "query_window": 8, "keep_private": True}, ["--paper", "--query-window", "--keep-private"]),
         ({"lookahead": 0}, ["--lookahead"]),
         ({"query_window": -1}, ["--query-window"]),
         ({"query_reduce": "median"}, ["--query-reduce", "mean"]),
@@ -86,7 +87,8 @@ def test_the_command_ends_with_2_and_says_so(capsys: pytest.CaptureFixture[str],
         (["--keep", "nonsense", "--draft", "d"], "--keep"),
         (["--audit", "5"], "--audit"),
         (["--pool", "4"], "--pool"),
-        (["--query-window", "8", "--lookahead", "8"], "--query-window"),
+        (["--compress-above", "some"], "--compress-above"),
+        (["--paper", "--pool", "5"], "--pool"),
     ):
         with pytest.raises(SystemExit) as ended:
             app(["score", str(source), *words])
@@ -96,10 +98,13 @@ def test_the_command_ends_with_2_and_says_so(capsys: pytest.CaptureFixture[str],
         assert len(message.splitlines()) <= 3
 
 
-def test_a_query_window_goes_with_the_lookahead_that_nobody_asked_for() -> None:
-    assert settings(draft="d", query_window=16).query_window == 16
-    assert settings(draft="d", query_window=16, lookahead=1).lookahead == 1
-    assert settings(draft="d", query_window=0, lookahead=4).lookahead == 4
+def test_the_papers_setting_is_one_flag() -> None:
+    """Values of the paper's published code: eight queries, pooling over 13, chunks of 32, and nothing beyond it."""
+    found = compression_of(settings(draft="d", keep=0.5, paper=True, keep_last=5))
+    assert (found.lookahead, found.query_window, found.queries) == (8, 0, 8)
+    assert (found.query_reduce, found.pool, found.select_chunk) == ("mean", 13, 32)
+    assert not found.keep_private
+    assert found.keep_last == 5, "what the paper does not say stays as it is asked for"
 
 
 def test_a_draft_without_a_rate_is_refused_before_it_is_loaded(

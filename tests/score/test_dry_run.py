@@ -321,7 +321,7 @@ def test_keep_rates_are_estimated_with_a_draft(model: Path, draft: Path, referen
 def test_a_draft_does_not_read_what_is_too_long_for_it(model: Path, draft: Path, reference: Reference) -> None:
     lengths = [200, 2048]  # the draft decodes ahead, and its positions end with the prompt's
     source = write_jsonl("in.jsonl", lines_of(unrelated(reference, lengths)))
-    flags = {name: value for name, value in HOW.items() if name != "query_window"}
+    flags = {name: value for name, value in HOW.items() if name != "lookahead"}
     survey = dry_run(source, model, draft=draft, **flags)["survey"]
     score(source, model=model, draft=draft, **flags)
     methods = [row["method"] for row in read_output("out.parquet")]

