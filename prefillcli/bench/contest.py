@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class _Entry:
     contender: Contender
     outcome: Outcome
     peak: int | None
+    seconds: float
 
 
 def compare(
@@ -81,7 +83,7 @@ def compare(
     begin: Callable[[str], None] = lambda step: None,
     within: float = math.inf,
 ) -> WorkloadResult:
-    """Run every method once for its answers and memory, then `rounds` times in turn for its time.
+    """Run every method once for its answers and memory, then `rounds` times in turn for its time; 0: the first run's.
 
     `begin` is called before each run with what it is; `within` is as in `interleaved`.
     A method that runs out of the device's memory is left out with a note. Raises PrefillError if the reference gives
@@ -93,14 +95,16 @@ def compare(
         begin(f"{material.name}: {method.name}, for its answers")
         try:
             method.run(prompts[:1])  # what is set up once is not the prompts'
+            begun = time.perf_counter()
             outcome, peak = with_peak(partial(method.run, prompts), cuda=equipment.device.type == "cuda")
+            taken = time.perf_counter() - begun
         except (torch.OutOfMemoryError, MemoryError):
             if method.name == REFERENCE:
                 raise
             material.notes.append(f"{method.name} is left out: it runs out of memory on these prompts")
             continue
-        entries.append(_Entry(method, outcome, peak))
-        tell(method.name, 0.0)
+        entries.append(_Entry(method, outcome, peak, taken))
+        tell(method.name, taken)
 
     def timed(method: Contender) -> Outcome:
         begin(f"{material.name}: {method.name}, for its time")
@@ -113,6 +117,9 @@ def compare(
         material.notes.append(
             f"{done} of {rounds} timed rounds: more would take long here; --rounds {rounds} makes all"
         )
+    if not rounds:
+        seconds = {entry.contender.name: [entry.seconds] for entry in entries}
+        material.notes.append("times are those of one run each, the first")
     reference = next(entry for entry in entries if entry.contender.name == REFERENCE)
     full = label_shares(reference.outcome.logprobs, temperature)
     if not np.isfinite(full).all():

@@ -36,7 +36,7 @@ class Compression:
     keep_last: int = 64
     """Tokens at the end that are always kept: the question."""
     keep_private: bool = True
-    """Keep all that a prompt has behind the prefix it shares, where that is no more than `keep` leaves of the prompt."""
+    """Keep all that a prompt has behind the prefix it shares, unless that is more than `keep` leaves of the prompt."""
     per_row: bool = False
     """Select for every row by itself, as in the paper, instead of once for a shared prefix."""
 
