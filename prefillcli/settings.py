@@ -261,9 +261,10 @@ class CompressionOptions(Settings):
         8, "The prompt's last N tokens vote too.",
         COMPRESSION, metavar="N", requires=requirements.COMPRESSION, off=0, ge=0,
     )  # fmt: skip
-    query_reduce: Literal["mean", "max"] = option(
-        "mean", "How the votes of several tokens are combined.", COMPRESSION, requires=requirements.DRAFT
-    )
+    query_reduce: Literal["rank", "mean", "max"] = option(
+        "rank", "How the votes of several tokens are combined: the best rank that any of them gives, mean, or maximum.",
+        COMPRESSION, requires=requirements.DRAFT,
+    )  # fmt: skip
     pool: Odd = option(
         13, "Neighbouring tokens over which importance is averaged; odd, 1 for none.",
         COMPRESSION, metavar="N", requires=requirements.DRAFT, ge=1,

@@ -2,9 +2,9 @@
 
 python -m recipes.bench_reviews [FOLDER]
 
-SmolLM2-135M is its own draft, so nothing becomes faster: `prefill bench` compares the answers at a keep rate of 0.3, as
-it comes and with --paper. In the files `own.*` every row has examples of its own, in `shared.*` ten rows have theirs in
-common. Defaults were chosen on the files `*.chosen`; what is compared are those held out.
+SmolLM2-135M is its own draft, so nothing becomes faster: `prefill bench` compares the answers at a keep rate of 0.3,
+as it comes and with --paper. In the files `own.*` every row has examples of its own, in `shared.*` ten rows share
+theirs. Defaults were chosen on the files `*.chosen`; what is compared are those held out.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class Draft:
         self.tokens += len(pack.tokens)
         found: dict[int, FloatArray | None] = {}
         for prompt, (_, numbers) in zip(asked, pack.reads, strict=True):
-            found |= dict.fromkeys(numbers, importance(prompt, settings.query_reduce))
+            found |= dict.fromkeys(numbers, importance(prompt, settings.query_reduce, settings.select_chunk))
         return found
 
 

@@ -1,22 +1,22 @@
 """Which tokens of a prompt the draft's queries look at.
 
 Per layer and head: softmax in float32 of a query's scores over the prompt's keys, smoothed by average pooling over
-tokens. Then the maximum over layers and heads, and the mean or the maximum over the queries (SpecPrefill, section 3.2;
-pooling and its order as in the authors' code). Layers whose sliding window does not reach over the whole prompt have
-no vote.
+tokens. Then the maximum over layers and heads (SpecPrefill, section 3.2; pooling and its order as in the authors'
+code), and over the queries the best rank that any of them gives, or as in the paper their mean, or their maximum.
+Layers whose sliding window does not reach over the whole prompt have no vote.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from prefillcli.compress.selection import FloatArray
+from prefillcli.compress.settings import Reduce
 from prefillcli.prefill.forest import Sight
 
 SCORE_BYTES = 64 << 20  # float32 scores at a time
@@ -93,10 +93,23 @@ def _average(shares: Tensor, width: int) -> Tensor:
     return total.div_(width)
 
 
-def importance(asked: Asked, reduce: Literal["mean", "max"]) -> FloatArray | None:
-    """Importance of each token, float32 [tokens]; None where no layer had a vote."""
-    if asked.votes is None:
+def importance(asked: Asked, reduce: Reduce, chunk: int) -> FloatArray | None:
+    """Importance of each token, float32 [tokens]; None where no layer had a vote.
+
+    `rank`: every query puts the chunks of `chunk` tokens in order by their mean votes, and a token's importance is 1
+    over the best place that any query gives its chunk. A query that looks a little at much then counts as much as one
+    that looks at one token alone. `mean` and `max` are of the votes themselves. What is not finite stays so.
+    """
+    votes = asked.votes
+    if votes is None:
         return None
-    reduced = asked.votes.mean(dim=0) if reduce == "mean" else asked.votes.amax(dim=0)
-    found: FloatArray = reduced.cpu().numpy()
+    if reduce == "rank" and bool(votes.isfinite().all()):
+        means = torch.stack([part.mean(dim=1) for part in torch.split(votes, chunk, dim=1)], dim=1)
+        order = means.argsort(dim=1, descending=True, stable=True)
+        ascending = torch.arange(1, order.shape[1] + 1, device=order.device)
+        places = torch.empty_like(order).scatter_(1, order, ascending.expand_as(order))
+        reduced = (1.0 / places.amin(dim=0)).repeat_interleave(chunk)[: asked.tokens]
+    else:
+        reduced = votes.amax(dim=0) if reduce == "max" else votes.mean(dim=0)
+    found: FloatArray = reduced.float().cpu().numpy()
     return found

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+Reduce = Literal["rank", "mean", "max"]
+
 PAPER: dict[str, Any] = {
     "lookahead": 8,
     "query_window": 0,
@@ -24,7 +26,8 @@ class Compression:
     """The prompt's last token asks, and `lookahead - 1` tokens that the draft decodes greedily behind it."""
     query_window: int = 8
     """The last so many tokens of the prompt ask too."""
-    query_reduce: Literal["mean", "max"] = "mean"
+    query_reduce: Reduce = "rank"
+    """How the votes of the queries become one: see `importance`."""
     pool: int = 13
     """Odd number of tokens over which importance is averaged; 1 for none."""
     select_chunk: int = 16

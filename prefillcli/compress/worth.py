@@ -6,7 +6,7 @@ from functools import lru_cache
 from math import ceil
 from typing import Any
 
-from prefillcli.bench.flops import prefill_flops
+from prefillcli.bench.flops import NoCostModel, prefill_flops
 from prefillcli.compress.settings import Compression
 
 OVERHEAD = 0.05
@@ -61,6 +61,6 @@ class Worth:
             full = prefill_flops(self._target, tokens).total
             draft = prefill_flops(self._draft, tokens + how.decoded, head_tokens=how.decoded).total
             sparse = prefill_flops(self._target, kept).total
-        except (ValueError, AttributeError, TypeError):
+        except NoCostModel:
             return None
         return 1 / (draft / full + sparse / full + OVERHEAD)

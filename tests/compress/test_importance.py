@@ -17,6 +17,7 @@ from prefillcli.prefill.forest import ATTENTION, register
 from tests.prefill.families import VOCABULARY, WINDOW, make_model
 
 PLENTY = Limits(10**6, 10**6)
+CHUNK = 5
 FAMILIES = ("llama", "qwen3", "gemma2", "gpt_oss")
 
 Prompt = np.typing.NDArray[np.int32]
@@ -65,19 +66,27 @@ def context_shares(model: Any, tokens: list[int], context: int, queries: range) 
 
 
 def reference(layers: list[Tensor], pool: int, reduce: str) -> np.ndarray:
-    """softmax -> pooling -> largest over layers and heads -> mean or largest over the queries."""
+    """softmax -> pooling -> largest over layers and heads -> mean, largest or best rank over the queries."""
     pooled = [F.avg_pool1d(shares, pool, 1, pool // 2) for shares in layers]
     votes = torch.cat(pooled).amax(0)
+    if reduce == "rank":
+        found = np.zeros(votes.shape[1], np.float32)
+        for query in votes.numpy():
+            means = [query[at : at + CHUNK].mean() for at in range(0, len(query), CHUNK)]
+            for place, best in enumerate(sorted(range(len(means)), key=lambda number: -means[number]), 1):
+                part = slice(best * CHUNK, (best + 1) * CHUNK)
+                found[part] = np.maximum(found[part], 1 / place)
+        return found
     return (votes.mean(0) if reduce == "mean" else votes.amax(0)).numpy()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    ("window", "pool", "reduce"), [(1, 13, "mean"), (16, 13, "mean"), (5, 1, "max"), (9, 7, "max")]
+    ("window", "pool", "reduce"), [(1, 13, "mean"), (16, 13, "mean"), (5, 1, "max"), (9, 7, "max"), (5, 13, "rank")]
 )
 def test_the_last_tokens_ask(family: str, window: int, pool: int, reduce: Any) -> None:
     model = make_model(family)
-    settings = Compression(lookahead=1, query_window=window, pool=pool, query_reduce=reduce)
+    settings = Compression(lookahead=1, query_window=window, pool=pool, query_reduce=reduce, select_chunk=CHUNK)
     for tokens, found in zip(prompts(), estimated(model, settings), strict=True):
         count = min(window, len(tokens))
         layers = context_shares(model, tokens.tolist(), len(tokens), range(len(tokens) - count, len(tokens)))
@@ -85,10 +94,10 @@ def test_the_last_tokens_ask(family: str, window: int, pool: int, reduce: Any) -
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("window", "reduce"), [(0, "mean"), (8, "mean"), (8, "max")])
+@pytest.mark.parametrize(("window", "reduce"), [(0, "mean"), (8, "max"), (8, "rank")])
 def test_decoded_tokens_ask_and_the_last_tokens_with_them(family: str, window: int, reduce: Any) -> None:
     model = make_model(family)
-    settings = Compression(lookahead=8, query_window=window, query_reduce=reduce)
+    settings = Compression(lookahead=8, query_window=window, query_reduce=reduce, select_chunk=CHUNK)
     stop = model.config.eos_token_id
     decoded_some = False
     for tokens, found in zip(prompts(), estimated(model, settings), strict=True):
@@ -120,7 +129,11 @@ def test_what_follows_an_end_of_text_does_not_ask() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [Compression(lookahead=1), Compression(query_window=0), Compression()],
+    [
+        Compression(lookahead=1, query_reduce="mean"),
+        Compression(query_window=0, query_reduce="mean"),
+        Compression(query_reduce="max"),
+    ],
     ids=["last tokens", "decoded", "both"],
 )
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
@@ -144,7 +157,7 @@ def test_steps_beyond_a_sliding_window_leave_it() -> None:
     """Decoding further than a window is wide: the window passes the prompt's own last tokens."""
     model = make_model("gpt_oss", sliding_window=4)
     model.config.eos_token_id = VOCABULARY + 1
-    draft = draft_of(model, Compression(lookahead=12, query_window=0))
+    draft = draft_of(model, Compression(lookahead=12, query_window=0, query_reduce="mean"))
     tokens = prompts()[0]
     found = draft.estimate([tokens])[0].importance
     draft.close()

@@ -49,9 +49,8 @@ def test_what_an_engine_cannot_do_is_refused_with_one_that_can(engine: str, opti
 
 
 def test_options_at_their_defaults_ask_for_nothing() -> None:
-    defaults = {
-        name: ScoreSettings.model_fields[name].default for name in ASKING if name not in ("draft", "lookahead")
-    }
+    drafted = ("draft", "lookahead", "compress_above", "keep_private")  # refused without a draft, whatever the engine
+    defaults = {name: ScoreSettings.model_fields[name].default for name in ASKING if name not in drafted}
     assert settings(engine="vllm", **defaults).engine == "vllm"
 
 

@@ -24,6 +24,7 @@ HOW = {
     "keep_last": LAST,
     "query_window": WINDOW,
     "lookahead": 1,
+    "query_reduce": "mean",
     "keep_private": False,
     "pool": POOL,
 }

@@ -114,15 +114,16 @@ def test_draft_window(model: Path, reference: Reference, tmp_path: Path) -> None
     assert_falls_back(unrelated(reference, [300, 100, 121, 120]), "draft_window", [0, 2], model, draft)
 
 
+@pytest.mark.parametrize("reduce", ["rank", "mean"])
 @pytest.mark.parametrize("lookahead", [0, 4])
-def test_draft_not_finite(model: Path, reference: Reference, tmp_path: Path, lookahead: int) -> None:
+def test_draft_not_finite(model: Path, reference: Reference, tmp_path: Path, lookahead: int, reduce: str) -> None:
     """One token of the draft's vocabulary is broken: prompts that have it are read in full, others are not hurt."""
     draft = save_model(tmp_path / "draft", seed=3, layers=2)
     break_token(draft, 350)
     prompts = unrelated(reference, LENGTHS)
     prompts[0][20] = prompts[3][90] = 350
     how = {"query_window": 0, "lookahead": lookahead} if lookahead else {}
-    assert_falls_back(prompts, "draft_not_finite", [0, 3], model, draft, **how)
+    assert_falls_back(prompts, "draft_not_finite", [0, 3], model, draft, query_reduce=reduce, **how)
 
 
 def test_draft_error(
