@@ -262,7 +262,7 @@ class CompressionOptions(Settings):
         COMPRESSION, metavar="N", requires=requirements.COMPRESSION, off=0, ge=0,
     )  # fmt: skip
     query_reduce: Literal["rank", "mean", "max"] = option(
-        "rank", "How the votes of several tokens are combined: the best rank that any of them gives, mean, or maximum.",
+        "rank", "How the votes of several tokens are combined: the best rank that any gives, mean, or maximum.",
         COMPRESSION, requires=requirements.DRAFT,
     )  # fmt: skip
     pool: Odd = option(

@@ -107,7 +107,9 @@ def _specprefill(keep: float) -> Callable[[str, torch.dtype, int, float], Row]:
         draft = random_draft(config.vocab_size, dtype)
         tokens = int(16_384 * scale)
         prompts = single(tokens, config.vocab_size)
-        compressor = compressor_for(draft, Compression(lookahead=1, compress_above=0))
+        compressor = compressor_for(
+            draft, Compression(lookahead=1, query_reduce="mean", select_chunk=32, compress_above=0)
+        )
         with closing(compressor.draft):
             kept = compressed_walk(model, compressor, prompts, keep)[1][0]
             seconds = interleaved(
