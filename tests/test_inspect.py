@@ -187,7 +187,7 @@ def test_every_row_of_a_mixed_window_is_read_as_score_reads_it(
         (0, ("--keep", "0.2", "--compress-above", "8192"), "tokens are not more than --compress-above 8,192"),
         (0, ("--keep", "0.9"), "would be read at 0."),
         (0, (*COMPRESS[:4], "--compress-above", "100"), "other rows are read in full and compute its first "),
-        (0, (*COMPRESS, "--select-chunk", "4096", "--compress-per-row"), "are all there are"),
+        (0, (*COMPRESS, "--select-chunk", "4096", "--compress-per-row"), "are all tokens of it"),
     ],
 )
 def test_reason_of_a_row_in_full(mixed: Path, row: int, flags: Sequence[object], why: str) -> None:
