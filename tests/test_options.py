@@ -106,7 +106,8 @@ def test_all_requirements_are_walked() -> None:
 @pytest.mark.parametrize(("command", "option", "unmet"), CASES)
 def test_an_option_that_would_be_ignored_is_refused(command: str, option: str, unmet: str) -> None:
     value = value_of(command, option)
-    flag = "--allow-special" if option == "literal" else "--" + option.replace("_", "-")
+    extra: Any = COMMANDS[command].model_fields[option].json_schema_extra
+    flag = "--" + (extra["negative"] or option.replace("_", "-"))
     (required,) = [each for each in COMMANDS[command].required()[option] if NAMES[id(each)] == unmet]
     assert option in load(command, told(command, option), {option: value}).model_fields_set
     lacking = told(command, option, unmet)
