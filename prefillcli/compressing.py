@@ -26,6 +26,7 @@ Tick = Callable[[float], None]
 ALMOST_ALL = 0.95
 """Of a window's tokens: a job that was to read fewer and reads as many hears why."""
 
+
 class WindowCompressor:
     """Decides how the target reads a window's prompts. A chosen rate goes into the sink's plan, for a resumed run."""
 
