@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-import hypothesis
 import pytest
+
+try:
+    import hypothesis
+except ImportError:  # vLLM's environment has none, nor tests that need it
+    hypothesis = None
 
 # One thread for each test and the processes that it starts, whatever the machine has: the models are tiny, so a second
 # costs them more than it gives, and scores on as many threads are the same bit for bit. torch reads it when it is
@@ -14,8 +18,9 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 
 # A busy machine does not fail a test.
-hypothesis.settings.register_profile("prefill", deadline=None)
-hypothesis.settings.load_profile("prefill")
+if hypothesis:
+    hypothesis.settings.register_profile("prefill", deadline=None)
+    hypothesis.settings.load_profile("prefill")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
