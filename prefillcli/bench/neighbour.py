@@ -30,7 +30,7 @@ WAYS: dict[str, dict[str, str]] = {
     "spinning": {"OMP_NUM_THREADS": str(CORES), "GOMP_SPINCOUNT": "300000"},  # libgomp's own count
     "spinning shortly": {"OMP_NUM_THREADS": str(CORES), "GOMP_SPINCOUNT": "10000"},
     "sleeping": {"OMP_NUM_THREADS": str(CORES), "OMP_WAIT_POLICY": "PASSIVE"},
-    "as many as the load allows": {"OMP_DYNAMIC": "true"},  # OpenMP's way
+    "as many as the load allows": {"OMP_NUM_THREADS": str(CORES), "OMP_DYNAMIC": "true"},  # OpenMP's way
     "half of them": {"OMP_NUM_THREADS": str(max(1, CORES // 2))},
     "auto": {},
 }
