@@ -67,6 +67,8 @@ class Controls:
 
     def __init__(self, tokenizer: Any) -> None:
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        unknown = getattr(getattr(self._backend, "model", None), "unk_token", None) or tokenizer.unk_token
+        self._unknown: int | None = tokenizer.convert_tokens_to_ids(unknown)
         special = set(tokenizer.all_special_ids)
         self._tokens: dict[int, Any] = {
             number: token
@@ -176,17 +178,10 @@ class Controls:
                 name = text[start:stop]
                 start += len(name) - len(name.lstrip()) if token.lstrip else 0
                 stop -= len(name) - len(name.rstrip()) if token.rstrip else 0
+                # Other text than its own gets the unknown token where there is none for it: that is no find.
                 if start < stop and (number != self._unknown or text[start:stop] == token.content):
                     found.append((start, stop, number))
         return found
-
-    @functools.cached_property
-    def _unknown(self) -> int | None:
-        """The id that text gets for which there is no token, besides the text of that token itself."""
-        model = json.loads(self._backend.to_str())["model"]
-        name = model.get("unk_token")
-        number: int | None = model.get("unk_id") if name is None else self._backend.token_to_id(name)
-        return number
 
     def _open_ends(self, text: str) -> Iterator[int]:
         """Where the end of `text` begins like a control token."""

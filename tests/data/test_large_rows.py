@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -50,6 +51,7 @@ def read_in_little_memory(
         cwd=path.parent,
         capture_output=True,
         text=True,
+        env={**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system"},  # the others reserve far more than they use
         check=False,
         timeout=100,
     )
@@ -118,7 +120,7 @@ def test_a_parquet_page_that_would_fill_the_memory_is_not_opened(
     assert rows == 9000
     assert {error[0] for error in errors.values()} == {"row_too_large"}
     assert 5000 in errors
-    assert len(errors) < 6000  # neighbours in its page, which pyarrow fills by thousands of rows
+    assert 1 < len(errors) < 6000  # neighbours in its page, which pyarrow fills by thousands of rows
     assert {row: n for row, n in lengths.items() if row not in errors} == {
         row: len(f"row {row}") for row in range(9000) if row not in errors
     }
