@@ -12,7 +12,7 @@ from prefillcli.data.fingerprints import hash_model
 from prefillcli.data.store import open_store
 from prefillcli.errors import PrefillError, ResourceError, UsageError
 from prefillcli.forecast import find_profile
-from prefillcli.inputs import carried_columns, open_source
+from prefillcli.inputs import carried_columns, open_source, refuse_unlike_partitions
 from prefillcli.loading import Opened, open_models, refuse_what_cannot_fit, weights_of
 from prefillcli.outcome import conclude, fail
 from prefillcli.paths import default_output, dry_run_report, refuse_among_inputs
@@ -57,11 +57,12 @@ def dry_run_job(settings: ScoreSettings) -> dict[str, Any]:
 def _run(settings: ScoreSettings, report: DryRunReport, stop: Stop) -> None:
     from prefillcli.survey import survey
 
-    report.output = settings.output or default_output(settings.inputs[0])
+    report.output = settings.output or default_output(settings.inputs[0], partition=settings.partition)
     report.report = dry_run_report(report.output, settings.report)
     carried = carried_columns(settings)
     with stop.at_once():
         source = open_source(settings, carried)
+        refuse_unlike_partitions(settings, source, report.output)
         opened = open_models(settings)
         refuse_among_inputs(report.output, source)
         profile, name, report.no_prediction = find_profile(

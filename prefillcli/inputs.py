@@ -9,6 +9,7 @@ from pathlib import Path
 from prefillcli.data.fingerprints import ModelContents
 from prefillcli.data.prompts import DEFAULT_COLUMN, PromptBuilder, PromptSettings
 from prefillcli.data.source import Source
+from prefillcli.data.target import Target
 from prefillcli.errors import UsageError
 from prefillcli.loading import Opened
 from prefillcli.redaction import without_secrets
@@ -42,10 +43,24 @@ class LocalModels:
             contents.require_unchanged()
 
 
-def carried_columns(settings: ScoreSettings) -> list[str]:
-    """Input columns that go to the output."""
-    named = [settings.id_column, *settings.keep_columns, settings.truth]
+def carried_columns(settings: ScoreSettings, source: Source | None = None) -> list[str]:
+    """Input columns that go to the output, with a `source` also those that are to name its folders."""
+    keys = source.partition_keys if source is not None and settings.partition else ()
+    named = [settings.id_column, *settings.keep_columns, settings.truth, *keys]
     return list(dict.fromkeys(name for name in named if name))
+
+
+def refuse_unlike_partitions(settings: ScoreSettings, source: Source, output: str) -> None:
+    """Raise UsageError if --partition is given and the output cannot have folders like those of the input."""
+    keys = source.partition_keys
+    if not settings.partition:
+        return
+    if not keys:
+        raise UsageError("--partition: no folder of the input is named like day=2026-01-01\nleave --partition out")
+    if Target.parse(output).kind != "directory":
+        raise UsageError(f"--partition: --output {output} is one file\nend it in / for a folder")
+    if settings.id_column in keys:
+        raise UsageError(f"--id-column {settings.id_column}: with --partition it names folders\nchoose another column")
 
 
 def open_source(settings: JobOptions, carried: Sequence[str]) -> Source:

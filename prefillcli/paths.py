@@ -30,9 +30,9 @@ def refuse_among_inputs(path: str, source: Source, *, option: str = "--output") 
         )
 
 
-def default_output(first: str) -> str:
+def default_output(first: str, *, partition: bool = False) -> str:
     """`data.parquet` -> `data.scores.parquet`, beside it; for a directory or a glob beside the folder, where the
-    next run does not look; for a URL in the current folder."""
+    next run does not look; for a URL in the current folder. A partitioned output is a folder: `data.scores/`."""
     if "://" in first:
         first = _QUERY.sub("", without_secrets(first)).rstrip("/").rsplit("/", 1)[-1] or "input"
     path = Path(first.rstrip("/") or ".")
@@ -43,7 +43,7 @@ def default_output(first: str) -> str:
     name = path.name
     for ending in (".gz", ".zst", ".parquet", ".pq", ".jsonl", ".ndjson", ".json"):
         name = name.removesuffix(ending)
-    return str(path.parent / f"{name}.scores.parquet")
+    return str(path.parent / f"{name}.scores") + ("/" if partition else ".parquet")
 
 
 def default_report(output: str) -> str:

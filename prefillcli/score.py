@@ -30,7 +30,14 @@ from prefillcli.errors import (
     UsageError,
 )
 from prefillcli.forecast import Forecast, find_profile
-from prefillcli.inputs import LocalModels, carried_columns, open_source, prompt_builder, refuse_idle_draft
+from prefillcli.inputs import (
+    LocalModels,
+    carried_columns,
+    open_source,
+    prompt_builder,
+    refuse_idle_draft,
+    refuse_unlike_partitions,
+)
 from prefillcli.loading import Loaded, Opened
 from prefillcli.outcome import conclude, fail
 from prefillcli.paths import default_output, default_report, refuse_among_inputs
@@ -92,18 +99,19 @@ class _ScoreJob:
 
     def run(self, stop: Stop) -> None:
         settings, clock, report = self.settings, self.clock, self.report
-        output = settings.output or default_output(settings.inputs[0])
+        output = settings.output or default_output(settings.inputs[0], partition=settings.partition)
         report.output = output
         report.report = settings.report or default_report(output)
         with clock.phase("read"):
             source = self.source = open_source(settings, carried_columns(settings))
             self._refuse_among_inputs(output, source)
+            refuse_unlike_partitions(settings, source, output)
             refuse_idle_draft(settings, source)
             source.begin_hashing()
             models = LocalModels(settings)  # before anything of them is read
         with clock.phase("load"), stop.at_once():
             opened = self._loader.open_models(settings)
-            builder = self.builder = prompt_builder(settings, opened, source, carried_columns(settings))
+            builder = self.builder = prompt_builder(settings, opened, source, carried_columns(settings, source))
         files, tokenizer = opened.files, opened.tokenizer
         self.threads = opened.threads
         labels = Labels(tokenizer, parse_labels(settings.labels))
@@ -115,7 +123,13 @@ class _ScoreJob:
                 "prompt": builder.fingerprint(),
                 "labels": hash_value([[label.name, label.variants] for label in labels.labels]),
                 "settings": hash_value(
-                    [settings.temperature, str(files.dtype), settings.id_column, list(settings.keep_columns)]
+                    [
+                        settings.temperature,
+                        str(files.dtype),
+                        settings.id_column,
+                        list(settings.keep_columns),
+                        settings.partition,
+                    ]
                 ),
             }
             if settings.engine != "torch":
@@ -183,6 +197,7 @@ class _ScoreJob:
                 jsonl_input=source.kind == "jsonl",
                 audit=settings.audit > 0,
                 truth=settings.truth,
+                partitions=source.partitions if settings.partition else None,
             )
         except (OutputExistsError, OutputConflictError, OutputBusyError):
             self.report.report = None

@@ -379,6 +379,9 @@ class ScoreSettings(PriceOptions, RunOptions, ScheduledOptions):
         None, "Column that names a row in the output. (default: the row number)", FILES, metavar="NAME"
     )
     keep_columns: Names = option((), "Input columns to copy to the output, comma-separated.", FILES, metavar="NAMES")
+    partition: bool = option(
+        False, "Write the scores into folders named like those of the input: day=2026-01-01/.", FILES
+    )
     resume: bool = option(False, "Go on with this job where it was stopped.", FILES)
     overwrite: bool = option(False, "Replace an output that exists.", FILES)
 

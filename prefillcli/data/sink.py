@@ -16,6 +16,7 @@ from prefillcli.data.formats import write_jsonl, write_parquet
 from prefillcli.data.json_columns import kinds_of, type_for, typed_column
 from prefillcli.data.locks import Lock
 from prefillcli.data.manifest import Job, Manifest
+from prefillcli.data.partitions import Partitions
 from prefillcli.data.parts import WindowRows
 from prefillcli.data.publication import publication, settle
 from prefillcli.data.resuming import decide, proven_parts, require_undamaged
@@ -58,6 +59,7 @@ class Sink:
         carried: pa.Schema,
         audit: bool,
         truth: str | None,
+        partitions: Partitions | None,
     ) -> None:
         self.counts = Counts()
         """Of all rows that are safe on disk, those of earlier attempts included."""
@@ -74,6 +76,7 @@ class Sink:
         self._carried = carried
         self._audit = audit
         self._truth = truth
+        self._partitions = partitions
         self._windows: dict[int, _WindowParts] = {}
         self._sequence = 0
         self._kinds: dict[str, set[str]] = {}
@@ -94,13 +97,15 @@ class Sink:
         carried: pa.Schema | None = None,
         audit: bool = False,
         truth: str | None = None,
+        partitions: Partitions | None = None,
     ) -> Sink:
         """Begin the job's output, or go on with it.
 
         `selection` are the options that say which rows of the input are taken, `carried` is the schema of the id and
         the kept columns (`Source.carried_schema`). With an `audit` the output has its columns; `truth` is the carried
-        column with the right answers. Raises UsageError for an unknown ending, a clash of column names, or if the
-        job's own output exists and neither flag is given; OutputConflictError if it is another job's, or damaged;
+        column with the right answers. With `partitions`, whose keys are carried columns, the files of a directory lie
+        in folders that hold them. Raises UsageError for an unknown ending, a clash of column names, or if the job's
+        own output exists and neither flag is given; OutputConflictError if it is another job's, or damaged;
         ResourceError if another process is at it.
         """
         target = Target.parse(output)
@@ -122,6 +127,7 @@ class Sink:
                 carried=carried,
                 audit=audit,
                 truth=truth,
+                partitions=partitions,
             )
             sink._begin(fresh=found is None)
         except BaseException:
@@ -343,12 +349,19 @@ class Sink:
     def _write_directory(self, counts: Counts) -> dict[str, str]:
         output, files = publication(self._target), {}
         tables: Iterable[pa.Table] = self._tables(counts) if self._windows else [self._schema().empty_table()]
-        for number, table in enumerate(tables):
-            name = f"part-{number:05d}.parquet"
+        runs = ((folder, rows) for table in tables for folder, rows in self._folders_of(table))
+        for number, (folder, rows) in enumerate(runs):  # the numbers are in the order of the input
+            name = f"{folder}/part-{number:05d}.parquet".removeprefix("/")
             with output.create(name) as file:
-                files[name] = write_parquet(file, self._schema(), [table])
+                files[name] = write_parquet(file, rows.schema, [rows])
         output.publish(Published(self._manifest.job, files))
         return files
+
+    def _folders_of(self, table: pa.Table) -> Iterable[tuple[str, pa.Table]]:
+        """Rows of the output that come one after another and belong into one folder, with that folder."""
+        if self._partitions is None or len(table) == 0:
+            return [("", table)]
+        return self._partitions.runs(table)
 
 
 def check_columns(

@@ -50,7 +50,8 @@ class Source:
         self._contents = Contents(found, "input", lambda: [file.path for file in discover(inputs)[0]])
         self._starts: list[int] = []  # of every file that was begun, the number of its first row
         self._counted: int | None = None
-        self._partitions = Partitions.of(file.below for file in found)
+        self.partitions = Partitions.of(file.below for file in found)
+        """What the names of folders hold."""
         if self.kind == "parquet":
             self._parquet = [ParquetInput(file) for file in found]
             self._refuse_outputs()
@@ -100,7 +101,7 @@ class Source:
         for reader in self._parquet if self.kind == "parquet" else self._jsonl:
             reader.max_row_bytes = max_row_bytes
         columns, carried = tuple(dict.fromkeys(columns)), tuple(dict.fromkeys(carried))
-        keys = self._partitions.schema
+        keys = self.partitions.schema
         self._refuse_doubles([name for name in (*columns, *carried, *optional) if name in keys.names])
         wanted = [name for name in (*columns, *carried) if name not in keys.names]
         if self.kind == "parquet":
@@ -120,7 +121,7 @@ class Source:
     @property
     def partition_keys(self) -> tuple[str, ...]:
         """The columns that the names of folders hold, outermost first."""
-        return tuple(self._partitions.schema.names)
+        return tuple(self.partitions.schema.names)
 
     @property
     def total_rows(self) -> int | None:
@@ -162,7 +163,7 @@ class Source:
         wish = self._wish
         seed = wish.seed if wish.sample is not None else None
         content = [(file.size, each) for file, each in zip(self._found, self._contents.digests(), strict=True)]
-        keys = list(self._partitions.values) if self.partition_keys else []
+        keys = list(self.partitions.values) if self.partition_keys else []
         text = json.dumps([self.kind, content, wish.limit, wish.sample, seed, *keys])
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -231,7 +232,7 @@ class Source:
             if end is not None and maker.row >= end:
                 break
             self._starts.append(maker.row)
-            maker.constants = self._partitions.values[number]
+            maker.constants = self.partitions.values[number]
             yield from maker.add(lines.lines())
         yield from maker.rest()
 
@@ -239,7 +240,7 @@ class Source:
         """The batch of a Parquet file with the columns that the file's folders name."""
         if self.partition_keys:
             rows = len(batch.rows)
-            for name, value in self._partitions.values[number].items():
+            for name, value in self.partitions.values[number].items():
                 if name in (*self.columns, *self.optional):
                     batch.columns[name] = [value] * rows
                 if name in self.carried_schema.names:
