@@ -54,7 +54,11 @@ def flags(model: Path, draft: Path, **more: Any) -> dict[str, Any]:
 
 def arguments(model: Path, draft: Path, *more: object, **changes: Any) -> list[object]:
     given = HOW | flags(model, draft, **changes)
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if name != "overwrite"]
+    words = [
+        f"--no-{name.replace('_', '-')}" if value is False else f"--{name.replace('_', '-')}={value}"
+        for name, value in given.items()
+        if name != "overwrite"
+    ]
     return ["score", "in.jsonl", "-o", "out.parquet", *words, *more]
 
 
