@@ -68,7 +68,7 @@ class Controls:
     def __init__(self, tokenizer: Any) -> None:
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         unknown = getattr(getattr(self._backend, "model", None), "unk_token", None) or tokenizer.unk_token
-        self._unknown: int | None = tokenizer.convert_tokens_to_ids(unknown)
+        self._unknown: int | None = None if unknown is None else tokenizer.convert_tokens_to_ids(unknown)
         special = set(tokenizer.all_special_ids)
         self._tokens: dict[int, Any] = {
             number: token
