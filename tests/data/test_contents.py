@@ -215,8 +215,14 @@ class TestRemote:
 
     def test_an_etag_stands_for_the_content(self, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         memory.pipe_file("/a.jsonl", b"{}\n")
-        etag = '"1"'
-        monkeypatch.setattr(memory, "info", lambda path: {"name": path, "size": 3, "type": "file", "ETag": etag})
+        etag = listed = '"1"'
+
+        def invalidate_cache(path: str) -> None:
+            nonlocal listed
+            listed = etag
+
+        monkeypatch.setattr(memory, "invalidate_cache", invalidate_cache)
+        monkeypatch.setattr(memory, "info", lambda path: {"name": path, "size": 3, "type": "file", "ETag": listed})
         known = contents_of("memory://a.jsonl")
         monkeypatch.setattr(memory, "open", lambda *_: pytest.fail("it was read"))
         assert known.digests() == ['ETag "1"']
