@@ -203,39 +203,40 @@ def test_other_rights_and_names_are_no_other_content(cache: Path, file: Path) ->
     known.require_unchanged()
 
 
-class TestRemote:
-    def test_content_is_hashed_where_the_store_has_no_versions(self, memory: Any) -> None:
-        memory.pipe_file("/a.jsonl", b"{}\n")
-        known = contents_of("memory://a.jsonl")
-        assert known.digests() == [blake3(b"{}\n").hexdigest()]
+def test_remote_content_is_hashed_where_the_store_has_no_versions(memory: Any) -> None:
+    memory.pipe_file("/a.jsonl", b"{}\n")
+    known = contents_of("memory://a.jsonl")
+    assert known.digests() == [blake3(b"{}\n").hexdigest()]
+    known.require_unchanged()
+    memory.pipe_file("/a.jsonl", b"[]\n")
+    with pytest.raises(ContentChangedError, match=r"a\.jsonl"):
         known.require_unchanged()
-        memory.pipe_file("/a.jsonl", b"[]\n")
-        with pytest.raises(ContentChangedError, match=r"a\.jsonl"):
-            known.require_unchanged()
 
-    def test_an_etag_stands_for_the_content(self, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        memory.pipe_file("/a.jsonl", b"{}\n")
-        etag = listed = '"1"'
 
-        def invalidate_cache(path: str) -> None:
-            nonlocal listed
-            listed = etag
+def test_a_remote_etag_stands_for_the_content(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory.pipe_file("/a.jsonl", b"{}\n")
+    etag = listed = '"1"'
 
-        monkeypatch.setattr(memory, "invalidate_cache", invalidate_cache)
-        monkeypatch.setattr(memory, "info", lambda path: {"name": path, "size": 3, "type": "file", "ETag": listed})
-        known = contents_of("memory://a.jsonl")
-        monkeypatch.setattr(memory, "open", lambda *_: pytest.fail("it was read"))
-        assert known.digests() == ['ETag "1"']
+    def invalidate_cache(path: str) -> None:
+        nonlocal listed
+        listed = etag
+
+    monkeypatch.setattr(memory, "invalidate_cache", invalidate_cache)
+    monkeypatch.setattr(memory, "info", lambda path: {"name": path, "size": 3, "type": "file", "ETag": listed})
+    known = contents_of("memory://a.jsonl")
+    monkeypatch.setattr(memory, "open", lambda *_: pytest.fail("it was read"))
+    assert known.digests() == ['ETag "1"']
+    known.require_unchanged()
+    etag = '"2"'
+    with pytest.raises(ContentChangedError):
         known.require_unchanged()
-        etag = '"2"'
-        with pytest.raises(ContentChangedError):
-            known.require_unchanged()
 
-    def test_a_weak_etag_does_not(self, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        memory.pipe_file("/a.jsonl", b"{}\n")
-        found = {"name": "/a.jsonl", "size": 3, "type": "file", "ETag": 'W/"1"'}
-        monkeypatch.setattr(memory, "info", lambda path: found)
-        assert contents_of("memory://a.jsonl").digests() == [blake3(b"{}\n").hexdigest()]
+
+def test_a_weak_etag_does_not_stand_for_it(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory.pipe_file("/a.jsonl", b"{}\n")
+    found = {"name": "/a.jsonl", "size": 3, "type": "file", "ETag": 'W/"1"'}
+    monkeypatch.setattr(memory, "info", lambda path: found)
+    assert contents_of("memory://a.jsonl").digests() == [blake3(b"{}\n").hexdigest()]
 
 
 def test_young_and_old_stamps() -> None:
