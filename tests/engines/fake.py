@@ -25,7 +25,7 @@ class FakeTokenizer:
     """What prefill asks of a tokenizer, by the tokenizers library alone."""
 
     chat_template = None
-    cls_token_id = unk_token_id = None
+    cls_token_id = unk_token_id = unk_token = None
     bos_token_id = 0
 
     def __init__(self, path: Path) -> None:
@@ -35,6 +35,9 @@ class FakeTokenizer:
 
     def __len__(self) -> int:
         return self.backend_tokenizer.get_vocab_size()
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.backend_tokenizer.get_vocab()
 
     def convert_ids_to_tokens(self, ids: list[int]) -> list[str | None]:
         return [self.backend_tokenizer.id_to_token(number) for number in ids]
