@@ -242,7 +242,7 @@ class Sink:
     def _begin(self, *, fresh: bool) -> None:
         self.work.clean(lambda name: True)
         settle(self._target)
-        self._target.store.clean(self._target.is_ours)
+        self._target.clean()
         if fresh:
             self._delete_parts()
             self._manifest.save(self.work)

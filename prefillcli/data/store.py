@@ -44,8 +44,8 @@ class Store(Protocol):
     def delete(self, name: str) -> None:
         """Remove a file, if it is there."""
 
-    def clean(self, ours: Callable[[str], bool]) -> None:
-        """Remove what killed runs left of half-written files whose name is `ours`."""
+    def clean(self, ours: Callable[[str], bool], into: Callable[[str], bool] = lambda folder: False) -> None:
+        """Remove what killed runs left of half-written files whose name is `ours`, here and in folders like `find`."""
 
     def in_use(self) -> bool | None:
         """Whether a run holds the lock; None if that cannot be known from here, or there is no lock to hold."""
@@ -114,11 +114,16 @@ class LocalStore:
         with using(self._path(name)), suppress(FileNotFoundError):
             os.unlink(self._path(name))
 
-    def clean(self, ours: Callable[[str], bool]) -> None:
-        with using(self.location), suppress(FileNotFoundError):
-            for name in os.listdir(self.location):
-                if name.startswith(".") and name.endswith(_TEMPORARY) and ours(name[1 : -len(_TEMPORARY)]):
-                    os.unlink(self._path(name))
+    def clean(self, ours: Callable[[str], bool], into: Callable[[str], bool] = lambda folder: False) -> None:
+        with using(self.location):
+            for folder, folders, names in os.walk(self.location):
+                folders[:] = filter(into, folders)
+                inner = os.path.relpath(folder, self.location)
+                for name in names:
+                    if name.startswith(".") and name.endswith(_TEMPORARY):
+                        whole = os.path.normpath(os.path.join(inner, name[1 : -len(_TEMPORARY)]))
+                        if ours(whole):
+                            os.unlink(os.path.join(folder, name))
 
     def in_use(self) -> bool | None:
         with using(self._path(LOCK)):
@@ -183,7 +188,7 @@ class RemoteStore:
         with _using_remote(f"{self.location}/{name}"), suppress(FileNotFoundError):
             self._filesystem.rm_file(self._path(name))
 
-    def clean(self, ours: Callable[[str], bool]) -> None:
+    def clean(self, ours: Callable[[str], bool], into: Callable[[str], bool] = lambda folder: False) -> None:
         """Nothing to do: an upload that was cut off leaves no object."""
 
     def in_use(self) -> bool | None:

@@ -100,6 +100,13 @@ class Target:
         names = self.store.find(is_partition) if self.kind == "directory" else self.store.names()
         return list(filter(self.is_ours, names))
 
+    def clean(self) -> None:
+        """Remove what killed runs left of half-written files of the output."""
+        if self.kind == "directory":
+            self.store.clean(self.is_ours, is_partition)
+        else:
+            self.store.clean(self.is_ours)
+
     def exists(self) -> bool:
         return bool(self.files())
 

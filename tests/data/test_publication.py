@@ -134,6 +134,18 @@ def test_partitions_can_be_written_in_folders_of_their_own(tmp_path: Path) -> No
         assert target.files() == ["_SUCCESS", name]
 
 
+def test_half_written_files_of_a_killed_run_go_wherever_they_lie(tmp_path: Path) -> None:
+    place = tmp_path / "o"
+    left = [place / ".part-00001.parquet.prefill-tmp", place / "day=1" / ".part-00002.parquet.prefill-tmp"]
+    others = [place / "notes" / ".part-00003.parquet.prefill-tmp", place / "day=1" / ".mine.prefill-tmp"]
+    for path in (*left, *others):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    with open_sink(f"{place}/"):
+        assert not any(path.exists() for path in left)
+        assert all(path.exists() for path in others)
+
+
 def _job() -> Any:
     from prefillcli.data.manifest import Job
 
