@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import (
     AddedToken,
@@ -197,6 +197,8 @@ def test_special_tokens_are_allowed_when_asked_for_and_other_texts_never_change(
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=12, deadline=None)
 @given(first=texts, second=texts, third=texts)
+@example(first="it <|im", second="_start|> is", third="<")
+@example(first="<", second="s>", third="</s")
 def test_a_template_types_control_tokens_and_columns_do_not(kind: str, first: str, second: str, third: str) -> None:
     tokenizer = tokenizer_of(kind)
     template = "<think>{{ a }}{{ b }}</think>{{ c }}<|im_end|>"
