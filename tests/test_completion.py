@@ -20,10 +20,9 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.skipif(not COMMAND.exists(), reason="the command is not installed beside this Python")
 def test_bash_completes_commands_options_and_their_values(environment: dict[str, str]) -> None:
-    installed = subprocess.run(
-        ["prefill", "--install-completion", "bash"], capture_output=True, text=True, env=environment, check=True
-    )
-    assert "bash completion installed" in installed.stdout
+    ask = "prefill --install-completion; exit $?"  # the shell is found among the command's ancestors
+    installed = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, env=environment)
+    assert "bash completion installed" in installed.stdout, installed.stderr
     script = """
         shopt -s expand_aliases; source ~/.bashrc; complete -p prefill
         ask() {
