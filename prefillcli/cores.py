@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 ROOT = Path("/")
-SHORTEST = 0.5  # seconds between two looks that say something: the kernel counts in hundredths
+SHORTEST = 0.5  # seconds between two looks
 
 
 def affinity() -> frozenset[int]:
@@ -68,12 +68,13 @@ class Left:
         self._quotas = quotas(root)
         self._before = self._look()
 
-    def cores(self) -> float | None:
-        """Cores that were left since the call before, or since this was made; None if that is not long enough ago."""
+    def cores(self, shortest: float = SHORTEST) -> float | None:
+        """Cores that were left since the call before, or since this was made; None if that is not `shortest` seconds
+        ago. The kernel counts in hundredths of a second."""
+        if time.monotonic() - self._before.at < shortest:
+            return None
         now = self._look()
         passed = now.at - self._before.at
-        if passed < SHORTEST:
-            return None
         own = now.own - self._before.own
         left = [len(self._mask) - _others(now.busy, self._before.busy, own) / passed]
         for quota, used, before in zip(self._quotas, now.used, self._before.used, strict=True):

@@ -165,6 +165,7 @@ class WindowScorer:
                 forecast.step(step / len(pack.tokens))
             self._progress.advance(step * rows, step * tokens)
             self._stop.check()
+            self._adjust_threads()
 
         self._adjust_threads()
         forecast = self._forecast

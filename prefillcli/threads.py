@@ -1,29 +1,33 @@
 """How many threads compute, and how they wait for one another.
 
 torch's operators run on OpenMP threads that share each operator out evenly and wait for the last one. OpenMP's own way
-to wait is to spin for some milliseconds: beside another program that takes the core from the one that is waited for.
+to wait is to spin for some milliseconds. On free cores that is the fastest; beside another program it takes the core
+from the thread that is waited for.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Mapping, MutableMapping
 from typing import Literal
 
-from prefillcli.cores import Left, allowed
+from prefillcli.cores import Left, allowed, quotas
 
 #: What a user says of OpenMP's threads in the environment; a number or a place given there is not changed.
 _NUMBERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
+_LOOK = 0.2  # seconds for which the cores are looked at before anything is computed
 LEAST_SHARE = 0.5
 """Of the threads that may run, those that do whatever others use: a job that always gave way would never end."""
 
 
 def prepare(asked: int | Literal["auto"], environment: MutableMapping[str, str] = os.environ) -> None:
-    """Before torch is imported: threads that wait sleep, and tokenising takes as many as computing. What the user has
-    set in the environment stays. For commands: a library leaves the environment to the program that imports it."""
-    if not any(environment.get(name) for name in _WAITING):
+    """Before torch is imported: threads that wait sleep where cores are not free, and tokenising takes as many as
+    computing. What the user has set in the environment stays. For commands: a library leaves the environment to the
+    program that imports it."""
+    if not any(environment.get(name) for name in _WAITING) and not _free():
         environment["OMP_WAIT_POLICY"] = "PASSIVE"
     if asked != "auto":
         environment.setdefault("RAYON_NUM_THREADS", str(asked))
@@ -55,7 +59,7 @@ class Threads:
         _limit_arrow(self.most)
 
     def adjust(self) -> None:
-        """Choose for what is computed next. Between two packs: the number decides in which order sums are added up."""
+        """Choose for what is computed next; at most every half second this changes anything."""
         import torch
 
         cores = None if self._left is None else self._left.cores()
@@ -63,6 +67,15 @@ class Threads:
             torch.set_num_threads(threads_for(cores, self.most))
         now = torch.get_num_threads()
         self.ran = [min([now, *self.ran]), max([now, *self.ran])]
+
+
+def _free() -> bool:
+    """Whether nobody else uses the cores that may be used here. A quota is spent by threads that spin, too."""
+    left = Left()
+    if quotas():
+        return False
+    time.sleep(_LOOK)
+    return threads_for(left.cores(_LOOK) or 0.0, allowed()) == allowed()
 
 
 def threads_for(cores: float, most: int) -> int:

@@ -38,7 +38,7 @@ class Left:
     def __init__(self, *cores: float | None) -> None:
         self._cores = list(cores)
 
-    def cores(self) -> float | None:
+    def cores(self, shortest: float = 0) -> float | None:
         return self._cores.pop(0)
 
 
@@ -82,7 +82,23 @@ def test_a_number_in_the_environment_is_left_alone(monkeypatch: pytest.MonkeyPat
         assert torch.get_num_threads() == 2
 
 
-def test_waiting_threads_sleep_unless_the_environment_says_how_they_wait() -> None:
+@pytest.mark.parametrize(
+    ("left", "limited", "policy"),
+    [(2.0, False, None), (1.6, False, None), (1.2, False, "PASSIVE"), (2.0, True, "PASSIVE")],
+)
+def test_threads_spin_where_the_cores_are_free_and_sleep_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, left: float, limited: bool, policy: str | None
+) -> None:
+    monkeypatch.setattr("prefillcli.threads.allowed", lambda: 2)
+    monkeypatch.setattr("prefillcli.threads.quotas", lambda: ["a quota"] * limited)
+    monkeypatch.setattr("prefillcli.threads.Left", lambda: Left(left))
+    environment: dict[str, str] = {}
+    prepare("auto", environment)
+    assert environment.get("OMP_WAIT_POLICY") == policy
+
+
+def test_how_threads_wait_is_not_changed_where_the_environment_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefillcli.threads._free", lambda: False)
     nothing: dict[str, str] = {}
     prepare("auto", nothing)
     assert nothing["OMP_WAIT_POLICY"] == "PASSIVE"
@@ -135,13 +151,21 @@ def test_scores_do_not_depend_on_the_number_of_threads() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_sleeps_while_it_waits_and_tells_how_many_ran(tmp_path: Path) -> None:
-    """OMP_DISPLAY_ENV makes the OpenMP library itself say how long its threads spin."""
+def test_beside_others_the_command_sleeps_while_it_waits_and_tells_how_many_ran(tmp_path: Path) -> None:
+    """A busy program is on every core. OMP_DISPLAY_ENV makes the OpenMP library itself say how long threads spin."""
     command = [sys.executable, "-m", "prefillcli", "score", str(ROOT / "samples" / "labeling.parquet"), "--limit", "3"]
     command += ["-m", str(ROOT / "samples" / "models" / "draft"), "-o", str(tmp_path / "out.parquet"), "--quiet"]
     unset = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
-    done = subprocess.run(command, env=environment | {"OMP_DISPLAY_ENV": "verbose"}, capture_output=True, text=True)
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(CORES)]
+    try:
+        done = subprocess.run(
+            command, env=environment | {"OMP_DISPLAY_ENV": "verbose"}, capture_output=True, text=True
+        )
+    finally:
+        for each in busy:
+            each.kill()
+            each.wait()
     assert done.returncode == 0, done.stderr
     assert "GOMP_SPINCOUNT = '0'" in done.stderr
     ran = json.loads((tmp_path / "out.run.json").read_text())["threads"]
