@@ -17,10 +17,10 @@ from prefillcli import __version__
 from prefillcli.config import AnySettings, load_settings
 from prefillcli.engines.kinds import ENGINES
 from prefillcli.errors import PrefillError
+from prefillcli.option import RUN
 from prefillcli.redaction import shown
 from prefillcli.settings import (
     COMMANDS,
-    RUN,
     BenchSettings,
     InspectSettings,
     ModelOptions,
@@ -183,7 +183,7 @@ def _say(summary: dict[str, Any]) -> None:
 
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     """The command-line option of a settings field; None stands for "not given"."""
-    extra: dict[str, Any] = field.json_schema_extra  # type: ignore[assignment]  # config._option always sets it
+    extra: dict[str, Any] = field.json_schema_extra  # type: ignore[assignment]  # `option` always sets it
     flag = "--" + name.replace("_", "-")
     kind: Any = field.annotation
     if kind is bool:

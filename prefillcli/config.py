@@ -13,7 +13,8 @@ import yaml
 from pydantic import ValidationError
 
 from prefillcli.errors import UsageError
-from prefillcli.settings import COMMANDS, Settings
+from prefillcli.option import Settings
+from prefillcli.settings import COMMANDS
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
 

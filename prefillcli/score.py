@@ -265,7 +265,8 @@ class _ScoreJob:
                 scorer.score(window)
             with clock.phase("write"):
                 unchanged(None)
-                sink.finish(*ended)
+                (count,) = ended  # told at the end of the input
+                sink.finish(count)
 
     def _report_audit(self, sink: Sink, labels: Labels) -> None:
         """Sum up what compression did to the rows that were read both ways."""

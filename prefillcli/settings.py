@@ -6,15 +6,30 @@ once, and the command line is made from them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import Field
 
 from prefillcli import requirements
 from prefillcli.compress.settings import PAPER
 from prefillcli.engines.kinds import ENGINES, Capability, refuse
 from prefillcli.errors import UsageError
+from prefillcli.option import (
+    ANSWERS,
+    BENCH,
+    COMPRESSION,
+    FILES,
+    MEMORY,
+    MODEL,
+    PROFILE,
+    PROMPTS,
+    REPLAY,
+    RUN,
+    Settings,
+    extra_of,
+    option,
+    require,
+)
 from prefillcli.requirements import Requirement
 from prefillcli.values import (
     EngineName,
@@ -29,95 +44,6 @@ from prefillcli.values import (
     ThreadCount,
     Threshold,
 )
-
-FILES, MODEL, PROMPTS, ANSWERS, RUN, MEMORY, COMPRESSION, BENCH, PROFILE, REPLAY = (
-    "Files",
-    "Model",
-    "Prompts",
-    "Answers",
-    "Run",
-    "Memory and speed",
-    "Compression (SpecPrefill)",
-    "What is compared",
-    "What is measured",
-    "Replay",
-)
-
-
-def option(
-    default: Any,
-    help: str,
-    panel: str,
-    *,
-    short: str = "",
-    metavar: str = "",
-    repeatable: bool = False,
-    negative: str = "",
-    needs: Capability | None = None,
-    requires: Requirement | None = None,
-    off: Any = None,
-    **field: Any,
-) -> Any:
-    """A field that is an option of the command line; `repeatable` ones may be given several times.
-
-    `negative` is the flag that turns an option off which is on by default.
-    `needs` is what the engine must be able to do if the option is given; those of compression need that. `requires` is
-    what the other options must say for it to have an effect: without, it is refused. `off` is the value that asks for
-    nothing, besides None and what a switch is anyway.
-    """
-    extra: dict[str, Any] = {"panel": panel, "short": short, "metavar": metavar, "repeatable": repeatable}
-    extra |= {"negative": negative, "requires": requires, "off": off}
-    extra["needs"] = needs or ("compression" if panel == COMPRESSION else None)
-    return Field(default, description=help, json_schema_extra=extra, **field)
-
-
-class Settings(BaseModel):
-    """A group of options, or all options of a command."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    _flags: frozenset[str] = PrivateAttr(frozenset())
-
-    def from_flags(self, names: Iterable[str]) -> Self:
-        """These settings, of which flags gave the options of these names."""
-        self._flags = frozenset(names)
-        return self
-
-    def is_flag(self, name: str) -> bool:
-        """Whether the option was given for this very run, on the command line."""
-        return name in self._flags
-
-    def check(self) -> None:
-        """Raise UsageError for options that contradict one another."""
-
-    @classmethod
-    def required(cls) -> dict[str, list[Requirement]]:
-        """What each option requires to have an effect, by field name; those that always have one are left out."""
-        found = {name: _extra(cls, name).get("requires") for name in cls.model_fields}
-        return {name: [required] for name, required in found.items() if required is not None}
-
-    def idle(self) -> dict[str, Requirement]:
-        """The options that were given, ask for something, and would be ignored, each with what it lacks first."""
-        found = {}
-        for name, required in self.required().items():
-            field, value = type(self).model_fields[name], getattr(self, name)
-            off = field.default if field.annotation is bool else _extra(type(self), name)["off"]
-            if name in self.model_fields_set and value is not None and value != off:
-                missing = [each for each in required if not each.met(self)]
-                if missing:
-                    found[name] = missing[0]
-        return found
-
-
-def _extra(kind: type[BaseModel], name: str) -> dict[str, Any]:
-    """What `option` has put down beside a field; nothing for one that is no option."""
-    extra: dict[str, Any] = kind.model_fields[name].json_schema_extra or {}  # type: ignore[assignment]
-    return extra
-
-
-def _require(found: dict[str, list[Requirement]], names: Iterable[str], required: Requirement) -> None:
-    """Let the options of these names require this first."""
-    for name in names:
-        found[name] = [required, *found.get(name, ())]
 
 
 class InputOptions(Settings):
@@ -425,7 +351,7 @@ class ScoreSettings(PriceOptions, RunOptions, ScheduledOptions):
     @classmethod
     def required(cls) -> dict[str, list[Requirement]]:
         found = super().required()
-        _require(found, ("price_per_hour",), requirements.FORECAST)
+        require(found, ("price_per_hour",), requirements.FORECAST)
         return found
 
     def check(self) -> None:
@@ -439,7 +365,7 @@ class ScoreSettings(PriceOptions, RunOptions, ScheduledOptions):
         """What the options that are not at their defaults ask of the engine."""
         found: dict[str, Capability] = {}
         for name, field in type(self).model_fields.items():
-            needed = _extra(type(self), name).get("needs")
+            needed = extra_of(type(self), name).get("needs")
             if needed and getattr(self, name) != field.default:
                 found[name] = needed
         return found
@@ -570,9 +496,9 @@ class BenchSettings(MeasuringOptions, ScheduledOptions):
     @classmethod
     def required(cls) -> dict[str, list[Requirement]]:
         found = super().required()
-        _require(found, ("workload", "rows", "tokens", "scale"), requirements.MADE_WORKLOADS)
+        require(found, ("workload", "rows", "tokens", "scale"), requirements.MADE_WORKLOADS)
         for_input = ("limit", "sample", "template", "truth", "prompt_column", "literal", "max_row_bytes")
-        _require(found, for_input, requirements.INPUT)
+        require(found, for_input, requirements.INPUT)
         return found
 
     def check(self) -> None:
@@ -643,7 +569,7 @@ class ProfileSettings(PriceOptions, MeasuringOptions, ScheduledOptions):
         of_input = (PriceOptions, InputOptions, PromptOptions, CompressionOptions, MemoryOptions)
         names = ["schedule", *(name for kind in of_input for name in kind.model_fields)]
         without = {"inputs", "memory", "chunk_tokens"}  # these are for the measurements too
-        _require(found, [name for name in names if name not in without], requirements.INPUT)
+        require(found, [name for name in names if name not in without], requirements.INPUT)
         return found
 
     def complete(self) -> ProfileSettings:

@@ -15,8 +15,9 @@ from prefillcli import requirements
 from prefillcli.cli import app
 from prefillcli.config import load_settings
 from prefillcli.errors import UsageError
+from prefillcli.option import COMPRESSION, Settings
 from prefillcli.requirements import Requirement
-from prefillcli.settings import COMMANDS, COMPRESSION, Settings
+from prefillcli.settings import COMMANDS
 
 Values = dict[str, Any]
 
