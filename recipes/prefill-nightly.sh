@@ -27,9 +27,9 @@ echo "$(date +%FT%T%z) $name: begins, output $output" >>"$log" || exit 5
 setsid "${SCORING_COMMAND:-.venv/bin/prefill}" score --recipe "$recipe" "$@" \
     --output "$output" --resume --skip-empty --quiet >>"$log" 2>&1 &
 child=$!
-# A signal is passed on, and prefill writes what is finished before it ends. Only by us, hence setsid: timeout(1) also
-# signals the whole process group, and a second signal would end prefill at once.
-trap 'kill -TERM "$child" 2>/dev/null' TERM INT
+# A signal is passed on once, and prefill writes what is finished before it ends. A second one would end it at once, and
+# timeout(1) sends two: to us, and to the whole process group. Hence setsid, and a trap that ignores the next.
+trap 'trap "" TERM INT; kill -TERM "$child" 2>/dev/null' TERM INT
 wait "$child"; code=$?
 while kill -0 "$child" 2>/dev/null; do wait "$child"; code=$?; done # the trap ended the wait, not yet the child
 echo "$(date +%FT%T%z) $name: exit code $code" >>"$log"

@@ -203,8 +203,10 @@ def test_the_prediction_is_near_the_longest_found_by_bisection(profiled, mode: s
     with closing(in_child(bisect, search.subject, mode, search.budget, low, high)) as result:
         longest = next(result)
     assert predicted == pytest.approx(longest, rel=0.05), found
-    first = found.confirmations[0]
-    assert (first.tokens, first.fits) == (predicted, True), found
+    # an allocator's measured peak differs a little from run to run, so the prediction itself may just not fit
+    last = found.confirmations[-1]
+    assert (last.tokens, last.fits) == (found.max_tokens, True), found
+    assert found.max_tokens == pytest.approx(longest, rel=0.05), found
 
 
 @pytest.mark.nightly
