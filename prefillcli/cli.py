@@ -14,12 +14,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from prefillcli import __version__
-from prefillcli.config import AnySettings, load_settings
 from prefillcli.engines.kinds import ENGINES
 from prefillcli.errors import PrefillError
-from prefillcli.option import RUN
-from prefillcli.redaction import shown
-from prefillcli.settings import (
+from prefillcli.options.load import AnySettings, load_settings
+from prefillcli.options.option import RUN
+from prefillcli.options.settings import (
     COMMANDS,
     BenchSettings,
     InspectSettings,
@@ -27,8 +26,9 @@ from prefillcli.settings import (
     ProfileSettings,
     ScoreSettings,
 )
-from prefillcli.streams import survive_closed_streams
-from prefillcli.threads import prepare
+from prefillcli.redaction import shown
+from prefillcli.runtime.streams import survive_closed_streams
+from prefillcli.runtime.threads import prepare
 
 app = typer.Typer(
     name="prefill",
@@ -84,7 +84,7 @@ def score(inputs: list[str] | None, recipe: str | None, **flags: Any) -> None:
     The last line on stdout is one JSON object that sums the run up; everything else goes to stderr.
     """
     settings = _settings(ScoreSettings, inputs, recipe, flags)
-    from prefillcli.score import score_job
+    from prefillcli.jobs.score import score_job
 
     finish(score_job(settings))
 
@@ -118,7 +118,7 @@ def inspect_(inputs: list[str] | None, recipe: str | None, **flags: Any) -> None
     The last line on stdout is one JSON object that sums it up; everything else goes to stderr.
     """
     settings = _settings(InspectSettings, inputs, recipe, flags)
-    from prefillcli.inspect import inspect_job
+    from prefillcli.jobs.inspect import inspect_job
 
     finish(inspect_job(settings))
 
@@ -138,7 +138,7 @@ def verify(
 
     Exit code 0, or 1 with what is wrong on stderr. The last line on stdout is one JSON object that sums it up.
     """
-    from prefillcli.verify import verify_job
+    from prefillcli.jobs.verify import verify_job
 
     finish(verify_job(output, inputs or (), quiet=quiet))
 
@@ -148,7 +148,7 @@ def status(output: _Output, quiet: _Quiet = False) -> None:
 
     The last line on stdout is one JSON object that says the same; nothing is changed.
     """
-    from prefillcli.status import status_job
+    from prefillcli.jobs.status import status_job
 
     finish(status_job(output, quiet=quiet))
 

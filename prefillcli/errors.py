@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
+import errno
+from collections.abc import Iterable
+
 from prefillcli.redaction import without_secrets
+
+TOO_MANY_ERRORS = 3
+"""Exit code of a complete run with more error rows than `--max-error-rate` allows."""
+NOTHING_TO_DO = 99
+"""Exit code of `--skip-empty` on an input without rows."""
 
 
 class PrefillError(Exception):
@@ -73,3 +82,21 @@ def brief(error: BaseException) -> str:
     """The first sentence or two of another library's message, on one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 200 else text[:200].rsplit(" ", 1)[0] + " ..."
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'labels'?`, or nothing where no known word is near."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def out_of_resource(error: BaseException) -> bool:
+    """Whether memory or the disk was full."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
+    # torch's own out-of-memory errors are RuntimeErrors with these names or words
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "not enough memory" in str(error))
+    )

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from prefillcli import cores
-from prefillcli.cores import Left, allowed, quotas
+from prefillcli.runtime import cores
+from prefillcli.runtime.cores import Left, allowed, quotas
 
 EIGHT = frozenset(range(8))
 V2 = "31 23 0:28 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup rw,nsdelegate"
@@ -156,7 +156,7 @@ def one_core() -> Iterator[Path]:
 
 
 def test_a_real_control_group_limits_the_threads(one_core: Path) -> None:
-    code = "from prefillcli.cores import allowed; print(allowed(mask=frozenset(range(64))))"
+    code = "from prefillcli.runtime.cores import allowed; print(allowed(mask=frozenset(range(64))))"
     join = f"echo $$ > {one_core}/cgroup.procs && exec {sys.executable} -c '{code}'"
     done = subprocess.run(["sh", "-c", join], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

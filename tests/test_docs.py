@@ -14,10 +14,10 @@ from prefillcli.bench.probes import WORKLOADS
 from prefillcli.bench.report import BenchReport, MethodResult, WorkloadResult
 from prefillcli.cli import app
 from prefillcli.data.rows import ERROR_CODES
+from prefillcli.jobs.status import Status
+from prefillcli.jobs.verify import Verified
+from prefillcli.options.settings import BenchSettings, InspectSettings, ProfileSettings, ScoreSettings
 from prefillcli.report.run import RunReport
-from prefillcli.settings import BenchSettings, InspectSettings, ProfileSettings, ScoreSettings
-from prefillcli.status import Status
-from prefillcli.verify import Verified
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])

@@ -22,19 +22,19 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 from typer.testing import CliRunner, Result
 
-from prefillcli import inspect
 from prefillcli.cli import app
 from prefillcli.compress.reading import Reading
+from prefillcli.compress.reasons import Neighbour, why_kept
 from prefillcli.compress.settings import Compression
-from prefillcli.config import load_settings
-from prefillcli.data.encoding import Encoder
+from prefillcli.data.prompts.encoding import Encoder
+from prefillcli.data.prompts.token_texts import token_texts
 from prefillcli.data.rows import Prompt
-from prefillcli.data.token_texts import token_texts
 from prefillcli.errors import Interrupted
-from prefillcli.reasons import Neighbour, why_kept
+from prefillcli.jobs import inspect
+from prefillcli.jobs.score import score_job
+from prefillcli.options.load import load_settings
+from prefillcli.options.settings import ScoreSettings
 from prefillcli.report.inspection import Inspection, SharedPrefix
-from prefillcli.score import score_job
-from prefillcli.settings import ScoreSettings
 
 SAMPLES = Path(__file__).parent.parent / "samples"
 POSTS, CREDITS = SAMPLES / "post_recommendation.parquet", SAMPLES / "credit_verification.jsonl"
@@ -272,7 +272,7 @@ def test_json_lines(tmp_path: Path) -> None:
 
 def test_row_in_a_later_window_is_found_without_tokenising_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     from prefillcli.data import search
-    from prefillcli.data.prompts import PromptBuilder
+    from prefillcli.data.prompts.builder import PromptBuilder
 
     number = 4_500
     pq.write_table(pa.table({"prompt": [f"text {at} Answer:" for at in range(6_000)]}), "many.parquet")
@@ -316,7 +316,7 @@ def test_error_row_is_told_with_its_code() -> None:
 
 
 def test_prompt_that_fits_compressed_only(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from prefillcli.prefill import memory
+    from prefillcli.prefill import law as memory
 
     limits = memory.pack_limits
 
@@ -472,8 +472,6 @@ def test_help_and_wrong_options_import_no_torch() -> None:
 
 
 def test_module_imports_no_torch() -> None:
-    code = (
-        "import sys\nimport prefillcli.inspect\nsys.exit(sorted({'torch', 'transformers'} & sys.modules.keys()) or 0)"
-    )
+    code = "import sys, prefillcli.jobs.inspect\nsys.exit(sorted({'torch', 'transformers'} & set(sys.modules)) or 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -11,13 +11,13 @@ import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from prefillcli import requirements
 from prefillcli.cli import app
-from prefillcli.config import load_settings
 from prefillcli.errors import UsageError
-from prefillcli.option import COMPRESSION, Settings
-from prefillcli.requirements import Requirement
-from prefillcli.settings import COMMANDS
+from prefillcli.options import requirements
+from prefillcli.options.load import load_settings
+from prefillcli.options.option import COMPRESSION, Settings
+from prefillcli.options.requirements import Requirement
+from prefillcli.options.settings import COMMANDS
 
 Values = dict[str, Any]
 

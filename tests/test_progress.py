@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from prefillcli.progress import Progress, Steps
+from prefillcli.runtime.progress import Progress, Steps
 
 
 def say_something() -> None:

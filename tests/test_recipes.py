@@ -21,7 +21,7 @@ import pytest
 from typer.testing import CliRunner
 
 from prefillcli.cli import app
-from prefillcli.settings import ScoreSettings
+from prefillcli.options.settings import ScoreSettings
 
 ROOT = Path(__file__).parent.parent
 RECIPES, SAMPLES = ROOT / "recipes", ROOT / "samples"
@@ -130,7 +130,7 @@ def test_a_night_is_silent_and_a_second_run_finds_nothing_to_do(home: Path) -> N
 @pytest.mark.slow
 def test_a_stopped_night_is_finished_by_the_next_run(home: Path) -> None:
     held = (
-        "import time, prefillcli.scorer as scorer; from prefillcli.engines.torch import TorchEngine as T\n"
+        "import time, prefillcli.jobs.window as scorer; from prefillcli.engines.torch import TorchEngine as T\n"
         "from prefillcli.cli import main\nscorer.FLUSH_SECONDS = 0.0\nanswer = T.answer\n"
         "def slow(*a):\n    time.sleep(0.3)\n    return answer(*a)\n"
         "T.answer = slow\nmain()"

@@ -15,15 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefillcli.data.rows import Prompt, RowError, Window
-from prefillcli.forecast import Forecast
+from prefillcli.forecast.survey import LEVELS, Contents, histogram_of, lengths_of
+from prefillcli.forecast.timing import Forecast
+from prefillcli.models.model import read_model_files
+from prefillcli.models.weights import weight_bytes
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan, make_plans
 from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.plan.sharing import shared_nodes
 from prefillcli.plan.trie import build_forest, token_order
-from prefillcli.prefill.model import read_model_files
-from prefillcli.prefill.weights import weight_bytes
-from prefillcli.report.survey import (
+from prefillcli.report.dry_run import (
     Bin,
     DryRunReport,
     Duplicates,
@@ -41,7 +42,6 @@ from prefillcli.report.survey import (
     duration,
     histogram_lines,
 )
-from prefillcli.survey import LEVELS, Contents, histogram_of, lengths_of
 
 some_lengths = st.lists(st.integers(1, 40_000), min_size=1, max_size=60)
 some_prompts = st.lists(
@@ -170,7 +170,7 @@ def test_bars_and_durations() -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time as the forecast sees it."""
     now = [100.0]
-    monkeypatch.setattr("prefillcli.forecast.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("prefillcli.forecast.timing.time.monotonic", lambda: now[0])
     return now
 
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from prefillcli.bench.flops import plain_flops, predicted_speedup, prefill_flops, table5, walk_flops
 from prefillcli.bench.jobs import SAMPLES, outside_share, score_file, write_short_rows
 from prefillcli.bench.measure import Spread, interleaved, peak_bytes
 from prefillcli.bench.methods import compressed_walk, compressor_for, layer_walk, plain_loop, plan_for
 from prefillcli.bench.models import random_draft, random_llama
 from prefillcli.bench.workloads import post_recommendation, single
 from prefillcli.compress.settings import Compression
-from prefillcli.prefill.memory import choose_chunk, memory_law
+from prefillcli.prefill.law import choose_chunk, memory_law
+from prefillcli.stats.flops import plain_flops, predicted_speedup, prefill_flops, table5, walk_flops
 
 Row = dict[str, Any]
 

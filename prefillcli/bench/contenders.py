@@ -11,9 +11,26 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefillcli.answers import answer, plan_readings
 from prefillcli.bench.baselines import IntArray, bm25_sentences, first_and_last, random_chunks
-from prefillcli.bench.flops import (
+from prefillcli.bench.methods import plain_logits
+from prefillcli.bench.texts import Spans
+from prefillcli.compress.answers import answer, plan_readings
+from prefillcli.compress.compressor import Compressor
+from prefillcli.compress.rates import keep_rates
+from prefillcli.compress.reading import SPECPREFILL, Reading
+from prefillcli.compress.selection import tails
+from prefillcli.compress.settings import Compression
+from prefillcli.data.prompts.labels import Labels
+from prefillcli.data.rows import Prompt
+from prefillcli.engines.loading import Loaded, Opened, compression_of, worth_of
+from prefillcli.engines.torch import TorchEngine, label_logprobs
+from prefillcli.models.model import sliding_window
+from prefillcli.options.settings import BenchSettings
+from prefillcli.plan.pack import Limits
+from prefillcli.plan.plan import Plan, make_plan
+from prefillcli.plan.trie import TokenArray
+from prefillcli.prefill.forest import ATTENTION
+from prefillcli.stats.flops import (
     NoCostModel,
     answer_flops,
     prefill_flops,
@@ -21,23 +38,6 @@ from prefillcli.bench.flops import (
     table5,
     walk_flops,
 )
-from prefillcli.bench.methods import plain_logits
-from prefillcli.bench.texts import Spans
-from prefillcli.compress.compressor import Compressor
-from prefillcli.compress.rates import keep_rates
-from prefillcli.compress.reading import SPECPREFILL, Reading
-from prefillcli.compress.selection import tails
-from prefillcli.compress.settings import Compression
-from prefillcli.data.labels import Labels
-from prefillcli.data.rows import Prompt
-from prefillcli.engines.torch import TorchEngine, label_logprobs
-from prefillcli.loading import Loaded, Opened, compression_of, worth_of
-from prefillcli.plan.pack import Limits
-from prefillcli.plan.plan import Plan, make_plan
-from prefillcli.plan.trie import TokenArray
-from prefillcli.prefill.forest import ATTENTION
-from prefillcli.prefill.model import sliding_window
-from prefillcli.settings import BenchSettings
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -30,7 +30,7 @@ from prefillcli.bench.report import REFERENCE, Answers, MethodResult, Predicted,
 from prefillcli.bench.texts import spans_of
 from prefillcli.compress.reading import FALLBACK
 from prefillcli.errors import PrefillError
-from prefillcli.report.audit import auc, audit_of, flip_interval
+from prefillcli.stats.audit import auc, audit_of, flip_interval
 
 _STEADY = 1.5  # longest round of a method over its shortest, up to which speeds are taken for what they are
 _MEASURABLE = 0.5  # seconds; shorter rounds differ in any case

@@ -13,7 +13,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from prefillcli.bench.flops import answer_flops, walk_flops
 from prefillcli.bench.measure import interleaved
 from prefillcli.bench.methods import layer_walk, plan_for
 from prefillcli.bench.models import SHAPES, random_llama
@@ -24,6 +23,7 @@ from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.products import Shift, attend_by_products
 from prefillcli.profile.budget import resident
+from prefillcli.stats.flops import answer_flops, walk_flops
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

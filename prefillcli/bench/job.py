@@ -12,21 +12,20 @@ from typing import Any
 from prefillcli.bench.material import Material, input_material, made_material
 from prefillcli.bench.probes import WORKLOADS
 from prefillcli.bench.report import BenchReport, page_of, print_workload, save_report
-from prefillcli.clock import Clock
-from prefillcli.config import nearest
-from prefillcli.data.labels import Labels, parse_labels
-from prefillcli.data.source import Source
-from prefillcli.errors import PrefillError, ResourceError, UsageError
-from prefillcli.inputs import open_source, prompt_builder
-from prefillcli.loading import Opened, load, open_models
-from prefillcli.outcome import fail
-from prefillcli.paths import refuse_among_inputs, require_json
-from prefillcli.progress import Steps
+from prefillcli.data.prompts.labels import Labels, parse_labels
+from prefillcli.data.reading.source import Source
+from prefillcli.engines.loading import Opened, load, open_models
+from prefillcli.errors import PrefillError, ResourceError, UsageError, nearest
+from prefillcli.jobs.inputs import open_source, prompt_builder
+from prefillcli.jobs.outcome import fail
+from prefillcli.jobs.paths import refuse_among_inputs, require_json
+from prefillcli.models.samples import sample_draft
+from prefillcli.options.settings import BenchSettings
 from prefillcli.redaction import shown, without_secrets
 from prefillcli.report.run import versions
-from prefillcli.samples import sample_draft
-from prefillcli.settings import BenchSettings
-from prefillcli.signals import Stop
+from prefillcli.runtime.clock import Clock
+from prefillcli.runtime.progress import Steps
+from prefillcli.runtime.signals import Stop
 
 METHODS = {
     "hf": "transformers as it is: one forward a prompt, SDPA, no cache, logits of the last token",

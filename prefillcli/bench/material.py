@@ -12,15 +12,15 @@ import numpy as np
 import pyarrow as pa
 
 from prefillcli.bench.probes import make_workload
-from prefillcli.data.encoding import Encoder
-from prefillcli.data.labels import Labels
-from prefillcli.data.prompts import DEFAULT_COLUMN, PromptBuilder, PromptSettings
+from prefillcli.data.prompts.builder import DEFAULT_COLUMN, PromptBuilder, PromptSettings
+from prefillcli.data.prompts.encoding import Encoder
+from prefillcli.data.prompts.labels import Labels
+from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Prompt, RowBatch, RowError
-from prefillcli.data.source import Source
 from prefillcli.data.windows import MAX_ROWS, windows
+from prefillcli.engines.loading import Opened
 from prefillcli.errors import PrefillError, UsageError
-from prefillcli.loading import Opened
-from prefillcli.settings import QUICK_ROWS, BenchSettings
+from prefillcli.options.settings import QUICK_ROWS, BenchSettings
 
 _FEWEST = 8  # prompts of a quick look, however long they are
 

@@ -17,7 +17,7 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ATTENTION
-from prefillcli.prefill.memory import CHUNK_TOKENS, PACK_TOKENS
+from prefillcli.prefill.law import CHUNK_TOKENS, PACK_TOKENS
 from prefillcli.prefill.walk import LayerWalk
 
 

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from prefillcli.bench.jobs import SAMPLES
 from prefillcli.bench.measure import Spread
-from prefillcli.cores import affinity
+from prefillcli.runtime.cores import affinity
 
 CORES = len(affinity())
 #: How the threads run, and what the environment says for that.

@@ -11,10 +11,10 @@ from pydantic import BaseModel, Field
 from rich.console import Console
 from rich.table import Table
 
-from prefillcli.data.store import open_store
+from prefillcli.data.output.store import open_store
 from prefillcli.redaction import shown_report
-from prefillcli.report.audit import Audit
 from prefillcli.report.numbers import three_digits
+from prefillcli.stats.audit import Audit
 
 SCHEMA_VERSION = 1
 REFERENCE = "hybrid"

@@ -123,9 +123,9 @@ def _serve(
 @contextmanager
 def _walk(model: Path, dtype: str, prompts: Sequence[TokenArray]) -> Iterator[tuple[Method, Settings]]:
     """The engine of `prefill score`, with the packs and chunks that it chooses by itself."""
-    from prefillcli.loading import Opened, load
-    from prefillcli.prefill.model import read_model_files
-    from prefillcli.settings import LoadingOptions
+    from prefillcli.engines.loading import Opened, load
+    from prefillcli.models.model import read_model_files
+    from prefillcli.options.settings import LoadingOptions
 
     files = read_model_files(model, dtype=dtype)
     loaded = load(
@@ -187,7 +187,7 @@ METHODS: dict[str, Any] = {"torch walk": _walk, "plain loop": _plain, "padded ba
 
 
 def _scores(engine: Engine, prompts: Sequence[TokenArray]) -> tuple[Scores, int]:
-    """Plan and answer as `prefillcli.answers` does. The scores, and the cached tokens of the first prompt's answer."""
+    """Plan and answer. The scores, and the cached tokens of the first prompt's answer."""
     found: dict[int, Scores] = {}
     cached: dict[int, int] = {}
     plan = make_plan(prompts, engine.limits)
@@ -200,7 +200,7 @@ def _scores(engine: Engine, prompts: Sequence[TokenArray]) -> tuple[Scores, int]
 
 
 def _transformers_model(model: Path, dtype: str) -> Any:
-    from prefillcli.prefill.model import load_weights, read_model_files
+    from prefillcli.models.model import load_weights, read_model_files
 
     return load_weights(read_model_files(model, dtype=dtype), torch.device("cpu"), attention="sdpa")
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from prefillcli.data.reading.selection import Selection
 from prefillcli.data.rows import Window
-from prefillcli.data.selection import Selection
 
 _SEED = 20_261
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from prefillcli.answers import answer
+from prefillcli.compress.answers import answer
 from prefillcli.compress.compressor import Compressor
 from prefillcli.compress.draft import Estimate
 from prefillcli.compress.reading import SPECPREFILL, Reading
 from prefillcli.data.rows import Prompt
 from prefillcli.engines.base import Engine, LabelTokens
-from prefillcli.report.audit import flip_bound, rows_for
+from prefillcli.stats.audit import flip_bound, rows_for
 
 RATES = (0.1, 0.2, 0.3, 0.5, 0.7)
 """Keep rates that are tried, in this order."""

@@ -6,8 +6,8 @@ from functools import lru_cache
 from math import ceil
 from typing import Any
 
-from prefillcli.bench.flops import NoCostModel, prefill_flops
 from prefillcli.compress.settings import Compression
+from prefillcli.stats.flops import NoCostModel, prefill_flops
 
 OVERHEAD = 0.05
 """What choosing and gathering tokens takes, of the model's operations in full: docs/benchmarks.md has up to 0.03, the

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
-from prefillcli.data.labels import Labels
-from prefillcli.data.prompts import PromptBuilder
+from prefillcli.data.prompts.builder import PromptBuilder
+from prefillcli.data.prompts.labels import Labels
+from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Int64Array, RowBatch, Window
-from prefillcli.data.source import Source
 from prefillcli.data.values import to_python
 from prefillcli.data.windows import windows
 from prefillcli.errors import UsageError

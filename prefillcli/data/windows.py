@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from prefillcli.data.ids import SeenIds
-from prefillcli.data.labels import Labels
-from prefillcli.data.prompts import PromptBuilder
+from prefillcli.data.prompts.builder import PromptBuilder
+from prefillcli.data.prompts.labels import Labels
+from prefillcli.data.reading.ids import SeenIds
+from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Int64Array, RowBatch, Window
-from prefillcli.data.source import Source
 
 MAX_ROWS = 16_384
 MAX_BYTES = 128 << 20

@@ -13,9 +13,9 @@ from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.trie import TokenArray
 
 if TYPE_CHECKING:
-    from prefillcli.loading import Loaded, Opened
-    from prefillcli.profile.store import Profile
-    from prefillcli.settings import ScoreSettings
+    from prefillcli.engines.loading import Loaded, Opened
+    from prefillcli.forecast.profile import Profile
+    from prefillcli.options.settings import ScoreSettings
 
 #: For each label the token ids whose probabilities it sums.
 LabelTokens = tuple[tuple[int, ...], ...]
@@ -78,7 +78,7 @@ class Loader(Protocol):
         before: dict[str, Any],
         profile: Profile | None,
     ) -> Loaded[Engine]:
-        """The engine, ready to answer. `keep`, `before` and `profile` as in `prefillcli.loading.load`."""
+        """The engine, ready to answer. `keep`, `before` and `profile` as in `prefillcli.engines.loading.load`."""
 
 
 def sequences(pack: Pack) -> Iterator[tuple[int, TokenArray]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import cast
 
-from prefillcli.data.fingerprints import hash_value
+from prefillcli.data.proof.fingerprints import hash_value
 from prefillcli.engines.base import Loader
 from prefillcli.engines.kinds import ENGINES
-from prefillcli.settings import ScoreSettings
+from prefillcli.options.settings import ScoreSettings
 
 
 def loader_of(engine: str) -> Loader:

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from prefillcli import loading
+from prefillcli.engines import loading
 from prefillcli.engines.base import Answer, LabelTokens, sequences
+from prefillcli.engines.loading import Loaded, Opened
 from prefillcli.engines.options import check_options
 from prefillcli.engines.torch import label_logprobs
-from prefillcli.loading import Loaded, Opened
+from prefillcli.models.model import load_weights
+from prefillcli.options.settings import ScoreSettings
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.trie import TokenArray
-from prefillcli.prefill.model import load_weights
-from prefillcli.settings import ScoreSettings
 
 OPTIONS = ("attn_implementation",)
 

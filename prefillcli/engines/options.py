@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from prefillcli.config import nearest
-from prefillcli.errors import UsageError
+from prefillcli.errors import UsageError, nearest
 
 
 def check_options(

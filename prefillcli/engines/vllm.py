@@ -17,15 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from prefillcli import loading
+from prefillcli.engines import loading
 from prefillcli.engines.base import Answer, LabelTokens, sequences
 from prefillcli.engines.guard import Guard
+from prefillcli.engines.loading import Loaded, Opened
 from prefillcli.engines.options import check_options
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief
-from prefillcli.loading import Loaded, Opened
+from prefillcli.options.settings import ScoreSettings
 from prefillcli.plan.pack import Limits, Pack
-from prefillcli.settings import ScoreSettings
-from prefillcli.streams import stdout_to_stderr
+from prefillcli.runtime.streams import stdout_to_stderr
 
 #: Before vLLM is imported; what the environment says stands.
 ENVIRONMENT = {
@@ -90,7 +90,7 @@ def load(opened: Opened, settings: ScoreSettings, **_: object) -> Loaded[VllmEng
 
 def _cache_on_cpu(opened: Opened, options: Mapping[str, Any]) -> dict[str, Any]:
     """How large the K,V cache is where nothing says it: by itself vLLM asks for nearly all memory of the machine."""
-    from prefillcli.prefill.memory import available_memory
+    from prefillcli.prefill.law import available_memory
 
     said = "gpu_memory_utilization" in options or os.environ.get("VLLM_CPU_KVCACHE_SPACE")
     if opened.device.type != "cpu" or said:

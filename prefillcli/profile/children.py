@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from prefillcli.errors import PrefillError, ResourceError, brief
+from prefillcli.forecast.profile import Confirmation, MemoryPoint, TracePoint
 from prefillcli.profile.budget import enforced, make_malloc_exact, out_of_memory, peak_bytes, resident, trim
-from prefillcli.profile.store import Confirmation, MemoryPoint, TracePoint
 
 Send = Callable[[Any], None]
 
@@ -128,7 +128,7 @@ def load_subject(subject: Subject) -> tuple[Any, Any]:
     """In a child: the model, and its files. Raises PrefillError."""
     import torch
 
-    from prefillcli.prefill.model import choose_device, load_model, read_model_files
+    from prefillcli.models.model import choose_device, load_model, read_model_files
 
     torch.set_num_threads(subject.threads)
     files = read_model_files(

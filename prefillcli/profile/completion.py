@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from prefillcli.bench.workloads import post_recommendation
+from prefillcli.forecast.profile import CompletionModel, CompletionPoint, features
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
@@ -23,7 +24,6 @@ from prefillcli.profile.children import Send, Subject, load_subject
 from prefillcli.profile.fits import fit_costs, fit_linear, mean_relative_error, pearson, relative_errors
 from prefillcli.profile.laws import attention_windows
 from prefillcli.profile.modes import dummy_prompt
-from prefillcli.profile.store import CompletionModel, CompletionPoint, features
 
 ATTEMPTS = 3  # at a fit that is good enough, each with more rounds
 CACHED = (0, 2, 4, 8)  # units of tokens whose K,V are held from the pack before
@@ -61,7 +61,7 @@ def time_packs(send: Send, subject: Subject, memory: int | None, target: float) 
     `memory` is the budget in bytes, None for what `prefill score` would take of the memory that is free.
     `target` is about how many seconds it may take.
     """
-    from prefillcli.prefill.memory import FREE_SHARE, available_memory, choose_chunk, memory_law
+    from prefillcli.prefill.law import FREE_SHARE, available_memory, choose_chunk, memory_law
     from prefillcli.prefill.walk import LayerWalk
 
     model, files = load_subject(subject)

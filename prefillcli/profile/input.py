@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from prefillcli.data.labels import Labels, parse_labels
-from prefillcli.data.source import Source
+from prefillcli.data.prompts.labels import Labels, parse_labels
+from prefillcli.data.reading.source import Source
 from prefillcli.data.windows import windows
-from prefillcli.inputs import open_source, prompt_builder
-from prefillcli.loading import Opened, open_models
-from prefillcli.paths import refuse_among_inputs
-from prefillcli.profile.store import Profile
-from prefillcli.progress import Progress
-from prefillcli.report.survey import Survey
-from prefillcli.settings import ProfileSettings
-from prefillcli.survey import survey
+from prefillcli.engines.loading import Opened, open_models
+from prefillcli.forecast.profile import Profile
+from prefillcli.forecast.survey import survey
+from prefillcli.jobs.inputs import open_source, prompt_builder
+from prefillcli.jobs.paths import refuse_among_inputs
+from prefillcli.options.settings import ProfileSettings
+from prefillcli.report.dry_run import Survey
+from prefillcli.runtime.progress import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ def open_input(settings: ProfileSettings, outputs: Iterable[str]) -> Input:
 
 def survey_input(settings: ProfileSettings, given: Input, profile: Profile) -> Survey:
     """Survey the rows, with times by the fresh `profile` and in the budget that it found. Raises as `survey` does."""
-    from prefillcli.prefill.memory import FREE_SHARE
-    from prefillcli.prefill.weights import weight_bytes
+    from prefillcli.models.weights import weight_bytes
+    from prefillcli.prefill.law import FREE_SHARE
 
     source, opened = given.source, given.opened
     free = None

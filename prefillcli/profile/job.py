@@ -10,24 +10,23 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from prefillcli.clock import Clock
-from prefillcli.config import nearest
-from prefillcli.data.fingerprints import hash_model
-from prefillcli.data.store import open_store
-from prefillcli.errors import PrefillError, ResourceError, UsageError
-from prefillcli.loading import open_model
-from prefillcli.outcome import fail
-from prefillcli.paths import require_json
+from prefillcli.data.output.store import open_store
+from prefillcli.data.proof.fingerprints import hash_model
+from prefillcli.engines.loading import open_model
+from prefillcli.errors import PrefillError, ResourceError, UsageError, nearest
+from prefillcli.forecast.profile import CompletionModel, ModeResult, Profile, Trace
+from prefillcli.forecast.replay_results import Replay
+from prefillcli.jobs.outcome import fail
+from prefillcli.jobs.paths import require_json
+from prefillcli.options.settings import ProfileSettings
+from prefillcli.options.values import parse_size
 from prefillcli.profile.input import Input, open_input, survey_input
-from prefillcli.profile.store import CompletionModel, ModeResult, Profile, Trace
-from prefillcli.progress import Steps
 from prefillcli.redaction import shown, without_secrets
-from prefillcli.replay.results import Replay
 from prefillcli.report.run import versions
-from prefillcli.settings import ProfileSettings
-from prefillcli.signals import Stop
-from prefillcli.threads import Threads
-from prefillcli.values import parse_size
+from prefillcli.runtime.clock import Clock
+from prefillcli.runtime.progress import Steps
+from prefillcli.runtime.signals import Stop
+from prefillcli.runtime.threads import Threads
 
 TRACED = ("full", "hybrid")
 _BUSY = 1.5  # of the load average over the threads that compute
@@ -95,9 +94,9 @@ def _check(settings: ProfileSettings) -> Input | None:
 def _measure(settings: ProfileSettings, given: Input | None, tell: Callable[[str], None]) -> Profile:
     import torch
 
+    from prefillcli.forecast.machine import this_machine
     from prefillcli.profile.children import Subject
     from prefillcli.profile.lengths import Search
-    from prefillcli.profile.machine import this_machine
 
     if given is not None:
         files, device = given.opened.files, given.opened.device
@@ -183,7 +182,7 @@ def _replays(
     settings: ProfileSettings, files: Any, device: Any, profile: Profile, tell: Callable[[str], None]
 ) -> Iterator[Replay]:
     """The papers' workloads on a server with this machine's times and as much cache as its budget holds."""
-    from prefillcli.prefill.memory import memory_law, pack_limits
+    from prefillcli.prefill.law import memory_law, pack_limits
     from prefillcli.replay.replay import replay
     from prefillcli.replay.workloads import WORKLOADS
 

@@ -1,6 +1,6 @@
 """What a prompt costs in memory in each mode, in closed form from a text configuration.
 
-The memory law of the layer walk is `prefillcli.prefill.memory`'s; this adds what a layer makes for one token while it
+The memory law of the layer walk is `prefillcli.prefill.law`'s; this adds what a layer makes for one token while it
 computes (figure 4 of PrefillOnly), and the modes that keep or chunk other things.
 """
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from prefillcli.prefill.memory import memory_law
-from prefillcli.prefill.model import sliding_window
+from prefillcli.models.model import sliding_window
+from prefillcli.prefill.law import memory_law
 from prefillcli.prefill.walk import LOGIT_BYTES
 
 _IDS = 16  # token id and position, int64 each

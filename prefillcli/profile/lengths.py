@@ -7,14 +7,14 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from prefillcli.bench.flops import NoCostModel, prefill_flops
 from prefillcli.errors import PrefillError, ResourceError
-from prefillcli.prefill.model import ModelFiles
+from prefillcli.forecast.profile import Confirmation, MemoryPoint, ModeResult, Trace
+from prefillcli.models.model import ModelFiles
 from prefillcli.profile.children import ChildEnded, ChildFailed, Subject, confirm, in_child, measure, trace
 from prefillcli.profile.fits import fit_line
 from prefillcli.profile.laws import Law, mode_law
 from prefillcli.profile.modes import OF_TRANSFORMERS
-from prefillcli.profile.store import Confirmation, MemoryPoint, ModeResult, Trace
+from prefillcli.stats.flops import NoCostModel, prefill_flops
 
 TRIES = 3
 MARGIN = 0.02  # of the length that the line allows: left out of the prediction, for what the line does not know

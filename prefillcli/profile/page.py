@@ -7,9 +7,8 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from prefillcli.profile import chart as plot
-from prefillcli.profile.chart import Axis, Chart
-from prefillcli.profile.store import Profile
+from prefillcli.forecast.profile import Profile
+from prefillcli.forecast.replay_results import Replay
 from prefillcli.profile.tables import (
     completion_table,
     headline,
@@ -23,9 +22,10 @@ from prefillcli.profile.tables import (
     terms,
 )
 from prefillcli.replay.charts import distribution_chart, latency_chart
-from prefillcli.replay.results import Replay
+from prefillcli.report import line_chart as plot
+from prefillcli.report.dry_run import ESTIMATE, Survey, keep_rows, plan_rows, survey_lines
+from prefillcli.report.line_chart import Axis, Chart
 from prefillcli.report.numbers import three_digits
-from prefillcli.report.survey import ESTIMATE, Survey, keep_rows, plan_rows, survey_lines
 
 
 def memory_chart(profile: Profile) -> Chart | None:

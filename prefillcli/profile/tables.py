@@ -5,10 +5,10 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from prefillcli.profile.store import CompletionModel, ModeResult, Profile
-from prefillcli.replay.results import Replay
+from prefillcli.forecast.profile import CompletionModel, ModeResult, Profile
+from prefillcli.forecast.replay_results import Replay
+from prefillcli.report.dry_run import print_survey
 from prefillcli.report.numbers import three_digits
-from prefillcli.report.survey import print_survey
 
 _DISTURBED = 1.5  # the slowest round over the fastest, from which on the machine was busy
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from prefillcli.profile.chart import Axis, Chart
-from prefillcli.replay.results import OFFLINE, Replay
+from prefillcli.forecast.replay_results import OFFLINE, Replay
+from prefillcli.report.line_chart import Axis, Chart
 from prefillcli.report.numbers import three_digits
 
 _ROOM = 1.15  # beyond the outermost points of a logarithmic axis

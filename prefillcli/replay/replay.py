@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from prefillcli.forecast.replay_results import OFFLINE, Curve, CurvePoint, Distribution, PolicyResult, Replay
 from prefillcli.plan.pack import Limits
-from prefillcli.replay.results import OFFLINE, Curve, CurvePoint, Distribution, PolicyResult, Replay
 from prefillcli.replay.server import POLICIES, Served, run_plan, serve
 from prefillcli.replay.workloads import FloatArray, Workload
 
 if TYPE_CHECKING:
-    from prefillcli.profile.store import CompletionModel
+    from prefillcli.forecast.profile import CompletionModel
 
 RATES = 8
 

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from prefillcli.forecast.replay_results import OFFLINE
 from prefillcli.plan.pack import Limits, cut_packs
 from prefillcli.plan.queue import Queue
 from prefillcli.plan.schedules import shortest_job
 from prefillcli.plan.trie import TrieNode
 from prefillcli.replay.cache import PrefixCache
-from prefillcli.replay.results import OFFLINE
 from prefillcli.replay.workloads import FloatArray, IntArray, Workload
 
 if TYPE_CHECKING:
-    from prefillcli.profile.store import CompletionModel
+    from prefillcli.forecast.profile import CompletionModel
 
 POLICIES = ("fifo", "srjf", "srjf-calibrated")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from prefillcli.data.store import open_store
+from prefillcli.data.output.store import open_store
 from prefillcli.errors import PrefillError, ResourceError
 from prefillcli.redaction import shown_report, without_secrets
 from prefillcli.report.metrics import to_metrics

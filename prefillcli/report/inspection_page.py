@@ -10,7 +10,7 @@ from itertools import groupby
 
 from jinja2 import Environment, StrictUndefined
 
-from prefillcli.data.store import open_store
+from prefillcli.data.output.store import open_store
 from prefillcli.report.inspection import (
     FOLD,
     HEAT,

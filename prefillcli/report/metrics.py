@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from prefillcli.outcome import NOTHING_TO_DO
+from prefillcli.errors import NOTHING_TO_DO
 from prefillcli.report.run import RunReport
 
 _Sample = tuple[dict[str, str], float]

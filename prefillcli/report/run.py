@@ -11,10 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 from rich.table import Table
 
-from prefillcli.data.counts import Counts
-from prefillcli.data.tallies import LENGTH_EDGES, SCORE_BINS
+from prefillcli.data.output.counts import Counts
+from prefillcli.data.output.tallies import LENGTH_EDGES, SCORE_BINS
 from prefillcli.redaction import shown_report
-from prefillcli.report.audit import Audit, audit_lines
+from prefillcli.stats.audit import Audit, audit_lines
 
 SCHEMA_VERSION = 1
 

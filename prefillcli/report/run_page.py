@@ -8,10 +8,10 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from prefillcli.data.rows import ERROR_CODES, SKIPPED
-from prefillcli.report.audit import audit_lines
 from prefillcli.report.charts import Bar, bars, length_plot, memory_plot, score_plot
 from prefillcli.report.inspection import visible
 from prefillcli.report.run import Histogram, RunReport
+from prefillcli.stats.audit import audit_lines
 
 _TOO_LONG = ("prompt_too_long", SKIPPED)
 _BESIDE = ("read", "render", "tokenize")

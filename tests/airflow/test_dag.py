@@ -33,12 +33,12 @@ keep_columns: [answer]
 COMMAND = """#!{python}
 import os, signal, sys, time
 from pathlib import Path
-import prefillcli.scorer
+import prefillcli.jobs.window
 from prefillcli.cli import main
-from prefillcli.data.sink import Sink
+from prefillcli.data.output.sink import Sink
 from prefillcli.engines.torch import TorchEngine
 
-prefillcli.scorer.FLUSH_SECONDS = 0.0
+prefillcli.jobs.window.FLUSH_SECONDS = 0.0
 codes = Path("codes")
 trouble = Path("trouble").read_text() if Path("trouble").exists() and not codes.exists() else ""
 write, answer, parts = Sink.write, TorchEngine.answer, 0

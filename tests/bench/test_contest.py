@@ -13,15 +13,6 @@ from transformers import AutoTokenizer
 from prefillcli.bench import contenders as contenders_module
 from prefillcli.bench.contenders import Alone, Equipment, Hybrid, Plain, SpecPrefill
 from prefillcli.bench.contest import compare, contenders, label_shares
-from prefillcli.bench.flops import (
-    NoCostModel,
-    answer_flops,
-    predicted_speedup,
-    prefill_flops,
-    ratio_speedup,
-    table5,
-    walk_flops,
-)
 from prefillcli.bench.job import METHODS
 from prefillcli.bench.jobs import SAMPLES
 from prefillcli.bench.material import Material, made_material
@@ -32,12 +23,21 @@ from prefillcli.bench.report import WorkloadResult
 from prefillcli.bench.texts import spans_of
 from prefillcli.bench.workloads import single
 from prefillcli.compress.settings import Compression
-from prefillcli.data.labels import Labels, parse_labels
+from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.rows import Prompt
-from prefillcli.loading import load, open_models
+from prefillcli.engines.loading import load, open_models
+from prefillcli.options.settings import BenchSettings
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.settings import BenchSettings
+from prefillcli.stats.flops import (
+    NoCostModel,
+    answer_flops,
+    predicted_speedup,
+    prefill_flops,
+    ratio_speedup,
+    table5,
+    walk_flops,
+)
 
 TARGET, DRAFT = SAMPLES / "models" / "target", SAMPLES / "models" / "draft"
 TOKENS = 300

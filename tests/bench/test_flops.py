@@ -10,7 +10,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, MixtralConfig, Qwen3Config, Qwen3NextConfig
 
-from prefillcli.bench.flops import (
+from prefillcli.plan.pack import Limits
+from prefillcli.plan.plan import make_plan
+from prefillcli.stats.flops import (
     Flops,
     NoCostModel,
     plain_flops,
@@ -20,8 +22,6 @@ from prefillcli.bench.flops import (
     table5,
     walk_flops,
 )
-from prefillcli.plan.pack import Limits
-from prefillcli.plan.plan import make_plan
 from tests.prefill.families import FAMILIES, WINDOW, make_config, make_model
 
 

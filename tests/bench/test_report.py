@@ -15,7 +15,7 @@ from prefillcli.bench.report import (
     remarks,
     verdicts,
 )
-from prefillcli.report.audit import audit_of
+from prefillcli.stats.audit import audit_of
 
 
 def method(

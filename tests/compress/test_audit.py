@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefillcli.compress.audit import AuditDraw, draw
+from prefillcli.data.reading.selection import Selection
 from prefillcli.data.rows import Window
-from prefillcli.data.selection import Selection
 
 ALL = Selection()
 

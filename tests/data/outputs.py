@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from prefillcli.data.output.sink import Sink
 from prefillcli.data.rows import Prompt, RowError, Scored, Window
-from prefillcli.data.sink import Sink
 
 LABELS = ("Yes", "No", "Maybe")
 FINGERPRINT = {"input": "i", "model": "m", "tokenizer": "t", "template": "p", "labels": "l", "settings": "s"}

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-from prefillcli.data import contents
-from prefillcli.data.contents import Contents
-from prefillcli.data.discovery import discover
-from prefillcli.data.identity import Stamp
+from prefillcli.data.proof import contents
+from prefillcli.data.proof.contents import Contents
+from prefillcli.data.proof.identity import Stamp
+from prefillcli.data.reading.discovery import discover
 from prefillcli.errors import ContentChangedError
 
 CACHE = "prefillcli/digests.json"
@@ -25,7 +25,7 @@ CACHE = "prefillcli/digests.json"
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder; every file counts as unchanged for long."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("prefillcli.data.identity.SETTLED_NS", -(10**12))
+    monkeypatch.setattr("prefillcli.data.proof.identity.SETTLED_NS", -(10**12))
     return tmp_path / "cache" / CACHE
 
 
@@ -120,9 +120,9 @@ def test_a_bad_cache_is_an_empty_one(cache: Path, file: Path, monkeypatch: pytes
 
 
 def test_the_cache_keeps_the_entries_used_last(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefillcli.data.digest_cache._MOST", 3)
+    monkeypatch.setattr("prefillcli.data.proof.digest_cache._MOST", 3)
     now = 1000
-    monkeypatch.setattr("prefillcli.data.digest_cache.time.time", lambda: now)
+    monkeypatch.setattr("prefillcli.data.proof.digest_cache.time.time", lambda: now)
     for name in "abcaded":
         now += 1
         (tmp_path / f"{name}.jsonl").touch() if not (tmp_path / f"{name}.jsonl").exists() else None

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefillcli.data.parts import part_name
-from prefillcli.data.seals import require_seal
+from prefillcli.data.output.parts import part_name
+from prefillcli.data.proof.seals import require_seal
 from prefillcli.errors import DamagedFileError, OutputConflictError, OutputDamagedError, PrefillError
 from tests.data.outputs import (
     EXPECTED,
@@ -112,6 +112,15 @@ def test_a_finished_output_with_any_byte_flipped_is_refused(
         file.write_bytes(good)
         if alone:
             (outputs / "aside").rename(work)
+
+
+def test_a_byte_flipped_in_the_seal_of_a_file_of_a_folder_is_refused(tmp_path: Path) -> None:
+    finished(f"{tmp_path}/q/")
+    shutil.rmtree(tmp_path / "q.prefill")
+    part = tmp_path / "q" / "part-00001.parquet"
+    flip(part, part.read_bytes().rindex(b"prefillcli.seal") + 20)
+    with pytest.raises(OutputDamagedError, match="part-00001"):
+        open_sink(f"{tmp_path}/q/", resume=True)
 
 
 @pytest.mark.parametrize("name", ["o.parquet", "o.jsonl", "o/"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prefillcli.data.discovery import discover, finds
+from prefillcli.data.reading.discovery import discover, finds
 from prefillcli.errors import UsageError
 
 

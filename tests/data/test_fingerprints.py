@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from prefillcli.data.fingerprints import hash_model, hash_tokenizer, hash_value
+from prefillcli.data.proof.fingerprints import hash_model, hash_tokenizer, hash_value
 from prefillcli.errors import UsageError
 
 

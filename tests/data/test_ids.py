@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.data.formats import as_json
-from prefillcli.data.ids import SeenIds
-from prefillcli.data.json_columns import kinds_of, type_for
-from prefillcli.data.source import Source
-from prefillcli.data.tallies import _texts
+from prefillcli.data.output.formats import as_json
+from prefillcli.data.output.json_columns import kinds_of, type_for
+from prefillcli.data.output.tallies import _texts
+from prefillcli.data.reading.ids import SeenIds
+from prefillcli.data.reading.source import Source
 from prefillcli.data.values import plain_type
 
 SMALL = st.integers(-3, 120)
@@ -147,7 +147,7 @@ def test_integers_from_json_lines_stay_integers() -> None:
 
 def test_hashes_are_the_same_in_every_process() -> None:
     code = (
-        "import pyarrow as pa; from prefillcli.data.ids import _keys; "
+        "import pyarrow as pa; from prefillcli.data.reading.ids import _keys; "
         "print(_keys(pa.array(['a', 'é'])), _keys(pa.array([[1], [2]])))"
     )
     said = {

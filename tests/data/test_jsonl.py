@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.data.jsonl import parse
+from prefillcli.data.reading.jsonl import parse
+from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import RowError
-from prefillcli.data.source import Source
 from prefillcli.errors import PrefillError, UsageError
 
 Write = Callable[..., str]
@@ -171,7 +171,7 @@ def test_an_unreadable_file_is_a_usage_error(write_jsonl: Write, monkeypatch: py
     def refuse(*_arguments: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("prefillcli.data.jsonl.io.FileIO", refuse)  # root may read everything
+    monkeypatch.setattr("prefillcli.data.reading.jsonl.io.FileIO", refuse)  # root may read everything
     with pytest.raises(UsageError, match=r"input\.jsonl: Permission denied"):
         Source.open([path], columns=["prompt"])
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefillcli.data.labels import Label, LabelError, Labels, parse_labels, tail_of
+from prefillcli.data.prompts.labels import Label, LabelError, Labels, parse_labels, tail_of
 from prefillcli.data.rows import RowError, Window
 from prefillcli.errors import UsageError
 

@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.data.discovery import discover
-from prefillcli.data.pages import read_pages
-from prefillcli.data.source import Source
+from prefillcli.data.reading.discovery import discover
+from prefillcli.data.reading.pages import read_pages
+from prefillcli.data.reading.source import Source
 from prefillcli.errors import PrefillError
 
 MiB = 1 << 20
@@ -24,7 +24,7 @@ HUGE = 140 * MiB  # more than any page that is opened
 
 READ = """
 import json, resource, sys
-from prefillcli.data.source import Source
+from prefillcli.data.reading.source import Source
 
 path, columns, carried, most, extra = json.loads(sys.argv[1])
 source = Source.open([path]).select(columns=columns, carried=carried, max_row_bytes=most)

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import RowBatch, RowError
-from prefillcli.data.source import Source
 from prefillcli.errors import PrefillError, UsageError
 
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefillcli.data.source import Source
+from prefillcli.data.reading.source import Source
 from prefillcli.errors import UsageError
 
 VALUES = st.one_of(

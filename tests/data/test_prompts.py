@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, normalizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from prefillcli.data.encoding import Encoder
-from prefillcli.data.labels import Labels, parse_labels
-from prefillcli.data.prompts import PromptBuilder, PromptSettings
+from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
+from prefillcli.data.prompts.encoding import Encoder
+from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.rows import ERROR_CODES, Prompt, RowBatch, RowError
 from prefillcli.errors import UsageError
 
@@ -433,7 +433,7 @@ def test_prompts_that_a_template_makes_long_are_tokenised_a_bounded_number_of_by
         return encode(self, texts, **options)
 
     monkeypatch.setattr(Encoder, "encode", watched)
-    monkeypatch.setattr("prefillcli.data.prompts._GROUP_CHARS", 10_000)
+    monkeypatch.setattr("prefillcli.data.prompts.builder._GROUP_CHARS", 10_000)
     template = "{{ 'Is it? ' * 500 }}{{ n }}"
     prompts, errors = build(byte_level, batch_of(n=list(range(40))), template=template, max_length=10_000)
     assert not errors

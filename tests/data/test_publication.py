@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from prefillcli.data.publication import publication, settle
-from prefillcli.data.target import Published, Target
+from prefillcli.data.output.publication import publication, settle
+from prefillcli.data.output.target import Published, Target
 from tests.data.outputs import EXPECTED, WINDOWS, finished, make_window, open_sink, read, score_all
 
 NAMES = ["_SUCCESS", *(f"part-0000{n}.parquet" for n in range(3))]
@@ -147,6 +147,6 @@ def test_half_written_files_of_a_killed_run_go_wherever_they_lie(tmp_path: Path)
 
 
 def _job() -> Any:
-    from prefillcli.data.manifest import Job
+    from prefillcli.data.output.manifest import Job
 
     return Job({"model": "m"})

@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from prefillcli.data import rendering
-from prefillcli.data.chat import ChatTemplate
-from prefillcli.data.rendering import Closed, Renderer, RenderLimits
+from prefillcli.data.prompts import rendering
+from prefillcli.data.prompts.chat import ChatTemplate
+from prefillcli.data.prompts.rendering import Closed, Renderer, RenderLimits
+from prefillcli.data.prompts.templates import RowTemplate
 from prefillcli.data.rows import RowError
-from prefillcli.data.templates import RowTemplate
 from prefillcli.errors import ResourceError, UsageError
 
 TIGHT = RenderLimits(cpu_seconds=1, memory_bytes=256 << 20)
@@ -180,7 +180,7 @@ def test_rendering_stops_when_another_thread_closes_it() -> None:
 def test_the_process_dies_with_its_parent_even_in_the_middle_of_a_row(tmp_path: Path) -> None:
     program = (
         "import os, threading\n"
-        "from prefillcli.data.templates import RowTemplate\n"
+        "from prefillcli.data.prompts.templates import RowTemplate\n"
         "t = RowTemplate('{% for i in range(9000) %}{% if range(90000)|sort %}{% endif %}{% endfor %}')\n"
         "print(t._renderer._worker._process.pid, flush=True)\n"
         "threading.Timer(0.3, os.kill, (os.getpid(), 9)).start()\n"

@@ -18,9 +18,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefillcli.data import parts
+from prefillcli.data.output import parts
+from prefillcli.data.output.sink import Sink
 from prefillcli.data.rows import Int64Array, Prompt, RowError, Scored, Window
-from prefillcli.data.sink import Sink
 from prefillcli.errors import OutputConflictError, PrefillError, ResourceError, UsageError
 from tests.data.outputs import (
     BAD,

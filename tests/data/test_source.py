@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.data.selection import Selection
-from prefillcli.data.source import Source
+from prefillcli.data.reading.selection import Selection
+from prefillcli.data.reading.source import Source
 from prefillcli.errors import ContentChangedError
 
 Write = Callable[..., str]

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefillcli.data.prompts.templates import RowTemplate
 from prefillcli.data.rows import RowError
-from prefillcli.data.templates import RowTemplate
 from prefillcli.errors import UsageError
 
 

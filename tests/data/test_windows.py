@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefillcli.data.ids import SeenIds
-from prefillcli.data.labels import Labels, parse_labels
-from prefillcli.data.prompts import PromptBuilder, PromptSettings
+from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
+from prefillcli.data.prompts.labels import Labels, parse_labels
+from prefillcli.data.reading.ids import SeenIds
+from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Window
-from prefillcli.data.source import Source
 from prefillcli.data.windows import Ahead, windows
 
 Write = Callable[..., str]

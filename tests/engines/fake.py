@@ -13,9 +13,9 @@ from tokenizers import Tokenizer
 
 from prefillcli.engines.base import Answer, LabelTokens, sequences
 from prefillcli.engines.kinds import EngineKind
-from prefillcli.loading import Loaded, Opened
+from prefillcli.engines.loading import Loaded, Opened
+from prefillcli.options.settings import ScoreSettings
 from prefillcli.plan.pack import Limits, Pack
-from prefillcli.settings import ScoreSettings
 
 KIND = EngineKind("fake", "tests.engines.fake", frozenset())
 MAX_LENGTH = 2048

@@ -103,7 +103,7 @@ def test_hf_sums_the_variants_of_a_label(model: Path, reference: Reference) -> N
 def test_a_stopped_run_goes_on_with_the_rows_that_are_left(
     model: Path, monkeypatch: pytest.MonkeyPatch, engine: str, function: str
 ) -> None:
-    monkeypatch.setattr("prefillcli.scorer.FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr("prefillcli.jobs.window.FLUSH_SECONDS", 0.0)
     source = write_parquet("in.parquet", prompt=texts(30))
     score(source, "whole.parquet", model=model, engine=engine)
     module, _, name = function.rpartition(".")

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from prefillcli.config import load_settings
 from prefillcli.engines.kinds import CAPABILITIES, ENGINES
 from prefillcli.errors import UsageError
-from prefillcli.settings import CompressionOptions, MemoryOptions, ScoreSettings
+from prefillcli.options.load import load_settings
+from prefillcli.options.settings import CompressionOptions, MemoryOptions, ScoreSettings
 from tests.score.jobs import score, texts, write_parquet
 
 ASKING: dict[str, Any] = {

@@ -216,7 +216,7 @@ def test_a_signal_stops_the_run(started: list[Any], shared: Any, llama: Path, mo
 # --------------------------------------------------------------------------------------------------------- commands
 
 #: The command, every step's rows written at once.
-COMMAND = "import prefillcli.scorer as s; s.FLUSH_SECONDS = 0.0; from prefillcli.cli import main; main()"
+COMMAND = "import prefillcli.jobs.window as s; s.FLUSH_SECONDS = 0.0; from prefillcli.cli import main; main()"
 
 
 @contextmanager

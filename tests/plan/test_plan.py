@@ -9,12 +9,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from prefillcli.options.settings import ScheduledOptions
 from prefillcli.plan.account import account
 from prefillcli.plan.pack import HELD_PACKS, Limits, Pack
 from prefillcli.plan.plan import make_plan, packs_to_run
 from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.plan.trie import build_forest, common_prefix, dissolve_small_nodes, forest_tokens, token_order
-from prefillcli.settings import ScheduledOptions
 
 prompts_of_few_words = st.lists(
     st.lists(st.integers(0, 2), min_size=1, max_size=24).map(lambda ids: np.asarray(ids, dtype=np.int32)),

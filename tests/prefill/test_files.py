@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from prefillcli.errors import UsageError
-from prefillcli.prefill.model import read_model_files
+from prefillcli.models.model import read_model_files
 from tests.prefill.families import make_model
 from tests.score.models import save_model
 
@@ -170,8 +170,8 @@ def test_a_model_in_several_files_is_taken(saved: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"{", b"[" * 200_000, b"\x00" * 100, b"[]"])
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path, name: str, content: bytes) -> None:
-    from prefillcli.loading import open_models
-    from prefillcli.settings import ScoreSettings
+    from prefillcli.engines.loading import open_models
+    from prefillcli.options.settings import ScoreSettings
 
     save_model(tmp_path / "model")
     (tmp_path / "model" / name).write_bytes(content)

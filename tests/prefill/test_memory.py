@@ -15,7 +15,7 @@ from prefillcli.bench.workloads import post_recommendation, single
 from prefillcli.errors import ResourceError
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION
-from prefillcli.prefill.memory import available_memory, choose_chunk, memory_law, pack_limits
+from prefillcli.prefill.law import available_memory, choose_chunk, memory_law, pack_limits
 from prefillcli.prefill.walk import LayerWalk
 
 CPU = torch.device("cpu")

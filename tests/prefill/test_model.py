@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from prefillcli.errors import ResourceError, UsageError
+from prefillcli.models.model import choose_device, find_model, load_model, read_model_files, rehearse
 from prefillcli.prefill import forest
 from prefillcli.prefill.forest import UnsupportedModelError, register
-from prefillcli.prefill.model import choose_device, find_model, load_model, read_model_files, rehearse
 from tests.prefill.families import make_config, make_model
 from tests.prefill.test_walk import assert_equal, eager, mixed, walked
 

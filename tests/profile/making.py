@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from prefillcli.forecast.machine import this_machine
+from prefillcli.forecast.profile import Confirmation, MemoryPoint, ModeResult, Profile, Trace, TracePoint
+from prefillcli.forecast.replay_results import Replay
 from prefillcli.plan.pack import Limits
 from prefillcli.profile.completion import Timing, fit_completion
-from prefillcli.profile.machine import this_machine
-from prefillcli.profile.store import Confirmation, MemoryPoint, ModeResult, Profile, Trace, TracePoint
 from prefillcli.replay.replay import replay
-from prefillcli.replay.results import Replay
 from prefillcli.replay.workloads import WORKLOADS
-from prefillcli.report.run import versions
-from prefillcli.report.survey import (
+from prefillcli.report.dry_run import (
     Bin,
     KeepCost,
     Lengths,
@@ -21,6 +20,7 @@ from prefillcli.report.survey import (
     Survey,
     SurveyRows,
 )
+from prefillcli.report.run import versions
 
 
 def made_profile(**changes: object) -> Profile:

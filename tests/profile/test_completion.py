@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from prefillcli.forecast.profile import CompletionModel, features
 from prefillcli.plan.pack import Pack
 from prefillcli.profile.completion import (
     ATTEMPTS,
@@ -21,7 +22,6 @@ from prefillcli.profile.completion import (
     measure_packs,
     settle,
 )
-from prefillcli.profile.store import CompletionModel, features
 
 WINDOWS = [(None, 3)]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from prefillcli.errors import PrefillError
+from prefillcli.forecast.profile import Profile
 from prefillcli.profile import job
 from prefillcli.profile.modes import MODES
-from prefillcli.profile.store import Profile
 from tests.profile.making import made_profile
 from tests.score.jobs import texts, write_jsonl, write_parquet
 from tests.score.models import save_model

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from prefillcli.bench.models import random_llama
-from prefillcli.prefill.model import read_model_files
+from prefillcli.forecast.profile import Confirmation, MemoryPoint, ModeResult, TracePoint
+from prefillcli.models.model import read_model_files
 from prefillcli.profile import lengths as module
 from prefillcli.profile.budget import enforced, out_of_memory
 from prefillcli.profile.children import ChildEnded, ChildFailed, Subject, in_child, prepare
 from prefillcli.profile.laws import Law, mode_law
 from prefillcli.profile.lengths import MARGIN, Search, confirming_run, probe_lengths, profile_mode, thinned
-from prefillcli.profile.store import Confirmation, MemoryPoint, ModeResult, TracePoint
 
 MIB = 1 << 20
 CHOSEN = 1 - MARGIN

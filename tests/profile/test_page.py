@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from prefillcli.profile.chart import Axis, log_ticks, ticks
+from prefillcli.forecast.profile import Profile
 from prefillcli.profile.page import memory_chart, to_html
-from prefillcli.profile.store import Profile
 from prefillcli.profile.tables import completion_table, law_table, length_table, print_profile
 from prefillcli.replay.charts import distribution_chart, latency_chart
-from prefillcli.report.survey import Sharing
+from prefillcli.report.dry_run import Sharing
+from prefillcli.report.line_chart import Axis, log_ticks, ticks
 from tests.profile.making import made_profile, made_replays, made_survey
 from tests.report.browser import CHROMIUM, browser
 

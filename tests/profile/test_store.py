@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from prefillcli.errors import UsageError
+from prefillcli.forecast.profile import Profile, features
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.profile.store import Profile, features
 from tests.profile.making import made_profile, made_replays, made_survey
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from prefillcli.forecast.replay_results import Replay
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.replay.replay import RATES, replay
-from prefillcli.replay.results import Replay
 from prefillcli.replay.workloads import WORKLOADS
 from tests.replay.test_server import completion
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefillcli.forecast.profile import CompletionModel
 from prefillcli.plan.pack import Limits
-from prefillcli.profile.store import CompletionModel
 from prefillcli.replay.cache import PrefixCache
 from prefillcli.replay.server import POLICIES, run_plan, serve
 from prefillcli.replay.workloads import (

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom, binomtest
 
-from prefillcli.report.audit import Audit, auc, audit_lines, audit_of, flip_bound, flip_interval, rows_for
+from prefillcli.stats.audit import Audit, auc, audit_lines, audit_of, flip_bound, flip_interval, rows_for
 
 
 @pytest.mark.parametrize("confidence", [0.9, 0.95, 0.99])

@@ -10,12 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from prefillcli.data.counts import Counts
-from prefillcli.report.audit import audit_of
+from prefillcli.data.output.counts import Counts
 from prefillcli.report.charts import OTHERS, SERIES, length_plot, memory_plot, score_plot
 from prefillcli.report.files import page_of, write_files
 from prefillcli.report.run import FailedRow, Histogram, MemoryTrace, RunReport
 from prefillcli.report.run_page import to_html
+from prefillcli.stats.audit import audit_of
 from tests.report.browser import CHROMIUM, browser
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m\u202egnp.exe\x00\"'><img src=http://evil/x onerror=alert(2)>&amp;"

@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from prefillcli.config import load_settings
-from prefillcli.score import score_job
-from prefillcli.settings import ScoreSettings
+from prefillcli.jobs.score import score_job
+from prefillcli.options.load import load_settings
+from prefillcli.options.settings import ScoreSettings
 
 TOLERANCE = 1e-5
 HISTORIES = (

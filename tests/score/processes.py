@@ -19,7 +19,7 @@ import pytest
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["prefillcli.cli", "prefillcli.score", "prefillcli.engines.torch", "transformers.models.llama.modeling_llama"]
+    ["prefillcli.cli", "prefillcli.jobs.score", "prefillcli.engines.torch", "transformers.models.llama.modeling_llama"]
 )
 _PATIENCE = 60.0
 _REACHED = "reached"
@@ -77,8 +77,8 @@ def cut_small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows of 20 rows and more, in batches of 10."""
     from prefillcli.data.windows import windows
 
-    monkeypatch.setattr("prefillcli.data.parquet.MAX_ROWS", 10)
-    monkeypatch.setattr("prefillcli.data.jsonl.MAX_ROWS", 10)
+    monkeypatch.setattr("prefillcli.data.reading.parquet.MAX_ROWS", 10)
+    monkeypatch.setattr("prefillcli.data.reading.jsonl.MAX_ROWS", 10)
     monkeypatch.setitem(windows.__kwdefaults__, "max_rows", 20)
 
 
@@ -89,7 +89,7 @@ def _run(arguments: list[str], folder: str, hold: Hold | None, seconds_per_pack:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     changes = pytest.MonkeyPatch()
     cut_small_windows(changes)
-    changes.setattr("prefillcli.scorer.FLUSH_SECONDS", 0.0)
+    changes.setattr("prefillcli.jobs.window.FLUSH_SECONDS", 0.0)
     if seconds_per_pack:
         _slow_down(changes, seconds_per_pack)
     if hold:

@@ -23,7 +23,7 @@ WORK = "out.parquet.prefill"
 @pytest.fixture(autouse=True)
 def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     cut_small_windows(monkeypatch)
-    monkeypatch.setattr("prefillcli.scorer.FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr("prefillcli.jobs.window.FLUSH_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -146,10 +146,10 @@ def test_what_changes_while_the_job_runs_is_not_written(
 def test_lines_appended_after_the_fingerprint_are_noticed_before_the_output(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from prefillcli.data.sink import Sink
+    from prefillcli.data.output.sink import Sink
 
     write_jsonl("in.jsonl", [{"prompt": text} for text in texts(10)])
-    monkeypatch.setattr("prefillcli.scorer.FLUSH_SECONDS", 1e9)  # all rows are written at once
+    monkeypatch.setattr("prefillcli.jobs.window.FLUSH_SECONDS", 1e9)  # all rows are written at once
     write = Sink.write
 
     def appending(*arguments: Any, **options: Any) -> None:
@@ -166,7 +166,7 @@ def test_lines_appended_after_the_fingerprint_are_noticed_before_the_output(
 def test_a_model_that_changes_between_hashing_and_loading_is_noticed(
     own: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from prefillcli.prefill import model as loading
+    from prefillcli.models import model as loading
 
     write_input()
     load = loading.load_model

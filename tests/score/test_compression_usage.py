@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from prefillcli.config import load_settings
+from prefillcli.engines.loading import compression_of
 from prefillcli.errors import UsageError
-from prefillcli.loading import compression_of
-from prefillcli.settings import ScoreSettings
+from prefillcli.options.load import load_settings
+from prefillcli.options.settings import ScoreSettings
 from tests.score.jobs import read_report, score, texts, write_parquet
 from tests.score.models import CHAT_TEMPLATE, save_model
 
@@ -29,7 +29,7 @@ def _no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_model(*_: object, **__: object) -> None:
         raise WeightsAreRead
 
-    monkeypatch.setattr("prefillcli.prefill.model.load_model", load_model)
+    monkeypatch.setattr("prefillcli.models.model.load_model", load_model)
 
 
 @pytest.fixture

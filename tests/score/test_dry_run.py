@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from prefillcli.data.fingerprints import hash_model
+from prefillcli.data.proof.fingerprints import hash_model
 from prefillcli.data.windows import windows
-from prefillcli.loading import PACK_SECONDS
-from prefillcli.profile.machine import this_machine
-from prefillcli.profile.store import CompletionModel, ModeResult, Profile
+from prefillcli.engines.loading import PACK_SECONDS
+from prefillcli.forecast.machine import this_machine
+from prefillcli.forecast.profile import CompletionModel, ModeResult, Profile
 from tests.score.compression import ABOVE, CHUNK, FIRST, HOW, LAST, RATE, lines_of, unrelated
 from tests.score.jobs import Reference, read_output, read_report, score, texts, write_jsonl, write_parquet
 from tests.score.test_command import last_line, prefill
@@ -91,7 +91,7 @@ def test_a_dry_run_plans_what_the_run_computes(job: str, model: Path) -> None:
 
 
 def test_windows_are_planned_one_by_one_as_they_are_scored(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefillcli.data.parquet.MAX_ROWS", 10)
+    monkeypatch.setattr("prefillcli.data.reading.parquet.MAX_ROWS", 10)
     monkeypatch.setitem(windows.__kwdefaults__, "max_rows", 20)
     source = write_parquet("in.parquet", prompt=SHARED, id=[*range(59), 3])
     flags = {"pack_tokens": 100, "id_column": "id", "max_error_rate": 0.1}
@@ -125,7 +125,7 @@ def test_no_weights_are_loaded_and_no_output_is_touched(model: Path, monkeypatch
     source = write_parquet("in.parquet", prompt=texts(4))
     score(source, model=model)
     before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
-    monkeypatch.setattr("prefillcli.prefill.model.load_model", lambda *a, **k: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("prefillcli.models.model.load_model", lambda *a, **k: pytest.fail("weights were loaded"))
     report = dry_run(source, model)
     assert (report["status"], report["exit_code"]) == ("complete", 0)
     assert {path: path.read_bytes() for path in before} == before
@@ -267,8 +267,8 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_loaded(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_parquet("in.parquet", prompt=texts(3))
-    monkeypatch.setattr("prefillcli.prefill.weights.loadable_bytes", lambda device: 1000)
-    monkeypatch.setattr("prefillcli.prefill.model.load_model", lambda *a, **k: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("prefillcli.models.weights.loadable_bytes", lambda device: 1000)
+    monkeypatch.setattr("prefillcli.models.model.load_model", lambda *a, **k: pytest.fail("weights were loaded"))
     done = prefill("score", source, "-m", model, "--dtype", "bfloat16")
     assert done.exit_code == 5
     assert "GiB in bfloat16" in done.stderr
@@ -293,7 +293,7 @@ def test_ten_times_the_rows_take_hardly_more_memory(model: Path) -> None:
 
 def test_a_signal_stops_a_dry_run(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_parquet("in.parquet", prompt=texts(3))
-    monkeypatch.setattr("prefillcli.survey.Contents.add", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr("prefillcli.forecast.survey.Contents.add", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     line = score(source, model=model, dry_run=True)
     assert (line["status"], line["exit_code"]) == ("interrupted", 143)
 

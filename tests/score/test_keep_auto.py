@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from prefillcli.compress.auto import RATES
-from prefillcli.report.audit import flip_bound
+from prefillcli.stats.audit import flip_bound
 from tests.score.compression import SAME, assert_close, compressed, full_rows, lines_of, unrelated
 from tests.score.jobs import Reference, read_output, read_report, write_jsonl
 from tests.score.models import save_model

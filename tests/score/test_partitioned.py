@@ -9,8 +9,8 @@ from urllib.parse import quote
 import pyarrow.dataset as ds
 import pytest
 
-from prefillcli.data.source import Source
-from prefillcli.verify import verify_job
+from prefillcli.data.reading.source import Source
+from prefillcli.jobs.verify import verify_job
 from tests.data.test_partitions import write
 from tests.score.jobs import score
 

@@ -25,7 +25,7 @@ from tests.score.processes import Command, Hold, cut_small_windows
 ROWS = 70
 PACK_TOKENS = 64
 ANSWER = "prefillcli.engines.torch:TorchEngine.answer"
-REPLACE = "prefillcli.data.store:os.replace"
+REPLACE = "prefillcli.data.output.store:os.replace"
 
 
 @pytest.fixture(autouse=True)
@@ -93,10 +93,10 @@ def assert_resumes(model: Path, whole: Undisturbed) -> dict[str, Any]:
         Hold(ANSWER, 11),
         Hold(REPLACE, 1, "manifest.json"),
         Hold(REPLACE, 3, ".parquet"),
-        Hold("prefillcli.data.sink:Sink.finish"),
+        Hold("prefillcli.data.output.sink:Sink.finish"),
         Hold(REPLACE, 1, "/out.parquet"),
         Hold(REPLACE, 3, "manifest.json"),
-        Hold("prefillcli.data.sink:Sink._delete_parts", 2),
+        Hold("prefillcli.data.output.sink:Sink._delete_parts", 2),
     ],
     ids=[
         "before the first pack",
@@ -140,7 +140,7 @@ def test_resume_after_kill_into_other_forms_of_output(model: Path, name: str) ->
     rows = [{"prompt": text, "id": i, "more": {"i": [i, None]}} for i, text in enumerate(texts(30))]
     write_jsonl("in.jsonl", rows)
     given = ["score", "in.jsonl", "-m", model, "--pack-tokens", 64, "--keep-columns", "more", "-o", name]
-    for hold in (Hold(ANSWER, 4), Hold("prefillcli.data.sink:Sink._delete_parts", 1)):
+    for hold in (Hold(ANSWER, 4), Hold("prefillcli.data.output.sink:Sink._delete_parts", 1)):
         command = Command(*given, "--resume", hold=hold)
         command.wait_until_held()
         command.kill()
@@ -173,7 +173,7 @@ def test_a_signal_stops_the_run_cleanly_and_it_can_go_on(
 
 def test_a_signal_while_the_model_loads_stops_at_once(model: Path, whole: Undisturbed) -> None:
     make_input()
-    command = Command(*arguments(model), hold=Hold("prefillcli.prefill.model:load_model"))
+    command = Command(*arguments(model), hold=Hold("prefillcli.models.model:load_model"))
     command.wait_until_held()
     command.send(signal.SIGTERM)
     assert command.end() == 143
@@ -370,7 +370,7 @@ def test_a_full_disk_keeps_what_is_there(
         replace(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr("prefillcli.scorer.FLUSH_SECONDS", 0.0)
+        patch.setattr("prefillcli.jobs.window.FLUSH_SECONDS", 0.0)
         patch.setattr("os.replace", full)
         assert score("in.parquet", **flags(model))["exit_code"] == 5
     message = capsys.readouterr().err
@@ -394,7 +394,7 @@ def test_a_disk_that_is_really_full(
         make_input()
         out = str(disk / "out.parquet")
         with monkeypatch.context() as patch:
-            patch.setattr("prefillcli.scorer.FLUSH_SECONDS", 0.0)
+            patch.setattr("prefillcli.jobs.window.FLUSH_SECONDS", 0.0)
             summary = score("in.parquet", out, report=tmp_path / "r.json", **flags(model))
         assert (summary["exit_code"], summary["status"]) == (5, "failed")
         safe = len(list(disk.glob("out.parquet.prefill/part-*.parquet")))

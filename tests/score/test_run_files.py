@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from prefillcli.clock import Clock, MemoryWatch, Phase
 from prefillcli.errors import Interrupted
 from prefillcli.report.run import Seconds
+from prefillcli.runtime.clock import Clock, MemoryWatch, Phase
 from tests.score.compression import compressed, lines_of, unrelated
 from tests.score.jobs import Reference, read_output, read_report, score, texts, write_jsonl, write_parquet
 from tests.score.processes import cut_small_windows
@@ -48,7 +48,7 @@ def test_a_phase_that_the_report_does_not_know_costs_nothing(model: Path, monkey
             with self.phase("polish"):  # type: ignore[arg-type]
                 pass
 
-    monkeypatch.setattr("prefillcli.score.Clock", WithPolish)
+    monkeypatch.setattr("prefillcli.jobs.score.Clock", WithPolish)
     assert score(make_input(), **flags(model))["exit_code"] == 0
     assert 0 <= read_report()["seconds"]["polish"] < 1
 
@@ -134,7 +134,7 @@ def test_an_interrupted_job_and_the_one_that_goes_on_tell_of_all_rows(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut_small_windows(monkeypatch)
-    monkeypatch.setattr("prefillcli.scorer.FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr("prefillcli.jobs.window.FLUSH_SECONDS", 0.0)
     source, how = make_input(), flags(model, pack_tokens=64, metrics_file="m/prefill.prom")
     with monkeypatch.context() as patch:
         stop_at(patch, 8)

@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.config import load_settings
-from prefillcli.data.discovery import finds
+from prefillcli.data.reading.discovery import finds
 from prefillcli.errors import UsageError
-from prefillcli.paths import default_output
-from prefillcli.settings import ScoreSettings
+from prefillcli.jobs.paths import default_output
+from prefillcli.options.load import load_settings
+from prefillcli.options.settings import ScoreSettings
 from tests.score.jobs import read_report, score, texts, write_jsonl, write_parquet
 
 
@@ -24,7 +24,7 @@ def _no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_model(*_: object, **__: object) -> None:
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr("prefillcli.prefill.model.load_model", load_model)
+    monkeypatch.setattr("prefillcli.models.model.load_model", load_model)
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ import pytest
 from typer.testing import CliRunner
 
 from prefillcli.cli import app
-from prefillcli.data.formats import write_parquet as write_sealed
-from prefillcli.data.heartbeat import Heartbeat, Pace
-from prefillcli.data.store import open_store
-from prefillcli.status import status_job
-from prefillcli.verify import verify_job
+from prefillcli.data.output.formats import write_parquet as write_sealed
+from prefillcli.data.output.heartbeat import Heartbeat, Pace
+from prefillcli.data.output.store import open_store
+from prefillcli.jobs.status import status_job
+from prefillcli.jobs.verify import verify_job
 from tests.score.jobs import score, texts, write_jsonl, write_parquet
 from tests.score.processes import Command, Hold, cut_small_windows
 
@@ -183,7 +183,7 @@ def test_a_heartbeat_that_cannot_be_written_ends_no_run(
     def fails() -> str:
         raise OSError("no")
 
-    monkeypatch.setattr("prefillcli.progress.Progress.pace", lambda self: fails())
+    monkeypatch.setattr("prefillcli.runtime.progress.Progress.pace", lambda self: fails())
     assert score("in.parquet", "q.parquet", model=model, limit=5)["exit_code"] == 0
 
 

@@ -1,0 +1,1 @@
+"""Rows out: parts, manifest, resume, and the output itself."""

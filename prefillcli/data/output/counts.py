@@ -1,0 +1,86 @@
+"""How many rows were scored, and why the others were not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from prefillcli.data.output.tallies import Tallies
+from prefillcli.data.rows import SKIPPED
+from prefillcli.data.values import to_python
+
+Audited = tuple[float, float, bool, str | int | float | bool | None]
+"""Score compressed, score in full, whether the prediction differs, and the right answer as the input has it."""
+_PLAIN = (str, int, float, bool)
+
+
+@dataclass
+class Counts:
+    """Numbers of output rows: `total` = `scored` + `errors` + `skipped`."""
+
+    total: int = 0
+    scored: int = 0
+    errors: int = 0
+    skipped: int = 0
+    """Rows left out for their length on the user's wish; no errors."""
+    errors_by_code: dict[str, int] = field(default_factory=dict)
+    score_sum: float = 0.0
+    audited: list[Audited] = field(default_factory=list)
+    """Compressed rows that were read in full as well."""
+    tallies: Tallies = field(default_factory=Tallies)
+
+    @classmethod
+    def of_json(cls, content: dict[str, Any]) -> Counts:
+        """What JSON made of `dataclasses.asdict`. Raises TypeError for anything else."""
+        return cls(**content | {"tallies": Tallies(**content.get("tallies", {}))})
+
+    @property
+    def mean_score(self) -> float | None:
+        """Mean over the scored rows."""
+        return self.score_sum / self.scored if self.scored else None
+
+    def add_rows(
+        self, rows: pa.Table, truth: str | None = None, *, id_name: str | None = None, json_carried: bool = False
+    ) -> None:
+        """Count output rows by their columns `error` and `score`, tally them, and collect those of the audit.
+
+        `truth` and `id_name` are the carried columns with the right answer and the id, `json_carried` whether they
+        hold JSON.
+        """
+        self.total += len(rows)
+        scored = len(rows) - rows["score"].null_count
+        self.scored += scored
+        self.score_sum += pc.sum(rows["score"]).as_py() or 0.0
+        for entry in pc.value_counts(rows["error"].drop_null()).to_pylist():
+            code, number = entry["values"], entry["counts"]
+            if code == SKIPPED:
+                self.skipped += number
+            else:
+                self.errors += number
+                self.errors_by_code[code] = self.errors_by_code.get(code, 0) + number
+
+        self.tallies.add_rows(rows, id_name, json_id=json_carried)
+        if "audit_score" in rows.column_names:
+            audited = rows.filter(pc.is_valid(rows["audit_score"]))
+            answers = to_python(audited[truth]) if truth is not None else [None] * len(audited)
+            flips = pc.not_equal(audited["prediction"], audited["audit_prediction"]).to_pylist()
+            scores = zip(audited["score"].to_pylist(), audited["audit_score"].to_pylist(), flips, strict=True)
+            for (score, full, flipped), answer in zip(scores, answers, strict=True):
+                known = json.loads(answer) if json_carried and answer is not None else answer
+                self.audited.append((score, full, flipped, known if isinstance(known, _PLAIN) else None))
+
+    def add(self, other: Counts) -> None:
+        """Add the rows that `other` counted."""
+        self.total += other.total
+        self.scored += other.scored
+        self.errors += other.errors
+        self.skipped += other.skipped
+        self.score_sum += other.score_sum
+        self.audited += other.audited
+        for code, number in other.errors_by_code.items():
+            self.errors_by_code[code] = self.errors_by_code.get(code, 0) + number
+        self.tallies.add(other.tallies)

@@ -1,0 +1,119 @@
+"""Directory outputs, published whole: a reader finds nothing, or all files and `_SUCCESS`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import IO, Protocol
+
+from prefillcli.data.output.store import LocalStore, Store, make_folder, sync_folder, using
+from prefillcli.data.output.target import OLD, SUCCESS, Published, Target, is_partition
+from prefillcli.errors import PrefillError
+
+_NEW = "new"
+
+
+class Publication(Protocol):
+    """A directory output in the making."""
+
+    def create(self, name: str) -> AbstractContextManager[IO[bytes]]:
+        """A file of it to write; its name may begin with folders of partitions."""
+
+    def publish(self, published: Published) -> None:
+        """Show the output, which has these files; what an earlier job had written in its place is gone then."""
+
+
+def publication(target: Target) -> Publication:
+    """How the output of a directory target is written."""
+    store, work = target.store, target.work
+    if isinstance(store, LocalStore) and isinstance(work, LocalStore) and not _shared(target, store.location):
+        return _Renamed(target, store.location, work.location)
+    return _InPlace(target, store)
+
+
+def settle(target: Target) -> None:
+    """Clear up what a kill in the middle of a publication left: an output that was put aside comes back."""
+    work = target.work
+    if target.kind != "directory" or not isinstance(target.store, LocalStore) or not isinstance(work, LocalStore):
+        return
+    old, new, place = (os.path.join(work.location, OLD), os.path.join(work.location, _NEW), target.store.location)
+    with using(place):
+        if os.path.isdir(old) and not os.path.isdir(place):
+            os.rename(old, place)
+        for folder in (old, new):
+            _remove(folder)
+
+
+class _Renamed:
+    """Built in the work folder, and put in place by a rename.
+
+    An older output is put aside first, so for an instant there is none.
+    """
+
+    def __init__(self, target: Target, place: str, work: str) -> None:
+        self._target = target
+        self._place = place
+        self._new, self._old = os.path.join(work, _NEW), os.path.join(work, OLD)
+        self._store = LocalStore(self._new)
+        settle(target)
+
+    def create(self, name: str) -> AbstractContextManager[IO[bytes]]:
+        return self._store.create(name)
+
+    def publish(self, published: Published) -> None:
+        self._store.put_bytes(SUCCESS, published.to_json())
+        with using(self._place):
+            parent = os.path.dirname(self._place)
+            make_folder(parent)
+            if _shared(self._target, self._place):  # by now
+                raise PrefillError(f"{self._place} holds other files too by now\nrun again with --resume")
+            if os.path.isdir(self._place):
+                with suppress(OSError):  # the modes of a folder that its users have set up
+                    shutil.copystat(self._place, self._new)
+                os.rename(self._place, self._old)
+            os.rename(self._new, self._place)
+            sync_folder(parent)
+            _remove(self._old)
+
+
+class _InPlace:
+    """Written where it belongs, `_SUCCESS` last: in object stores, and where a folder holds other files too."""
+
+    def __init__(self, target: Target, store: Store) -> None:
+        self._target = target
+        self._store = store
+        self._begun = False
+
+    @contextmanager
+    def create(self, name: str) -> Iterator[IO[bytes]]:
+        if not self._begun:
+            self._store.delete(SUCCESS)
+            self._begun = True
+        with self._store.create(name) as file:
+            yield file
+
+    def publish(self, published: Published) -> None:
+        self._store.delete(SUCCESS)
+        for name in self._target.files():
+            if name not in published.files:
+                self._store.delete(name)
+        self._store.put_bytes(SUCCESS, published.to_json())
+
+
+def _shared(target: Target, place: str) -> bool:
+    """Whether a local folder cannot be put aside: it holds other files too, or something is mounted there."""
+    if os.path.ismount(place):
+        return True
+    for folder, folders, names in os.walk(place):
+        inside = [os.path.relpath(os.path.join(folder, name), place) for name in names]
+        if not all(map(target.is_ours, inside)) or not all(map(is_partition, folders)):
+            return True
+    return False
+
+
+def _remove(folder: str) -> None:
+    """Remove a folder of a work folder with all that is in it."""
+    with suppress(FileNotFoundError):
+        shutil.rmtree(folder)

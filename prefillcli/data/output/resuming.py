@@ -1,0 +1,132 @@
+"""What an output and its work folder hold for a job that comes to them: nothing, its own rows, or another job's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from itertools import groupby
+
+import numpy as np
+
+from prefillcli.data.output import parts
+from prefillcli.data.output.manifest import NAME, Job, Manifest
+from prefillcli.data.output.parts import PartInfo, WindowRows
+from prefillcli.data.output.store import Store
+from prefillcli.data.output.tallies import ROW
+from prefillcli.data.output.target import Published, Target
+from prefillcli.data.rows import Int64Array
+from prefillcli.errors import DamagedFileError, OutputConflictError, OutputDamagedError, OutputExistsError
+
+log = logging.getLogger(__name__)
+
+
+def decide(target: Target, job: Job, resume: bool, overwrite: bool, *, quiet: bool = False) -> Manifest | None:
+    """The manifest to go on with; None to begin. A damaged one is warned of unless `quiet`.
+
+    Raises OutputConflictError if what is there is another job's, OutputExistsError if it is this job's and no flag is
+    given.
+    """
+    if overwrite:
+        return None
+    exists = target.exists()
+    manifest = _manifest(target.work, job, quiet)
+    begun = any(map(parts.is_part, target.work.names()))
+    if manifest is None or (manifest.state == "complete" and not exists):
+        if not exists:
+            return None
+        published = target.published()
+        if published is None or published.job.digest != job.digest:
+            raise OutputConflictError(
+                f"{target.path} exists and was not written by this job, or is damaged\n"
+                "choose another --output, or replace it with --overwrite"
+            )
+        manifest = Manifest(published.job, {}, "complete", files=published.files)
+    different = job.differing(manifest.job)
+    if not different and resume:
+        return manifest
+    if not exists and not begun:
+        return None
+    if different:
+        raise OutputConflictError(
+            f"{target.path} belongs to another job: different {', '.join(different)}\n"
+            "choose another --output, or replace it with --overwrite"
+        )
+    state = "is complete" if manifest.state == "complete" else "is there in part"
+    raise OutputExistsError(f"{target.path} {state}\ngo on with --resume, or replace it with --overwrite")
+
+
+def require_undamaged(target: Target, manifest: Manifest) -> None:
+    """Raise OutputDamagedError unless the output is what the job of a complete manifest wrote."""
+    damage = target.damage(Published(manifest.job, manifest.files))
+    if damage:
+        more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""
+        raise OutputDamagedError(
+            f"{damage[0]}{more}: somebody else has written there, or the disk is damaged\n"
+            "choose another --output, or write it again with --overwrite"
+        )
+
+
+def proven_parts(work: Store, job: Job) -> Iterator[PartInfo]:
+    """The parts of a job that prove themselves, by window; all others are removed, their rows are scored again.
+
+    A part is whole, of this job, under its own name, and holds rows that no other part of its window has. All parts
+    of a window whose rows are all there hold exactly the rows of the window.
+    """
+    for _, group in groupby(_whole_parts(work, job), lambda part: part[0].window):
+        found = list(group)
+        kept: list[PartInfo] = []
+        rows: Int64Array = np.empty(0, np.int64)
+        for info, numbers in found:
+            together = np.union1d(rows, numbers)
+            fits = info.window_rows == found[0][0].window_rows and len(together) == len(rows) + info.counts.total
+            if fits and len(numbers) == info.counts.total:
+                kept.append(info)
+                rows = together
+            else:
+                _drop(work, info.name, "holds rows of other parts")
+        if kept and len(rows) == kept[0].window_rows.count and WindowRows.of(rows) != kept[0].window_rows:
+            for info in kept:
+                _drop(work, info.name, "holds rows of another window")
+            kept = []
+        yield from kept
+
+
+def _whole_parts(work: Store, job: Job) -> Iterator[tuple[PartInfo, Int64Array]]:
+    for name in filter(parts.is_part, work.names()):
+        try:
+            info, table = parts.read_part(work, name, [ROW])
+        except DamagedFileError as error:
+            log.warning("%s: its rows are scored again", error)
+            work.delete(name)
+            continue
+        if info.job.digest != job.digest:
+            _drop(work, name, "belongs to another job")
+        else:
+            yield info, table[ROW].to_numpy()
+
+
+def _drop(work: Store, name: str, why: str) -> None:
+    log.warning("%s/%s %s: its rows are scored again", work.location, name, why)
+    work.delete(name)
+
+
+def _manifest(work: Store, job: Job, quiet: bool) -> Manifest | None:
+    """The manifest of a work folder; a damaged or missing one is made again of what the parts say."""
+    try:
+        manifest = Manifest.load(work)
+        if manifest is not None:
+            return manifest
+    except DamagedFileError as error:
+        if not quiet:
+            log.warning("%s/%s is damaged: %s; the parts tell what is in it", work.location, NAME, error)
+    found = []
+    for name in filter(parts.is_part, work.names()):
+        try:
+            found.append(parts.read_part(work, name, [])[0])
+        except DamagedFileError:
+            continue
+    own = [info for info in found if info.job.digest == job.digest] or found
+    if not own:
+        return None
+    latest = max(own, key=lambda info: info.sequence)
+    return Manifest(latest.job, latest.plan)

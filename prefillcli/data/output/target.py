@@ -1,0 +1,191 @@
+"""Where the output of a job goes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from prefillcli.data.filesystems import filesystem_of, is_url
+from prefillcli.data.output.counts import Counts
+from prefillcli.data.output.manifest import Job, with_checksum
+from prefillcli.data.output.store import Store, open_store
+from prefillcli.data.proof.seals import digest_of, seal_of
+from prefillcli.data.reading.discovery import WORK_ENDING
+from prefillcli.errors import DamagedFileError, UsageError
+
+METADATA = b"prefillcli"
+"""Key of the job in the metadata of a Parquet output."""
+SUCCESS = "_SUCCESS"
+"""The file of a directory output that is written last: its job and files, as `Published.to_json` gives them."""
+OLD = "old"
+"""The folder in the work folder in which a publication puts an older output aside."""
+_COUNTED = (
+    "score", "prediction", "prompt_tokens", "computed_tokens", "seconds", "method", "truncated", "error",
+    "error_detail",
+)  # fmt: skip
+_DIRECTORY_PART = re.compile(r"([^/=]+=[^/]*/)*part-\d{5,}\.parquet")  # in folders of partitions, or in none
+
+
+@dataclass(frozen=True)
+class Published:
+    """What an output says of itself."""
+
+    job: Job
+    files: dict[str, str]
+    """Names of its files, with their digests."""
+
+    def to_json(self) -> bytes:
+        """What `_SUCCESS` holds."""
+        return with_checksum({**self.job.to_json(), "files": self.files})
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where the output goes, and in which form. What is said of it is in `existing`."""
+
+    path: str
+    """As the user named it; a symbolic link to a local file or folder is followed."""
+    kind: Literal["parquet", "jsonl", "directory"]
+    codec: str | None = None
+
+    @classmethod
+    def parse(cls, output: str) -> Target:
+        """Raises UsageError for an unknown ending."""
+        path = _followed(output.rstrip("/"))
+        lower = path.lower()
+        if output.endswith("/") or _is_directory(path):
+            return cls(path, "directory")
+        if lower.endswith((".parquet", ".pq")):
+            return cls(path, "parquet")
+        for ending, codec in ((".jsonl", None), (".jsonl.gz", "gzip"), (".jsonl.zst", "zstd")):
+            if lower.endswith(ending):
+                return cls(path, "jsonl", codec)
+        if _is_directory(f"{path}{WORK_ENDING}/{OLD}"):
+            return cls(path, "directory")
+        raise UsageError(
+            f"unknown ending of --output {output}\n"
+            "use .parquet, .jsonl (.gz, .zst), or end it in / for a directory of parts"
+        )
+
+    @cached_property
+    def store(self) -> Store:
+        """The folder that holds the output."""
+        return open_store(self.path if self.kind == "directory" else _parent(self.path))
+
+    @cached_property
+    def work(self) -> Store:
+        """The work folder."""
+        return open_store(self.path + WORK_ENDING)
+
+    @property
+    def name(self) -> str:
+        return os.path.basename(self.path)
+
+    def is_ours(self, name: str) -> bool:
+        """Whether a file of `store` is part of the output."""
+        if self.kind == "directory":
+            return name == SUCCESS or bool(_DIRECTORY_PART.fullmatch(name))
+        return name == self.name
+
+    def files(self) -> list[str]:
+        """The files of the output that are there, by their names in `store`."""
+        names = self.store.find(is_partition) if self.kind == "directory" else self.store.names()
+        return list(filter(self.is_ours, names))
+
+    def clean(self) -> None:
+        """Remove what killed runs left of half-written files of the output."""
+        if self.kind == "directory":
+            self.store.clean(self.is_ours, is_partition)
+        else:
+            self.store.clean(self.is_ours)
+
+    def exists(self) -> bool:
+        return bool(self.files())
+
+    def published(self) -> Published | None:
+        """What the output says of itself; None if it says nothing that can be read, as JSON Lines do."""
+        if self.kind == "jsonl":
+            return None
+        try:
+            if self.kind == "directory":
+                with self.store.read(SUCCESS) as file:
+                    content = json.load(file)
+                return Published(Job.of_json(content), dict(content["files"]))
+            with self.store.read(self.name) as file:
+                content = json.loads(pq.read_schema(file).metadata[METADATA])
+                return Published(Job.of_json(content), {self.name: seal_of(file)})
+        except (pa.ArrowException, DamagedFileError, OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def damage(self, published: Published) -> list[str]:
+        """What is wrong with the bytes of the output, if that is how it was published; empty if nothing."""
+        found = []
+        there = self.files()
+        for name, digest in published.files.items():
+            if name not in there:
+                found.append(f"{self._shown(name)} is missing")
+            elif self._digest(name) != digest:
+                found.append(f"{self._shown(name)} is not as it was written")
+        others = [name for name in there if name not in published.files]
+        if self.kind == "directory":
+            if SUCCESS not in there:
+                found.append(f"{self._shown(SUCCESS)} is missing")
+            else:
+                others.remove(SUCCESS)
+                with self.store.read(SUCCESS) as file:
+                    if file.read() != published.to_json():
+                        found.append(f"{self._shown(SUCCESS)} is not as it was written")
+        return found + [f"{self._shown(name)} is none of its files" for name in others]
+
+    def _digest(self, name: str) -> str | None:
+        """The digest of a file; None if it is damaged, its seal included."""
+        sealed = name.endswith((".parquet", ".pq"))
+        with suppress(DamagedFileError), self.store.read(name) as file:
+            digest = digest_of(file, sealed=sealed)
+            return digest if not sealed or seal_of(file) == digest else None
+        return None
+
+    def count(self, id_name: str | None = None) -> Counts:
+        """Count the rows of a Parquet output, whose ids are in the column `id_name`."""
+        counts = Counts()
+        for name in self.files():
+            if name != SUCCESS:
+                with self.store.read(name) as file:
+                    parquet = pq.ParquetFile(file, page_checksum_verification=True)
+                    for batch in parquet.iter_batches(columns=[*_COUNTED, id_name or "row"]):
+                        counts.add_rows(pa.Table.from_batches([batch]), id_name=id_name)
+        return counts
+
+    def _shown(self, name: str) -> str:
+        return f"{self.path}/{name}" if self.kind == "directory" else self.path
+
+
+def is_partition(folder: str) -> bool:
+    """Whether a folder in a directory output is of a partition, like `day=2026-11-21`."""
+    return "=" in folder
+
+
+def _parent(path: str) -> str:
+    folder, slash, _ = path.rpartition("/")
+    return f"{folder}/" if folder.endswith(("/", ":")) else folder or slash or "."
+
+
+def _is_directory(path: str) -> bool:
+    filesystem, inner = filesystem_of(path)
+    return bool(filesystem.isdir(inner))
+
+
+def _followed(path: str) -> str:
+    """A local path that is a symbolic link, followed to its end; any other path as it is."""
+    if is_url(path):
+        return path
+    local = os.path.expanduser(path)
+    return os.path.realpath(local) if os.path.islink(local) else path

@@ -1,0 +1,75 @@
+"""Texts to token ids, with the tokenizers library's own batches where the tokenizer has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from prefillcli.data.prompts.controls import Controls
+from prefillcli.data.rows import Int32Array
+
+
+class Encoder:
+    """A Hugging Face tokenizer without padding and truncation.
+
+    `tokenizer` is a transformers tokenizer, fast or slow.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:
+            self._backend.no_padding()
+            self._backend.no_truncation()
+        self._closing = 0
+        self._closing = self._count_closing()
+        self.special_ids: frozenset[int] = frozenset(tokenizer.all_special_ids) | frozenset(
+            number for number, token in tokenizer.added_tokens_decoder.items() if token.special
+        )
+        self.start_ids: frozenset[int] = frozenset(
+            [number for ids in self.encode([""], special=True) for number in ids.tolist()]
+            + [number for number in (tokenizer.bos_token_id, tokenizer.cls_token_id) if number is not None]
+        )
+        """Tokens that stand before every text, like BOS."""
+        self.unknown_id: int | None = tokenizer.unk_token_id
+        self.size = len(tokenizer)
+        self.controls = Controls.of(tokenizer)
+
+    def longest_token(self) -> int:
+        """Bytes of the longest token, as the vocabulary spells it."""
+        return max(len(token.encode()) for token in self.tokenizer.get_vocab())
+
+    def encode(self, texts: Sequence[str], *, special: bool, literal: bool = False) -> list[Int32Array]:
+        """Token ids of every text, int32 [tokens].
+
+        `special`: with those that the tokenizer puts before a text by default. Those it would put behind one (EOS)
+        are left out: the answer follows the prompt's last word. `literal`: the texts are as `Controls.respell` writes
+        them. Raises NotLiteral if this tokenizer has no such way.
+        """
+        if not texts:
+            return []
+        if self._backend is None:
+            found = self.tokenizer(list(texts), add_special_tokens=special)["input_ids"]
+        else:
+            backend = self.controls.literal_backend if literal else self._backend
+            found = [e.ids for e in backend.encode_batch_fast(list(texts), add_special_tokens=special)]
+        closing = self._closing if special else 0
+        return [np.array(ids[: len(ids) - closing], np.int32) for ids in found]
+
+    def _count_closing(self) -> int:
+        """Special tokens that the tokenizer puts behind a text."""
+        bare = self.encode(["a"], special=False)[0].tolist()
+        whole = self.encode(["a"], special=True)[0].tolist()
+        added = len(whole) - len(bare)
+        return next((added - at for at in range(added + 1) if whole[at : at + len(bare)] == bare), 0)
+
+    def decode(self, tokens: Sequence[int] | Int32Array) -> str:
+        """The text of token ids, special tokens included."""
+        ids = [int(number) for number in tokens]
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        """How the vocabulary spells token ids."""
+        return [str(token) for token in self.tokenizer.convert_ids_to_tokens(list(ids))]

@@ -1,0 +1,237 @@
+"""A Jinja environment in which a template can neither reach Python nor run away.
+
+Jinja's own sandbox closes the way to attributes and imports. It does not bound work: nested loops, recursive
+macros, `"a" * 10**10` or `center(10**10)` would hang the job or fill the memory. Here each loop step and call
+counts towards `MAX_STEPS`, and an operation that would make more text than `MAX_CHARS` is refused beforehand.
+The limits count and read no clock: the same row fails on every machine or on none. What escapes them meets those
+of the process (`data/prompts/rendering.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jinja2 import StrictUndefined, Template, TemplateRuntimeError, TemplateSyntaxError, meta, nodes
+from jinja2.filters import do_indent
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+MAX_STEPS = 1_000_000
+"""Loop steps of one rendering; a call costs ten."""
+_CALL_STEPS = 10
+MAX_CHARS = 64 << 20
+"""Characters of any text a template makes."""
+_MAX_TOTAL_CHARS = 4 * MAX_CHARS  # of all texts that operators and filters make in one rendering
+
+_SMALL = 10_000  # numbers and texts that set a width, an indent or a fill
+_MAX_BITS = 1 << 16  # size of a number that a template may compute
+_WIDTH = re.compile(r"\d{5,}|\*")  # in a % format
+_REFUSED_METHODS = frozenset(
+    {"center", "ljust", "rjust", "zfill", "expandtabs", "format", "format_map", "translate", "to_bytes"}
+)
+
+
+def compile_template(text: str, name: str) -> tuple[Callable[[dict[str, Any]], str], list[str]]:
+    """What renders a row from its columns, and the names of the columns that the template needs.
+
+    `name` is for messages. Raises TemplateSyntaxError, and what a template that is nested too deeply makes Jinja and
+    Python raise.
+    """
+    environment = BoundedEnvironment()
+    tree = environment.parse(text)
+    for node in tree.find_all((nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)):
+        raise TemplateSyntaxError("a template cannot load other templates", node.lineno, name)
+    template = environment.from_string(text)
+    return lambda values: environment.render(template, values), sorted(meta.find_undeclared_variables(tree))
+
+
+class LimitError(TemplateRuntimeError):
+    """A template asks for more work than a prompt can need."""
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """The sandbox of user templates. It renders one template at a time."""
+
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
+
+    def __init__(self) -> None:
+        super().__init__(undefined=StrictUndefined, autoescape=False, finalize=_printable)
+        self._steps = self._chars = 0
+        self.concat = self._concat  # type: ignore[method-assign]  # joins what macros and blocks put out
+        for name in ("lipsum", "cycler", "joiner"):
+            del self.globals[name]
+        del self.filters["random"]
+        for name in ("center", "batch", "slice", "wordwrap", "truncate", "tojson", "round"):
+            self.filters[name] = _with_small_arguments(self.filters[name])
+        self.filters["_counted"] = lambda values: _Counted(values, self._step)
+        self.filters["_concat"] = lambda values: self._concat(str(_printable(value)) for value in values)
+        self.filters["join"] = self._join
+        self.filters["replace"] = self._replace
+        self.filters["format"] = self._format
+        self.filters["indent"] = self._indent
+
+    def render(self, template: Template, values: dict[str, Any]) -> str:
+        """The text of `template`; raises LimitError or whatever the template's expressions raise."""
+        self._steps = self._chars = 0
+        size = 0
+        parts = []
+        for part in template.root_render_func(template.new_context(values)):
+            size += len(part)
+            _bounded(size)
+            parts.append(part)
+        return "".join(parts)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree: nodes.Template = _Bounding().visit(super()._parse(source, name, filename))
+        tree.set_environment(self)
+        return tree
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call `__obj` for a template, as one step."""
+        __self._step(_CALL_STEPS)
+        owner = getattr(__obj, "__self__", None)
+        if isinstance(owner, str):
+            if __obj.__name__ == "replace":
+                return __self._replace(owner, *args, **kwargs)
+            if __obj.__name__ == "join" and args:
+                return __self._join(args[0], owner)
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Compute `left operator right` for a template, if the result is of a sane size."""
+        if operator == "%" and isinstance(left, str):
+            return self._format(left, *right) if isinstance(right, tuple) else self._format(left, right)
+        self._make(_result_size(operator, left, right))
+        return super().call_binop(context, operator, left, right)
+
+    def wrap_str_format(self, value: Any) -> None:
+        """No `str.format`: it has widths and attribute access of its own. `%` and the format filter stay."""
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Whether a template may use `obj.attr`."""
+        if isinstance(obj, str | bytes | int) and attr in _REFUSED_METHODS:
+            return False
+        return super().is_safe_attribute(obj, attr, value)
+
+    def _step(self, steps: int = 1) -> None:
+        self._steps += steps
+        if self._steps > MAX_STEPS:
+            raise LimitError(f"more than {MAX_STEPS:,} loop steps and calls")
+
+    def _make(self, chars: int) -> None:
+        """Allow for a text of `chars` characters, before it is made."""
+        self._chars += _bounded(chars)
+        if self._chars > _MAX_TOTAL_CHARS:
+            raise LimitError(f"texts of more than {_MAX_TOTAL_CHARS:,} characters in all")
+
+    def _concat(self, parts: Iterable[str]) -> str:
+        texts = list(parts)
+        self._make(sum(map(len, texts)))
+        return "".join(texts)
+
+    def _join(self, values: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
+        items = list(values)
+        if attribute is not None:
+            items = [item[attribute] for item in items]
+        texts = [str(_printable(item)) for item in items]
+        self._make(sum(map(len, texts)) + len(d) * len(texts))
+        return d.join(texts)
+
+    def _replace(self, value: Any, old: str, new: str, count: int | None = None) -> str:
+        text = str(value)
+        self._make(len(text) + text.count(old) * max(len(new) - len(old), 0))
+        return text.replace(old, new, -1 if count is None else count)
+
+    def _format(self, value: Any, *args: Any, **kwargs: Any) -> str:
+        if args and kwargs:
+            raise TemplateRuntimeError("format takes positional or keyword arguments, not both")
+        text = str(value)
+        if _WIDTH.search(text):
+            raise LimitError(f"a width of more than {_SMALL:,} in a format")
+        arguments: Any = kwargs or (args[0] if len(args) == 1 and isinstance(args[0], Mapping) else args)
+        given = (*args, *kwargs.values())
+        self._make(len(text) + _SMALL + sum(len(a) for a in given if isinstance(a, str)) * text.count("%"))
+        return str(text % arguments)
+
+    def _indent(self, s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+        self._make(len(s) + (s.count("\n") + 1) * (len(width) if isinstance(width, str) else width))
+        return do_indent(s, width, first, blank)
+
+
+class _Bounding(NodeTransformer):
+    """Sends loops and `~` through filters that bound them."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        node.iter = nodes.Filter(node.iter, "_counted", [], [], None, None, lineno=node.lineno)
+        return self.generic_visit(node)
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        parts = nodes.List(node.nodes, lineno=node.lineno)
+        return nodes.Filter(parts, "_concat", [], [], None, None, lineno=node.lineno)
+
+
+class _Counted:
+    """What a loop goes over; every step is counted."""
+
+    def __init__(self, values: Any, step: Callable[[], None]) -> None:
+        self._values = values
+        self._step = step
+
+    def __iter__(self) -> Iterator[Any]:
+        for value in self._values:
+            self._step()
+            yield value
+
+    def __len__(self) -> int:
+        return len(self._values)  # TypeError for an iterator: Jinja then counts by itself
+
+
+def _printable(value: Any) -> Any:
+    """What `{{ value }}` prints. A null would become the word None in the prompt, so it is an error."""
+    if value is None:
+        raise TemplateRuntimeError("a null value is printed; write {{ column or '' }} if it may be null")
+    numbers = getattr(value, "tolist", None)  # numpy's arrays have it; numpy itself takes long to import
+    return value if numbers is None else numbers()
+
+
+def _bounded(size: int) -> int:
+    if size > MAX_CHARS:
+        raise LimitError(f"a text of more than {MAX_CHARS:,} characters")
+    return size
+
+
+def _result_size(operator: str, left: Any, right: Any) -> int:
+    """Characters or elements of `left operator right`. Raises LimitError for a huge number."""
+    bits = 0
+    if operator == "+" and isinstance(left, Sequence) and isinstance(right, Sequence):
+        return len(left) + len(right)
+    if operator == "*":
+        for sequence, times in ((left, right), (right, left)):
+            if isinstance(sequence, Sequence) and isinstance(times, int):
+                return len(sequence) * max(times, 0)
+        if isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() + right.bit_length()
+    elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() * max(right, 0)
+    if bits > _MAX_BITS:
+        raise LimitError("a number is too large")
+    return 0
+
+
+def _with_small_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)  # keeps Jinja's mark that the environment is passed
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for argument in (*args[1:], *kwargs.values()):
+            if isinstance(argument, int) and abs(argument) > _SMALL:
+                raise LimitError(f"{argument} is too large here; the limit is {_SMALL:,}")
+        fill = kwargs.get("fill_with", kwargs.get("wrapstring", args[-1] if len(args) > 2 else None))
+        if isinstance(fill, str) and len(fill) > _SMALL:
+            raise LimitError(f"a fill text has more than {_SMALL:,} characters")
+        return function(*args, **kwargs)
+
+    return checked

@@ -1,0 +1,1 @@
+"""What shows that a file is what it was: versions, digests, seals."""

@@ -1,0 +1,84 @@
+"""Digests remembered from run to run, so that a file that did not change is not read again."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from prefillcli.data.proof.identity import Stamp
+
+_MOST = 4096  # entries; those used last stay
+
+
+class DigestCache:
+    """Digests of local files by path and stamp, in `$XDG_CACHE_HOME/prefillcli/digests.json`.
+
+    It is only ever replaced as a whole: of two processes that write at once, one's news are lost and its files are
+    read once more. A cache that is damaged, missing or cannot be written counts as empty.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path or _default()
+        self._entries: dict[str, list[Any]] | None = None
+        self._news: dict[str, list[Any]] = {}
+
+    def get(self, path: str, stamp: Stamp) -> str | None:
+        """The digest of this version of the file, if it is known."""
+        if self._entries is None:
+            self._entries = self._read()
+        entry = self._entries.get(_key(path, stamp))
+        if entry is None:
+            return None
+        self._news[_key(path, stamp)] = [entry[0], int(time.time())]
+        return str(entry[0])
+
+    def put(self, path: str, stamp: Stamp, digest: str) -> None:
+        """Remember a digest; the caller vouches that the stamp was settled before the file was read."""
+        self._news[_key(path, stamp)] = [digest, int(time.time())]
+
+    def save(self) -> None:
+        """Add what is new to the file. Never raises for a folder that cannot be written."""
+        if not self._news:
+            return
+        entries = self._read() | self._news
+        kept = dict(sorted(entries.items(), key=lambda item: -item[1][1])[:_MOST])
+        text = json.dumps({"check": _check(kept), "entries": kept})
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self._path.parent, prefix="digests.", suffix=".tmp")
+            try:
+                with os.fdopen(handle, "w") as file:
+                    file.write(text)
+                os.replace(name, self._path)
+            except BaseException:
+                os.unlink(name)
+                raise
+        self._news = {}
+
+    def _read(self) -> dict[str, list[Any]]:
+        try:
+            content = json.loads(self._path.read_bytes())
+            entries: dict[str, list[Any]] = content["entries"]
+            return entries if content["check"] == _check(entries) else {}
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return {}
+
+
+def _default() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    root = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~/.cache"))
+    return root / "prefillcli" / "digests.json"
+
+
+def _key(path: str, stamp: Stamp) -> str:
+    return json.dumps([path, *stamp.identity, stamp.changed_ns])
+
+
+def _check(entries: dict[str, list[Any]]) -> str:
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()

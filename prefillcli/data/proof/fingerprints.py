@@ -1,0 +1,110 @@
+"""Digests by which a job recognises its own unfinished output."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prefillcli.data.filesystems import filesystem_of, reading
+from prefillcli.data.proof.contents import Contents
+from prefillcli.data.proof.identity import Stamp, stamp_of
+from prefillcli.errors import UsageError
+
+_MODEL_FILES = (
+    "config.json",
+    "*.safetensors.index.json",
+    "*.safetensors",
+    "adapter_config.json",
+    "*quant*.json",
+    "*.py",
+)
+_TOKENIZER_FILES = (
+    "tokenizer.*",
+    "tokenizer_config.json",
+    "tekken.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.*",
+    "additional_chat_templates/*",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+)
+
+
+def hash_value(value: Any) -> str:
+    """Digest of anything that JSON holds; the order of keys does not count."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def hash_model(folder: str | Path) -> str:
+    """Digest of what a model folder computes: its configuration, code and weights, whole.
+
+    Raises UsageError if the folder has no config.json.
+    """
+    return ModelContents(folder).model()
+
+
+def hash_tokenizer(folder: str | Path) -> str:
+    """Digest of every tokenizer file of a model folder, chat templates included."""
+    return ModelContents(folder).tokenizer()
+
+
+class ModelContents:
+    """The files of a model folder, with their contents as they were when this was made."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._root = Path(folder)
+        self._files = [_ModelFile.find(path) for path in self._find()]
+        self._contents = Contents(self._files, "model", lambda: [str(path) for path in self._find()])
+
+    def begin(self) -> None:
+        """Start to hash, in the background."""
+        self._contents.begin()
+
+    def model(self) -> str:
+        """Digest of what the model computes. Raises as `Contents.digests`, and UsageError for another folder."""
+        if not (self._root / "config.json").is_file():
+            raise UsageError(f"{self._root} is not a model folder: it has no config.json")
+        return self._digest(_MODEL_FILES)
+
+    def tokenizer(self) -> str:
+        """Digest of the tokenizer and its chat templates. Raises as `Contents.digests`."""
+        return self._digest(_TOKENIZER_FILES)
+
+    def require_unchanged(self) -> None:
+        """Raise ContentChangedError unless the folder is what it was."""
+        self._contents.require_unchanged()
+
+    def _find(self) -> list[Path]:
+        return _matching(self._root, (*_MODEL_FILES, *_TOKENIZER_FILES))
+
+    def _digest(self, patterns: Iterable[str]) -> str:
+        chosen = {str(path) for path in _matching(self._root, patterns)}
+        digests = zip(self._files, self._contents.digests(), strict=True)
+        return hash_value(
+            [(str(Path(file.path).relative_to(self._root)), digest) for file, digest in digests if file.path in chosen]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelFile:
+    path: str
+    filesystem: Any
+    inner: str
+    stamp: Stamp
+
+    @classmethod
+    def find(cls, path: Path) -> _ModelFile:
+        filesystem, inner = filesystem_of(str(path))
+        with reading(str(path)):
+            return cls(str(path), filesystem, inner, stamp_of(filesystem, inner))
+
+
+def _matching(root: Path, patterns: Iterable[str]) -> list[Path]:
+    return sorted({path for pattern in patterns for path in root.glob(pattern) if path.is_file()})

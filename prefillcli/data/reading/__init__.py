@@ -1,0 +1,1 @@
+"""Rows in: files, folders and URLs become batches of rows."""

@@ -1,0 +1,231 @@
+"""From what the user typed (files, directories, globs, URLs) to the list of files to read."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any, Literal
+
+from fsspec.utils import glob_translate
+
+from prefillcli.data.filesystems import filesystem_of, is_local, is_url
+from prefillcli.data.proof.identity import Stamp, stamp_of
+from prefillcli.errors import PrefillError, UsageError
+
+Kind = Literal["parquet", "jsonl"]
+
+_CODECS = {".gz": "gzip", ".zst": "zstd"}
+_KINDS: dict[str, Kind] = {
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+}
+ENDINGS = ".parquet, .pq, .jsonl, .ndjson or .json (the last three also with .gz or .zst)"
+WORK_ENDING = ".prefill"
+"""Ending of the work folder beside an output; never read as input."""
+_REPORTS = (".run.json", ".run.html", ".dry-run.json", ".prom")
+"""Endings of what a run writes beside its output; never taken from a directory or a glob."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One input file."""
+
+    path: str
+    """As a user would name it: local path or URL."""
+    filesystem: Any
+    inner: str
+    """The path inside `filesystem`."""
+    kind: Kind
+    codec: str | None
+    """Compression of a JSON Lines file: gzip, zstd or None."""
+    below: str
+    """The path below the directory that was given, else the whole one: its folders may name columns."""
+    stamp: Stamp
+    """Which version of the file was found."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.stamp.size
+
+    @property
+    def local(self) -> bool:
+        return is_local(self.filesystem)
+
+
+def discover(inputs: Sequence[str]) -> tuple[list[Found], tuple[str, ...]]:
+    """The files of `inputs` in reading order, and the files in directories left out for their ending.
+
+    Inputs keep their order; the files of a directory (recursive) or a glob are sorted by path. Hidden files,
+    files and folders that begin with `_`, and work folders and reports of earlier runs are never taken from a
+    directory or a glob. Raises UsageError if an input matches nothing, has an unknown ending, or if formats are mixed.
+    """
+    if not inputs:
+        raise UsageError("no input given: name a file, a directory, a glob or a URL")
+    found: list[Found] = []
+    left_out: list[str] = []
+    for path in inputs:
+        taken, other = _expand(str(path))
+        found += taken
+        left_out += other
+    first = found[0]
+    for file in found:
+        if file.kind != first.kind:
+            raise UsageError(
+                f"mixed formats: {first.path} is {first.kind}, {file.path} is {file.kind}\n"
+                "score them in separate jobs, or name the files of one format with a glob"
+            )
+    return found, tuple(left_out)
+
+
+def finds(given: str, path: str) -> bool:
+    """Whether an input typed as `given`, a directory or a glob, would take a file, or files of a folder, at `path`."""
+    filesystem, root = filesystem_of(given)
+    other, inner = filesystem_of(path)
+    if filesystem != other or filesystem.isfile(root):
+        return False
+    links, roots = {inner.rstrip("/")}, {root.rstrip("/") or "/"}
+    if is_local(filesystem):
+        links.add(os.path.join(os.path.realpath(os.path.dirname(inner)), os.path.basename(inner)))
+        roots.add(os.path.realpath(root))
+    name = os.path.basename(inner.rstrip("/"))
+    inside = "" if _format(name) is not None else "/part-0.parquet"  # what has no such ending is a folder of parts
+    return any(_takes(filesystem, one, link + inside) for one in roots for link in links)
+
+
+def _takes(filesystem: Any, root: str, name: str) -> bool:
+    if filesystem.isdir(root):
+        return name.startswith(root.rstrip("/") + "/") and _visible(name, root)
+    matches = re.compile(glob_translate(root)).fullmatch
+    folders = () if "**" in root else tuple(str(folder) for folder in PurePosixPath(name).parents)
+    return _visible(name, _fixed(root)) and any(matches(each) for each in (name, *folders))
+
+
+def _fixed(pattern: str) -> str:
+    """The folder in which a glob looks."""
+    return pattern[: min((pattern.index(mark) for mark in "*?[" if mark in pattern), default=None)].rpartition("/")[0]
+
+
+def _expand(path: str) -> tuple[list[Found], list[str]]:
+    filesystem, inner = filesystem_of(path)
+    try:
+        if filesystem.isfile(inner):
+            return [_found(filesystem, inner, path)], []
+        if filesystem.isdir(inner):
+            return _directory(filesystem, inner, path)
+        if any(mark in inner for mark in "*?["):
+            return _glob(filesystem, inner, path)
+    except PrefillError:
+        raise
+    except Exception as error:  # OSError, or whatever the client of an object store raises
+        raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    raise UsageError(f"input not found: {path}")
+
+
+def _directory(filesystem: Any, inner: str, shown: str, *, by_glob: bool = False) -> tuple[list[Found], list[str]]:
+    names = sorted(_walk_local(inner)) if is_local(filesystem) else sorted(filesystem.find(inner))
+    visible = [name for name in names if _visible(name, inner)]
+    taken = [name for name in visible if _format(name) is not None]
+    if not taken and (tables := [name for name in visible if _is_csv(name)]):
+        raise UsageError(_convert(_display(filesystem, tables[0], shown)))
+    if not taken:
+        raise UsageError(f"no input files in {shown}: expected files that end in {ENDINGS}")
+    left_out = [_display(filesystem, name, shown) for name in visible if _format(name) is None]
+    root = "" if by_glob else inner
+    return [_found(filesystem, name, _display(filesystem, name, shown), root) for name in taken], left_out
+
+
+def _glob(filesystem: Any, inner: str, shown: str) -> tuple[list[Found], list[str]]:
+    fixed = _fixed(inner)
+    found: list[Found] = []
+    left_out: list[str] = []
+    for name in sorted(filesystem.glob(inner)):
+        if not _visible(name, fixed):
+            continue
+        if filesystem.isdir(name):
+            if "**" not in inner:
+                taken, other = _directory(filesystem, name, _display(filesystem, name, shown), by_glob=True)
+                found += taken
+                left_out += other
+        else:
+            found.append(_found(filesystem, name, _display(filesystem, name, shown)))
+    if not found:
+        raise UsageError(f"no file matches {shown}")
+    return found, left_out
+
+
+def _walk_local(root: str) -> Iterator[str]:
+    """Files below `root`, through symbolic links, each folder once."""
+    seen: set[str] = set()
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for folder, subfolders, names in os.walk(root, onerror=fail, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:
+            subfolders.clear()
+            continue
+        seen.add(real)
+        subfolders.sort()
+        for name in names:
+            path = os.path.join(folder, name)
+            if os.path.isfile(path):
+                yield path
+
+
+def _visible(name: str, root: str) -> bool:
+    parts = PurePosixPath(name[len(root) :].lstrip("/")).parts
+    if parts and (parts[-1].endswith(_REPORTS) or parts[-1] in ("run.json", "run.html")):
+        return False
+    return not any(part.startswith((".", "_")) or part.endswith(WORK_ENDING) for part in parts)
+
+
+def _format(name: str) -> tuple[Kind, str | None] | None:
+    stem, ending = os.path.splitext(name.lower())
+    codec = _CODECS.get(ending)
+    if codec is not None:
+        ending = os.path.splitext(stem)[1]
+    kind = _KINDS.get(ending)
+    if kind is None or (kind == "parquet" and codec is not None):
+        return None
+    return kind, codec
+
+
+def _display(filesystem: Any, name: str, shown: str) -> str:
+    if not is_url(shown):
+        return name if os.path.isabs(shown) else os.path.relpath(name)
+    return str(filesystem.unstrip_protocol(name))
+
+
+def _found(filesystem: Any, inner: str, shown: str, root: str = "") -> Found:
+    form = _format(inner) or _format(inner.partition("?")[0])  # the query of a signed URL
+    if form is None and _is_csv(inner):
+        raise UsageError(_convert(shown))
+    if form is None:
+        raise UsageError(f"unknown ending: {shown}\nexpected a file that ends in {ENDINGS}")
+    return Found(shown, filesystem, inner, form[0], form[1], inner[len(root) :], stamp_of(filesystem, inner))
+
+
+def _is_csv(name: str) -> bool:
+    return name.lower().endswith((".csv", ".tsv"))
+
+
+def _convert(shown: str) -> str:
+    """What to do with a CSV file: every value stays the text that it is, whatever quotes and line ends are in it."""
+    stem, ending = os.path.splitext(shown)
+    tab = ", delimiter=chr(9)" if ending.lower() == ".tsv" else ""
+    code = (
+        "import csv, json, sys; csv.field_size_limit(2**31 - 1); "
+        f"[print(json.dumps(row)) for row in csv.DictReader(open(sys.argv[1], newline='', encoding='utf-8-sig'){tab})]"
+    )
+    line = f'{shlex.quote(sys.executable)} -c "{code}" {shlex.quote(shown)} > {shlex.quote(stem + ".jsonl")}'
+    return f"{shown}: CSV is not read; this line makes JSON Lines of it, with every value as text:\n{line}"

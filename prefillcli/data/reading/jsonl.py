@@ -1,0 +1,185 @@
+"""Rows out of a JSON Lines file: one bad line is one error row."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+
+from prefillcli.data.filesystems import reading
+from prefillcli.data.proof.contents import require_same
+from prefillcli.data.reading.discovery import Found
+from prefillcli.data.reading.selection import Selection
+from prefillcli.data.rows import MAX_ROW_BYTES, RowBatch, RowError, too_large
+
+MAX_ROWS = 2048
+MAX_BYTES = 8 << 20
+_BLOCK = 1 << 18
+_BOM = b"\xef\xbb\xbf"
+
+_decode = json.JSONDecoder(parse_constant=lambda _name: None).decode  # NaN and Infinity are no JSON: null
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+class JsonlInput:
+    """One JSON Lines file, plain, gzip or zstd."""
+
+    def __init__(self, found: Found) -> None:
+        self.max_row_bytes = MAX_ROW_BYTES
+        """Longer lines are not read into memory."""
+        self._found = found
+
+    def lines(self) -> Iterator[bytes | RowError]:
+        """The lines that are not blank, or what is wrong with a line that is longer than `max_row_bytes`.
+
+        Raises PrefillError if the file cannot be read to its end.
+        """
+        most = self.max_row_bytes
+        with reading(self._found.path), self._open() as file:
+            require_same(self._found)  # what is open now is what was found
+            first = True
+            while line := file.readline(most + 2):  # with its line break
+                if first:
+                    first, line = False, line.removeprefix(_BOM)
+                if len(line) > most and (len(line.rstrip(b"\r\n")) > most or not line.endswith(b"\n")):
+                    error = _skip_long_line(file, line, most)
+                    if error is not None:
+                        yield error
+                elif not line.isspace() and line:
+                    yield line
+
+    def count(self) -> int:
+        """Number of rows."""
+        return sum(1 for _ in self.lines())
+
+    def _open(self) -> BinaryIO:
+        found = self._found
+        raw: Any = io.FileIO(found.inner) if found.local else found.filesystem.open(found.inner, "rb")
+        stream = raw if found.codec is None else pa.CompressedInputStream(raw, found.codec)
+        return io.BufferedReader(stream, _BLOCK)
+
+
+def _skip_long_line(file: BinaryIO, start: bytes, most: int) -> RowError | None:
+    """Read a line that begins with `start` to its end without keeping it; None if it is blank after all."""
+    blank, size, piece = start.isspace(), len(start), start
+    while not piece.endswith(b"\n") and (piece := file.readline(_BLOCK)):
+        blank, size = blank and piece.isspace(), size + len(piece)
+    return None if blank else too_large("the line", size, most)
+
+
+def parse(line: bytes | RowError) -> dict[str, Any] | RowError:
+    """The object on a line, or what is wrong with the line."""
+    if isinstance(line, RowError):
+        return line
+    try:
+        value = _decode(line.decode())
+    except UnicodeDecodeError as error:
+        return RowError("invalid_utf8", f"byte {error.start} of the line: {error.reason}")
+    except (ValueError, RecursionError) as error:
+        return RowError("invalid_json", str(error).splitlines()[0])
+    if type(value) is dict:
+        return value
+    return RowError("wrong_type", f"the line holds {_NAMES[type(value)]}, not an object")
+
+
+_NAMES: dict[type, str] = {
+    list: "an array",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+}
+
+
+class BatchMaker:
+    """Collects lines into row batches."""
+
+    def __init__(
+        self, columns: Sequence[str], carried: Sequence[str], selection: Selection, optional: Sequence[str] = ()
+    ) -> None:
+        self._columns = (*columns, *optional)
+        self._optional = frozenset(optional)
+        self._carried = tuple(carried)
+        self._selection = selection
+        self.row = 0
+        """Number of the next line."""
+        self.constants: dict[str, Any] = {}
+        """Columns with the same value on all of the next lines, whatever the lines say."""
+        self._clear()
+
+    def _clear(self) -> None:
+        self._rows: list[int] = []
+        self._values: dict[str, list[Any]] = {name: [] for name in self._columns}
+        self._texts: dict[str, list[str | None]] = {name: [] for name in self._carried}
+        self._errors: dict[int, RowError] = {}
+        self._nbytes = 0
+
+    def add(self, lines: Iterator[bytes | RowError]) -> Iterator[RowBatch]:
+        """Full batches out of the selected `lines`; what is left over stays for `rest`."""
+        end = self._selection.end
+        chosen = self._selection.chosen
+        at = 0 if chosen is None else int(np.searchsorted(chosen, self.row))
+        for line in lines:
+            if end is not None and self.row >= end:
+                return
+            if chosen is None or chosen[at] == self.row:
+                at += 1
+                self._append(line)
+                if len(self._rows) >= MAX_ROWS or self._nbytes >= MAX_BYTES:
+                    yield self._take()
+            self.row += 1
+
+    def rest(self) -> Iterator[RowBatch]:
+        """The last, partly filled batch, if any."""
+        if self._rows:
+            yield self._take()
+
+    def _append(self, line: bytes | RowError) -> None:
+        row = self.row
+        self._rows.append(row)
+        self._nbytes += len(line) if isinstance(line, bytes) else 0
+        parsed = parse(line)
+        if type(parsed) is dict:
+            parsed |= self.constants
+            get = parsed.get
+            for name, values in self._values.items():
+                values.append(get(name))
+                if name not in parsed and name not in self._optional:
+                    self._errors.setdefault(row, RowError("missing_column", f"the line has no {name!r}"))
+            for name, texts in self._texts.items():
+                value = get(name)
+                text = None if value is None else _encode(value)
+                if text is not None and "\\ud" in text and not _is_unicode(text):
+                    self._errors.setdefault(row, RowError("invalid_utf8", f"column {name}: half a surrogate pair"))
+                    text = None
+                texts.append(text)
+        else:
+            self._errors[row] = parsed  # type: ignore[assignment]  # no dict, so a RowError
+            for name, values in self._values.items():
+                values.append(self.constants.get(name))
+            for name, texts in self._texts.items():
+                value = self.constants.get(name)
+                texts.append(None if value is None else _encode(value))
+
+    def _take(self) -> RowBatch:
+        if self._carried:
+            carried = pa.table({name: pa.array(texts, pa.string()) for name, texts in self._texts.items()})
+        else:
+            carried = pa.table({"": pa.nulls(len(self._rows))}).select([])
+        rows = np.array(self._rows, np.int64)
+        batch = RowBatch(self._rows[0], rows, self._values, carried, self._errors, self._nbytes)
+        self._clear()
+        return batch
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        json.dumps(json.loads(text), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True

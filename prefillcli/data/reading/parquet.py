@@ -1,0 +1,219 @@
+"""Rows out of a Parquet file, a bounded number of bytes at a time.
+
+The sizes of all pages are looked at before any is read. Pages that are too large to open are read as nulls, and their
+rows are error rows; where that cannot be done (lists, numbers that are never null) those of the whole row group are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from prefillcli.data.filesystems import reading
+from prefillcli.data.proof.contents import require_same
+from prefillcli.data.reading.discovery import Found
+from prefillcli.data.reading.row_groups import MAX_BYTES, MAX_ROWS, Closed, RowGroup
+from prefillcli.data.reading.selection import Selection
+from prefillcli.data.reading.standins import FileWithStandIns
+from prefillcli.data.rows import MAX_ROW_BYTES, Int64Array, RowBatch, RowError, too_large
+from prefillcli.data.values import plain_column, python_values, row_bytes
+
+_MAX_PAGE_BYTES = 128 << 20  # DuckDB's pages have up to 100 MB, others' 1 MiB
+_MAX_LEFT_BYTES = 1 << 16  # of an id or kept value, in a row that is too large
+_HEADER_BUFFER = 1 << 16  # bytes read at a time from a remote file for the headers of pages
+_BUFFER = 1 << 20  # bytes read ahead per column, so that a large row group is not loaded whole
+_READING: dict[str, Any] = {"buffer_size": _BUFFER, "pre_buffer": False}
+
+
+class ParquetInput:
+    """One Parquet file: its footer now, its rows when asked for."""
+
+    def __init__(self, found: Found) -> None:
+        self.max_row_bytes = MAX_ROW_BYTES
+        """Longer rows become error rows."""
+        self.found = found
+        with reading(found.path), _open_parquet(found) as file:
+            self.schema: pa.Schema = file.schema_arrow
+            self.rows: int = file.metadata.num_rows
+
+    def batches(
+        self, first_row: int, columns: Sequence[str], carried: pa.Schema, selection: Selection
+    ) -> Iterator[RowBatch]:
+        """The selected rows, where the file's first row has the number `first_row`.
+
+        Raises PrefillError naming the file if it is damaged; batches before the damage have been yielded.
+        """
+        with reading(self.found.path), _open_parquet(self.found) as file:
+            metadata = file.metadata
+        groups = _GroupReader(self, metadata, columns, carried.names)
+        start = first_row
+        for number in range(metadata.num_row_groups):
+            size = metadata.row_group(number).num_rows
+            if not len(selection.within(start, start + size)):
+                start += size
+                continue
+            pieces, closed = groups.read(number, start)
+            for piece in pieces:
+                yield from _row_batches(piece, start, columns, carried, selection, closed, self.max_row_bytes)
+                start += piece.num_rows
+                if selection.end is not None and start >= selection.end:
+                    return
+
+
+class _GroupReader:
+    """Reads row groups of a file. Of `columns`, not of `carried`, texts that repeat come as dictionaries."""
+
+    def __init__(
+        self, file: ParquetInput, metadata: pq.FileMetaData, columns: Sequence[str], carried: Sequence[str]
+    ) -> None:
+        self._found = file.found
+        self._schema = file.schema
+        self._metadata = metadata
+        self._max_page = max(_MAX_PAGE_BYTES, 2 * file.max_row_bytes)
+        self._names = list(dict.fromkeys([*columns, *carried]))
+        self._texts = [name for name in columns if _is_text_column(file.schema.field(name).type)]
+        self._files: dict[tuple[str, ...], pq.ParquetFile] = {}
+
+    def read(self, number: int, first_row: int) -> tuple[Iterator[pa.RecordBatch], list[Closed]]:
+        """The rows of a group, a bounded number of bytes at a time, and which of them are not read but nulls."""
+        with reading(self._found.path):
+            with self._open(_HEADER_BUFFER) as file:
+                metadata = self._metadata
+                group = RowGroup.survey(file, metadata.row_group(number), metadata.schema, self._names, self._max_page)
+            repeated = tuple(name for name in self._texts if group.repeats(name))
+            parquet = self._file(group, repeated)
+        if parquet is None:
+            return self._nulls(group.rows), group.all_closed(first_row)
+        return self._pieces(parquet, number, group, repeated), group.closed(first_row)
+
+    def _file(self, group: RowGroup, repeated: tuple[str, ...]) -> pq.ParquetFile | None:
+        """The file in which the group's pages can be opened; None if there is none."""
+        options = {"metadata": self._metadata, "read_dictionary": list(repeated)}
+        if not group.can_be_opened():
+            return None
+        replaced = group.replaced()
+        if replaced:
+            try:
+                view = FileWithStandIns(self._open(_BUFFER), self._found.size, replaced)
+            except ValueError:
+                return None
+            return pq.ParquetFile(pa.PythonFile(view, mode="r"), **_READING, **options)
+        if repeated not in self._files:
+            self._files[repeated] = _open_parquet(self._found, **options)
+        return self._files[repeated]
+
+    def _open(self, block_size: int) -> BinaryIO:
+        found = self._found
+        options = {} if found.local else {"block_size": block_size}
+        file: BinaryIO = found.filesystem.open(found.inner, "rb", **options)
+        require_same(found)  # what is open now is what was found
+        return file
+
+    def _pieces(
+        self, file: pq.ParquetFile, number: int, group: RowGroup, repeated: tuple[str, ...]
+    ) -> Iterator[pa.RecordBatch]:
+        rows = group.rows_at_once(repeated)
+        if not self._names:  # a template without columns: only the number of rows matters
+            for at in range(0, group.rows, rows):
+                yield pa.record_batch({"": pa.nulls(min(rows, group.rows - at))})
+            return
+        pieces = file.iter_batches(batch_size=rows, row_groups=[number], columns=self._names)
+        while True:
+            with reading(self._found.path):
+                piece = next(pieces, None)
+            if piece is None:
+                return
+            yield piece
+
+    def _nulls(self, rows: int) -> Iterator[pa.RecordBatch]:
+        fields = [self._schema.field(name) for name in self._names]
+        for at in range(0, rows, MAX_ROWS):
+            yield pa.record_batch([pa.nulls(min(MAX_ROWS, rows - at), f.type) for f in fields], self._names)
+
+
+def _open_parquet(found: Found, **options: Any) -> pq.ParquetFile:
+    source = found.inner if found.local else found.filesystem.open(found.inner, "rb")
+    file = pq.ParquetFile(source, **_READING, **options)
+    require_same(found)  # what is open now is what was found
+    return file
+
+
+def _row_batches(
+    piece: pa.RecordBatch,
+    start: int,
+    columns: Sequence[str],
+    carried: pa.Schema,
+    selection: Selection,
+    closed: Sequence[Closed],
+    max_row_bytes: int,
+) -> Iterator[RowBatch]:
+    rows = selection.within(start, start + piece.num_rows)
+    if len(rows) == 0:
+        return
+    if len(rows) < piece.num_rows:
+        piece = piece.take(pa.array(rows - start))
+    piece, sizes, large = _without_large(piece, max_row_bytes)
+    errors = {int(rows[at]): too_large("the row", size, max_row_bytes) for at, size in large.items()}
+    for first, stop, error in closed:
+        errors |= dict.fromkeys(rows[np.searchsorted(rows, first) : np.searchsorted(rows, stop)].tolist(), error)
+    ends = np.cumsum(sizes)
+    at = 0
+    while at < len(rows):
+        before = int(ends[at - 1]) if at else 0
+        stop = max(at + 1, int(np.searchsorted(ends, before + MAX_BYTES, "right")))
+        stop = min(stop, at + MAX_ROWS, len(rows))
+        batch = _row_batch(piece.slice(at, stop - at), rows[at:stop], columns, carried, int(ends[stop - 1]) - before)
+        batch.errors |= {row: error for row, error in errors.items() if rows[at] <= row <= rows[stop - 1]}
+        yield batch
+        at = stop
+
+
+def _without_large(piece: pa.RecordBatch, max_row_bytes: int) -> tuple[pa.RecordBatch, Int64Array, dict[int, int]]:
+    """The rows, without the long values of rows that are too large; the sizes of rows; what the large ones had."""
+    by_column = [row_bytes(column) for column in piece.columns]
+    sizes = sum(by_column, np.zeros(piece.num_rows, np.int64))
+    large = np.flatnonzero(sizes > max_row_bytes)
+    if len(large) == 0:
+        return piece, sizes, {}
+    found = dict(zip(large.tolist(), sizes[large].tolist(), strict=True))
+    arrays = []
+    for column, lengths in zip(piece.columns, by_column, strict=True):
+        left_out = np.zeros(piece.num_rows, bool)
+        left_out[large] = lengths[large] > _MAX_LEFT_BYTES
+        arrays.append(column.take(pa.array(np.arange(piece.num_rows), mask=left_out)))
+        sizes -= np.where(left_out, lengths, 0)
+    return pa.record_batch(arrays, piece.schema.names), sizes, found
+
+
+def _row_batch(
+    piece: pa.RecordBatch, rows: Int64Array, columns: Sequence[str], carried: pa.Schema, nbytes: int
+) -> RowBatch:
+    errors: dict[int, RowError] = {}
+
+    def note(name: str, bad: dict[int, str]) -> None:
+        for position, what in bad.items():
+            errors.setdefault(int(rows[position]), RowError("invalid_utf8", f"column {name}, {what}"))
+
+    values: dict[str, list[Any]] = {}
+    for name in columns:
+        values[name], bad = python_values(piece.column(name))
+        note(name, bad)
+    kept = []
+    for field in carried:
+        column, bad = plain_column(piece.column(field.name), field.type)
+        note(field.name, bad)
+        kept.append(column)
+    table = pa.Table.from_arrays(kept, schema=carried) if kept else _no_columns(len(rows))
+    return RowBatch(int(rows[0]), rows, values, table, errors, nbytes)
+
+
+def _no_columns(rows: int) -> pa.Table:
+    return pa.table({"": pa.nulls(rows)}).select([])
+
+
+def _is_text_column(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or kind in (pa.string_view(), pa.binary()))

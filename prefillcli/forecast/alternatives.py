@@ -1,0 +1,146 @@
+"""What a job takes under each schedule, with each way to treat K,V between packs, and at each keep rate."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from prefillcli.compress.rates import keep_rates
+from prefillcli.compress.reading import SPECPREFILL, Reading
+from prefillcli.compress.selection import select_all
+from prefillcli.compress.settings import Compression
+from prefillcli.data.rows import Prompt
+from prefillcli.engines.loading import Opened, compression_of, plan_memory, worth_of
+from prefillcli.errors import ResourceError
+from prefillcli.forecast.profile import Profile
+from prefillcli.options.settings import LoadingOptions, ScheduledOptions
+from prefillcli.plan.pack import Limits
+from prefillcli.plan.plan import Plan, make_plans
+from prefillcli.plan.schedules import SCHEDULES
+from prefillcli.report.dry_run import KeepCost, PackLimits, PlanCost
+
+PREFIX_KV = ("auto", "discard", "offload")  # keep is the same as auto
+KEEP_RATES = (1.0, 0.5, 0.3, 0.2, 0.1)
+
+
+class Alternatives:
+    """Adds up over windows what plans take. The job's own plan is among them, cut as the job cuts it.
+
+    `free` bytes are what the loaded weights will leave, where `--memory` does not say what may be used; `profile`
+    sizes packs and predicts their time. Raises ResourceError where not even a small prompt fits.
+    """
+
+    def __init__(
+        self, settings: ScheduledOptions, opened: Opened, *, free: int | None, profile: Profile | None
+    ) -> None:
+        self.errors: Counter[str] = Counter()
+        """Rows that only planning finds to be errors, by code."""
+        plan = plan_memory(opened, settings, free=free, profile=profile)
+        self._own = Limits(**plan["limits"])
+        self.limits = PackLimits(
+            pack_tokens=self._own.tokens, max_tokens=self._own.max_tokens, chunk_tokens=plan["chunk_tokens"]
+        )
+        self._schedule, self._profile = settings.schedule, profile
+        self._limits: dict[str, Limits] = {settings.prefix_kv: self._own}
+        for other in PREFIX_KV:
+            if other not in self._limits and not (other == "auto" and settings.prefix_kv == "keep"):
+                try:
+                    changed = settings.model_copy(update={"prefix_kv": other})
+                    self._limits[other] = Limits(**plan_memory(opened, changed, free=free, profile=profile)["limits"])
+                except ResourceError:
+                    continue  # this system does not tell what the host has free for offloading
+        self.plans = [
+            PlanCost(
+                schedule=schedule,
+                prefix_kv=kept,
+                chosen=(schedule, kept) == (self._schedule, settings.prefix_kv),
+            )
+            for schedule in SCHEDULES
+            for kept in self._limits
+        ]
+        self._keep = settings.keep if isinstance(settings.keep, float) else 1.0
+        self._compression: Compression | None = None
+        self.keeps: list[KeepCost] = []
+        if opened.draft is not None:
+            self._compression = _compression(settings, opened)
+            self._worth = worth_of(settings, opened)
+            self._draft_reach = _draft_reach(opened, self._compression, Limits(**plan["draft"]["limits"]))
+            rates = sorted({*KEEP_RATES, self._keep}, reverse=True)
+            self.keeps = [KeepCost(keep=rate, chosen=rate == settings.keep) for rate in rates]
+
+    def add(self, prompts: Sequence[Prompt]) -> None:
+        """Plan the prompts of a window."""
+        readings = self._readings(prompts, self._keep)
+        fitting = self._fitting(readings)
+        if len(fitting) < len(readings):
+            self.errors["exceeds_memory"] += len(readings) - len(fitting)
+        own: Plan | None = None
+        cases = [(cost.schedule, self._limits[cost.prefix_kv]) for cost in self.plans]
+        for cost, plan in zip(self.plans, self._plans(fitting, cases), strict=True):
+            self._charge(cost, plan)
+            own = plan if cost.chosen else own
+        for keep in self.keeps:
+            self._add_keep(keep, prompts, own if keep.keep == self._keep else None)
+
+    def price(self, per_hour: float) -> None:
+        """Set the prices of what was predicted."""
+        costs: list[PlanCost | KeepCost] = [*self.plans, *self.keeps]
+        for cost in costs:
+            if cost.seconds is not None:
+                cost.price = cost.seconds / 3600 * per_hour
+
+    def _add_keep(self, cost: KeepCost, prompts: Sequence[Prompt], plan: Plan | None) -> None:
+        fitting = self._fitting(self._readings(prompts, cost.keep))
+        cost.compressed_rows += sum(reading.method == SPECPREFILL for reading in fitting)
+        cost.kept_tokens += sum(len(reading.tokens) for reading in fitting)
+        self._charge(cost, plan or next(self._plans(fitting, [(self._schedule, self._own)])))
+
+    def _readings(self, prompts: Sequence[Prompt], keep: float) -> list[Reading]:
+        """How the target would read the prompts if the draft found the first chunks of each the most important."""
+        if self._compression is None:
+            return [Reading(prompt) for prompt in prompts]
+        rates = keep_rates(prompts, keep, self._compression, self._worth)
+        longest = max((len(prompt.tokens) for prompt in prompts), default=0)
+        alike = np.zeros(longest, dtype=np.float32)  # of equally important chunks the first are kept
+        importances = [
+            alike[: len(prompt.tokens)] if rate is not None and len(prompt.tokens) <= self._draft_reach else None
+            for prompt, rate in zip(prompts, rates, strict=True)
+        ]
+        kept = select_all([prompt.tokens for prompt in prompts], importances, rates, self._compression)
+        return [
+            Reading(prompt) if own is None or len(own) == len(prompt.tokens) else Reading(prompt, own, SPECPREFILL)
+            for prompt, own in zip(prompts, kept, strict=True)
+        ]
+
+    def _fitting(self, readings: Sequence[Reading]) -> list[Reading]:
+        return [reading for reading in readings if len(reading.tokens) <= self._own.max_tokens]
+
+    def _plans(self, readings: Sequence[Reading], cases: Sequence[tuple[str, Limits]]) -> Iterator[Plan]:
+        return make_plans([each.tokens for each in readings], cases, [each.positions for each in readings])
+
+    def _charge(self, cost: PlanCost | KeepCost, plan: Plan) -> None:
+        if isinstance(cost, PlanCost):
+            cost.packs += len(plan.packs)
+        cost.computed_tokens += plan.computed_tokens
+        if self._profile is not None:
+            cost.seconds = (cost.seconds or 0.0) + self._profile.seconds(plan)
+
+
+def _compression(settings: LoadingOptions, opened: Opened) -> Compression:
+    """The settings of compression, with the target's sliding window as the compressor keeps it."""
+    from prefillcli.models.model import sliding_window
+
+    compression = compression_of(settings)
+    return replace(compression, keep_last=max(compression.keep_last, sliding_window(opened.files.config) or 0))
+
+
+def _draft_reach(opened: Opened, compression: Compression, limits: Limits) -> int:
+    """Tokens of the longest prompt that the draft can read."""
+    if opened.draft is None:
+        return 0
+    decoded = compression.decoded
+    reach = min(opened.draft.max_length - decoded, limits.max_tokens)
+    return reach if limits.read_tokens is None else min(reach, limits.read_tokens)

@@ -1,0 +1,106 @@
+"""What a profile says of the time that plans take, and when a run will end."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from prefillcli.errors import UsageError
+from prefillcli.plan.pack import Pack
+from prefillcli.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from prefillcli.forecast.profile import Profile
+
+#: Seconds that the model takes for a plan.
+Predict = Callable[[Plan], float]
+
+DEFAULT_PROFILE = "profile.json"
+
+
+def find_profile(path: str | None, model_hash: str, dtype: Any, device: Any) -> tuple[Profile | None, str, str | None]:
+    """The profile that applies here and has times to predict with, its path, and if there is none why.
+
+    Without a `path`, `profile.json` in the working directory is looked at. Raises UsageError if the file named is not
+    there or is no profile.
+    """
+    from prefillcli.forecast.profile import Profile
+
+    name = path or DEFAULT_PROFILE
+    try:
+        profile = Profile.load(name) if path or os.path.exists(name) else None
+    except UsageError as error:
+        if path:
+            raise
+        return None, name, str(error)  # nobody asked for this file
+    if profile is None:
+        if path:
+            raise UsageError(f"--profile {path}: no such file; `prefill profile` writes one")
+        return None, name, f"no {name} here; `prefill profile` with this model makes one"
+    why = profile.mismatch(model_hash, dtype, device)
+    if why is not None:
+        return None, name, f"{name} does not fit: {why}; `prefill profile` makes a new one"
+    if profile.completion is None:
+        why = f"{name} holds no completion times: {profile.no_completion}"
+        return None, name, f"{why}; run `prefill profile` again on a quiet machine"
+    return profile, name, None
+
+
+class Forecast:
+    """When a run will end: what is predicted for the rest, scaled by what the part so far has taken.
+
+    `rows` are all rows of the job, None if not known; of rows that are not planned yet, each is taken to be like those
+    that are.
+    """
+
+    def __init__(self, predict: Predict, rows: int | None) -> None:
+        self.ran = 0.0
+        """Seconds that were predicted for the packs that have come to their end."""
+        self._predict = predict
+        self._rows_left = rows
+        self._rows = 0  # of windows that were planned
+        self._planned = 0.0  # predicted seconds of these windows
+        self._other = 0.0  # what the draft took for them
+        self._done = 0.0  # predicted seconds of what has run so far ...
+        self._took = 0.0  # ... and of finished packs what that took
+        self._pack = 0.0
+        self._begun: float | None = None
+
+    def skip(self, rows: int) -> None:
+        """So many rows were there before."""
+        if self._rows_left is not None:
+            self._rows_left -= rows
+
+    def plan(self, packs: list[Pack], rows: int, draft_seconds: float) -> None:
+        """A window of `rows` rows will run as `packs`."""
+        self.skip(rows)
+        self._rows += rows
+        self._planned += self._predict(Plan(packs, 0))
+        self._other += draft_seconds
+
+    def begin(self, pack: Pack) -> None:
+        self._pack = self._predict(Plan([pack], 0))
+        self._begun = time.monotonic()
+
+    def step(self, share: float) -> None:
+        """So much more of the pack is done."""
+        self._done += self._pack * share
+
+    def end(self) -> None:
+        """The pack has come to its end."""
+        self.ran += self._pack
+        self._done = self.ran
+        if self._begun is not None:
+            self._took += time.monotonic() - self._begun
+        self._begun = None
+
+    def seconds_left(self) -> float | None:
+        """None while nothing is planned, or the number of rows is not known."""
+        if self._rows_left is None or not self._rows:
+            return None
+        took = self._took + (time.monotonic() - self._begun if self._begun is not None else 0.0)
+        scale = took / self._done if self._done > 0 and took > 0 else 1.0
+        more = max(self._rows_left, 0) / self._rows
+        return (max(self._planned - self._done, 0.0) + self._planned * more) * scale + self._other * more

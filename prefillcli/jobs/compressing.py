@@ -1,0 +1,139 @@
+"""A job's windows, compressed; with `--keep auto` the rate is chosen on the first one that has rows to compress."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+from prefillcli.compress.audit import draw
+from prefillcli.compress.auto import RATES, Choice, choose_keep, sample_rows
+from prefillcli.compress.compressor import Compressor
+from prefillcli.compress.draft import FALLBACKS, Estimate
+from prefillcli.compress.reading import FAILED, MANY, NOT_FINITE, SPECPREFILL, Reading, rows_failed
+from prefillcli.compress.reasons import why_in_full, why_not_asked
+from prefillcli.data.output.sink import Sink
+from prefillcli.data.prompts.labels import Labels
+from prefillcli.data.rows import Prompt, Window
+from prefillcli.engines.base import Engine
+from prefillcli.errors import PrefillError, ResourceError, brief, out_of_resource
+from prefillcli.options.settings import ScoreSettings
+from prefillcli.report.run import RunReport
+
+Tick = Callable[[float], None]
+
+ALMOST_ALL = 0.95
+"""Of a window's tokens: a job that was to read fewer and reads as many hears why."""
+
+
+class WindowCompressor:
+    """Decides how the target reads a window's prompts. A chosen rate goes into the sink's plan, for a resumed run."""
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        engine: Engine,
+        labels: Labels,
+        sink: Sink,
+        settings: ScoreSettings,
+        report: RunReport,
+    ) -> None:
+        self._compressor = compressor
+        self._engine = engine
+        self._labels = labels
+        self._sink = sink
+        self._settings = settings
+        self._report = report
+        self._warned = False
+
+    def __call__(self, window: Window, prompts: Sequence[Prompt], tick: Tick) -> list[Reading]:
+        """One reading for each prompt of `window`. `tick` is called with the tokens of each step; it may raise."""
+        compressor = self._compressor
+        pending = self._settings.keep == "auto" and "keep" not in self._sink.plan
+        wanted = compressor.keeps(prompts, RATES[0] if pending else None)
+        estimates = compressor.estimate(prompts, wanted, tick)
+        self._check(estimates, pending)
+        if pending:
+            self._choose(window, prompts, wanted, estimates, tick)
+        self._report.tokens.draft = compressor.draft.tokens
+        keeps = compressor.keeps(prompts)
+        readings = compressor.select(prompts, keeps, estimates)
+        if readings and compressor.keep < 1 and not self._warned:
+            self._warned = self._warn_of_little(readings, keeps)
+        return readings
+
+    def _warn_of_little(self, readings: Sequence[Reading], keeps: Sequence[float | None]) -> bool:
+        """Tell if the model reads nearly all tokens of a window in spite of the keep rate, and why."""
+        read, whole = (
+            sum(map(len, each)) for each in zip(*((r.tokens, r.prompt.tokens) for r in readings), strict=True)
+        )
+        if read <= ALMOST_ALL * whole:
+            return False
+        compressor, prompts = self._compressor, [each.prompt for each in readings]
+        number = max(range(len(readings)), key=lambda at: len(readings[at].tokens))
+        full = sum(each.kept is None for each in readings)
+        if keeps[number] is None:
+            why = why_not_asked(prompts, keeps, number, compressor.keep, compressor.settings, compressor.worth)
+        else:
+            why = why_in_full(readings[number]) or "its first and last tokens, which are always kept, are most of it"
+        print(
+            f"prefill: warning: --keep {self._compressor.keep:g} leaves {read / whole:.0%} of the tokens of "
+            f"{len(readings):,} rows, {full:,} of them are read in full; row "
+            f"{prompts[number].row}, for one: {why}",
+            file=sys.stderr,
+        )
+        return True
+
+    def _check(self, estimates: Sequence[Estimate], pending: bool) -> None:
+        """Raise PrefillError if the draft has failed on everything so far: on `MANY` rows, or where it is to be tried.
+
+        The rows of earlier windows are written. Without this the model would read the whole job in full.
+        """
+        before = self._sink.counts.tallies.methods
+        if before.get(SPECPREFILL) or any(found.importance is not None for found in estimates):
+            return
+        failed = sum(found.reason in (FAILED, NOT_FINITE) for found in estimates)
+        if failed and (pending or failed + rows_failed(before) >= MANY):
+            error = self._compressor.draft.failure
+            why = FALLBACKS[NOT_FINITE] if error is None else f"{type(error).__name__}: {brief(error)}"
+            kind = ResourceError if error is not None and out_of_resource(error) else PrefillError
+            raise kind(
+                f"the draft has failed on all rows so far, {failed + rows_failed(before):,}: {why}\n"
+                "take another --draft, or leave it out to read all rows in full"
+            )
+
+    def _choose(
+        self,
+        window: Window,
+        prompts: Sequence[Prompt],
+        wanted: Sequence[float | None],
+        estimates: Sequence[Estimate],
+        tick: Tick,
+    ) -> None:
+        most, settings = self._engine.limits.max_tokens, self._settings
+        able = [
+            number
+            for number, keep in enumerate(wanted)
+            if keep is not None and prompts[number].keep is None and len(prompts[number].tokens) <= most
+        ]
+        if not able:
+            return
+        chosen = draw(able, settings.audit or sample_rows(settings.max_flips), window.index)
+        choice = choose_keep(
+            self._compressor, self._engine, prompts, estimates, chosen, self._labels.sets, settings.max_flips, tick
+        )
+        self._report.keep_auto = asdict(choice)
+        self._report.keep = self._compressor.keep = choice.keep
+        self._sink.plan = self._sink.plan | {"keep": choice.keep, "keep_auto": self._report.keep_auto}
+        if choice.keep == 1:
+            print(f"prefill: warning: --keep auto: {self._why(choice, len(chosen))}", file=sys.stderr)
+
+    def _why(self, choice: Choice, rows: int) -> str:
+        most = f"{self._settings.max_flips:.2%}"
+        if not choice.trials:
+            return (
+                f"{rows:,} rows to try it on cannot prove that at most {most} flip, {choice.rows_needed:,} could; all "
+                "rows are read in full"
+            )
+        tried = ", ".join(f"{trial.keep:g}: {trial.flips:,} of {trial.rows:,}" for trial in choice.trials)
+        return f"no keep rate proves that at most {most} flip ({tried} did); all rows are read in full"

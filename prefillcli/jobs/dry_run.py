@@ -1,0 +1,104 @@
+"""`prefill score --dry-run`: the job up to the weights, and what the rest would take."""
+
+from __future__ import annotations
+
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+from prefillcli.data.output.counts import Counts
+from prefillcli.data.output.store import open_store
+from prefillcli.data.proof.fingerprints import hash_model
+from prefillcli.engines.loading import Opened, open_models, refuse_what_cannot_fit, weights_of
+from prefillcli.errors import PrefillError, ResourceError, UsageError
+from prefillcli.forecast.timing import find_profile
+from prefillcli.jobs.inputs import carried_columns, open_source, refuse_unlike_partitions
+from prefillcli.jobs.outcome import conclude, fail
+from prefillcli.jobs.paths import default_output, dry_run_report, refuse_among_inputs
+from prefillcli.options.settings import ScoreSettings
+from prefillcli.redaction import shown, shown_report
+from prefillcli.report.dry_run import DryRunReport, print_dry_run
+from prefillcli.report.run import versions
+from prefillcli.runtime.clock import Clock, peak_memory
+from prefillcli.runtime.progress import Progress
+from prefillcli.runtime.signals import Stop
+
+
+def dry_run_job(settings: ScoreSettings) -> dict[str, Any]:
+    """Survey the input; write the report whatever happens; return the summary for the last line on stdout.
+
+    No output is looked at or written. Errors are told on stderr, and become the exit code in the summary.
+    """
+    clock = Clock()
+    report = DryRunReport(
+        started=datetime.now(UTC).isoformat(timespec="seconds"), settings=shown(settings.model_dump(mode="json"))
+    )
+    try:
+        with Stop() as stop:
+            _run(settings, report, stop)
+    except BaseException as error:
+        fail(error, report, debug=settings.debug, resumable=False)
+    report.seconds, report.peak_memory_bytes = clock.total, peak_memory()["host"]
+    report.versions = versions()
+    if report.report is not None:
+        folder, slash, name = report.report.rpartition("/")
+        try:
+            text = shown_report(report).model_dump_json(indent=2) + "\n"
+            open_store(folder or slash or ".").put_bytes(name, text.encode())
+        except (OSError, PrefillError) as error:
+            print(f"prefill: cannot write the report: {error}", file=sys.stderr)
+            report.report = None
+            report.exit_code = report.exit_code or ResourceError.exit_code
+    if not settings.quiet and report.status == "complete":
+        print_dry_run(shown_report(report))
+    return report.summary()
+
+
+def _run(settings: ScoreSettings, report: DryRunReport, stop: Stop) -> None:
+    from prefillcli.forecast.survey import survey
+
+    report.output = settings.output or default_output(settings.inputs[0], partition=settings.partition)
+    report.report = dry_run_report(report.output, settings.report)
+    carried = carried_columns(settings)
+    with stop.at_once():
+        source = open_source(settings, carried)
+        refuse_unlike_partitions(settings, source, report.output)
+        opened = open_models(settings)
+        refuse_among_inputs(report.output, source)
+        profile, name, report.no_prediction = find_profile(
+            settings.profile, hash_model(opened.files.path), opened.files.dtype, opened.device
+        )
+        if profile is None and settings.is_flag("price_per_hour"):
+            raise UsageError(f"--price-per-hour: no time is predicted, so there is no price: {report.no_prediction}")
+        free = _free(settings, opened)
+    report.profile = name if profile is not None else None
+    progress = Progress(source.selected_rows, interval=settings.progress_interval, quiet=settings.quiet)
+    with progress, stop.at_once():
+        found = report.survey = survey(
+            settings,
+            opened,
+            source,
+            free=free,
+            carried=carried,
+            id_column=settings.id_column,
+            profile=profile,
+            price_per_hour=settings.price_per_hour,
+            tick=progress.advance,
+        )
+    rows = found.rows
+    counts = Counts(rows.total, rows.prompts, rows.errors, rows.skipped, rows.errors_by_code)
+    conclude(report, counts, max_error_rate=settings.max_error_rate, skip_empty=settings.skip_empty)
+
+
+def _free(settings: ScoreSettings, opened: Opened) -> int | None:
+    """What the weights will leave; None where `--memory` says what may be used, whatever this machine has."""
+    if settings.memory is None:
+        from prefillcli.prefill.law import available_memory
+
+        refuse_what_cannot_fit(opened)
+        return max(available_memory(opened.device) - weights_of(opened), 0)
+    try:
+        refuse_what_cannot_fit(opened)
+    except ResourceError as error:
+        print(f"prefill: warning: a run would fail here: {error}", file=sys.stderr)
+    return None

@@ -1,0 +1,114 @@
+"""What a job reads: the rows, and how they become prompts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from prefillcli.data.output.target import Target
+from prefillcli.data.prompts.builder import DEFAULT_COLUMN, PromptBuilder, PromptSettings
+from prefillcli.data.proof.fingerprints import ModelContents
+from prefillcli.data.reading.source import Source
+from prefillcli.engines.loading import Opened
+from prefillcli.errors import UsageError
+from prefillcli.models.samples import sample_model
+from prefillcli.options.settings import JobOptions, LoadingOptions, ScoreSettings
+from prefillcli.options.values import parse_size
+from prefillcli.redaction import without_secrets
+
+
+class LocalModels:
+    """The contents of the model and the draft, from before anything of them is read: their hashing begins at once.
+
+    A name on the hub has a folder only when it is opened, in `of`.
+    """
+
+    def __init__(self, settings: LoadingOptions) -> None:
+        names = (settings.model or sample_model(), settings.draft)
+        paths = [Path(name).expanduser() for name in names if name is not None]
+        self._contents = {path: ModelContents(path) for path in paths if path.is_dir()}
+        for contents in self._contents.values():
+            contents.begin()
+
+    def of(self, path: Path) -> ModelContents:
+        """Those of an opened model's folder."""
+        if path not in self._contents:
+            self._contents[path] = ModelContents(path)
+        return self._contents[path]
+
+    def require_unchanged(self) -> None:
+        """Raise ContentChangedError unless every folder is what it was."""
+        for contents in self._contents.values():
+            contents.require_unchanged()
+
+
+def carried_columns(settings: ScoreSettings, source: Source | None = None) -> list[str]:
+    """Input columns that go to the output, with a `source` also those that are to name its folders."""
+    keys = source.partition_keys if source is not None and settings.partition else ()
+    named = [settings.id_column, *settings.keep_columns, settings.truth, *keys]
+    return list(dict.fromkeys(name for name in named if name))
+
+
+def refuse_unlike_partitions(settings: ScoreSettings, source: Source, output: str) -> None:
+    """Raise UsageError if --partition is given and the output cannot have folders like those of the input."""
+    keys = source.partition_keys
+    if not settings.partition:
+        return
+    if not keys:
+        raise UsageError("--partition: no folder of the input is named like day=2026-01-01\nleave --partition out")
+    if Target.parse(output).kind != "directory":
+        raise UsageError(f"--partition: --output {output} is one file\nend it in / for a folder")
+    if settings.id_column in keys:
+        raise UsageError(f"--id-column {settings.id_column}: with --partition it names folders\nchoose another column")
+
+
+def open_source(settings: JobOptions, carried: Sequence[str]) -> Source:
+    """The rows, before a model is opened; wrong files and columns are told at once.
+
+    `carried` are the columns that are taken along, like the id. Raises UsageError or PrefillError as `Source` does.
+    """
+    source = Source.open(settings.inputs, limit=settings.limit, sample=settings.sample, seed=settings.seed)
+    # Which columns the prompt needs is certain so far where one is named: templates and chats come with the tokenizer.
+    named = settings.template is None and settings.prompt_column != DEFAULT_COLUMN
+    source.select(columns=[settings.prompt_column] if named else [], carried=carried)
+    for path in source.left_out:
+        print(
+            f"prefill: warning: {without_secrets(path)}: not read: its name says neither Parquet nor JSON Lines",
+            file=sys.stderr,
+        )
+    return source
+
+
+def prompt_builder(settings: JobOptions, opened: Opened, source: Source, carried: Sequence[str]) -> PromptBuilder:
+    """What makes prompts of the rows of `source`, which will read the columns for it. Raises UsageError."""
+    files = opened.files
+    builder = PromptBuilder(
+        opened.tokenizer,
+        PromptSettings(
+            prompt_column=settings.prompt_column,
+            template=settings.template,
+            chat=settings.chat,
+            system=settings.system,
+            max_length=min(settings.max_length or opened.max_length, opened.max_length),
+            on_long=settings.on_long,
+            vocab_size=files.config.vocab_size,
+            literal=settings.literal,
+            max_row_bytes=parse_size(settings.max_row_bytes) if settings.max_row_bytes else None,
+            compression=opened.draft is not None,
+        ),
+        source.available,
+    )
+    source.select(
+        columns=builder.columns, carried=carried, optional=builder.optional, max_row_bytes=builder.max_row_bytes
+    )
+    return builder
+
+
+def refuse_idle_draft(settings: ScoreSettings, source: Source) -> None:
+    """Raise UsageError if neither the job nor a row says how much a draft is to keep."""
+    if settings.draft is not None and "keep" not in settings.model_fields_set and "keep" not in source.available:
+        raise UsageError(
+            "--draft has nothing to compress: there is no --keep, and the input has no column keep\n"
+            "give the share of the tokens to keep, --keep 0.2 for example, or leave --draft out"
+        )

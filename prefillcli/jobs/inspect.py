@@ -1,0 +1,297 @@
+"""The job of `prefill inspect`: one row, read as `prefill score` reads it, in full and compressed."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+
+from prefillcli.compress.answers import answer
+from prefillcli.compress.reading import Reading
+from prefillcli.compress.reasons import Neighbour, why_in_full, why_kept, why_not_asked
+from prefillcli.compress.selection import FloatArray, tails
+from prefillcli.data.prompts.encoding import Encoder
+from prefillcli.data.prompts.labels import Labels, parse_labels
+from prefillcli.data.prompts.token_texts import token_texts
+from prefillcli.data.rows import Prompt, RowError
+from prefillcli.data.search import find_row
+from prefillcli.engines.base import Engine
+from prefillcli.engines.loading import Loaded, Opened, load, open_models
+from prefillcli.errors import PrefillError, UsageError
+from prefillcli.jobs.inputs import open_source, prompt_builder
+from prefillcli.jobs.outcome import fail
+from prefillcli.options.settings import CompressionOptions, InspectSettings
+from prefillcli.plan.trie import common_prefix
+from prefillcli.report.inspection import Answer, Inspection, SharedPrefix, TokenView, Why, print_inspection, visible
+from prefillcli.report.inspection_page import write_html
+from prefillcli.runtime.progress import Progress
+from prefillcli.runtime.signals import Stop
+
+if TYPE_CHECKING:
+    from prefillcli.compress.compressor import Compressor
+
+MOST_TOKENS = 5_000
+"""Tokens of a prompt that are printed; the page has all of them."""
+LEAST_SHARED = 16
+"""Tokens; shorter overlaps are chance."""
+MOST_PREFIXES = 10
+
+Tick = Callable[[float], None]
+
+
+@dataclass(slots=True)
+class Summary:
+    """The last line on stdout."""
+
+    status: Literal["complete", "failed", "interrupted"] = "failed"
+    exit_code: int = 1
+    row: int | None = None
+    id: str | None = None
+    method: str | None = None
+    prompt_tokens: int | None = None
+    kept_tokens: int | None = None
+    score: float | None = None  # of the prompt in full
+    score_compressed: float | None = None
+    html: str | None = None
+    error: str | None = None
+
+    def line(self) -> dict[str, Any]:
+        line = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.error is None:
+            del line["error"]
+        return line
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """How the model reads the row, the importance of its tokens (None where no draft was asked), why each is kept."""
+
+    reading: Reading
+    importance: FloatArray | None
+    why: list[Why]
+
+
+def inspect_job(settings: InspectSettings) -> dict[str, Any]:
+    """Show one row on stderr, and with `html` as a page; return the summary for the last line on stdout.
+
+    Errors are told on stderr, and become the exit code in the summary.
+    """
+    summary = Summary()
+    try:
+        with Stop() as stop:
+            inspection = _InspectJob(settings, summary, stop).run()
+        if not settings.quiet:
+            print_inspection(inspection, Console(stderr=True), most_tokens=MOST_TOKENS)
+        if settings.html is not None:
+            write_html(inspection, settings.html)
+            summary.html = settings.html
+        summary.status, summary.exit_code = "complete", 0
+    except BaseException as error:
+        fail(error, summary, debug=settings.debug, resumable=False)
+    return summary.line()
+
+
+def shared_prefixes(shared: Sequence[int]) -> list[SharedPrefix]:
+    """Prefix lengths at which the number of rows that share the prompt's beginning changes, ascending.
+
+    `shared` are the tokens that each other row has in common with the prompt. Of many lengths those stay at which most
+    rows part.
+    """
+    parting = Counter(common for common in shared if common >= LEAST_SHARED)
+    lengths = sorted(parting, key=lambda tokens: (-parting[tokens], -tokens))[:MOST_PREFIXES]
+    return [SharedPrefix(tokens, 1 + sum(common >= tokens for common in shared)) for tokens in sorted(lengths)]
+
+
+class _InspectJob:
+    """One run of `prefill inspect`; what is known of the row goes into `summary` at once."""
+
+    def __init__(self, settings: InspectSettings, summary: Summary, stop: Stop) -> None:
+        self._settings = settings
+        self._summary = summary
+        self._stop = stop
+
+    def run(self) -> Inspection:
+        """Raises UsageError where the row is not found, PrefillError where it is an error row."""
+        settings, summary = self._settings, self._summary
+        _check(settings)
+        carried = [settings.id_column] if settings.id_column else []
+        with self._stop.at_once():
+            source = open_source(settings, carried)
+            opened = open_models(settings)
+            builder = prompt_builder(settings, opened, source, carried)
+            labels = Labels(opened.tokenizer, parse_labels(settings.labels))
+            found = find_row(source, builder, labels, row=settings.row or "", id_column=settings.id_column)
+            summary.row, summary.id = found.row, found.id
+            labels.check(found.window)
+            if found.row in found.window.errors:
+                raise self._error(found.window.errors[found.row])
+            loaded = load(opened, settings, keep=1.0 if settings.keep == "auto" else settings.keep, before={})
+        try:
+            return self._inspect(opened, loaded, labels, found.window.prompts)
+        finally:
+            loaded.close()
+
+    def _error(self, error: RowError) -> PrefillError:
+        name = f"row {self._summary.row}" + ("" if self._summary.id is None else f" ({self._summary.id})")
+        return PrefillError(visible(f"{name} has no score: {error.code}: {error.detail}", line=True))
+
+    def _inspect(
+        self, opened: Opened, loaded: Loaded[Engine], labels: Labels, prompts: Sequence[Prompt]
+    ) -> Inspection:
+        settings, summary = self._settings, self._summary
+        number = next(at for at, prompt in enumerate(prompts) if prompt.row == summary.row)
+        prompt = prompts[number]
+        summary.prompt_tokens = len(prompt.tokens)
+        shared = [common_prefix(prompt.tokens, other.tokens) for other in prompts]
+        with Progress(None, interval=settings.progress_interval, quiet=settings.quiet) as progress:
+
+            def tick(tokens: float) -> None:
+                progress.advance(0, tokens)
+                self._stop.check()
+
+            read = _Read(Reading(prompt), None, ["full"] * len(prompt.tokens))
+            if loaded.compressor is not None:
+                read = self._compress(loaded.compressor, prompts, shared, number, tick)
+            summary.method, summary.kept_tokens = read.reading.method, len(read.reading.tokens)
+            full, compressed = self._answers(loaded, labels, read.reading, tick)
+        return Inspection(
+            row=prompt.row,
+            row_id=str(prompt.row) if summary.id is None else summary.id,
+            model=settings.model or str(opened.files.path),
+            draft=settings.draft,
+            labels=list(labels.names),
+            tokens=_views(Encoder(opened.tokenizer), read),
+            shared=shared_prefixes([common for other, common in enumerate(shared) if other != number]),
+            full=full,
+            compressed=compressed,
+            settings=_shown(settings),
+            method=read.reading.method,
+        )
+
+    def _compress(
+        self,
+        compressor: Compressor,
+        prompts: Sequence[Prompt],
+        shared: Sequence[int],
+        number: int,
+        tick: Tick,
+    ) -> _Read:
+        """What a window's compression makes of its prompt `number`."""
+        prompt, compression = prompts[number], compressor.settings
+        keeps = compressor.keeps(prompts)
+        if keeps[number] is None:
+            why_not = why_not_asked(prompts, keeps, number, compressor.keep, compression, compressor.worth)
+            self._tell_in_full(why_not)
+            return _Read(Reading(prompt), None, ["full"] * len(prompt.tokens))
+        related = [other for other, common in enumerate(shared) if common]
+        relatives, common = [prompts[other] for other in related], [shared[other] for other in related]
+        rates = [keeps[other] for other in related]
+        own = related.index(number)
+        near = [tokens >= min(compression.select_chunk, len(prompt.tokens)) for tokens in common]
+        if compression.per_row:
+            near = [at == own for at in range(len(related))]
+        readings, importances = _select(compressor, relatives, rates, near, tick)
+        in_full = why_in_full(readings[own])
+        if in_full is not None:
+            self._tell_in_full(in_full)
+        ends = tails([each.tokens for each in relatives], rates, compression)
+        neighbours = [
+            Neighbour(len(relatives[at].tokens), ends[at], importances[at] is None, common[at])
+            for at in range(len(related))
+            if at != own and not compression.per_row
+        ]
+        return _Read(readings[own], importances[own], why_kept(readings[own], ends[own], neighbours, compression))
+
+    def _tell_in_full(self, why: str) -> None:
+        print(f"prefill: warning: row {self._summary.row} is read in full: {why}", file=sys.stderr)
+
+    def _answers(
+        self, loaded: Loaded[Engine], labels: Labels, reading: Reading, tick: Tick
+    ) -> tuple[Answer | None, Answer | None]:
+        """The answers to the prompt in full, if it fits, and compressed, if it is. Raises PrefillError."""
+        summary, most = self._summary, loaded.engine.limits.max_tokens
+        wanted = [Reading(reading.prompt)] + ([reading] if reading.kept is not None else [])
+        able = [each for each in wanted if len(each.tokens) <= most]
+        if not able:
+            detail = f"{len(reading.tokens)} tokens; the memory budget holds {most}"
+            raise self._error(RowError("exceeds_memory", detail))
+        if len(able) < len(wanted):
+            print(
+                f"prefill: warning: the memory budget holds {most:,} tokens: the prompt is not read in full",
+                file=sys.stderr,
+            )
+        found = [self._answer(labels.names, own) for own in answer(loaded.engine, able, labels.sets, tick)]
+        full = found[0] if able[0].kept is None else None
+        compressed = found[-1] if able[-1].kept is not None else None
+        summary.score = None if full is None else full.score
+        summary.score_compressed = None if compressed is None else compressed.score
+        return full, compressed
+
+    def _answer(self, names: Sequence[str], logprobs: npt.NDArray[np.float64]) -> Answer:
+        """What label log-probabilities [labels] say. Raises PrefillError."""
+        with np.errstate(invalid="ignore"):
+            logits = logprobs / self._settings.temperature
+            weights = np.exp(logits - logits.max())
+        if not np.isfinite(weights).all():
+            raise self._error(RowError("nonfinite_score", f"label log-probabilities {logprobs.tolist()}"))
+        return Answer(
+            logprobs=dict(zip(names, logprobs.tolist(), strict=True)),
+            score=float(weights[0] / weights.sum()),
+            label_mass=min(float(np.exp(logprobs).sum()), 1.0),
+            prediction=names[int(weights.argmax())],
+        )
+
+
+def _check(settings: InspectSettings) -> None:
+    """What can be wrong before anything is read."""
+    row = settings.row or ""
+    if settings.id_column is None and not (row.isascii() and row.isdigit()):
+        raise UsageError(f"--row {row}: a row's number counts from 0; for an id, name its column with --id-column")
+    if settings.html is not None and not settings.html.lower().endswith((".html", ".htm")):
+        raise UsageError(f"--html {settings.html}: the page's name ends in .html")
+
+
+def _select(
+    compressor: Compressor,
+    prompts: Sequence[Prompt],
+    keeps: Sequence[float | None],
+    near: Sequence[bool],
+    tick: Tick,
+) -> tuple[list[Reading], list[FloatArray | None]]:
+    """Readings of prompts that share their first tokens, and the importance they follow from.
+
+    The importance of those that are not `near` has no say in what is kept of the row: they share no whole chunk with
+    it, or every row is selected by itself. The draft is spared them. Where they are compressed they still are so.
+    """
+    from prefillcli.compress.draft import Estimate
+
+    asked = [keep if close else None for keep, close in zip(keeps, near, strict=True)]
+    estimates = compressor.estimate(prompts, asked, tick)
+    for at, prompt in enumerate(prompts):
+        if keeps[at] is not None and not near[at]:
+            estimates[at] = Estimate(np.zeros(len(prompt.tokens), np.float32))
+    return compressor.select(prompts, keeps, estimates), [estimate.importance for estimate in estimates]
+
+
+def _views(encoder: Encoder, read: _Read) -> list[TokenView]:
+    ids = read.reading.prompt.tokens.tolist()
+    importance = [None] * len(ids) if read.importance is None else read.importance.tolist()
+    parts = zip(ids, token_texts(encoder.decode, ids), importance, read.why, strict=True)
+    return [
+        TokenView(at, number, text, value, why != "dropped", why)
+        for at, (number, text, value, why) in enumerate(parts)
+    ]
+
+
+def _shown(settings: InspectSettings) -> dict[str, Any]:
+    """The settings that the page names: those that decide on the answers."""
+    names = ["template", "prompt_column", "system", "max_length", "on_long", "labels", "temperature"]
+    if settings.draft is not None:
+        names += [name for name in CompressionOptions.model_fields if name != "draft"]
+    return {name: value for name in names if (value := getattr(settings, name)) is not None}

@@ -1,0 +1,70 @@
+"""How a run ended: what goes into the report, what is said on stderr, and the exit code."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from typing import Literal, Protocol
+
+from prefillcli.compress.reading import useless_fallbacks
+from prefillcli.data.output.counts import Counts
+from prefillcli.errors import (
+    NOTHING_TO_DO,
+    TOO_MANY_ERRORS,
+    Interrupted,
+    PrefillError,
+    ResourceError,
+    out_of_resource,
+)
+from prefillcli.redaction import without_secrets
+
+
+class Ending(Protocol):
+    """What a report says of the end."""
+
+    status: Literal["complete", "failed", "interrupted"]
+    exit_code: int
+    error: str | None
+
+
+def conclude(report: Ending, counts: Counts, *, max_error_rate: float, skip_empty: bool) -> None:
+    """A run that came to its end."""
+    report.status, report.exit_code = "complete", 0
+    if counts.total == 0 and skip_empty:
+        report.exit_code = NOTHING_TO_DO
+    elif counts.errors > max_error_rate * counts.total:
+        report.exit_code = TOO_MANY_ERRORS
+        codes = ", ".join(f"{code} {count:,}" for code, count in sorted(counts.errors_by_code.items()))
+        report.error = (
+            f"{counts.errors:,} of {counts.total:,} rows are errors ({codes}); "
+            f"--max-error-rate allows {max_error_rate:g}"
+        )
+        print(f"prefill: {report.error}", file=sys.stderr)
+    elif fallbacks := useless_fallbacks(counts.tallies.methods):
+        report.status, report.exit_code = "failed", 1
+        reasons = ", ".join(f"{method} {rows:,}" for method, rows in fallbacks.items())
+        report.error = (
+            f"none of the {sum(fallbacks.values()):,} rows that were to be compressed was ({reasons})\n"
+            "they were read in full and their scores are there; take another --draft, or leave it out"
+        )
+        print(f"prefill: {report.error}", file=sys.stderr)
+
+
+def fail(error: BaseException, report: Ending, *, debug: bool, resumable: bool = True) -> None:
+    """A run that an error or a signal ended; a `resumable` one can go on after a signal."""
+    if debug:
+        print(without_secrets("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+    report.status = "failed"
+    if isinstance(error, Interrupted):
+        report.status, report.exit_code, report.error = "interrupted", error.exit_code, str(error)
+        print(f"prefill: {error}{'; go on with --resume' if resumable else ''}", file=sys.stderr)
+        return
+    if isinstance(error, PrefillError):
+        report.exit_code, report.error = error.exit_code, str(error)
+    elif out_of_resource(error):
+        report.exit_code = ResourceError.exit_code
+        report.error = without_secrets(f"out of memory or disk: {str(error) or type(error).__name__}")
+    else:
+        report.exit_code, report.error = 1, without_secrets(f"{type(error).__name__}: {error}")
+    hint = "" if isinstance(error, PrefillError) or debug else " (--debug shows where)"
+    print(f"prefill: {report.error}{hint}", file=sys.stderr)

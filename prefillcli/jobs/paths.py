@@ -1,0 +1,66 @@
+"""Where output and report go if nobody says."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prefillcli.errors import UsageError
+from prefillcli.redaction import without_secrets
+
+if TYPE_CHECKING:
+    from prefillcli.data.reading.source import Source
+
+_QUERY = re.compile(r"\?[^/]*=.*$")
+
+
+def refuse_among_inputs(path: str, source: Source, *, option: str = "--output") -> None:
+    """Raise UsageError if a file or folder at `path` would replace an input, or be read as one by the next run."""
+    target = os.path.realpath(path)
+    for file in source.paths:
+        if target in (os.path.realpath(file), os.path.dirname(os.path.realpath(file))):
+            raise UsageError(f"{option} {path} would be written over the input {file}; choose another one")
+    given = source.would_read(path)
+    if given is not None:
+        raise UsageError(
+            f"{option} {path} lies among the inputs: the next run over {given} would read it as input\n"
+            f"write it elsewhere, for example into a folder beside {given}"
+        )
+
+
+def default_output(first: str, *, partition: bool = False) -> str:
+    """`data.parquet` -> `data.scores.parquet`, beside it; for a directory or a glob beside the folder, where the
+    next run does not look; for a URL in the current folder. A partitioned output is a folder: `data.scores/`."""
+    if "://" in first:
+        first = _QUERY.sub("", without_secrets(first)).rstrip("/").rsplit("/", 1)[-1] or "input"
+    path = Path(first.rstrip("/") or ".")
+    while any(c in path.name for c in "*?["):
+        path = path.parent
+    if path.name in ("", ".", ".."):
+        path = path.resolve()
+    name = path.name
+    for ending in (".gz", ".zst", ".parquet", ".pq", ".jsonl", ".ndjson", ".json"):
+        name = name.removesuffix(ending)
+    return str(path.parent / f"{name}.scores") + ("/" if partition else ".parquet")
+
+
+def default_report(output: str) -> str:
+    """`data.scores.parquet` -> `data.scores.run.json`, beside it."""
+    base = output.rstrip("/")
+    for ending in (".gz", ".zst", ".parquet", ".jsonl"):
+        base = base.removesuffix(ending)
+    return f"{base}.run.json"
+
+
+def dry_run_report(output: str, report: str | None) -> str:
+    """`data.scores.run.json` -> `data.scores.dry-run.json`, so that the report of a run stays."""
+    path = report or default_report(output)
+    return path.removesuffix(".json").removesuffix(".run") + ".dry-run.json"
+
+
+def require_json(output: str) -> None:
+    """Raise UsageError for a name that is not of a JSON file: a recipe or the environment may name the scores so."""
+    if not output.endswith(".json"):
+        raise UsageError(f"--output {output}: this names the JSON file, so end it in .json; the page goes beside it")

@@ -1,0 +1,117 @@
+"""`prefill status`: whether the job of an output runs, has stopped, or is complete, and how far it is."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+from prefillcli.data.output import parts
+from prefillcli.data.output.heartbeat import Beat
+from prefillcli.data.output.manifest import Manifest
+from prefillcli.data.output.target import Target
+from prefillcli.errors import DamagedFileError, PrefillError, UsageError
+from prefillcli.report.dry_run import duration
+
+
+@dataclass
+class Status:
+    """What the last line on stdout says."""
+
+    output: str
+    status: str = "failed"
+    """`running`, `stopped` or `complete`; `failed` if it cannot be told."""
+    exit_code: int = 0
+    rows: dict[str, int | None] = field(default_factory=lambda: {"done": None, "total": None})
+    rows_per_second: float | None = None
+    expected_end: str | None = None
+    updated: str | None = None
+    """When the job gave its last sign of life, or was complete."""
+    owner: str | None = None
+    """The process that runs the job, or ran it last."""
+    error: str | None = None
+
+
+def status_job(output: str, *, quiet: bool = False) -> dict[str, Any]:
+    """Tell the state of an output's job on stderr; return the summary for the last line on stdout.
+
+    Nothing is changed. An output that no job is known of is a usage error in the summary.
+    """
+    status = Status(output)
+    try:
+        _find_out(Target.parse(output), status)
+        if not quiet:
+            print(f"prefill: {_sentence(status)}", file=sys.stderr)
+    except PrefillError as error:
+        status.status, status.exit_code, status.error = "failed", error.exit_code, str(error)
+        print(f"prefill: {error}", file=sys.stderr)
+    return {name: value for name, value in vars(status).items() if name != "error" or value is not None}
+
+
+def _find_out(target: Target, status: Status) -> None:
+    work = target.work
+    try:
+        manifest = Manifest.load(work)
+    except DamagedFileError:
+        manifest = None
+    held, beat = work.in_use(), Beat.last(work)
+    begun = any(map(parts.is_part, work.names()))
+    running = beat is not None and beat.alive() if held is None else held
+    if running:
+        status.status = "running"
+    elif manifest is not None and manifest.state == "complete" and target.exists():
+        status.status, status.updated = "complete", manifest.updated
+        total = manifest.counts.total if manifest.counts is not None else None
+        status.rows = {"done": total, "total": total}
+        return
+    elif begun or beat is not None:
+        status.status = "stopped"
+        status.rows["done"] = _rows_in_parts(target)
+    elif target.published() is not None:
+        status.status = "complete"
+        return
+    else:
+        raise UsageError(f"no run of prefill is known for {target.path}: there is no {work.location}")
+    if beat is not None and (beat.alive() or not running):  # else it is an earlier attempt's
+        _take(beat, status)
+
+
+def _take(beat: Beat, status: Status) -> None:
+    status.owner, status.updated = str(beat.owner), beat.updated
+    status.rows["total"] = beat.pace.total
+    if status.status == "running":
+        status.rows["done"] = int(beat.pace.rows)
+        status.rows_per_second = beat.pace.rows_per_second
+        if beat.pace.seconds_left is not None:
+            end = beat.time + datetime.timedelta(seconds=beat.pace.seconds_left)
+            status.expected_end = end.isoformat(timespec="seconds")
+
+
+def _rows_in_parts(target: Target) -> int:
+    """Rows that `--resume` need not score again, damaged parts left out."""
+    rows = 0
+    for name in filter(parts.is_part, target.work.names()):
+        try:
+            rows += parts.read_part(target.work, name, [])[0].counts.total
+        except DamagedFileError:
+            continue
+    return rows
+
+
+def _sentence(status: Status) -> str:
+    done, total = status.rows["done"], status.rows["total"]
+    text = f"{status.output} is {status.status}"
+    if status.status == "stopped":
+        text = f"the job of {status.output} has stopped"
+    if done is not None:
+        text += f": {done:,}" + (f" of {total:,} rows ({done / total:.1%})" if total else " rows")
+    if status.rows_per_second is not None:
+        text += f", {status.rows_per_second:,.1f} rows/s"
+    if status.expected_end is not None:
+        end = datetime.datetime.fromisoformat(status.expected_end)
+        left = (end - datetime.datetime.now(datetime.UTC)).total_seconds()
+        text += f", to end about {end.astimezone().isoformat(timespec='seconds')} (in {duration(max(left, 0))})"
+    if status.status != "complete" and status.owner is not None:
+        text += f"\n{status.owner}, last seen {status.updated}"
+    return text + ("\ngo on with --resume" if status.status == "stopped" else "")

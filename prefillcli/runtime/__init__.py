@@ -1,0 +1,1 @@
+"""The process itself: clock, memory, threads, signals, streams, progress."""

@@ -1,0 +1,151 @@
+"""Progress on stderr: a live bar on a terminal, a plain line with the time now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import datetime
+from types import TracebackType
+from typing import Never
+
+from tqdm import tqdm
+
+from prefillcli.data.output.heartbeat import Pace
+from prefillcli.report.dry_run import duration
+
+
+def _time() -> str:
+    """What a log needs before a line, and a terminal does not: the local time with its offset from UTC."""
+    return "" if sys.stderr.isatty() else f"{datetime.now().astimezone().isoformat(timespec='seconds')} "
+
+
+class Progress:
+    """Counts rows and prompt tokens. `total` rows may not be known.
+
+    `seconds_left` predicts the end better than the rows so far do, where it gives a number.
+    """
+
+    def __init__(
+        self,
+        total: int | None,
+        *,
+        interval: float,
+        quiet: bool = False,
+        seconds_left: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        self._total = total
+        self._seconds_left = seconds_left
+        self._interval = interval
+        self._quiet = quiet
+        self._rows = 0.0
+        self._before = 0
+        self._tokens = 0.0
+        self._begun = self._said = time.monotonic()
+        self._bar: tqdm[Never] | None = None
+        if not quiet and sys.stderr.isatty():
+            shape = "{n:,.0f} rows [{elapsed}{postfix}]"
+            if total:
+                shape = "{l_bar}{bar}| {n:,.0f}/{total:,.0f} rows [{elapsed}{postfix}]"
+            self._bar = tqdm(total=total, bar_format=shape, file=sys.stderr, dynamic_ncols=True)
+
+    def resume(self, rows: int) -> None:
+        """So many rows were done before; they say nothing of the speed."""
+        self._before = rows
+        self.advance(rows)
+
+    def pace(self) -> Pace:
+        """How far the run is; from any thread."""
+        seconds = time.monotonic() - self._begun
+        done = self._rows - self._before
+        return Pace(self._rows, self._total, done / seconds if done > 0 else None, self._left(seconds))
+
+    def advance(self, rows: float, tokens: float = 0.0) -> None:
+        """`rows` (also parts of one) and `tokens` more are done."""
+        self._rows += rows
+        self._tokens += tokens
+        now = time.monotonic()
+        if self._bar is not None:
+            after = f"{self._tokens / max(now - self._begun, 1e-9):,.0f} tokens/s{self._end(now - self._begun)}"
+            self._bar.set_postfix_str(after, refresh=False)
+            self._bar.update(rows)
+        elif not self._quiet and now - self._said >= self._interval:
+            self._said = now
+            print(self._line(now - self._begun), file=sys.stderr, flush=True)
+
+    def _line(self, seconds: float) -> str:
+        rate = (self._rows - self._before) / seconds
+        line = f"prefill: {_time()}{self._rows:,.0f}"
+        if self._total:
+            line += f" of {self._total:,} rows ({self._rows / self._total:.1%})"
+        else:
+            line += " rows"
+        line += f", {rate:,.1f} rows/s, {self._tokens / seconds:,.0f} tokens/s"
+        return line + self._end(seconds)
+
+    def _end(self, seconds: float) -> str:
+        """`, about 5.0 min left`, if that can be told."""
+        left = self._left(seconds)
+        return "" if left is None else f", about {duration(left)} left"
+
+    def _left(self, seconds: float) -> float | None:
+        left = self._seconds_left()
+        done = self._rows - self._before
+        if left is None and self._total and done > 0:
+            left = max(self._total - self._rows, 0) * seconds / done
+        return left
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+class Steps:
+    """Says on stderr which of a few long steps runs, and again while it lasts, so that nothing is silent for long.
+
+    Use it as a context manager. Between two lines pass `interval` seconds; `say` speaks at once.
+    """
+
+    def __init__(self, *, interval: float, quiet: bool = False) -> None:
+        self._interval, self._quiet = interval, quiet
+        self._step, self._begun, self._said = "", time.monotonic(), time.monotonic()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="prefill-steps", daemon=True)
+
+    def begin(self, step: str) -> None:
+        """A step begins; it is named when the next line is due."""
+        self._step, self._begun = step, time.monotonic()
+
+    def say(self, text: str) -> None:
+        """Say something now; it names the step that follows."""
+        self.begin(text)
+        self._say(text)
+
+    def _say(self, text: str) -> None:
+        self._said = time.monotonic()
+        if not self._quiet:
+            print(f"prefill: {_time()}{text}", file=sys.stderr, flush=True)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(max(self._said + self._interval - time.monotonic(), 0.05)):
+            now = time.monotonic()
+            if self._step and now - self._said >= self._interval:
+                self._say(f"{self._step}: {duration(now - self._begun)} so far")
+
+    def __enter__(self) -> Steps:
+        if not self._quiet:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        if not self._quiet:
+            self._thread.join()
