@@ -33,7 +33,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredRow:
     """What a model says about a row."""
 
     domain: str
@@ -67,7 +67,7 @@ def score(
     tokenizer: PreTrainedTokenizerBase,
     rows: Iterable[Row],
     gaps: Random | None = None,
-) -> list[Scored]:
+) -> list[ScoredRow]:
     """One forward pass for each row; with a generator for gaps, positions rise in random jumps."""
     labels = [tokenizer.convert_tokens_to_ids(token) for token in ("ĠYes", "ĠNo")]
     scored = []
@@ -83,22 +83,22 @@ def score(
             use_cache=False,
         ).logits[0, -1]
         yes, no = logits.float().softmax(-1)[labels].tolist()
-        scored.append(Scored(row.domain, ids.shape[1], row.answer, yes / (yes + no), yes + no))
+        scored.append(ScoredRow(row.domain, ids.shape[1], row.answer, yes / (yes + no), yes + no))
     return scored
 
 
-def accuracy(scored: list[Scored]) -> float:
+def accuracy(scored: list[ScoredRow]) -> float:
     """Share of rows whose likelier label is the true one."""
     return sum(s.right for s in scored) / len(scored)
 
 
-def nll(scored: list[Scored]) -> float:
+def nll(scored: list[ScoredRow]) -> float:
     """Mean negative log-likelihood of the true label among the two, in nats."""
     likelihoods = [s.yes if s.answer == "Yes" else 1 - s.yes for s in scored]
     return float(-np.log(np.maximum(likelihoods, 1e-9)).mean())
 
 
-def auc(scored: list[Scored]) -> float:
+def auc(scored: list[ScoredRow]) -> float:
     """Share of (Yes row, No row) pairs in the right order, ties counted half; nan without such pairs."""
     yes = np.array([s.yes for s in scored if s.answer == "Yes"])
     no = np.array([s.yes for s in scored if s.answer == "No"])
@@ -119,7 +119,7 @@ def sample_rows(folder: Path = SAMPLES) -> list[Row]:
     return rows + [Row("credit_verification", r["prompt"], r["answer"]) for r in records]
 
 
-def table(scored: list[Scored]) -> str:
+def table(scored: list[ScoredRow]) -> str:
     """Accuracy and AUC per domain and prompt length, as a Markdown table."""
     text = [
         "| domain | prompt tokens | rows | accuracy | AUC | P(Yes)+P(No) |",

@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from prefillcli.bench.sample_text import CASES
 from recipes.curriculum import MOST_LINES, Batch, BatchMaker, Curriculum
-from recipes.evaluate_samples import SAMPLES, Row, Scored, accuracy, draw_rows, nll, score
+from recipes.evaluate_samples import SAMPLES, Row, ScoredRow, accuracy, draw_rows, nll, score
 from recipes.sample_tokenizer import LONGEST, train_tokenizer
 
 TEXT_WEIGHT = 0.2  # of the mean text loss beside the mean answer loss: 0.01 a token
@@ -133,7 +133,7 @@ class Best:
     accuracy: float = 0.0
     loss: float = float("inf")
 
-    def improves(self, scored: list[Scored]) -> bool:
+    def improves(self, scored: list[ScoredRow]) -> bool:
         """Take in a validation; True if it is the best so far."""
         now = accuracy(scored), nll(scored)
         if (now[0], -now[1]) <= (self.accuracy, -self.loss):

@@ -14,10 +14,10 @@ import numpy.typing as npt
 from prefillcli.bench.baselines import IntArray, bm25_sentences, first_and_last, random_chunks
 from prefillcli.bench.methods import plain_logits
 from prefillcli.bench.texts import Spans
-from prefillcli.compress.answers import answer, plan_readings
+from prefillcli.compress.answers import answer, plan_requests
 from prefillcli.compress.compressor import Compressor
 from prefillcli.compress.rates import keep_rates
-from prefillcli.compress.reading import SPECPREFILL, Reading
+from prefillcli.compress.request import SPECPREFILL, Request
 from prefillcli.compress.selection import tails
 from prefillcli.compress.settings import Compression
 from prefillcli.data.prompts.labels import Labels
@@ -47,7 +47,7 @@ class Outcome:
     """What a run gives: label log-probabilities [prompts, labels], how the target read, what the draft read."""
 
     logprobs: FloatArray
-    readings: list[Reading]
+    requests: list[Request]
     drafted: list[TokenArray] = field(default_factory=list)
     draft_tokens: int = 0  # computed by the draft
 
@@ -96,11 +96,11 @@ class Equipment:
         sets = [self.labels.sets[prompt.labels] for prompt in prompts]
         return np.concatenate([label_logprobs(row[None], [0], [own]) for row, own in zip(logits, sets, strict=True)])
 
-    def walk(self, groups: Sequence[Sequence[Reading]]) -> FloatArray:
-        """Label log-probabilities [readings, labels] by the layer walk; readings share within their group."""
+    def walk(self, groups: Sequence[Sequence[Request]]) -> FloatArray:
+        """Label log-probabilities [requests, labels] by the layer walk; requests share within their group."""
         with self._walking() as engine:
             return np.concatenate(
-                [answer(engine, readings, self.labels.sets, schedule=self._schedule) for readings in groups]
+                [answer(engine, requests, self.labels.sets, schedule=self._schedule) for requests in groups]
             )
 
     @contextmanager
@@ -122,8 +122,8 @@ class Equipment:
         """How many of each prompt's last tokens SpecPrefill always keeps."""
         return tails([prompt.tokens for prompt in prompts], rates, self._ends)
 
-    def plan(self, readings: Sequence[Reading]) -> Plan:
-        return plan_readings(readings, self.limits, self._schedule)
+    def plan(self, requests: Sequence[Request]) -> Plan:
+        return plan_requests(requests, self.limits, self._schedule)
 
     def draft_flops(self, prompts: Sequence[TokenArray]) -> float:
         """Of the draft over these prompts, as it plans them. The votes' own products are left out."""
@@ -151,7 +151,7 @@ class Contender(ABC):
     def cost(self, outcome: Outcome) -> Cost:
         """What a run computed, from the plans that it must have made."""
         equipment = self._equipment
-        plans = [equipment.plan(readings) for readings in self._groups(outcome.readings)]
+        plans = [equipment.plan(requests) for requests in self._groups(outcome.requests)]
         tokens = sum(plan.computed_tokens for plan in plans)
         try:
             flops = sum(walk_flops(equipment.config, plan) + answer_flops(equipment.config, plan) for plan in plans)
@@ -166,19 +166,19 @@ class Contender(ABC):
         """
         return None
 
-    def _groups(self, readings: list[Reading]) -> list[list[Reading]]:
-        """Readings that are planned together."""
-        return [readings]
+    def _groups(self, requests: list[Request]) -> list[list[Request]]:
+        """Requests that are planned together."""
+        return [requests]
 
 
 class Plain(Contender):
     """transformers as it is: one forward a prompt, SDPA, no cache, logits of the last token."""
 
     def run(self, prompts: Sequence[Prompt]) -> Outcome:
-        return Outcome(self._equipment.plain(prompts), [Reading(prompt) for prompt in prompts])
+        return Outcome(self._equipment.plain(prompts), [Request(prompt) for prompt in prompts])
 
     def cost(self, outcome: Outcome) -> Cost:
-        lengths = [len(reading.tokens) for reading in outcome.readings]
+        lengths = [len(request.tokens) for request in outcome.requests]
         try:
             return Cost(sum(lengths), sum(prefill_flops(self._equipment.config, length).total for length in lengths))
         except NoCostModel as error:
@@ -189,26 +189,26 @@ class Alone(Contender):
     """The layer walk, each prompt by itself."""
 
     def run(self, prompts: Sequence[Prompt]) -> Outcome:
-        readings = [Reading(prompt) for prompt in prompts]
-        return Outcome(self._equipment.walk(self._groups(readings)), readings)
+        requests = [Request(prompt) for prompt in prompts]
+        return Outcome(self._equipment.walk(self._groups(requests)), requests)
 
-    def _groups(self, readings: list[Reading]) -> list[list[Reading]]:
-        return [[reading] for reading in readings]
+    def _groups(self, requests: list[Request]) -> list[list[Request]]:
+        return [[request] for request in requests]
 
 
 class Hybrid(Contender):
     """The layer walk over the forest of all prompts: what `prefill score` does."""
 
     def run(self, prompts: Sequence[Prompt]) -> Outcome:
-        readings = [Reading(prompt) for prompt in prompts]
-        return Outcome(self._equipment.walk([readings]), readings)
+        requests = [Request(prompt) for prompt in prompts]
+        return Outcome(self._equipment.walk([requests]), requests)
 
 
 class _Compressing(Contender):
     def predictions(self, outcome: Outcome) -> tuple[float, float] | None:
         equipment, keep = self._equipment, self.keep or 1.0
-        lengths = [len(reading.prompt.tokens) for reading in outcome.readings]
-        kept = [len(reading.tokens) for reading in outcome.readings]
+        lengths = [len(request.prompt.tokens) for request in outcome.requests]
+        kept = [len(request.tokens) for request in outcome.requests]
         drafts = outcome.draft_tokens > 0
         try:
             ratio = 1 / keep
@@ -232,13 +232,13 @@ class SpecPrefill(_Compressing):
         before = compressor.draft.tokens
         keeps = compressor.keeps(prompts)
         estimates = compressor.estimate(prompts, keeps, lambda tokens: None)
-        readings = compressor.select(prompts, keeps, estimates)
+        requests = compressor.select(prompts, keeps, estimates)
         drafted = [
             prompt.tokens
             for prompt, estimate in zip(prompts, estimates, strict=True)
             if estimate.importance is not None
         ]
-        return Outcome(self._equipment.walk([readings]), readings, drafted, compressor.draft.tokens - before)
+        return Outcome(self._equipment.walk([requests]), requests, drafted, compressor.draft.tokens - before)
 
 
 Choose = Callable[[Prompt, float, int], IntArray]
@@ -257,15 +257,15 @@ class Baseline(_Compressing):
     def run(self, prompts: Sequence[Prompt]) -> Outcome:
         rates = self._equipment.rates(prompts, self.keep or 1.0)
         ends = self._equipment.tails(prompts, rates)
-        readings = [self._read(*each) for each in zip(prompts, rates, ends, strict=True)]
-        return Outcome(self._equipment.walk([readings]), readings)
+        requests = [self._read(*each) for each in zip(prompts, rates, ends, strict=True)]
+        return Outcome(self._equipment.walk([requests]), requests)
 
-    def _read(self, prompt: Prompt, rate: float | None, last: int) -> Reading:
+    def _read(self, prompt: Prompt, rate: float | None, last: int) -> Request:
         if rate is not None:
             kept = self._choose(prompt, rate, last)
             if len(kept) < len(prompt.tokens):
-                return Reading(prompt, kept, SPECPREFILL)
-        return Reading(prompt)
+                return Request(prompt, kept, SPECPREFILL)
+        return Request(prompt)
 
 
 def choosers(equipment: Equipment, spans: Mapping[int, Spans] | None, seed: int) -> dict[str, Choose]:

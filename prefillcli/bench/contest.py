@@ -28,7 +28,7 @@ from prefillcli.bench.material import Material
 from prefillcli.bench.measure import Spread, interleaved, with_peak
 from prefillcli.bench.report import REFERENCE, Answers, MethodResult, Predicted, Range, WorkloadResult
 from prefillcli.bench.texts import spans_of
-from prefillcli.compress.reading import FALLBACK
+from prefillcli.compress.request import FALLBACK
 from prefillcli.errors import PrefillError
 from prefillcli.stats.audit import auc, audit_of, flip_interval
 
@@ -124,7 +124,7 @@ def compare(
     full = label_shares(reference.outcome.logprobs, temperature)
     if not np.isfinite(full).all():
         raise PrefillError(f"{material.name}: the model gives scores that are not numbers; try --dtype float32")
-    plan = equipment.plan(reference.outcome.readings)
+    plan = equipment.plan(reference.outcome.requests)
     cost = reference.contender.cost(reference.outcome)
     result = WorkloadResult(
         workload=material.name,
@@ -169,7 +169,7 @@ def _measured(
         workload.notes.append(f"{name}: no speedup is predicted from operations: {cost.unknown}")
     ratio, table5 = entry.contender.predictions(outcome) or (None, None)
     fallbacks = Counter(
-        each.method.removeprefix(FALLBACK) for each in outcome.readings if each.method.startswith(FALLBACK)
+        each.method.removeprefix(FALLBACK) for each in outcome.requests if each.method.startswith(FALLBACK)
     )
     return MethodResult(
         method=name,
@@ -179,7 +179,7 @@ def _measured(
         tokens_per_second=workload.prompt_tokens / spread.median,
         target_tokens=cost.target_tokens,
         draft_tokens=outcome.draft_tokens,
-        kept=sum(len(each.tokens) for each in outcome.readings) / workload.prompt_tokens,
+        kept=sum(len(each.tokens) for each in outcome.requests) / workload.prompt_tokens,
         flops=cost.flops,
         peak_bytes=entry.peak,
         speedup=_range(speedup),

@@ -81,8 +81,8 @@ def compressed_walk(
     """Draft, selection and walk over what is kept. Float32 [prompts, vocabulary], and each prompt's kept tokens."""
     rows = [Prompt(number, tokens, labels=0) for number, tokens in enumerate(prompts)]
     compressor.keep = keep
-    readings = compressor.compress(rows)
+    requests = compressor.compress(rows)
     logits = layer_walk(
-        model, [reading.tokens for reading in readings], positions=[reading.positions for reading in readings]
+        model, [request.tokens for request in requests], positions=[request.positions for request in requests]
     )
-    return logits, [len(reading.tokens) for reading in readings]
+    return logits, [len(request.tokens) for request in requests]

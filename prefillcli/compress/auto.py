@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from prefillcli.compress.answers import answer
 from prefillcli.compress.compressor import Compressor
 from prefillcli.compress.draft import Estimate
-from prefillcli.compress.reading import SPECPREFILL, Reading
+from prefillcli.compress.request import SPECPREFILL, Request
 from prefillcli.data.rows import Prompt
 from prefillcli.engines.base import Engine, LabelTokens
 from prefillcli.stats.audit import flip_bound, rows_for
@@ -62,12 +62,12 @@ def choose_keep(
     trials: list[Trial] = []
     if len(chosen) < needed:
         return Choice(1.0, (), needed)
-    full = answer(engine, [Reading(prompts[number]) for number in chosen], labels, tick).argmax(axis=1)
+    full = answer(engine, [Request(prompts[number]) for number in chosen], labels, tick).argmax(axis=1)
     for keep in RATES:
-        readings = compressor.select(prompts, compressor.keeps(prompts, keep), estimates)
-        tried = [number for number in chosen if readings[number].method == SPECPREFILL]
+        requests = compressor.select(prompts, compressor.keeps(prompts, keep), estimates)
+        tried = [number for number in chosen if requests[number].method == SPECPREFILL]
         own = dict(zip(chosen, full.tolist(), strict=True))
-        found = answer(engine, [readings[number] for number in tried], labels, tick).argmax(axis=1) if tried else []
+        found = answer(engine, [requests[number] for number in tried], labels, tick).argmax(axis=1) if tried else []
         flips = sum(int(label != own[number]) for label, number in zip(found, tried, strict=True))
         trials.append(Trial(keep, len(tried), flips, flip_bound(flips, len(tried))))
         if trials[-1].bound <= max_flips:

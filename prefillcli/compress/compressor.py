@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from prefillcli.compress.draft import Draft, Estimate
 from prefillcli.compress.rates import keep_rates
-from prefillcli.compress.reading import FALLBACK, FULL, SPECPREFILL, Reading
+from prefillcli.compress.request import FALLBACK, FULL, SPECPREFILL, Request
 from prefillcli.compress.selection import select_all
 from prefillcli.compress.settings import Compression
 from prefillcli.compress.worth import Worth
@@ -32,8 +32,8 @@ class Compressor:
 
     def compress(
         self, prompts: Sequence[Prompt], tick: Callable[[float], None] = lambda tokens: None
-    ) -> list[Reading]:
-        """One reading for each prompt, in their order."""
+    ) -> list[Request]:
+        """One request for each prompt, in their order."""
         keeps = self.keeps(prompts)
         return self.select(prompts, keeps, self.estimate(prompts, keeps, tick))
 
@@ -54,16 +54,16 @@ class Compressor:
 
     def select(
         self, prompts: Sequence[Prompt], keeps: Sequence[float | None], estimates: Sequence[Estimate]
-    ) -> list[Reading]:
+    ) -> list[Request]:
         """What is kept of each prompt."""
         kept = select_all(
             [prompt.tokens for prompt in prompts], [found.importance for found in estimates], keeps, self.settings
         )
-        readings = []
+        requests = []
         for prompt, own, found in zip(prompts, kept, estimates, strict=True):
             method = FULL if found.reason is None else FALLBACK + found.reason
             if own is not None and len(own) < len(prompt.tokens):
-                readings.append(Reading(prompt, own, SPECPREFILL, found.seconds))
+                requests.append(Request(prompt, own, SPECPREFILL, found.seconds))
             else:
-                readings.append(Reading(prompt, None, method, found.seconds))
-        return readings
+                requests.append(Request(prompt, None, method, found.seconds))
+        return requests

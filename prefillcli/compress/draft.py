@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from prefillcli.compress.importance import Asked, add_votes, importance
-from prefillcli.compress.reading import FAILED, NOT_FINITE
+from prefillcli.compress.request import FAILED, NOT_FINITE
 from prefillcli.compress.selection import FloatArray
 from prefillcli.compress.settings import Compression
 from prefillcli.plan.account import account

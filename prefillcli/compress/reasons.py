@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from prefillcli.compress.reading import FALLBACK, Reading
+from prefillcli.compress.request import FALLBACK, Request
 from prefillcli.compress.selection import full_prefixes
 from prefillcli.compress.settings import Compression
 from prefillcli.compress.worth import Worth
@@ -46,24 +46,24 @@ def why_not_asked(
     )
 
 
-def why_in_full(reading: Reading) -> str | None:
+def why_in_full(request: Request) -> str | None:
     """Why a prompt that has a keep rate is read in full after all; None if it is compressed."""
     from prefillcli.compress.draft import FALLBACKS  # takes torch along
 
-    if reading.kept is not None:
+    if request.kept is not None:
         return None
-    if reading.method.startswith(FALLBACK):
-        return f"{reading.method}: {FALLBACKS[reading.method.removeprefix(FALLBACK)]}"
+    if request.method.startswith(FALLBACK):
+        return f"{request.method}: {FALLBACKS[request.method.removeprefix(FALLBACK)]}"
     return "the chosen tokens, the first and last ones and those that other rows keep are all tokens of it"
 
 
-def why_kept(reading: Reading, tail: int, others: Sequence[Neighbour], compression: Compression) -> list[Why]:
+def why_kept(request: Request, tail: int, others: Sequence[Neighbour], compression: Compression) -> list[Why]:
     """For each token of a prompt why it is kept or dropped.
 
     Its last `tail` tokens are always kept; `others` are the prompts that are compressed along with it.
     """
-    tokens = len(reading.prompt.tokens)
-    if reading.kept is None:
+    tokens = len(request.prompt.tokens)
+    if request.kept is None:
         return ["full"] * tokens
     why = np.full(tokens, "chosen", dtype=object)
     for other in others:
@@ -72,7 +72,7 @@ def why_kept(reading: Reading, tail: int, others: Sequence[Neighbour], compressi
     why[max(tokens - tail, 0) :] = "last"
     why[: compression.keep_first] = "first"
     dropped = np.ones(tokens, dtype=bool)
-    dropped[reading.kept] = False
+    dropped[request.kept] = False
     why[dropped] = "dropped"
     found: list[Why] = why.tolist()
     return found

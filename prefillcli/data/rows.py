@@ -102,7 +102,7 @@ class Window:
 
 
 @dataclass(slots=True)
-class Scored:
+class ScoredRow:
     """What the engine says of a row."""
 
     row: int

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from prefillcli.compress.rates import keep_rates
-from prefillcli.compress.reading import SPECPREFILL, Reading
+from prefillcli.compress.request import SPECPREFILL, Request
 from prefillcli.compress.selection import select_all
 from prefillcli.compress.settings import Compression
 from prefillcli.data.rows import Prompt
@@ -73,10 +73,10 @@ class Alternatives:
 
     def add(self, prompts: Sequence[Prompt]) -> None:
         """Plan the prompts of a window."""
-        readings = self._readings(prompts, self._keep)
-        fitting = self._fitting(readings)
-        if len(fitting) < len(readings):
-            self.errors["exceeds_memory"] += len(readings) - len(fitting)
+        requests = self._requests(prompts, self._keep)
+        fitting = self._fitting(requests)
+        if len(fitting) < len(requests):
+            self.errors["exceeds_memory"] += len(requests) - len(fitting)
         own: Plan | None = None
         cases = [(cost.schedule, self._limits[cost.prefix_kv]) for cost in self.plans]
         for cost, plan in zip(self.plans, self._plans(fitting, cases), strict=True):
@@ -93,15 +93,15 @@ class Alternatives:
                 cost.price = cost.seconds / 3600 * per_hour
 
     def _add_keep(self, cost: KeepCost, prompts: Sequence[Prompt], plan: Plan | None) -> None:
-        fitting = self._fitting(self._readings(prompts, cost.keep))
-        cost.compressed_rows += sum(reading.method == SPECPREFILL for reading in fitting)
-        cost.kept_tokens += sum(len(reading.tokens) for reading in fitting)
+        fitting = self._fitting(self._requests(prompts, cost.keep))
+        cost.compressed_rows += sum(request.method == SPECPREFILL for request in fitting)
+        cost.kept_tokens += sum(len(request.tokens) for request in fitting)
         self._charge(cost, plan or next(self._plans(fitting, [(self._schedule, self._own)])))
 
-    def _readings(self, prompts: Sequence[Prompt], keep: float) -> list[Reading]:
+    def _requests(self, prompts: Sequence[Prompt], keep: float) -> list[Request]:
         """How the target would read the prompts if the draft found the first chunks of each the most important."""
         if self._compression is None:
-            return [Reading(prompt) for prompt in prompts]
+            return [Request(prompt) for prompt in prompts]
         rates = keep_rates(prompts, keep, self._compression, self._worth)
         longest = max((len(prompt.tokens) for prompt in prompts), default=0)
         alike = np.zeros(longest, dtype=np.float32)  # of equally important chunks the first are kept
@@ -111,15 +111,15 @@ class Alternatives:
         ]
         kept = select_all([prompt.tokens for prompt in prompts], importances, rates, self._compression)
         return [
-            Reading(prompt) if own is None or len(own) == len(prompt.tokens) else Reading(prompt, own, SPECPREFILL)
+            Request(prompt) if own is None or len(own) == len(prompt.tokens) else Request(prompt, own, SPECPREFILL)
             for prompt, own in zip(prompts, kept, strict=True)
         ]
 
-    def _fitting(self, readings: Sequence[Reading]) -> list[Reading]:
-        return [reading for reading in readings if len(reading.tokens) <= self._own.max_tokens]
+    def _fitting(self, requests: Sequence[Request]) -> list[Request]:
+        return [request for request in requests if len(request.tokens) <= self._own.max_tokens]
 
-    def _plans(self, readings: Sequence[Reading], cases: Sequence[tuple[str, Limits]]) -> Iterator[Plan]:
-        return make_plans([each.tokens for each in readings], cases, [each.positions for each in readings])
+    def _plans(self, requests: Sequence[Request], cases: Sequence[tuple[str, Limits]]) -> Iterator[Plan]:
+        return make_plans([each.tokens for each in requests], cases, [each.positions for each in requests])
 
     def _charge(self, cost: PlanCost | KeepCost, plan: Plan) -> None:
         if isinstance(cost, PlanCost):

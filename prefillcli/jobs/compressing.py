@@ -10,8 +10,8 @@ from prefillcli.compress.audit import draw
 from prefillcli.compress.auto import RATES, Choice, choose_keep, sample_rows
 from prefillcli.compress.compressor import Compressor
 from prefillcli.compress.draft import FALLBACKS, Estimate
-from prefillcli.compress.reading import FAILED, MANY, NOT_FINITE, SPECPREFILL, Reading, rows_failed
 from prefillcli.compress.reasons import why_in_full, why_not_asked
+from prefillcli.compress.request import FAILED, MANY, NOT_FINITE, SPECPREFILL, Request, rows_failed
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.rows import Prompt, Window
@@ -46,8 +46,8 @@ class WindowCompressor:
         self._report = report
         self._warned = False
 
-    def __call__(self, window: Window, prompts: Sequence[Prompt], tick: Tick) -> list[Reading]:
-        """One reading for each prompt of `window`. `tick` is called with the tokens of each step; it may raise."""
+    def __call__(self, window: Window, prompts: Sequence[Prompt], tick: Tick) -> list[Request]:
+        """One request for each prompt of `window`. `tick` is called with the tokens of each step; it may raise."""
         compressor = self._compressor
         pending = self._settings.keep == "auto" and "keep" not in self._sink.plan
         wanted = compressor.keeps(prompts, RATES[0] if pending else None)
@@ -57,28 +57,28 @@ class WindowCompressor:
             self._choose(window, prompts, wanted, estimates, tick)
         self._report.tokens.draft = compressor.draft.tokens
         keeps = compressor.keeps(prompts)
-        readings = compressor.select(prompts, keeps, estimates)
-        if readings and compressor.keep < 1 and not self._warned:
-            self._warned = self._warn_of_little(readings, keeps)
-        return readings
+        requests = compressor.select(prompts, keeps, estimates)
+        if requests and compressor.keep < 1 and not self._warned:
+            self._warned = self._warn_of_little(requests, keeps)
+        return requests
 
-    def _warn_of_little(self, readings: Sequence[Reading], keeps: Sequence[float | None]) -> bool:
+    def _warn_of_little(self, requests: Sequence[Request], keeps: Sequence[float | None]) -> bool:
         """Tell if the model reads nearly all tokens of a window in spite of the keep rate, and why."""
         read, whole = (
-            sum(map(len, each)) for each in zip(*((r.tokens, r.prompt.tokens) for r in readings), strict=True)
+            sum(map(len, each)) for each in zip(*((r.tokens, r.prompt.tokens) for r in requests), strict=True)
         )
         if read <= ALMOST_ALL * whole:
             return False
-        compressor, prompts = self._compressor, [each.prompt for each in readings]
-        number = max(range(len(readings)), key=lambda at: len(readings[at].tokens))
-        full = sum(each.kept is None for each in readings)
+        compressor, prompts = self._compressor, [each.prompt for each in requests]
+        number = max(range(len(requests)), key=lambda at: len(requests[at].tokens))
+        full = sum(each.kept is None for each in requests)
         if keeps[number] is None:
             why = why_not_asked(prompts, keeps, number, compressor.keep, compressor.settings, compressor.worth)
         else:
-            why = why_in_full(readings[number]) or "its first and last tokens, which are always kept, are most of it"
+            why = why_in_full(requests[number]) or "its first and last tokens, which are always kept, are most of it"
         print(
             f"prefill: warning: --keep {self._compressor.keep:g} leaves {read / whole:.0%} of the tokens of "
-            f"{len(readings):,} rows, {full:,} of them are read in full; row "
+            f"{len(requests):,} rows, {full:,} of them are read in full; row "
             f"{prompts[number].row}, for one: {why}",
             file=sys.stderr,
         )

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from rich.console import Console
 
 from prefillcli.compress.answers import answer
-from prefillcli.compress.reading import Reading
 from prefillcli.compress.reasons import Neighbour, why_in_full, why_kept, why_not_asked
+from prefillcli.compress.request import Request
 from prefillcli.compress.selection import FloatArray, tails
 from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.labels import Labels, parse_labels
@@ -72,7 +72,7 @@ class Summary:
 class _Read:
     """How the model reads the row, the importance of its tokens (None where no draft was asked), why each is kept."""
 
-    reading: Reading
+    request: Request
     importance: FloatArray | None
     why: list[Why]
 
@@ -155,11 +155,11 @@ class _InspectJob:
                 progress.advance(0, tokens)
                 self._stop.check()
 
-            read = _Read(Reading(prompt), None, ["full"] * len(prompt.tokens))
+            read = _Read(Request(prompt), None, ["full"] * len(prompt.tokens))
             if loaded.compressor is not None:
                 read = self._compress(loaded.compressor, prompts, shared, number, tick)
-            summary.method, summary.kept_tokens = read.reading.method, len(read.reading.tokens)
-            full, compressed = self._answers(loaded, labels, read.reading, tick)
+            summary.method, summary.kept_tokens = read.request.method, len(read.request.tokens)
+            full, compressed = self._answers(loaded, labels, read.request, tick)
         return Inspection(
             row=prompt.row,
             row_id=str(prompt.row) if summary.id is None else summary.id,
@@ -171,7 +171,7 @@ class _InspectJob:
             full=full,
             compressed=compressed,
             settings=_shown(settings),
-            method=read.reading.method,
+            method=read.request.method,
         )
 
     def _compress(
@@ -188,7 +188,7 @@ class _InspectJob:
         if keeps[number] is None:
             why_not = why_not_asked(prompts, keeps, number, compressor.keep, compression, compressor.worth)
             self._tell_in_full(why_not)
-            return _Read(Reading(prompt), None, ["full"] * len(prompt.tokens))
+            return _Read(Request(prompt), None, ["full"] * len(prompt.tokens))
         related = [other for other, common in enumerate(shared) if common]
         relatives, common = [prompts[other] for other in related], [shared[other] for other in related]
         rates = [keeps[other] for other in related]
@@ -196,8 +196,8 @@ class _InspectJob:
         near = [tokens >= min(compression.select_chunk, len(prompt.tokens)) for tokens in common]
         if compression.per_row:
             near = [at == own for at in range(len(related))]
-        readings, importances = _select(compressor, relatives, rates, near, tick)
-        in_full = why_in_full(readings[own])
+        requests, importances = _select(compressor, relatives, rates, near, tick)
+        in_full = why_in_full(requests[own])
         if in_full is not None:
             self._tell_in_full(in_full)
         ends = tails([each.tokens for each in relatives], rates, compression)
@@ -206,20 +206,20 @@ class _InspectJob:
             for at in range(len(related))
             if at != own and not compression.per_row
         ]
-        return _Read(readings[own], importances[own], why_kept(readings[own], ends[own], neighbours, compression))
+        return _Read(requests[own], importances[own], why_kept(requests[own], ends[own], neighbours, compression))
 
     def _tell_in_full(self, why: str) -> None:
         print(f"prefill: warning: row {self._summary.row} is read in full: {why}", file=sys.stderr)
 
     def _answers(
-        self, loaded: Loaded[Engine], labels: Labels, reading: Reading, tick: Tick
+        self, loaded: Loaded[Engine], labels: Labels, request: Request, tick: Tick
     ) -> tuple[Answer | None, Answer | None]:
         """The answers to the prompt in full, if it fits, and compressed, if it is. Raises PrefillError."""
         summary, most = self._summary, loaded.engine.limits.max_tokens
-        wanted = [Reading(reading.prompt)] + ([reading] if reading.kept is not None else [])
+        wanted = [Request(request.prompt)] + ([request] if request.kept is not None else [])
         able = [each for each in wanted if len(each.tokens) <= most]
         if not able:
-            detail = f"{len(reading.tokens)} tokens; the memory budget holds {most}"
+            detail = f"{len(request.tokens)} tokens; the memory budget holds {most}"
             raise self._error(RowError("exceeds_memory", detail))
         if len(able) < len(wanted):
             print(
@@ -263,8 +263,8 @@ def _select(
     keeps: Sequence[float | None],
     near: Sequence[bool],
     tick: Tick,
-) -> tuple[list[Reading], list[FloatArray | None]]:
-    """Readings of prompts that share their first tokens, and the importance they follow from.
+) -> tuple[list[Request], list[FloatArray | None]]:
+    """Requests of prompts that share their first tokens, and the importance they follow from.
 
     The importance of those that are not `near` has no say in what is kept of the row: they share no whole chunk with
     it, or every row is selected by itself. The draft is spared them. Where they are compressed they still are so.
@@ -280,7 +280,7 @@ def _select(
 
 
 def _views(encoder: Encoder, read: _Read) -> list[TokenView]:
-    ids = read.reading.prompt.tokens.tolist()
+    ids = read.request.prompt.tokens.tolist()
     importance = [None] * len(ids) if read.importance is None else read.importance.tolist()
     parts = zip(ids, token_texts(encoder.decode, ids), importance, read.why, strict=True)
     return [

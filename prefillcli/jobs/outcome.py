@@ -6,7 +6,7 @@ import sys
 import traceback
 from typing import Literal, Protocol
 
-from prefillcli.compress.reading import useless_fallbacks
+from prefillcli.compress.request import useless_fallbacks
 from prefillcli.data.output.counts import Counts
 from prefillcli.errors import (
     NOTHING_TO_DO,

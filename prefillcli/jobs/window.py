@@ -9,12 +9,12 @@ from contextlib import nullcontext
 import numpy as np
 import numpy.typing as npt
 
-from prefillcli.compress.answers import plan_readings
+from prefillcli.compress.answers import plan_requests
 from prefillcli.compress.audit import AuditDraw
-from prefillcli.compress.reading import SPECPREFILL, Reading
+from prefillcli.compress.request import SPECPREFILL, Request
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.prompts.labels import Labels
-from prefillcli.data.rows import Int64Array, Prompt, RowError, Scored, Window
+from prefillcli.data.rows import Int64Array, Prompt, RowError, ScoredRow, Window
 from prefillcli.engines.base import Answer, Engine
 from prefillcli.errors import Interrupted, ResourceError
 from prefillcli.forecast.timing import Forecast
@@ -27,23 +27,23 @@ from prefillcli.runtime.signals import Stop
 from prefillcli.runtime.threads import Threads
 
 #: Decides how the target reads a window's prompts; the function given is to be called with the tokens of each step.
-Compress = Callable[[Window, Sequence[Prompt], Callable[[float], None]], list[Reading]]
+Compress = Callable[[Window, Sequence[Prompt], Callable[[float], None]], list[Request]]
 
 FLUSH_SECONDS = 15.0  # finished rows are written at least this often, between packs
 
 
 class _Work:
-    """The readings of a window: first the `ordinary` ones, then those of audited prompts in full.
+    """The requests of a window: first the `ordinary` ones, then those of audited prompts in full.
 
     An audited row waits in `scored` or `audits` for its other half.
     """
 
-    def __init__(self, readings: list[Reading], audited: Sequence[int], ordinary: int, done: set[int]) -> None:
-        self.readings = readings
-        self.audited = {readings[number].prompt.row for number in audited}
+    def __init__(self, requests: list[Request], audited: Sequence[int], ordinary: int, done: set[int]) -> None:
+        self.requests = requests
+        self.audited = {requests[number].prompt.row for number in audited}
         self.ordinary = ordinary
         self.done = done
-        self.scored: dict[int, Scored] = {}
+        self.scored: dict[int, ScoredRow] = {}
         self.audits: dict[int, npt.NDArray[np.float64]] = {}
 
 
@@ -87,7 +87,7 @@ class WindowScorer:
         self._audit = audit
         self._forecast = forecast
         self._unchanged = unchanged
-        self._scored: list[Scored] = []  # done, but not yet written
+        self._scored: list[ScoredRow] = []  # done, but not yet written
         self._errors: dict[int, RowError] = {}
         self._flushed = time.monotonic()
 
@@ -95,15 +95,15 @@ class WindowScorer:
         """Score the rows of `window` that are not in the sink yet; stopped, write what is finished before raising."""
         done = self._sink.done(window.index)
         drafted = self._clock.seconds["draft"]
-        readings = self._fitting(self._read(window))
+        requests = self._fitting(self._read(window))
         if not self._engine.whole_packs:
-            readings = [reading for reading in readings if reading.prompt.row not in done]
-        audited = self._audited(window, readings)
-        work = _Work(readings + [Reading(readings[number].prompt) for number in audited], audited, len(readings), done)
+            requests = [request for request in requests if request.prompt.row not in done]
+        audited = self._audited(window, requests)
+        work = _Work(requests + [Request(requests[number].prompt) for number in audited], audited, len(requests), done)
         self._progress.advance(len(window.errors.keys() - done) + len(self._errors))
         with self._clock.phase("plan"):
-            plan = plan_readings(work.readings, self._engine.limits, self._schedule)
-            packs = packs_to_run(plan, [i for i, each in enumerate(work.readings) if each.prompt.row in done])
+            plan = plan_requests(work.requests, self._engine.limits, self._schedule)
+            packs = packs_to_run(plan, [i for i, each in enumerate(work.requests) if each.prompt.row in done])
         self._report.tokens.unique += plan.unique_tokens
         if self._forecast is not None:
             self._forecast.plan(packs, len(window.rows) - len(done), self._clock.seconds["draft"] - drafted)
@@ -115,9 +115,9 @@ class WindowScorer:
             raise
         self._flush(window)
 
-    def _read(self, window: Window) -> list[Reading]:
+    def _read(self, window: Window) -> list[Request]:
         if self._compress is None:
-            return [Reading(prompt) for prompt in window.prompts]
+            return [Request(prompt) for prompt in window.prompts]
 
         def tick(tokens: float) -> None:
             self._progress.advance(0)
@@ -131,34 +131,34 @@ class WindowScorer:
         if self._threads is not None:
             self._threads.adjust()
 
-    def _fitting(self, readings: Sequence[Reading]) -> list[Reading]:
-        """The readings that the memory budget holds; the others become error rows."""
+    def _fitting(self, requests: Sequence[Request]) -> list[Request]:
+        """The requests that the memory budget holds; the others become error rows."""
         most = self._engine.limits.max_tokens
         fitting = []
-        for reading in readings:
-            if len(reading.tokens) <= most:
-                fitting.append(reading)
+        for request in requests:
+            if len(request.tokens) <= most:
+                fitting.append(request)
             else:
-                detail = f"{len(reading.tokens)} tokens; the memory budget holds {most}"
-                self._errors[reading.prompt.row] = RowError("exceeds_memory", detail)
+                detail = f"{len(request.tokens)} tokens; the memory budget holds {most}"
+                self._errors[request.prompt.row] = RowError("exceeds_memory", detail)
         return fitting
 
-    def _audited(self, window: Window, readings: Sequence[Reading]) -> list[int]:
-        """Numbers of the readings whose prompts are read in full as well."""
+    def _audited(self, window: Window, requests: Sequence[Request]) -> list[int]:
+        """Numbers of the requests whose prompts are read in full as well."""
         if self._audit is None:
             return []
         most = self._engine.limits.max_tokens
         able = [
             number
-            for number, reading in enumerate(readings)
-            if reading.method == SPECPREFILL and len(reading.prompt.tokens) <= most
+            for number, request in enumerate(requests)
+            if request.method == SPECPREFILL and len(request.prompt.tokens) <= most
         ]
         return self._audit.draw(window, able)
 
     def _score_pack(self, pack: Pack, work: _Work, window: Window) -> None:
         ordinary = [i for i in pack.prompts if i < work.ordinary]
         rows = len(ordinary) / len(pack.tokens)
-        tokens = sum(len(work.readings[i].prompt.tokens) for i in ordinary) / len(pack.tokens)
+        tokens = sum(len(work.requests[i].prompt.tokens) for i in ordinary) / len(pack.tokens)
 
         def tick(step: float) -> None:
             if forecast is not None:
@@ -171,7 +171,7 @@ class WindowScorer:
         forecast = self._forecast
         if forecast is not None:
             forecast.begin(pack)
-        answers = iter(self._engine.answer(pack, lambda i: self._labels.sets[work.readings[i].prompt.labels], tick))
+        answers = iter(self._engine.answer(pack, lambda i: self._labels.sets[work.requests[i].prompt.labels], tick))
         while True:
             try:
                 with self._clock.phase("model"), self._stop.at_once() if self._engine.waits else nullcontext():
@@ -192,8 +192,8 @@ class WindowScorer:
         tokens = self._report.tokens
         for answer in answers:
             tokens.computed += answer.computed_tokens
-            reading = work.readings[answer.prompt]
-            prompt = reading.prompt
+            request = work.requests[answer.prompt]
+            prompt = request.prompt
             if prompt.row in work.done:
                 continue  # computed again only for the K,V that a later pack holds
             if answer.prompt >= work.ordinary:
@@ -201,16 +201,16 @@ class WindowScorer:
                 work.audits[prompt.row] = answer.logprobs
             else:
                 tokens.prompt += len(prompt.tokens)
-                tokens.kept += len(reading.tokens)
+                tokens.kept += len(request.tokens)
                 tokens.shared += answer.shared_tokens
-                work.scored[prompt.row] = Scored(
+                work.scored[prompt.row] = ScoredRow(
                     row=prompt.row,
                     logprobs=answer.logprobs,
                     shared_tokens=answer.shared_tokens,
                     computed_tokens=answer.computed_tokens,
-                    kept_tokens=len(reading.tokens),
-                    seconds=answer.seconds + reading.draft_seconds,
-                    method=reading.method,
+                    kept_tokens=len(request.tokens),
+                    seconds=answer.seconds + request.draft_seconds,
+                    method=request.method,
                 )
             if prompt.row in work.scored and (prompt.row in work.audits or prompt.row not in work.audited):
                 scored = work.scored.pop(prompt.row)

@@ -118,8 +118,8 @@ def test_predictions_are_the_formulas(stage: tuple[Equipment, Material], result:
     lengths = [len(prompt.tokens) for prompt in material.prompts]
     found = by_name["specprefill@0.3"]
     assert found.predicted.ratio == pytest.approx(ratio_speedup(target, draft, round(np.mean(lengths)), 0.3))
-    readings = SpecPrefill("specprefill", equipment, 0.3).run(material.prompts).readings
-    kept = [len(reading.tokens) for reading in readings]
+    requests = SpecPrefill("specprefill", equipment, 0.3).run(material.prompts).requests
+    kept = [len(reading.tokens) for reading in requests]
     whole, part, small = (
         sum(table5(config, n).total for n in counts)
         for config, counts in ((target, lengths), (target, kept), (draft, lengths))

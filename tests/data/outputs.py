@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from prefillcli.data.output.sink import Sink
-from prefillcli.data.rows import Prompt, RowError, Scored, Window
+from prefillcli.data.rows import Prompt, RowError, ScoredRow, Window
 
 LABELS = ("Yes", "No", "Maybe")
 FINGERPRINT = {"input": "i", "model": "m", "tokenizer": "t", "template": "p", "labels": "l", "settings": "s"}
@@ -50,9 +50,9 @@ def make_window(index: int, rows: list[int], bad: tuple[int, ...] = (), json_tex
     )
 
 
-def scored(row: int) -> Scored:
+def scored(row: int) -> ScoredRow:
     logprobs = np.log(np.array([row % 11 + 1, 5.0, 2.0]) / 40)
-    return Scored(row, logprobs, shared_tokens=1, computed_tokens=2, kept_tokens=3, seconds=0.5, method="full")
+    return ScoredRow(row, logprobs, shared_tokens=1, computed_tokens=2, kept_tokens=3, seconds=0.5, method="full")
 
 
 def score_all(sink: Sink, windows: list[Window], *, temperature: float = 1.0, per_part: int = 2) -> None:

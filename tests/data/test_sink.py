@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from prefillcli.data.output import parts
 from prefillcli.data.output.sink import Sink
-from prefillcli.data.rows import Int64Array, Prompt, RowError, Scored, Window
+from prefillcli.data.rows import Int64Array, Prompt, RowError, ScoredRow, Window
 from prefillcli.errors import OutputConflictError, PrefillError, ResourceError, UsageError
 from tests.data.outputs import (
     BAD,
@@ -108,7 +108,7 @@ def test_counts_are_those_of_the_output(output: str) -> None:
 )
 def test_a_score_that_is_no_number_is_an_error_row(tmp_path: Path, logprobs: list[float]) -> None:
     window = make_window(0, [0, 1])
-    bad = Scored(0, np.array(logprobs), 0, 0, 0, 0.0)
+    bad = ScoredRow(0, np.array(logprobs), 0, 0, 0, 0.0)
     with open_sink(tmp_path / "o.parquet") as sink:
         sink.write(window, [bad, scored(1)], {}, temperature=1.0)
         sink.finish(1)
@@ -120,7 +120,7 @@ def test_a_score_that_is_no_number_is_an_error_row(tmp_path: Path, logprobs: lis
 
 def test_one_impossible_label_is_a_score_like_any_other(tmp_path: Path) -> None:
     with open_sink(tmp_path / "o.jsonl") as sink:
-        results = [Scored(0, np.array([-math.inf, -1.0, -1.0]), 0, 0, 0, 0.0)]
+        results = [ScoredRow(0, np.array([-math.inf, -1.0, -1.0]), 0, 0, 0, 0.0)]
         sink.write(make_window(0, [0]), results, {}, temperature=1.0)
         sink.finish(1)
     (row,) = read(f"{tmp_path}/o.jsonl")
@@ -130,7 +130,7 @@ def test_one_impossible_label_is_a_score_like_any_other(tmp_path: Path) -> None:
 
 def test_the_label_mass_is_never_above_one(tmp_path: Path) -> None:
     with open_sink(tmp_path / "o.parquet") as sink:
-        results = [Scored(0, np.log(np.array([0.5, 0.3, 0.2])) + 1e-9, 0, 0, 0, 0.0)]
+        results = [ScoredRow(0, np.log(np.array([0.5, 0.3, 0.2])) + 1e-9, 0, 0, 0, 0.0)]
         sink.write(make_window(0, [0]), results, {}, temperature=1.0)
         sink.finish(1)
     assert read(f"{tmp_path}/o.parquet")[0]["label_mass"] == 1.0

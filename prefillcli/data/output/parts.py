@@ -21,7 +21,7 @@ from prefillcli.data.output.manifest import Job
 from prefillcli.data.output.store import Store
 from prefillcli.data.output.tallies import ROW
 from prefillcli.data.proof.seals import require_seal
-from prefillcli.data.rows import Float64Array, Int64Array, RowError, Scored, Window
+from prefillcli.data.rows import Float64Array, Int64Array, RowError, ScoredRow, Window
 from prefillcli.errors import DamagedFileError, PrefillError, brief
 
 _METADATA = b"prefillcli"
@@ -103,7 +103,7 @@ def result_schema(label_names: Sequence[str], audit: bool = False) -> pa.Schema:
 
 def make_rows(
     window: Window,
-    results: Sequence[Scored],
+    results: Sequence[ScoredRow],
     errors: dict[int, RowError],
     label_names: Sequence[str],
     temperature: float,

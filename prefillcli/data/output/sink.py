@@ -22,7 +22,7 @@ from prefillcli.data.output.resuming import decide, proven_parts, require_undama
 from prefillcli.data.output.tallies import ROW
 from prefillcli.data.output.target import METADATA, Published, Target
 from prefillcli.data.reading.partitions import Partitions
-from prefillcli.data.rows import Int64Array, RowError, Scored, Window
+from prefillcli.data.rows import Int64Array, RowError, ScoredRow, Window
 from prefillcli.errors import DamagedFileError, OutputConflictError, PrefillError, UsageError
 
 _ROW_COLUMN = "row"
@@ -183,7 +183,7 @@ class Sink:
         return found.whole
 
     def write(
-        self, window: Window, results: Sequence[Scored], errors: dict[int, RowError], *, temperature: float
+        self, window: Window, results: Sequence[ScoredRow], errors: dict[int, RowError], *, temperature: float
     ) -> None:
         """Write rows of a window as one part, safe on disk when this returns.
 

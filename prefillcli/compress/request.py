@@ -32,7 +32,7 @@ def useless_fallbacks(methods: Mapping[str, int]) -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class Request:
     """How the target reads a prompt.
 
     `kept` are the indices of the tokens it reads, ascending, which are their positions too; None: all of them.
