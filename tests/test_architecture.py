@@ -1,0 +1,36 @@
+"""The house: which package may import which, and how large its rooms are."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "prefillcli"
+FILES = sorted(PACKAGE.rglob("*.py"))
+MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The modules that a file imports, wherever it does, for type checking too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in MODULES else node.module
+
+
+def test_few_modules_lie_at_the_root() -> None:
+    assert len(list(PACKAGE.glob("*.py"))) <= 6
+
+
+@pytest.mark.parametrize("package", ["data", "plan", "options", "report"])
+def test_what_needs_no_model_knows_no_torch(package: str) -> None:
+    for path in (PACKAGE / package).rglob("*.py"):
+        heavy = {name for name in imported(path) if name.split(".")[0] == "torch"}
+        assert not heavy, path
