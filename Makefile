@@ -72,7 +72,7 @@ format: setup
 	$(BIN)/ruff format .
 
 bench: setup
-	$(BIN)/python -m prefillcli.bench
+	$(BIN)/python -m benchmarks
 	$(BIN)/prefill bench --workload post-recommendation --workload needle --rows 100 --keep 0.2 --keep 0.1 \
 		-o out/bench.json
 
@@ -80,10 +80,10 @@ bench: setup
 bench-reviews: setup
 	$(BIN)/python -m recipes.bench_reviews
 
-# on all cores, as test-vllm; other dtypes, workloads and settings: python -m prefillcli.bench.peers --help
+# on all cores, as test-vllm; other dtypes, workloads and settings: python -m benchmarks.peers --help
 bench-peers: setup-vllm
 	VLLM_CPU_OMP_THREADS_BIND="$${VLLM_CPU_OMP_THREADS_BIND:-0-$$(($$(nproc) - 1))}" \
-	$(VLLM_VENV)/bin/python -m prefillcli.bench.peers
+	$(VLLM_VENV)/bin/python -m benchmarks.peers
 
 samples: setup
 	$(BIN)/python -m recipes.make_samples

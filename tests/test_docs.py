@@ -70,8 +70,8 @@ def test_commands_that_only_look_have_a_page_with_their_options_and_keys(command
 def test_no_page_names_an_option_that_does_not_exist(page: Path) -> None:
     known = set().union(*map(options_of, COMMANDS)) | {"--help", "--version"}
     known |= {"--install-completion", "--show-completion"}
-    known |= {"--case", "--dtype", "--model", "--rounds", "--scale"}  # of python -m prefillcli.bench
-    known |= {"--workload", "--try", "--no-try"}  # of python -m prefillcli.bench.peers
+    known |= {"--case", "--dtype", "--model", "--rounds", "--scale"}  # of python -m benchmarks
+    known |= {"--workload", "--try", "--no-try"}  # of python -m benchmarks.peers
     assert options(page.read_text()) <= known
 
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from prefillcli.bench.methods import layer_walk
-from prefillcli.bench.models import random_llama
-from prefillcli.bench.workloads import post_recommendation, single
+from benchmarks.methods import layer_walk
+from benchmarks.models import random_llama
 from prefillcli.engines.torch import label_logprobs
+from prefillcli.profile.prompts import prompts_with_histories, random_prompt
 from prefillcli.runtime.cores import affinity
 from prefillcli.runtime.threads import Threads, prepare, threads_for
 
@@ -138,7 +138,7 @@ def test_fewer_and_more_threads_in_turn_leave_none_behind() -> None:
 
 def test_scores_do_not_depend_on_the_number_of_threads() -> None:
     model = random_llama("25M", torch.float32)
-    prompts = post_recommendation(2, 3, 100, 20, 8_000) + single(150, 8_000)
+    prompts = [*prompts_with_histories(2, 3, 100, 20, 8_000), random_prompt(150, 8_000)]
     scores = {}
     for threads in (1, 2, 4):
         torch.set_num_threads(threads)

@@ -1,1 +1,1 @@
-"""Measurements against a plain transformers loop: `python -m prefillcli.bench`."""
+"""`prefill bench`: methods compared on the same prompts."""

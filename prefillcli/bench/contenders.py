@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from prefillcli.bench.baselines import IntArray, bm25_sentences, first_and_last, random_chunks
-from prefillcli.bench.methods import plain_logits
 from prefillcli.bench.texts import Spans
 from prefillcli.compress.answers import answer, plan_requests
 from prefillcli.compress.compressor import Compressor
@@ -22,6 +21,7 @@ from prefillcli.compress.selection import tails
 from prefillcli.compress.settings import Compression
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.rows import Prompt
+from prefillcli.engines.hf import last_logits
 from prefillcli.engines.loading import Loaded, Opened, compression_of, worth_of
 from prefillcli.engines.torch import TorchEngine, label_logprobs
 from prefillcli.models.model import sliding_window
@@ -91,8 +91,9 @@ class Equipment:
         return self._compressor
 
     def plain(self, prompts: Sequence[Prompt]) -> FloatArray:
-        """Label log-probabilities [prompts, labels] by transformers' own forward."""
-        logits = plain_logits(self._model, [prompt.tokens for prompt in prompts])
+        """Label log-probabilities [prompts, labels] by transformers' own forward, prompt by prompt."""
+        self._model.set_attn_implementation("sdpa")
+        logits = (last_logits(self._model, prompt.tokens) for prompt in prompts)
         sets = [self.labels.sets[prompt.labels] for prompt in prompts]
         return np.concatenate([label_logprobs(row[None], [0], [own]) for row, own in zip(logits, sets, strict=True)])
 

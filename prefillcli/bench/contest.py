@@ -111,7 +111,9 @@ def compare(
         return method.run(prompts)
 
     runs = {entry.contender.name: partial(timed, entry.contender) for entry in entries}
-    seconds = interleaved(runs, rounds, warm_up=False, within=within, tell=lambda turn, name, taken: tell(name, taken))
+    seconds = interleaved(
+        runs, rounds, warm_up=False, within=within, on_run=lambda turn, name, taken: tell(name, taken)
+    )
     done = len(seconds[REFERENCE])
     if done < rounds:
         material.notes.append(

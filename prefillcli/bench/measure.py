@@ -5,15 +5,12 @@ from __future__ import annotations
 import ctypes
 import gc
 import math
-import multiprocessing
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -34,24 +31,19 @@ class Spread:
         return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
 
 
-def _tell(turn: int, name: str, seconds: float) -> None:
-    if turn:
-        print(f"  round {turn}: {name} {seconds:.2f} s", file=sys.stderr, flush=True)
-
-
 def interleaved(
     methods: Mapping[str, Callable[[], object]],
     rounds: int,
     *,
     warm_up: bool = True,
     within: float = math.inf,
-    tell: Callable[[int, str, float], None] = _tell,
+    on_run: Callable[[int, str, float], None] = lambda turn, name, seconds: None,
 ) -> dict[str, list[float]]:
     """Seconds of each method, run in turn for `rounds` rounds after one warm-up of each.
 
     What disturbs the machine for a while then disturbs all methods: compare within a round. After the first round none
-    begins that would, by the longest so far, end more than `within` seconds after the first began. `tell` is called
-    after each run with the round (0: the warm-up), the name and the seconds.
+    begins that would, by the longest so far, end more than `within` seconds after the first began. `on_run` is
+    called after each run with the round (0: the warm-up), the name and the seconds.
     """
     seconds: dict[str, list[float]] = {name: [] for name in methods}
     first, longest = time.perf_counter(), 0.0
@@ -65,7 +57,7 @@ def interleaved(
             taken = time.perf_counter() - begun
             if turn:
                 seconds[name].append(taken)
-            tell(turn, name, taken)
+            on_run(turn, name, taken)
         longest = max(longest, time.perf_counter() - round_begun)
     return seconds
 
@@ -95,31 +87,6 @@ def with_peak(step: Callable[[], T], *, cuda: bool = False) -> tuple[T, int | No
         return step(), None
     result = step()
     return result, max(0, _status("VmHWM") - before)
-
-
-def peak_bytes(task: Callable[..., Callable[[], object]], *args: Any) -> int:
-    """Host memory at the peak of a step above what was in use before it, in a process of its own.
-
-    `task(*args)` prepares and returns the step. Linux only (it resets and reads VmHWM).
-    """
-    here, there = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_peak_in_child, args=(there, task, args))
-    process.start()
-    there.close()
-    try:
-        return int(here.recv())
-    except EOFError:
-        raise RuntimeError(f"the measured process ended with {process.exitcode}") from None
-    finally:
-        process.join()
-
-
-def _peak_in_child(pipe: Connection, task: Callable[..., Callable[[], object]], args: tuple[Any, ...]) -> None:
-    step = task(*args)
-    _reset_peak()
-    before = _status("VmRSS")
-    step()
-    pipe.send(_status("VmHWM") - before)
 
 
 def _reset_peak() -> None:

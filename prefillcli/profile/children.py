@@ -142,7 +142,8 @@ def load_subject(subject: Subject) -> tuple[Any, Any]:
 
 def prepare(subject: Subject, mode: str) -> tuple[Any, Callable[[int], Any]]:
     """The mode's prefill after a warm-up in which chunks have met: what is set up once is not the prompts'."""
-    from prefillcli.profile.modes import Prefill, dummy_prompt
+    from prefillcli.profile.modes import Prefill
+    from prefillcli.profile.prompts import random_prompt
 
     make_malloc_exact()
     model, files = load_subject(subject)
@@ -152,7 +153,7 @@ def prepare(subject: Subject, mode: str) -> tuple[Any, Callable[[int], Any]]:
     vocabulary = int(files.config.vocab_size)
 
     def prompt(tokens: int) -> Any:
-        return dummy_prompt(tokens, vocabulary)
+        return random_prompt(tokens, vocabulary)
 
     short = Prefill(model, mode, _WARM_UP_TOKENS)
     short(prompt(_WARM_UP_TOKENS * 2 + 1))

@@ -15,15 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from prefillcli.bench.workloads import post_recommendation
 from prefillcli.forecast.profile import CompletionModel, CompletionPoint, features
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
-from prefillcli.plan.trie import TokenArray
 from prefillcli.profile.children import Send, Subject, load_subject
 from prefillcli.profile.fits import fit_costs, fit_linear, mean_relative_error, pearson, relative_errors
 from prefillcli.profile.laws import attention_windows
-from prefillcli.profile.modes import dummy_prompt
+from prefillcli.profile.prompts import prompts_with_histories, random_prompt, random_tokens
 
 ATTEMPTS = 3  # at a fit that is good enough, each with more rounds
 CACHED = (0, 2, 4, 8)  # units of tokens whose K,V are held from the pack before
@@ -163,15 +161,15 @@ def choose_unit(first_seconds: Callable[[int], float], most: int, target: float)
 
 
 def _first_seconds(run: Callable[[Pack], float], vocabulary: int, tokens: int) -> float:
-    (pack,) = make_plan([dummy_prompt(tokens, vocabulary)], Limits(tokens, tokens)).packs
+    (pack,) = make_plan([random_prompt(tokens, vocabulary)], Limits(tokens, tokens)).packs
     return min(run(pack), run(pack))
 
 
 def grid_packs(cached: int, unit: int, vocabulary: int) -> list[Pack]:
     """One pack for each of `COMPUTED`, behind `cached` held tokens; before them the pack that computes those."""
     rng = np.random.default_rng(cached)
-    prefix = _tokens(rng, cached, vocabulary)
-    prompts = [np.concatenate([prefix, _tokens(rng, units * unit, vocabulary)]) for units in COMPUTED]
+    prefix = random_tokens(rng, cached, vocabulary)
+    prompts = [np.concatenate([prefix, random_tokens(rng, units * unit, vocabulary)]) for units in COMPUTED]
     if cached:
         prompts.insert(0, prefix)
     apart = Limits(1, 1 << 30, held_tokens=1 << 30)  # no two prompts fit one pack, and every path may be held
@@ -183,18 +181,14 @@ def extra_packs(unit: int, vocabulary: int) -> list[list[Pack]]:
     rng = np.random.default_rng(1)
     short = max(4, unit // 16)
     whole = Limits(1 << 30, 1 << 30)
-    tree = post_recommendation(1, 8, unit, short, vocabulary, seed=1)
-    mixed = post_recommendation(2, 6, 2 * unit, 2 * short, vocabulary, seed=2)
+    tree = prompts_with_histories(1, 8, unit, short, vocabulary, seed=1)
+    mixed = prompts_with_histories(2, 6, 2 * unit, 2 * short, vocabulary, seed=2)
     return [
-        make_plan([_tokens(rng, short, vocabulary) for _ in range(32)], whole).packs,
-        make_plan([_tokens(rng, 4 * short, vocabulary) for _ in range(8)], whole).packs,
+        make_plan([random_tokens(rng, short, vocabulary) for _ in range(32)], whole).packs,
+        make_plan([random_tokens(rng, 4 * short, vocabulary) for _ in range(8)], whole).packs,
         make_plan(tree, whole).packs,
         make_plan(mixed, whole).packs,
     ]
-
-
-def _tokens(rng: np.random.Generator, count: int, vocabulary: int) -> TokenArray:
-    return rng.integers(3, vocabulary, count).astype(np.int32)
 
 
 def fit_completion(timings: Sequence[Timing], windows: list[tuple[int | None, int]]) -> CompletionModel:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from prefillcli.bench.workloads import single
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
@@ -72,11 +71,6 @@ class Prefill:
             return torch.cat(list(walk.read_logits(pack, tick)))[0]
         finally:
             walk.close()
-
-
-def dummy_prompt(tokens: int, vocabulary: int) -> TokenArray:
-    """Random tokens: what a prompt says changes neither time nor memory."""
-    return single(tokens, vocabulary)[0]
 
 
 @contextmanager

@@ -9,15 +9,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from prefillcli.bench.measure import interleaved, peak_bytes
-from prefillcli.bench.methods import layer_walk, plain_loop
-from prefillcli.bench.models import random_llama
-from prefillcli.bench.workloads import post_recommendation, single
+from benchmarks.memory import peak_in_child
+from benchmarks.methods import layer_walk, plain_loop
+from benchmarks.models import random_llama
+from prefillcli.bench.measure import interleaved
+from prefillcli.profile.prompts import prompts_with_histories, random_prompt
 
 
 def test_both_methods_give_the_same_logits() -> None:
     model = random_llama("25M", torch.float32)
-    prompts = post_recommendation(2, 3, 40, 12, 8_000) + single(130, 8_000)
+    prompts = [*prompts_with_histories(2, 3, 40, 12, 8_000), random_prompt(130, 8_000)]
     torch.testing.assert_close(layer_walk(model, prompts, 64), plain_loop(model, prompts), atol=1e-4, rtol=0)
 
 
@@ -35,14 +36,14 @@ def ready_to_fill(size: int):
 @pytest.mark.slow
 def test_peak_memory_is_that_of_the_step() -> None:
     size = 200 << 20
-    assert 0.95 * size <= peak_bytes(ready_to_fill, size) <= 1.1 * size
+    assert 0.95 * size <= peak_in_child(ready_to_fill, size) <= 1.1 * size
 
 
 @pytest.mark.slow
 def test_the_command_prints_a_table_and_a_line_of_json() -> None:
     import typer
 
-    from prefillcli.bench.__main__ import main
+    from benchmarks.__main__ import main
 
     app = typer.Typer()
     app.command()(main)

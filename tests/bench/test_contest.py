@@ -10,18 +10,17 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from benchmarks.methods import compressed_walk, compressor_for, layer_walk, plain_loop
+from benchmarks.models import random_draft, random_llama
+from benchmarks.score_runs import SAMPLES
 from prefillcli.bench import contenders as contenders_module
 from prefillcli.bench.contenders import Alone, Equipment, Hybrid, Plain, SpecPrefill
 from prefillcli.bench.contest import compare, contenders, label_shares
 from prefillcli.bench.job import METHODS
-from prefillcli.bench.jobs import SAMPLES
 from prefillcli.bench.material import Material, made_material
 from prefillcli.bench.measure import with_peak
-from prefillcli.bench.methods import compressed_walk, compressor_for, layer_walk, plain_loop
-from prefillcli.bench.models import random_draft, random_llama
 from prefillcli.bench.report import WorkloadResult
 from prefillcli.bench.texts import spans_of
-from prefillcli.bench.workloads import single
 from prefillcli.compress.settings import Compression
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.rows import Prompt
@@ -29,6 +28,7 @@ from prefillcli.engines.loading import load, open_models
 from prefillcli.options.settings import BenchSettings
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
+from prefillcli.profile.prompts import random_prompt
 from prefillcli.stats.flops import (
     NoCostModel,
     answer_flops,
@@ -160,7 +160,7 @@ def test_only_an_architecture_without_cost_model_lacks_predictions(
 def test_flops_of_single_prompts_are_those_of_the_formula_but_for_last_layers(lookahead: int) -> None:
     target, draft = random_llama("25M", torch.float32).config, random_draft(8_000, torch.float32).config
     tokens, kept = 4_000, 800
-    (whole, part) = (make_plan(single(n, 8_000), Limits(9_999, 9_999)) for n in (tokens, kept))
+    (whole, part) = (make_plan([random_prompt(n, 8_000)], Limits(9_999, 9_999)) for n in (tokens, kept))
 
     def of(config, plan, **more):
         return walk_flops(config, plan) + answer_flops(config, plan, **more)
@@ -191,7 +191,7 @@ def test_the_draft_of_the_case_is_at_most_3_percent_of_the_target() -> None:
 
 def test_the_case_walks_what_is_kept() -> None:
     model, draft = random_llama("25M", torch.float32), random_draft(8_000, torch.float32)
-    prompts = single(400, 8_000)
+    prompts = [random_prompt(400, 8_000)]
     compressor = compressor_for(draft, Compression(lookahead=1, compress_above=0, keep_last=8, keep_private=False))
     with closing(compressor.draft):
         logits, kept = compressed_walk(model, compressor, prompts, 1.0)

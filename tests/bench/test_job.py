@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner, Result
 
+from benchmarks.score_runs import SAMPLES
 from prefillcli.bench import contest, job
-from prefillcli.bench.jobs import SAMPLES
 from prefillcli.bench.probes import WORKLOADS
 from prefillcli.bench.report import BenchReport
 from prefillcli.cli import app

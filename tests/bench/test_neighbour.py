@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from prefillcli.bench import neighbour
+from benchmarks import neighbour
 
 
 @pytest.mark.nightly

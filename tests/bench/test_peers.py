@@ -12,17 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from prefillcli.bench import peers
-from prefillcli.bench.methods import plain_loop
-from prefillcli.bench.models import random_llama
-from prefillcli.bench.padded import batches, padded_batches
-from prefillcli.bench.workloads import short
+from benchmarks import peers
+from benchmarks.methods import plain_loop
+from benchmarks.models import random_llama
+from benchmarks.padded import batches, padded_batches
+from benchmarks.workloads import short_rows
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 200, 10_000])
 def test_padded_batches_give_the_logits_of_the_plain_loop(tokens: int) -> None:
     model = random_llama("25M", torch.float32)
-    prompts = short(12, 1, 60, 8_000)
+    prompts = short_rows(12, 1, 60, 8_000)
     wanted = plain_loop(model, prompts)
     torch.testing.assert_close(padded_batches(model, prompts, tokens), wanted, atol=1e-4, rtol=0)
 
@@ -75,7 +75,7 @@ def test_a_trial_takes_the_fastest_and_survives_what_does_not_start(monkeypatch:
     seconds = {(1, 4): 3.0, (2, 4): 2.0}
     seen = []
 
-    def timed(methods, rounds, *, tell):
+    def timed(methods, rounds):
         seen.append(dict(settings_now))
         return {"fake": [seconds[tuple(settings_now.values())]]}
 

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from prefillcli.bench.jobs import SAMPLES
+from benchmarks.score_runs import SAMPLES
 from prefillcli.bench.probes import WORKLOADS, Workload, make_workload
 from prefillcli.bench.vocabulary import CREDITORS, TOPICS
 

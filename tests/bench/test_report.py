@@ -87,6 +87,6 @@ def test_no_round_begins_that_would_take_too_long(monkeypatch: pytest.MonkeyPatc
     told: list[str] = []
     for within, rounds in ((0.0, 1), (19.0, 1), (20.0, 2), (1e9, 3)):
         found = interleaved(
-            {"a": run, "b": run}, 3, warm_up=False, within=within, tell=lambda turn, name, taken: told.append(name)
+            {"a": run, "b": run}, 3, warm_up=False, within=within, on_run=lambda turn, name, taken: told.append(name)
         )
         assert {name: len(each) for name, each in found.items()} == {"a": rounds, "b": rounds}

@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from prefillcli.bench.measure import peak_bytes
-from prefillcli.bench.models import random_llama
-from prefillcli.bench.workloads import post_recommendation, single
+from benchmarks.memory import peak_in_child
+from benchmarks.models import random_llama
 from prefillcli.errors import ResourceError
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION
 from prefillcli.prefill.law import available_memory, choose_chunk, memory_law, pack_limits
 from prefillcli.prefill.walk import LayerWalk
+from prefillcli.profile.prompts import prompts_with_histories, random_prompt
 
 CPU = torch.device("cpu")
 CHUNK = 512
@@ -72,14 +72,18 @@ def ready_to_walk(budget: int, kind: str):
     limits = pack_limits(
         memory_law(model.config, torch.float32), budget=budget, device=CPU, chunk_tokens=CHUNK, pack_tokens=1 << 30
     )
-    prompts = single(limits.max_tokens, 8000) if kind == "longest" else post_recommendation(2, 60, 3000, 150, 8000)
+    prompts = (
+        [random_prompt(limits.max_tokens, 8000)]
+        if kind == "longest"
+        else prompts_with_histories(2, 60, 3000, 150, 8000)
+    )
     walk = LayerWalk(model, chunk_tokens=CHUNK)
 
     def run(prompts: list[np.ndarray]) -> None:
         for pack in make_plan(prompts, limits).packs:
             list(walk.read_logits(pack))
 
-    run(single(64, 8_000))  # what is set up once is not the packs'
+    run([random_prompt(64, 8_000)])  # what is set up once is not the packs'
     return lambda: run(prompts)
 
 
@@ -87,5 +91,5 @@ def ready_to_walk(budget: int, kind: str):
 @pytest.mark.parametrize("kind", ["longest", "trees"])
 def test_peak_memory_stays_within_the_budget(kind: str) -> None:
     budget = 130 << 20
-    peak = peak_bytes(ready_to_walk, budget, kind)
+    peak = peak_in_child(ready_to_walk, budget, kind)
     assert budget / 4 < peak <= budget

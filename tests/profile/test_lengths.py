@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from prefillcli.bench.models import random_llama
+from benchmarks.models import random_llama
 from prefillcli.forecast.profile import Confirmation, MemoryPoint, ModeResult, TracePoint
 from prefillcli.models.model import read_model_files
 from prefillcli.profile import lengths as module

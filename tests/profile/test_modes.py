@@ -10,10 +10,11 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
-from prefillcli.profile.modes import MODES, Prefill, dummy_prompt
+from prefillcli.profile.modes import MODES, Prefill
+from prefillcli.profile.prompts import random_prompt
 from tests.prefill.families import VOCABULARY, make_model
 
-PROMPT = dummy_prompt(150, VOCABULARY)
+PROMPT = random_prompt(150, VOCABULARY)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def test_a_copying_walk_gives_the_same_logits(layers: int) -> None:
     register()
     model = make_model("llama", num_hidden_layers=layers)
     model.set_attn_implementation(ATTENTION)
-    prompts = [np.concatenate([PROMPT[:60], dummy_prompt(n, VOCABULARY)]) for n in (5, 30, 70)]
+    prompts = [np.concatenate([PROMPT[:60], random_prompt(n, VOCABULARY)]) for n in (5, 30, 70)]
     packs = make_plan(prompts, Limits(80, 10**6, held_tokens=10**6)).packs
     assert len(packs) > 1
 

@@ -1,4 +1,4 @@
-"""`python -m prefillcli.bench`: the layer walk against a plain transformers loop.
+"""`python -m benchmarks`: the layer walk against a plain transformers loop.
 
 Progress goes to stderr, the table and one line of JSON to stdout.
 """
@@ -6,7 +6,6 @@ Progress goes to stderr, the table and one line of JSON to stdout.
 from __future__ import annotations
 
 import json
-import sys
 from typing import Annotated
 
 import torch
@@ -14,7 +13,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from prefillcli.bench.cases import CASES, Row
+from benchmarks.cases import CASES, Row
+from benchmarks.console import log
 
 
 def main(
@@ -28,7 +28,7 @@ def main(
     rows: list[Row] = []
     for name in dtype or ["float32"]:
         for which in case or list(CASES):
-            print(f"{which}, {model}, {name}", file=sys.stderr, flush=True)
+            log(f"{which}, {model}, {name}")
             rows.append(CASES[which](model, getattr(torch, name), rounds, scale))
     table = Table("case", "dtype", "plain loop", "layer walk", "ratio", "goal")
     for row in rows:

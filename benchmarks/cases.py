@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 
-from prefillcli.bench.jobs import SAMPLES, outside_share, score_file, write_short_rows
-from prefillcli.bench.measure import Spread, interleaved, peak_bytes
-from prefillcli.bench.methods import compressed_walk, compressor_for, layer_walk, plain_loop, plan_for
-from prefillcli.bench.models import random_draft, random_llama
-from prefillcli.bench.workloads import post_recommendation, single
+from benchmarks.console import log_run
+from benchmarks.memory import peak_in_child
+from benchmarks.methods import compressed_walk, compressor_for, layer_walk, plain_loop, plan_for
+from benchmarks.models import random_draft, random_llama
+from benchmarks.score_runs import SAMPLES, outside_share, score_file, write_short_rows
+from prefillcli.bench.measure import Spread, interleaved
 from prefillcli.compress.settings import Compression
 from prefillcli.prefill.law import choose_chunk, memory_law
+from prefillcli.profile.prompts import prompts_with_histories, random_prompt
 from prefillcli.stats.flops import plain_flops, predicted_speedup, prefill_flops, table5, walk_flops
 
 Row = dict[str, Any]
@@ -26,9 +28,11 @@ Row = dict[str, Any]
 def _single(size: str, dtype: torch.dtype, rounds: int, scale: float) -> Row:
     model = random_llama(size, dtype)
     tokens = int(16_000 * scale)
-    prompts = single(tokens, model.config.vocab_size)
+    prompts = [random_prompt(tokens, model.config.vocab_size)]
     seconds = interleaved(
-        {"plain": lambda: plain_loop(model, prompts), "walk": lambda: layer_walk(model, prompts)}, rounds
+        {"plain": lambda: plain_loop(model, prompts), "walk": lambda: layer_walk(model, prompts)},
+        rounds,
+        on_run=log_run,
     )
     plain, walk = ([tokens / s for s in seconds[name]] for name in ("plain", "walk"))
     return {
@@ -50,10 +54,12 @@ def _posts(post: int, goal: str) -> Callable[[str, torch.dtype, int, float], Row
     def measure(size: str, dtype: torch.dtype, rounds: int, scale: float) -> Row:
         model = random_llama(size, dtype)
         users, posts, history = 8, max(2, int(40 * scale)), int(2_000 * scale)
-        prompts = post_recommendation(users, posts, history, post, model.config.vocab_size)
+        prompts = prompts_with_histories(users, posts, history, post, model.config.vocab_size)
         some = prompts[::posts]
         seconds = interleaved(
-            {"plain": lambda: plain_loop(model, some), "walk": lambda: layer_walk(model, prompts)}, rounds
+            {"plain": lambda: plain_loop(model, some), "walk": lambda: layer_walk(model, prompts)},
+            rounds,
+            on_run=log_run,
         )
         plain, walk = [len(some) / s for s in seconds["plain"]], [len(prompts) / s for s in seconds["walk"]]
         plan = plan_for(model, prompts)
@@ -78,8 +84,8 @@ def _memory(size: str, dtype: torch.dtype, rounds: int, scale: float) -> Row:
     lawful = law.residual + law.key_value
     chunk = choose_chunk(law, int(1.3 * lawful * tokens), torch.device("cpu"))
     peaks = {
-        "plain": peak_bytes(_one_prompt, plain_loop, size, dtype, tokens),
-        "walk": peak_bytes(_one_prompt, partial(layer_walk, chunk_tokens=chunk), size, dtype, tokens),
+        "plain": peak_in_child(_one_prompt, plain_loop, size, dtype, tokens),
+        "walk": peak_in_child(_one_prompt, partial(layer_walk, chunk_tokens=chunk), size, dtype, tokens),
     }
     return {
         "case": f"one prompt of {tokens:,} tokens, chunks of {chunk}, peak bytes/token (law {lawful:,})",
@@ -93,8 +99,8 @@ def _memory(size: str, dtype: torch.dtype, rounds: int, scale: float) -> Row:
 
 def _one_prompt(method: Callable[..., object], size: str, dtype: torch.dtype, tokens: int) -> Callable[[], object]:
     model = random_llama(size, dtype)
-    method(model, single(64, model.config.vocab_size))  # what is set up once is not the prompt's
-    prompts = single(tokens, model.config.vocab_size)
+    method(model, [random_prompt(64, model.config.vocab_size)])  # what is set up once is not the prompt's
+    prompts = [random_prompt(tokens, model.config.vocab_size)]
     return lambda: method(model, prompts)
 
 
@@ -106,7 +112,7 @@ def _specprefill(keep: float) -> Callable[[str, torch.dtype, int, float], Row]:
         config = model.config
         draft = random_draft(config.vocab_size, dtype)
         tokens = int(16_384 * scale)
-        prompts = single(tokens, config.vocab_size)
+        prompts = [random_prompt(tokens, config.vocab_size)]
         compressor = compressor_for(
             draft, Compression(lookahead=1, query_reduce="mean", select_chunk=32, compress_above=0)
         )
@@ -118,6 +124,7 @@ def _specprefill(keep: float) -> Callable[[str, torch.dtype, int, float], Row]:
                     "compressed": lambda: compressed_walk(model, compressor, prompts, keep),
                 },
                 rounds,
+                on_run=log_run,
             )
         speedups = [full / part for full, part in zip(seconds["full"], seconds["compressed"], strict=True)]
         by_flops = predicted_speedup(config, draft.config, tokens, kept)

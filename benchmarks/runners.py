@@ -1,4 +1,4 @@
-"""The contenders of `python -m prefillcli.bench.peers`, each in a process of its own that waits for its turn."""
+"""The contenders of `python -m benchmarks.peers`, each in a process of its own that waits for its turn."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from prefillcli.bench.methods import plain_loop
-from prefillcli.bench.padded import padded_batches
+from benchmarks.methods import plain_loop
+from benchmarks.padded import padded_batches
 from prefillcli.engines.base import Engine, LabelTokens
 from prefillcli.engines.torch import label_logprobs
 from prefillcli.plan.plan import make_plan

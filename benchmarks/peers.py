@@ -1,4 +1,4 @@
-"""`python -m prefillcli.bench.peers`: the layer walk against a plain loop, padded batches and vLLM on the same rows.
+"""`python -m benchmarks.peers`: the layer walk against a plain loop, padded batches and vLLM on the same rows.
 
 Progress goes to stderr, the table and one line of JSON to stdout.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -23,11 +22,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.console import log, log_run
+from benchmarks.models import random_llama
+from benchmarks.runners import Runner, Scores, Settings
+from benchmarks.workloads import short_rows
 from prefillcli.bench.measure import Spread, interleaved
-from prefillcli.bench.models import random_llama
-from prefillcli.bench.runners import Runner, Scores, Settings
-from prefillcli.bench.workloads import post_recommendation, short, single
 from prefillcli.plan.trie import TokenArray
+from prefillcli.profile.prompts import prompts_with_histories, random_prompt
 
 WALK, PLAIN, PADDED, VLLM = "torch walk", "plain loop", "padded batches", "vLLM"
 CORES = os.environ.get("VLLM_CPU_OMP_THREADS_BIND") or f"0-{(os.cpu_count() or 1) - 1}"
@@ -77,7 +78,7 @@ def shared(vocabulary: int, scale: float) -> Workload:
     users, posts, history, post = 2, max(2, int(40 * scale)), int(2_000 * scale), int(150 * scale)
     return Workload(
         f"{users} users x {posts} posts, {history:,} + {post} tokens",
-        post_recommendation(users, posts, history, post, vocabulary),
+        prompts_with_histories(users, posts, history, post, vocabulary),
         {VLLM: ">= 3", PLAIN: ">= 15"},
         {PADDED: {"batch_tokens": 8192}, VLLM: _vllm(32_768, 32)},
         equal=4,
@@ -89,7 +90,7 @@ def one(vocabulary: int, scale: float) -> Workload:
     tokens = int(16_000 * scale)
     return Workload(
         f"one prompt of {tokens:,} tokens",
-        single(tokens, vocabulary),
+        [random_prompt(tokens, vocabulary)],
         {VLLM: ">= 1.5", PLAIN: ">= 1.5"},
         {VLLM: _vllm(2048, 32)},
         left_out={PADDED: "one row is never padded: it is the plain loop"},
@@ -101,7 +102,7 @@ def many(vocabulary: int, scale: float) -> Workload:
     rows = max(2, int(400 * scale))
     return Workload(
         f"{rows} rows of 20-500 tokens",
-        short(rows, 20, 500, vocabulary),
+        short_rows(rows, 20, 500, vocabulary),
         {PADDED: ">= 1.5"},
         {PADDED: {"batch_tokens": 2048}, VLLM: _vllm(8192, 32)},
     )
@@ -123,14 +124,14 @@ def main(
     vocabulary: int = network.config.vocab_size
     names = [WALK, PLAIN, PADDED, VLLM]
     if find_spec("vllm") is None:
-        _tell("vLLM is not installed here, so it is left out: `make bench-peers` brings its own")
+        log("vLLM is not installed here, so it is left out: `make bench-peers` brings its own")
         names.remove(VLLM)
     results = {}
     with TemporaryDirectory() as folder:
         network.save_pretrained(folder)
         del network
         for which in workload or list(WORKLOADS):
-            _tell(f"{which}, {model}, {dtype}")
+            log(f"{which}, {model}, {dtype}")
             results[which] = race(WORKLOADS[which](vocabulary, scale), names, Path(folder), dtype, rounds, trial)
     for result in results.values():
         _print(result)
@@ -150,7 +151,9 @@ def race(
         runners = {name: stack.enter_context(closing(open_one(name, settings=settings[name]))) for name in names}
         firsts = {name: runner.run_watched() for name, runner in runners.items()}
         scores = {name: scores for name, (scores, _, _) in firsts.items()}
-        seconds = interleaved({name: runner.run for name, runner in runners.items()}, rounds, warm_up=False)
+        seconds = interleaved(
+            {name: runner.run for name, runner in runners.items()}, rounds, warm_up=False, on_run=log_run
+        )
     rows = {name: workload.rows(name) for name in names}
     rates = {name: [len(rows[name]) / each for each in seconds[name]] for name in names}
     tokens = {name: sum(len(workload.prompts[row]) for row in rows[name]) / len(rows[name]) for name in names}
@@ -195,18 +198,18 @@ def _best(name: str, start: dict[str, Any], open_one: Callable[..., Runner]) -> 
         if key not in taken:
             try:
                 with closing(open_one(name, settings=settings)) as runner:
-                    (taken[key],) = interleaved({name: runner.run}, 1, tell=lambda *_: None)[name]
+                    (taken[key],) = interleaved({name: runner.run}, 1)[name]
             except RuntimeError as error:
-                _tell(f"  {name} {settings}: {error}")
+                log(f"  {name} {settings}: {error}")
                 taken[key] = float("inf")
             else:
-                _tell(f"  {name} {settings}: {taken[key]:.2f} s")
+                log(f"  {name} {settings}: {taken[key]:.2f} s")
         return taken[key]
 
     best = start
     for setting, values in TRIALS[name].items():
         best = min((best, *({**best, setting: value} for value in values)), key=seconds)
-    _tell(f"  {name}, the best: {best}")
+    log(f"  {name}, the best: {best}")
     return best
 
 
@@ -246,10 +249,6 @@ def _print(result: Mapping[str, Any]) -> None:
         console.print(f"  {name}: {each['rows']} rows, {settings}", highlight=False)
     for name, why in result["left_out"].items():
         console.print(f"  {name}: left out, {why}", highlight=False)
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedModel
@@ -21,16 +21,10 @@ from prefillcli.prefill.law import CHUNK_TOKENS, PACK_TOKENS
 from prefillcli.prefill.walk import LayerWalk
 
 
-def plain_logits(model: PreTrainedModel, prompts: Sequence[TokenArray]) -> Iterator[torch.Tensor]:
-    """One forward a prompt: SDPA, no cache, logits of the last token only. Float32 [vocabulary] each."""
-    model.set_attn_implementation("sdpa")
-    for prompt in prompts:
-        yield last_logits(model, prompt)
-
-
 def plain_loop(model: PreTrainedModel, prompts: Sequence[TokenArray]) -> torch.Tensor:
-    """All `plain_logits`, float32 [prompts, vocabulary]."""
-    return torch.stack(list(plain_logits(model, prompts)))
+    """One forward a prompt: SDPA, no cache, logits of the last token only. Float32 [prompts, vocabulary]."""
+    model.set_attn_implementation("sdpa")
+    return torch.stack([last_logits(model, prompt) for prompt in prompts])
 
 
 def plan_for(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-SAMPLES = Path(__file__).resolve().parent.parent.parent / "samples"
+SAMPLES = Path(__file__).resolve().parent.parent / "samples"
 WORDS = [
     "the",
     "parcel",

@@ -1,8 +1,9 @@
-"""`python -m prefillcli.bench.details`: the single numbers that docs/ quotes beside the races. Tables go to stdout."""
+"""`python -m benchmarks.details`: the single numbers that docs/ quotes beside the races. Tables go to stdout."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -13,16 +14,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.methods import layer_walk, plan_for
+from benchmarks.models import SHAPES, random_llama
+from benchmarks.workloads import short_rows
 from prefillcli.bench.measure import interleaved
-from prefillcli.bench.methods import layer_walk, plan_for
-from prefillcli.bench.models import SHAPES, random_llama
-from prefillcli.bench.workloads import post_recommendation, short, single
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plans
 from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.products import Shift, attend_by_products
 from prefillcli.profile.budget import resident
+from prefillcli.profile.prompts import prompts_with_histories, random_prompt
 from prefillcli.stats.flops import answer_flops, walk_flops
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -31,7 +33,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def schedules() -> None:
     """Tokens computed over unique tokens: 20 users x 50 posts in random order, 2,000 + 150 tokens."""
-    prompts = post_recommendation(20, 50, 2_000, 150, 8_000)
+    prompts = prompts_with_histories(20, 50, 2_000, 150, 8_000)
     prompts = [prompts[row] for row in np.random.default_rng(0).permutation(len(prompts))]
     table = Table("packs of", "prefix cache", *SCHEDULES)
     for tokens, held in ((65_536, 0), (65_536, 10_000), (8_192, 3_000), (1, 3_000)):
@@ -61,7 +63,6 @@ def attention(threads: int = 1, rounds: int = 9) -> None:
                     "bounded": lambda: attend_by_products(q, moved, v, causal=causal),  # noqa: B023
                 },
                 rounds,
-                tell=lambda *_: None,
             )
         work = 4 * 64 * 8 * queries * keys / (2 if causal else 1) / 1e9
         rates = [f"{work / float(np.median(seconds[name])):.0f}" for name in ("flash", "products", "bounded")]
@@ -80,7 +81,6 @@ def products(rounds: int = 40) -> None:
         linear = interleaved(
             {str(rows): partial(torch.mm, each, weights) for rows, each in states.items()},
             rounds,
-            tell=lambda *_: None,
         )
         scores = interleaved(
             {
@@ -89,7 +89,6 @@ def products(rounds: int = 40) -> None:
                 "contiguous": lambda: torch.bmm(query, dense.transpose(1, 2)),
             },
             rounds,
-            tell=lambda *_: None,
         )
     table = Table("rows, by 512 by 1,408", "GFLOP/s")
     for rows, seconds in linear.items():
@@ -108,7 +107,7 @@ def shapes(times: int = 8, rows: int = 60) -> None:
     table = Table("rows so far", "MiB in use", "processor s")
     table.add_row("0", f"{resident('cpu') / 2**20:,.0f}", "")
     for seed in range(1, times + 1):
-        prompts = short(rows, 20, 500, network.config.vocab_size, seed)
+        prompts = short_rows(rows, 20, 500, network.config.vocab_size, seed)
         begun = time.process_time()
         layer_walk(network, prompts)
         table.add_row(f"{seed * rows:,}", f"{resident('cpu') / 2**20:,.0f}", f"{time.process_time() - begun:.2f}")
@@ -124,11 +123,12 @@ def operators(
     """Where the walk's time goes, by operator of torch."""
     network = random_llama(model, getattr(torch, dtype))
     vocabulary: int = network.config.vocab_size
-    prompts: list[TokenArray] = {
-        "shared": lambda: post_recommendation(2, 40, 2_000, 150, vocabulary),
-        "single": lambda: single(16_000, vocabulary),
-        "short": lambda: short(400, 20, 500, vocabulary),
-    }[workload]()
+    makers: dict[str, Callable[[], list[TokenArray]]] = {
+        "shared": lambda: prompts_with_histories(2, 40, 2_000, 150, vocabulary),
+        "single": lambda: [random_prompt(16_000, vocabulary)],
+        "short": lambda: short_rows(400, 20, 500, vocabulary),
+    }
+    prompts = makers[workload]()
     layer_walk(network, prompts)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as watched:
         layer_walk(network, prompts)

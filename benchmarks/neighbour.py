@@ -1,4 +1,4 @@
-"""`python -m prefillcli.bench.neighbour`: what other busy programs cost `prefill score`, by how its threads wait.
+"""`python -m benchmarks.neighbour`: what other busy programs cost `prefill score`, by how its threads wait.
 
 Every run is the command in a process of its own. All ways take turns, alone and beside the others, so that what
 disturbs the machine for a while disturbs all of them. Progress goes to stderr, a table and one line of JSON to stdout.
@@ -20,7 +20,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from prefillcli.bench.jobs import SAMPLES
+from benchmarks.console import log
+from benchmarks.score_runs import SAMPLES
 from prefillcli.bench.measure import Spread
 from prefillcli.runtime.cores import affinity
 
@@ -54,7 +55,7 @@ def main(
                 with _busy(others):
                     taken, threads = _score(data, model, WAYS[name], limit)
                 seconds[name][where].append(taken)
-                print(f"round {turn}: {name}, {where}: {taken:.2f} s on {threads}", file=sys.stderr, flush=True)
+                log(f"round {turn}: {name}, {where}: {taken:.2f} s on {threads}")
     results = {name: _result(name, seconds) for name in ways}
     table = Table("threads", "alone, s", "over the best", "beside, s", "over the best alone")
     for name, result in results.items():
