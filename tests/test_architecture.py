@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,19 @@ def test_what_needs_no_model_knows_no_torch(package: str) -> None:
     for path in (PACKAGE / package).rglob("*.py"):
         heavy = {name for name in imported(path) if name.split(".")[0] == "torch"}
         assert not heavy, path
+
+
+def test_the_packages_of_data_import_each_other_downwards_only() -> None:
+    below = {"prefillcli.data.rows", "prefillcli.data.values", "prefillcli.data.paths", "prefillcli.data.filesystems"}
+    rooms = {folder.parent.name for folder in (PACKAGE / "data").glob("*/__init__.py")}
+    assert rooms == {"proof", "reading", "prompts", "output"}
+    needs: dict[str, set[str]] = {room: set() for room in rooms}
+    for module, path in MODULES.items():
+        inner = {name.split(".")[2] for name in imported(path) if name.startswith("prefillcli.data.")} & rooms
+        if module in below:
+            assert not inner, module
+        elif path.parent.name in rooms and path.parent.parent.name == "data":
+            above = {name for name in imported(path) if name.startswith("prefillcli.data.") and name.count(".") == 2}
+            assert above <= below | {f"prefillcli.data.{room}" for room in rooms}, module
+            needs[path.parent.name] |= inner - {path.parent.name}
+    TopologicalSorter(needs).prepare()  # raises CycleError

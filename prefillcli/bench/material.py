@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from prefillcli.bench.probes import make_workload
+from prefillcli.data.paths import split_path
 from prefillcli.data.prompts.builder import DEFAULT_COLUMN, PromptBuilder, PromptSettings
 from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.labels import Labels
@@ -94,7 +95,7 @@ def input_material(
     Of the prompts only the first ones are taken, `most_tokens` in all, but a few in any case.
     """
     window = next(windows(source, builder, labels, id_column=None), None)
-    name = source.paths[0].rstrip("/").rpartition("/")[2]
+    name = split_path(source.paths[0].rstrip("/"))[1]
     if len(source.paths) > 1:
         name += f" and {len(source.paths) - 1:,} more"
     if window is None:

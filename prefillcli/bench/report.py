@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from rich.console import Console
 from rich.table import Table
 
-from prefillcli.data.output.store import open_store
+from prefillcli.data.output.store import put_text
 from prefillcli.redaction import shown_report
 from prefillcli.report.numbers import three_digits
 from prefillcli.stats.audit import Audit
@@ -406,5 +406,4 @@ def save_report(report: BenchReport) -> None:
     texts = {report.output: safe.model_dump_json(indent=2) + "\n", report.page: to_html(safe)}
     for path, text in texts.items():
         if path is not None:
-            folder, slash, name = path.rpartition("/")
-            open_store(folder or slash or ".").put_bytes(name, text.encode())
+            put_text(path, text)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,14 +11,10 @@ from typing import Any
 import fsspec
 import pyarrow.fs
 
-from prefillcli.errors import PrefillError, UsageError
+from prefillcli.data.paths import is_url
+from prefillcli.errors import PrefillError, ResourceError, UsageError
 
-_SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.\-]+(?=://|::)")
-
-
-def is_url(path: str) -> bool:
-    """Whether `path` names its filesystem (`s3://bucket/x`), as against a plain local path."""
-    return _SCHEME.match(path) is not None
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def is_local(filesystem: Any) -> bool:
@@ -66,3 +62,18 @@ def reading(path: str) -> Iterator[None]:
         raise PrefillError(
             f"cannot read {path}: {reason}\nthe file may be damaged or incomplete: check it, then run again"
         ) from error
+
+
+@contextmanager
+def writing(path: str) -> Iterator[None]:
+    """Turn what a disk or an object store raises into an error that names `path`."""
+    try:
+        yield
+    except PrefillError:
+        raise
+    except OSError as error:
+        if error.errno in _FULL:
+            raise ResourceError(
+                f"no space left on the device for {path}\nmake room, then run again with --resume"
+            ) from error
+        raise PrefillError(f"cannot use {path}: {error.strerror or error}") from error

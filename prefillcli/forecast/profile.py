@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from prefillcli.data.output.store import open_store
+from prefillcli.data.output.store import open_file
 from prefillcli.errors import UsageError
 from prefillcli.forecast.machine import Machine, this_machine
 from prefillcli.forecast.replay_results import Replay
@@ -202,9 +202,8 @@ class Profile(BaseModel):
 
         A fit that is too weak is left out, and the replays that were made with it, whoever stored them.
         """
-        folder, slash, name = path.rpartition("/")
         try:
-            with open_store(folder or slash or ".").read(name) as file:
+            with open_file(path) as file:
                 text = file.read()
         except FileNotFoundError:
             return None

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from prefillcli.data.output.counts import Counts
-from prefillcli.data.output.store import open_store
+from prefillcli.data.output.store import put_text
 from prefillcli.data.proof.fingerprints import hash_model
 from prefillcli.engines.loading import Opened, open_models, refuse_what_cannot_fit, weights_of
 from prefillcli.errors import PrefillError, ResourceError, UsageError
@@ -41,10 +41,9 @@ def dry_run_job(settings: ScoreSettings) -> dict[str, Any]:
     report.seconds, report.peak_memory_bytes = clock.total, peak_memory()["host"]
     report.versions = versions()
     if report.report is not None:
-        folder, slash, name = report.report.rpartition("/")
         try:
             text = shown_report(report).model_dump_json(indent=2) + "\n"
-            open_store(folder or slash or ".").put_bytes(name, text.encode())
+            put_text(report.report, text)
         except (OSError, PrefillError) as error:
             print(f"prefill: cannot write the report: {error}", file=sys.stderr)
             report.report = None

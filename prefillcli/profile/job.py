@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from prefillcli.data.output.store import open_store
+from prefillcli.data.output.store import put_text
 from prefillcli.data.proof.fingerprints import hash_model
 from prefillcli.engines.loading import open_model
 from prefillcli.errors import PrefillError, ResourceError, UsageError, nearest
@@ -237,9 +237,8 @@ def _save(profile: Profile, output: str, seconds: float) -> None:
     profile.created = datetime.now(UTC).isoformat(timespec="seconds")
     profile.seconds_taken = seconds
     for path, text in ((output, profile.model_dump_json(indent=2) + "\n"), (page_of(output), to_html(profile))):
-        folder, slash, name = path.rpartition("/")
         try:
-            open_store(folder or slash or ".").put_bytes(name, text.encode())
+            put_text(path, text)
         except OSError as error:
             raise ResourceError(f"{path}: cannot write: {error.strerror or error}") from None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from prefillcli.data.output.store import open_store
+from prefillcli.data.output.store import put_text
 from prefillcli.errors import PrefillError, ResourceError
 from prefillcli.redaction import shown_report, without_secrets
 from prefillcli.report.metrics import to_metrics
@@ -42,12 +42,6 @@ def write_files(report: RunReport, metrics_file: str | None = None) -> None:
             put_text(metrics_file, to_metrics(report, time.time()))
         except Exception as error:
             _warn("metrics", error)
-
-
-def put_text(path: str, text: str) -> None:
-    """Write a whole file at a local path or URL. Raises PrefillError."""
-    folder, slash, name = path.rpartition("/")
-    open_store(folder or slash or ".").put_bytes(name, text.encode())
 
 
 def _warn(what: str, error: Exception) -> None:

@@ -10,7 +10,7 @@ from itertools import groupby
 
 from jinja2 import Environment, StrictUndefined
 
-from prefillcli.data.output.store import open_store
+from prefillcli.data.output.store import put_text
 from prefillcli.report.inspection import (
     FOLD,
     HEAT,
@@ -51,8 +51,7 @@ def to_html(inspection: Inspection) -> str:
 
 def write_html(inspection: Inspection, path: str) -> None:
     """Write the page of `to_html` to a local path or URL. Raises PrefillError."""
-    folder, slash, name = path.rpartition("/")
-    open_store(folder or slash or ".").put_bytes(name, to_html(inspection).encode())
+    put_text(path, to_html(inspection))
 
 
 @dataclass(frozen=True, slots=True)

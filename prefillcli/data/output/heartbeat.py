@@ -10,8 +10,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from prefillcli.data.output.local_store import LocalStore
 from prefillcli.data.output.locks import Owner
-from prefillcli.data.output.store import LocalStore, Store
+from prefillcli.data.output.store import Store
 
 NAME = "heartbeat.json"
 _LOCAL_SECONDS, _REMOTE_SECONDS = 5.0, 30.0  # a request of an object store costs money

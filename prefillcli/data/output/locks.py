@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
 
+from prefillcli.data.paths import split_path
 from prefillcli.errors import OutputBusyError, PrefillError
 
 LOCK = "lock"
@@ -179,8 +180,7 @@ class ObjectLock:
         """Take the lock. False if the store cannot say no; raises OutputBusyError if another run holds it."""
         data = json.dumps(asdict(self._owner)).encode()
         with suppress(Exception):
-            folder = self._path.rpartition("/")[0]
-            self._filesystem.makedirs(folder, exist_ok=True)
+            self._filesystem.makedirs(split_path(self._path)[0], exist_ok=True)
         with suppress(Exception):  # whatever a store's client raises to say no: what counts is whose object is there
             create(self._path, data)
         if not self._mine():

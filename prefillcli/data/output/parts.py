@@ -20,11 +20,10 @@ from prefillcli.data.output.formats import write_parquet
 from prefillcli.data.output.manifest import Job
 from prefillcli.data.output.store import Store
 from prefillcli.data.output.tallies import ROW
-from prefillcli.data.proof.seals import require_seal
+from prefillcli.data.proof.seals import JOB_KEY, require_seal
 from prefillcli.data.rows import Float64Array, Int64Array, RowError, ScoredRow, Window
 from prefillcli.errors import DamagedFileError, PrefillError, brief
 
-_METADATA = b"prefillcli"
 _NAME = re.compile(r"part-(\d{6,})-(\d{6,})\.parquet")
 
 
@@ -165,7 +164,7 @@ def make_rows(
 def write_part(store: Store, info: PartInfo, rows: pa.Table) -> None:
     """Write rows of a window as a part."""
     buffer = io.BytesIO()
-    metadata = {_METADATA: json.dumps({**asdict(info), "job": info.job.to_json()}).encode()}
+    metadata = {JOB_KEY: json.dumps({**asdict(info), "job": info.job.to_json()}).encode()}
     write_parquet(buffer, rows.schema.with_metadata(metadata), [rows], compression="lz4")
     store.put_bytes(info.name, buffer.getvalue())
 
@@ -185,7 +184,7 @@ def read_part(store: Store, name: str, columns: Sequence[str] | None = None) -> 
     try:
         require_seal(data)
         table = pq.read_table(data, columns=columns, page_checksum_verification=True)
-        content = json.loads(table.schema.metadata[_METADATA])
+        content = json.loads(table.schema.metadata[JOB_KEY])
         content["job"] = Job.of_json(content["job"])
         content["window_rows"] = WindowRows(**content["window_rows"])
         content["counts"] = Counts.of_json(content["counts"])

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import IO, Protocol
 
-from prefillcli.data.output.store import LocalStore, Store, make_folder, sync_folder, using
+from prefillcli.data.filesystems import writing
+from prefillcli.data.output.local_store import LocalStore, make_folder, sync_folder
+from prefillcli.data.output.store import Store
 from prefillcli.data.output.target import OLD, SUCCESS, Published, Target, is_partition
 from prefillcli.errors import PrefillError
 
@@ -39,7 +41,7 @@ def settle(target: Target) -> None:
     if target.kind != "directory" or not isinstance(target.store, LocalStore) or not isinstance(work, LocalStore):
         return
     old, new, place = (os.path.join(work.location, OLD), os.path.join(work.location, _NEW), target.store.location)
-    with using(place):
+    with writing(place):
         if os.path.isdir(old) and not os.path.isdir(place):
             os.rename(old, place)
         for folder in (old, new):
@@ -64,7 +66,7 @@ class _Renamed:
 
     def publish(self, published: Published) -> None:
         self._store.put_bytes(SUCCESS, published.to_json())
-        with using(self._place):
+        with writing(self._place):
             parent = os.path.dirname(self._place)
             make_folder(parent)
             if _shared(self._target, self._place):  # by now

@@ -20,7 +20,8 @@ from prefillcli.data.output.parts import WindowRows
 from prefillcli.data.output.publication import publication, settle
 from prefillcli.data.output.resuming import decide, proven_parts, require_undamaged
 from prefillcli.data.output.tallies import ROW
-from prefillcli.data.output.target import METADATA, Published, Target
+from prefillcli.data.output.target import Published, Target
+from prefillcli.data.proof.seals import JOB_KEY
 from prefillcli.data.reading.partitions import Partitions
 from prefillcli.data.rows import Int64Array, RowError, ScoredRow, Window
 from prefillcli.errors import DamagedFileError, OutputConflictError, PrefillError, UsageError
@@ -332,7 +333,7 @@ class Sink:
             carried.sort(key=lambda field: field.name != self._id)
         text = json.dumps(self._manifest.job.to_json())
         return pa.schema(
-            [*carried, *parts.result_schema(self._labels, self._audit)], metadata={METADATA: text.encode()}
+            [*carried, *parts.result_schema(self._labels, self._audit)], metadata={JOB_KEY: text.encode()}
         )
 
     def _write_output(self, counts: Counts) -> dict[str, str]:

@@ -13,16 +13,14 @@ from typing import Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from prefillcli.data.filesystems import filesystem_of, is_url
+from prefillcli.data.filesystems import filesystem_of
 from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.manifest import Job, with_checksum
 from prefillcli.data.output.store import Store, open_store
-from prefillcli.data.proof.seals import digest_of, seal_of
-from prefillcli.data.reading.discovery import WORK_ENDING
+from prefillcli.data.paths import WORK_ENDING, is_url, split_path
+from prefillcli.data.proof.seals import JOB_KEY, digest_of, seal_of
 from prefillcli.errors import DamagedFileError, UsageError
 
-METADATA = b"prefillcli"
-"""Key of the job in the metadata of a Parquet output."""
 SUCCESS = "_SUCCESS"
 """The file of a directory output that is written last: its job and files, as `Published.to_json` gives them."""
 OLD = "old"
@@ -78,7 +76,7 @@ class Target:
     @cached_property
     def store(self) -> Store:
         """The folder that holds the output."""
-        return open_store(self.path if self.kind == "directory" else _parent(self.path))
+        return open_store(self.path if self.kind == "directory" else split_path(self.path)[0])
 
     @cached_property
     def work(self) -> Store:
@@ -120,7 +118,7 @@ class Target:
                     content = json.load(file)
                 return Published(Job.of_json(content), dict(content["files"]))
             with self.store.read(self.name) as file:
-                content = json.loads(pq.read_schema(file).metadata[METADATA])
+                content = json.loads(pq.read_schema(file).metadata[JOB_KEY])
                 return Published(Job.of_json(content), {self.name: seal_of(file)})
         except (pa.ArrowException, DamagedFileError, OSError, ValueError, KeyError, TypeError):
             return None
@@ -171,11 +169,6 @@ class Target:
 def is_partition(folder: str) -> bool:
     """Whether a folder in a directory output is of a partition, like `day=2026-11-21`."""
     return "=" in folder
-
-
-def _parent(path: str) -> str:
-    folder, slash, _ = path.rpartition("/")
-    return f"{folder}/" if folder.endswith(("/", ":")) else folder or slash or "."
 
 
 def _is_directory(path: str) -> bool:

@@ -15,7 +15,8 @@ from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.formats import as_json
 from prefillcli.data.output.json_columns import typed_column
 from prefillcli.data.output.manifest import Job, Manifest
-from prefillcli.data.output.target import METADATA, Published, Target
+from prefillcli.data.output.target import Published, Target
+from prefillcli.data.proof.seals import JOB_KEY
 from prefillcli.data.reading.source import Source
 from prefillcli.data.values import to_python
 from prefillcli.errors import ContentChangedError, DamagedFileError, OutputConflictError
@@ -104,7 +105,7 @@ class Verification:
                         yield from _read_jsonl(file, self._target.codec, *columns)
                         continue
                     parquet = pq.ParquetFile(file, page_checksum_verification=True)
-                    said = json.loads(parquet.schema_arrow.metadata[METADATA])
+                    said = json.loads(parquet.schema_arrow.metadata[JOB_KEY])
                     if Job.of_json(said).digest != published.job.digest:
                         self._add(f"{name} says that another job wrote it")
                     for batch in parquet.iter_batches(columns=list(dict.fromkeys(columns))):

@@ -13,6 +13,8 @@ from typing import IO, Any
 
 from prefillcli.errors import DamagedFileError
 
+JOB_KEY = b"prefillcli"
+"""Key of the job in the metadata of a Parquet file that a job wrote."""
 _KEY = b"prefillcli.seal"
 _BLANK = b"0" * 64
 _MAGIC = b"PAR1"

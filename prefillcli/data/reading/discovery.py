@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from fsspec.utils import glob_translate
 
-from prefillcli.data.filesystems import filesystem_of, is_local, is_url
+from prefillcli.data.filesystems import filesystem_of, is_local
+from prefillcli.data.paths import WORK_ENDING, is_url
 from prefillcli.data.proof.identity import Stamp, stamp_of
 from prefillcli.errors import PrefillError, UsageError
 
@@ -28,8 +29,6 @@ _KINDS: dict[str, Kind] = {
     ".json": "jsonl",
 }
 ENDINGS = ".parquet, .pq, .jsonl, .ndjson or .json (the last three also with .gz or .zst)"
-WORK_ENDING = ".prefill"
-"""Ending of the work folder beside an output; never read as input."""
 _REPORTS = (".run.json", ".run.html", ".dry-run.json", ".prom")
 """Endings of what a run writes beside its output; never taken from a directory or a glob."""
 

@@ -12,8 +12,8 @@ from itertools import islice
 import numpy as np
 import pyarrow as pa
 
-from prefillcli.data.output.target import METADATA
 from prefillcli.data.proof.contents import Contents
+from prefillcli.data.proof.seals import JOB_KEY
 from prefillcli.data.reading.discovery import discover, finds
 from prefillcli.data.reading.jsonl import BatchMaker, JsonlInput, parse
 from prefillcli.data.reading.parquet import ParquetInput
@@ -260,7 +260,7 @@ class Source:
 
     def _refuse_outputs(self) -> None:
         """Scores that lie among other files are hardly meant to be scored."""
-        ours = [METADATA in (file.schema.metadata or {}) for file in self._parquet]
+        ours = [JOB_KEY in (file.schema.metadata or {}) for file in self._parquet]
         for file, written in zip(self._found, ours, strict=True):
             if written and not all(ours) and file.path not in self._inputs:
                 raise UsageError(
