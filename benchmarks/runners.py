@@ -125,7 +125,7 @@ def _walk(model: Path, dtype: str, prompts: Sequence[TokenArray]) -> Iterator[tu
     """The engine of `prefill score`, with the packs and chunks that it chooses by itself."""
     from prefillcli.engines.loading import Opened, load
     from prefillcli.models.model import read_model_files
-    from prefillcli.options.settings import LoadingOptions
+    from prefillcli.options.groups import LoadingOptions
 
     files = read_model_files(model, dtype=dtype)
     loaded = load(

@@ -16,16 +16,14 @@ from pydantic.fields import FieldInfo
 from prefillcli import __version__
 from prefillcli.engines.kinds import ENGINES
 from prefillcli.errors import PrefillError
+from prefillcli.options.bench import BenchSettings
+from prefillcli.options.commands import COMMANDS
+from prefillcli.options.groups import ModelOptions
+from prefillcli.options.inspect import InspectSettings
 from prefillcli.options.load import AnySettings, load_settings
 from prefillcli.options.option import RUN
-from prefillcli.options.settings import (
-    COMMANDS,
-    BenchSettings,
-    InspectSettings,
-    ModelOptions,
-    ProfileSettings,
-    ScoreSettings,
-)
+from prefillcli.options.profile import ProfileSettings
+from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import shown
 from prefillcli.runtime.streams import survive_closed_streams
 from prefillcli.runtime.threads import prepare

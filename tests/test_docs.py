@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from prefillcli.bench.job import METHODS
@@ -16,19 +15,11 @@ from prefillcli.cli import app
 from prefillcli.data.rows import ERROR_CODES
 from prefillcli.jobs.status import Status
 from prefillcli.jobs.verify import Verified
-from prefillcli.options.settings import BenchSettings, InspectSettings, ProfileSettings, ScoreSettings
+from prefillcli.options.commands import COMMANDS
 from prefillcli.report.run import RunReport
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
-
-
-COMMANDS: dict[str, type[BaseModel]] = {
-    "score": ScoreSettings,
-    "bench": BenchSettings,
-    "inspect": InspectSettings,
-    "profile": ProfileSettings,
-}
 
 
 def options(text: str) -> set[str]:
@@ -104,7 +95,7 @@ def test_every_error_code_and_report_key_is_documented() -> None:
 
 def test_bench_names_its_options_methods_workloads_and_keys() -> None:
     text = (ROOT / "docs" / "bench.md").read_text()
-    own = BenchSettings.__annotations__.keys() - {"inputs"}
+    own = COMMANDS["bench"].__annotations__.keys() - {"inputs"}
     assert {"--" + name.replace("_", "-") for name in own} <= options(text)
     for name in (*METHODS, *WORKLOADS):
         assert f"| `{name}` |" in text, name

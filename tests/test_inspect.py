@@ -33,7 +33,7 @@ from prefillcli.errors import Interrupted
 from prefillcli.jobs import inspect
 from prefillcli.jobs.score import score_job
 from prefillcli.options.load import load_settings
-from prefillcli.options.settings import ScoreSettings
+from prefillcli.options.score import ScoreSettings
 from prefillcli.report.inspection import Inspection, SharedPrefix
 
 SAMPLES = Path(__file__).parent.parent / "samples"

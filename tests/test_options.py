@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 from prefillcli.cli import app
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
+from prefillcli.options.commands import COMMANDS
 from prefillcli.options.load import load_settings
 from prefillcli.options.option import COMPRESSION, Settings
 from prefillcli.options.requirements import Requirement
-from prefillcli.options.settings import COMMANDS
 
 Values = dict[str, Any]
 

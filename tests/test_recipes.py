@@ -21,7 +21,7 @@ import pytest
 from typer.testing import CliRunner
 
 from prefillcli.cli import app
-from prefillcli.options.settings import ScoreSettings
+from prefillcli.options.score import ScoreSettings
 
 ROOT = Path(__file__).parent.parent
 RECIPES, SAMPLES = ROOT / "recipes", ROOT / "samples"

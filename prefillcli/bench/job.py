@@ -20,7 +20,7 @@ from prefillcli.jobs.inputs import open_source, prompt_builder
 from prefillcli.jobs.outcome import fail
 from prefillcli.jobs.paths import refuse_among_inputs, require_json
 from prefillcli.models.samples import sample_draft
-from prefillcli.options.settings import BenchSettings
+from prefillcli.options.bench import BenchSettings
 from prefillcli.redaction import shown, without_secrets
 from prefillcli.report.run import versions
 from prefillcli.runtime.clock import Clock

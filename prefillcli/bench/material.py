@@ -21,7 +21,7 @@ from prefillcli.data.rows import Prompt, RowBatch, RowError
 from prefillcli.data.windows import MAX_ROWS, windows
 from prefillcli.engines.loading import Opened
 from prefillcli.errors import PrefillError, UsageError
-from prefillcli.options.settings import QUICK_ROWS, BenchSettings
+from prefillcli.options.bench import QUICK_ROWS, BenchSettings
 
 _FEWEST = 8  # prompts of a quick look, however long they are
 

@@ -15,7 +15,7 @@ from prefillcli.plan.trie import TokenArray
 if TYPE_CHECKING:
     from prefillcli.engines.loading import Loaded, Opened
     from prefillcli.forecast.profile import Profile
-    from prefillcli.options.settings import ScoreSettings
+    from prefillcli.options.score import ScoreSettings
 
 #: For each label the token ids whose probabilities it sums.
 LabelTokens = tuple[tuple[int, ...], ...]

@@ -8,7 +8,7 @@ from typing import cast
 from prefillcli.data.proof.fingerprints import hash_value
 from prefillcli.engines.base import Loader
 from prefillcli.engines.kinds import ENGINES
-from prefillcli.options.settings import ScoreSettings
+from prefillcli.options.score import ScoreSettings
 
 
 def loader_of(engine: str) -> Loader:

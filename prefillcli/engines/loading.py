@@ -10,7 +10,7 @@ from prefillcli.compress.settings import PAPER, Compression
 from prefillcli.engines.base import Engine
 from prefillcli.errors import ResourceError, UsageError, brief
 from prefillcli.models.samples import sample_model
-from prefillcli.options.settings import CompressionOptions, LoadingOptions, ModelOptions
+from prefillcli.options.groups import CompressionOptions, LoadingOptions, ModelOptions
 from prefillcli.options.values import parse_size
 from prefillcli.plan.pack import Limits
 from prefillcli.runtime.threads import Threads

@@ -23,7 +23,7 @@ from prefillcli.engines.guard import Guard
 from prefillcli.engines.loading import Loaded, Opened
 from prefillcli.engines.options import check_options
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief
-from prefillcli.options.settings import ScoreSettings
+from prefillcli.options.score import ScoreSettings
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.runtime.streams import stdout_to_stderr
 

@@ -16,7 +16,7 @@ from prefillcli.data.rows import Prompt
 from prefillcli.engines.loading import Opened, compression_of, plan_memory, worth_of
 from prefillcli.errors import ResourceError
 from prefillcli.forecast.profile import Profile
-from prefillcli.options.settings import LoadingOptions, ScheduledOptions
+from prefillcli.options.groups import LoadingOptions, ScheduledOptions
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plans
 from prefillcli.plan.schedules import SCHEDULES

@@ -21,7 +21,7 @@ from prefillcli.engines.loading import Opened
 from prefillcli.forecast.alternatives import Alternatives
 from prefillcli.forecast.profile import Profile
 from prefillcli.jobs.inputs import prompt_builder
-from prefillcli.options.settings import ScheduledOptions
+from prefillcli.options.groups import ScheduledOptions
 from prefillcli.plan.sharing import shared_nodes
 from prefillcli.plan.trie import build_forest, token_order
 from prefillcli.report.dry_run import (

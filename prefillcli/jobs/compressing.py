@@ -17,7 +17,7 @@ from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.rows import Prompt, Window
 from prefillcli.engines.base import Engine
 from prefillcli.errors import PrefillError, ResourceError, brief, out_of_resource
-from prefillcli.options.settings import ScoreSettings
+from prefillcli.options.score import ScoreSettings
 from prefillcli.report.run import RunReport
 
 Tick = Callable[[float], None]

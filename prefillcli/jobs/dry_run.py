@@ -15,7 +15,7 @@ from prefillcli.forecast.timing import find_profile
 from prefillcli.jobs.inputs import carried_columns, open_source, refuse_unlike_partitions
 from prefillcli.jobs.outcome import conclude, fail
 from prefillcli.jobs.paths import default_output, dry_run_report, refuse_among_inputs
-from prefillcli.options.settings import ScoreSettings
+from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import shown, shown_report
 from prefillcli.report.dry_run import DryRunReport, print_dry_run
 from prefillcli.report.run import versions

@@ -13,7 +13,8 @@ from prefillcli.data.reading.source import Source
 from prefillcli.engines.loading import Opened
 from prefillcli.errors import UsageError
 from prefillcli.models.samples import sample_model
-from prefillcli.options.settings import JobOptions, LoadingOptions, ScoreSettings
+from prefillcli.options.groups import JobOptions, LoadingOptions
+from prefillcli.options.score import ScoreSettings
 from prefillcli.options.values import parse_size
 from prefillcli.redaction import without_secrets
 

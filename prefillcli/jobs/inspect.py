@@ -26,7 +26,8 @@ from prefillcli.engines.loading import Loaded, Opened, load, open_models
 from prefillcli.errors import PrefillError, UsageError
 from prefillcli.jobs.inputs import open_source, prompt_builder
 from prefillcli.jobs.outcome import fail
-from prefillcli.options.settings import CompressionOptions, InspectSettings
+from prefillcli.options.groups import CompressionOptions
+from prefillcli.options.inspect import InspectSettings
 from prefillcli.plan.trie import common_prefix
 from prefillcli.report.inspection import Answer, Inspection, SharedPrefix, TokenView, Why, print_inspection, visible
 from prefillcli.report.inspection_page import write_html

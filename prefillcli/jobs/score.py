@@ -41,7 +41,8 @@ from prefillcli.jobs.inputs import (
 from prefillcli.jobs.outcome import conclude, fail
 from prefillcli.jobs.paths import default_output, default_report, refuse_among_inputs
 from prefillcli.jobs.window import WindowScorer
-from prefillcli.options.settings import CompressionOptions, ScoreSettings
+from prefillcli.options.groups import CompressionOptions
+from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import shown, shown_report
 from prefillcli.report.files import write_files
 from prefillcli.report.run import MemoryTrace, RunReport, ThreadCounts, print_table, versions

@@ -12,8 +12,8 @@ import yaml
 from pydantic import ValidationError
 
 from prefillcli.errors import UsageError, nearest
+from prefillcli.options.commands import COMMANDS
 from prefillcli.options.option import Settings
-from prefillcli.options.settings import COMMANDS
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
 

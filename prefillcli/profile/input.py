@@ -13,7 +13,7 @@ from prefillcli.forecast.profile import Profile
 from prefillcli.forecast.survey import survey
 from prefillcli.jobs.inputs import open_source, prompt_builder
 from prefillcli.jobs.paths import refuse_among_inputs
-from prefillcli.options.settings import ProfileSettings
+from prefillcli.options.profile import ProfileSettings
 from prefillcli.report.dry_run import Survey
 from prefillcli.runtime.progress import Progress
 

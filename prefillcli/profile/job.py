@@ -18,7 +18,7 @@ from prefillcli.forecast.profile import CompletionModel, ModeResult, Profile, Tr
 from prefillcli.forecast.replay_results import Replay
 from prefillcli.jobs.outcome import fail
 from prefillcli.jobs.paths import require_json
-from prefillcli.options.settings import ProfileSettings
+from prefillcli.options.profile import ProfileSettings
 from prefillcli.options.values import parse_size
 from prefillcli.profile.input import Input, open_input, survey_input
 from prefillcli.redaction import shown, without_secrets

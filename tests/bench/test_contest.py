@@ -25,7 +25,7 @@ from prefillcli.compress.settings import Compression
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.rows import Prompt
 from prefillcli.engines.loading import load, open_models
-from prefillcli.options.settings import BenchSettings
+from prefillcli.options.bench import BenchSettings
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.profile.prompts import random_prompt

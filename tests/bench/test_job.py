@@ -18,7 +18,7 @@ from prefillcli.bench import contest, job
 from prefillcli.bench.probes import WORKLOADS
 from prefillcli.bench.report import BenchReport
 from prefillcli.cli import app
-from prefillcli.options.settings import BenchSettings
+from prefillcli.options.bench import BenchSettings
 
 PLAIN = ("--rows", "4", "--tokens", "200", "--rounds", "1")
 SMALL = (*PLAIN, "--query-window", "4")

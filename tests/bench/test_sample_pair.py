@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from prefillcli.bench.job import bench_job
+from prefillcli.options.bench import BenchSettings
 from prefillcli.options.load import load_settings
-from prefillcli.options.settings import BenchSettings
 
 
 @pytest.mark.nightly

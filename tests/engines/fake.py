@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from prefillcli.engines.base import Answer, LabelTokens, sequences
 from prefillcli.engines.kinds import EngineKind
 from prefillcli.engines.loading import Loaded, Opened
-from prefillcli.options.settings import ScoreSettings
+from prefillcli.options.score import ScoreSettings
 from prefillcli.plan.pack import Limits, Pack
 
 KIND = EngineKind("fake", "tests.engines.fake", frozenset())

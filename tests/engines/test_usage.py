@@ -13,8 +13,9 @@ import pytest
 
 from prefillcli.engines.kinds import CAPABILITIES, ENGINES
 from prefillcli.errors import UsageError
+from prefillcli.options.groups import CompressionOptions, MemoryOptions
 from prefillcli.options.load import load_settings
-from prefillcli.options.settings import CompressionOptions, MemoryOptions, ScoreSettings
+from prefillcli.options.score import ScoreSettings
 from tests.score.jobs import score, texts, write_parquet
 
 ASKING: dict[str, Any] = {

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from prefillcli.options.settings import ScheduledOptions
+from prefillcli.options.groups import ScheduledOptions
 from prefillcli.plan.account import account
 from prefillcli.plan.pack import HELD_PACKS, Limits, Pack
 from prefillcli.plan.plan import make_plan, packs_to_run

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prefillcli.jobs.score import score_job
 from prefillcli.options.load import load_settings
-from prefillcli.options.settings import ScoreSettings
+from prefillcli.options.score import ScoreSettings
 
 TOLERANCE = 1e-5
 HISTORIES = (

@@ -13,7 +13,7 @@ import pytest
 from prefillcli.engines.loading import compression_of
 from prefillcli.errors import UsageError
 from prefillcli.options.load import load_settings
-from prefillcli.options.settings import ScoreSettings
+from prefillcli.options.score import ScoreSettings
 from tests.score.jobs import read_report, score, texts, write_parquet
 from tests.score.models import CHAT_TEMPLATE, save_model
 

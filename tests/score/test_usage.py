@@ -15,7 +15,7 @@ from prefillcli.data.reading.discovery import finds
 from prefillcli.errors import UsageError
 from prefillcli.jobs.paths import default_output
 from prefillcli.options.load import load_settings
-from prefillcli.options.settings import ScoreSettings
+from prefillcli.options.score import ScoreSettings
 from tests.score.jobs import read_report, score, texts, write_jsonl, write_parquet
 
 

@@ -1,0 +1,122 @@
+"""Everything `prefill bench` can be told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from prefillcli.errors import UsageError
+from prefillcli.options import requirements
+from prefillcli.options.groups import MeasuringOptions, ScheduledOptions
+from prefillcli.options.option import BENCH, COMPRESSION, FILES, option, require
+from prefillcli.options.requirements import Requirement
+from prefillcli.options.values import Names, Rates, Threshold
+
+QUICK_ROWS = 60
+"""Rows of INPUT that `prefill bench` compares unless it is told otherwise."""
+
+
+class BenchSettings(MeasuringOptions, ScheduledOptions):
+    """Everything `prefill bench` can be told."""
+
+    full: bool = option(
+        False, "All methods, both usual workloads, long prompts, all rows of INPUT: minutes to hours.", BENCH
+    )
+    inputs: tuple[str, ...] = Field(
+        default=(), description="Parquet or JSONL: files, directories, globs or URLs. Without: made workloads."
+    )
+    seed: int = option(
+        0, "Seed of --sample, of made workloads and of random selections.",
+        FILES, metavar="N", requires=requirements.RANDOM,
+    )  # fmt: skip
+    draft: str | None = option(
+        None,
+        "Small model with the same tokenizer that picks the tokens. (default: with the sample model, its draft)",
+        COMPRESSION, metavar="DIR|NAME", requires=requirements.SPECPREFILL,
+    )  # fmt: skip
+    keep: Rates = option(  # type: ignore[assignment]  # several rates side by side
+        (0.2,),
+        "Share of the tokens that a compressing method keeps; repeatable.",
+        BENCH, metavar="RATE", repeatable=True, requires=requirements.COMPRESSION,
+    )  # fmt: skip
+    compress_above: Threshold = option(
+        0, "Prompts up to this many tokens are read in full; auto: those that it would not make faster.",
+        COMPRESSION, metavar="N|auto", requires=requirements.COMPRESSION,
+    )  # fmt: skip
+    workload: Names = option(
+        (),
+        "A made workload: post-recommendation, credit-verification, needle, multi-needle, variable-tracking, "
+        "common-words, frequent-words or qa; repeatable. (default: needle, with --full post-recommendation too)",
+        BENCH, metavar="NAME", repeatable=True,
+    )  # fmt: skip
+    method: Names = option(
+        (),
+        "A method to compare: hf, full, hybrid (always), specprefill, random, ends or bm25; repeatable. (default: hf, "
+        "hybrid and, where there is a draft, specprefill and random; with --full all)",
+        BENCH, metavar="NAME", repeatable=True,
+    )  # fmt: skip
+    rows: int = option(60, "Rows of a made workload.", BENCH, metavar="N", ge=2)
+    tokens: int | None = option(
+        None,
+        "Most tokens in a prompt of a made workload. (default: 1000, with --full 4000)",
+        BENCH,
+        metavar="N",
+        ge=64,
+    )
+    scale: float = option(1.0, "Multiplies --rows and --tokens.", BENCH, metavar="FACTOR", gt=0)
+    rounds: int = option(
+        3, "Timed rounds, after one to warm up; 0: the times are those of that one.", BENCH, metavar="N", ge=0
+    )
+    truth: str | None = option(
+        None, "Column of INPUT with the right answer, for accuracy and AUC.", BENCH, metavar="COLUMN"
+    )
+    output: str = option(
+        "bench.json",
+        "JSON file for the numbers; the page goes beside it, as .html.",
+        FILES,
+        short="-o",
+        metavar="PATH",
+    )
+
+    @property
+    def drafts(self) -> bool:
+        return (self.draft is not None or self.model is None) and self.compares("specprefill")
+
+    @property
+    def compresses(self) -> bool:
+        return self.drafts or any(self.compares(name) for name in ("random", "ends", "bm25"))
+
+    @property
+    def draws(self) -> bool:
+        return not self.inputs or super().draws or self.compares("random")
+
+    def compares(self, method: str) -> bool:
+        """Whether the method is among those that are compared; without a draft only those named drop tokens."""
+        if self.method:
+            return method in self.method
+        return (self.draft is not None or self.model is None) and (self.full or method in ("specprefill", "random"))
+
+    def complete(self) -> BenchSettings:
+        """These settings with what was not given, as `full` says."""
+        left: dict[str, Any] = {}
+        if self.tokens is None:
+            left["tokens"] = 4000 if self.full else 1000
+        if not self.inputs and not self.workload:
+            left["workload"] = ("post-recommendation", "needle") if self.full else ("needle",)
+        if self.inputs and self.limit is None and self.sample is None and not self.full:
+            left["limit"] = QUICK_ROWS
+        return self.model_copy(update=left)
+
+    @classmethod
+    def required(cls) -> dict[str, list[Requirement]]:
+        found = super().required()
+        require(found, ("workload", "rows", "tokens", "scale"), requirements.MADE_WORKLOADS)
+        for_input = ("limit", "sample", "template", "truth", "prompt_column", "literal", "max_row_bytes")
+        require(found, for_input, requirements.INPUT)
+        return found
+
+    def check(self) -> None:
+        super().check()
+        if not self.keep:
+            raise UsageError("--keep: give a rate above 0 and up to 1")

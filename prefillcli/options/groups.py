@@ -1,0 +1,264 @@
+"""What jobs can be told.
+
+The fields of these classes are the options of the commands: name, default, help text and help panel are written here
+once, and the command line is made from them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from prefillcli.compress.settings import PAPER
+from prefillcli.errors import UsageError
+from prefillcli.options import requirements
+from prefillcli.options.option import ANSWERS, COMPRESSION, FILES, MEMORY, MODEL, PROMPTS, RUN, Settings, option
+from prefillcli.options.values import Labels, Odd, Rate, Size, ThreadCount, Threshold
+
+
+class InputOptions(Settings):
+    """Which rows."""
+
+    inputs: tuple[str, ...] = Field(description="Parquet or JSONL: files, directories, globs or URLs.", min_length=1)
+    limit: int | None = option(None, "Take the first N rows only.", FILES, metavar="N", ge=1)
+    sample: int | None = option(None, "Take N rows drawn at random.", FILES, metavar="N", ge=1)
+    seed: int = option(0, "Seed of --sample.", FILES, metavar="N", requires=requirements.RANDOM)
+
+    @property
+    def draws(self) -> bool:
+        """Whether anything is drawn at random."""
+        return self.sample is not None
+
+    def check(self) -> None:
+        super().check()
+        if self.limit is not None and self.sample is not None:
+            raise UsageError("--limit takes the first rows, --sample random ones: give one of them")
+
+
+class ModelOptions(Settings):
+    """Which model, and where it runs."""
+
+    model: str | None = option(
+        None,
+        "A model directory or a hub name. (default: the shipped sample model)",
+        MODEL,
+        short="-m",
+        metavar="MODEL",
+    )
+    revision: str | None = option(
+        None, "Revision of a hub model.", MODEL, metavar="NAME", requires=requirements.HUB_MODEL
+    )
+    trust_remote_code: bool = option(False, "Run Python code that comes with the model.", MODEL)
+    device: str = option("auto", "cpu, cuda, cuda:1, ... or auto.", MODEL, metavar="DEVICE")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "Number format of weights and activations; auto: as the model is saved.", MODEL
+    )
+    threads: ThreadCount = option(
+        "auto",
+        "Processor threads that compute; auto: one for each core that it may use, fewer while others use them.",
+        MODEL, metavar="N|auto", needs="threads",
+    )  # fmt: skip
+
+
+class PromptOptions(Settings):
+    """How a row becomes a prompt with answers."""
+
+    prompt_column: str = option(
+        "prompt",
+        "Column with the text, the chat messages or the token ids.",
+        PROMPTS, metavar="NAME", requires=requirements.NO_TEMPLATE,
+    )  # fmt: skip
+    template: str | None = option(
+        None, "Jinja text, or a file with it, rendered from the row's columns.", PROMPTS, metavar="JINJA"
+    )
+    chat: bool | None = option(None, "Apply the tokenizer's chat template. (default: if it has one)", PROMPTS)
+    system: str | None = option(None, "System message before each chat.", PROMPTS, metavar="TEXT")
+    max_length: int | None = option(
+        None, "Longest prompt in tokens. (default: the model's limit)", PROMPTS, metavar="N", ge=1
+    )
+    on_long: Literal["error", "truncate-left", "truncate-middle", "skip"] = option(
+        "error", "What happens to a longer prompt.", PROMPTS
+    )
+
+    literal: bool = option(
+        True,
+        "Encode the data's text as text: only templates and the tokenizer put control tokens into a prompt. (default: "
+        "--literal)",
+        PROMPTS, negative="allow-special",
+    )  # fmt: skip
+    max_row_bytes: Size | None = option(
+        None,
+        "Longer rows are error rows, before they are tokenised, e.g. 32MiB. (default: what --max-length tokens can "
+        "hold, at least 8MiB and at most 64MiB; 64MiB with --on-long truncate-*)",
+        PROMPTS, metavar="SIZE",
+    )  # fmt: skip
+
+    labels: Labels = option(
+        "Yes,No",
+        "Answers, the positive one first; 'Yes= Yes|yes|YES' sums variants.",
+        ANSWERS, metavar="LABELS",
+    )  # fmt: skip
+    temperature: float = option(1.0, "Divides the label logits.", ANSWERS, metavar="T", gt=0, allow_inf_nan=False)
+
+
+class MemoryOptions(Settings):
+    """How much is computed at a time, and in which order."""
+
+    memory: Size | None = option(
+        None,
+        "Budget for activations and K,V, e.g. 8GiB. (default: what is free)",
+        MEMORY, metavar="SIZE", needs="memory",
+    )  # fmt: skip
+    pack_tokens: int | None = option(
+        None,
+        "Most tokens in one pass over the model. (default: from --memory)",
+        MEMORY, metavar="N", needs="packs", ge=1,
+    )  # fmt: skip
+    chunk_tokens: int | None = option(
+        None,
+        "Tokens that go through a layer at a time. (default: from the model)",
+        MEMORY,
+        metavar="N",
+        needs="packs",
+        ge=1,
+    )
+    prefix_kv: Literal["auto", "discard", "keep", "offload"] = option(
+        "auto",
+        "K,V of prefixes that later packs need: discard and compute again, keep on the device, or offload to host "
+        "memory.",
+        MEMORY,
+        needs="packs",
+    )
+
+
+class CompressionOptions(Settings):
+    """Which tokens a draft model leaves to the model."""
+
+    keep: Rate = option(
+        1.0,
+        "Share of each prompt's tokens that the model reads; below 1 needs --draft. auto: the smallest that "
+        "--max-flips allows.",
+        COMPRESSION, metavar="RATE|auto",
+    )  # fmt: skip
+    draft: str | None = option(
+        None, "Small model with the same tokenizer that picks the tokens.", COMPRESSION, metavar="DIR|NAME"
+    )
+    paper: bool = option(
+        False,
+        "SpecPrefill as in its paper: --lookahead 8 --query-window 0 --query-reduce mean --pool 13 --select-chunk 32 "
+        "--no-keep-private.",
+        COMPRESSION, requires=requirements.COMPRESSION,
+    )  # fmt: skip
+    lookahead: int = option(
+        8, "Tokens whose attention votes on what to keep: the prompt's last one, and N - 1 that the draft decodes.",
+        COMPRESSION, metavar="N", requires=requirements.DRAFT, ge=1,
+    )  # fmt: skip
+    query_window: int = option(
+        8, "The prompt's last N tokens vote too.",
+        COMPRESSION, metavar="N", requires=requirements.COMPRESSION, off=0, ge=0,
+    )  # fmt: skip
+    query_reduce: Literal["rank", "mean", "max"] = option(
+        "rank", "How the votes of several tokens are combined: the best rank that any gives, mean, or maximum.",
+        COMPRESSION, requires=requirements.DRAFT,
+    )  # fmt: skip
+    pool: Odd = option(
+        13, "Neighbouring tokens over which importance is averaged; odd, 1 for none.",
+        COMPRESSION, metavar="N", requires=requirements.DRAFT, ge=1,
+    )  # fmt: skip
+    select_chunk: int = option(
+        16, "Tokens kept or dropped together; 1 for each by itself.",
+        COMPRESSION, metavar="N", requires=requirements.COMPRESSION, ge=1,
+    )  # fmt: skip
+    compress_above: Threshold = option(
+        "auto", "Prompts up to this many tokens are read in full; auto: those that it would not make faster.",
+        COMPRESSION, metavar="N|auto", requires=requirements.COMPRESSION,
+    )  # fmt: skip
+    keep_first: int = option(
+        4, "First tokens that are always kept.", COMPRESSION, metavar="N", requires=requirements.COMPRESSION, ge=0
+    )
+    keep_last: int = option(
+        64, "Last tokens that are always kept: the question.",
+        COMPRESSION, metavar="N", requires=requirements.COMPRESSION, ge=1,
+    )  # fmt: skip
+    keep_private: bool = option(
+        True,
+        "Keep all that a row has behind the prefix it shares, where --keep leaves as much of the row. (default: on)",
+        COMPRESSION, negative="no-keep-private", requires=requirements.COMPRESSION,
+    )  # fmt: skip
+    compress_per_row: bool = option(
+        False, "Select tokens for each row by itself; its prefix is then no longer shared.",
+        COMPRESSION, requires=requirements.DRAFT,
+    )  # fmt: skip
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a draft model picks tokens."""
+        return self.draft is not None
+
+    @property
+    def compresses(self) -> bool:
+        """Whether anything picks tokens."""
+        return self.drafts
+
+    def check(self) -> None:
+        super().check()
+        if self.paper and (given := [name for name in PAPER if name in self.model_fields_set]):
+            flags = ", ".join("--" + name.replace("_", "-") for name in given)
+            raise UsageError(f"--paper sets {flags} itself: leave one of them out")
+
+
+def check_keep(keep: float | Literal["auto"], draft: str | None) -> None:
+    """Raise UsageError for a rate that is none, or one that lacks a draft."""
+    if keep != "auto" and not 0 < keep <= 1:
+        raise UsageError(f"--keep {keep:g}: must be a rate above 0 and up to 1, or auto")
+    if keep != 1 and draft is None:
+        raise UsageError(f"--keep {keep} needs --draft: a small model with the same tokenizer that picks the tokens")
+
+
+class LoadingOptions(CompressionOptions, MemoryOptions, ModelOptions):
+    """The options that decide what is loaded, and how much of it is used at a time."""
+
+
+class JobOptions(LoadingOptions, PromptOptions, InputOptions):
+    """The options of a job that makes prompts of rows and plans them for a model."""
+
+
+class ScheduledOptions(JobOptions):
+    """The options of a job of many rows, which are computed in some order."""
+
+    schedule: Literal["prefix-tree", "fifo", "srjf", "srjf-calibrated"] = option(
+        "prefix-tree",
+        "Order in which rows are computed: by shared prefixes, as they come, the shortest first, or the one with the "
+        "fewest tokens that are not cached.",
+        MEMORY,
+    )
+
+
+class RunOptions(Settings):
+    """What is said on the way."""
+
+    progress_interval: float = option(
+        30.0, "Seconds between progress lines off a terminal; each has the local time with its offset from UTC.",
+        RUN, metavar="SECONDS", requires=requirements.PROGRESS, gt=0,
+    )  # fmt: skip
+    quiet: bool = option(False, "Warnings and errors only.", RUN, short="-q")
+    debug: bool = option(False, "Show tracebacks.", RUN)
+
+
+class MeasuringOptions(RunOptions):
+    """What is said on the way where one measurement can take long."""
+
+    progress_interval: float = option(
+        10.0, "Seconds between lines that say what is measured.",
+        RUN, metavar="SECONDS", requires=requirements.PROGRESS, gt=0,
+    )  # fmt: skip
+
+
+class PriceOptions(Settings):
+    """What a machine costs."""
+
+    price_per_hour: float | None = option(
+        None, "What an hour of this machine costs, for predicted costs.",
+        RUN, metavar="PRICE", needs="forecast", ge=0, allow_inf_nan=False,
+    )  # fmt: skip
