@@ -23,6 +23,7 @@ from prefillcli.engines.base import Engine, LabelTokens
 from prefillcli.engines.torch import label_logprobs
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
+from prefillcli.runtime.memory import tree_memory
 
 #: Two labels of one token each. What they mean is nothing to random weights.
 LABELS: LabelTokens = ((5,), (7,))
@@ -67,13 +68,13 @@ class Runner:
 
         Proportional set size: what several processes share counts once. Linux only.
         """
-        before = peak = tree_bytes(self._process.pid)
+        before = peak = tree_memory(self._process.pid)
         done = Event()
 
         def watch() -> None:
             nonlocal peak
             while not done.wait(SAMPLE_SECONDS):
-                peak = max(peak, tree_bytes(self._process.pid))
+                peak = max(peak, tree_memory(self._process.pid))
 
         thread = Thread(target=watch)
         thread.start()
@@ -96,19 +97,6 @@ class Runner:
         self._process.join()
 
 
-def tree_bytes(root: int | None) -> int:
-    """Proportional set size of a process and all below it, in bytes. What has just ended counts nothing."""
-    total, waiting = 0, [root]
-    while waiting:
-        process = Path(f"/proc/{waiting.pop()}")
-        with suppress(OSError):
-            for children in process.glob("task/*/children"):
-                waiting += map(int, children.read_text().split())
-            lines = (process / "smaps_rollup").read_text().splitlines()
-            total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
-    return total
-
-
 def _serve(
     pipe: Connection, name: str, model: Path, dtype: str, prompts: Sequence[TokenArray], settings: Settings
 ) -> None:
@@ -124,7 +112,7 @@ def _serve(
 def _walk(model: Path, dtype: str, prompts: Sequence[TokenArray]) -> Iterator[tuple[Method, Settings]]:
     """The engine of `prefill score`, with the packs and chunks that it chooses by itself."""
     from prefillcli.engines.loading import Opened, load
-    from prefillcli.models.model import read_model_files
+    from prefillcli.models.find import read_model_files
     from prefillcli.options.groups import LoadingOptions
 
     files = read_model_files(model, dtype=dtype)
@@ -200,7 +188,8 @@ def _scores(engine: Engine, prompts: Sequence[TokenArray]) -> tuple[Scores, int]
 
 
 def _transformers_model(model: Path, dtype: str) -> Any:
-    from prefillcli.models.model import load_weights, read_model_files
+    from prefillcli.models.find import read_model_files
+    from prefillcli.models.load import load_weights
 
     return load_weights(read_model_files(model, dtype=dtype), torch.device("cpu"), attention="sdpa")
 

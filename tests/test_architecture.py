@@ -51,3 +51,17 @@ def test_the_packages_of_data_import_each_other_downwards_only() -> None:
             assert above <= below | {f"prefillcli.data.{room}" for room in rooms}, module
             needs[path.parent.name] |= inner - {path.parent.name}
     TopologicalSorter(needs).prepare()  # raises CycleError
+
+
+def test_prefill_opens_no_file() -> None:
+    for path in (PACKAGE / "prefill").rglob("*.py"):
+        assert not {"io", "os", "pathlib"} & set(imported(path)), path
+        calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        assert "open" not in {call.id for call in calls if isinstance(call, ast.Name)}, path
+
+
+def test_only_runtime_reads_what_the_kernel_says() -> None:
+    for path in FILES:
+        texts = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+        files = [text for text in texts if isinstance(text, str) and text.startswith(("/proc", "/sys/"))]
+        assert not files or path.parent.name == "runtime", path

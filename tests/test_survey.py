@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from prefillcli.data.rows import Prompt, RowError, Window
 from prefillcli.forecast.survey import LEVELS, Contents, histogram_of, lengths_of
 from prefillcli.forecast.timing import Forecast
-from prefillcli.models.model import read_model_files
+from prefillcli.models.find import read_model_files
 from prefillcli.models.weights import weight_bytes
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan, make_plans

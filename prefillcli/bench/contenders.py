@@ -24,7 +24,7 @@ from prefillcli.data.rows import Prompt
 from prefillcli.engines.hf import last_logits
 from prefillcli.engines.loading import Loaded, Opened, compression_of, worth_of
 from prefillcli.engines.torch import TorchEngine, label_logprobs
-from prefillcli.models.model import sliding_window
+from prefillcli.models.families import sliding_window
 from prefillcli.options.bench import BenchSettings
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan

@@ -9,8 +9,9 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
+
+from prefillcli.runtime.memory import process_memory, reset_peak_memory
 
 T = TypeVar("T")
 
@@ -81,21 +82,9 @@ def with_peak(step: Callable[[], T], *, cuda: bool = False) -> tuple[T, int | No
     if trim is not None:
         trim(0)
     try:
-        _reset_peak()
-        before = _status("VmRSS")
+        reset_peak_memory()
+        before = process_memory("VmRSS")
     except OSError:
         return step(), None
     result = step()
-    return result, max(0, _status("VmHWM") - before)
-
-
-def _reset_peak() -> None:
-    """VmHWM counts from here on."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def _status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
+    return result, max(0, process_memory("VmHWM") - before)

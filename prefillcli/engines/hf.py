@@ -14,7 +14,7 @@ from prefillcli.engines.base import Answer, LabelTokens, sequences
 from prefillcli.engines.loading import Loaded, Opened
 from prefillcli.engines.options import check_options
 from prefillcli.engines.torch import label_logprobs
-from prefillcli.models.model import load_weights
+from prefillcli.models.load import load_weights
 from prefillcli.options.score import ScoreSettings
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.trie import TokenArray

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # torch takes seconds to import; wrong input should not wait 
     from prefillcli.compress.worth import Worth
     from prefillcli.engines.torch import TorchEngine
     from prefillcli.forecast.profile import Profile
-    from prefillcli.models.model import ModelFiles
+    from prefillcli.models.find import ModelFiles
     from prefillcli.prefill.law import MemoryLaw
 
 PACK_SECONDS = 60.0
@@ -65,7 +65,8 @@ def open_model(settings: ModelOptions, *, walk: bool = True) -> tuple[ModelFiles
 
     Raises UsageError or ResourceError.
     """
-    from prefillcli.models.model import choose_device, find_model, read_model_files
+    from prefillcli.models.find import find_model, read_model_files
+    from prefillcli.runtime.devices import choose_device
 
     if settings.model is None:
         path = sample_model()
@@ -82,7 +83,7 @@ def open_model(settings: ModelOptions, *, walk: bool = True) -> tuple[ModelFiles
 def open_models(settings: LoadingOptions, *, walk: bool = True) -> Opened:
     """`open_model`, and its tokenizer and the draft. Raises UsageError or ResourceError."""
     from prefillcli.compress.tokenizers import difference
-    from prefillcli.models.model import find_model, read_model_files
+    from prefillcli.models.find import find_model, read_model_files
 
     threads = Threads(settings.threads)
     files, device = open_model(settings, walk=walk)
@@ -126,8 +127,8 @@ def load(
     Raises ResourceError where the weights cannot fit, before they are loaded.
     """
     from prefillcli.engines.torch import TorchEngine
-    from prefillcli.models.model import load_model
-    from prefillcli.prefill.law import available_memory
+    from prefillcli.models.load import load_model
+    from prefillcli.runtime.memory import available_memory
 
     device, files = opened.device, opened.files
     refuse_what_cannot_fit(opened)
@@ -151,9 +152,9 @@ def load(
 
 def refuse_what_cannot_fit(opened: Opened) -> None:
     """Raise ResourceError if it is certain that the device has no room for the weights."""
-    from prefillcli.models.weights import loadable_bytes
+    from prefillcli.runtime.memory import loadable_memory
 
-    need, most = weights_of(opened), loadable_bytes(opened.device)
+    need, most = weights_of(opened), loadable_memory(opened.device)
     if most is not None and need > most:
         raise ResourceError(
             f"{opened.files.path}: the weights{' and those of the draft' if opened.draft is not None else ''} take "
@@ -229,7 +230,7 @@ def _draft_plan(settings: LoadingOptions, law: MemoryLaw, budget: int, device: t
 def _compressor(opened: Opened, model: Any, settings: LoadingOptions, plan: dict[str, Any], keep: float) -> Compressor:
     from prefillcli.compress.compressor import Compressor
     from prefillcli.compress.draft import Draft
-    from prefillcli.models.model import sliding_window
+    from prefillcli.models.families import sliding_window
 
     if opened.draft is None:
         raise ValueError("no draft was opened")

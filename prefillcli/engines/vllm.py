@@ -90,7 +90,7 @@ def load(opened: Opened, settings: ScoreSettings, **_: object) -> Loaded[VllmEng
 
 def _cache_on_cpu(opened: Opened, options: Mapping[str, Any]) -> dict[str, Any]:
     """How large the K,V cache is where nothing says it: by itself vLLM asks for nearly all memory of the machine."""
-    from prefillcli.prefill.law import available_memory
+    from prefillcli.runtime.memory import available_memory
 
     said = "gpu_memory_utilization" in options or os.environ.get("VLLM_CPU_KVCACHE_SPACE")
     if opened.device.type != "cpu" or said:

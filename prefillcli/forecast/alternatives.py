@@ -131,7 +131,7 @@ class Alternatives:
 
 def _compression(settings: LoadingOptions, opened: Opened) -> Compression:
     """The settings of compression, with the target's sliding window as the compressor keeps it."""
-    from prefillcli.models.model import sliding_window
+    from prefillcli.models.families import sliding_window
 
     compression = compression_of(settings)
     return replace(compression, keep_last=max(compression.keep_last, sliding_window(opened.files.config) or 0))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import platform
-from pathlib import Path
-
 from pydantic import BaseModel
+
+from prefillcli.runtime.cores import affinity, cpu_name
+from prefillcli.runtime.memory import total_memory
 
 
 class Machine(BaseModel):
@@ -24,19 +23,9 @@ def this_machine(device: str) -> Machine:
     import torch
 
     return Machine(
-        cpu=_cpu_name(),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cpu=cpu_name(),
+        cores=len(affinity()),
         threads=torch.get_num_threads(),
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        memory_bytes=total_memory(),
         gpu=torch.cuda.get_device_name(device) if device.startswith("cuda") else None,
     )
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

@@ -19,7 +19,8 @@ from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import shown, shown_report
 from prefillcli.report.dry_run import DryRunReport, print_dry_run
 from prefillcli.report.run import versions
-from prefillcli.runtime.clock import Clock, peak_memory
+from prefillcli.runtime.clock import Clock
+from prefillcli.runtime.memory import peak_memory
 from prefillcli.runtime.progress import Progress
 from prefillcli.runtime.signals import Stop
 
@@ -92,7 +93,7 @@ def _run(settings: ScoreSettings, report: DryRunReport, stop: Stop) -> None:
 def _free(settings: ScoreSettings, opened: Opened) -> int | None:
     """What the weights will leave; None where `--memory` says what may be used, whatever this machine has."""
     if settings.memory is None:
-        from prefillcli.prefill.law import available_memory
+        from prefillcli.runtime.memory import available_memory
 
         refuse_what_cannot_fit(opened)
         return max(available_memory(opened.device) - weights_of(opened), 0)

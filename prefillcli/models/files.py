@@ -7,18 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from math import prod
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from prefillcli.errors import UsageError
 
 _MOST_JSON = 32 << 20  # bytes of a JSON file; the largest configurations have some hundred kilobytes
-_MOST_HEADER = 100 << 20  # bytes, as the safetensors library has it
-_ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2,
-               "BF16": 2, "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8}  # fmt: skip
-
 #: Least and most of the whole numbers that a configuration must not have otherwise, under the names of all families.
 _WHOLE = {
     **dict.fromkeys(("vocab_size", "padded_vocab_size"), (1, 1 << 24)),
@@ -33,8 +28,6 @@ _WHOLE = {
 }
 _REAL = frozenset({"rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "rope_theta"})
 _OTHER_PARTS = ("vision", "audio")  # of a model for several kinds of input, with numbers of their own
-_WHOLE_FILE = "model.safetensors"
-_EMBEDDING = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 
 
 def check_config(path: Path) -> None:
@@ -48,36 +41,9 @@ def check_config(path: Path) -> None:
         if name in _WHOLE:
             low, high = _WHOLE[name]
             if type(value) is not int or not low <= value <= high:
-                raise UsageError(f"{path}: {name} is {_short(value)}; it is a whole number from {low:,} to {high:,}")
+                raise UsageError(f"{path}: {name} is {quoted(value)}; it is a whole number from {low:,} to {high:,}")
         elif name in _REAL and (type(value) not in (int, float) or not math.isfinite(value) or value < 0):
-            raise UsageError(f"{path}: {name} is {_short(value)}; it is a finite number, not below 0")
-
-
-def check_weights(folder: Path, files: Sequence[Path], config: Any) -> None:
-    """Refuse weight files that are not whole, that are missing, or that are of another model than `config`.
-
-    `config` is the text model's configuration.
-    """
-    headers = {file.name: read_header(file) for file in files}
-    index = folder / "model.safetensors.index.json"
-    if _WHOLE_FILE in headers:  # transformers loads this one, whatever else is there
-        headers = {_WHOLE_FILE: headers[_WHOLE_FILE]}
-    elif index.is_file():
-        headers = {place: headers[place] for place in _check_index(index, headers)}
-    tensors = {name: tensor for header in headers.values() for name, tensor in header.items()}
-    numbered = {number for name in tensors if (number := _layer(name)) is not None}
-    layers = getattr(config, "num_hidden_layers", None)
-    if numbered and isinstance(layers, int) and layers > max(numbered) + 1:
-        raise UsageError(f"{folder}: config.json says {layers:,} layers, the weights have {max(numbered) + 1:,}")
-    embeddings = [tensor["shape"] for name, tensor in tensors.items() if name.endswith(_EMBEDDING)]
-    wide = getattr(config, "word_embed_proj_dim", None) or getattr(config, "hidden_size", None)
-    if len(embeddings) == 1 and len(embeddings[0]) == 2 and wide and not hasattr(config, "embedding_size"):
-        rows, width = embeddings[0]
-        if (rows, width) != (config.vocab_size, wide):
-            raise UsageError(
-                f"{folder}: the weights have other shapes than config.json says: {rows:,} tokens of {width:,} numbers "
-                f"are embedded, not {config.vocab_size:,} of {wide:,}"
-            )
+            raise UsageError(f"{path}: {name} is {quoted(value)}; it is a finite number, not below 0")
 
 
 def read_json(path: Path, *, most: int = _MOST_JSON) -> Any:
@@ -94,58 +60,6 @@ def read_json(path: Path, *, most: int = _MOST_JSON) -> Any:
         raise UsageError(f"{path}: not JSON: {why}") from None
 
 
-def read_header(file: Path) -> dict[str, Any]:
-    """Names and descriptions of the tensors in a safetensors file, which hold together and are all there."""
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if not 2 <= length <= min(size, _MOST_HEADER):
-                raise ValueError("no header")
-            header: dict[str, Any] = json.loads(stream.read(length))
-        header.pop("__metadata__", None)
-        end = max((_end_of(name, tensor) for name, tensor in header.items()), default=0)
-    except OSError as error:
-        raise UsageError(f"{file}: cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        why = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise UsageError(f"{file}: not a safetensors file ({why})") from None
-    if 8 + length + end != size:
-        raise UsageError(f"{file}: truncated: {size} bytes, its header asks for {8 + length + end}")
-    return header
-
-
-def _check_index(index: Path, headers: dict[str, dict[str, Any]]) -> set[str]:
-    """The files that an index names."""
-    content = read_json(index)
-    places = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
-        raise UsageError(f"{index}: no weight_map, which says which file holds each tensor")
-    for name, place in places.items():
-        if place not in headers:
-            raise UsageError(f"{index}: names {_short(place)}, which is not there; the model is not complete")
-        if name not in headers[place]:
-            raise UsageError(f"{index}: says that {place} holds {_short(name)}, and it does not")
-    return set(places.values())
-
-
-def _end_of(name: str, tensor: dict[str, Any]) -> int:
-    """Where a tensor ends in its file. Raises ValueError if its shape and its bytes do not agree."""
-    begin, end = tensor["data_offsets"]
-    shape = tensor["shape"]
-    if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
-        raise ValueError(f"{_short(name)} has no shape or no place")
-    width = _ITEM_BYTES.get(tensor["dtype"])
-    if end < begin or (width is not None and end - begin != prod(shape) * width):
-        raise ValueError(f"{_short(name)} has {end - begin:,} bytes, which its shape {_short(shape)} does not take")
-    return int(end)
-
-
-def _layer(name: str) -> int | None:
-    """The first number in a tensor's name: which layer it is of."""
-    return next((int(part) for part in name.split(".") if part.isdecimal() and len(part) < 10), None)
-
-
 def _entries(content: Any) -> Iterator[tuple[str, Any]]:
     """All names with their values, at any depth, but for those of parts that do not read text."""
     waiting = [content]
@@ -158,6 +72,7 @@ def _entries(content: Any) -> Iterator[tuple[str, Any]]:
             waiting.extend(value)
 
 
-def _short(value: Any) -> str:
+def quoted(value: Any) -> str:
+    """`value` as JSON, cut to 60 characters."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,4 +1,4 @@
-"""What a pack costs in memory, and what is free.
+"""What a pack costs in memory, and what fits a budget.
 
 The memory law of the layer walk: per token one row of the residual stream and one layer's K,V, and per chunk a
 constant. Everything else a layer makes lives for one chunk.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ import torch
 from prefillcli.errors import ResourceError
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.walk import LOGIT_BYTES
+from prefillcli.runtime.memory import available_memory
 
 #: A pack this large keeps every core or tensor core busy; a larger one only loses more work when it is killed.
 PACK_TOKENS = {"cpu": 65_536, "cuda": 262_144}
@@ -135,24 +135,3 @@ def draft_limits(
             f"a memory budget of {budget / 2**20:,.0f} MiB is too small for the draft model; raise --memory"
         )
     return Limits(tokens=min(PACK_TOKENS[device.type], most), max_tokens=most, read_tokens=votes)
-
-
-def available_memory(device: torch.device) -> int:
-    """Free bytes: of the device, or of the host within the limit of its control group."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    free = []
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        free.append(int(fields["MemAvailable"].split()[0]) * 1024)
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
-            free.append(int(limit) - int((group / "memory.current").read_text()))
-    except (OSError, ValueError):
-        pass  # no control group v2: the machine's own number stands
-    if not free:
-        raise ResourceError("cannot tell how much memory is free on this system; give --memory")
-    return max(min(free), 0)

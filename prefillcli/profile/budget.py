@@ -14,9 +14,9 @@ import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 from prefillcli.errors import PrefillError
+from prefillcli.runtime.memory import process_memory, resident_memory
 
 #: Blocks from this size on are mapped by themselves and go back to the system as soon as they are freed. glibc raises
 #: its own limit to the largest block freed so far, up to 32 MiB, and keeps smaller ones in a heap with holes: short
@@ -40,12 +40,12 @@ def peak_bytes(step: Callable[[], object], device: str) -> int:
     trim()
     # The system knows the peak of the address space (VmPeak) and does not reset it. Space without access, which the
     # limit does not count, raises the present size to the peak so far: the peak after the step is then the step's.
-    below = _status("VmPeak") - _status("VmSize")
+    below = _memory("VmPeak") - _memory("VmSize")
     room = mmap.mmap(-1, below, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0) if below else nullcontext()
     with room:
-        size = _status("VmSize")
+        size = _memory("VmSize")
         step()
-        return _status("VmPeak") - size
+        return _memory("VmPeak") - size
 
 
 def resident(device: str) -> int:
@@ -54,7 +54,7 @@ def resident(device: str) -> int:
         import torch
 
         return int(torch.cuda.memory_allocated())
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return resident_memory()
 
 
 @dataclass(slots=True)
@@ -132,14 +132,11 @@ def _counted(device: str) -> int:
         import torch
 
         return int(torch.cuda.memory_reserved())
-    return _status("VmData")
+    return _memory("VmData")
 
 
-def _status(field: str) -> int:
+def _memory(field: str) -> int:
     try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(field + ":"):
-                return int(line.split()[1]) * 1024
+        return process_memory(field)
     except OSError:
-        pass
-    raise PrefillError("this system does not tell how much memory a process has; Linux does")
+        raise PrefillError("this system does not tell how much memory a process has; Linux does") from None

@@ -128,7 +128,9 @@ def load_subject(subject: Subject) -> tuple[Any, Any]:
     """In a child: the model, and its files. Raises PrefillError."""
     import torch
 
-    from prefillcli.models.model import choose_device, load_model, read_model_files
+    from prefillcli.models.find import read_model_files
+    from prefillcli.models.load import load_model
+    from prefillcli.runtime.devices import choose_device
 
     torch.set_num_threads(subject.threads)
     files = read_model_files(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from prefillcli.models.model import sliding_window
+from prefillcli.models.families import sliding_window
 from prefillcli.prefill.law import memory_law
 from prefillcli.prefill.walk import LOGIT_BYTES
 

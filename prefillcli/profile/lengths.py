@@ -9,7 +9,7 @@ from typing import Any
 
 from prefillcli.errors import PrefillError, ResourceError
 from prefillcli.forecast.profile import Confirmation, MemoryPoint, ModeResult, Trace
-from prefillcli.models.model import ModelFiles
+from prefillcli.models.find import ModelFiles
 from prefillcli.profile.children import ChildEnded, ChildFailed, Subject, confirm, in_child, measure, trace
 from prefillcli.profile.fits import fit_line
 from prefillcli.profile.laws import Law, mode_law

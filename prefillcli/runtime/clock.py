@@ -1,17 +1,15 @@
-"""What a run takes: wall time by phase, and memory."""
+"""What a run takes: wall time by phase, and memory over time."""
 
 from __future__ import annotations
 
-import os
-import resource
-import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
+
+from prefillcli.runtime.memory import device_memory, peak_resident_memory, resident_memory
 
 Phase = Literal["read", "waiting", "plan", "load", "draft", "model", "write"]
 """What the seconds of a run go to, one after the other; `run.json` has each under its name."""
@@ -36,24 +34,6 @@ class Clock:
             yield
         finally:
             self.seconds[name] += time.monotonic() - begun
-
-
-def peak_memory() -> dict[str, int]:
-    """Largest memory used so far, in bytes: of the process (`host`) and by tensors on the devices (`device`)."""
-    torch = sys.modules.get("torch")  # a run that failed early has not waited for it
-    device = 0
-    if torch is not None and torch.cuda.is_available():
-        device = sum(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))
-    return {"host": _peak_host(), "device": device}
-
-
-def _peak_host() -> int:
-    status = Path("/proc/self/status")
-    if status.exists():  # what getrusage says of Linux may be the peak of the process that started this one
-        fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
-        return int(fields["VmHWM"].split()[0]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 class MemoryWatch:
@@ -89,18 +69,11 @@ class MemoryWatch:
         if len(self.samples) == self._most:
             del self.samples[1::2]
             self._interval *= 2
-        self.samples.append((round(self._clock.total, 2), _host(), _device()))
+        self.samples.append((round(self._clock.total, 2), _host(), device_memory()))
 
 
 def _host() -> int:
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # no Linux: the peak so far is all there is
-        return _peak_host()
-
-
-def _device() -> int:
-    cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)  # may be in the middle of its import
-    if not getattr(cuda, "is_initialized", bool)():
-        return 0
-    return sum(cuda.memory_allocated(i) for i in range(cuda.device_count()))
+        return resident_memory()
+    except OSError:  # not Linux: the peak so far is all that is known
+        return peak_resident_memory()

@@ -8,6 +8,7 @@ nothing: on other systems the operating system's count of cores stands.
 from __future__ import annotations
 
 import os
+import platform
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -23,6 +24,15 @@ def affinity() -> frozenset[int]:
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
+
+
+def cpu_name(root: Path = ROOT) -> str:
+    """The processor's model name, as far as the system tells."""
+    with suppress(OSError):
+        for line in (root / "proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from prefillcli.errors import UsageError
-from prefillcli.models.model import read_model_files
+from prefillcli.models.find import read_model_files
 from tests.prefill.families import make_model
 from tests.score.models import save_model
 

@@ -14,9 +14,10 @@ from benchmarks.models import random_llama
 from prefillcli.errors import ResourceError
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION
-from prefillcli.prefill.law import available_memory, choose_chunk, memory_law, pack_limits
+from prefillcli.prefill.law import choose_chunk, memory_law, pack_limits
 from prefillcli.prefill.walk import LayerWalk
 from prefillcli.profile.prompts import prompts_with_histories, random_prompt
+from prefillcli.runtime.memory import available_memory
 
 CPU = torch.device("cpu")
 CHUNK = 512

@@ -10,9 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from prefillcli.errors import ResourceError, UsageError
-from prefillcli.models.model import choose_device, find_model, load_model, read_model_files, rehearse
+from prefillcli.models.find import find_model, read_model_files
+from prefillcli.models.load import load_model
+from prefillcli.models.rehearsal import rehearse
 from prefillcli.prefill import forest
 from prefillcli.prefill.forest import UnsupportedModelError, register
+from prefillcli.runtime.devices import choose_device
 from tests.prefill.families import make_config, make_model
 from tests.prefill.test_walk import assert_equal, eager, mixed, walked
 

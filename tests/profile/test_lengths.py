@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.models import random_llama
 from prefillcli.forecast.profile import Confirmation, MemoryPoint, ModeResult, TracePoint
-from prefillcli.models.model import read_model_files
+from prefillcli.models.find import read_model_files
 from prefillcli.profile import lengths as module
 from prefillcli.profile.budget import enforced, out_of_memory
 from prefillcli.profile.children import ChildEnded, ChildFailed, Subject, in_child, prepare

@@ -18,7 +18,6 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from fsspec import AbstractFileSystem
@@ -26,6 +25,7 @@ from fsspec.asyn import AsyncFileSystem
 
 from prefillcli.data.paths import split_path
 from prefillcli.errors import OutputBusyError, PrefillError
+from prefillcli.runtime.processes import process_space, start_of
 
 LOCK = "lock"
 _PATIENCE = 0.5  # seconds: somebody who only looks whether a run is at work holds the lock for an instant
@@ -58,7 +58,7 @@ class Owner:
     def this(cls) -> Owner:
         """The process that asks, with a token of its own."""
         since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        return cls(socket.gethostname(), os.getpid(), _start_of(os.getpid()), _machine(), uuid.uuid4().hex, since)
+        return cls(socket.gethostname(), os.getpid(), start_of(os.getpid()), process_space(), uuid.uuid4().hex, since)
 
     @classmethod
     def of_json(cls, content: Any) -> Owner | None:
@@ -71,10 +71,10 @@ class Owner:
 
     def alive(self) -> bool | None:
         """Whether the process still runs; None if that cannot be known from here."""
-        here = _machine()
+        here = process_space()
         if not here or self.machine != here or not self.started:
             return None
-        return _start_of(self.pid) == self.started
+        return start_of(self.pid) == self.started
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host} since {self.since}"
@@ -239,17 +239,3 @@ def _locked(handle: int, kind: int, patience: float) -> bool:
             time.sleep(0.02)
         else:
             return True
-
-
-def _start_of(pid: int) -> str:
-    """When a process of this machine began, in ticks since the machine did; empty if there is none."""
-    with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return ""
-
-
-def _machine() -> str:
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    return ""

@@ -26,6 +26,7 @@ from typing import Any
 import prefillcli
 from prefillcli.data.rows import RowError
 from prefillcli.errors import ResourceError, UsageError
+from prefillcli.runtime.memory import resident_memory_of
 
 KERNEL_LIMITS_MEMORY = sys.platform == "linux"
 """Whether this system enforces a limit of a process's address space."""
@@ -267,7 +268,7 @@ class _Worker:
             if not data:
                 raise self._why_ended()
             self._received += data
-        elif not KERNEL_LIMITS_MEMORY and resident_bytes(self._process.pid) > self._limits.memory_bytes:
+        elif not KERNEL_LIMITS_MEMORY and resident_memory_of(self._process.pid) > self._limits.memory_bytes:
             self.kill()
             raise _Ended(f"took more than {_size(self._limits.memory_bytes)} of memory", certain=True)
 
@@ -277,16 +278,6 @@ class _Worker:
             return _Ended(f"took more than {self._limits.cpu_seconds} s of processor time", certain=True)
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         return _Ended(f"ended the process that does it ({how})", certain=False)
-
-
-def resident_bytes(pid: int) -> int:
-    """Resident memory of a process; 0 if the system does not tell."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        pass
-    told = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, check=False)  # noqa: S603, S607
-    return int(told.stdout.strip() or 0) * 1024
 
 
 def _pack(row: Any) -> bytes | _Failure:

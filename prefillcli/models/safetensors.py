@@ -1,0 +1,112 @@
+"""Safetensors files: their headers, and whether a directory holds the weights of the model that its config.json says.
+
+Headers only are read, and no torch is needed. The checks raise UsageError that names the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from prefillcli.errors import UsageError
+from prefillcli.models.files import quoted, read_json
+
+_MOST_HEADER = 100 << 20  # bytes, as the safetensors library has it
+_ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2,
+               "BF16": 2, "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8}  # fmt: skip
+
+_WHOLE_FILE = "model.safetensors"
+_EMBEDDING = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+
+
+def check_weights(folder: Path, files: Sequence[Path], config: Any) -> None:
+    """Refuse weight files that are not whole, that are missing, or that are of another model than `config`.
+
+    `config` is the text model's configuration.
+    """
+    headers = {file.name: read_header(file) for file in files}
+    index = folder / "model.safetensors.index.json"
+    if _WHOLE_FILE in headers:  # transformers loads this one, whatever else is there
+        headers = {_WHOLE_FILE: headers[_WHOLE_FILE]}
+    elif index.is_file():
+        headers = {place: headers[place] for place in _check_index(index, headers)}
+    tensors = {name: tensor for header in headers.values() for name, tensor in header.items()}
+    numbered = {number for name in tensors if (number := _layer(name)) is not None}
+    layers = getattr(config, "num_hidden_layers", None)
+    if numbered and isinstance(layers, int) and layers > max(numbered) + 1:
+        raise UsageError(f"{folder}: config.json says {layers:,} layers, the weights have {max(numbered) + 1:,}")
+    embeddings = [tensor["shape"] for name, tensor in tensors.items() if name.endswith(_EMBEDDING)]
+    wide = getattr(config, "word_embed_proj_dim", None) or getattr(config, "hidden_size", None)
+    if len(embeddings) == 1 and len(embeddings[0]) == 2 and wide and not hasattr(config, "embedding_size"):
+        rows, width = embeddings[0]
+        if (rows, width) != (config.vocab_size, wide):
+            raise UsageError(
+                f"{folder}: the weights have other shapes than config.json says: {rows:,} tokens of {width:,} numbers "
+                f"are embedded, not {config.vocab_size:,} of {wide:,}"
+            )
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a model directory that transformers loads; some directories hold a second copy."""
+    whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if whole.is_file():
+        return [whole]
+    if index.is_file():
+        names = set(read_json(index).get("weight_map", {}).values())
+        return sorted(path / name for name in names if (path / name).is_file())
+    return []
+
+
+def read_header(file: Path) -> dict[str, Any]:
+    """Names and descriptions of the tensors in a safetensors file, which hold together and are all there."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 2 <= length <= min(size, _MOST_HEADER):
+                raise ValueError("no header")
+            header: dict[str, Any] = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        end = max((_end_of(name, tensor) for name, tensor in header.items()), default=0)
+    except OSError as error:
+        raise UsageError(f"{file}: cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        why = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise UsageError(f"{file}: not a safetensors file ({why})") from None
+    if 8 + length + end != size:
+        raise UsageError(f"{file}: truncated: {size} bytes, its header asks for {8 + length + end}")
+    return header
+
+
+def _check_index(index: Path, headers: dict[str, dict[str, Any]]) -> set[str]:
+    """The files that an index names."""
+    content = read_json(index)
+    places = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
+        raise UsageError(f"{index}: no weight_map, which says which file holds each tensor")
+    for name, place in places.items():
+        if place not in headers:
+            raise UsageError(f"{index}: names {quoted(place)}, which is not there; the model is not complete")
+        if name not in headers[place]:
+            raise UsageError(f"{index}: says that {place} holds {quoted(name)}, and it does not")
+    return set(places.values())
+
+
+def _end_of(name: str, tensor: dict[str, Any]) -> int:
+    """Where a tensor ends in its file. Raises ValueError if its shape and its bytes do not agree."""
+    begin, end = tensor["data_offsets"]
+    shape = tensor["shape"]
+    if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
+        raise ValueError(f"{quoted(name)} has no shape or no place")
+    width = _ITEM_BYTES.get(tensor["dtype"])
+    if end < begin or (width is not None and end - begin != prod(shape) * width):
+        raise ValueError(f"{quoted(name)} has {end - begin:,} bytes, which its shape {quoted(shape)} does not take")
+    return int(end)
+
+
+def _layer(name: str) -> int | None:
+    """The first number in a tensor's name: which layer it is of."""
+    return next((int(part) for part in name.split(".") if part.isdecimal() and len(part) < 10), None)

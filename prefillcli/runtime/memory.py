@@ -1,0 +1,138 @@
+"""Memory of this machine, of a device, and of processes: the one reader of /proc and control groups for it.
+
+All numbers are bytes. What the system does not tell is None, or raises where a docstring says so.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prefillcli.errors import ResourceError
+
+if TYPE_CHECKING:
+    import torch
+
+_PROC = Path("/proc")
+_GROUP = Path("/sys/fs/cgroup")
+
+
+def available_memory(device: torch.device) -> int:
+    """Free bytes: of the device, or of the host within the limit of its control group. Raises ResourceError."""
+    if device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = []
+    with suppress(OSError, KeyError):
+        free.append(_meminfo()["MemAvailable"])
+    with suppress(OSError, ValueError):  # no control group of version 2, or no limit: "max"
+        free.append(_group("memory.max") - _group("memory.current"))
+    if not free:
+        raise ResourceError("cannot tell how much memory is free on this system; give --memory")
+    return max(min(free), 0)
+
+
+def loadable_memory(device: torch.device) -> int | None:
+    """Bytes that weights on `device` can take at the very most; None if this system does not tell."""
+    if device.type == "cuda":
+        import torch
+
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    try:
+        found = _meminfo()
+        most = found["MemAvailable"] + found["SwapFree"]
+    except (OSError, KeyError, ValueError):
+        return None
+    # A control group counts pages of files as used, and can drop them: its limit alone is certain.
+    with suppress(OSError, ValueError):
+        most = min(most, _group("memory.max") + _group("memory.swap.max"))
+    return most
+
+
+def process_memory(field: str, pid: int | None = None) -> int:
+    """A line of /proc/PID/status, such as VmRSS, VmHWM or VmData. Raises OSError where there is none."""
+    for line in _process(pid, "status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc tells no {field}")
+
+
+def resident_memory(pid: int | None = None) -> int:
+    """Bytes that a process has in memory. Raises OSError where the system does not tell."""
+    return int(_process(pid, "statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def resident_memory_of(pid: int) -> int:
+    """Bytes that another process has in memory; 0 if the system does not tell."""
+    with suppress(OSError, ValueError, IndexError):
+        return resident_memory(pid)
+    told = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, check=False)  # noqa: S603, S607
+    return int(told.stdout.strip() or 0) * 1024
+
+
+def device_memory() -> int:
+    """Bytes of tensors on the CUDA devices, if torch has set them up."""
+    cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)  # may be in the middle of its import
+    if not getattr(cuda, "is_initialized", bool)():
+        return 0
+    return sum(cuda.memory_allocated(i) for i in range(cuda.device_count()))
+
+
+def peak_memory() -> dict[str, int]:
+    """The most used so far, in bytes: by the process (`host`), and by tensors on the devices (`device`)."""
+    torch = sys.modules.get("torch")  # a run that failed early has not waited for it
+    device = 0
+    if torch is not None and torch.cuda.is_available():
+        device = sum(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))
+    return {"host": peak_resident_memory(), "device": device}
+
+
+def peak_resident_memory() -> int:
+    """The most that this process has had in memory."""
+    with suppress(OSError):  # what getrusage says of Linux may be the peak of the process that started this one
+        return process_memory("VmHWM")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def reset_peak_memory() -> None:
+    """Let VmHWM count from here on. Raises OSError off Linux."""
+    (_PROC / "self/clear_refs").write_text("5")
+
+
+def tree_memory(root: int | None) -> int:
+    """Proportional set size of a process and of all below it. What has just ended counts nothing."""
+    total, waiting = 0, [root]
+    while waiting:
+        process = _PROC / str(waiting.pop())
+        with suppress(OSError):
+            for children in process.glob("task/*/children"):
+                waiting += map(int, children.read_text().split())
+            lines = (process / "smaps_rollup").read_text().splitlines()
+            total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+    return total
+
+
+def total_memory() -> int:
+    """Memory of the host, in all."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _process(pid: int | None, name: str) -> Path:
+    return _PROC / ("self" if pid is None else str(pid)) / name
+
+
+def _meminfo() -> dict[str, int]:
+    lines = (_PROC / "meminfo").read_text().splitlines()
+    return {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+
+
+def _group(name: str) -> int:
+    return int((_GROUP / name).read_text())
