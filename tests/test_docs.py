@@ -12,7 +12,7 @@ from prefillcli.bench.job import METHODS
 from prefillcli.bench.probes import WORKLOADS
 from prefillcli.bench.report import BenchReport, MethodResult, WorkloadResult
 from prefillcli.cli import app
-from prefillcli.data.rows import ERROR_CODES
+from prefillcli.data.rows import ErrorCode
 from prefillcli.jobs.status import Status
 from prefillcli.jobs.verify import Verified
 from prefillcli.options.commands import COMMANDS
@@ -87,8 +87,8 @@ def test_links_and_named_files_exist(page: Path) -> None:
 
 def test_every_error_code_and_report_key_is_documented() -> None:
     text = (ROOT / "docs" / "score.md").read_text()
-    for code in ERROR_CODES:
-        assert f"| `{code}` |" in text
+    for code in ErrorCode:
+        assert f"| `{code}` | {code.meaning} |" in text
     for key in RunReport.model_fields:
         assert f"`{key}`" in text, key
 

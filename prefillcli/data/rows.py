@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,43 +17,61 @@ Float64Array = npt.NDArray[np.float64]
 MAX_ROW_BYTES = 64 << 20
 """Bytes of the longest row that is ever read, unless `--max-row-bytes` says otherwise."""
 
-ERROR_CODES: dict[str, str] = {
-    "null_prompt": "the prompt is null",
-    "empty_prompt": "the prompt is empty or white space only",
-    "row_too_large": "the row, or the prompt made of it, has more bytes than --max-row-bytes",
-    "wrong_type": "a value, or the whole line, has a type that cannot be used here",
-    "invalid_utf8": "a text is not valid UTF-8",
-    "invalid_json": "the line is not valid JSON",
-    "missing_column": "the line lacks a column that the prompt needs",
-    "control_text": "the row has the text of a control token, and it cannot be encoded as plain text",
-    "template_error": "the --template could not be rendered from this row",
-    "chat_error": "the chat template could not be applied to this row's messages",
-    "invalid_token_ids": "prompt_token_ids is empty, negative or beyond the model's vocabulary",
-    "prompt_too_long": "the prompt has more tokens than --max-length",
-    "skipped_too_long": "left out because it is too long (--on-long skip); does not count as an error",
-    "invalid_keep": "the row's keep is not a rate above 0 and up to 1, or its specprefill is not true, false or null",
-    "exceeds_memory": "the prompt does not fit the memory budget",
-    "null_id": "the id is null or missing",
-    "duplicate_id": "an earlier row has the same id",
-    "label_not_one_token": "after this prompt, a label is not exactly one token",
-    "nonfinite_score": "the model returned a score that is not a finite number",
-}
-"""Every stable error code with its meaning."""
 
-SKIPPED = "skipped_too_long"
-"""The one code that is a decision of the user and no error in the error rate."""
+class ErrorCode(StrEnum):
+    """Why a row has no score: a stable code, its meaning, and whether it counts as an error."""
+
+    meaning: str
+    is_error: bool
+    """False for what the user decided: such a row is in no error rate."""
+
+    def __new__(cls, code: str, meaning: str, is_error: bool = True) -> ErrorCode:
+        member = str.__new__(cls, code)
+        member._value_, member.meaning, member.is_error = code, meaning, is_error
+        return member
+
+    NULL_PROMPT = "null_prompt", "the prompt is null"
+    EMPTY_PROMPT = "empty_prompt", "the prompt is empty or white space only"
+    ROW_TOO_LARGE = "row_too_large", "the row, or the prompt made of it, has more bytes than --max-row-bytes"
+    WRONG_TYPE = "wrong_type", "a value, or the whole line, has a type that cannot be used here"
+    INVALID_UTF8 = "invalid_utf8", "a text is not valid UTF-8"
+    INVALID_JSON = "invalid_json", "the line is not valid JSON"
+    MISSING_COLUMN = "missing_column", "the line lacks a column that the prompt needs"
+    CONTROL_TEXT = "control_text", "the row has the text of a control token, and it cannot be encoded as plain text"
+    TEMPLATE_ERROR = "template_error", "the --template could not be rendered from this row"
+    CHAT_ERROR = "chat_error", "the chat template could not be applied to this row's messages"
+    INVALID_TOKEN_IDS = "invalid_token_ids", "prompt_token_ids is empty, negative or beyond the model's vocabulary"
+    PROMPT_TOO_LONG = "prompt_too_long", "the prompt has more tokens than --max-length"
+    SKIPPED_TOO_LONG = (
+        "skipped_too_long",
+        "left out because it is too long (--on-long skip); does not count as an error",
+        False,
+    )
+    INVALID_KEEP = (
+        "invalid_keep",
+        "the row's keep is not a rate above 0 and up to 1, or its specprefill is not true, false or null",
+    )
+    EXCEEDS_MEMORY = "exceeds_memory", "the prompt does not fit the memory budget"
+    NULL_ID = "null_id", "the id is null or missing"
+    DUPLICATE_ID = "duplicate_id", "an earlier row has the same id"
+    LABEL_NOT_ONE_TOKEN = "label_not_one_token", "after this prompt, a label is not exactly one token"
+    NONFINITE_SCORE = "nonfinite_score", "the model returned a score that is not a finite number"
+
+
+SKIPPED_CODES = frozenset(code for code in ErrorCode if not code.is_error)
+"""Codes of rows that were left out as the user asked."""
 
 
 class RowError(NamedTuple):
-    """Why a row has no score: a code of `ERROR_CODES` and a detail for a reader."""
+    """Why a row has no score, with a detail for a reader."""
 
-    code: str
+    code: ErrorCode
     detail: str
 
 
-def too_large(what: str, size: int, most: int) -> RowError:
+def row_too_large(what: str, size: int, most: int) -> RowError:
     """The error of a row of which `what` has `size` bytes, more than `most`."""
-    return RowError("row_too_large", f"{what} has {size:,} bytes; --max-row-bytes is {most:,}")
+    return RowError(ErrorCode.ROW_TOO_LARGE, f"{what} has {size:,} bytes; --max-row-bytes is {most:,}")
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from prefillcli.compress.rates import keep_rates
 from prefillcli.compress.request import SPECPREFILL, Request
 from prefillcli.compress.selection import select_all
 from prefillcli.compress.settings import Compression
-from prefillcli.data.rows import Prompt
+from prefillcli.data.rows import ErrorCode, Prompt
 from prefillcli.engines.loading import Opened, compression_of, plan_memory, worth_of
 from prefillcli.errors import ResourceError
 from prefillcli.forecast.profile import Profile
@@ -76,7 +76,7 @@ class Alternatives:
         requests = self._requests(prompts, self._keep)
         fitting = self._fitting(requests)
         if len(fitting) < len(requests):
-            self.errors["exceeds_memory"] += len(requests) - len(fitting)
+            self.errors[ErrorCode.EXCEEDS_MEMORY] += len(requests) - len(fitting)
         own: Plan | None = None
         cases = [(cost.schedule, self._limits[cost.prefix_kv]) for cost in self.plans]
         for cost, plan in zip(self.plans, self._plans(fitting, cases), strict=True):

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.reading.source import Source
-from prefillcli.data.rows import SKIPPED, Int32Array, Prompt, Window
+from prefillcli.data.rows import SKIPPED_CODES, ErrorCode, Int32Array, Prompt, Window
 from prefillcli.data.windows import Ahead, windows
 from prefillcli.engines.loading import Opened
 from prefillcli.forecast.alternatives import Alternatives
@@ -148,7 +148,7 @@ class Contents:
     def rows(self, more_errors: Counter[str]) -> SurveyRows:
         """Rows by what happens to them, with errors that were found elsewhere."""
         codes = self._codes + more_errors
-        skipped = codes.pop(SKIPPED, 0)
+        skipped = sum(codes.pop(code, 0) for code in SKIPPED_CODES)
         errors = codes.total()
         return SurveyRows(
             total=self._rows,
@@ -156,7 +156,7 @@ class Contents:
             errors=errors,
             skipped=skipped,
             errors_by_code=dict(sorted(codes.items())),
-            too_long=self._truncated + skipped + codes["prompt_too_long"],
+            too_long=self._truncated + skipped + codes[ErrorCode.PROMPT_TOO_LONG],
             truncated=self._truncated,
         )
 

@@ -19,7 +19,7 @@ from prefillcli.compress.selection import FloatArray, tails
 from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.prompts.token_texts import token_texts
-from prefillcli.data.rows import Prompt, RowError
+from prefillcli.data.rows import ErrorCode, Prompt, RowError
 from prefillcli.data.search import find_row
 from prefillcli.engines.base import Engine
 from prefillcli.engines.loading import Loaded, Opened, load, open_models
@@ -221,7 +221,7 @@ class _InspectJob:
         able = [each for each in wanted if len(each.tokens) <= most]
         if not able:
             detail = f"{len(request.tokens)} tokens; the memory budget holds {most}"
-            raise self._error(RowError("exceeds_memory", detail))
+            raise self._error(RowError(ErrorCode.EXCEEDS_MEMORY, detail))
         if len(able) < len(wanted):
             print(
                 f"prefill: warning: the memory budget holds {most:,} tokens: the prompt is not read in full",
@@ -240,7 +240,7 @@ class _InspectJob:
             logits = logprobs / self._settings.temperature
             weights = np.exp(logits - logits.max())
         if not np.isfinite(weights).all():
-            raise self._error(RowError("nonfinite_score", f"label log-probabilities {logprobs.tolist()}"))
+            raise self._error(RowError(ErrorCode.NONFINITE_SCORE, f"label log-probabilities {logprobs.tolist()}"))
         return Answer(
             logprobs=dict(zip(names, logprobs.tolist(), strict=True)),
             score=float(weights[0] / weights.sum()),

@@ -14,7 +14,7 @@ from prefillcli.compress.audit import AuditDraw
 from prefillcli.compress.request import SPECPREFILL, Request
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.prompts.labels import Labels
-from prefillcli.data.rows import Int64Array, Prompt, RowError, ScoredRow, Window
+from prefillcli.data.rows import ErrorCode, Int64Array, Prompt, RowError, ScoredRow, Window
 from prefillcli.engines.base import Answer, Engine
 from prefillcli.errors import Interrupted, ResourceError
 from prefillcli.forecast.timing import Forecast
@@ -140,7 +140,7 @@ class WindowScorer:
                 fitting.append(request)
             else:
                 detail = f"{len(request.tokens)} tokens; the memory budget holds {most}"
-                self._errors[request.prompt.row] = RowError("exceeds_memory", detail)
+                self._errors[request.prompt.row] = RowError(ErrorCode.EXCEEDS_MEMORY, detail)
         return fitting
 
     def _audited(self, window: Window, requests: Sequence[Request]) -> list[int]:

@@ -7,13 +7,12 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from prefillcli.data.rows import ERROR_CODES, SKIPPED
+from prefillcli.data.rows import ErrorCode
 from prefillcli.report.charts import Bar, bars, length_plot, memory_plot, score_plot
 from prefillcli.report.inspection import visible
 from prefillcli.report.run import Histogram, RunReport
 from prefillcli.stats.audit import audit_lines
 
-_TOO_LONG = ("prompt_too_long", SKIPPED)
 _BESIDE = ("read", "render", "tokenize")
 _PHASES = {
     "load": "load the models",
@@ -102,7 +101,7 @@ def _results(report: RunReport) -> list[Bar]:
     kinds = {name: f"s{at}" for at, name in enumerate(values)}
     failed = dict(sorted(report.rows.errors_by_code.items(), key=lambda pair: -pair[1]))
     if report.rows.skipped:
-        failed[SKIPPED] = report.rows.skipped
+        failed[ErrorCode.SKIPPED_TOO_LONG] = report.rows.skipped
     return [
         *_counted(values, report.rows.total, kinds),
         *_counted(failed, report.rows.total, dict.fromkeys(failed, "alarm")),
@@ -118,8 +117,9 @@ def _counted(values: dict[str, int], total: int, kinds: dict[str, str]) -> list[
 
 def _length_note(report: RunReport) -> str:
     histogram = report.histograms.prompt_tokens
-    too_long = {code: report.rows.errors_by_code.get(code, 0) for code in _TOO_LONG[:1]} | {
-        SKIPPED: report.rows.skipped
+    too_long = {
+        ErrorCode.PROMPT_TOO_LONG: report.rows.errors_by_code.get(ErrorCode.PROMPT_TOO_LONG, 0),
+        ErrorCode.SKIPPED_TOO_LONG: report.rows.skipped,
     }
     notes = []
     if histogram.counts:
@@ -127,7 +127,7 @@ def _length_note(report: RunReport) -> str:
         notes.append(
             f"Half of the prompts have fewer than about {(low + high) / 2:,.0f} tokens. The scale is logarithmic."
         )
-    notes += [f"{number:,} rows are not in it: {ERROR_CODES[code]}." for code, number in too_long.items() if number]
+    notes += [f"{number:,} rows are not in it: {code.meaning}." for code, number in too_long.items() if number]
     return " ".join(notes)
 
 

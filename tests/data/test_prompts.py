@@ -15,7 +15,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
 from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.labels import Labels, parse_labels
-from prefillcli.data.rows import ERROR_CODES, Prompt, RowBatch, RowError
+from prefillcli.data.rows import ErrorCode, Prompt, RowBatch, RowError
 from prefillcli.errors import UsageError
 
 
@@ -32,7 +32,7 @@ def build(
     prompts, errors = builder.build(batch, Labels(tokenizer, parse_labels(labels)))
     assert sorted([prompt.row for prompt in prompts] + list(errors)) == batch.rows.tolist()
     assert [prompt.row for prompt in prompts] == sorted(prompt.row for prompt in prompts)
-    assert all(error.code in ERROR_CODES for error in errors.values())
+    assert all(error.code in set(ErrorCode) for error in errors.values())
     assert all(prompt.tokens.dtype == np.int32 for prompt in prompts)
     return prompts, errors
 

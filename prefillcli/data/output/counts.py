@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from prefillcli.data.output.tallies import Tallies
-from prefillcli.data.rows import SKIPPED
+from prefillcli.data.rows import SKIPPED_CODES
 from prefillcli.data.values import to_python
 
 Audited = tuple[float, float, bool, str | int | float | bool | None]
@@ -57,7 +57,7 @@ class Counts:
         self.score_sum += pc.sum(rows["score"]).as_py() or 0.0
         for entry in pc.value_counts(rows["error"].drop_null()).to_pylist():
             code, number = entry["values"], entry["counts"]
-            if code == SKIPPED:
+            if code in SKIPPED_CODES:
                 self.skipped += number
             else:
                 self.errors += number

@@ -21,7 +21,7 @@ from prefillcli.data.output.manifest import Job
 from prefillcli.data.output.store import Store
 from prefillcli.data.output.tallies import ROW
 from prefillcli.data.proof.seals import JOB_KEY, require_seal
-from prefillcli.data.rows import Float64Array, Int64Array, RowError, ScoredRow, Window
+from prefillcli.data.rows import ErrorCode, Float64Array, Int64Array, RowError, ScoredRow, Window
 from prefillcli.errors import DamagedFileError, PrefillError, brief
 
 _NAME = re.compile(r"part-(\d{6,})-(\d{6,})\.parquet")
@@ -114,7 +114,7 @@ def make_rows(
     scores = _softmax(logprobs / temperature)
     finite = np.isfinite(scores[:, 0])
     errors = errors | {
-        scored.row: RowError("nonfinite_score", f"label log-probabilities {scored.logprobs.tolist()}")
+        scored.row: RowError(ErrorCode.NONFINITE_SCORE, f"label log-probabilities {scored.logprobs.tolist()}")
         for scored, good in zip(results, finite.tolist(), strict=True)
         if not good
     }

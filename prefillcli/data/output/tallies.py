@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from prefillcli.data.rows import SKIPPED
+from prefillcli.data.rows import SKIPPED_CODES
 from prefillcli.data.values import to_python
 
 ROW = "__row"
@@ -121,7 +121,7 @@ def _failed(rows: pa.Table, id_name: str | None, json_id: bool) -> list[dict[str
     found = rows["error"].combine_chunks()
     chosen: list[int] = []
     for code in _counted(rows["error"]):
-        if code != SKIPPED:
+        if code not in SKIPPED_CODES:
             chosen += pc.indices_nonzero(pc.fill_null(pc.equal(found, code), False))[:MOST].to_pylist()
     few = rows.take(pa.array(sorted(chosen), pa.int64()))
     return _of_every_code(_named(few, id_name, json_id, {"code": "error", "detail": "error_detail"}))

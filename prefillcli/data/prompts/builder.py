@@ -18,7 +18,7 @@ from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.labels import LabelError, Labels, tail_of
 from prefillcli.data.prompts.lengths import OnLong, default_row_bytes, fit
 from prefillcli.data.prompts.templates import RowTemplate
-from prefillcli.data.rows import Int32Array, Prompt, RowBatch, RowError, too_large
+from prefillcli.data.rows import ErrorCode, Int32Array, Prompt, RowBatch, RowError, row_too_large
 from prefillcli.errors import UsageError
 
 DEFAULT_COLUMN = "prompt"
@@ -174,49 +174,51 @@ class PromptBuilder:
         except NotLiteral as error:
             return not_literal(error), None
         except RecursionError:
-            code = "template_error" if self.template else "chat_error"
+            code = ErrorCode.TEMPLATE_ERROR if self.template else ErrorCode.CHAT_ERROR
             return RowError(code, "RecursionError: a value is nested too deeply"), None
 
     def _draft(self, row: int, value: Any) -> _Draft | RowError:
         if isinstance(value, str):
             return self._from_text(row, value)
         if value is None:
-            return RowError("null_prompt", "the prompt is null")
+            return RowError(ErrorCode.NULL_PROMPT, "the prompt is null")
         if not isinstance(value, list | np.ndarray):
-            return RowError("wrong_type", f"the prompt is {type(value).__name__}, not text")
+            return RowError(ErrorCode.WRONG_TYPE, f"the prompt is {type(value).__name__}, not text")
         if len(value) == 0:
             ids = isinstance(value, np.ndarray) or self.column == "prompt_token_ids"
-            return RowError("invalid_token_ids" if ids else "empty_prompt", "the list is empty")
+            return RowError(ErrorCode.INVALID_TOKEN_IDS if ids else ErrorCode.EMPTY_PROMPT, "the list is empty")
         if isinstance(value, np.ndarray) or set(map(type, value)) == {int}:
             return self._from_ids(row, value)
         return self._from_messages(row, value)
 
     def _from_text(self, row: int, text: str) -> _Draft | RowError:
         if not text or text.isspace():
-            return RowError("empty_prompt", "the prompt is white space only" if text else "the prompt is empty")
+            return RowError(
+                ErrorCode.EMPTY_PROMPT, "the prompt is white space only" if text else "the prompt is empty"
+            )
         if not _is_unicode(text):
-            return RowError("invalid_utf8", "the prompt has half a surrogate pair")
+            return RowError(ErrorCode.INVALID_UTF8, "the prompt has half a surrogate pair")
         if _size(text) > self.max_row_bytes:
-            return too_large("the prompt", _size(text), self.max_row_bytes)
+            return row_too_large("the prompt", _size(text), self.max_row_bytes)
         if not self.chat:
             return _Draft(row, text)
         return self._from_messages(row, [{"role": "user", "content": text}])
 
     def _from_messages(self, row: int, value: list[Any]) -> _Draft | RowError:
         if self.column == "prompt_token_ids":
-            return RowError("invalid_token_ids", "not every token id is an integer")
+            return RowError(ErrorCode.INVALID_TOKEN_IDS, "not every token id is an integer")
         messages = messages_of(value, self.settings.system)
         if isinstance(messages, RowError):
             return messages
         if not self._has_chat_template or self.settings.chat is False:
-            return RowError("chat_error", "the prompt is a list of messages, and no chat template is applied")
+            return RowError(ErrorCode.CHAT_ERROR, "the prompt is a list of messages, and no chat template is applied")
         return _Draft(row, chat=messages)
 
     def _from_ids(self, row: int, value: Any) -> _Draft | RowError:
         ends = (min(value), max(value)) if isinstance(value, list) else (value.min(), value.max())
         for number in ends:
             if not 0 <= number < self.settings.vocab_size:
-                return RowError("invalid_token_ids", f"id {number} is not in 0..{self.settings.vocab_size - 1}")
+                return self._not_in_vocabulary(number)
         return _Draft(row, tokens=np.asarray(value, np.int32))
 
     def _with_chats_rendered(self, drafts: list[_Draft], errors: dict[int, RowError]) -> list[_Draft]:
@@ -231,9 +233,9 @@ class PromptBuilder:
                 continue
             text = next(texts)
             if isinstance(text, str) and not _is_unicode(text):
-                text = RowError("invalid_utf8", "a message has half a surrogate pair")
+                text = RowError(ErrorCode.INVALID_UTF8, "a message has half a surrogate pair")
             if isinstance(text, str) and _size(text) > self.max_row_bytes:
-                text = too_large("the prompt", _size(text), self.max_row_bytes)
+                text = row_too_large("the prompt", _size(text), self.max_row_bytes)
             if isinstance(text, RowError):
                 errors[draft.row] = text
             else:
@@ -292,10 +294,13 @@ class PromptBuilder:
 
     def _fit(self, tokens: Int32Array) -> Int32Array | RowError:
         if len(tokens) == 0:
-            return RowError("empty_prompt", "the tokenizer makes no token of the prompt")
+            return RowError(ErrorCode.EMPTY_PROMPT, "the tokenizer makes no token of the prompt")
         if self._may_exceed_vocabulary and int(tokens.max()) >= self.settings.vocab_size:
-            return RowError("invalid_token_ids", f"id {tokens.max()} is not in 0..{self.settings.vocab_size - 1}")
+            return self._not_in_vocabulary(tokens.max())
         return fit(tokens, self.settings.max_length, self.settings.on_long, self._encoder.start_ids)
+
+    def _not_in_vocabulary(self, token: int) -> RowError:
+        return RowError(ErrorCode.INVALID_TOKEN_IDS, f"id {token} is not in 0..{self.settings.vocab_size - 1}")
 
 
 def _labelled(
@@ -305,7 +310,7 @@ def _labelled(
     done = []
     for prompt, index in zip(prompts, found, strict=True):
         if isinstance(index, LabelError):
-            errors[prompt.row] = RowError("label_not_one_token", str(index).replace("\n", "; "))
+            errors[prompt.row] = RowError(ErrorCode.LABEL_NOT_ONE_TOKEN, str(index).replace("\n", "; "))
         else:
             prompt.labels = index
             done.append(prompt)
@@ -324,9 +329,13 @@ def _with_compression(prompts: list[Prompt], batch: RowBatch, errors: dict[int, 
         if isinstance(keep, float) and math.isnan(keep):
             keep = None
         if keep is not None and (type(keep) not in (int, float) or not 0 < keep <= 1):
-            errors[prompt.row] = RowError("invalid_keep", f"keep is {keep!r}: it must be a rate above 0 and up to 1")
+            errors[prompt.row] = RowError(
+                ErrorCode.INVALID_KEEP, f"keep is {keep!r}: it must be a rate above 0 and up to 1"
+            )
         elif wish is not None and type(wish) is not bool:
-            errors[prompt.row] = RowError("invalid_keep", f"specprefill is {wish!r}: it must be true, false or null")
+            errors[prompt.row] = RowError(
+                ErrorCode.INVALID_KEEP, f"specprefill is {wish!r}: it must be true, false or null"
+            )
         else:
             prompt.keep, prompt.specprefill = keep, wish
             done.append(prompt)

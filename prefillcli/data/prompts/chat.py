@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from prefillcli.data.prompts.rendering import Renderer, RenderLimits
-from prefillcli.data.rows import RowError
+from prefillcli.data.rows import ErrorCode, RowError
 from prefillcli.errors import UsageError
 
 Message = dict[str, Any]
@@ -20,10 +20,10 @@ def messages_of(value: Sequence[Any], system: str | None) -> list[Message] | Row
     messages: list[Message] = []
     for number, item in enumerate(value, 1):
         if not isinstance(item, dict) or not isinstance(item.get("role"), str):
-            return RowError("wrong_type", f"message {number} is not an object with a role and a content")
+            return RowError(ErrorCode.WRONG_TYPE, f"message {number} is not an object with a role and a content")
         message = {key: part for key, part in item.items() if part is not None}
         if "content" not in message and "tool_calls" not in message:
-            return RowError("chat_error", f"message {number} has no content")
+            return RowError(ErrorCode.CHAT_ERROR, f"message {number} has no content")
         messages.append(message)
     if system is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
@@ -54,7 +54,7 @@ class ChatTemplate:
             "variables": dict(tokenizer.special_tokens_map),
             "name": "the model's chat template",
         }
-        self._renderer = Renderer(spec, code="chat_error", limits=limits)
+        self._renderer = Renderer(spec, code=ErrorCode.CHAT_ERROR, limits=limits)
 
     def render(self, chats: Sequence[list[Message]]) -> list[str | RowError]:
         """Every chat as text up to where the assistant answers, or why there is none."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
-from prefillcli.data.rows import RowError
+from prefillcli.data.rows import ErrorCode, RowError
 
 # Letters that no normaliser changes, drops or joins: Yi, and the extinct Tangut, whose last ones spell control tokens.
 _STAND_INS = (range(0xA000, 0xA48D), range(0x17000, 0x18000))
@@ -208,7 +208,9 @@ def protect(controls: Controls, value: Any, typed: frozenset[str], *, joined: bo
 
 def not_literal(error: NotLiteral) -> RowError:
     """The error of a row."""
-    return RowError("control_text", f"the row has the text of a control token, but {error}; --allow-special takes it")
+    return RowError(
+        ErrorCode.CONTROL_TEXT, f"the row has the text of a control token, but {error}; --allow-special takes it"
+    )
 
 
 def _is_control(token: Any, special: bool) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from prefillcli.data.prompts.encoding import Encoder
-from prefillcli.data.rows import Window
+from prefillcli.data.rows import ErrorCode, Window
 from prefillcli.errors import UsageError
 
 LabelSet = tuple[tuple[int, ...], ...]
@@ -126,7 +126,7 @@ class Labels:
     def check(self, window: Window) -> None:
         """Raise the LabelError if the labels fail after every prompt of the job's first window."""
         for error in window.errors.values():
-            if not window.prompts and error.code == "label_not_one_token":
+            if not window.prompts and error.code == ErrorCode.LABEL_NOT_ONE_TOKEN:
                 raise LabelError(error.detail)
 
     def resolve_all(self, tails: Sequence[str], *, literal: bool = False) -> list[int | LabelError]:

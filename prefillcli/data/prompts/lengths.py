@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from prefillcli.data.rows import MAX_ROW_BYTES, SKIPPED, Int32Array, RowError
+from prefillcli.data.rows import MAX_ROW_BYTES, ErrorCode, Int32Array, RowError
 
 OnLong = Literal["error", "truncate-left", "truncate-middle", "skip"]
 
@@ -35,7 +35,7 @@ def fit(tokens: Int32Array, max_length: int, on_long: OnLong, start_ids: Set[int
     if len(tokens) <= max_length:
         return tokens
     if on_long in ("error", "skip"):
-        code = "prompt_too_long" if on_long == "error" else SKIPPED
+        code = ErrorCode.PROMPT_TOO_LONG if on_long == "error" else ErrorCode.SKIPPED_TOO_LONG
         return RowError(code, f"{len(tokens)} tokens, the limit is {max_length}")
     head = 0
     if on_long == "truncate-middle":

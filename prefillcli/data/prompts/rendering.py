@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import prefillcli
-from prefillcli.data.rows import RowError
+from prefillcli.data.rows import ErrorCode, RowError
 from prefillcli.errors import ResourceError, UsageError
 from prefillcli.runtime.memory import resident_memory_of
 
@@ -66,7 +66,7 @@ class Renderer:
     can be started.
     """
 
-    def __init__(self, spec: dict[str, Any], *, code: str, limits: RenderLimits | None = None) -> None:
+    def __init__(self, spec: dict[str, Any], *, code: ErrorCode, limits: RenderLimits | None = None) -> None:
         self._spec = spec
         self._code = code
         self._limits = limits or RenderLimits()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from prefillcli.data.prompts.rendering import Renderer, RenderLimits
-from prefillcli.data.rows import RowError
+from prefillcli.data.rows import ErrorCode, RowError
 from prefillcli.errors import UsageError
 
 _MARKS = ("{{", "{%", "{#")
@@ -39,7 +39,7 @@ class RowTemplate:
     def __init__(self, template: str, limits: RenderLimits | None = None) -> None:
         self.text, name = read_template(template)
         spec = {"kind": "template", "text": self.text, "name": name}
-        self._renderer = Renderer(spec, code="template_error", limits=limits)
+        self._renderer = Renderer(spec, code=ErrorCode.TEMPLATE_ERROR, limits=limits)
         self.columns = self._renderer.columns
         """The columns it needs."""
 

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from prefillcli.data.rows import Float64Array, Int64Array, RowError
+from prefillcli.data.rows import ErrorCode, Float64Array, Int64Array, RowError
 from prefillcli.data.values import is_text, plain_type, to_python
 
 
@@ -39,10 +39,12 @@ class SeenIds:
             at = np.minimum(np.searchsorted(run, keys), len(run) - 1)
             repeated |= run[at] == keys
         self._remember(unique)
-        errors = {int(row): RowError("null_id", "the id is null or missing") for row in rows[null]}
+        errors = {int(row): RowError(ErrorCode.NULL_ID, "the id is null or missing") for row in rows[null]}
         for position in np.flatnonzero(repeated):
             (what,) = to_python(column.slice(int(valid[position]), 1))
-            errors[int(rows[valid[position]])] = RowError("duplicate_id", f"an earlier row has the id {what!r}")
+            errors[int(rows[valid[position]])] = RowError(
+                ErrorCode.DUPLICATE_ID, f"an earlier row has the id {what!r}"
+            )
         return errors
 
     def _remember(self, keys: Int64Array) -> None:

@@ -14,7 +14,7 @@ from prefillcli.data.filesystems import reading
 from prefillcli.data.proof.contents import require_same
 from prefillcli.data.reading.discovery import Found
 from prefillcli.data.reading.selection import Selection
-from prefillcli.data.rows import MAX_ROW_BYTES, RowBatch, RowError, too_large
+from prefillcli.data.rows import MAX_ROW_BYTES, ErrorCode, RowBatch, RowError, row_too_large
 
 MAX_ROWS = 2048
 MAX_BYTES = 8 << 20
@@ -68,7 +68,7 @@ def _skip_long_line(file: BinaryIO, start: bytes, most: int) -> RowError | None:
     blank, size, piece = start.isspace(), len(start), start
     while not piece.endswith(b"\n") and (piece := file.readline(_BLOCK)):
         blank, size = blank and piece.isspace(), size + len(piece)
-    return None if blank else too_large("the line", size, most)
+    return None if blank else row_too_large("the line", size, most)
 
 
 def parse(line: bytes | RowError) -> dict[str, Any] | RowError:
@@ -78,12 +78,12 @@ def parse(line: bytes | RowError) -> dict[str, Any] | RowError:
     try:
         value = _decode(line.decode())
     except UnicodeDecodeError as error:
-        return RowError("invalid_utf8", f"byte {error.start} of the line: {error.reason}")
+        return RowError(ErrorCode.INVALID_UTF8, f"byte {error.start} of the line: {error.reason}")
     except (ValueError, RecursionError) as error:
-        return RowError("invalid_json", str(error).splitlines()[0])
+        return RowError(ErrorCode.INVALID_JSON, str(error).splitlines()[0])
     if type(value) is dict:
         return value
-    return RowError("wrong_type", f"the line holds {_NAMES[type(value)]}, not an object")
+    return RowError(ErrorCode.WRONG_TYPE, f"the line holds {_NAMES[type(value)]}, not an object")
 
 
 _NAMES: dict[type, str] = {
@@ -150,12 +150,14 @@ class BatchMaker:
             for name, values in self._values.items():
                 values.append(get(name))
                 if name not in parsed and name not in self._optional:
-                    self._errors.setdefault(row, RowError("missing_column", f"the line has no {name!r}"))
+                    self._errors.setdefault(row, RowError(ErrorCode.MISSING_COLUMN, f"the line has no {name!r}"))
             for name, texts in self._texts.items():
                 value = get(name)
                 text = None if value is None else _encode(value)
                 if text is not None and "\\ud" in text and not _is_unicode(text):
-                    self._errors.setdefault(row, RowError("invalid_utf8", f"column {name}: half a surrogate pair"))
+                    self._errors.setdefault(
+                        row, RowError(ErrorCode.INVALID_UTF8, f"column {name}: half a surrogate pair")
+                    )
                     text = None
                 texts.append(text)
         else:

@@ -19,7 +19,7 @@ from prefillcli.data.reading.discovery import Found
 from prefillcli.data.reading.row_groups import MAX_BYTES, MAX_ROWS, Closed, RowGroup
 from prefillcli.data.reading.selection import Selection
 from prefillcli.data.reading.standins import FileWithStandIns
-from prefillcli.data.rows import MAX_ROW_BYTES, Int64Array, RowBatch, RowError, too_large
+from prefillcli.data.rows import MAX_ROW_BYTES, ErrorCode, Int64Array, RowBatch, RowError, row_too_large
 from prefillcli.data.values import plain_column, python_values, row_bytes
 
 _MAX_PAGE_BYTES = 128 << 20  # DuckDB's pages have up to 100 MB, others' 1 MiB
@@ -157,7 +157,7 @@ def _row_batches(
     if len(rows) < piece.num_rows:
         piece = piece.take(pa.array(rows - start))
     piece, sizes, large = _without_large(piece, max_row_bytes)
-    errors = {int(rows[at]): too_large("the row", size, max_row_bytes) for at, size in large.items()}
+    errors = {int(rows[at]): row_too_large("the row", size, max_row_bytes) for at, size in large.items()}
     for first, stop, error in closed:
         errors |= dict.fromkeys(rows[np.searchsorted(rows, first) : np.searchsorted(rows, stop)].tolist(), error)
     ends = np.cumsum(sizes)
@@ -196,7 +196,7 @@ def _row_batch(
 
     def note(name: str, bad: dict[int, str]) -> None:
         for position, what in bad.items():
-            errors.setdefault(int(rows[position]), RowError("invalid_utf8", f"column {name}, {what}"))
+            errors.setdefault(int(rows[position]), RowError(ErrorCode.INVALID_UTF8, f"column {name}, {what}"))
 
     values: dict[str, list[Any]] = {}
     for name in columns:

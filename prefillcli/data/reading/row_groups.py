@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from prefillcli.data.reading.pages import Pages, read_pages
 from prefillcli.data.reading.standins import Replaced, can_stand_in
-from prefillcli.data.rows import RowError
+from prefillcli.data.rows import ErrorCode, RowError
 
 MAX_ROWS = 2048
 MAX_BYTES = 8 << 20
@@ -119,4 +119,4 @@ class RowGroup:
 
     def _error(self, name: str, size: int) -> RowError:
         what = f"column {name}: the row lies in a Parquet page of {size:,} bytes"
-        return RowError("row_too_large", f"{what}; pages of more than {self.max_page:,} are not opened")
+        return RowError(ErrorCode.ROW_TOO_LARGE, f"{what}; pages of more than {self.max_page:,} are not opened")
