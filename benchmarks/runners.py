@@ -111,14 +111,13 @@ def _serve(
 @contextmanager
 def _walk(model: Path, dtype: str, prompts: Sequence[TokenArray]) -> Iterator[tuple[Method, Settings]]:
     """The engine of `prefill score`, with the packs and chunks that it chooses by itself."""
-    from prefillcli.engines.loading import Opened, load
+    from prefillcli.jobs.load import load_walk
     from prefillcli.models.find import read_model_files
+    from prefillcli.models.open import Opened
     from prefillcli.options.groups import LoadingOptions
 
     files = read_model_files(model, dtype=dtype)
-    loaded = load(
-        Opened(files, torch.device("cpu"), None, None, files.max_length), LoadingOptions(), keep=1, before={}
-    )
+    loaded = load_walk(Opened(files, torch.device("cpu"), None, None, files.max_length), LoadingOptions(), keep=1)
     about = {"threads": torch.get_num_threads(), "chunk_tokens": loaded.plan["chunk_tokens"]}
     about |= {"pack_tokens": loaded.engine.limits.tokens}
     with ExitStack() as stack:

@@ -339,7 +339,7 @@ def test_signal_ends_it_with_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> N
     def stop(*args: Any, **named: Any) -> None:
         raise Interrupted(15)
 
-    monkeypatch.setattr(inspect, "load", stop)
+    monkeypatch.setattr(inspect, "load_walk", stop)
     done = prefill("inspect", POSTS, *MODEL, "--row", 5)
     line = line_of(done)
     assert (done.exit_code, line["status"], line["row"]) == (143, "interrupted", 5)

@@ -15,6 +15,7 @@ from prefillcli.bench.baselines import IntArray, bm25_sentences, first_and_last,
 from prefillcli.bench.texts import Spans
 from prefillcli.compress.answers import answer, plan_requests
 from prefillcli.compress.compressor import Compressor
+from prefillcli.compress.load import worth_of
 from prefillcli.compress.rates import keep_rates
 from prefillcli.compress.request import SPECPREFILL, Request
 from prefillcli.compress.selection import tails
@@ -22,9 +23,10 @@ from prefillcli.compress.settings import Compression
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.rows import Prompt
 from prefillcli.engines.hf import last_logits
-from prefillcli.engines.loading import Loaded, Opened, compression_of, worth_of
 from prefillcli.engines.torch import TorchEngine, label_logprobs
+from prefillcli.jobs.load import Models, compression_of
 from prefillcli.models.families import sliding_window
+from prefillcli.models.open import Opened
 from prefillcli.options.bench import BenchSettings
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
@@ -64,7 +66,7 @@ class Cost:
 class Equipment:
     """The loaded models, and how `prefill score` would walk them. `limits` are those of the target's packs."""
 
-    def __init__(self, opened: Opened, loaded: Loaded[TorchEngine], settings: BenchSettings, labels: Labels) -> None:
+    def __init__(self, opened: Opened, loaded: Models[TorchEngine], settings: BenchSettings, labels: Labels) -> None:
         self.limits = loaded.engine.limits
         self.device = opened.device
         self.tokenizer = opened.tokenizer
@@ -73,7 +75,7 @@ class Equipment:
         self.compression: Compression = compression_of(settings)
         last = max(self.compression.keep_last, sliding_window(self.config) or 0)
         self._ends = replace(self.compression, keep_last=last)
-        self._worth = worth_of(settings, opened)
+        self._worth = worth_of(self.compression, opened)
         self.labels = labels
         self._model = loaded.engine.model
         self._compressor = loaded.compressor

@@ -14,11 +14,12 @@ from prefillcli.bench.probes import WORKLOADS
 from prefillcli.bench.report import BenchReport, page_of, print_workload, save_report
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.reading.source import Source
-from prefillcli.engines.loading import Opened, load, open_models
 from prefillcli.errors import PrefillError, ResourceError, UsageError, nearest
 from prefillcli.jobs.inputs import open_source, prompt_builder
+from prefillcli.jobs.load import load_walk
 from prefillcli.jobs.outcome import fail
 from prefillcli.jobs.paths import refuse_among_inputs, require_json
+from prefillcli.models.open import Opened, open_models
 from prefillcli.models.samples import sample_draft
 from prefillcli.options.bench import BenchSettings
 from prefillcli.redaction import shown, without_secrets
@@ -156,7 +157,7 @@ def _compare(
         "dtype": str(opened.files.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
     }
-    loaded = load(opened, settings, keep=1.0, before={})
+    loaded = load_walk(opened, settings, keep=1.0)
     with closing(loaded):
         equipment = Equipment(opened, loaded, settings, labels)
         material: Material | None = first

@@ -19,8 +19,8 @@ from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Prompt, RowBatch, RowError
 from prefillcli.data.windows import MAX_ROWS, windows
-from prefillcli.engines.loading import Opened
 from prefillcli.errors import PrefillError, UsageError
+from prefillcli.models.open import Opened
 from prefillcli.options.bench import QUICK_ROWS, BenchSettings
 
 _FEWEST = 8  # prompts of a quick look, however long they are

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from prefillcli.engines.packs import Measured, MemoryChoice
+from prefillcli.models.open import DraftChoice, Opened
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.trie import TokenArray
-
-if TYPE_CHECKING:
-    from prefillcli.engines.loading import Loaded, Opened
-    from prefillcli.forecast.profile import Profile
-    from prefillcli.options.score import ScoreSettings
 
 #: For each label the token ids whose probabilities it sums.
 LabelTokens = tuple[tuple[int, ...], ...]
@@ -60,25 +57,68 @@ class Engine(Protocol):
         """Let go of memory, and of other processes."""
 
 
+class LoadChoice(MemoryChoice, Protocol):
+    """What a job's options say of loading an engine."""
+
+    @property
+    def trust_remote_code(self) -> bool: ...
+
+
+class EngineChoice(DraftChoice, Protocol):
+    """What a job's options say of opening the models of an engine."""
+
+    @property
+    def max_length(self) -> int | None: ...
+    @property
+    def engine_options(self) -> Mapping[str, Any]: ...
+    @property
+    def quiet(self) -> bool: ...
+    @property
+    def debug(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What engines need to load; each takes of it what it does need.
+
+    `options` are those of the engine itself. `before` is the plan of an earlier attempt at the job, or empty. A
+    profile gives what was `measured` of the model.
+    """
+
+    opened: Opened
+    choice: LoadChoice
+    options: Mapping[str, Any] = field(default_factory=dict)
+    before: Mapping[str, Any] = field(default_factory=dict)
+    measured: Measured | None = None
+
+
+AnyEngine = TypeVar("AnyEngine", bound=Engine, covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded(Generic[AnyEngine]):
+    """An engine, ready to answer.
+
+    `plan` is what a resumed run must take over to cut the same packs; empty where the engine plans by itself.
+    `budget` is the number of bytes that packs may take, where prefill decides it.
+    """
+
+    engine: AnyEngine
+    plan: dict[str, Any] = field(default_factory=dict)
+    budget: int | None = None
+
+
 class Loader(Protocol):
     """A module that brings an engine, as `prefillcli.engines.kinds` names it."""
 
-    def open_models(self, settings: ScoreSettings) -> Opened:
+    def open_models(self, choice: EngineChoice) -> Opened:
         """Check the model's files and everything else that can be known before weights are loaded.
 
         Raises UsageError or ResourceError.
         """
 
-    def load(
-        self,
-        opened: Opened,
-        settings: ScoreSettings,
-        *,
-        keep: float,
-        before: dict[str, Any],
-        profile: Profile | None,
-    ) -> Loaded[Engine]:
-        """The engine, ready to answer. `keep`, `before` and `profile` as in `prefillcli.engines.loading.load`."""
+    def load(self, request: LoadRequest) -> Loaded[Engine]:
+        """Load the weights. Raises ResourceError where they cannot fit, before they are loaded, and UsageError."""
 
 
 def sequences(pack: Pack) -> Iterator[tuple[int, TokenArray]]:

@@ -9,35 +9,35 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from prefillcli.engines import loading
-from prefillcli.engines.base import Answer, LabelTokens, sequences
-from prefillcli.engines.loading import Loaded, Opened
+from prefillcli.engines.base import Answer, EngineChoice, LabelTokens, Loaded, LoadRequest, sequences
 from prefillcli.engines.options import check_options
 from prefillcli.engines.torch import label_logprobs
+from prefillcli.models import open as models
 from prefillcli.models.load import load_weights
-from prefillcli.options.score import ScoreSettings
+from prefillcli.models.open import Opened
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.trie import TokenArray
 
 OPTIONS = ("attn_implementation",)
 
 
-def open_models(settings: ScoreSettings) -> Opened:
+def open_models(choice: EngineChoice) -> Opened:
     """As `Loader`; any causal language model of transformers will do."""
-    check_options("hf", settings.engine_options, OPTIONS)
-    return loading.open_models(settings, walk=False)
+    check_options("hf", choice.engine_options, OPTIONS)
+    return models.open_models(choice, walk=False)
 
 
-def load(opened: Opened, settings: ScoreSettings, **_: object) -> Loaded[HfEngine]:
+def load(request: LoadRequest) -> Loaded[HfEngine]:
     """As `Loader`."""
-    loading.refuse_what_cannot_fit(opened)
+    opened = request.opened
+    models.refuse_what_cannot_fit(opened)
     model = load_weights(
         opened.files,
         opened.device,
-        attention=settings.engine_options.get("attn_implementation"),
-        trust_remote_code=settings.trust_remote_code,
+        attention=request.options.get("attn_implementation"),
+        trust_remote_code=request.choice.trust_remote_code,
     )
-    return Loaded(HfEngine(model, max_length=opened.max_length), None, {})
+    return Loaded(HfEngine(model, max_length=opened.max_length))
 
 
 class HfEngine:

@@ -39,7 +39,7 @@ ENGINES: dict[str, EngineKind] = {
     kind.name: kind
     for kind in (
         EngineKind(
-            "torch", "prefillcli.engines.loading", frozenset({"compression", "packs", "memory", "forecast", "threads"})
+            "torch", "prefillcli.engines.torch", frozenset({"compression", "packs", "memory", "forecast", "threads"})
         ),
         EngineKind("hf", "prefillcli.engines.hf", frozenset({"options", "threads"})),
         EngineKind(

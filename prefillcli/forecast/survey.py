@@ -13,14 +13,15 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
+from prefillcli.compress.settings import Compression
+from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import SKIPPED_CODES, ErrorCode, Int32Array, Prompt, Window
 from prefillcli.data.windows import Ahead, windows
-from prefillcli.engines.loading import Opened
 from prefillcli.forecast.alternatives import Alternatives
 from prefillcli.forecast.profile import Profile
-from prefillcli.jobs.inputs import prompt_builder
+from prefillcli.models.open import Opened
 from prefillcli.options.groups import ScheduledOptions
 from prefillcli.plan.sharing import shared_nodes
 from prefillcli.plan.trie import build_forest, token_order
@@ -47,24 +48,24 @@ def survey(
     settings: ScheduledOptions,
     opened: Opened,
     source: Source,
+    builder: PromptBuilder,
+    compression: Compression,
     *,
     free: int | None,
-    carried: Sequence[str] = (),
     id_column: str | None = None,
     profile: Profile | None = None,
     price_per_hour: float | None = None,
     tick: Callable[[int, int], None] = lambda rows, tokens: None,
 ) -> Survey:
-    """Read the rows of `source` and plan them as a job with these `settings` would.
+    """Read the rows of `source`, make prompts of them with the `builder`, and plan them as a job with these `settings`
+    would.
 
-    `free` bytes are what the loaded weights will leave, where `--memory` does not say what may be used; `carried` are
-    the columns that the output takes over; `profile` sizes packs and predicts their time, as in the job. `tick` is
-    called with the rows and prompt tokens of each window, and may raise. Raises what the job raises before it loads
-    weights.
+    `free` bytes are what the loaded weights will leave, where `--memory` does not say what may be used. `profile`
+    sizes packs and predicts their time, as in the job. `tick` is called with the rows and prompt tokens of each
+    window, and may raise. Raises what the job raises before it loads weights.
     """
-    builder = prompt_builder(settings, opened, source, carried)
     labels = Labels(opened.tokenizer, parse_labels(settings.labels))
-    plans = Alternatives(settings, opened, free=free, profile=profile)
+    plans = Alternatives(settings, opened, compression, free=free, profile=profile)
     contents = Contents()
     clock = Clock()
     with Ahead(windows(source, builder, labels, id_column=id_column), cancel=builder.close) as coming:

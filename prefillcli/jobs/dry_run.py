@@ -9,12 +9,13 @@ from typing import Any
 from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.store import put_text
 from prefillcli.data.proof.fingerprints import hash_model
-from prefillcli.engines.loading import Opened, open_models, refuse_what_cannot_fit, weights_of
 from prefillcli.errors import PrefillError, ResourceError, UsageError
 from prefillcli.forecast.timing import find_profile
-from prefillcli.jobs.inputs import carried_columns, open_source, refuse_unlike_partitions
+from prefillcli.jobs.inputs import carried_columns, open_source, prompt_builder, refuse_unlike_partitions
+from prefillcli.jobs.load import compression_of
 from prefillcli.jobs.outcome import conclude, fail
 from prefillcli.jobs.paths import default_output, dry_run_report, refuse_among_inputs
+from prefillcli.models.open import Opened, open_models, refuse_what_cannot_fit, weights_of
 from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import shown, shown_report
 from prefillcli.report.dry_run import DryRunReport, print_dry_run
@@ -78,8 +79,9 @@ def _run(settings: ScoreSettings, report: DryRunReport, stop: Stop) -> None:
             settings,
             opened,
             source,
+            prompt_builder(settings, opened, source, carried),
+            compression_of(settings),
             free=free,
-            carried=carried,
             id_column=settings.id_column,
             profile=profile,
             price_per_hour=settings.price_per_hour,

@@ -10,13 +10,13 @@ from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.builder import DEFAULT_COLUMN, PromptBuilder, PromptSettings
 from prefillcli.data.proof.fingerprints import ModelContents
 from prefillcli.data.reading.source import Source
-from prefillcli.engines.loading import Opened
 from prefillcli.errors import UsageError
+from prefillcli.models.open import Opened
 from prefillcli.models.samples import sample_model
 from prefillcli.options.groups import JobOptions, LoadingOptions
 from prefillcli.options.score import ScoreSettings
-from prefillcli.options.values import parse_size
 from prefillcli.redaction import without_secrets
+from prefillcli.runtime.sizes import parse_size
 
 
 class LocalModels:

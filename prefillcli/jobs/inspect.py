@@ -22,10 +22,11 @@ from prefillcli.data.prompts.token_texts import token_texts
 from prefillcli.data.rows import ErrorCode, Prompt, RowError
 from prefillcli.data.search import find_row
 from prefillcli.engines.base import Engine
-from prefillcli.engines.loading import Loaded, Opened, load, open_models
 from prefillcli.errors import PrefillError, UsageError
 from prefillcli.jobs.inputs import open_source, prompt_builder
+from prefillcli.jobs.load import Models, load_walk
 from prefillcli.jobs.outcome import fail
+from prefillcli.models.open import Opened, open_models
 from prefillcli.options.groups import CompressionOptions
 from prefillcli.options.inspect import InspectSettings
 from prefillcli.plan.trie import common_prefix
@@ -132,7 +133,7 @@ class _InspectJob:
             labels.check(found.window)
             if found.row in found.window.errors:
                 raise self._error(found.window.errors[found.row])
-            loaded = load(opened, settings, keep=1.0 if settings.keep == "auto" else settings.keep, before={})
+            loaded = load_walk(opened, settings, keep=1.0 if settings.keep == "auto" else settings.keep)
         try:
             return self._inspect(opened, loaded, labels, found.window.prompts)
         finally:
@@ -143,7 +144,7 @@ class _InspectJob:
         return PrefillError(visible(f"{name} has no score: {error.code}: {error.detail}", line=True))
 
     def _inspect(
-        self, opened: Opened, loaded: Loaded[Engine], labels: Labels, prompts: Sequence[Prompt]
+        self, opened: Opened, loaded: Models[Engine], labels: Labels, prompts: Sequence[Prompt]
     ) -> Inspection:
         settings, summary = self._settings, self._summary
         number = next(at for at, prompt in enumerate(prompts) if prompt.row == summary.row)
@@ -213,7 +214,7 @@ class _InspectJob:
         print(f"prefill: warning: row {self._summary.row} is read in full: {why}", file=sys.stderr)
 
     def _answers(
-        self, loaded: Loaded[Engine], labels: Labels, request: Request, tick: Tick
+        self, loaded: Models[Engine], labels: Labels, request: Request, tick: Tick
     ) -> tuple[Answer | None, Answer | None]:
         """The answers to the prompt in full, if it fits, and compressed, if it is. Raises PrefillError."""
         summary, most = self._summary, loaded.engine.limits.max_tokens

@@ -21,7 +21,6 @@ from prefillcli.data.windows import Ahead, windows
 from prefillcli.engines.base import Engine
 from prefillcli.engines.choice import hash_engine, loader_of
 from prefillcli.engines.kinds import ENGINES
-from prefillcli.engines.loading import Loaded, Opened
 from prefillcli.errors import (
     OutputBusyError,
     OutputConflictError,
@@ -38,9 +37,11 @@ from prefillcli.jobs.inputs import (
     refuse_idle_draft,
     refuse_unlike_partitions,
 )
+from prefillcli.jobs.load import Models, load_models
 from prefillcli.jobs.outcome import conclude, fail
 from prefillcli.jobs.paths import default_output, default_report, refuse_among_inputs
 from prefillcli.jobs.window import WindowScorer
+from prefillcli.models.open import Opened
 from prefillcli.options.groups import CompressionOptions
 from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import shown, shown_report
@@ -287,8 +288,17 @@ class _ScoreJob:
                 return
             yield window
 
-    def _load(self, opened: Opened, sink: Sink, profile: Profile | None) -> Loaded[Engine]:
-        loaded = self._loader.load(opened, self.settings, keep=self._keep(sink), before=sink.plan, profile=profile)
+    def _load(self, opened: Opened, sink: Sink, profile: Profile | None) -> Models[Engine]:
+        settings = self.settings
+        loaded = load_models(
+            opened,
+            settings,
+            self._loader,
+            keep=self._keep(sink),
+            before=sink.plan,
+            options=settings.engine_options,
+            measured=profile,
+        )
         sink.plan = loaded.plan
         return loaded
 
@@ -298,7 +308,7 @@ class _ScoreJob:
         rate: float = sink.plan.get("keep", 1.0 if keep == "auto" else keep)
         return rate
 
-    def _compress_with(self, loaded: Loaded[Engine], labels: Labels, sink: Sink) -> WindowCompressor | None:
+    def _compress_with(self, loaded: Models[Engine], labels: Labels, sink: Sink) -> WindowCompressor | None:
         if loaded.compressor is None:
             return None
         from prefillcli.jobs.compressing import WindowCompressor  # takes torch along

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from prefillcli.engines.kinds import ENGINES
-
-_SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?\s*$", re.IGNORECASE)
-
-
-def parse_size(text: str | int) -> int:
-    """Bytes of a size like `8GiB`, `500MB` or `1048576`. Raises ValueError."""
-    match = _SIZE.match(str(text))
-    if match is None:
-        raise ValueError(f"{text!r} is not a size: use 8GiB, 500MB or 1048576")
-    number, prefix, binary = match.groups()
-    size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
-    if size <= 0:
-        raise ValueError("must be more than 0")
-    return size
+from prefillcli.runtime.sizes import parse_size
 
 
 def _as_list(value: object) -> object:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.reading.source import Source
 from prefillcli.data.windows import windows
-from prefillcli.engines.loading import Opened, open_models
 from prefillcli.forecast.profile import Profile
 from prefillcli.forecast.survey import survey
 from prefillcli.jobs.inputs import open_source, prompt_builder
+from prefillcli.jobs.load import compression_of
 from prefillcli.jobs.paths import refuse_among_inputs
+from prefillcli.models.open import Opened, open_models
 from prefillcli.options.profile import ProfileSettings
 from prefillcli.report.dry_run import Survey
 from prefillcli.runtime.progress import Progress
@@ -59,6 +60,8 @@ def survey_input(settings: ProfileSettings, given: Input, profile: Profile) -> S
             settings,
             opened,
             source,
+            prompt_builder(settings, opened, source, ()),
+            compression_of(settings),
             free=free,
             profile=profile if profile.completion is not None else None,
             price_per_hour=settings.price_per_hour,

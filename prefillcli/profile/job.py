@@ -12,20 +12,20 @@ from typing import Any, Literal
 
 from prefillcli.data.output.store import put_text
 from prefillcli.data.proof.fingerprints import hash_model
-from prefillcli.engines.loading import open_model
 from prefillcli.errors import PrefillError, ResourceError, UsageError, nearest
 from prefillcli.forecast.profile import CompletionModel, ModeResult, Profile, Trace
 from prefillcli.forecast.replay_results import Replay
 from prefillcli.jobs.outcome import fail
 from prefillcli.jobs.paths import require_json
+from prefillcli.models.open import open_model
 from prefillcli.options.profile import ProfileSettings
-from prefillcli.options.values import parse_size
 from prefillcli.profile.input import Input, open_input, survey_input
 from prefillcli.redaction import shown, without_secrets
 from prefillcli.report.run import versions
 from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.progress import Steps
 from prefillcli.runtime.signals import Stop
+from prefillcli.runtime.sizes import parse_size
 from prefillcli.runtime.threads import Threads
 
 TRACED = ("full", "hybrid")

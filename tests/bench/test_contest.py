@@ -24,7 +24,8 @@ from prefillcli.bench.texts import spans_of
 from prefillcli.compress.settings import Compression
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.rows import Prompt
-from prefillcli.engines.loading import load, open_models
+from prefillcli.jobs.load import load_walk
+from prefillcli.models.open import open_models
 from prefillcli.options.bench import BenchSettings
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
@@ -55,7 +56,7 @@ def stage() -> Iterator[tuple[Equipment, Material]]:
     opened = open_models(settings)
     labels = Labels(opened.tokenizer, parse_labels(settings.labels))
     material = made_material("post-recommendation", settings, opened, labels)
-    with closing(load(opened, settings, keep=1.0, before={})) as loaded:
+    with closing(load_walk(opened, settings, keep=1.0)) as loaded:
         yield Equipment(opened, loaded, settings, labels), material
 
 

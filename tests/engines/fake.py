@@ -11,10 +11,9 @@ from zlib import crc32
 import numpy as np
 from tokenizers import Tokenizer
 
-from prefillcli.engines.base import Answer, LabelTokens, sequences
+from prefillcli.engines.base import Answer, EngineChoice, LabelTokens, Loaded, LoadRequest, sequences
 from prefillcli.engines.kinds import EngineKind
-from prefillcli.engines.loading import Loaded, Opened
-from prefillcli.options.score import ScoreSettings
+from prefillcli.models.open import Opened
 from prefillcli.plan.pack import Limits, Pack
 
 KIND = EngineKind("fake", "tests.engines.fake", frozenset())
@@ -43,16 +42,16 @@ class FakeTokenizer:
         return [self.backend_tokenizer.id_to_token(number) for number in ids]
 
 
-def open_models(settings: ScoreSettings) -> Opened:
-    path = Path(str(settings.model))
+def open_models(choice: EngineChoice) -> Opened:
+    path = Path(str(choice.model))
     tokenizer = FakeTokenizer(path)
     files: Any = SimpleNamespace(path=path, dtype="fake", config=SimpleNamespace(vocab_size=len(tokenizer)))
     device: Any = None
     return Opened(files, device, tokenizer, None, MAX_LENGTH)
 
 
-def load(opened: Opened, settings: ScoreSettings, **_: object) -> Loaded[FakeEngine]:
-    return Loaded(FakeEngine(), None, {})
+def load(request: LoadRequest) -> Loaded[FakeEngine]:
+    return Loaded(FakeEngine())
 
 
 class FakeEngine:

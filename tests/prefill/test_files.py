@@ -170,7 +170,7 @@ def test_a_model_in_several_files_is_taken(saved: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"{", b"[" * 200_000, b"\x00" * 100, b"[]"])
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path, name: str, content: bytes) -> None:
-    from prefillcli.engines.loading import open_models
+    from prefillcli.models.open import open_models
     from prefillcli.options.score import ScoreSettings
 
     save_model(tmp_path / "model")

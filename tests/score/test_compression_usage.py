@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from prefillcli.engines.loading import compression_of
 from prefillcli.errors import UsageError
+from prefillcli.jobs.load import compression_of
 from prefillcli.options.load import load_settings
 from prefillcli.options.score import ScoreSettings
 from tests.score.jobs import read_report, score, texts, write_parquet

@@ -14,7 +14,7 @@ import pytest
 
 from prefillcli.data.proof.fingerprints import hash_model
 from prefillcli.data.windows import windows
-from prefillcli.engines.loading import PACK_SECONDS
+from prefillcli.engines.packs import PACK_SECONDS
 from prefillcli.forecast.machine import this_machine
 from prefillcli.forecast.profile import CompletionModel, ModeResult, Profile
 from tests.score.compression import ABOVE, CHUNK, FIRST, HOW, LAST, RATE, lines_of, unrelated

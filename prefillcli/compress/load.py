@@ -1,0 +1,92 @@
+"""The draft model, loaded, at work as a job's compressor."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from prefillcli.compress.settings import Compression
+from prefillcli.compress.worth import Worth
+from prefillcli.errors import brief
+from prefillcli.models.open import Opened
+from prefillcli.plan.pack import Limits
+
+if TYPE_CHECKING:  # these take torch along
+    from prefillcli.compress.compressor import Compressor
+
+
+def load_draft(opened: Opened, *, trust_remote_code: bool) -> Any:
+    """The draft's weights on the model's device. Raises as `load_model`."""
+    from prefillcli.models.load import load_model
+
+    if opened.draft is None:
+        raise ValueError("no draft was opened")
+    return load_model(opened.draft, opened.device, trust_remote_code=trust_remote_code)
+
+
+def plan_draft(
+    opened: Opened, compression: Compression, budget: int, chunk_tokens: int | None, before: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What fits one pack of the draft in `budget` bytes; what an earlier attempt had planned stands if it still fits.
+
+    Raises ResourceError where nothing fits.
+    """
+    from prefillcli.prefill.law import choose_chunk, draft_limits, memory_law
+
+    if opened.draft is None:
+        raise ValueError("no draft was opened")
+    law = memory_law(opened.draft.config, opened.draft.dtype)
+    chunk = chunk_tokens or choose_chunk(law, budget, opened.device)
+    limits = draft_limits(
+        law,
+        budget=budget,
+        device=opened.device,
+        chunk_tokens=chunk,
+        queries=compression.queries,
+        all_layers=compression.decoded > 0,
+    )
+    if before and before["limits"]["max_tokens"] <= limits.max_tokens:
+        return dict(before)
+    return {"chunk_tokens": chunk, "limits": asdict(limits)}
+
+
+def make_compressor(
+    opened: Opened, model: Any, compression: Compression, plan: Mapping[str, Any], keep: float
+) -> Compressor:
+    """The loaded draft `model` at work under its `plan`, to the rate `keep`. A failure is told once on stderr."""
+    from prefillcli.compress.compressor import Compressor
+    from prefillcli.compress.draft import Draft
+    from prefillcli.models.families import sliding_window
+
+    if opened.draft is None:
+        raise ValueError("no draft was opened")
+    told: set[str] = set()
+
+    def warn(error: BaseException) -> None:
+        text = f"{type(error).__name__}: {brief(error)}"
+        if text not in told:
+            told.add(text)
+            print(f"prefill: warning: the draft failed, its rows are read in full: {text}", file=sys.stderr)
+
+    draft = Draft(
+        model,
+        compression,
+        limits=Limits(**plan["limits"]),
+        chunk_tokens=plan["chunk_tokens"],
+        max_length=opened.draft.max_length,
+        on_failure=warn,
+    )
+    return Compressor(
+        draft,
+        compression,
+        keep=keep,
+        worth=worth_of(compression, opened),
+        target_window=sliding_window(opened.files.config),
+    )
+
+
+def worth_of(compression: Compression, opened: Opened) -> Worth:
+    """Which prompts compression pays for."""
+    return Worth(compression, opened.files.config, opened.draft and opened.draft.config)

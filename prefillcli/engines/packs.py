@@ -1,0 +1,80 @@
+"""What fits one pack of the layer walk, and how much of a model goes through a layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Protocol
+
+from prefillcli.runtime.sizes import parse_size
+
+if TYPE_CHECKING:
+    from prefillcli.models.open import Opened
+
+PACK_SECONDS = 60.0
+"""Seconds that a pack may take, by the profile where there is one: finished rows are written between packs."""
+
+
+class MemoryChoice(Protocol):
+    """How much memory is to be used, and for what."""
+
+    @property
+    def memory(self) -> str | None: ...
+    @property
+    def pack_tokens(self) -> int | None: ...
+    @property
+    def chunk_tokens(self) -> int | None: ...
+    @property
+    def prefix_kv(self) -> str: ...
+
+
+class Measured(Protocol):
+    """What was measured of a model on this machine."""
+
+    @property
+    def token_bytes(self) -> float | None:
+        """Bytes that a token of a pack took; None if that was not measured."""
+
+    def tokens_within(self, seconds: float, *, most: int) -> int:
+        """Tokens of the largest pack, of at most `most`, that is computed within so many seconds."""
+
+
+def budget_of(choice: MemoryChoice, free: int | None) -> int:
+    """Bytes for packs: what `--memory` says, else a share of the `free` ones."""
+    from prefillcli.prefill.law import FREE_SHARE
+
+    return parse_size(choice.memory) if choice.memory else int((free or 0) * FREE_SHARE)
+
+
+def plan_packs(opened: Opened, choice: MemoryChoice, budget: int, measured: Measured | None = None) -> dict[str, Any]:
+    """What fits one pack of the model in `budget` bytes, as the part of a job's plan that says so.
+
+    `measured` says what a token takes and how long a pack. Raises ResourceError where not even a small prompt fits.
+    """
+    from prefillcli.prefill.law import PACK_TOKENS, choose_chunk, memory_law, pack_limits
+
+    law = memory_law(opened.files.config, opened.files.dtype)
+    chunk_tokens = choice.chunk_tokens or choose_chunk(law, budget, opened.device)
+    pack_tokens = choice.pack_tokens or PACK_TOKENS[opened.device.type]
+    if measured is not None:
+        law = law.measured(measured.token_bytes)
+        if choice.pack_tokens is None:
+            pack_tokens = max(chunk_tokens, measured.tokens_within(PACK_SECONDS, most=pack_tokens))
+    limits = pack_limits(
+        law,
+        budget=budget,
+        device=opened.device,
+        chunk_tokens=chunk_tokens,
+        pack_tokens=pack_tokens,
+        prefix_kv=choice.prefix_kv,
+    )
+    asked = [choice.memory, choice.pack_tokens, choice.chunk_tokens, choice.prefix_kv]
+    return {"asked": asked, "chunk_tokens": chunk_tokens, "limits": asdict(limits)}
+
+
+def keep_plan(before: Mapping[str, Any], plan: dict[str, Any]) -> dict[str, Any]:
+    """`plan`, or what an earlier attempt had planned: that stands, so that a resumed run cuts the same packs, unless
+    other limits were asked for or it does not fit any more."""
+    if before.get("asked") == plan["asked"] and before["limits"]["max_tokens"] <= plan["limits"]["max_tokens"]:
+        return {name: before[name] for name in plan}
+    return plan

@@ -1,0 +1,92 @@
+"""What a job computes with: the engine, and the draft where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+from prefillcli.compress.load import load_draft, make_compressor, plan_draft
+from prefillcli.compress.settings import PAPER, Compression
+from prefillcli.engines.base import Engine, Loader, LoadRequest
+from prefillcli.engines.choice import loader_of
+from prefillcli.engines.packs import Measured
+from prefillcli.models.open import Opened, refuse_what_cannot_fit
+from prefillcli.options.groups import CompressionOptions, LoadingOptions
+
+if TYPE_CHECKING:
+    from prefillcli.compress.compressor import Compressor
+    from prefillcli.engines.torch import TorchEngine
+
+AnyEngine = TypeVar("AnyEngine", bound=Engine, covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Models(Generic[AnyEngine]):
+    """Models ready to work. `plan` is what a resumed run must take over to cut the same packs."""
+
+    engine: AnyEngine
+    compressor: Compressor | None
+    plan: dict[str, Any]
+
+    def close(self) -> None:
+        self.engine.close()
+        if self.compressor is not None:
+            self.compressor.draft.close()
+
+
+def load_models(
+    opened: Opened,
+    settings: LoadingOptions,
+    loader: Loader,
+    *,
+    keep: float,
+    before: Mapping[str, Any] = MappingProxyType({}),
+    options: Mapping[str, Any] = MappingProxyType({}),
+    measured: Measured | None = None,
+) -> Models[Engine]:
+    """Load the weights and decide what fits one pack.
+
+    `before` is the plan of an earlier attempt, or empty. `keep` is the rate to start with; one that an earlier attempt
+    has chosen stands. `options` are the engine's own. Raises ResourceError where the weights cannot fit, before they
+    are loaded.
+    """
+    small = None
+    if opened.draft is not None:
+        refuse_what_cannot_fit(opened)
+        small = load_draft(opened, trust_remote_code=settings.trust_remote_code)
+    loaded = loader.load(LoadRequest(opened, settings, options, before, measured))
+    plan = loaded.plan | {name: before[name] for name in ("keep", "keep_auto") if name in before}
+    if small is None:
+        return Models(loaded.engine, None, plan)
+    same = before.get("asked") == plan["asked"]
+    compression = compression_of(settings)
+    plan["draft"] = plan_draft(
+        opened, compression, loaded.budget or 0, settings.chunk_tokens, before.get("draft", {}) if same else {}
+    )
+    compressor = make_compressor(opened, small, compression, plan["draft"], plan.get("keep", keep))
+    return Models(loaded.engine, compressor, plan)
+
+
+def load_walk(opened: Opened, settings: LoadingOptions, *, keep: float) -> Models[TorchEngine]:
+    """`load_models` with the layer walk, as a job begins."""
+    models = load_models(opened, settings, loader_of("torch"), keep=keep)
+    return cast("Models[TorchEngine]", models)
+
+
+def compression_of(settings: CompressionOptions) -> Compression:
+    """The options of compression as the draft and the selection take them."""
+    found = Compression(
+        lookahead=settings.lookahead,
+        query_window=settings.query_window,
+        query_reduce=settings.query_reduce,
+        pool=settings.pool,
+        select_chunk=settings.select_chunk,
+        compress_above=settings.compress_above,
+        keep_first=settings.keep_first,
+        keep_last=settings.keep_last,
+        keep_private=settings.keep_private,
+        per_row=settings.compress_per_row,
+    )
+    return replace(found, **PAPER) if settings.paper else found

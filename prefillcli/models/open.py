@@ -1,0 +1,128 @@
+"""A model and its draft as they lie on disk: found, checked, with the tokenizer; no weights are read."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from prefillcli.errors import ResourceError, UsageError, brief
+from prefillcli.models.samples import sample_model
+from prefillcli.runtime.threads import Threads
+
+if TYPE_CHECKING:  # torch takes seconds to import; wrong input should not wait for it
+    import torch
+
+    from prefillcli.models.find import ModelFiles
+
+
+class ModelChoice(Protocol):
+    """Which model is to be opened, and where it will run."""
+
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def revision(self) -> str | None: ...
+    @property
+    def trust_remote_code(self) -> bool: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def threads(self) -> int | Literal["auto"]: ...
+
+
+class DraftChoice(ModelChoice, Protocol):
+    """The same, with the draft model that is to be opened beside it, if any."""
+
+    @property
+    def draft(self) -> str | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The files of a model and its draft, checked; no weights. `max_length` is the longest prompt in tokens.
+
+    `threads` are those of this process, where it is the one that computes.
+    """
+
+    files: ModelFiles
+    device: torch.device
+    tokenizer: Any
+    draft: ModelFiles | None
+    max_length: int
+    threads: Threads | None = None
+
+
+def open_model(choice: ModelChoice, *, walk: bool = True) -> tuple[ModelFiles, torch.device]:
+    """Find and check the model, to be walked layer by layer or not, and its device.
+
+    Raises UsageError or ResourceError.
+    """
+    from prefillcli.models.find import find_model, read_model_files
+    from prefillcli.runtime.devices import choose_device
+
+    if choice.model is None:
+        path = sample_model()
+        print(f"prefill: warning: no --model given; the sample model in {path} is for demonstration", file=sys.stderr)
+    else:
+        path = find_model(choice.model, choice.revision)
+    device = choose_device(choice.device)
+    files = read_model_files(
+        path, dtype=choice.dtype, device=device.type, trust_remote_code=choice.trust_remote_code, walk=walk
+    )
+    return files, device
+
+
+def open_models(choice: DraftChoice, *, walk: bool = True) -> Opened:
+    """`open_model`, and its tokenizer and the draft. Raises UsageError or ResourceError."""
+    from prefillcli.models.find import find_model, read_model_files
+    from prefillcli.models.tokenizers import difference
+
+    threads = Threads(choice.threads)
+    files, device = open_model(choice, walk=walk)
+    tokenizer = _load_tokenizer(files, choice.trust_remote_code)
+    small = None
+    if choice.draft is not None:
+        small = read_model_files(
+            find_model(choice.draft, option="--draft"),
+            dtype=choice.dtype,
+            device=device.type,
+            trust_remote_code=choice.trust_remote_code,
+        )
+        other = difference(tokenizer, _load_tokenizer(small, choice.trust_remote_code))
+        if other is not None:
+            raise UsageError(f"--draft {choice.draft}: its tokenizer is not the model's: {other}")
+    return Opened(files, device, tokenizer, small, files.max_length, threads)
+
+
+def _load_tokenizer(files: ModelFiles, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(files.path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # the tokenizers library raises plain ones
+        raise UsageError(f"{files.path}: cannot load the tokenizer: {brief(error)}") from None
+
+
+def weights_of(opened: Opened, *, draft: bool = True) -> int:
+    """Bytes of the device's free memory that the model's weights will take, with those of the `draft` or without."""
+    from prefillcli.models.weights import weight_bytes
+
+    every = (opened.files, opened.draft if draft else None)
+    return sum(weight_bytes(files, opened.device) for files in every if files is not None)
+
+
+def refuse_what_cannot_fit(opened: Opened, *, draft: bool = True) -> None:
+    """Raise ResourceError if it is certain that the device has no room for the weights, those of the `draft` too."""
+    from prefillcli.runtime.memory import loadable_memory
+
+    need, most = weights_of(opened, draft=draft), loadable_memory(opened.device)
+    if most is not None and need > most:
+        and_draft = " and those of the draft" if draft and opened.draft is not None else ""
+        raise ResourceError(
+            f"{opened.files.path}: the weights{and_draft} take "
+            f"{need / 2**30:.1f} GiB in {str(opened.files.dtype).removeprefix('torch.')}, and {opened.device} has "
+            f"{most / 2**30:.1f} GiB free; take a smaller model, or another --dtype or --device"
+        )
