@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from prefillcli.data.output import heartbeat, parts
+from prefillcli.data.output.columns import ResultRows, result_schema
 from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.formats import write_jsonl, write_parquet
 from prefillcli.data.output.json_columns import kinds_of, type_for, typed_column
@@ -202,7 +203,8 @@ class Sink:
         errors = {row: error for row, error in (window.errors | errors).items() if row not in done}
         if results or errors:
             self._lock.check()
-            rows = parts.make_rows(window, results, errors, self._labels, temperature, self._audit)
+            result = ResultRows.of(window, results, errors, self._labels, temperature)
+            rows = parts.make_rows(window, result, self._audit)
             info = parts.PartInfo(
                 job=self._manifest.job,
                 plan=self.plan,
@@ -332,9 +334,7 @@ class Sink:
         else:
             carried.sort(key=lambda field: field.name != self._id)
         text = json.dumps(self._manifest.job.to_json())
-        return pa.schema(
-            [*carried, *parts.result_schema(self._labels, self._audit)], metadata={JOB_KEY: text.encode()}
-        )
+        return pa.schema([*carried, *result_schema(self._labels, self._audit)], metadata={JOB_KEY: text.encode()})
 
     def _write_output(self, counts: Counts) -> dict[str, str]:
         """The output's files by name, with their digests."""
@@ -373,7 +373,7 @@ def check_columns(
     truth: str | None = None,
 ) -> None:
     """Raise UsageError if a kept column has the name of an output column."""
-    taken = [*([] if id_name is not None else [_ROW_COLUMN]), *parts.result_schema(label_names, audit).names, ROW]
+    taken = [*([] if id_name is not None else [_ROW_COLUMN]), *result_schema(label_names, audit).names, ROW]
     for name in carried:
         if name in taken:
             option = {truth: "--truth", id_name: "--id-column"}.get(name, "--keep-columns")

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefillcli.data.filesystems import filesystem_of
+from prefillcli.data.output.columns import COLUMNS
 from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.manifest import Job, with_checksum
 from prefillcli.data.output.store import Store, open_store
@@ -25,10 +26,6 @@ SUCCESS = "_SUCCESS"
 """The file of a directory output that is written last: its job and files, as `Published.to_json` gives them."""
 OLD = "old"
 """The folder in the work folder in which a publication puts an older output aside."""
-_COUNTED = (
-    "score", "prediction", "prompt_tokens", "computed_tokens", "seconds", "method", "truncated", "error",
-    "error_detail",
-)  # fmt: skip
 _DIRECTORY_PART = re.compile(r"([^/=]+=[^/]*/)*part-\d{5,}\.parquet")  # in folders of partitions, or in none
 
 
@@ -153,12 +150,12 @@ class Target:
 
     def count(self, id_name: str | None = None) -> Counts:
         """Count the rows of a Parquet output, whose ids are in the column `id_name`."""
-        counts = Counts()
+        counts, counted = Counts(), [column.name for column in COLUMNS if column.counted]
         for name in self.files():
             if name != SUCCESS:
                 with self.store.read(name) as file:
                     parquet = pq.ParquetFile(file, page_checksum_verification=True)
-                    for batch in parquet.iter_batches(columns=[*_COUNTED, id_name or "row"]):
+                    for batch in parquet.iter_batches(columns=[*counted, id_name or "row"]):
                         counts.add_rows(pa.Table.from_batches([batch]), id_name=id_name)
         return counts
 

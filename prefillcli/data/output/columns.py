@@ -1,0 +1,176 @@
+"""The columns that scoring adds to an output: the name and type of each, and what it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from prefillcli.data.rows import ErrorCode, Float64Array, Int64Array, Prompt, RowError, ScoredRow, Window
+
+ObjectArray = npt.NDArray[np.object_]
+
+
+@dataclass(frozen=True, slots=True)
+class ResultRows:
+    """Rows of a window that have a score or an error, ascending by row: what their columns are made of."""
+
+    numbers: Int64Array
+    """Row numbers [rows]."""
+    prompts: list[Prompt | None]
+    """None where the row has no prompt [rows]."""
+    errors: list[RowError | None]
+    """None where the row has a score [rows]."""
+    scored: list[ScoredRow]
+    """What the engine says of the rows that have a score [scored]."""
+    places: Int64Array
+    """Where these are among all rows [scored]."""
+    logprobs: Float64Array
+    """Log-probability of every label over the whole vocabulary [scored, labels]."""
+    probabilities: Float64Array
+    """Probability of every label among the labels, after the temperature [scored, labels]."""
+    audited: list[Float64Array | None]
+    """`probabilities` as the whole prompt gives them, for compressed rows of the audit [scored]."""
+    labels: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        window: Window,
+        results: Sequence[ScoredRow],
+        errors: dict[int, RowError],
+        labels: Sequence[str],
+        temperature: float,
+    ) -> ResultRows:
+        """Of some rows of a window. A result that is not a finite number becomes an error."""
+        results = sorted(results, key=lambda scored: scored.row)
+        logprobs = np.array([scored.logprobs for scored in results], np.float64).reshape(-1, len(labels))
+        probabilities = _softmax(logprobs / temperature)
+        finite = np.isfinite(probabilities[:, 0])
+        errors = errors | {
+            scored.row: RowError(ErrorCode.NONFINITE_SCORE, f"label log-probabilities {scored.logprobs.tolist()}")
+            for scored, good in zip(results, finite.tolist(), strict=True)
+            if not good
+        }
+        results = [scored for scored, good in zip(results, finite.tolist(), strict=True) if good]
+        numbers = np.array(sorted([scored.row for scored in results] + list(errors)), np.int64)
+        prompts = {prompt.row: prompt for prompt in window.prompts}
+        return cls(
+            numbers=numbers,
+            prompts=[prompts.get(row) for row in numbers.tolist()],
+            errors=[errors.get(row) for row in numbers.tolist()],
+            scored=results,
+            places=np.searchsorted(numbers, np.array([scored.row for scored in results], np.int64)),
+            logprobs=logprobs[finite],
+            probabilities=probabilities[finite],
+            audited=[None if each.audit is None else _softmax(each.audit / temperature) for each in results],
+            labels=tuple(labels),
+        )
+
+    def of_scored(self, values: Sequence[Any] | npt.NDArray[Any]) -> ObjectArray:
+        """A value for every row [rows, ...] where `values` [scored, ...] has one, else None."""
+        inner = values.shape[1:] if isinstance(values, np.ndarray) else ()
+        spread = np.full((len(self.numbers), *inner), None, object)
+        spread[self.places] = values
+        return spread
+
+
+class Column(NamedTuple):
+    """A column of every output."""
+
+    name: str
+    """With `<label>` it stands for one column a label."""
+    type: pa.DataType
+    values: Callable[[ResultRows], Sequence[Any] | ObjectArray]
+    """A value for every row, None for null [rows]; with `<label>` [rows, labels]."""
+    counted: bool = False
+    """Whether `Counts.add_rows` needs it."""
+    audit: bool = False
+    """Whether only an output with an audit has it."""
+
+
+def _mass(logprobs: Float64Array) -> Float64Array:
+    """The probability of all labels together [scored]; rounding may bring a sum just above 1."""
+    mass: Float64Array = np.minimum(np.exp(logprobs).sum(axis=1), 1.0)
+    return mass
+
+
+def _best(rows: ResultRows, probabilities: Iterable[Float64Array | None]) -> list[str | None]:
+    """The likeliest label [scored]."""
+    return [None if each is None else rows.labels[int(each.argmax())] for each in probabilities]
+
+
+def _of_result(name: str) -> Callable[[ResultRows], ObjectArray]:
+    """A field of `ScoredRow` as it is."""
+    return lambda rows: rows.of_scored([getattr(scored, name) for scored in rows.scored])
+
+
+COLUMNS = (
+    Column("score", pa.float64(), lambda rows: rows.of_scored(rows.probabilities[:, 0]), counted=True),
+    Column("logprob_<label>", pa.float64(), lambda rows: rows.of_scored(rows.logprobs)),
+    Column(
+        "label_mass", pa.float64(), lambda rows: rows.of_scored(np.minimum(np.exp(rows.logprobs).sum(axis=1), 1.0))
+    ),
+    Column("prediction", pa.string(), lambda rows: rows.of_scored(_best(rows, rows.probabilities)), counted=True),
+    Column("prompt_tokens", pa.int64(), lambda rows: [p and len(p.tokens) for p in rows.prompts], counted=True),
+    Column("shared_tokens", pa.int64(), _of_result("shared_tokens")),
+    Column("kept_tokens", pa.int64(), _of_result("kept_tokens")),
+    Column("computed_tokens", pa.int64(), _of_result("computed_tokens"), counted=True),
+    Column("seconds", pa.float64(), _of_result("seconds"), counted=True),
+    Column("method", pa.string(), _of_result("method"), counted=True),
+    Column("truncated", pa.bool_(), lambda rows: [p is not None and p.truncated for p in rows.prompts], counted=True),
+    Column("error", pa.string(), lambda rows: [error and error.code for error in rows.errors], counted=True),
+    Column("error_detail", pa.string(), lambda rows: [error and error.detail for error in rows.errors], counted=True),
+    Column(
+        "audit_score",
+        pa.float64(),
+        lambda rows: rows.of_scored([None if p is None else p[0] for p in rows.audited]),
+        audit=True,
+    ),
+    Column(
+        "audit_prediction",
+        pa.string(),
+        lambda rows: rows.of_scored(_best(rows, rows.audited)),
+        audit=True,
+    ),
+)
+"""In the order of the output, behind the id and the columns that are carried from the input."""
+
+
+def result_schema(labels: Sequence[str], audit: bool = False) -> pa.Schema:
+    """Names and types of the columns that scoring adds."""
+    return pa.schema([(name, column.type) for column in _columns(audit) for name in _names(column, labels)])
+
+
+def result_arrays(rows: ResultRows, audit: bool = False) -> list[pa.Array]:
+    """The columns of `result_schema` for these rows."""
+    arrays = []
+    for column in _columns(audit):
+        values = column.values(rows)
+        if "<label>" in column.name:
+            arrays += [pa.array(of_label, column.type) for of_label in np.asarray(values).T]
+        else:
+            arrays.append(pa.array(values, column.type))
+    return arrays
+
+
+def _columns(audit: bool) -> list[Column]:
+    return [column for column in COLUMNS if audit or not column.audit]
+
+
+def _names(column: Column, labels: Sequence[str]) -> list[str]:
+    if "<label>" not in column.name:
+        return [column.name]
+    return [column.name.replace("<label>", label) for label in labels]
+
+
+def _softmax(logits: Float64Array) -> Float64Array:
+    """Over the last axis, in float64; a row with a NaN or without any finite value gives NaN."""
+    with np.errstate(invalid="ignore"):
+        weights = np.exp(logits - logits.max(axis=-1, keepdims=True, initial=-np.inf))
+        shares: Float64Array = weights / weights.sum(axis=-1, keepdims=True)
+    return shares
