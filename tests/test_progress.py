@@ -7,12 +7,12 @@ from datetime import UTC, datetime
 
 import pytest
 
-from prefillcli.runtime.progress import Progress, Steps
+from prefillcli.runtime.progress import Progress, StepLog
 
 
 def say_something() -> None:
-    with Steps(interval=60) as steps:
-        steps.say("what is measured")
+    with StepLog(interval=60) as steps:
+        steps.announce("what is measured")
     with Progress(4, interval=1e-9) as progress:
         progress.advance(1, 10)
 

@@ -24,9 +24,10 @@ from prefillcli.plan.plan import Plan, make_plan, make_plans
 from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.plan.sharing import shared_nodes
 from prefillcli.plan.trie import build_forest, token_order
-from prefillcli.report.dry_run import (
+from prefillcli.report.dry_run import DryRunReport
+from prefillcli.report.numbers import bar
+from prefillcli.report.survey import (
     Bin,
-    DryRunReport,
     Duplicates,
     KeepCost,
     Lengths,
@@ -38,10 +39,9 @@ from prefillcli.report.dry_run import (
     Survey,
     SurveyRows,
     SurveySeconds,
-    bar,
-    duration,
-    histogram_lines,
 )
+from prefillcli.report.survey_tables import histogram_lines
+from prefillcli.runtime.clock import duration
 
 some_lengths = st.lists(st.integers(1, 40_000), min_size=1, max_size=60)
 some_prompts = st.lists(

@@ -10,8 +10,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from prefillcli.bench.material import Material, input_material, made_material
+from prefillcli.bench.page import save_report
 from prefillcli.bench.probes import WORKLOADS
-from prefillcli.bench.report import BenchReport, page_of, print_workload, save_report
+from prefillcli.bench.report import BenchReport
+from prefillcli.bench.tables import print_workload
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.reading.source import Source
 from prefillcli.errors import PrefillError, ResourceError, UsageError, nearest
@@ -23,9 +25,10 @@ from prefillcli.models.open import Opened, open_models
 from prefillcli.models.samples import sample_draft
 from prefillcli.options.bench import BenchSettings
 from prefillcli.redaction import shown, without_secrets
+from prefillcli.report.html import page_of
 from prefillcli.report.run import versions
 from prefillcli.runtime.clock import Clock
-from prefillcli.runtime.progress import Steps
+from prefillcli.runtime.progress import StepLog
 from prefillcli.runtime.signals import Stop
 
 METHODS = {
@@ -46,8 +49,8 @@ QUICK_SECONDS = 60.0  # in which timed rounds begin
 def bench_job(settings: BenchSettings) -> dict[str, Any]:
     """Run the job; return the summary for the last line on stdout.
 
-    What was measured is written whatever happens; nothing is written before a first workload is done. Errors are told
-    on stderr, and become the exit code in the summary.
+    What was measured is written whatever happens; nothing is written before the first workload is done. Errors are
+    reported on stderr, and become the exit code in the summary.
     """
     clock = Clock()
     if settings.model is None and settings.draft is None and (draft := sample_draft()) is not None:
@@ -57,7 +60,11 @@ def bench_job(settings: BenchSettings) -> dict[str, Any]:
         started=datetime.now(UTC).isoformat(timespec="seconds"), settings=shown(settings.model_dump(mode="json"))
     )
     try:
-        with Stop() as stop, stop.at_once(), Steps(interval=settings.progress_interval, quiet=settings.quiet) as steps:
+        with (
+            Stop() as stop,
+            stop.at_once(),
+            StepLog(interval=settings.progress_interval, quiet=settings.quiet) as steps,
+        ):
             steps.begin("reading models and prompts")
             _run(settings, report, steps, first_rows=asked.limit is None and settings.limit is not None)
         report.status, report.exit_code = "complete", 0
@@ -67,8 +74,8 @@ def bench_job(settings: BenchSettings) -> dict[str, Any]:
     if report.workloads:
         report.output, report.page, report.versions = settings.output, page_of(settings.output), versions()
         try:
-            save_report(report)
-        except (OSError, PrefillError) as error:
+            save_report(report, settings.output)
+        except PrefillError as error:
             print(f"prefill: cannot write the report: {error}", file=sys.stderr)
             report.output = report.page = None
             report.status, report.error = "failed", report.error or str(error)
@@ -78,7 +85,7 @@ def bench_job(settings: BenchSettings) -> dict[str, Any]:
     return report.summary()
 
 
-def _run(settings: BenchSettings, report: BenchReport, steps: Steps, *, first_rows: bool) -> None:
+def _run(settings: BenchSettings, report: BenchReport, steps: StepLog, *, first_rows: bool) -> None:
     names = _methods(settings)
     _check_names("--workload", settings.workload, WORKLOADS)
     require_json(settings.output)
@@ -140,7 +147,7 @@ def _compare(
     first: Material,
     others: Iterator[Material],
     report: BenchReport,
-    steps: Steps,
+    steps: StepLog,
 ) -> None:
     import torch
 
@@ -164,7 +171,7 @@ def _compare(
         while material is not None:
             material.leave_out_longer_than(equipment.limits.max_tokens)
             methods = contenders(names, settings.keep, equipment, material, settings.seed)
-            steps.say(
+            steps.announce(
                 f"{material.name}: {len(material.prompts):,} prompts by {', '.join(each.name for each in methods)}: "
                 f"once for the answers, then {settings.rounds} timed rounds"
             )

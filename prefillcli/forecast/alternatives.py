@@ -22,7 +22,7 @@ from prefillcli.options.groups import ScheduledOptions
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plans
 from prefillcli.plan.schedules import SCHEDULES
-from prefillcli.report.dry_run import KeepCost, PackLimits, PlanCost
+from prefillcli.report.survey import KeepCost, PackLimits, PlanCost
 
 PREFIX_KV = ("auto", "discard", "offload")  # keep is the same as auto
 KEEP_RATES = (1.0, 0.5, 0.3, 0.2, 0.1)

@@ -16,7 +16,7 @@ from prefillcli.forecast.machine import Machine, this_machine
 from prefillcli.forecast.replay_results import Replay
 from prefillcli.plan.pack import Pack
 from prefillcli.plan.plan import Plan
-from prefillcli.report.dry_run import Survey
+from prefillcli.report.survey import Survey
 
 SCHEMA_VERSION = 1
 

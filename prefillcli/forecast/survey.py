@@ -25,7 +25,7 @@ from prefillcli.models.open import Opened
 from prefillcli.options.groups import ScheduledOptions
 from prefillcli.plan.sharing import shared_nodes
 from prefillcli.plan.trie import build_forest, token_order
-from prefillcli.report.dry_run import (
+from prefillcli.report.survey import (
     Bin,
     Duplicates,
     Lengths,

@@ -30,8 +30,10 @@ from prefillcli.models.open import Opened, open_models
 from prefillcli.options.groups import CompressionOptions
 from prefillcli.options.inspect import InspectSettings
 from prefillcli.plan.trie import common_prefix
-from prefillcli.report.inspection import Answer, Inspection, SharedPrefix, TokenView, Why, print_inspection, visible
+from prefillcli.report.inspection import AnswerView, CommonPrefix, Inspection, TokenView, Why
 from prefillcli.report.inspection_page import write_html
+from prefillcli.report.inspection_text import print_inspection
+from prefillcli.report.visible import visible
 from prefillcli.runtime.progress import Progress
 from prefillcli.runtime.signals import Stop
 
@@ -99,7 +101,7 @@ def inspect_job(settings: InspectSettings) -> dict[str, Any]:
     return summary.line()
 
 
-def shared_prefixes(shared: Sequence[int]) -> list[SharedPrefix]:
+def shared_prefixes(shared: Sequence[int]) -> list[CommonPrefix]:
     """Prefix lengths at which the number of rows that share the prompt's beginning changes, ascending.
 
     `shared` are the tokens that each other row has in common with the prompt. Of many lengths those stay at which most
@@ -107,7 +109,7 @@ def shared_prefixes(shared: Sequence[int]) -> list[SharedPrefix]:
     """
     parting = Counter(common for common in shared if common >= LEAST_SHARED)
     lengths = sorted(parting, key=lambda tokens: (-parting[tokens], -tokens))[:MOST_PREFIXES]
-    return [SharedPrefix(tokens, 1 + sum(common >= tokens for common in shared)) for tokens in sorted(lengths)]
+    return [CommonPrefix(tokens, 1 + sum(common >= tokens for common in shared)) for tokens in sorted(lengths)]
 
 
 class _InspectJob:
@@ -215,7 +217,7 @@ class _InspectJob:
 
     def _answers(
         self, loaded: Models[Engine], labels: Labels, request: Request, tick: Tick
-    ) -> tuple[Answer | None, Answer | None]:
+    ) -> tuple[AnswerView | None, AnswerView | None]:
         """The answers to the prompt in full, if it fits, and compressed, if it is. Raises PrefillError."""
         summary, most = self._summary, loaded.engine.limits.max_tokens
         wanted = [Request(request.prompt)] + ([request] if request.kept is not None else [])
@@ -235,14 +237,14 @@ class _InspectJob:
         summary.score_compressed = None if compressed is None else compressed.score
         return full, compressed
 
-    def _answer(self, names: Sequence[str], logprobs: npt.NDArray[np.float64]) -> Answer:
+    def _answer(self, names: Sequence[str], logprobs: npt.NDArray[np.float64]) -> AnswerView:
         """What label log-probabilities [labels] say. Raises PrefillError."""
         with np.errstate(invalid="ignore"):
             logits = logprobs / self._settings.temperature
             weights = np.exp(logits - logits.max())
         if not np.isfinite(weights).all():
             raise self._error(RowError(ErrorCode.NONFINITE_SCORE, f"label log-probabilities {logprobs.tolist()}"))
-        return Answer(
+        return AnswerView(
             logprobs=dict(zip(names, logprobs.tolist(), strict=True)),
             score=float(weights[0] / weights.sum()),
             label_mass=min(float(np.exp(logprobs).sum()), 1.0),

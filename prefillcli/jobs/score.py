@@ -46,7 +46,8 @@ from prefillcli.options.groups import CompressionOptions
 from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import shown, shown_report
 from prefillcli.report.files import write_files
-from prefillcli.report.run import MemoryTrace, RunReport, ThreadCounts, print_table, versions
+from prefillcli.report.run import MemoryTrace, RunReport, ThreadCounts, versions
+from prefillcli.report.run_table import print_table
 from prefillcli.runtime.clock import Clock, MemoryWatch
 from prefillcli.runtime.memory import peak_memory
 from prefillcli.runtime.progress import Progress

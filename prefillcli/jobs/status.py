@@ -12,7 +12,7 @@ from prefillcli.data.output.heartbeat import Beat
 from prefillcli.data.output.manifest import Manifest
 from prefillcli.data.output.target import Target
 from prefillcli.errors import DamagedFileError, PrefillError, UsageError
-from prefillcli.report.dry_run import duration
+from prefillcli.runtime.clock import duration
 
 
 @dataclass

@@ -15,7 +15,7 @@ from prefillcli.jobs.load import compression_of
 from prefillcli.jobs.paths import refuse_among_inputs
 from prefillcli.models.open import Opened, open_models
 from prefillcli.options.profile import ProfileSettings
-from prefillcli.report.dry_run import Survey
+from prefillcli.report.survey import Survey
 from prefillcli.runtime.progress import Progress
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from prefillcli.data.output.store import put_text
 from prefillcli.data.proof.fingerprints import hash_model
 from prefillcli.errors import PrefillError, ResourceError, UsageError, nearest
 from prefillcli.forecast.profile import CompletionModel, ModeResult, Profile, Trace
@@ -21,9 +20,11 @@ from prefillcli.models.open import open_model
 from prefillcli.options.profile import ProfileSettings
 from prefillcli.profile.input import Input, open_input, survey_input
 from prefillcli.redaction import shown, without_secrets
+from prefillcli.report.files import write_with_page
+from prefillcli.report.html import page_of
 from prefillcli.report.run import versions
 from prefillcli.runtime.clock import Clock
-from prefillcli.runtime.progress import Steps
+from prefillcli.runtime.progress import StepLog
 from prefillcli.runtime.signals import Stop
 from prefillcli.runtime.sizes import parse_size
 from prefillcli.runtime.threads import Threads
@@ -51,10 +52,14 @@ def profile_job(settings: ProfileSettings) -> dict[str, Any]:
     clock, ended = Clock(), _Ended()
     settings = settings.complete()
     try:
-        with Stop() as stop, stop.at_once(), Steps(interval=settings.progress_interval, quiet=settings.quiet) as steps:
+        with (
+            Stop() as stop,
+            stop.at_once(),
+            StepLog(interval=settings.progress_interval, quiet=settings.quiet) as steps,
+        ):
             steps.begin("reading the model")
             given = _check(settings)
-            profile = _measure(settings, given, steps.say)
+            profile = _measure(settings, given, steps.announce)
             _save(profile, settings.output, clock.total)
             ended.profile = profile
             steps.begin("")
@@ -73,11 +78,6 @@ def profile_job(settings: ProfileSettings) -> dict[str, Any]:
     except BaseException as error:
         fail(error, ended, debug=settings.debug, resumable=False)
     return _summary(ended, settings, clock.total)
-
-
-def page_of(output: str) -> str:
-    """Where the page goes: `profile.json` -> `profile.html`."""
-    return output.removesuffix(".json") + ".html"
 
 
 def _check(settings: ProfileSettings) -> Input | None:
@@ -231,16 +231,12 @@ def _traces(modes: list[ModeResult], search: Any) -> Iterator[Trace]:
 
 
 def _save(profile: Profile, output: str, seconds: float) -> None:
-    """Write `profile.json` and its page; a reader sees an old file or a whole new one. Raises PrefillError."""
-    from prefillcli.profile.page import to_html
+    """Write `profile.json` and its page. Raises PrefillError."""
+    from prefillcli.profile.page import profile_html
 
     profile.created = datetime.now(UTC).isoformat(timespec="seconds")
     profile.seconds_taken = seconds
-    for path, text in ((output, profile.model_dump_json(indent=2) + "\n"), (page_of(output), to_html(profile))):
-        try:
-            put_text(path, text)
-        except OSError as error:
-            raise ResourceError(f"{path}: cannot write: {error.strerror or error}") from None
+    write_with_page(output, profile.model_dump_json(indent=2) + "\n", profile_html(profile))
 
 
 def _summary(ended: _Ended, settings: ProfileSettings, seconds: float) -> dict[str, Any]:

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
 from typing import Any
-
-from jinja2 import Environment, StrictUndefined
 
 from prefillcli.forecast.profile import Profile
 from prefillcli.forecast.replay_results import Replay
 from prefillcli.profile.tables import (
     completion_table,
-    headline,
     law_table,
     length_table,
-    mebibytes,
     no_times,
-    remarks,
+    profile_headline,
+    profile_remarks,
     replay_lines,
     replay_table,
     terms,
 )
 from prefillcli.replay.charts import distribution_chart, latency_chart
 from prefillcli.report import line_chart as plot
-from prefillcli.report.dry_run import ESTIMATE, Survey, keep_rows, plan_rows, survey_lines
+from prefillcli.report.html import render_page, shown_settings
 from prefillcli.report.line_chart import Axis, Chart
-from prefillcli.report.numbers import three_digits
+from prefillcli.report.numbers import byte_size, three_digits
+from prefillcli.report.survey import Survey
+from prefillcli.report.survey_tables import ESTIMATE, keep_rows, plan_rows, survey_lines
 
 
 def memory_chart(profile: Profile) -> Chart | None:
@@ -39,7 +37,7 @@ def memory_chart(profile: Profile) -> Chart | None:
         length = each.points[-1].seconds
         chart.line(number, [(100 * point.seconds / length, point.used_bytes) for point in each.points])
         peak = max(point.used_bytes for point in each.points)
-        chart.series.append((number, f"{each.mode}, peak {mebibytes(peak)}, {length:.1f} s"))
+        chart.series.append((number, f"{each.mode}, peak {byte_size(peak)}, {length:.1f} s"))
     return chart
 
 
@@ -114,14 +112,14 @@ def survey_view(survey: Survey) -> dict[str, Any]:
     }
 
 
-def to_html(profile: Profile) -> str:
-    """One page that needs nothing else: no network, no script, inline CSS and SVG for light and dark screens."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    source = files("prefillcli.profile").joinpath("page.html.j2").read_text(encoding="utf-8")
-    return environment.from_string(source).render(
+def profile_html(profile: Profile) -> str:
+    """The page of a profile."""
+    return render_page(
+        "prefillcli.profile",
+        "page.html.j2",
         profile=profile,
-        headline=headline(profile),
-        remarks=remarks(profile),
+        headline=profile_headline(profile),
+        remarks=profile_remarks(profile),
         bars=length_bars(profile),
         memory=memory_chart(profile),
         completion=completion_chart(profile),
@@ -137,5 +135,5 @@ def to_html(profile: Profile) -> str:
         replays=[replay_view(each) for each in profile.replays],
         longest_timed=max((point.input_tokens for point in profile.times.points), default=0) if profile.replays else 0,
         plot=plot,
-        settings={name: value for name, value in profile.settings.items() if value not in (None, [], False)},
+        settings=shown_settings(profile.settings),
     )

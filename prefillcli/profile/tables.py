@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.table import Table
-
 from prefillcli.forecast.profile import CompletionModel, ModeResult, Profile
 from prefillcli.forecast.replay_results import Replay
-from prefillcli.report.dry_run import print_survey
-from prefillcli.report.numbers import three_digits
+from prefillcli.report.numbers import byte_size, mebibytes, percent_or_nothing, small_seconds, three_digits
+from prefillcli.report.survey_tables import print_survey
+from prefillcli.report.tables import WIDTH, TableRows, print_explained, print_numbers, stderr_console
 
-_DISTURBED = 1.5  # the slowest round over the fastest, from which on the machine was busy
-
-TableRows = list[list[str]]
-WIDTH = 80  # columns of the tables in the terminal
+_DISTURBED = 1.5  # slowest round over the fastest; above it the machine was busy
 
 #: What the modes and policies are, for who reads the tables.
 EXPLAINED = {
@@ -29,11 +24,11 @@ EXPLAINED = {
 }
 
 
-def headline(profile: Profile) -> str:
+def profile_headline(profile: Profile) -> str:
     """What was measured, on what."""
     machine = profile.machine
     where = machine.gpu or f"{machine.cpu}, {machine.threads} threads"
-    return f"{profile.family}, {profile.dtype} on {profile.device} ({where}), budget {mebibytes(profile.budget_bytes)}"
+    return f"{profile.family}, {profile.dtype} on {profile.device} ({where}), budget {byte_size(profile.budget_bytes)}"
 
 
 def length_table(profile: Profile) -> TableRows:
@@ -52,7 +47,7 @@ def length_table(profile: Profile) -> TableRows:
                 _count(each.predicted_tokens),
                 each.limited_by or "",
                 _count(each.max_tokens) + (" (capped)" if each.capped and each.max_tokens else ""),
-                "" if peak is None else f"{peak / 2**20:,.0f}",
+                "" if peak is None else mebibytes(peak),
                 "" if peak is None else f"{peak / profile.budget_bytes:.0%}",
                 "" if run is None or run.seconds is None else f"{run.seconds:,.1f}",
                 "" if ratio is None else f"{ratio:.1f}x",
@@ -85,19 +80,20 @@ def completion_table(profile: Profile) -> TableRows:
     model = profile.completion
     if model is None:
         return []
-    linear = f"{_time(model.base)} + {_time(model.per_input)} input {_time(model.per_cached, '+')} cached"
+    cached = small_seconds(model.per_cached, "+")
+    linear = f"{small_seconds(model.base)} + {small_seconds(model.per_input)} input {cached} cached"
     parts = {"pack": model.per_pack, "token": model.per_token, "prompt": model.per_read, "pair": model.per_pair}
-    costs = ", ".join(f"{_time(value)}/{name}" for name, value in parts.items())
+    costs = ", ".join(f"{small_seconds(value)}/{name}" for name, value in parts.items())
     return [
         ["completion time", "model", "Pearson r", "error on new"],
-        ["one prompt, linear", linear, f"{model.pearson:.4f}", _share(model.heldout_error)],
+        ["one prompt, linear", linear, f"{model.pearson:.4f}", percent_or_nothing(model.heldout_error)],
         [
             "one prompt, proxy",
             "linear in input - cached",
             f"{model.pearson_proxy:.4f}",
-            _share(model.heldout_error_proxy),
+            percent_or_nothing(model.heldout_error_proxy),
         ],
-        ["a plan", costs, "", _share(model.heldout_error_plan)],
+        ["a plan", costs, "", percent_or_nothing(model.heldout_error_plan)],
     ]
 
 
@@ -132,7 +128,7 @@ def replay_lines(replay: Replay) -> list[tuple[str, str]]:
     ]
 
 
-def remarks(profile: Profile) -> list[str]:
+def profile_remarks(profile: Profile) -> list[str]:
     """What a reader of the tables must know."""
     parts = [(each.mode, each.notes) for each in profile.modes]
     parts += [(each.workload, each.notes) for each in profile.replays]
@@ -144,25 +140,8 @@ def terms(mode: ModeResult) -> str:
     return ", ".join(f"{name} {size:,.0f}" for name, size in mode.law_terms.items())
 
 
-def mebibytes(size: float) -> str:
-    """`1.5 GiB`, `300 MiB`."""
-    return f"{size / 2**30:.3g} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"
-
-
-def _time(seconds: float, sign: str = "") -> str:
-    """`3.1 ms`, `-12 us`; with `sign` "+" the sign is always there."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if abs(seconds) >= size:
-            return f"{seconds / size:{sign}.3g} {unit}"
-    return f"{seconds / 1e-9:{sign}.3g} ns"
-
-
 def _count(number: int | None) -> str:
     return "" if number is None else f"{number:,}"
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
 
 
 def no_times(profile: Profile) -> str:
@@ -176,7 +155,7 @@ def no_times(profile: Profile) -> str:
 
 def print_no_completion(profile: Profile) -> None:
     """Say in red that nothing can be predicted."""
-    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    console = stderr_console()
     console.print(f"prefill: warning: {no_times(profile)}", style="bold red")
 
 
@@ -189,7 +168,7 @@ def short_length_table(profile: Profile) -> TableRows:
     return rows
 
 
-def speed_table(model: CompletionModel, longest: int) -> TableRows:
+def seconds_table(model: CompletionModel, longest: int) -> TableRows:
     """Header and one row for each length of a prompt, from a thousand tokens up to the `longest` that was timed."""
     rows = [["prompt tokens", "seconds", "tokens/s", "seconds, half of it cached"]]
     lengths = [tokens for tokens in (500 * 2**n for n in range(12)) if tokens <= longest] or [longest]
@@ -215,15 +194,16 @@ def how_good(model: CompletionModel) -> str:
 
 def print_profile(profile: Profile) -> None:
     """The tables on stderr."""
-    console = Console(stderr=True, highlight=False, markup=False, width=WIDTH)
-    console.print(f"\n{headline(profile)}", style="bold")
+    console = stderr_console(WIDTH)
+    console.print(f"\n{profile_headline(profile)}", style="bold")
     console.print("\nHow long a prompt may be, in tokens", style="bold")
-    _print_table(console, short_length_table(profile))
-    _explain(console, [each.mode for each in profile.modes])
+    print_numbers(console, short_length_table(profile))
+    print_explained(console, [each.mode for each in profile.modes], EXPLAINED)
+    console.print()
     if profile.completion is not None:
         longest = max((point.input_tokens for point in profile.completion.points), default=1000)
         console.print("How long it takes", style="bold")
-        _print_table(console, speed_table(profile.completion, longest))
+        print_numbers(console, seconds_table(profile.completion, longest))
         console.print(f"  {how_good(profile.completion)}\n", style="dim")
     for replay in profile.replays:
         console.print(f"What a server would make of {replay.workload}, calculated", style="bold")
@@ -232,28 +212,12 @@ def print_profile(profile: Profile) -> None:
             f"a prefix cache of {replay.cache_tokens:,}",
             style="dim",
         )
-        _print_table(console, replay_table(replay))
-        _explain(console, [each.policy for each in replay.at_once])
+        print_numbers(console, replay_table(replay))
+        print_explained(console, [each.policy for each in replay.at_once], EXPLAINED)
+        console.print()
     if profile.survey is not None:
         console.print("input", style="bold")
         print_survey(profile.survey)
         console.print()
-    for text in remarks(profile):
+    for text in profile_remarks(profile):
         console.print(f"note: {text}")
-
-
-def _explain(console: Console, names: list[str]) -> None:
-    for name in names:
-        if name in EXPLAINED:
-            console.print(f"  {name}: {EXPLAINED[name]}", style="dim")
-    console.print()
-
-
-def _print_table(console: Console, rows: TableRows) -> None:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for at, name in enumerate(rows[0]):
-        table.add_column(name, justify="right" if at else "left", no_wrap=at == 0)
-    for row in rows[1:]:
-        table.add_row(*row)
-    console.print(table)
-    console.print()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from prefillcli.data.output.tallies import LENGTH_EDGES
+from prefillcli.report.numbers import abbreviated
 from prefillcli.report.run import Histogram, MemoryTrace
 
 SERIES = 8
@@ -126,14 +127,6 @@ def bars(values: Mapping[str, float], texts: Mapping[str, str], kinds: Mapping[s
     ]
 
 
-def short(number: float) -> str:
-    """1,234,567 -> 1.23M."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if number >= size:
-            return f"{number / (1e3 if letter == 'k' else size):.3g}{letter}"
-    return f"{number:,.0f}"
-
-
 def _stacked(stacks: dict[str, list[int]], titles: list[str], x: list[Tick]) -> Plot:
     totals = [sum(column) for column in zip(*stacks.values(), strict=True)]
     y = _ticks(max(totals, default=0) or 1, whole=True)
@@ -149,7 +142,7 @@ def _stacked(stacks: dict[str, list[int]], titles: list[str], x: list[Tick]) -> 
                 boxes.append(Box(at * width, 100 - filled, width * 0.92, height, series, text))
     return Plot(
         x=x,
-        y=[Tick(100 * at / y[-1], short(at)) for at in y],
+        y=[Tick(100 * at / y[-1], abbreviated(at)) for at in y],
         series=[(name, f"{sum(counts):,}") for name, counts in stacks.items()],
         boxes=boxes,
     )

@@ -1,4 +1,4 @@
-"""The files that tell of a run: `run.json`, its page, and metrics for Prometheus."""
+"""The files of reports: JSON with a page beside it, and for a run metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -8,26 +8,34 @@ import time
 from prefillcli.data.output.store import put_text
 from prefillcli.errors import PrefillError, ResourceError
 from prefillcli.redaction import shown_report, without_secrets
+from prefillcli.report.html import page_of
 from prefillcli.report.metrics import to_metrics
 from prefillcli.report.run import RunReport, to_json
-from prefillcli.report.run_page import to_html
+from prefillcli.report.run_page import run_html
 
 
-def page_of(path: str) -> str:
-    """Where the page goes: `run.json` -> `run.html`, beside it."""
-    return path.removesuffix(".json") + ".html"
+def write_with_page(path: str, report: str, page: str) -> None:
+    """Write a report as JSON, and its page beside it; a reader sees an old file or a whole new one.
+
+    Raises PrefillError.
+    """
+    for name, text in ((path, report), (page_of(path), page)):
+        try:
+            put_text(name, text)
+        except OSError as error:
+            raise ResourceError(f"{name}: cannot write: {error.strerror or error}") from None
 
 
 def write_files(report: RunReport, metrics_file: str | None = None) -> None:
-    """Write the files of a run; a reader sees an old one or a whole new one. What goes wrong is told on stderr.
+    """Write the files of a run; a reader sees an old one or a whole new one. Failures are reported on stderr.
 
     Without `report.report` there is neither `run.json` nor page. A run without `run.json` is a failed one; page and
-    metrics are for watching it, and change nothing about how it ended.
+    metrics are for watching it: without them it ends as it would have.
     """
     if report.report is not None:
         report.page = page_of(report.report)
         try:
-            put_text(report.page, to_html(shown_report(report)))
+            put_text(report.page, run_html(shown_report(report)))
         except Exception as error:  # whatever it is, the scores are there
             report.page = None
             _warn("page", error)

@@ -1,23 +1,19 @@
-"""One prompt as the engine sees it: what is shared, what is kept and why, and what it answers; as terminal text.
+"""One prompt as the engine sees it: what is shared, what is kept and why, and what it answers.
 
-Prompts are untrusted. No character of theirs reaches the terminal or the page that could move the cursor, reorder the
-line or hide: `visible` spells such characters out.
+Prompts are untrusted: text of theirs is shown through `prefillcli.report.visible` only.
 """
 
 from __future__ import annotations
 
 import math
-import unicodedata
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, Literal
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from prefillcli.report.numbers import counted
+from prefillcli.report.visible import visible
 
 Why = Literal["first", "last", "chosen", "shared", "dropped", "full"]
 
@@ -32,20 +28,11 @@ WHY: dict[Why, str] = {
 STEPS = 5
 """Steps of the heat scale."""
 HEAT = f"rank of importance among the kept tokens, in {STEPS} steps of equal size"
-# Cold to hot at middling lightness, as the terminal's background is not known.
-_STYLES = (
-    "#ffffff on #5b6b7a",
-    "#ffffff on #7d7440",
-    "#000000 on #c99a2e",
-    "#000000 on #ee7f2d",
-    "#ffffff on #c81e1e",
-)
 MARKED: dict[Why, str] = {"first": " underline", "last": " underline", "shared": " italic"}
-_EDGE = 8  # tokens shown at either end of a long dropped stretch
-FOLD = 3 * _EDGE  # dropped stretches longer than this are folded
+FOLD = 24
+"""Dropped stretches of more tokens than this are folded."""
 _CHUNK = 32  # tokens of a stretch, where the settings have no select_chunk
 _STRETCHES = 10
-_PREVIEW = 240  # characters of a stretch
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +48,7 @@ class TokenView:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedPrefix:
+class CommonPrefix:
     """The first `tokens` tokens begin `rows` rows, this one included."""
 
     tokens: int
@@ -69,7 +56,7 @@ class SharedPrefix:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AnswerView:
     """What the model says to the prompt."""
 
     logprobs: dict[str, float]  # by label, natural logarithm, over the whole vocabulary
@@ -88,9 +75,9 @@ class Inspection:
     draft: str | None
     labels: list[str]
     tokens: list[TokenView]
-    shared: list[SharedPrefix]
-    full: Answer | None  # None where the whole prompt does not fit the memory
-    compressed: Answer | None  # None without compression
+    shared: list[CommonPrefix]
+    full: AnswerView | None  # None where the whole prompt does not fit the memory
+    compressed: AnswerView | None  # None without compression
     settings: dict[str, Any]
     method: str
 
@@ -104,44 +91,6 @@ class Stretch:
     importance: float  # mean over its tokens
     why: tuple[Why, ...]
     text: str  # as it is; untrusted
-
-
-@dataclass(frozen=True, slots=True)
-class Fold:
-    """Neighbouring tokens that are counted, not shown."""
-
-    tokens: int
-    kept: int = 0
-
-    def __str__(self) -> str:
-        if not self.kept:
-            return f"… {_counted(self.tokens, 'token')} dropped"
-        if self.kept == self.tokens:
-            return f"… {_counted(self.tokens, 'kept token')} not shown"
-        return f"… {_counted(self.tokens, 'token')} not shown, {self.kept:,} of them kept"
-
-
-def visible(text: str, *, line: bool = False) -> str:
-    """`text` with control, escape, direction and other invisible characters spelled out.
-
-    Newlines and tabs stay, unless it has to be one `line`. The joiners that scripts and emoji are written with stay.
-    """
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() else _spelled(char, line) for char in text)
-
-
-def _spelled(char: str, line: bool) -> str:
-    if char in "\n\t":
-        return char if not line else "↵" if char == "\n" else " "
-    code = ord(char)
-    if code < 0x20:
-        return chr(0x2400 + code)  # Unicode's control pictures
-    if code == 0x7F:
-        return "\u2421"
-    if char in "\u200c\u200d" or unicodedata.category(char) in ("Zs", "Co", "Cn"):
-        return char
-    return f"⟨U+{code:04X}⟩"
 
 
 def heat(tokens: Sequence[TokenView]) -> tuple[list[int | None], list[tuple[float, float] | None]]:
@@ -183,40 +132,6 @@ def stretches(inspection: Inspection, most: int = _STRETCHES) -> list[Stretch]:
     return sorted(found, key=lambda stretch: (-stretch.importance, stretch.first))[:most]
 
 
-def print_inspection(inspection: Inspection, console: Console, *, most_tokens: int | None = None) -> None:
-    """Write `inspection` to `console`: coloured on a terminal, else with brackets around what is kept.
-
-    `most_tokens`: show no more of the text than so many tokens, from both ends; None shows all of it.
-    """
-    coloured = console.is_terminal and not console.no_color and console.color_system is not None
-
-    def show(what: Table | Text) -> None:
-        wide = isinstance(what, Text) and not console.is_terminal  # a file has no width to wrap text at
-        console.print(what, soft_wrap=wide, highlight=False)
-
-    def title(text: str) -> None:
-        show(Text(f"\n{text}", style="bold"))
-
-    show(_pairs(facts(inspection)))
-    title("prompt")
-    show(_legend(inspection, coloured))
-    show(Text())
-    show(_coloured(inspection.tokens, most_tokens) if coloured else _bracketed(inspection.tokens, most_tokens))
-    best = stretches(inspection)
-    if best:
-        title("most important stretches")
-        table = _table("tokens", "importance", "why", "text")
-        for stretch in best:
-            cells = (f"{stretch.first:,}-{stretch.last:,}", f"{stretch.importance:.3g}", ", ".join(stretch.why))
-            table.add_row(*cells, Text(preview(stretch.text), no_wrap=True, overflow="ellipsis"))
-        show(table)
-    title("answer")
-    table = _table("", *answer_columns(inspection))
-    for name, *values in answer_rows(inspection):
-        table.add_row(Text(name), *map(Text, values))
-    show(table)
-
-
 def facts(inspection: Inspection) -> list[tuple[str, str]]:
     """Name and text of what there is to say in front, safe to show."""
     tokens, kept = len(inspection.tokens), sum(token.kept for token in inspection.tokens)
@@ -227,7 +142,7 @@ def facts(inspection: Inspection) -> list[tuple[str, str]]:
         ("method", inspection.method),
         ("tokens", f"{tokens:,}, {kept:,} kept ({kept / max(tokens, 1):.1%})"),
     ]
-    prefixes = [f"the first {prefix.tokens:,} by {_counted(prefix.rows, 'row')}" for prefix in inspection.shared]
+    prefixes = [f"the first {prefix.tokens:,} by {counted(prefix.rows, 'row')}" for prefix in inspection.shared]
     found.append(("shared", ", ".join(prefixes) or "nothing with another row"))
     return [(name, visible(text, line=True)) for name, text in found]
 
@@ -258,7 +173,7 @@ def answer_rows(inspection: Inspection) -> list[list[str]]:
     return rows
 
 
-def _answers(inspection: Inspection) -> list[tuple[str, Answer]]:
+def _answers(inspection: Inspection) -> list[tuple[str, AnswerView]]:
     both = ("full", inspection.full), ("compressed", inspection.compressed)
     return [(name, answer) for name, answer in both if answer is not None]
 
@@ -273,113 +188,3 @@ def counts(inspection: Inspection) -> list[tuple[Why, str, int]]:
     """What happened to the tokens, in words, and to how many."""
     found = Counter(token.why for token in inspection.tokens)
     return [(why, text, found[why]) for why, text in WHY.items() if found[why]]
-
-
-def _legend(inspection: Inspection, coloured: bool) -> Text:
-    parts = []
-    for why, text, number in counts(inspection):
-        style = "dim" if why == "dropped" else MARKED.get(why, "").strip()
-        parts.append(Text(f"{text} {number:,}", style if coloured else ""))
-    legend = Text("; ").join(parts)
-    _, ranges = heat(inspection.tokens)
-    if not coloured:
-        dropped = any(not token.kept for token in inspection.tokens)
-        return legend.append("\n⟦kept⟧ ⟦… dropped⟧") if dropped else legend
-    if any(ranges):
-        legend.append("\n")
-        for style, values in zip(_STYLES, ranges, strict=True):
-            if values:
-                legend.append(f" {values[0]:.2g}-{values[1]:.2g} ", style)
-        legend.append(f" importance; colour: {HEAT}")
-    return legend
-
-
-def _folded(tokens: Sequence[TokenView], edge: int, fold: int) -> Iterator[int | Fold]:
-    """Indices of the tokens to show; of a dropped stretch of more than `fold`, `edge` at either end."""
-    start = 0
-    for kept, run in groupby(tokens, key=lambda token: token.kept):
-        stop = start + sum(1 for _ in run)
-        if kept or stop - start <= fold:
-            yield from range(start, stop)
-        else:
-            yield from range(start, start + edge)
-            yield Fold(stop - start - 2 * edge)
-            yield from range(stop - edge, stop)
-        start = stop
-
-
-def _shortened(items: list[int | Fold], tokens: Sequence[TokenView], most: int | None) -> list[int | Fold]:
-    """`items` with no more than `most` tokens, from both ends."""
-    shown = [at for at, item in enumerate(items) if isinstance(item, int)]
-    if most is None or len(shown) <= most:
-        return items
-    head, tail = (most + 1) // 2, most // 2
-    start, stop = shown[head], shown[-tail - 1] + 1
-    while start and isinstance(items[start - 1], Fold):
-        start -= 1
-    while stop < len(items) and isinstance(items[stop], Fold):
-        stop += 1
-    hidden = kept = 0
-    for item in items[start:stop]:
-        hidden += item.tokens if isinstance(item, Fold) else 1
-        kept += isinstance(item, int) and tokens[item].kept
-    return [*items[:start], Fold(hidden, kept), *items[stop:]]
-
-
-def _coloured(tokens: Sequence[TokenView], most: int | None) -> Text:
-    steps, _ = heat(tokens)
-    text = Text()
-    items = _shortened(list(_folded(tokens, _EDGE, FOLD)), tokens, most)
-    for style, part in groupby(items, key=lambda item: _style(item, tokens, steps)):
-        shown = (f" [{item}] " if isinstance(item, Fold) else visible(tokens[item].text) for item in part)
-        text.append("".join(shown), style)
-    return text
-
-
-def _style(item: int | Fold, tokens: Sequence[TokenView], steps: Sequence[int | None]) -> str:
-    if isinstance(item, Fold):
-        return "dim reverse"
-    token, step = tokens[item], steps[item]
-    if not token.kept:
-        return "dim"
-    return ("" if step is None else _STYLES[step]) + MARKED.get(token.why, "")
-
-
-def _bracketed(tokens: Sequence[TokenView], most: int | None) -> Text:
-    text = Text()
-    items = _shortened(list(_folded(tokens, 0, 0)), tokens, most)
-    if all(isinstance(item, int) for item in items):
-        return text.append("".join(visible(token.text) for token in tokens))  # all is kept: no need of brackets
-    for folded, part in groupby(items, key=lambda item: isinstance(item, Fold)):
-        if folded:
-            text.append("".join(f"⟦{item}⟧" for item in part))
-        else:
-            inside = "".join(visible(tokens[item].text) for item in part if isinstance(item, int))
-            text.append("⟦" + inside.replace("⟦", "⟨U+27E6⟩").replace("⟧", "⟨U+27E7⟩") + "⟧")
-    return text
-
-
-def preview(text: str) -> str:
-    """The beginning of `text` in one line, safe to show."""
-    start = visible(text[: _PREVIEW + 1].lstrip(" "), line=True)
-    return start if len(text) <= _PREVIEW else start[:-1] + "…"
-
-
-def _pairs(rows: Sequence[tuple[str, str]]) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, text in rows:
-        table.add_row(Text(name), Text(text))
-    return table
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in columns:
-        table.add_column(column)
-    return table
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")

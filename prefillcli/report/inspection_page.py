@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from itertools import groupby
 
-from jinja2 import Environment, StrictUndefined
-
 from prefillcli.data.output.store import put_text
+from prefillcli.report.html import render_page
 from prefillcli.report.inspection import (
     FOLD,
     HEAT,
@@ -23,18 +21,17 @@ from prefillcli.report.inspection import (
     facts,
     heat,
     importance_of,
-    preview,
     stretches,
-    visible,
 )
+from prefillcli.report.visible import preview, visible
 
 
-def to_html(inspection: Inspection) -> str:
-    """One page that needs nothing else: no network, no script, inline CSS for light and dark screens."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    source = files("prefillcli.report").joinpath("inspection.html.j2").read_text(encoding="utf-8")
+def inspection_html(inspection: Inspection) -> str:
+    """The page of an inspected prompt."""
     _, ranges = heat(inspection.tokens)
-    return environment.from_string(source).render(
+    return render_page(
+        "prefillcli.report",
+        "inspection.html.j2",
         name=visible(inspection.row_id, line=True),
         facts=facts(inspection),
         heat=HEAT,
@@ -50,12 +47,12 @@ def to_html(inspection: Inspection) -> str:
 
 
 def write_html(inspection: Inspection, path: str) -> None:
-    """Write the page of `to_html` to a local path or URL. Raises PrefillError."""
-    put_text(path, to_html(inspection))
+    """Write the page of `inspection_html` to a local path or URL. Raises PrefillError."""
+    put_text(path, inspection_html(inspection))
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _PageElement:
     """An element of the page: one kept token, or a whole dropped stretch."""
 
     text: str
@@ -65,7 +62,7 @@ class _Piece:
     folded: bool = False
 
 
-def _pieces(tokens: Sequence[TokenView]) -> Iterator[_Piece]:
+def _pieces(tokens: Sequence[TokenView]) -> Iterator[_PageElement]:
     steps, _ = heat(tokens)
     at = 0
     for kept, run in groupby(tokens, key=lambda token: token.kept):
@@ -77,12 +74,12 @@ def _pieces(tokens: Sequence[TokenView]) -> Iterator[_Piece]:
                 classes += [token.why] if token.why in MARKED else []
                 classes += ["newline"] if token.text and not token.text.strip("\n") else []
                 title = f"token {token.position}, id {token.id}{importance}, {token.why}"
-                yield _Piece(visible(token.text), title, " ".join(classes))
+                yield _PageElement(visible(token.text), title, " ".join(classes))
         else:
             title = f"tokens {part[0].position}-{part[-1].position} dropped"
             values = [value for token in part if (value := importance_of(token)) is not None]
             if values:
                 title += f", importance {math.fsum(values) / len(values):.3g} mean, {max(values):.3g} largest"
             text = "".join(visible(token.text) for token in part)
-            yield _Piece(text, title, dropped=len(part), folded=len(part) > FOLD)
+            yield _PageElement(text, title, dropped=len(part), folded=len(part) > FOLD)
         at += len(part)

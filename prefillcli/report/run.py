@@ -1,4 +1,4 @@
-"""The report of a run: `run.json`, its last line on stdout, and its table in the terminal."""
+"""The report of a run: `run.json`, and its last line on stdout."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-from rich.console import Console
-from rich.table import Table
 
 from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.tallies import LENGTH_EDGES, SCORE_BINS
 from prefillcli.redaction import shown_report
-from prefillcli.stats.audit import Audit, audit_lines
+from prefillcli.stats.audit import Audit
 
 SCHEMA_VERSION = 1
 
@@ -197,51 +195,6 @@ def _length_histogram(lengths: dict[str, dict[str, int]]) -> Histogram:
     end = LENGTH_EDGES[last + 1] if last + 1 < len(LENGTH_EDGES) else 2 * LENGTH_EDGES[last]
     counts = {kind: [bins.get(str(low), 0) for low in lows] for kind, bins in sorted(lengths.items())}
     return Histogram(edges=[*lows, end], counts=counts)
-
-
-def print_table(report: RunReport) -> None:
-    """The run in a few lines, on stderr."""
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    rows, tokens, seconds = report.rows, report.tokens, report.seconds
-    counts = f"{rows.scored:,} scored of {rows.total:,}"
-    if rows.errors:
-        codes = ", ".join(f"{code} {count:,}" for code, count in sorted(rows.errors_by_code.items()))
-        counts += f", {rows.errors:,} errors ({codes})"
-    if rows.skipped:
-        counts += f", {rows.skipped:,} skipped"
-    table.add_row("rows", counts)
-    if report.mean_score is not None:
-        table.add_row("mean score", f"{report.mean_score:.4f}")
-    if tokens.prompt:
-        table.add_row(
-            "tokens",
-            f"{tokens.prompt:,} in prompts, {tokens.computed:,} computed "
-            f"({tokens.kept / max(tokens.computed - tokens.audit, 1):.2f}x shared), {tokens.unique:,} unique",
-        )
-    if report.keep is not None and tokens.prompt:
-        table.add_row(
-            "compression",
-            f"{tokens.kept:,} tokens kept ({tokens.kept / tokens.prompt:.1%}, keep rate {report.keep:g}), "
-            f"{tokens.draft:,} computed by the draft",
-        )
-    for name, text in audit_lines(report.audit) if report.audit is not None else ():
-        table.add_row(name, text)
-    phases = {k: v for k, v in seconds.model_dump().items() if k != "total" and v >= 0.05}
-    detail = ", ".join(f"{name} {value:.1f}" for name, value in phases.items())
-    table.add_row("seconds", f"{seconds.total:.1f}" + (f" ({detail})" if detail else ""))
-    if report.predicted_seconds is not None:
-        table.add_row("model", f"{seconds.model:.1f} seconds, {report.predicted_seconds:.1f} predicted by the profile")
-    table.add_row("speed", f"{report.rows_per_second:,.1f} rows/s, {report.tokens_per_second:,.0f} prompt tokens/s")
-    peak = report.peak_memory_bytes
-    table.add_row(
-        "peak memory",
-        f"{peak.host / 2**20:,.0f} MiB host" + (f", {peak.device / 2**20:,.0f} MiB device" if peak.device else ""),
-    )
-    table.add_row("output", report.output or "none")
-    table.add_row("report", ", ".join(filter(None, (report.report, report.page))) or "none")
-    Console(stderr=True, highlight=False, soft_wrap=True).print(table)
 
 
 def versions() -> dict[str, str]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
 from typing import Any
-
-from jinja2 import Environment, StrictUndefined
 
 from prefillcli.data.rows import ErrorCode
 from prefillcli.report.charts import Bar, bars, length_plot, memory_plot, score_plot
-from prefillcli.report.inspection import visible
+from prefillcli.report.html import render_page
+from prefillcli.report.numbers import minutes_and_seconds, three_digits
 from prefillcli.report.run import Histogram, RunReport
+from prefillcli.report.visible import visible
 from prefillcli.stats.audit import audit_lines
 
 _BESIDE = ("read", "render", "tokenize")
@@ -36,14 +35,13 @@ _TOKENS = {
 _METHODS = {"full": "s0", "specprefill": "s2"}
 
 
-def to_html(report: RunReport) -> str:
-    """One page that needs nothing else: no network, no script, inline CSS for light and dark screens."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["visible"] = lambda text: visible(str(text), line=True)
-    environment.filters["visible_lines"] = visible
-    source = files("prefillcli.report").joinpath("run.html.j2").read_text(encoding="utf-8")
+def run_html(report: RunReport) -> str:
+    """The page of a run."""
     histograms = report.histograms
-    return environment.from_string(source).render(
+    return render_page(
+        "prefillcli.report",
+        "run.html.j2",
+        {"visible": lambda text: visible(str(text), line=True), "visible_lines": visible},
         report=report,
         verdict=_verdict(report),
         started=report.started.replace("T", " ").replace("+00:00", " UTC"),
@@ -81,10 +79,10 @@ def _tiles(report: RunReport) -> list[tuple[str, str]]:
     if report.mean_score is not None:
         tiles.append(("mean score", f"{report.mean_score:.4f}"))
     if report.rows_per_second:
-        tiles.append(("rows/s", _number(report.rows_per_second)))
+        tiles.append(("rows/s", three_digits(report.rows_per_second)))
     if report.tokens_per_second:
         tiles.append(("tokens/s", f"{report.tokens_per_second:,.0f}"))
-    tiles.append(("wall time", _duration(report.seconds.total)))
+    tiles.append(("wall time", minutes_and_seconds(report.seconds.total)))
     if report.audit is not None and report.audit.flip_rate is not None:
         tiles.append(("audited flips", f"{report.audit.flip_rate:.1%}"))
     return tiles
@@ -151,7 +149,7 @@ def _phases(report: RunReport) -> list[Bar]:
     values |= {_PHASES[name]: seconds[name] for name in _BESIDE}
     values = {name: value for name, value in values.items() if value >= 0.0005}
     kinds = {_PHASES[name]: "s6" for name in _BESIDE} | {"other": "s7"}
-    texts = {name: f"{_duration(value)} ({value / max(total, 1e-9):.0%})" for name, value in values.items()}
+    texts = {name: f"{minutes_and_seconds(value)} ({value / max(total, 1e-9):.0%})" for name, value in values.items()}
     return bars(values, texts, kinds)
 
 
@@ -161,7 +159,7 @@ def _time_note(report: RunReport) -> str:
     )
     note += "and what lies between."
     if report.predicted_seconds is not None:
-        note += f" The profile predicted {_duration(report.predicted_seconds)} for the model."
+        note += f" The profile predicted {minutes_and_seconds(report.predicted_seconds)} for the model."
     return note
 
 
@@ -197,17 +195,3 @@ def _flips(report: RunReport) -> dict[str, float]:
 
 def _text(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 1:
-        return f"{1000 * seconds:.0f} ms"
-    if seconds < 90:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"

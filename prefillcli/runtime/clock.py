@@ -77,3 +77,10 @@ def _host() -> int:
         return resident_memory()
     except OSError:  # not Linux: the peak so far is all that is known
         return peak_resident_memory()
+
+
+def duration(seconds: float) -> str:
+    """Seconds as one would say them: `12.3 s`, `4.5 min`, `2.1 h`."""
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

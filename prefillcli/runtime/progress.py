@@ -6,19 +6,33 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime
 from types import TracebackType
 from typing import Never
 
 from tqdm import tqdm
 
-from prefillcli.data.output.heartbeat import Pace
-from prefillcli.report.dry_run import duration
+from prefillcli.runtime.clock import duration
 
 
 def _time() -> str:
     """What a log needs before a line, and a terminal does not: the local time with its offset from UTC."""
     return "" if sys.stderr.isatty() else f"{datetime.now().astimezone().isoformat(timespec='seconds')} "
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How far a run is."""
+
+    rows: float
+    """Rows that are done, those of earlier attempts included."""
+    total: int | None
+    """Rows of the whole job; None if not known."""
+    rows_per_second: float | None
+    """Of this attempt; None before its first row."""
+    seconds_left: float | None
+    """None if it cannot be told."""
 
 
 class Progress:
@@ -42,7 +56,7 @@ class Progress:
         self._rows = 0.0
         self._before = 0
         self._tokens = 0.0
-        self._begun = self._said = time.monotonic()
+        self._begun = self._last_line = time.monotonic()
         self._bar: tqdm[Never] | None = None
         if not quiet and sys.stderr.isatty():
             shape = "{n:,.0f} rows [{elapsed}{postfix}]"
@@ -70,8 +84,8 @@ class Progress:
             after = f"{self._tokens / max(now - self._begun, 1e-9):,.0f} tokens/s{self._end(now - self._begun)}"
             self._bar.set_postfix_str(after, refresh=False)
             self._bar.update(rows)
-        elif not self._quiet and now - self._said >= self._interval:
-            self._said = now
+        elif not self._quiet and now - self._last_line >= self._interval:
+            self._last_line = now
             print(self._line(now - self._begun), file=sys.stderr, flush=True)
 
     def _line(self, seconds: float) -> str:
@@ -106,15 +120,15 @@ class Progress:
             self._bar.close()
 
 
-class Steps:
-    """Says on stderr which of a few long steps runs, and again while it lasts, so that nothing is silent for long.
+class StepLog:
+    """Prints on stderr which of a few long steps runs, and again while it lasts: nothing is silent for long.
 
-    Use it as a context manager. Between two lines pass `interval` seconds; `say` speaks at once.
+    Use it as a context manager. Between two lines pass `interval` seconds; `announce` prints at once.
     """
 
     def __init__(self, *, interval: float, quiet: bool = False) -> None:
         self._interval, self._quiet = interval, quiet
-        self._step, self._begun, self._said = "", time.monotonic(), time.monotonic()
+        self._step, self._begun, self._last_line = "", time.monotonic(), time.monotonic()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="prefill-steps", daemon=True)
 
@@ -122,23 +136,23 @@ class Steps:
         """A step begins; it is named when the next line is due."""
         self._step, self._begun = step, time.monotonic()
 
-    def say(self, text: str) -> None:
-        """Say something now; it names the step that follows."""
+    def announce(self, text: str) -> None:
+        """Print a line now; it names the step that begins with it."""
         self.begin(text)
-        self._say(text)
+        self._print(text)
 
-    def _say(self, text: str) -> None:
-        self._said = time.monotonic()
+    def _print(self, text: str) -> None:
+        self._last_line = time.monotonic()
         if not self._quiet:
             print(f"prefill: {_time()}{text}", file=sys.stderr, flush=True)
 
     def _watch(self) -> None:
-        while not self._ended.wait(max(self._said + self._interval - time.monotonic(), 0.05)):
+        while not self._ended.wait(max(self._last_line + self._interval - time.monotonic(), 0.05)):
             now = time.monotonic()
-            if self._step and now - self._said >= self._interval:
-                self._say(f"{self._step}: {duration(now - self._begun)} so far")
+            if self._step and now - self._last_line >= self._interval:
+                self._print(f"{self._step}: {duration(now - self._begun)} so far")
 
-    def __enter__(self) -> Steps:
+    def __enter__(self) -> StepLog:
         if not self._quiet:
             self._thread.start()
         return self

@@ -11,10 +11,9 @@ from prefillcli.bench.report import (
     Predicted,
     Range,
     WorkloadResult,
-    quick_table,
-    remarks,
-    verdicts,
 )
+from prefillcli.bench.tables import quick_table
+from prefillcli.bench.verdicts import verdicts, workload_remarks
 from prefillcli.stats.audit import audit_of
 
 
@@ -72,7 +71,7 @@ def test_flips_beside_random_chunks_are_told_apart_by_their_intervals(flips: int
 def test_what_drops_nothing_is_told_and_not_compared() -> None:
     names = ("specprefill@0.2", "random@0.2")
     found = workload(*(method(name, flips=0, kept=1.0) for name in names))
-    assert remarks(found)[0].startswith("specprefill@0.2, random@0.2: nothing was dropped")
+    assert workload_remarks(found)[0].startswith("specprefill@0.2, random@0.2: nothing was dropped")
     assert not [each for each in verdicts(found) if "flips" in each]
 
 

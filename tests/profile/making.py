@@ -9,7 +9,8 @@ from prefillcli.plan.pack import Limits
 from prefillcli.profile.completion import Timing, fit_completion
 from prefillcli.replay.replay import replay
 from prefillcli.replay.workloads import WORKLOADS
-from prefillcli.report.dry_run import (
+from prefillcli.report.run import versions
+from prefillcli.report.survey import (
     Bin,
     KeepCost,
     Lengths,
@@ -20,7 +21,6 @@ from prefillcli.report.dry_run import (
     Survey,
     SurveyRows,
 )
-from prefillcli.report.run import versions
 
 
 def made_profile(**changes: object) -> Profile:

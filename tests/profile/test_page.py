@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from prefillcli.forecast.profile import Profile
-from prefillcli.profile.page import memory_chart, to_html
+from prefillcli.profile.page import memory_chart, profile_html
 from prefillcli.profile.tables import completion_table, law_table, length_table, print_profile
 from prefillcli.replay.charts import distribution_chart, latency_chart
-from prefillcli.report.dry_run import Sharing
 from prefillcli.report.line_chart import Axis, log_ticks, ticks
+from prefillcli.report.survey import Sharing
 from tests.profile.making import made_profile, made_replays, made_survey
 from tests.report.browser import CHROMIUM, browser
 
@@ -56,7 +56,7 @@ class Balanced(HTMLParser):
 
 
 def test_the_page_needs_no_network_and_closes_its_tags() -> None:
-    page = to_html(made_profile())
+    page = profile_html(made_profile())
     assert not re.findall(r"(?:https?:)?//|@import|url\(|<script|<link|<img|src=", page)
     assert "prefers-color-scheme: dark" in page
     reader = Balanced()
@@ -68,7 +68,7 @@ def test_the_page_needs_no_network_and_closes_its_tags() -> None:
 
 
 def test_the_page_shows_replays_and_the_input(full: Profile) -> None:
-    page = to_html(full)
+    page = profile_html(full)
     reader = Balanced()
     reader.feed(page)
     assert not reader.open
@@ -83,7 +83,7 @@ def test_the_page_shows_replays_and_the_input(full: Profile) -> None:
 
 def test_an_input_without_prompts_has_a_page_too() -> None:
     survey = made_survey(lengths=None, sharing=Sharing(), keeps=[], prompt_tokens=0)
-    page = to_html(made_profile(survey=survey))
+    page = profile_html(made_profile(survey=survey))
     assert "None." in page
     assert "Keep rates" not in page
 
@@ -122,7 +122,7 @@ def test_logarithmic_ticks_are_round_and_few(low: float, top: float, wanted: lis
 
 
 def test_what_the_page_shows_is_escaped() -> None:
-    page = to_html(made_profile())
+    page = profile_html(made_profile())
     assert "<models>" not in page
     assert "&lt;models&gt;/judge &amp; co" in page
 
@@ -133,7 +133,7 @@ def test_a_profile_with_nothing_found_has_a_page_too() -> None:
         each.points, each.confirmations, each.predicted_tokens, each.max_tokens = [], [], None, None
         each.fit_token = each.fit_base = each.fit_over_law = each.limited_by = None
         each.notes = ["the budget does not even hold short prompts in this mode"]
-    page = to_html(profile)
+    page = profile_html(profile)
     assert "does not fit" in page
     assert "full: the budget does not even hold" in page
     assert memory_chart(profile) is None
@@ -182,7 +182,7 @@ def test_ticks_are_round_and_within(top: float, wanted: list[float]) -> None:
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 def test_the_page_fits_every_screen_and_complains_of_nothing(full: Profile, tmp_path: Path) -> None:
     path = tmp_path / "profile.html"
-    path.write_text(to_html(full))
+    path.write_text(profile_html(full))
     with browser(tmp_path / "chromium") as tab:
         for width in (390, 1200):
             for dark in (False, True):

@@ -19,17 +19,17 @@ from rich.console import Console
 
 from prefillcli.report.inspection import (
     STEPS,
-    Answer,
+    AnswerView,
+    CommonPrefix,
     Inspection,
-    SharedPrefix,
     TokenView,
     Why,
     heat,
-    print_inspection,
     stretches,
-    visible,
 )
-from prefillcli.report.inspection_page import to_html, write_html
+from prefillcli.report.inspection_page import inspection_html, write_html
+from prefillcli.report.inspection_text import print_inspection
+from prefillcli.report.visible import visible
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m\x1b]8;;http://evil\x07 \u202egnp.exe\u2066\u200b\x00\x7f\x9b2J\r"
 
@@ -46,9 +46,9 @@ def inspection_of(texts: list[str], why: list[Why], importance: Sequence[float |
         draft="some/draft",
         labels=["Yes", "No"],
         tokens=tokens,
-        shared=[SharedPrefix(4, 12), SharedPrefix(120, 3)],
-        full=Answer({"Yes": -0.42, "No": -1.31}, 0.7089, 0.927, "Yes"),
-        compressed=Answer({"Yes": -1.02, "No": -0.61}, 0.399, 0.904, "No"),
+        shared=[CommonPrefix(4, 12), CommonPrefix(120, 3)],
+        full=AnswerView({"Yes": -0.42, "No": -1.31}, 0.7089, 0.927, "Yes"),
+        compressed=AnswerView({"Yes": -1.02, "No": -0.61}, 0.399, 0.904, "No"),
         settings={"keep": 0.2, "select_chunk": 10},
         method="specprefill",
     )
@@ -121,7 +121,7 @@ def test_visible_text_has_no_control_character(text: str) -> None:
 @pytest.mark.parametrize("colour", [True, False])
 def test_terminal_gets_no_escape_from_the_data(colour: bool) -> None:
     names = {"row_id": HOSTILE, "model": HOSTILE, "draft": HOSTILE, "method": HOSTILE, "labels": [HOSTILE]}
-    answer = Answer({HOSTILE: -1.0}, 1.0, 0.4, HOSTILE)
+    answer = AnswerView({HOSTILE: -1.0}, 1.0, 0.4, HOSTILE)
     hostile = replace(
         inspection_of([HOSTILE, "[bold]", HOSTILE], ["first", "dropped", "chosen"], [0.1, 0.2, 0.3]),
         **names,
@@ -262,7 +262,7 @@ def test_most_important_stretches_are_the_chunks_with_the_highest_mean() -> None
 
 def test_page_is_closed_in_itself_and_holds_the_whole_prompt() -> None:
     inspection = example()
-    html = to_html(inspection)
+    html = inspection_html(inspection)
     page = Page(html)
 
     assert page.prompt == "".join(token.text for token in inspection.tokens)
@@ -287,11 +287,11 @@ def test_page_escapes_the_data() -> None:
         inspection_of([HOSTILE, '"><img src=x onerror=alert(1)>', HOSTILE], ["first", "dropped", "chosen"], [1, 2, 3]),
         row_id=HOSTILE,
         labels=["</title><b>"],
-        full=Answer({"</title><b>": -1.0}, 1.0, 0.4, "</title><b>"),
+        full=AnswerView({"</title><b>": -1.0}, 1.0, 0.4, "</title><b>"),
         compressed=None,
         settings={"<u>": "</dd><u>" + HOSTILE},
     )
-    html = to_html(hostile)
+    html = inspection_html(hostile)
     page = Page(html)
 
     assert not {tag for tag, _ in page.tags} & {"script", "img", "b", "u"}
@@ -302,12 +302,12 @@ def test_page_escapes_the_data() -> None:
 
 
 def test_page_keeps_newlines() -> None:
-    assert Page(to_html(inspection_of(["\n", "\n a", " \n", "b\n"], ["full"] * 4))).prompt == "\n\n a \nb\n"
+    assert Page(inspection_html(inspection_of(["\n", "\n a", " \n", "b\n"], ["full"] * 4))).prompt == "\n\n a \nb\n"
 
 
 def test_page_of_an_empty_prompt() -> None:
     empty = replace(example(), tokens=[], shared=[], compressed=None)
-    assert Page(to_html(empty)).prompt == ""
+    assert Page(inspection_html(empty)).prompt == ""
     assert "0, 0 kept" in printed(empty, colour=True)
 
 
@@ -317,15 +317,15 @@ def test_long_prompts_stay_small_and_fast(kept: bool) -> None:
     if kept:
         inspection = replace(inspection, tokens=[replace(t, kept=True, why="full") for t in inspection.tokens])
     begun = time.monotonic()
-    html = to_html(inspection)
+    html = inspection_html(inspection)
     printed(inspection, colour=True)
 
     assert time.monotonic() - begun < 20
     assert len(html.encode()) < 5_000_000 * 50_000 / 20_000
-    assert len(to_html(replace(inspection, tokens=inspection.tokens[:20_000])).encode()) < 5_000_000
+    assert len(inspection_html(replace(inspection, tokens=inspection.tokens[:20_000])).encode()) < 5_000_000
     assert Page(html).prompt == "".join(token.text for token in inspection.tokens)
 
 
 def test_page_is_written_whole(tmp_path: Path) -> None:
     write_html(example(), str(tmp_path / "row.html"))
-    assert (tmp_path / "row.html").read_text(encoding="utf-8") == to_html(example())
+    assert (tmp_path / "row.html").read_text(encoding="utf-8") == inspection_html(example())

@@ -12,9 +12,10 @@ import pytest
 
 from prefillcli.data.output.counts import Counts
 from prefillcli.report.charts import OTHERS, SERIES, length_plot, memory_plot, score_plot
-from prefillcli.report.files import page_of, write_files
+from prefillcli.report.files import write_files
+from prefillcli.report.html import page_of
 from prefillcli.report.run import FailedRow, Histogram, MemoryTrace, RunReport
-from prefillcli.report.run_page import to_html
+from prefillcli.report.run_page import run_html
 from prefillcli.stats.audit import audit_of
 from tests.report.browser import CHROMIUM, browser
 
@@ -105,7 +106,7 @@ def assert_fetches_nothing(html: str) -> None:
 
 def test_everything_of_a_run_is_shown() -> None:
     report = report_of(output_of(500, failed=30))
-    html = to_html(report)
+    html = run_html(report)
     assert_fetches_nothing(html)
     assert "http" not in html.replace("http-equiv", "")
     text = Page(html).text
@@ -119,7 +120,7 @@ def test_everything_of_a_run_is_shown() -> None:
 
 
 def test_a_run_of_which_nothing_is_known_has_a_page() -> None:
-    html = to_html(RunReport(error="no such file: in.parquet", exit_code=2))
+    html = run_html(RunReport(error="no such file: in.parquet", exit_code=2))
     assert_fetches_nothing(html)
     text = Page(html).text
     assert "no such file: in.parquet" in text
@@ -132,7 +133,7 @@ def test_nothing_in_the_data_is_markup_or_hides() -> None:
     report = report_of(output_of(50, failed=5, label=HOSTILE, text=HOSTILE))
     report.error, report.output, report.settings = HOSTILE, HOSTILE, {"template": HOSTILE}
     report.slowest[0].id, report.slowest[0].method = HOSTILE, HOSTILE
-    html = to_html(report)
+    html = run_html(report)
     assert_fetches_nothing(html)
     for hidden in "\x1b\u202e\x00":
         assert hidden not in html
@@ -145,7 +146,7 @@ def test_a_large_run_has_a_small_page() -> None:
     report = report_of(output_of(16_000, failed=2000, text="x" * 5000))
     report.histograms.score.counts = {label: [7] * 50 for label in labels}
     report.memory_trace = MemoryTrace.of([(at, at << 30, at << 30) for at in range(500)])
-    assert len(to_html(report)) < 250_000
+    assert len(run_html(report)) < 250_000
     assert len(score_plot(report.histograms.score).series) == SERIES
     assert score_plot(report.histograms.score).series[-1] == (OTHERS, f"{(30 - SERIES + 1) * 350:,}")
 
@@ -189,7 +190,7 @@ def test_a_page_that_cannot_be_made_leaves_the_exit_code(
     def broken(_: object) -> str:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("prefillcli.report.files.to_html", broken)
+    monkeypatch.setattr("prefillcli.report.files.run_html", broken)
     report = RunReport(status="complete", exit_code=0, report=str(tmp_path / "run.json"))
     write_files(report, str(tmp_path))  # a folder cannot be written as a file either
     assert report.exit_code == 0
@@ -211,7 +212,7 @@ def test_the_page_fits_every_screen_and_complains_of_nothing(tmp_path: Path) -> 
     report.settings["template"] = "z" * 2000
     report.error = "w" * 300
     path = tmp_path / "run.html"
-    path.write_text(to_html(report))
+    path.write_text(run_html(report))
     with browser(tmp_path / "profile") as tab:
         for width in (390, 1200):
             colours = set()
@@ -227,6 +228,6 @@ def test_the_page_fits_every_screen_and_complains_of_nothing(tmp_path: Path) -> 
 
 
 def test_colours_are_named_once_for_each_scheme() -> None:
-    html = to_html(RunReport())
+    html = run_html(RunReport())
     light, dark = re.findall(r":root \{(.*?)\}", html, re.DOTALL)
     assert set(re.findall(r"--\w+(?=:)", light)) == set(re.findall(r"--\w+(?=:)", dark))

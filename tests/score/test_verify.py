@@ -16,10 +16,11 @@ from typer.testing import CliRunner
 
 from prefillcli.cli import app
 from prefillcli.data.output.formats import write_parquet as write_sealed
-from prefillcli.data.output.heartbeat import Heartbeat, Pace
+from prefillcli.data.output.heartbeat import Heartbeat
 from prefillcli.data.output.store import open_store
 from prefillcli.jobs.status import status_job
 from prefillcli.jobs.verify import verify_job
+from prefillcli.runtime.progress import Pace
 from tests.score.jobs import score, texts, write_jsonl, write_parquet
 from tests.score.processes import Command, Hold, cut_small_windows
 

@@ -13,24 +13,11 @@ from typing import Any
 from prefillcli.data.output.local_store import LocalStore
 from prefillcli.data.output.locks import Owner
 from prefillcli.data.output.store import Store
+from prefillcli.runtime.progress import Pace
 
 NAME = "heartbeat.json"
 _LOCAL_SECONDS, _REMOTE_SECONDS = 5.0, 30.0  # a request of an object store costs money
 _MISSED = 3  # beats that may be late before a run counts as dead
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How far a run is."""
-
-    rows: float
-    """Rows that are done, those of earlier attempts included."""
-    total: int | None
-    """Rows of the whole job; None if not known."""
-    rows_per_second: float | None
-    """Of this attempt; None before its first row."""
-    seconds_left: float | None
-    """None if it cannot be told."""
 
 
 @dataclass(frozen=True)

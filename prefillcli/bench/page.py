@@ -1,0 +1,79 @@
+"""The page of `prefill bench`, and its files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefillcli.bench.report import REFERENCE, BenchReport, WorkloadResult
+from prefillcli.bench.tables import answer_table, cost_table, speedup_table, workload_headline
+from prefillcli.bench.verdicts import workload_remarks
+from prefillcli.redaction import shown_report
+from prefillcli.report.files import write_with_page
+from prefillcli.report.html import render_page, shown_settings
+from prefillcli.report.numbers import percent_interval
+
+
+def bench_html(report: BenchReport) -> str:
+    """The page of a report."""
+    return render_page(
+        "prefillcli.bench",
+        "page.html.j2",
+        report=report,
+        workloads=[
+            {
+                "headline": workload_headline(each),
+                "tables": [
+                    ("Speed", cost_table(each)),
+                    (f"Speedup over {REFERENCE}", speedup_table(each)),
+                    (f"Answers against {REFERENCE}", answer_table(each)),
+                ],
+                "remarks": workload_remarks(each),
+                "able": each.reference_able is not False,
+                "speedups": _speedup_bars(each),
+                "flips": _flip_bars(each),
+            }
+            for each in report.workloads
+        ],
+        settings=shown_settings(report.settings),
+    )
+
+
+def _speedup_bars(workload: WorkloadResult) -> list[dict[str, Any]]:
+    """For each method the lengths of its bars in percent of the longest, and what stands behind them."""
+    methods = [each for each in workload.methods if each.method != REFERENCE]
+    longest = max([1.0, *(max(each.speedup.median, each.predicted.flops or 0) for each in methods)])
+    return [
+        {
+            "method": each.method,
+            "measured": 100 * each.speedup.median / longest,
+            "predicted": None if each.predicted.flops is None else 100 * each.predicted.flops / longest,
+            "one": 100 / longest,
+            "text": f"{each.speedup.median:.2f}x"
+            + ("" if each.predicted.flops is None else f", {each.predicted.flops:.2f}x by FLOPs"),
+        }
+        for each in methods
+    ]
+
+
+def _flip_bars(workload: WorkloadResult) -> list[dict[str, Any]]:
+    """Bars of the flip rates with their intervals, in percent of the largest upper bound."""
+    audits = [(each.method, each.answers.audit) for each in workload.methods if each.answers.audit is not None]
+    known = [(name, each.flip_rate, each.interval) for name, each in audits]
+    longest = max((interval[1] for _, _, interval in known if interval is not None), default=1.0)
+    return [
+        {
+            "method": name,
+            "rate": 100 * rate / longest,
+            "low": 100 * interval[0] / longest,
+            "width": 100 * (interval[1] - interval[0]) / longest,
+            "text": f"{rate:.1%} ({percent_interval(interval)})",
+        }
+        for name, rate, interval in known
+        if rate is not None and interval is not None
+    ]
+
+
+def save_report(report: BenchReport, path: str) -> None:
+    """Write `bench.json` to `path`, and its page. Raises PrefillError."""
+    safe = shown_report(report)
+    write_with_page(path, safe.model_dump_json(indent=2) + "\n", bench_html(safe))

@@ -1,0 +1,32 @@
+"""Pages from templates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+
+def render_page(
+    package: str, template: str, filters: dict[str, Callable[[Any], str]] | None = None, **values: Any
+) -> str:
+    """The page that a template in the folder of a package makes of `values`; texts among them are escaped.
+
+    Templates need nothing else: no network, no script, inline CSS for light and dark screens.
+    """
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters.update(filters or {})
+    source = files(package).joinpath(template).read_text(encoding="utf-8")
+    return environment.from_string(source).render(**values)
+
+
+def page_of(path: str) -> str:
+    """Where the page of a JSON file goes: `run.json` -> `run.html`, beside it."""
+    return path.removesuffix(".json") + ".html"
+
+
+def shown_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings that say something: those that are given."""
+    return {name: value for name, value in settings.items() if value not in (None, [], False)}

@@ -1,0 +1,56 @@
+"""A run of `prefill score` in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prefillcli.report.numbers import mebibytes
+from prefillcli.report.run import RunReport
+from prefillcli.report.tables import pairs_table, stderr_console
+from prefillcli.stats.audit import audit_lines
+
+
+def print_table(report: RunReport) -> None:
+    """The run in a few lines, on stderr."""
+    stderr_console().print(pairs_table(run_lines(report)))
+
+
+def run_lines(report: RunReport) -> Iterator[tuple[str, str]]:
+    """What there is to say of a run, by name."""
+    rows, tokens, seconds = report.rows, report.tokens, report.seconds
+    counts = f"{rows.scored:,} scored of {rows.total:,}"
+    if rows.errors:
+        codes = ", ".join(f"{code} {count:,}" for code, count in sorted(rows.errors_by_code.items()))
+        counts += f", {rows.errors:,} errors ({codes})"
+    if rows.skipped:
+        counts += f", {rows.skipped:,} skipped"
+    yield "rows", counts
+    if report.mean_score is not None:
+        yield "mean score", f"{report.mean_score:.4f}"
+    if tokens.prompt:
+        yield (
+            "tokens",
+            f"{tokens.prompt:,} in prompts, {tokens.computed:,} computed "
+            f"({tokens.kept / max(tokens.computed - tokens.audit, 1):.2f}x shared), {tokens.unique:,} unique",
+        )
+    if report.keep is not None and tokens.prompt:
+        yield (
+            "compression",
+            f"{tokens.kept:,} tokens kept ({tokens.kept / tokens.prompt:.1%}, keep rate {report.keep:g}), "
+            f"{tokens.draft:,} computed by the draft",
+        )
+    if report.audit is not None:
+        yield from audit_lines(report.audit)
+    phases = {k: v for k, v in seconds.model_dump().items() if k != "total" and v >= 0.05}
+    detail = ", ".join(f"{name} {value:.1f}" for name, value in phases.items())
+    yield "seconds", f"{seconds.total:.1f}" + (f" ({detail})" if detail else "")
+    if report.predicted_seconds is not None:
+        yield "model", f"{seconds.model:.1f} seconds, {report.predicted_seconds:.1f} predicted by the profile"
+    yield "speed", f"{report.rows_per_second:,.1f} rows/s, {report.tokens_per_second:,.0f} prompt tokens/s"
+    peak = report.peak_memory_bytes
+    yield (
+        "peak memory",
+        f"{mebibytes(peak.host)} MiB host" + (f", {mebibytes(peak.device)} MiB device" if peak.device else ""),
+    )
+    yield "output", report.output or "none"
+    yield "report", ", ".join(filter(None, (report.report, report.page))) or "none"
