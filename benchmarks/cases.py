@@ -116,7 +116,7 @@ def _specprefill(keep: float) -> Callable[[str, torch.dtype, int, float], Row]:
         compressor = compressor_for(
             draft, Compression(lookahead=1, query_reduce="mean", select_chunk=32, compress_above=0)
         )
-        with closing(compressor.draft):
+        with closing(compressor):
             kept = compressed_walk(model, compressor, prompts, keep)[1][0]
             seconds = interleaved(
                 {

@@ -9,8 +9,9 @@ from transformers import PreTrainedModel
 
 from prefillcli.compress.compressor import Compressor
 from prefillcli.compress.draft import Draft
+from prefillcli.compress.pickers.specprefill import SpecPrefill
 from prefillcli.compress.settings import Compression
-from prefillcli.compress.worth import Worth
+from prefillcli.compress.worth import WorthCompressing
 from prefillcli.data.rows import Prompt
 from prefillcli.engines.hf import last_logits
 from prefillcli.plan.pack import Limits
@@ -56,16 +57,16 @@ def layer_walk(
 
 
 def compressor_for(draft: PreTrainedModel, settings: Compression) -> Compressor:
-    """The draft at work, with memory to spare; close its `draft` in the end. `settings` say a number of tokens above
+    """The draft at work, with memory to spare; close it in the end. `settings` say a number of tokens above
     which prompts are compressed."""
     kind = draft.get_input_embeddings().weight.device.type
     limits = Limits(PACK_TOKENS[kind], 1 << 30, read_tokens=1 << 30)
     chunk = CHUNK_TOKENS[kind]
     return Compressor(
-        Draft(draft, settings, limits=limits, chunk_tokens=chunk, max_length=1 << 30),
+        SpecPrefill(Draft(draft, settings, limits=limits, chunk_tokens=chunk, max_length=1 << 30)),
         settings,
         keep=1.0,
-        worth=Worth(settings),
+        worth=WorthCompressing(settings),
     )
 
 

@@ -67,10 +67,10 @@ def test_no_page_names_an_option_that_does_not_exist(page: Path) -> None:
 
 
 def test_every_fallback_is_documented() -> None:
-    from prefillcli.compress.draft import FALLBACKS
+    from prefillcli.compress.fallbacks import FALLBACKS
 
     text = (ROOT / "docs" / "score.md").read_text()
-    for reason, why in FALLBACKS.items():
+    for reason, (why, _) in FALLBACKS.items():
         assert f"| `fallback:{reason}` | {why} |" in text
 
 

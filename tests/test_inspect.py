@@ -199,7 +199,8 @@ def test_reason_of_a_row_in_full(mixed: Path, row: int, flags: Sequence[object],
 
 
 def test_fallback_is_told(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from prefillcli.compress.draft import TOO_LONG, Draft
+    from prefillcli.compress.draft import Draft
+    from prefillcli.compress.fallbacks import TOO_LONG
 
     monkeypatch.setattr(Draft, "_refusal", lambda self, tokens: TOO_LONG)
     done = prefill("inspect", mixed, *PAIR, *COMPRESS, "--row", 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,21 +14,20 @@ import torch
 
 from prefillcli.bench.contenders import (
     Alone,
-    Baseline,
+    Compressed,
     Contender,
     Equipment,
     FloatArray,
     Hybrid,
-    Outcome,
+    MethodRun,
     Plain,
-    SpecPrefill,
-    choosers,
 )
 from prefillcli.bench.material import Material
 from prefillcli.bench.measure import Spread, interleaved, with_peak
 from prefillcli.bench.report import REFERENCE, Answers, MethodResult, Predicted, Range, WorkloadResult
-from prefillcli.bench.texts import spans_of
-from prefillcli.compress.request import FALLBACK
+from prefillcli.compress.fallbacks import FALLBACK, is_fallback
+from prefillcli.compress.pickers.registry import PICKERS
+from prefillcli.data.prompts.spans import Spans, spans_of
 from prefillcli.errors import PrefillError
 from prefillcli.stats.audit import auc, audit_of, flip_interval
 
@@ -49,16 +48,20 @@ def contenders(
     if "full" in names:
         found.append(Alone("full", equipment))
     found.append(Hybrid(REFERENCE, equipment))
-    spans = None
-    if "bm25" in names:
-        spans = spans_of(equipment.tokenizer, material.prompts)
-        if spans is None:
-            material.notes.append("bm25 is left out: it needs prompts whose text gives their tokens again")
-    choose = choosers(equipment, spans, seed)
+    kinds = [kind for kind in PICKERS.values() if kind.name in names]
+    spans: Mapping[int, Spans] = {}
+    if any(kind.needs == "text" for kind in kinds):
+        all_spans = spans_of(equipment.tokenizer, material.prompts)
+        if all_spans is None:
+            why = "it needs prompts whose text gives their tokens again"
+            material.notes += [f"{kind.name} is left out: {why}" for kind in kinds if kind.needs == "text"]
+            kinds = [kind for kind in kinds if kind.needs != "text"]
+        spans = all_spans or {}
+    compressors = [
+        equipment.compressor(kind.name, seed=seed, spans=lambda prompt: spans.get(prompt.row)) for kind in kinds
+    ]
     for keep in dict.fromkeys(keeps):
-        if "specprefill" in names:
-            found.append(SpecPrefill("specprefill", equipment, keep))
-        found += [Baseline(name, equipment, keep, own) for name, own in choose.items() if name in names]
+        found += [Compressed(equipment, compressor, keep) for compressor in compressors]
     return found
 
 
@@ -67,7 +70,7 @@ class _Entry:
     """A contender with what its first run gave."""
 
     contender: Contender
-    outcome: Outcome
+    run: MethodRun
     peak: int | None
     seconds: float
 
@@ -96,17 +99,17 @@ def compare(
         try:
             method.run(prompts[:1])  # what is set up once is not the prompts'
             begun = time.perf_counter()
-            outcome, peak = with_peak(partial(method.run, prompts), cuda=equipment.device.type == "cuda")
+            run, peak = with_peak(partial(method.run, prompts), cuda=equipment.device.type == "cuda")
             taken = time.perf_counter() - begun
         except (torch.OutOfMemoryError, MemoryError):
             if method.name == REFERENCE:
                 raise
             material.notes.append(f"{method.name} is left out: it runs out of memory on these prompts")
             continue
-        entries.append(_Entry(method, outcome, peak, taken))
+        entries.append(_Entry(method, run, peak, taken))
         tell(method.name, taken)
 
-    def timed(method: Contender) -> Outcome:
+    def timed(method: Contender) -> MethodRun:
         begin(f"{material.name}: {method.name}, for its time")
         return method.run(prompts)
 
@@ -123,11 +126,11 @@ def compare(
         seconds = {entry.contender.name: [entry.seconds] for entry in entries}
         material.notes.append("times are those of one run each, the first")
     reference = next(entry for entry in entries if entry.contender.name == REFERENCE)
-    full = label_shares(reference.outcome.logprobs, temperature)
+    full = label_shares(reference.run.logprobs, temperature)
     if not np.isfinite(full).all():
         raise PrefillError(f"{material.name}: the model gives scores that are not numbers; try --dtype float32")
-    plan = equipment.plan(reference.outcome.requests)
-    cost = reference.contender.cost(reference.outcome)
+    plan = equipment.plan(reference.run.requests)
+    cost = reference.contender.cost(reference.run)
     result = WorkloadResult(
         workload=material.name,
         made=material.made,
@@ -162,17 +165,15 @@ def _measured(
     workload: WorkloadResult,
     answers: Answers,
 ) -> MethodResult:
-    name, outcome = entry.contender.name, entry.outcome
-    own, cost = seconds[name], entry.contender.cost(outcome)
+    name, run = entry.contender.name, entry.run
+    own, cost = seconds[name], entry.contender.cost(run)
     speedup = Spread.of([first / second for first, second in zip(seconds[REFERENCE], own, strict=True)])
     spread = Spread.of(own)
     promised = None if cost.flops is None or reference_flops is None else reference_flops / cost.flops
     if cost.unknown is not None and reference_flops is not None:
         workload.notes.append(f"{name}: no speedup is predicted from operations: {cost.unknown}")
-    ratio, table5 = entry.contender.predictions(outcome) or (None, None)
-    fallbacks = Counter(
-        each.method.removeprefix(FALLBACK) for each in outcome.requests if each.method.startswith(FALLBACK)
-    )
+    ratio, table5 = entry.contender.predictions(run) or (None, None)
+    fallbacks = Counter(each.method.removeprefix(FALLBACK) for each in run.requests if is_fallback(each.method))
     return MethodResult(
         method=name,
         keep=entry.contender.keep,
@@ -180,8 +181,8 @@ def _measured(
         rows_per_second=workload.rows / spread.median,
         tokens_per_second=workload.prompt_tokens / spread.median,
         target_tokens=cost.target_tokens,
-        draft_tokens=outcome.draft_tokens,
-        kept=sum(len(each.tokens) for each in outcome.requests) / workload.prompt_tokens,
+        draft_tokens=run.draft_tokens,
+        kept=sum(len(each.tokens) for each in run.requests) / workload.prompt_tokens,
         flops=cost.flops,
         peak_bytes=entry.peak,
         speedup=_range(speedup),
@@ -196,7 +197,7 @@ def _answers(
     entry: _Entry, full: FloatArray | None, truths: Sequence[bool | None], temperature: float, notes: list[str]
 ) -> Answers:
     """Beside the reference's shares `full` [rows, labels] (None: this is the reference) and the truth."""
-    shares = label_shares(entry.outcome.logprobs, temperature)
+    shares = label_shares(entry.run.logprobs, temperature)
     if not np.isfinite(shares).all():
         notes.append(f"{entry.contender.name}: scores that are not numbers are not compared")
         return Answers()

@@ -12,8 +12,9 @@ from typing import Any
 from prefillcli.bench.material import Material, input_material, made_material
 from prefillcli.bench.page import save_report
 from prefillcli.bench.probes import WORKLOADS
-from prefillcli.bench.report import BenchReport
+from prefillcli.bench.report import METHODS, UNCOMPRESSED, BenchReport
 from prefillcli.bench.tables import print_workload
+from prefillcli.compress.pickers.registry import PICKERS
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.reading.source import Source
 from prefillcli.errors import PrefillError, ResourceError, UsageError, nearest
@@ -31,16 +32,6 @@ from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.progress import StepLog
 from prefillcli.runtime.signals import Stop
 
-METHODS = {
-    "hf": "transformers as it is: one forward a prompt, SDPA, no cache, logits of the last token",
-    "full": "the layer walk, each prompt by itself",
-    "hybrid": "the layer walk over the forest of all prompts, as `prefill score` does: the reference",
-    "specprefill": "the tokens that the draft picks, then the layer walk over those",
-    "random": "chunks at random, then the layer walk over those",
-    "ends": "the first and the last tokens, then the layer walk over those",
-    "bm25": "sentences like the question by BM25, then the layer walk over those",
-}
-UNCOMPRESSED = ("hf", "full", "hybrid")
 COMING = ("early-exit", "vllm")
 QUICK_TOKENS = 100_000  # of INPUT's prompts
 QUICK_SECONDS = 60.0  # in which timed rounds begin
@@ -107,8 +98,9 @@ def _methods(settings: BenchSettings) -> tuple[str, ...]:
         if name in COMING:
             raise UsageError(f"--method {name} is not there yet; there are {', '.join(METHODS)}")
     _check_names("--method", settings.method, METHODS)
-    if "specprefill" in settings.method and settings.draft is None:
-        raise UsageError("--method specprefill needs --draft: a small model with the same tokenizer")
+    for name in settings.method:
+        if name in PICKERS and PICKERS[name].needs == "draft" and settings.draft is None:
+            raise UsageError(f"--method {name} needs --draft: a small model with the same tokenizer")
     return settings.method or tuple(
         name
         for name in METHODS

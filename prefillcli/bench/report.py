@@ -6,11 +6,20 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from prefillcli.compress.pickers.registry import PICKERS
 from prefillcli.stats.audit import Audit
 
 SCHEMA_VERSION = 1
 REFERENCE = "hybrid"
 """The method that the others are compared with."""
+
+UNCOMPRESSED = {
+    "hf": "transformers, one prompt after the other",
+    "full": "the layer walk, each prompt by itself",
+    REFERENCE: "what prefill score does; the others are compared with it",
+}
+METHODS = UNCOMPRESSED | {kind.name: kind.summary for kind in PICKERS.values()}
+"""The methods, each with a line for readers of the tables."""
 
 
 class Range(BaseModel):

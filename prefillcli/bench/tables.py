@@ -4,21 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from prefillcli.bench.report import REFERENCE, MethodResult, Range, WorkloadResult
+from prefillcli.bench.report import METHODS, REFERENCE, MethodResult, Range, WorkloadResult
 from prefillcli.bench.verdicts import legend, verdicts, workload_remarks
 from prefillcli.report.numbers import mebibytes, percent_interval, percent_or_nothing, three_digits
 from prefillcli.report.tables import WIDTH, TableRows, print_explained, print_numbers, stderr_console
-
-#: What the methods are, for who reads the tables.
-EXPLAINED = {
-    "hf": "transformers, one prompt after the other",
-    "full": "the layer walk, each prompt by itself",
-    "hybrid": "what prefill score does; the others are compared with it",
-    "specprefill": "the draft picks the tokens that the model reads",
-    "random": "random chunks instead: what a draft must beat",
-    "ends": "the first and last tokens instead",
-    "bm25": "the sentences most like the question instead",
-}
 
 
 def cost_table(workload: WorkloadResult) -> TableRows:
@@ -130,9 +119,7 @@ def print_workload(workload: WorkloadResult, machine: Mapping[str, str | int], *
         tables += [speedup_table(workload), answers]
     for rows in tables:
         print_numbers(console, rows)
-    print_explained(
-        console, list(dict.fromkeys(each.method.partition("@")[0] for each in workload.methods)), EXPLAINED
-    )
+    print_explained(console, list(dict.fromkeys(each.method.partition("@")[0] for each in workload.methods)), METHODS)
     console.print(f"  {legend(workload)}", style="dim")
     console.print()
     for text in verdicts(workload):

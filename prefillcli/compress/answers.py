@@ -1,12 +1,13 @@
-"""Requests through an engine: plan, packs, answers."""
+"""The answers of an engine to requests, without a job around them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from prefillcli.compress.base import Tick
 from prefillcli.compress.request import Request
 from prefillcli.engines.base import Engine, LabelTokens
 from prefillcli.plan.pack import Limits
@@ -14,7 +15,7 @@ from prefillcli.plan.plan import Plan, make_plan
 
 
 def plan_requests(requests: Sequence[Request], limits: Limits, schedule: str = "prefix-tree") -> Plan:
-    """The plan of what the target reads."""
+    """The plan of the tokens that the target reads."""
     return make_plan(
         [request.tokens for request in requests], limits, schedule, [request.positions for request in requests]
     )
@@ -24,10 +25,13 @@ def answer(
     engine: Engine,
     requests: Sequence[Request],
     labels: Sequence[LabelTokens],
-    tick: Callable[[float], None] = lambda tokens: None,
+    tick: Tick = lambda tokens: None,
     schedule: str = "prefix-tree",
 ) -> npt.NDArray[np.float64]:
-    """Label log-probabilities [requests, labels]. `labels` are `Labels.sets`, which the prompts refer to."""
+    """Label log-probabilities, float64 [requests, labels]; `labels` are `Labels.sets`, which the prompts refer to.
+
+    `tick` as in `Engine.answer`. Raises ResourceError if the engine cannot go on.
+    """
     found: dict[int, npt.NDArray[np.float64]] = {}
     for pack in plan_requests(requests, engine.limits, schedule).packs:
         for answers in engine.answer(pack, lambda i: labels[requests[i].prompt.labels], tick):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 
 import numpy as np
 from transformers import PreTrainedModel
 
-from prefillcli.compress.importance import Asked, add_votes, importance
-from prefillcli.compress.request import FAILED, NOT_FINITE
-from prefillcli.compress.selection import FloatArray
+from prefillcli.compress.base import FloatArray, ImportanceEstimate, Tick
+from prefillcli.compress.fallbacks import FAILED, NO_MEMORY, NO_VOTE, NOT_FINITE, TOO_LONG, VOCABULARY
+from prefillcli.compress.importance import PromptQueries, add_votes, importance
 from prefillcli.compress.settings import Compression
 from prefillcli.plan.account import account
 from prefillcli.plan.pack import Limits, Pack
@@ -20,31 +19,6 @@ from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.layout import Tree
 from prefillcli.prefill.walk import LayerWalk
-
-Tick = Callable[[float], None]
-
-NO_MEMORY, TOO_LONG, VOCABULARY = "draft_memory", "draft_length", "draft_vocabulary"
-NO_VOTE = "draft_window"
-
-FALLBACKS = {
-    NO_MEMORY: "the prompt does not fit the memory budget of the draft",
-    TOO_LONG: "the prompt is longer than the draft's position encoding reaches",
-    VOCABULARY: "the prompt has a token that the draft's vocabulary lacks",
-    NO_VOTE: "no layer of the draft attends to the whole prompt",
-    NOT_FINITE: "the draft's attention is not finite",
-    FAILED: "the draft failed on the prompt's pack, for lack of memory for example",
-}
-"""Why a prompt is read in full although it should be compressed."""
-
-
-@dataclass(slots=True)
-class Estimate:
-    """What the draft says of a prompt: importance float32 [tokens], or why there is none."""
-
-    importance: FloatArray | None = None
-    reason: str | None = None
-    seconds: float = 0.0
-    """The prompt's share of the draft's time."""
 
 
 class Draft:
@@ -78,12 +52,12 @@ class Draft:
     def close(self) -> None:
         self._walk.close()
 
-    def estimate(self, prompts: Sequence[TokenArray], tick: Tick = lambda tokens: None) -> list[Estimate]:
+    def estimate(self, prompts: Sequence[TokenArray], tick: Tick = lambda tokens: None) -> list[ImportanceEstimate]:
         """One estimate for each prompt. Prompts with a common prefix share its computation.
 
         Whatever fails concerns the prompts of one pack: they get a reason, and `on_failure` the exception.
         """
-        estimates = [Estimate(reason=self._refusal(tokens)) for tokens in prompts]
+        estimates = [ImportanceEstimate(reason=self._refusal(tokens)) for tokens in prompts]
         able = [number for number, found in enumerate(estimates) if found.reason is None]
         for pack in make_plan([prompts[number] for number in able], self._limits).packs:
             begun = time.monotonic()
@@ -149,14 +123,14 @@ def _last(path: list[tuple[int, int]], count: int) -> list[int]:
     return tokens
 
 
-def _asked(path: list[tuple[int, int]], queries: list[int]) -> Asked:
+def _asked(path: list[tuple[int, int]], queries: list[int]) -> PromptQueries:
     """Queries of the prompt's own last tokens: each sees the tokens up to itself."""
     tokens = sum(end - start for start, end in path)
     depths = list(range(tokens - len(queries), tokens))
-    return Asked(path, queries, [depth + 1 for depth in depths], depths)
+    return PromptQueries(path, queries, [depth + 1 for depth in depths], depths)
 
 
-def _ask_behind(prompt: Asked, queries: list[int]) -> None:
+def _ask_behind(prompt: PromptQueries, queries: list[int]) -> None:
     """Add queries of what was decoded behind the prompt: each sees the whole prompt."""
     tokens = prompt.tokens
     prompt.queries += queries

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prefillcli.compress.selection import FloatArray
+from prefillcli.compress.base import FloatArray
 from prefillcli.compress.settings import Reduce
 from prefillcli.prefill.forest import Sight
 
@@ -23,7 +23,7 @@ SCORE_BYTES = 64 << 20  # float32 scores at a time
 
 
 @dataclass(slots=True)
-class Asked:
+class PromptQueries:
     """A prompt and the queries that vote on its tokens.
 
     `path` is where its keys lie, as (start, end) runs. Query i is row `queries[i]` of a sight; it sees the first
@@ -41,7 +41,7 @@ class Asked:
         return sum(end - start for start, end in self.path)
 
 
-def add_votes(sight: Sight, prompts: Sequence[Asked], pool: int) -> None:
+def add_votes(sight: Sight, prompts: Sequence[PromptQueries], pool: int) -> None:
     """Let a layer vote on every prompt's tokens. `pool` is the odd width of the pooling; 1 is none."""
     window = sight.scoring.window
     for asked in prompts:
@@ -49,7 +49,7 @@ def add_votes(sight: Sight, prompts: Sequence[Asked], pool: int) -> None:
             _vote(sight, asked, pool)
 
 
-def _vote(sight: Sight, asked: Asked, pool: int) -> None:
+def _vote(sight: Sight, asked: PromptQueries, pool: int) -> None:
     keys, scoring, tokens = sight.keys, sight.scoring, asked.tokens
     kv_heads, width = keys.shape[0], keys.shape[2]
     queries = sight.queries[:, torch.as_tensor(asked.queries, device=keys.device)]
@@ -93,7 +93,7 @@ def _average(shares: Tensor, width: int) -> Tensor:
     return total.div_(width)
 
 
-def importance(asked: Asked, reduce: Reduce, chunk: int) -> FloatArray | None:
+def importance(asked: PromptQueries, reduce: Reduce, chunk: int) -> FloatArray | None:
     """Importance of each token, float32 [tokens]; None where no layer had a vote.
 
     `rank`: every query puts the chunks of `chunk` tokens in order by their mean votes, and a token's importance is 1

@@ -1,4 +1,4 @@
-"""The draft model, loaded, at work as a job's compressor."""
+"""A job's compressor, and the draft model that it loads."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from prefillcli.compress.pickers.registry import PICKERS, PickerResources
 from prefillcli.compress.settings import Compression
-from prefillcli.compress.worth import Worth
+from prefillcli.compress.worth import WorthCompressing
 from prefillcli.errors import brief
 from prefillcli.models.open import Opened
 from prefillcli.plan.pack import Limits
 
 if TYPE_CHECKING:  # these take torch along
     from prefillcli.compress.compressor import Compressor
+    from prefillcli.compress.draft import Draft
 
 
 def load_draft(opened: Opened, *, trust_remote_code: bool) -> Any:
@@ -52,13 +54,9 @@ def plan_draft(
     return {"chunk_tokens": chunk, "limits": asdict(limits)}
 
 
-def make_compressor(
-    opened: Opened, model: Any, compression: Compression, plan: Mapping[str, Any], keep: float
-) -> Compressor:
-    """The loaded draft `model` at work under its `plan`, to the rate `keep`. A failure is told once on stderr."""
-    from prefillcli.compress.compressor import Compressor
+def make_draft(opened: Opened, model: Any, compression: Compression, plan: Mapping[str, Any]) -> Draft:
+    """The loaded draft `model` at work under its `plan`. Each of its failures is told once on stderr."""
     from prefillcli.compress.draft import Draft
-    from prefillcli.models.families import sliding_window
 
     if opened.draft is None:
         raise ValueError("no draft was opened")
@@ -70,7 +68,7 @@ def make_compressor(
             told.add(text)
             print(f"prefill: warning: the draft failed, its rows are read in full: {text}", file=sys.stderr)
 
-    draft = Draft(
+    return Draft(
         model,
         compression,
         limits=Limits(**plan["limits"]),
@@ -78,15 +76,22 @@ def make_compressor(
         max_length=opened.draft.max_length,
         on_failure=warn,
     )
+
+
+def make_compressor(picker: str, resources: PickerResources, opened: Opened, keep: float) -> Compressor:
+    """The compressor of a job, with the picker of this name, to the rate `keep`."""
+    from prefillcli.compress.compressor import Compressor
+    from prefillcli.models.families import sliding_window
+
     return Compressor(
-        draft,
-        compression,
+        PICKERS[picker].make(resources),
+        resources.settings,
         keep=keep,
-        worth=worth_of(compression, opened),
+        worth=worth_of(resources.settings, opened),
         target_window=sliding_window(opened.files.config),
     )
 
 
-def worth_of(compression: Compression, opened: Opened) -> Worth:
+def worth_of(compression: Compression, opened: Opened) -> WorthCompressing:
     """Which prompts compression pays for."""
-    return Worth(compression, opened.files.config, opened.draft and opened.draft.config)
+    return WorthCompressing(compression, opened.files.config, opened.draft and opened.draft.config)

@@ -6,18 +6,20 @@ from collections.abc import Sequence
 
 from prefillcli.compress.selection import full_prefixes
 from prefillcli.compress.settings import Compression
-from prefillcli.compress.worth import Worth
+from prefillcli.compress.worth import WorthCompressing
 from prefillcli.data.rows import Prompt
 
 
-def keep_rates(prompts: Sequence[Prompt], keep: float, settings: Compression, worth: Worth) -> list[float | None]:
-    """The keep rate of each prompt; None for those to be read in full. `keep` is the job's.
+def keep_rates(
+    prompts: Sequence[Prompt], keep: float, settings: Compression, worth: WorthCompressing
+) -> list[float | None]:
+    """The keep rate of each prompt; None for those to be read in full. `keep` is the job's rate.
 
-    A row's own `keep` and `specprefill` come first; a prompt is read in full too if compressing what it has behind a
-    prefix that is computed in full anyway does not pay.
+    A row's own `keep` and `specprefill` come first. A prompt is also read in full if a prefix of it is computed in
+    full anyway and compressing the rest does not pay.
     """
     keeps: list[float | None] = []
-    ends = settings.keep_first + settings.tail  # of a shorter prompt nothing can be dropped
+    ends = settings.keep_first + settings.tail  # a shorter prompt has nothing to drop
     for prompt in prompts:
         own = prompt.keep if prompt.keep is not None else keep
         compressed = own < 1 and prompt.specprefill is not False and len(prompt.tokens) > ends

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from prefillcli.compress.request import FALLBACK, Request
+from prefillcli.compress.fallbacks import FALLBACK, FALLBACKS, is_fallback
+from prefillcli.compress.request import Request
 from prefillcli.compress.selection import full_prefixes
 from prefillcli.compress.settings import Compression
-from prefillcli.compress.worth import Worth
+from prefillcli.compress.worth import WorthCompressing
 from prefillcli.data.rows import Prompt
-from prefillcli.report.inspection import Why
+
+TokenReason = Literal["first", "last", "chosen", "shared", "dropped", "full"]
+"""Why a token is kept or dropped."""
 
 
 def why_not_asked(
@@ -21,7 +24,7 @@ def why_not_asked(
     number: int,
     keep: float,
     compression: Compression,
-    worth: Worth,
+    worth: WorthCompressing,
 ) -> str:
     """Why prompt `number` has no keep rate in `keeps`, as `Compressor.keeps` decides. `keep` is the job's rate."""
     prompt = prompts[number]
@@ -48,19 +51,17 @@ def why_not_asked(
 
 def why_in_full(request: Request) -> str | None:
     """Why a prompt that has a keep rate is read in full after all; None if it is compressed."""
-    from prefillcli.compress.draft import FALLBACKS  # takes torch along
-
-    if request.kept is not None:
+    if request.compressed:
         return None
-    if request.method.startswith(FALLBACK):
-        return f"{request.method}: {FALLBACKS[request.method.removeprefix(FALLBACK)]}"
+    if is_fallback(request.method):
+        return f"{request.method}: {FALLBACKS[request.method.removeprefix(FALLBACK)].meaning}"
     return "the chosen tokens, the first and last ones and those that other rows keep are all tokens of it"
 
 
-def why_kept(request: Request, tail: int, others: Sequence[Neighbour], compression: Compression) -> list[Why]:
-    """For each token of a prompt why it is kept or dropped.
+def why_kept(request: Request, tail: int, others: Sequence[Neighbour], compression: Compression) -> list[TokenReason]:
+    """Why each token of a prompt is kept or dropped.
 
-    Its last `tail` tokens are always kept; `others` are the prompts that are compressed along with it.
+    Its last `tail` tokens are always kept; `others` are the prompts that are compressed together with it.
     """
     tokens = len(request.prompt.tokens)
     if request.kept is None:
@@ -74,13 +75,15 @@ def why_kept(request: Request, tail: int, others: Sequence[Neighbour], compressi
     dropped = np.ones(tokens, dtype=bool)
     dropped[request.kept] = False
     why[dropped] = "dropped"
-    found: list[Why] = why.tolist()
+    found: list[TokenReason] = why.tolist()
     return found
 
 
 class Neighbour(NamedTuple):
-    """A prompt that is compressed along with another: its tokens, how many of its last ones are always kept, whether
-    it is read in full, and how many first tokens the two have in common."""
+    """A prompt that is compressed together with another one.
+
+    It has so many `tokens`, of which the last `tail` are always kept; the two have the first `shared` in common.
+    """
 
     tokens: int
     tail: int

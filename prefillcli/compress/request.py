@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from prefillcli.compress.selection import IntArray
+from prefillcli.compress.base import IntArray
+from prefillcli.compress.fallbacks import FULL
 from prefillcli.data.rows import Int32Array, Prompt
-
-FULL, SPECPREFILL, FALLBACK = "full", "specprefill", "fallback:"
-FAILED, NOT_FINITE = "draft_error", "draft_not_finite"
-"""Reasons that speak against the draft; the others are of a prompt that is not for it."""
-MANY = 32
-"""Rows that show, without one that was compressed, that the draft is of no use."""
-
-
-def rows_failed(methods: Mapping[str, int]) -> int:
-    """Rows on which the draft has failed, if it has compressed none; else 0. `methods`: rows by method."""
-    if methods.get(SPECPREFILL):
-        return 0
-    return sum(methods.get(FALLBACK + reason, 0) for reason in (FAILED, NOT_FINITE))
-
-
-def useless_fallbacks(methods: Mapping[str, int]) -> dict[str, int]:
-    """Rows by fallback where no row was compressed: the draft has failed, or `MANY` prompts were not for it."""
-    fallbacks = {method: rows for method, rows in sorted(methods.items()) if method.startswith(FALLBACK)}
-    useless = rows_failed(methods) or (not methods.get(SPECPREFILL) and sum(fallbacks.values()) >= MANY)
-    return fallbacks if useless else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +16,26 @@ class Request:
     """How the target reads a prompt.
 
     `kept` are the indices of the tokens it reads, ascending, which are their positions too; None: all of them.
-    `method` is what the output says: `full`, `specprefill`, or `fallback:` with a reason of `draft.FALLBACKS`.
+    `method` is what the output says: `full`, the name of a picker, or `fallback:` with a reason of `FALLBACKS`.
     """
 
     prompt: Prompt
     kept: IntArray | None = None
     method: str = FULL
-    draft_seconds: float = 0.0
+    pick_seconds: float = 0.0
+    """The prompt's share of the time that picking took."""
 
     @property
     def tokens(self) -> Int32Array:
+        """The token ids that the target reads, int32 [kept]."""
         return self.prompt.tokens if self.kept is None else self.prompt.tokens[self.kept]
 
     @property
     def positions(self) -> Int32Array | None:
+        """Their positions in the prompt, int32 [kept]; None where all are read."""
         return None if self.kept is None else self.kept.astype(np.int32)
+
+    @property
+    def compressed(self) -> bool:
+        """Whether some of the prompt's tokens are left out."""
+        return self.kept is not None

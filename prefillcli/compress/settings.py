@@ -1,8 +1,8 @@
-"""What can be chosen about compression."""
+"""The settings of compression."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Reduce = Literal["rank", "mean", "max"]
@@ -15,7 +15,7 @@ PAPER: dict[str, Any] = {
     "select_chunk": 32,
     "keep_private": False,
 }
-"""SpecPrefill's own setting, of its published code."""
+"""The settings of SpecPrefill's published code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,34 +23,34 @@ class Compression:
     """How prompts are compressed. docs/compression.md says why the defaults are what they are."""
 
     lookahead: int = 8
-    """The prompt's last token asks, and `lookahead - 1` tokens that the draft decodes greedily behind it."""
+    """Queries are the prompt's last token and `lookahead - 1` tokens that the draft decodes greedily behind it."""
     query_window: int = 8
-    """The last so many tokens of the prompt ask too."""
+    """So many of the prompt's last tokens are queries too."""
     query_reduce: Reduce = "rank"
-    """How the votes of the queries become one: see `importance`."""
+    """How the votes of the queries are combined: see `importance`."""
     pool: int = 13
     """Odd number of tokens over which importance is averaged; 1 for none."""
     select_chunk: int = 16
-    """Tokens that are kept or dropped together; 1 for each by itself."""
+    """Tokens of a chunk, which are kept or dropped together."""
     compress_above: int | Literal["auto"] = "auto"
-    """Prompts of at most so many tokens are read in full; auto: those that the cost model sees no gain in."""
+    """Prompts of at most so many tokens are read in full; auto: those for which the cost model predicts no gain."""
     keep_first: int = 4
     """Tokens at the start that are always kept: attention sinks."""
     keep_last: int = 64
     """Tokens at the end that are always kept: the question."""
     keep_private: bool = True
-    """Keep all that a prompt has behind the prefix it shares, unless that is more than `keep` leaves of the prompt."""
+    """Keep all tokens behind the prefix that a prompt shares, unless they are more than its keep rate leaves of it."""
     per_row: bool = False
-    """Select for every row by itself, as in the paper, instead of once for a shared prefix."""
+    """Select for each row by itself, as in the paper, not once for a shared prefix."""
 
     @property
     def window(self) -> int:
-        """Tokens at the prompt's end that ask."""
+        """The prompt's last tokens that are queries."""
         return max(self.query_window, 1)
 
     @property
     def decoded(self) -> int:
-        """Tokens decoded behind the prompt that ask."""
+        """Tokens decoded behind the prompt that are queries."""
         return self.lookahead - 1
 
     @property
@@ -60,5 +60,13 @@ class Compression:
 
     @property
     def tail(self) -> int:
-        """Tokens at the end that are always kept: the question, and all of the prompt that asks."""
+        """Tokens at the end that are always kept: the question, and the prompt's queries."""
         return max(self.keep_last, self.window)
+
+    def for_target(self, sliding_window: int | None) -> Compression:
+        """These settings for a target with a sliding window of so many tokens, or with none.
+
+        The last window of a prompt is always kept, so that the target's sliding layers see before the answer what
+        they would have seen.
+        """
+        return replace(self, keep_last=max(self.keep_last, sliding_window or 0))

@@ -1,4 +1,4 @@
-"""Which prompts compression pays for: those above a number of tokens, or where the cost model predicts a gain."""
+"""Which prompts compression pays for: those with enough tokens, or those for which the cost model predicts a gain."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from prefillcli.compress.settings import Compression
 from prefillcli.stats.flops import NoCostModel, prefill_flops
 
 OVERHEAD = 0.05
-"""What choosing and gathering tokens takes, of the model's operations in full: docs/benchmarks.md has up to 0.03, the
-paper on unified memory 0.03 to 0.30."""
+"""Share of the model's operations in full that picking and gathering tokens takes: up to 0.03 in docs/benchmarks.md,
+0.03 to 0.30 in the paper, on unified memory."""
 UNKNOWN_ABOVE = 8192
-"""Tokens above which compression is taken to pay where the cost model does not know an architecture."""
+"""Where the cost model does not know an architecture, compression is taken to pay above so many tokens."""
 
 
-class Worth:
+class WorthCompressing:
     """Whether compressing a prompt pays.
 
-    `target` and `draft` are text configurations of transformers; without them `compress_above` must be a number.
+    `target` and `draft` are text configurations of transformers. Without a target `compress_above` must be a number;
+    without a draft no model picks the tokens.
     """
 
     def __init__(self, compression: Compression, target: Any = None, draft: Any = None) -> None:
@@ -37,15 +38,15 @@ class Worth:
         return tokens > UNKNOWN_ABOVE if speedup is None else speedup > 1
 
     def speedup(self, tokens: int, keep: float) -> float | None:
-        """Predicted, for a prompt by itself: 1 / (r + k + overhead).
+        """The predicted speedup, for a prompt by itself: 1 / (r + k + overhead).
 
-        r: the draft's operations over the model's, decoding included. k: the model's over what is kept, ends included,
-        over its in full. None where the cost model does not know an architecture.
+        r: the draft's operations, decoding included, over the model's in full. k: the model's operations over what is
+        kept, ends included, over those in full. None where the cost model does not know an architecture.
         """
         return self._speedup(tokens, keep)
 
     def why_not(self, tokens: int, keep: float) -> str:
-        """Why a prompt that is not worth it is not, as the end of a sentence about its tokens."""
+        """Why compressing a prompt does not pay, as the end of a sentence about its tokens."""
         above = self._compression.compress_above
         if above != "auto":
             return f"are not more than --compress-above {above:,}"
@@ -59,7 +60,9 @@ class Worth:
         kept = min(tokens, ceil(keep * tokens) + how.keep_first + how.tail)
         try:
             full = prefill_flops(self._target, tokens).total
-            draft = prefill_flops(self._draft, tokens + how.decoded, head_tokens=how.decoded).total
+            draft = 0.0
+            if self._draft is not None:
+                draft = prefill_flops(self._draft, tokens + how.decoded, head_tokens=how.decoded).total
             sparse = prefill_flops(self._target, kept).total
         except NoCostModel:
             return None

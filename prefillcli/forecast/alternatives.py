@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from prefillcli.compress.load import plan_draft, worth_of
 from prefillcli.compress.rates import keep_rates
-from prefillcli.compress.request import SPECPREFILL, Request
+from prefillcli.compress.request import Request
 from prefillcli.compress.selection import select_all
 from prefillcli.compress.settings import Compression
 from prefillcli.data.rows import ErrorCode, Prompt
@@ -74,9 +73,11 @@ class Alternatives:
         self._compression: Compression | None = None
         self.keeps: list[KeepCost] = []
         if opened.draft is not None:
+            from prefillcli.models.families import sliding_window
+
             draft = plan_draft(opened, compression, budget, settings.chunk_tokens, {})
             self._worth = worth_of(compression, opened)
-            self._compression = _with_window(compression, opened)
+            self._compression = compression.for_target(sliding_window(opened.files.config))
             self._draft_reach = _draft_reach(opened, compression, Limits(**draft["limits"]))
             rates = sorted({*KEEP_RATES, self._keep}, reverse=True)
             self.keeps = [KeepCost(keep=rate, chosen=rate == settings.keep) for rate in rates]
@@ -104,7 +105,7 @@ class Alternatives:
 
     def _add_keep(self, cost: KeepCost, prompts: Sequence[Prompt], plan: Plan | None) -> None:
         fitting = self._fitting(self._requests(prompts, cost.keep))
-        cost.compressed_rows += sum(request.method == SPECPREFILL for request in fitting)
+        cost.compressed_rows += sum(request.compressed for request in fitting)
         cost.kept_tokens += sum(len(request.tokens) for request in fitting)
         self._charge(cost, plan or next(self._plans(fitting, [(self._schedule, self._own)])))
 
@@ -121,7 +122,7 @@ class Alternatives:
         ]
         kept = select_all([prompt.tokens for prompt in prompts], importances, rates, self._compression)
         return [
-            Request(prompt) if own is None or len(own) == len(prompt.tokens) else Request(prompt, own, SPECPREFILL)
+            Request(prompt) if own is None or len(own) == len(prompt.tokens) else Request(prompt, own)
             for prompt, own in zip(prompts, kept, strict=True)
         ]
 
@@ -137,13 +138,6 @@ class Alternatives:
         cost.computed_tokens += plan.computed_tokens
         if self._profile is not None:
             cost.seconds = (cost.seconds or 0.0) + self._profile.seconds(plan)
-
-
-def _with_window(compression: Compression, opened: Opened) -> Compression:
-    """With the target's sliding window, as the compressor keeps it."""
-    from prefillcli.models.families import sliding_window
-
-    return replace(compression, keep_last=max(compression.keep_last, sliding_window(opened.files.config) or 0))
 
 
 def _draft_reach(opened: Opened, compression: Compression, limits: Limits) -> int:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 
-from prefillcli.compress.audit import draw
-from prefillcli.compress.auto import RATES, Choice, choose_keep, sample_rows
+from prefillcli.compress.audit_draw import draw
+from prefillcli.compress.auto import RATES, KeepChoice, choose_keep, sample_rows
+from prefillcli.compress.base import ImportanceEstimate, Tick
 from prefillcli.compress.compressor import Compressor
-from prefillcli.compress.draft import FALLBACKS, Estimate
+from prefillcli.compress.fallbacks import ENOUGH_ROWS, FALLBACKS, NOT_FINITE, compressed_rows, faulty_rows
 from prefillcli.compress.reasons import why_in_full, why_not_asked
-from prefillcli.compress.request import FAILED, MANY, NOT_FINITE, SPECPREFILL, Request, rows_failed
+from prefillcli.compress.request import Request
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.rows import Prompt, Window
@@ -19,8 +20,6 @@ from prefillcli.engines.base import Engine
 from prefillcli.errors import PrefillError, ResourceError, brief, out_of_resource
 from prefillcli.options.score import ScoreSettings
 from prefillcli.report.run import RunReport
-
-Tick = Callable[[float], None]
 
 ALMOST_ALL = 0.95
 """Of a window's tokens: a job that was to read fewer and reads as many hears why."""
@@ -55,7 +54,7 @@ class WindowCompressor:
         self._check(estimates, pending)
         if pending:
             self._choose(window, prompts, wanted, estimates, tick)
-        self._report.tokens.draft = compressor.draft.tokens
+        self._report.tokens.draft = compressor.picker.tokens
         keeps = compressor.keeps(prompts)
         requests = compressor.select(prompts, keeps, estimates)
         if requests and compressor.keep < 1 and not self._warned:
@@ -84,21 +83,21 @@ class WindowCompressor:
         )
         return True
 
-    def _check(self, estimates: Sequence[Estimate], pending: bool) -> None:
-        """Raise PrefillError if the draft has failed on everything so far: on `MANY` rows, or where it is to be tried.
+    def _check(self, estimates: Sequence[ImportanceEstimate], pending: bool) -> None:
+        """Raise PrefillError if the draft has failed on all rows so far: `ENOUGH_ROWS`, or those it is tried on.
 
         The rows of earlier windows are written. Without this the model would read the whole job in full.
         """
         before = self._sink.counts.tallies.methods
-        if before.get(SPECPREFILL) or any(found.importance is not None for found in estimates):
+        if compressed_rows(before) or any(found.importance is not None for found in estimates):
             return
-        failed = sum(found.reason in (FAILED, NOT_FINITE) for found in estimates)
-        if failed and (pending or failed + rows_failed(before) >= MANY):
-            error = self._compressor.draft.failure
-            why = FALLBACKS[NOT_FINITE] if error is None else f"{type(error).__name__}: {brief(error)}"
+        failed = sum(found.reason is not None and FALLBACKS[found.reason].fault for found in estimates)
+        if failed and (pending or failed + faulty_rows(before) >= ENOUGH_ROWS):
+            error = self._compressor.picker.failure
+            why = FALLBACKS[NOT_FINITE].meaning if error is None else f"{type(error).__name__}: {brief(error)}"
             kind = ResourceError if error is not None and out_of_resource(error) else PrefillError
             raise kind(
-                f"the draft has failed on all rows so far, {failed + rows_failed(before):,}: {why}\n"
+                f"the draft has failed on all rows so far, {failed + faulty_rows(before):,}: {why}\n"
                 "take another --draft, or leave it out to read all rows in full"
             )
 
@@ -107,7 +106,7 @@ class WindowCompressor:
         window: Window,
         prompts: Sequence[Prompt],
         wanted: Sequence[float | None],
-        estimates: Sequence[Estimate],
+        estimates: Sequence[ImportanceEstimate],
         tick: Tick,
     ) -> None:
         most, settings = self._engine.limits.max_tokens, self._settings
@@ -128,7 +127,7 @@ class WindowCompressor:
         if choice.keep == 1:
             print(f"prefill: warning: --keep auto: {self._why(choice, len(chosen))}", file=sys.stderr)
 
-    def _why(self, choice: Choice, rows: int) -> str:
+    def _why(self, choice: KeepChoice, rows: int) -> str:
         most = f"{self._settings.max_flips:.2%}"
         if not choice.trials:
             return (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,9 +13,10 @@ import numpy.typing as npt
 from rich.console import Console
 
 from prefillcli.compress.answers import answer
-from prefillcli.compress.reasons import Neighbour, why_in_full, why_kept, why_not_asked
+from prefillcli.compress.base import FloatArray, ImportanceEstimate, Tick
+from prefillcli.compress.reasons import Neighbour, TokenReason, why_in_full, why_kept, why_not_asked
 from prefillcli.compress.request import Request
-from prefillcli.compress.selection import FloatArray, tails
+from prefillcli.compress.selection import tails
 from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.prompts.token_texts import token_texts
@@ -30,7 +31,7 @@ from prefillcli.models.open import Opened, open_models
 from prefillcli.options.groups import CompressionOptions
 from prefillcli.options.inspect import InspectSettings
 from prefillcli.plan.trie import common_prefix
-from prefillcli.report.inspection import AnswerView, CommonPrefix, Inspection, TokenView, Why
+from prefillcli.report.inspection import AnswerView, CommonPrefix, Inspection, TokenView
 from prefillcli.report.inspection_page import write_html
 from prefillcli.report.inspection_text import print_inspection
 from prefillcli.report.visible import visible
@@ -45,8 +46,6 @@ MOST_TOKENS = 5_000
 LEAST_SHARED = 16
 """Tokens; shorter overlaps are chance."""
 MOST_PREFIXES = 10
-
-Tick = Callable[[float], None]
 
 
 @dataclass(slots=True)
@@ -78,7 +77,7 @@ class _Read:
 
     request: Request
     importance: FloatArray | None
-    why: list[Why]
+    why: list[TokenReason]
 
 
 def inspect_job(settings: InspectSettings) -> dict[str, Any]:
@@ -273,13 +272,11 @@ def _select(
     The importance of those that are not `near` has no say in what is kept of the row: they share no whole chunk with
     it, or every row is selected by itself. The draft is spared them. Where they are compressed they still are so.
     """
-    from prefillcli.compress.draft import Estimate
-
     asked = [keep if close else None for keep, close in zip(keeps, near, strict=True)]
     estimates = compressor.estimate(prompts, asked, tick)
     for at, prompt in enumerate(prompts):
         if keeps[at] is not None and not near[at]:
-            estimates[at] = Estimate(np.zeros(len(prompt.tokens), np.float32))
+            estimates[at] = ImportanceEstimate(np.zeros(len(prompt.tokens), np.float32))
     return compressor.select(prompts, keeps, estimates), [estimate.importance for estimate in estimates]
 
 

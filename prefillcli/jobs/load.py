@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from prefillcli.compress.load import load_draft, make_compressor, plan_draft
+from prefillcli.compress.load import load_draft, make_compressor, make_draft, plan_draft
+from prefillcli.compress.pickers.registry import PickerResources
 from prefillcli.compress.settings import PAPER, Compression
 from prefillcli.engines.base import Engine, Loader, LoadRequest
 from prefillcli.engines.choice import loader_of
@@ -17,6 +18,7 @@ from prefillcli.options.groups import CompressionOptions, LoadingOptions
 
 if TYPE_CHECKING:
     from prefillcli.compress.compressor import Compressor
+    from prefillcli.compress.draft import Draft
     from prefillcli.engines.torch import TorchEngine
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine, covariant=True)
@@ -28,12 +30,13 @@ class Models(Generic[AnyEngine]):
 
     engine: AnyEngine
     compressor: Compressor | None
+    draft: Draft | None
     plan: dict[str, Any]
 
     def close(self) -> None:
         self.engine.close()
         if self.compressor is not None:
-            self.compressor.draft.close()
+            self.compressor.close()
 
 
 def load_models(
@@ -59,14 +62,16 @@ def load_models(
     loaded = loader.load(LoadRequest(opened, settings, options, before, measured))
     plan = loaded.plan | {name: before[name] for name in ("keep", "keep_auto") if name in before}
     if small is None:
-        return Models(loaded.engine, None, plan)
+        return Models(loaded.engine, None, None, plan)
     same = before.get("asked") == plan["asked"]
     compression = compression_of(settings)
     plan["draft"] = plan_draft(
         opened, compression, loaded.budget or 0, settings.chunk_tokens, before.get("draft", {}) if same else {}
     )
-    compressor = make_compressor(opened, small, compression, plan["draft"], plan.get("keep", keep))
-    return Models(loaded.engine, compressor, plan)
+    draft = make_draft(opened, small, compression, plan["draft"])
+    resources = PickerResources(settings=compression, draft=draft)
+    compressor = make_compressor("specprefill", resources, opened, plan.get("keep", keep))
+    return Models(loaded.engine, compressor, draft, plan)
 
 
 def load_walk(opened: Opened, settings: LoadingOptions, *, keep: float) -> Models[TorchEngine]:

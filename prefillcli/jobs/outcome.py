@@ -6,7 +6,7 @@ import sys
 import traceback
 from typing import Literal, Protocol
 
-from prefillcli.compress.request import useless_fallbacks
+from prefillcli.compress.fallbacks import fallbacks_of_useless_draft
 from prefillcli.data.output.counts import Counts
 from prefillcli.errors import (
     NOTHING_TO_DO,
@@ -40,7 +40,7 @@ def conclude(report: Ending, counts: Counts, *, max_error_rate: float, skip_empt
             f"--max-error-rate allows {max_error_rate:g}"
         )
         print(f"prefill: {report.error}", file=sys.stderr)
-    elif fallbacks := useless_fallbacks(counts.tallies.methods):
+    elif fallbacks := fallbacks_of_useless_draft(counts.tallies.methods):
         report.status, report.exit_code = "failed", 1
         reasons = ", ".join(f"{method} {rows:,}" for method, rows in fallbacks.items())
         report.error = (

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from prefillcli.compress.audit import AuditDraw
+from prefillcli.compress.audit_draw import AuditDraw
 from prefillcli.data.output.heartbeat import Heartbeat
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.prompts.builder import PromptBuilder

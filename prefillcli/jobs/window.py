@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prefillcli.compress.answers import plan_requests
-from prefillcli.compress.audit import AuditDraw
-from prefillcli.compress.request import SPECPREFILL, Request
+from prefillcli.compress.audit_draw import AuditDraw
+from prefillcli.compress.request import Request
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.rows import ErrorCode, Int64Array, Prompt, RowError, ScoredRow, Window
@@ -151,7 +151,7 @@ class WindowScorer:
         able = [
             number
             for number, request in enumerate(requests)
-            if request.method == SPECPREFILL and len(request.prompt.tokens) <= most
+            if request.compressed and len(request.prompt.tokens) <= most
         ]
         return self._audit.draw(window, able)
 
@@ -209,7 +209,7 @@ class WindowScorer:
                     shared_tokens=answer.shared_tokens,
                     computed_tokens=answer.computed_tokens,
                     kept_tokens=len(request.tokens),
-                    seconds=answer.seconds + request.draft_seconds,
+                    seconds=answer.seconds + request.pick_seconds,
                     method=request.method,
                 )
             if prompt.row in work.scored and (prompt.row in work.audits or prompt.row not in work.audited):

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
+from prefillcli.compress.pickers.registry import PICKERS
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
 from prefillcli.options.groups import MeasuringOptions, ScheduledOptions
@@ -15,6 +16,7 @@ from prefillcli.options.values import Names, Rates, Threshold
 
 QUICK_ROWS = 60
 """Rows of INPUT that `prefill bench` compares unless it is told otherwise."""
+_QUICK = ("specprefill", "random")  # what a quick look compares of what drops tokens
 
 
 class BenchSettings(MeasuringOptions, ScheduledOptions):
@@ -81,21 +83,27 @@ class BenchSettings(MeasuringOptions, ScheduledOptions):
 
     @property
     def drafts(self) -> bool:
-        return (self.draft is not None or self.model is None) and self.compares("specprefill")
+        return (self.draft is not None or self.model is None) and any(
+            self.compares(kind.name) for kind in PICKERS.values() if kind.needs == "draft"
+        )
 
     @property
     def compresses(self) -> bool:
-        return self.drafts or any(self.compares(name) for name in ("random", "ends", "bm25"))
+        return self.drafts or any(self.compares(kind.name) for kind in PICKERS.values() if kind.needs != "draft")
 
     @property
     def draws(self) -> bool:
-        return not self.inputs or super().draws or self.compares("random")
+        return (
+            not self.inputs
+            or super().draws
+            or any(self.compares(kind.name) for kind in PICKERS.values() if kind.random)
+        )
 
     def compares(self, method: str) -> bool:
         """Whether the method is among those that are compared; without a draft only those named drop tokens."""
         if self.method:
             return method in self.method
-        return (self.draft is not None or self.model is None) and (self.full or method in ("specprefill", "random"))
+        return (self.draft is not None or self.model is None) and (self.full or method in _QUICK)
 
     def complete(self) -> BenchSettings:
         """These settings with what was not given, as `full` says."""

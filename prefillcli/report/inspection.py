@@ -10,14 +10,13 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from prefillcli.compress.reasons import TokenReason
 from prefillcli.report.numbers import counted
 from prefillcli.report.visible import visible
 
-Why = Literal["first", "last", "chosen", "shared", "dropped", "full"]
-
-WHY: dict[Why, str] = {
+WHY: dict[TokenReason, str] = {
     "first": "always kept: start",
     "last": "always kept: end",
     "chosen": "chosen for importance",
@@ -28,7 +27,7 @@ WHY: dict[Why, str] = {
 STEPS = 5
 """Steps of the heat scale."""
 HEAT = f"rank of importance among the kept tokens, in {STEPS} steps of equal size"
-MARKED: dict[Why, str] = {"first": " underline", "last": " underline", "shared": " italic"}
+MARKED: dict[TokenReason, str] = {"first": " underline", "last": " underline", "shared": " italic"}
 FOLD = 24
 """Dropped stretches of more tokens than this are folded."""
 _CHUNK = 32  # tokens of a stretch, where the settings have no select_chunk
@@ -44,7 +43,7 @@ class TokenView:
     text: str  # decoded, as it is; untrusted
     importance: float | None  # None if no draft looked at it; any scale
     kept: bool
-    why: Why
+    why: TokenReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,7 @@ class Stretch:
     first: int
     last: int
     importance: float  # mean over its tokens
-    why: tuple[Why, ...]
+    why: tuple[TokenReason, ...]
     text: str  # as it is; untrusted
 
 
@@ -184,7 +183,7 @@ def importance_of(token: TokenView) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def counts(inspection: Inspection) -> list[tuple[Why, str, int]]:
+def counts(inspection: Inspection) -> list[tuple[TokenReason, str, int]]:
     """What happened to the tokens, in words, and to how many."""
     found = Counter(token.why for token in inspection.tokens)
     return [(why, text, found[why]) for why, text in WHY.items() if found[why]]

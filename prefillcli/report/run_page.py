@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from prefillcli.compress.fallbacks import FULL, is_fallback
 from prefillcli.data.rows import ErrorCode
 from prefillcli.report.charts import Bar, bars, length_plot, memory_plot, score_plot
 from prefillcli.report.html import render_page
@@ -32,7 +33,6 @@ _TOKENS = {
     "draft": "by the draft",
     "audit": "for the audit",
 }
-_METHODS = {"full": "s0", "specprefill": "s2"}
 
 
 def run_html(report: RunReport) -> str:
@@ -178,8 +178,8 @@ def _tokens(report: RunReport) -> list[Bar]:
 def _methods(report: RunReport) -> list[Bar]:
     if not report.methods or (report.keep is None and set(report.methods) == {"full"}):
         return []
-    order = sorted(report.methods, key=lambda name: (name not in _METHODS, -report.methods[name]))
-    kinds = {name: _METHODS.get(name, "alarm") for name in order}
+    order = sorted(report.methods, key=lambda name: (is_fallback(name), -report.methods[name]))
+    kinds = {name: "alarm" if is_fallback(name) else "s0" if name == FULL else "s2" for name in order}
     return _counted({name: report.methods[name] for name in order}, report.rows.scored, kinds)
 
 

@@ -14,15 +14,15 @@ from benchmarks.methods import compressed_walk, compressor_for, layer_walk, plai
 from benchmarks.models import random_draft, random_llama
 from benchmarks.score_runs import SAMPLES
 from prefillcli.bench import contenders as contenders_module
-from prefillcli.bench.contenders import Alone, Equipment, Hybrid, Plain, SpecPrefill
+from prefillcli.bench.contenders import Alone, Compressed, Equipment, Hybrid, Plain
 from prefillcli.bench.contest import compare, contenders, label_shares
 from prefillcli.bench.job import METHODS
 from prefillcli.bench.material import Material, made_material
 from prefillcli.bench.measure import with_peak
 from prefillcli.bench.report import WorkloadResult
-from prefillcli.bench.texts import spans_of
 from prefillcli.compress.settings import Compression
 from prefillcli.data.prompts.labels import Labels, parse_labels
+from prefillcli.data.prompts.spans import spans_of
 from prefillcli.data.rows import Prompt
 from prefillcli.jobs.load import load_walk
 from prefillcli.models.open import open_models
@@ -75,7 +75,11 @@ def result(stage: tuple[Equipment, Material]) -> WorkloadResult:
 def test_uncompressed_methods_give_the_same_answers(stage: tuple[Equipment, Material]) -> None:
     equipment, material = stage
     wanted = Hybrid("hybrid", equipment).run(material.prompts).logprobs
-    for method in (Plain("hf", equipment), Alone("full", equipment), SpecPrefill("specprefill", equipment, 1.0)):
+    for method in (
+        Plain("hf", equipment),
+        Alone("full", equipment),
+        Compressed(equipment, equipment.compressor("specprefill"), 1.0),
+    ):
         np.testing.assert_allclose(method.run(material.prompts).logprobs, wanted, atol=1e-4, rtol=0)
 
 
@@ -119,7 +123,7 @@ def test_predictions_are_the_formulas(stage: tuple[Equipment, Material], result:
     lengths = [len(prompt.tokens) for prompt in material.prompts]
     found = by_name["specprefill@0.3"]
     assert found.predicted.ratio == pytest.approx(ratio_speedup(target, draft, round(np.mean(lengths)), 0.3))
-    requests = SpecPrefill("specprefill", equipment, 0.3).run(material.prompts).requests
+    requests = Compressed(equipment, equipment.compressor("specprefill"), 0.3).run(material.prompts).requests
     kept = [len(reading.tokens) for reading in requests]
     whole, part, small = (
         sum(table5(config, n).total for n in counts)
@@ -194,7 +198,7 @@ def test_the_case_walks_what_is_kept() -> None:
     model, draft = random_llama("25M", torch.float32), random_draft(8_000, torch.float32)
     prompts = [random_prompt(400, 8_000)]
     compressor = compressor_for(draft, Compression(lookahead=1, compress_above=0, keep_last=8, keep_private=False))
-    with closing(compressor.draft):
+    with closing(compressor):
         logits, kept = compressed_walk(model, compressor, prompts, 1.0)
         torch.testing.assert_close(logits, plain_loop(model, prompts), atol=1e-4, rtol=0)
         assert kept == [400]

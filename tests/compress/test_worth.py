@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig
 
 from prefillcli.compress.settings import Compression
-from prefillcli.compress.worth import OVERHEAD, UNKNOWN_ABOVE, Worth
+from prefillcli.compress.worth import OVERHEAD, UNKNOWN_ABOVE, WorthCompressing
 
 
 def config_of(layers: int, width: int) -> LlamaConfig:
@@ -41,24 +41,26 @@ def test_the_speedup_is_that_of_the_papers_cost_model(tokens: int, keep: float) 
     full = operations(TARGET, tokens, 1)
     r = operations(DRAFT, tokens + 7, 7) / full
     k = operations(TARGET, round(keep * tokens) + 68, 1) / full
-    assert Worth(how, TARGET, DRAFT).speedup(tokens, keep) == pytest.approx(1 / (r + k + OVERHEAD), rel=1e-6)
+    assert WorthCompressing(how, TARGET, DRAFT).speedup(tokens, keep) == pytest.approx(
+        1 / (r + k + OVERHEAD), rel=1e-6
+    )
 
 
 def test_auto_compresses_where_it_is_faster_and_a_number_stands_whatever_it_costs() -> None:
-    auto = Worth(Compression(compress_above="auto"), TARGET, DRAFT)
+    auto = WorthCompressing(Compression(compress_above="auto"), TARGET, DRAFT)
     assert auto(2_700, 0.2)
     assert not auto(72, 0.2), "the ends that are kept anyway are nearly all of it"
     assert not auto(2_700, 0.99), "the draft costs more than is saved"
-    itself = Worth(Compression(compress_above="auto"), TARGET, TARGET)
+    itself = WorthCompressing(Compression(compress_above="auto"), TARGET, TARGET)
     assert not itself(2_700, 0.2)
     assert not itself(200_000, 0.2)
     assert "would be read at 0." in itself.why_not(2_700, 0.2)
-    number = Worth(Compression(compress_above=2_000), TARGET, TARGET)
+    number = WorthCompressing(Compression(compress_above=2_000), TARGET, TARGET)
     assert [number(tokens, 0.2) for tokens in (1_999, 2_000, 2_001)] == [False, False, True]
     assert number.why_not(2_000, 0.2) == "are not more than --compress-above 2,000"
 
 
 def test_an_architecture_without_a_cost_model_is_compressed_where_prompts_are_long() -> None:
-    unknown = Worth(Compression(compress_above="auto"), MambaConfig(), DRAFT)
+    unknown = WorthCompressing(Compression(compress_above="auto"), MambaConfig(), DRAFT)
     assert unknown.speedup(10_000, 0.2) is None
     assert [unknown(tokens, 0.2) for tokens in (UNKNOWN_ABOVE, UNKNOWN_ABOVE + 1)] == [False, True]

@@ -1,4 +1,4 @@
-"""Which rows are read in full as well."""
+"""Which compressed rows are also read in full, for the audit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SEED = 20_261
 class AuditDraw:
     """Draws `rows` random rows of the `selection` from `total`, window by window, the same ones every time.
 
-    A window gives as many as its part of all rows asks for; one that has fewer to give makes the draw smaller.
+    Each window gives its share of the rows; one that has fewer candidates makes the draw smaller.
     """
 
     def __init__(self, rows: int, selection: Selection, total: int) -> None:
@@ -24,12 +24,12 @@ class AuditDraw:
         self._total = max(selection.count(total), 1)
 
     def draw(self, window: Window, candidates: Sequence[int]) -> list[int]:
-        """Some of the `candidates` (any numbers)."""
+        """The share of `window`, drawn from the `candidates` (any numbers)."""
         quota = self._before(int(window.rows[-1]) + 1) - self._before(int(window.rows[0]))
         return draw(candidates, quota, window.index)
 
     def _before(self, row: int) -> int:
-        """Rows to be drawn of those before this one."""
+        """How many rows are drawn of those before this one."""
         return -(-self._rows * self._selection.before(row) // self._total)
 
 

@@ -1,8 +1,9 @@
-"""The baselines keep what they say, as much as they say."""
+"""The pickers without a model keep what they say, as much as they say."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
 
@@ -11,12 +12,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.bench.baselines import bm25_sentences, first_and_last, random_chunks, split_sentences
+from prefillcli.compress.pickers.bm25 import sentence_importance, split_sentences
+from prefillcli.compress.pickers.ends import outside_in
+from prefillcli.compress.pickers.random_chunks import random_importance
+from prefillcli.compress.pickers.row_picker import by_importance, fill
 
 KEEP = st.integers(0, 100).map(lambda percent: percent / 100)
 TOKENS = st.integers(0, 400)
 END = st.integers(0, 50)
 TEXT = st.text(alphabet="ab c.?!\n。", max_size=120)
+
+
+def random_chunks(
+    tokens: int, keep: float, *, chunk: int, first: int, last: int, rng: np.random.Generator
+) -> np.ndarray:
+    return fill(by_importance(random_importance(tokens, chunk, rng)), tokens, keep, first=first, last=last)
+
+
+def first_and_last(tokens: int, keep: float, *, first: int, last: int) -> np.ndarray:
+    return fill(outside_in(tokens, first, last), tokens, keep, first=first, last=last)
+
+
+def bm25_sentences(text: str, offsets: Sequence[tuple[int, int]], keep: float, *, first: int, last: int) -> np.ndarray:
+    order = by_importance(sentence_importance(text, offsets))
+    return fill(order, len(offsets), keep, first=first, last=last)
 
 
 def budget(keep: float, count: int) -> int:

@@ -1,0 +1,70 @@
+"""What every way to pick tokens does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from prefillcli.compress.settings import Compression
+from prefillcli.data.rows import Prompt
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+Tick = Callable[[float], None]
+
+
+@dataclass(slots=True)
+class ImportanceEstimate:
+    """How important a picker finds the tokens of a prompt.
+
+    `importance` is float32 [tokens], of any scale; the tokens with the largest are kept first. It is None for a prompt
+    that is read in full. `reason`, one of `FALLBACKS`, says why if it should have been compressed.
+    """
+
+    importance: FloatArray | None = None
+    reason: str | None = None
+    seconds: float = 0.0
+    """The prompt's share of the time that the estimates took."""
+
+
+class Picker(Protocol):
+    """Picks which tokens of a prompt the target reads, in two steps: one estimate serves any number of keep rates."""
+
+    @property
+    def method(self) -> str:
+        """Its name in the registry, which the output's column `method` has for the prompts that it compressed."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that models have computed for it so far."""
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What it failed with last."""
+
+    def estimate(self, prompts: Sequence[Prompt], tick: Tick) -> list[ImportanceEstimate]:
+        """One estimate for each prompt.
+
+        `tick` is called with the tokens each step advanced by; it may raise to stop. What fails on a prompt becomes
+        the reason of its estimate.
+        """
+
+    def select(
+        self,
+        prompts: Sequence[Prompt],
+        estimates: Sequence[ImportanceEstimate],
+        keeps: Sequence[float | None],
+        settings: Compression,
+    ) -> list[IntArray | None]:
+        """The kept tokens of prompts that are computed together: ascending indices, or None for a prompt in full.
+
+        A prompt is read in full without a keep rate in `keeps` and without importance in `estimates`. The first
+        `settings.keep_first` tokens and the last ones that `tails` tells are always kept.
+        """
+
+    def close(self) -> None:
+        """Let go of memory."""

@@ -1,0 +1,58 @@
+"""Why prompts that should be compressed are read in full."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+FULL, FALLBACK = "full", "fallback:"
+"""What the column `method` says of a prompt in full; a reason follows the second."""
+
+NO_MEMORY, TOO_LONG, VOCABULARY = "draft_memory", "draft_length", "draft_vocabulary"
+NO_VOTE, NOT_FINITE, FAILED = "draft_window", "draft_not_finite", "draft_error"
+
+ENOUGH_ROWS = 32
+"""Rows that show that a draft is of no use if it has compressed none of them."""
+
+
+class Fallback(NamedTuple):
+    """A reason: what it means, and whether it is a fault of the draft and not of the prompt."""
+
+    meaning: str
+    fault: bool = False
+
+
+FALLBACKS = {
+    NO_MEMORY: Fallback("the prompt does not fit the memory budget of the draft"),
+    TOO_LONG: Fallback("the prompt is longer than the draft's position encoding reaches"),
+    VOCABULARY: Fallback("the prompt has a token that the draft's vocabulary lacks"),
+    NO_VOTE: Fallback("no layer of the draft attends to the whole prompt"),
+    NOT_FINITE: Fallback("the draft's attention is not finite", fault=True),
+    FAILED: Fallback("the draft failed on the prompt's pack, for lack of memory for example", fault=True),
+}
+"""The reasons by name."""
+
+
+def is_fallback(method: str) -> bool:
+    """Whether a prompt of this `method` should have been compressed and was read in full."""
+    return method.startswith(FALLBACK)
+
+
+def compressed_rows(methods: Mapping[str, int]) -> int:
+    """Rows that were compressed, of the rows by method."""
+    return sum(rows for method, rows in methods.items() if method != FULL and not is_fallback(method))
+
+
+def faulty_rows(methods: Mapping[str, int]) -> int:
+    """Rows on which the draft was at fault, if no row was compressed, else 0. `methods`: rows by method."""
+    if compressed_rows(methods):
+        return 0
+    return sum(methods.get(FALLBACK + reason, 0) for reason, row in FALLBACKS.items() if row.fault)
+
+
+def fallbacks_of_useless_draft(methods: Mapping[str, int]) -> dict[str, int]:
+    """Rows by fallback, if no row was compressed and there is a fault or `ENOUGH_ROWS` rows; else empty."""
+    fallbacks = {method: rows for method, rows in sorted(methods.items()) if is_fallback(method)}
+    if compressed_rows(methods):
+        return {}
+    return fallbacks if faulty_rows(methods) or sum(fallbacks.values()) >= ENOUGH_ROWS else {}

@@ -1,0 +1,1 @@
+"""The ways to pick tokens, a file each; `registry` lists them."""

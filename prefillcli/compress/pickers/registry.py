@@ -1,0 +1,93 @@
+"""The ways to pick tokens: known by name before anything is imported or loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:  # the pickers import what takes seconds; their names should not wait for it
+    from prefillcli.compress.base import Picker
+    from prefillcli.compress.draft import Draft
+    from prefillcli.compress.settings import Compression
+    from prefillcli.data.prompts.spans import Spans
+    from prefillcli.data.rows import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PickerResources:
+    """What pickers are made of; each takes what it needs.
+
+    `seed` is that of random draws. `spans` gives a prompt's text and where its tokens lie in it, or None where the
+    text does not give the tokens.
+    """
+
+    settings: Compression
+    seed: int = 0
+    draft: Draft | None = None
+    spans: Callable[[Prompt], Spans | None] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PickerKind:
+    """A way to pick tokens. `name` is also what the output's column `method` says of a prompt that it compressed."""
+
+    name: str
+    summary: str
+    """What it is, in the tables of `prefill bench`."""
+    needs: Literal["draft", "text"] | None
+    """What it needs besides the tokens: a draft model, or the prompt's text."""
+    random: bool = False
+    """Whether it draws at random."""
+    make: Callable[[PickerResources], Picker]
+    """Raises ValueError where a resource is missing."""
+
+
+def _specprefill(resources: PickerResources) -> Picker:
+    from prefillcli.compress.pickers.specprefill import SpecPrefill
+
+    if resources.draft is None:
+        raise ValueError("specprefill needs a draft model")
+    return SpecPrefill(resources.draft)
+
+
+def _random(resources: PickerResources) -> Picker:
+    from prefillcli.compress.pickers.random_chunks import RandomChunks
+
+    return RandomChunks(resources.settings.select_chunk, resources.seed)
+
+
+def _ends(resources: PickerResources) -> Picker:
+    from prefillcli.compress.pickers.ends import Ends
+
+    return Ends()
+
+
+def _bm25(resources: PickerResources) -> Picker:
+    from prefillcli.compress.pickers.bm25 import Bm25
+
+    if resources.spans is None:
+        raise ValueError("bm25 needs the text of the prompts")
+    return Bm25(resources.spans)
+
+
+PICKERS: dict[str, PickerKind] = {
+    kind.name: kind
+    for kind in (
+        PickerKind(
+            name="specprefill",
+            summary="the draft picks the tokens that the model reads",
+            needs="draft",
+            make=_specprefill,
+        ),
+        PickerKind(
+            name="random",
+            summary="random chunks instead: what a draft must beat",
+            needs=None,
+            random=True,
+            make=_random,
+        ),
+        PickerKind(name="ends", summary="the first and last tokens instead", needs=None, make=_ends),
+        PickerKind(name="bm25", summary="the sentences most like the question instead", needs="text", make=_bm25),
+    )
+}
