@@ -12,6 +12,7 @@ from prefillcli.bench.job import METHODS
 from prefillcli.bench.probes import WORKLOADS
 from prefillcli.bench.report import BenchReport, MethodResult, WorkloadResult
 from prefillcli.cli import app
+from prefillcli.data.output.formats import FORMATS
 from prefillcli.data.rows import ErrorCode
 from prefillcli.jobs.status import Status
 from prefillcli.jobs.verify import Verified
@@ -91,6 +92,12 @@ def test_every_error_code_and_report_key_is_documented() -> None:
         assert f"| `{code}` | {code.meaning} |" in text
     for key in RunReport.model_fields:
         assert f"`{key}`" in text, key
+
+
+def test_the_manual_lists_the_formats_of_an_output() -> None:
+    text = (ROOT / "docs" / "score.md").read_text().partition("\n| ending |")[2].partition("\n\n")[0]
+    rows = [f"| {', '.join(f'`{ending}`' for ending in each.endings)} | {each.meaning} |" for each in FORMATS]
+    assert text.splitlines()[2:] == rows
 
 
 def test_bench_names_its_options_methods_workloads_and_keys() -> None:

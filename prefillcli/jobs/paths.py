@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from prefillcli.data.output.formats import FILE_ENDINGS
+from prefillcli.data.reading.discovery import CODECS, KINDS
 from prefillcli.errors import UsageError
 from prefillcli.redaction import without_secrets
 
@@ -41,7 +43,7 @@ def default_output(first: str, *, partition: bool = False) -> str:
     if path.name in ("", ".", ".."):
         path = path.resolve()
     name = path.name
-    for ending in (".gz", ".zst", ".parquet", ".pq", ".jsonl", ".ndjson", ".json"):
+    for ending in (*CODECS, *KINDS):
         name = name.removesuffix(ending)
     return str(path.parent / f"{name}.scores") + ("/" if partition else ".parquet")
 
@@ -49,7 +51,7 @@ def default_output(first: str, *, partition: bool = False) -> str:
 def default_report(output: str) -> str:
     """`data.scores.parquet` -> `data.scores.run.json`, beside it."""
     base = output.rstrip("/")
-    for ending in (".gz", ".zst", ".parquet", ".jsonl"):
+    for ending in FILE_ENDINGS:
         base = base.removesuffix(ending)
     return f"{base}.run.json"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from prefillcli.data.output.formats import FILE_ENDINGS
 from prefillcli.engines.kinds import ENGINES, Capability, refuse
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
@@ -16,7 +17,7 @@ class ScoreSettings(PriceOptions, RunOptions, ScheduledOptions):
 
     output: str | None = option(
         None,
-        "Where the scores go: .parquet, .jsonl, or a directory (ending in /). (default: INPUT.scores.parquet)",
+        f"Where the scores go: {', '.join(FILE_ENDINGS)}, or a folder (ending in /). (default: INPUT.scores.parquet)",
         FILES, short="-o", metavar="PATH",
     )  # fmt: skip
     report: str | None = option(

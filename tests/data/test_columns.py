@@ -53,8 +53,8 @@ def test_the_columns_of_an_output_have_their_order_and_types(tmp_path: Path, aud
 
 
 def test_the_manual_lists_the_columns_in_their_order() -> None:
-    section = (ROOT / "docs" / "score.md").read_text().partition("\n## Output\n")[2].partition("\n## ")[0]
-    cells = re.findall(r"^\| (.*?) \| .+ \|$", section, re.MULTILINE)
+    table = (ROOT / "docs" / "score.md").read_text().partition("\n| column |")[2].partition("\n\n")[0]
+    cells = re.findall(r"^\| (.*?) \| .+ \|$", table, re.MULTILINE)
     names = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
     assert names == ["row", *(column.name for column in COLUMNS)]
 

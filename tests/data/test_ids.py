@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.data.output.formats import as_json
 from prefillcli.data.output.json_columns import kinds_of, type_for
+from prefillcli.data.output.jsonl_format import as_json
 from prefillcli.data.output.tallies import _texts
 from prefillcli.data.reading.ids import SeenIds
 from prefillcli.data.reading.source import Source

@@ -509,9 +509,9 @@ def test_memory_of_finishing_does_not_grow_with_the_rows(tmp_path: Path) -> None
             highest = 0
             tables = sink._tables
 
-            def watched(counts: Any) -> Iterator[pa.Table]:
+            def watched(*given: Any) -> Iterator[pa.Table]:
                 nonlocal highest
-                for table in tables(counts):
+                for table in tables(*given):
                     highest = max(highest, pa.total_allocated_bytes())
                     yield table
 

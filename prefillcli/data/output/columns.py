@@ -12,6 +12,9 @@ import pyarrow as pa
 
 from prefillcli.data.rows import ErrorCode, Float64Array, Int64Array, Prompt, RowError, ScoredRow, Window
 
+ROW_COLUMN = "row"
+"""The column with the row number, in an output without ids."""
+
 ObjectArray = npt.NDArray[np.object_]
 
 
@@ -112,9 +115,7 @@ def _of_result(name: str) -> Callable[[ResultRows], ObjectArray]:
 COLUMNS = (
     Column("score", pa.float64(), lambda rows: rows.of_scored(rows.probabilities[:, 0]), counted=True),
     Column("logprob_<label>", pa.float64(), lambda rows: rows.of_scored(rows.logprobs)),
-    Column(
-        "label_mass", pa.float64(), lambda rows: rows.of_scored(np.minimum(np.exp(rows.logprobs).sum(axis=1), 1.0))
-    ),
+    Column("label_mass", pa.float64(), lambda rows: rows.of_scored(_mass(rows.logprobs))),
     Column("prediction", pa.string(), lambda rows: rows.of_scored(_best(rows, rows.probabilities)), counted=True),
     Column("prompt_tokens", pa.int64(), lambda rows: [p and len(p.tokens) for p in rows.prompts], counted=True),
     Column("shared_tokens", pa.int64(), _of_result("shared_tokens")),
@@ -139,6 +140,9 @@ COLUMNS = (
     ),
 )
 """In the order of the output, behind the id and the columns that are carried from the input."""
+
+
+COLUMN_TYPES = {column.name: column.type for column in COLUMNS}
 
 
 def result_schema(labels: Sequence[str], audit: bool = False) -> pa.Schema:

@@ -1,88 +1,87 @@
-"""The output file: Parquet or JSON Lines, written from a stream of tables."""
+"""The formats of an output: the ending that asks for each, and how its files are written and read back.
+
+What a format needs is imported only when a file is written or read, so that `--help` may read the registry.
+"""
 
 from __future__ import annotations
 
-import base64
-import datetime
-import json
-import math
-from collections.abc import Callable, Collection, Iterable
-from typing import IO, Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from prefillcli.data.proof.seals import UNSEALED, Digesting, seal
-from prefillcli.data.values import to_python
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
-def write_parquet(
-    file: IO[bytes], schema: pa.Schema, tables: Iterable[pa.Table], *, compression: str = "snappy"
-) -> str:
-    """Write the tables, whose columns are those of `schema`, as one sealed Parquet file with page checksums.
+class FileFormat(Protocol):
+    """How rows are written to one file, and read back. A damaged file raises what pyarrow raises, or ValueError."""
 
-    `file` is open for writing and reading. Returns the file's digest (`seals.digest_of`).
-    """
-    digesting = Digesting(file)
-    with pq.ParquetWriter(digesting, schema, compression=compression, write_page_checksum=True) as writer:
-        for table in tables:
-            writer.write_table(table.cast(schema))
-        writer.add_key_value_metadata(UNSEALED)
-    seal(file, digesting.digest())
-    return digesting.digest()
+    @property
+    def sealed(self) -> bool:
+        """Whether a file proves itself: it names its job, and holds the digest of its other bytes."""
 
+    @property
+    def json_text(self) -> bool:
+        """Whether values carried from JSON Lines are written as the JSON that they are, not with a column's type."""
 
-def write_jsonl(
-    file: IO[bytes], tables: Iterable[pa.Table], *, json_columns: Collection[str], codec: str | None
-) -> str:
-    """Write the tables as JSON Lines, compressed by `codec` if given; returns the digest of the file.
+    def write(
+        self, file: IO[bytes], schema: pa.Schema, tables: Iterable[pa.Table], json_columns: Collection[str]
+    ) -> str:
+        """Write the tables, whose columns are those of `schema`; returns the digest of the file (`seals.digest_of`).
 
-    The values of `json_columns` are JSON already. Numbers that JSON does not have (NaN, infinity) are null.
-    """
-    digesting = Digesting(file)
-    stream: Any = digesting if codec is None else pa.CompressedOutputStream(digesting, codec)
-    for table in tables:
-        names = [json.dumps(name) for name in table.column_names]
-        columns = [
-            _as_they_are(column.to_pylist()) if name in json_columns else as_json(column)
-            for name, column in zip(table.column_names, table.columns, strict=True)
-        ]
-        form = "{" + ",".join(f"{name.replace('%', '%%')}:%s" for name in names) + "}\n"
-        stream.write("".join(form % values for values in zip(*columns, strict=True)).encode())
-    if codec is not None:
-        stream.close()
-    return digesting.digest()
+        `file` is open for writing and reading. The values of `json_columns` are JSON already.
+        """
+
+    def read(self, file: IO[bytes], names: Sequence[str]) -> Iterator[pa.Table]:
+        """Some columns of a file, piece by piece; where `json_text` holds, carried columns come as JSON text."""
+
+    def column_type(self, file: IO[bytes], name: str) -> pa.DataType:
+        """The type in which a carried column is read back."""
+
+    def job_of(self, file: IO[bytes]) -> Any:
+        """What a sealed file says of its job, as `Job.of_json` takes it."""
 
 
-def _as_they_are(texts: list[str | None]) -> list[str]:
-    return ["null" if text is None else text for text in texts]
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """A row of the registry."""
+
+    endings: tuple[str, ...]
+    """Any of these asks for it; messages name the first."""
+    meaning: str
+    open: Callable[[], FileFormat]
+    """The format of its file; of a directory that of every part."""
+    directory: bool = False
+
+    @property
+    def ending(self) -> str:
+        return self.endings[0]
 
 
-def as_json(column: pa.ChunkedArray) -> list[str]:
-    """The values of a column as JSON texts, as an output in JSON Lines has them."""
-    values = to_python(column)
-    if pa.types.is_floating(column.type):
-        return ["null" if v is None or not math.isfinite(v) else repr(v) for v in values]
-    encode: Callable[[Any], str] = _encoder.encode
-    try:
-        return [encode(value) for value in values]
-    except ValueError:  # a NaN inside a nested value
-        return [encode(_finite(value)) for value in values]
+def _parquet() -> FileFormat:
+    from prefillcli.data.output.parquet_format import ParquetFormat
+
+    return ParquetFormat()
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+def _jsonl(codec: str | None) -> FileFormat:
+    from prefillcli.data.output.jsonl_format import JsonlFormat
+
+    return JsonlFormat(codec)
 
 
-def _plain(value: Any) -> str:
-    """What JSON has no form for: ISO dates, base64 bytes, everything else as text."""
-    if isinstance(value, datetime.date | datetime.time):
-        return value.isoformat()
-    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
+DIRECTORY = OutputFormat(("/",), "a folder of Parquet parts", _parquet, directory=True)
+FORMATS = (
+    OutputFormat((".parquet", ".pq"), "a Parquet file", _parquet),
+    OutputFormat((".jsonl",), "JSON Lines", lambda: _jsonl(None)),
+    OutputFormat((".jsonl.gz",), "JSON Lines, compressed with gzip", lambda: _jsonl("gzip")),
+    OutputFormat((".jsonl.zst",), "JSON Lines, compressed with Zstandard", lambda: _jsonl("zstd")),
+    DIRECTORY,
+)
+FILE_ENDINGS = tuple(each.ending for each in FORMATS if not each.directory)
 
 
-_encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_plain)
+def format_of(path: str) -> OutputFormat | None:
+    """The format that a path asks for; None for an unknown ending."""
+    lower = path.lower()
+    return next((each for each in FORMATS if lower.endswith(each.endings)), None)

@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 
 from prefillcli.data.output.columns import ResultRows, result_arrays, result_schema
 from prefillcli.data.output.counts import Counts
-from prefillcli.data.output.formats import write_parquet
 from prefillcli.data.output.manifest import Job
+from prefillcli.data.output.parquet_format import write_parquet
 from prefillcli.data.output.store import Store
 from prefillcli.data.output.tallies import ROW
 from prefillcli.data.proof.seals import JOB_KEY, require_seal

@@ -38,7 +38,7 @@ def publication(target: Target) -> Publication:
 def settle(target: Target) -> None:
     """Clear up what a kill in the middle of a publication left: an output that was put aside comes back."""
     work = target.work
-    if target.kind != "directory" or not isinstance(target.store, LocalStore) or not isinstance(work, LocalStore):
+    if not target.directory or not isinstance(target.store, LocalStore) or not isinstance(work, LocalStore):
         return
     old, new, place = (os.path.join(work.location, OLD), os.path.join(work.location, _NEW), target.store.location)
     with writing(place):

@@ -1,46 +1,28 @@
-"""Scored rows out: parts as they come, the output file at the end, and going on after a stop."""
+"""Scored rows out: parts as they come, the output at the end, and going on after a stop."""
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from prefillcli.data.output import heartbeat, parts
-from prefillcli.data.output.columns import ResultRows, result_schema
+from prefillcli.data.output.assembly import write_output
+from prefillcli.data.output.columns import ResultRows
 from prefillcli.data.output.counts import Counts
-from prefillcli.data.output.formats import write_jsonl, write_parquet
-from prefillcli.data.output.json_columns import kinds_of, type_for, typed_column
+from prefillcli.data.output.json_columns import kinds_of
 from prefillcli.data.output.locks import Lock
 from prefillcli.data.output.manifest import Job, Manifest
+from prefillcli.data.output.part_index import PartIndex
 from prefillcli.data.output.parts import WindowRows
-from prefillcli.data.output.publication import publication, settle
+from prefillcli.data.output.publication import settle
 from prefillcli.data.output.resuming import decide, proven_parts, require_undamaged
+from prefillcli.data.output.schema import OutputSchema
 from prefillcli.data.output.tallies import ROW
-from prefillcli.data.output.target import Published, Target
-from prefillcli.data.proof.seals import JOB_KEY
+from prefillcli.data.output.target import Target
 from prefillcli.data.reading.partitions import Partitions
 from prefillcli.data.rows import Int64Array, RowError, ScoredRow, Window
-from prefillcli.errors import DamagedFileError, OutputConflictError, PrefillError, UsageError
-
-_ROW_COLUMN = "row"
-
-
-class _WindowParts:
-    """The parts of one window."""
-
-    def __init__(self, rows: WindowRows) -> None:
-        self.rows = rows
-        self.numbers: list[int] = []
-        self.written = 0
-
-    @property
-    def whole(self) -> bool:
-        return self.written == self.rows.count
 
 
 class Sink:
@@ -51,38 +33,17 @@ class Sink:
     """
 
     def __init__(
-        self,
-        target: Target,
-        manifest: Manifest,
-        lock: Lock,
-        *,
-        label_names: Sequence[str],
-        jsonl_input: bool,
-        carried: pa.Schema,
-        audit: bool,
-        truth: str | None,
-        partitions: Partitions | None,
+        self, target: Target, manifest: Manifest, lock: Lock, schema: OutputSchema, partitions: Partitions | None
     ) -> None:
-        self.counts = Counts()
-        """Of all rows that are safe on disk, those of earlier attempts included."""
-        self.seconds = 0.0
-        """Time spent writing so far."""
         self.work = target.work
         """The work folder."""
         self._target = target
         self._manifest = manifest
         self._lock = lock
-        self._labels = tuple(label_names)
-        self._id = manifest.job.id_name
-        self._jsonl_input = jsonl_input
-        self._carried = carried
-        self._audit = audit
-        self._truth = truth
+        self._schema = schema
         self._partitions = partitions
-        self._windows: dict[int, _WindowParts] = {}
-        self._sequence = 0
-        self._kinds: dict[str, set[str]] = {}
-        self._current: tuple[int, set[int]] = (-1, set())
+        self._parts = PartIndex(target.work)
+        self._final: Counts | None = None  # of a complete output
 
     @classmethod
     def open(
@@ -111,8 +72,16 @@ class Sink:
         ResourceError if another process is at it.
         """
         target = Target.parse(output)
-        carried = carried if carried is not None else pa.schema([])
-        check_columns(carried.names, label_names, id_name, audit, truth)
+        schema = OutputSchema(
+            labels=tuple(label_names),
+            id_name=id_name,
+            carried=carried if carried is not None else pa.schema([]),
+            json_carried=jsonl_input,
+            json_text=target.file_format.json_text,
+            audit=audit,
+            truth=truth,
+        )
+        schema.require_distinct()
         job = Job(fingerprint, selection, id_name)
         found = decide(target, job, resume, overwrite, quiet=True)  # a refusal leaves no trace
         if found is not None and found.state == "complete":
@@ -120,17 +89,7 @@ class Sink:
         lock = target.work.lock()
         try:
             found = decide(target, job, resume, overwrite)
-            sink = cls(
-                target,
-                found or Manifest(job, {}),
-                lock,
-                label_names=label_names,
-                jsonl_input=jsonl_input,
-                carried=carried,
-                audit=audit,
-                truth=truth,
-                partitions=partitions,
-            )
+            sink = cls(target, found or Manifest(job, {}), lock, schema, partitions)
             sink._begin(fresh=found is None)
         except BaseException:
             lock.release()
@@ -146,6 +105,11 @@ class Sink:
     def close(self) -> None:
         """Give the lock back. What was written stays."""
         self._lock.release()
+
+    @property
+    def counts(self) -> Counts:
+        """Of all rows that are safe on disk, those of earlier attempts included."""
+        return self._parts.counts if self._final is None else self._final
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -164,25 +128,14 @@ class Sink:
 
     def done(self, window: int) -> set[int]:
         """Numbers of the rows of a window that are in its parts."""
-        if self._current[0] != window:
-            rows: set[int] = set()
-            if window in self._windows:
-                rows.update(self._rows_of(window, [ROW])[ROW].to_pylist())
-            self._current = (window, rows)
-        return set(self._current[1])
+        return self._parts.rows(window)
 
     def finished(self, window: int, rows: Int64Array) -> bool:
         """Whether every row of a window is in its parts; for `windows(skip=...)`.
 
         Raises OutputConflictError if the parts are of other rows than the input's window.
         """
-        if self.complete:
-            return True
-        found = self._windows.get(window)
-        if found is None:
-            return False
-        self._require_same(found, window, rows)
-        return found.whole
+        return self.complete or self._parts.holds(window, rows)
 
     def write(
         self, window: Window, results: Sequence[ScoredRow], errors: dict[int, RowError], *, temperature: float
@@ -192,36 +145,30 @@ class Sink:
         The window's own error rows come with its first part. Rows that are written already are left out;
         when the output is complete, that is all of them. Raises OutputBusyError if the lock was taken away.
         """
-        if self.complete:
+        if self.finished(window.index, window.rows):
             return
-        started = time.perf_counter()
-        found = self._windows.get(window.index)
-        if found is not None:
-            self._require_same(found, window.index, window.rows)
         done = self.done(window.index)
         results = [scored for scored in results if scored.row not in done]
         errors = {row: error for row, error in (window.errors | errors).items() if row not in done}
-        if results or errors:
-            self._lock.check()
-            result = ResultRows.of(window, results, errors, self._labels, temperature)
-            rows = parts.make_rows(window, result, self._audit)
-            info = parts.PartInfo(
-                job=self._manifest.job,
-                plan=self.plan,
-                sequence=self._sequence,
-                window=window.index,
-                number=max(found.numbers, default=-1) + 1 if found else 0,
-                window_rows=WindowRows.of(window.rows) if found is None else found.rows,
-                counts=self._count(Counts(), rows),
-                kinds={name: kinds_of(rows[name]) for name in window.carried.column_names}
-                if self._jsonl_input
-                else {},
-            )
-            parts.write_part(self.work, info, rows)
-            self._register(info)
-            self._carried = window.carried.schema
-            self._current[1].update(rows[ROW].to_pylist())
-        self.seconds += time.perf_counter() - started
+        if not results and not errors:
+            return
+        self._lock.check()
+        schema = self._schema
+        rows = parts.make_rows(
+            window, ResultRows.of(window, results, errors, schema.labels, temperature), schema.audit
+        )
+        info = parts.PartInfo(
+            job=self._manifest.job,
+            plan=self.plan,
+            sequence=self._parts.next_sequence,
+            window=window.index,
+            number=self._parts.next_number(window.index),
+            window_rows=WindowRows.of(window.rows),
+            counts=schema.count(Counts(), rows),
+            kinds={name: kinds_of(rows[name]) for name in schema.carried.names} if schema.json_carried else {},
+        )
+        parts.write_part(self.work, info, rows)
+        self._parts.add(info, rows[ROW].to_pylist())
 
     def finish(self, windows: int) -> None:
         """Make the output of the parts, rows in the order of the input; then remove the parts.
@@ -230,17 +177,28 @@ class Sink:
         """
         if self.complete:
             return
-        started = time.perf_counter()
-        self._require_all_rows(windows)
+        self._parts.require_complete(windows)
         self._lock.check()
-        final = Counts()
-        self._manifest.files = self._write_output(final)
-        self.counts = final
-        self._manifest.state = "complete"
-        self._manifest.counts = final
-        self._manifest.save(self.work)
+        final, manifest = Counts(), self._manifest
+        schema = self._schema.arrow(manifest.job, self._parts.json_kinds)
+        manifest.files = write_output(
+            self._target,
+            manifest.job,
+            schema,
+            self._tables(schema, final),
+            json_columns=self._schema.json_columns,
+            partitions=self._partitions,
+        )
+        manifest.state, manifest.counts = "complete", final
+        manifest.save(self.work)
+        self._final = final
         self._delete_parts()
-        self.seconds += time.perf_counter() - started
+
+    def _tables(self, schema: pa.Schema, counts: Counts) -> Iterator[pa.Table]:
+        """The rows of the output, window by window, counted on the way."""
+        for rows in self._parts.tables():
+            self._schema.count(counts, rows)
+            yield self._schema.table(rows, schema)
 
     def _begin(self, *, fresh: bool) -> None:
         self.work.clean(lambda name: True)
@@ -251,130 +209,12 @@ class Sink:
             self._manifest.save(self.work)
         elif self.complete:
             self._delete_parts()
-            self.counts = self._manifest.counts or self._target.count(self._id)
+            self._final = self._manifest.counts or self._target.count(self._schema.id_name)
         else:
             for info in proven_parts(self.work, self._manifest.job):
-                self._register(info)
-
-    def _register(self, info: parts.PartInfo) -> None:
-        window = self._windows.setdefault(info.window, _WindowParts(info.window_rows))
-        window.numbers.append(info.number)
-        window.written += info.counts.total
-        self._sequence = max(self._sequence, info.sequence + 1)
-        self.counts.add(info.counts)
-        for name, kinds in info.kinds.items():
-            self._kinds.setdefault(name, set()).update(kinds)
+                self._parts.add(info)
 
     def _delete_parts(self) -> None:
         for name in filter(parts.is_part, self.work.names()):
             self.work.delete(name)
         self.work.delete(heartbeat.NAME)
-
-    def _require_same(self, found: _WindowParts, window: int, rows: Int64Array) -> None:
-        if found.rows != WindowRows.of(rows):
-            raise OutputConflictError(
-                f"{self.work.location} holds other rows for window {window} than the input has now\n"
-                "start over with --overwrite"
-            )
-
-    def _require_all_rows(self, windows: int) -> None:
-        last = -1
-        for window in range(max(windows, max(self._windows, default=-1) + 1)):
-            found = self._windows.get(window)
-            if found is None or not found.whole or found.rows.first <= last or window >= windows:
-                raise PrefillError(
-                    f"{self.work.location}: rows of window {window} are missing or doubled\n"
-                    "run again with --resume; if this stays, with --overwrite"
-                )
-            last = found.rows.last
-
-    def _rows_of(self, window: int, columns: Sequence[str] | None = None) -> pa.Table:
-        """The rows in the parts of a window. Raises DamagedFileError if a part is damaged by now."""
-        numbers = self._windows[window].numbers
-        try:
-            return pa.concat_tables(
-                [parts.read_part(self.work, parts.part_name(window, number), columns)[1] for number in numbers]
-            )
-        except DamagedFileError as error:
-            raise DamagedFileError(f"{error}\nrun again with --resume: its rows are scored again") from None
-
-    def _tables(self, counts: Counts) -> Iterator[pa.Table]:
-        """The output, window by window, counted on the way; the rows of each are exactly those of the input."""
-        for window in sorted(self._windows):
-            rows = self._rows_of(window)
-            rows = rows.take(pa.array(np.argsort(rows[ROW].to_numpy(), kind="stable")))
-            if WindowRows.of(rows[ROW].to_numpy()) != self._windows[window].rows:
-                raise PrefillError(
-                    f"{self.work.location}: the parts of window {window} do not hold its rows by now\n"
-                    "run again with --resume: they are scored again"
-                )
-            self._count(counts, rows)
-            yield self._output(rows)
-
-    def _count(self, counts: Counts, rows: pa.Table) -> Counts:
-        counts.add_rows(rows, self._truth, id_name=self._id, json_carried=self._jsonl_input)
-        return counts
-
-    def _output(self, rows: pa.Table) -> pa.Table:
-        """Rows of parts with the columns of the output."""
-        columns = []
-        for field in self._schema():
-            column = rows[ROW if field.name == _ROW_COLUMN and self._id is None else field.name]
-            if self._jsonl_input and field.name in self._carried.names and self._target.kind != "jsonl":
-                column = typed_column(column, field.type)
-            columns.append(column)
-        return pa.Table.from_arrays(columns, schema=self._schema())
-
-    def _schema(self) -> pa.Schema:
-        carried = list(self._carried)
-        if self._jsonl_input and self._target.kind != "jsonl":
-            carried = [pa.field(f.name, type_for(self._kinds.get(f.name, ()))) for f in carried]
-        if self._id is None:
-            carried.insert(0, pa.field(_ROW_COLUMN, pa.int64()))
-        else:
-            carried.sort(key=lambda field: field.name != self._id)
-        text = json.dumps(self._manifest.job.to_json())
-        return pa.schema([*carried, *result_schema(self._labels, self._audit)], metadata={JOB_KEY: text.encode()})
-
-    def _write_output(self, counts: Counts) -> dict[str, str]:
-        """The output's files by name, with their digests."""
-        target = self._target
-        if target.kind == "directory":
-            return self._write_directory(counts)
-        with target.store.create(target.name) as file:
-            if target.kind == "parquet":
-                return {target.name: write_parquet(file, self._schema(), self._tables(counts))}
-            names = self._carried.names if self._jsonl_input else ()
-            return {target.name: write_jsonl(file, self._tables(counts), json_columns=names, codec=target.codec)}
-
-    def _write_directory(self, counts: Counts) -> dict[str, str]:
-        output, files = publication(self._target), {}
-        tables: Iterable[pa.Table] = self._tables(counts) if self._windows else [self._schema().empty_table()]
-        runs = ((folder, rows) for table in tables for folder, rows in self._folders_of(table))
-        for number, (folder, rows) in enumerate(runs):  # the numbers are in the order of the input
-            name = f"{folder}/part-{number:05d}.parquet".removeprefix("/")
-            with output.create(name) as file:
-                files[name] = write_parquet(file, rows.schema, [rows])
-        output.publish(Published(self._manifest.job, files))
-        return files
-
-    def _folders_of(self, table: pa.Table) -> Iterable[tuple[str, pa.Table]]:
-        """Rows of the output that come one after another and belong into one folder, with that folder."""
-        if self._partitions is None or len(table) == 0:
-            return [("", table)]
-        return self._partitions.runs(table)
-
-
-def check_columns(
-    carried: Sequence[str],
-    label_names: Sequence[str],
-    id_name: str | None,
-    audit: bool = False,
-    truth: str | None = None,
-) -> None:
-    """Raise UsageError if a kept column has the name of an output column."""
-    taken = [*([] if id_name is not None else [_ROW_COLUMN]), *result_schema(label_names, audit).names, ROW]
-    for name in carried:
-        if name in taken:
-            option = {truth: "--truth", id_name: "--id-column"}.get(name, "--keep-columns")
-            raise UsageError(f"{option} {name}: the output has a column {name} already\nrename it in the input")

@@ -8,18 +8,17 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from prefillcli.data.filesystems import filesystem_of
-from prefillcli.data.output.columns import COLUMNS
+from prefillcli.data.output.columns import COLUMNS, ROW_COLUMN
 from prefillcli.data.output.counts import Counts
+from prefillcli.data.output.formats import DIRECTORY, FILE_ENDINGS, FileFormat, OutputFormat, format_of
 from prefillcli.data.output.manifest import Job, with_checksum
 from prefillcli.data.output.store import Store, open_store
 from prefillcli.data.paths import WORK_ENDING, is_url, split_path
-from prefillcli.data.proof.seals import JOB_KEY, digest_of, seal_of
+from prefillcli.data.proof.seals import digest_of, seal_of
 from prefillcli.errors import DamagedFileError, UsageError
 
 SUCCESS = "_SUCCESS"
@@ -48,32 +47,38 @@ class Target:
 
     path: str
     """As the user named it; a symbolic link to a local file or folder is followed."""
-    kind: Literal["parquet", "jsonl", "directory"]
-    codec: str | None = None
+    format: OutputFormat
 
     @classmethod
     def parse(cls, output: str) -> Target:
         """Raises UsageError for an unknown ending."""
         path = _followed(output.rstrip("/"))
-        lower = path.lower()
         if output.endswith("/") or _is_directory(path):
-            return cls(path, "directory")
-        if lower.endswith((".parquet", ".pq")):
-            return cls(path, "parquet")
-        for ending, codec in ((".jsonl", None), (".jsonl.gz", "gzip"), (".jsonl.zst", "zstd")):
-            if lower.endswith(ending):
-                return cls(path, "jsonl", codec)
-        if _is_directory(f"{path}{WORK_ENDING}/{OLD}"):
-            return cls(path, "directory")
-        raise UsageError(
-            f"unknown ending of --output {output}\n"
-            "use .parquet, .jsonl (.gz, .zst), or end it in / for a directory of parts"
-        )
+            return cls(path, DIRECTORY)
+        found = format_of(path)
+        if found is None and _is_directory(f"{path}{WORK_ENDING}/{OLD}"):
+            found = DIRECTORY
+        if found is None:
+            raise UsageError(
+                f"unknown ending of --output {output}\n"
+                f"use {', '.join(FILE_ENDINGS)}, or end it in / for {DIRECTORY.meaning}"
+            )
+        return cls(path, found)
+
+    @property
+    def directory(self) -> bool:
+        """Whether the output is a folder of parts."""
+        return self.format.directory
+
+    @cached_property
+    def file_format(self) -> FileFormat:
+        """How each of its files is written and read."""
+        return self.format.open()
 
     @cached_property
     def store(self) -> Store:
         """The folder that holds the output."""
-        return open_store(self.path if self.kind == "directory" else split_path(self.path)[0])
+        return open_store(self.path if self.directory else split_path(self.path)[0])
 
     @cached_property
     def work(self) -> Store:
@@ -86,18 +91,18 @@ class Target:
 
     def is_ours(self, name: str) -> bool:
         """Whether a file of `store` is part of the output."""
-        if self.kind == "directory":
+        if self.directory:
             return name == SUCCESS or bool(_DIRECTORY_PART.fullmatch(name))
         return name == self.name
 
     def files(self) -> list[str]:
         """The files of the output that are there, by their names in `store`."""
-        names = self.store.find(is_partition) if self.kind == "directory" else self.store.names()
+        names = self.store.find(is_partition) if self.directory else self.store.names()
         return list(filter(self.is_ours, names))
 
     def clean(self) -> None:
         """Remove what killed runs left of half-written files of the output."""
-        if self.kind == "directory":
+        if self.directory:
             self.store.clean(self.is_ours, is_partition)
         else:
             self.store.clean(self.is_ours)
@@ -106,17 +111,16 @@ class Target:
         return bool(self.files())
 
     def published(self) -> Published | None:
-        """What the output says of itself; None if it says nothing that can be read, as JSON Lines do."""
-        if self.kind == "jsonl":
+        """What the output says of itself; None if it says nothing that can be read, or its format says nothing."""
+        if not self.file_format.sealed:
             return None
         try:
-            if self.kind == "directory":
+            if self.directory:
                 with self.store.read(SUCCESS) as file:
                     content = json.load(file)
                 return Published(Job.of_json(content), dict(content["files"]))
             with self.store.read(self.name) as file:
-                content = json.loads(pq.read_schema(file).metadata[JOB_KEY])
-                return Published(Job.of_json(content), {self.name: seal_of(file)})
+                return Published(Job.of_json(self.file_format.job_of(file)), {self.name: seal_of(file)})
         except (pa.ArrowException, DamagedFileError, OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -130,7 +134,7 @@ class Target:
             elif self._digest(name) != digest:
                 found.append(f"{self._shown(name)} is not as it was written")
         others = [name for name in there if name not in published.files]
-        if self.kind == "directory":
+        if self.directory:
             if SUCCESS not in there:
                 found.append(f"{self._shown(SUCCESS)} is missing")
             else:
@@ -142,25 +146,25 @@ class Target:
 
     def _digest(self, name: str) -> str | None:
         """The digest of a file; None if it is damaged, its seal included."""
-        sealed = name.endswith((".parquet", ".pq"))
+        sealed = self.file_format.sealed
         with suppress(DamagedFileError), self.store.read(name) as file:
             digest = digest_of(file, sealed=sealed)
             return digest if not sealed or seal_of(file) == digest else None
         return None
 
     def count(self, id_name: str | None = None) -> Counts:
-        """Count the rows of a Parquet output, whose ids are in the column `id_name`."""
-        counts, counted = Counts(), [column.name for column in COLUMNS if column.counted]
+        """Count the rows of the output, whose ids are in the column `id_name`."""
+        counts = Counts()
+        names = [*(column.name for column in COLUMNS if column.counted), id_name or ROW_COLUMN]
         for name in self.files():
             if name != SUCCESS:
                 with self.store.read(name) as file:
-                    parquet = pq.ParquetFile(file, page_checksum_verification=True)
-                    for batch in parquet.iter_batches(columns=[*counted, id_name or "row"]):
-                        counts.add_rows(pa.Table.from_batches([batch]), id_name=id_name)
+                    for table in self.file_format.read(file, names):
+                        counts.add_rows(table, id_name=id_name)
         return counts
 
     def _shown(self, name: str) -> str:
-        return f"{self.path}/{name}" if self.kind == "directory" else self.path
+        return f"{self.path}/{name}" if self.directory else self.path
 
 
 def is_partition(folder: str) -> bool:

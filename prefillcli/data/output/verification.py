@@ -9,21 +9,18 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
+from prefillcli.data.output.columns import ROW_COLUMN
 from prefillcli.data.output.counts import Counts
-from prefillcli.data.output.formats import as_json
 from prefillcli.data.output.json_columns import typed_column
+from prefillcli.data.output.jsonl_format import as_json
 from prefillcli.data.output.manifest import Job, Manifest
 from prefillcli.data.output.target import Published, Target
-from prefillcli.data.proof.seals import JOB_KEY
 from prefillcli.data.reading.source import Source
 from prefillcli.data.values import to_python
 from prefillcli.errors import ContentChangedError, DamagedFileError, OutputConflictError
 
-_ROW_COLUMN = "row"
 _MOST = 20  # problems that are named
-_BLOCK = 1 << 22
 
 #: Ids or row numbers, scores and errors of some rows.
 Batch = tuple[list[Any], pa.ChunkedArray, pa.ChunkedArray]
@@ -97,20 +94,15 @@ class Verification:
 
     def _batches(self, published: Published) -> Iterator[Batch]:
         """The output, as far as it can be read."""
-        columns = [published.job.id_name or _ROW_COLUMN, "score", "error"]
+        id_name, form = published.job.id_name or ROW_COLUMN, self._target.file_format
         for name in published.files:
             with self._target.store.read(name) as file:
                 try:
-                    if self._target.kind == "jsonl":
-                        yield from _read_jsonl(file, self._target.codec, *columns)
-                        continue
-                    parquet = pq.ParquetFile(file, page_checksum_verification=True)
-                    said = json.loads(parquet.schema_arrow.metadata[JOB_KEY])
-                    if Job.of_json(said).digest != published.job.digest:
+                    if form.sealed and Job.of_json(form.job_of(file)).digest != published.job.digest:
                         self._add(f"{name} says that another job wrote it")
-                    for batch in parquet.iter_batches(columns=list(dict.fromkeys(columns))):
-                        table = pa.Table.from_batches([batch])
-                        yield to_python(table[columns[0]]), table["score"], table["error"]
+                    for table in form.read(file, [id_name, "score", "error"]):
+                        ids = to_python(table[id_name])
+                        yield _json_values(ids) if form.json_text else ids, table["score"], table["error"]
                 except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
                     self._add(f"{name} cannot be read: {error}")
 
@@ -142,10 +134,10 @@ class Verification:
 
     def _input_ids(self, job: Job, source: Source) -> Iterator[list[Any]]:
         """The ids or row numbers of the input as the output should have them."""
-        kind = None
-        if self._target.kind != "jsonl" and job.id_name is not None and self._published is not None:
+        kind, form = None, self._target.file_format
+        if not form.json_text and job.id_name is not None and self._published is not None:
             with self._target.store.read(next(iter(self._published.files))) as file:
-                kind = pq.read_schema(file).field(job.id_name).type
+                kind = form.column_type(file, job.id_name)
         for batch in source.batches():
             if job.id_name is None:
                 yield batch.rows.tolist()
@@ -153,7 +145,7 @@ class Verification:
             column = batch.carried[job.id_name]
             if kind is None:
                 texts = column.to_pylist() if source.kind == "jsonl" else as_json(column)
-                yield [None if text is None else json.loads(text) for text in texts]
+                yield _json_values(texts)
             else:
                 typed = typed_column(column, kind) if source.kind == "jsonl" else column.cast(kind)
                 yield to_python(typed)
@@ -181,20 +173,8 @@ class Verification:
             self.problems.append(text)
 
 
-def _read_jsonl(file: Any, codec: str | None, *columns: str) -> Iterator[Batch]:
-    stream = pa.input_stream(file, compression=codec)
-    rest = b""
-    while data := stream.read(_BLOCK):
-        *lines, rest = (rest + data).split(b"\n")
-        rows = [json.loads(line) for line in lines]
-        ids, scores, errors = ([row[name] for row in rows] for name in columns)
-        yield (
-            ids,
-            pa.chunked_array([pa.array(scores, pa.float64())]),
-            pa.chunked_array([pa.array(errors, pa.string())]),
-        )
-    if rest:
-        raise ValueError("the last line has no end")
+def _json_values(texts: Sequence[str | None]) -> list[Any]:
+    return [None if text is None else json.loads(text) for text in texts]
 
 
 def _counted(rows: dict[str, int]) -> str:

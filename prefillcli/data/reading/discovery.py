@@ -20,8 +20,8 @@ from prefillcli.errors import PrefillError, UsageError
 
 Kind = Literal["parquet", "jsonl"]
 
-_CODECS = {".gz": "gzip", ".zst": "zstd"}
-_KINDS: dict[str, Kind] = {
+CODECS = {".gz": "gzip", ".zst": "zstd"}
+KINDS: dict[str, Kind] = {
     ".parquet": "parquet",
     ".pq": "parquet",
     ".jsonl": "jsonl",
@@ -190,10 +190,10 @@ def _visible(name: str, root: str) -> bool:
 
 def _format(name: str) -> tuple[Kind, str | None] | None:
     stem, ending = os.path.splitext(name.lower())
-    codec = _CODECS.get(ending)
+    codec = CODECS.get(ending)
     if codec is not None:
         ending = os.path.splitext(stem)[1]
-    kind = _KINDS.get(ending)
+    kind = KINDS.get(ending)
     if kind is None or (kind == "parquet" and codec is not None):
         return None
     return kind, codec

@@ -1,0 +1,111 @@
+"""Rows as JSON Lines, plain or compressed."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import json
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import IO, Any
+
+import pyarrow as pa
+
+from prefillcli.data.output.columns import COLUMN_TYPES
+from prefillcli.data.proof.seals import Digesting
+from prefillcli.data.values import to_python
+
+_BLOCK = 1 << 22
+
+
+class JsonlFormat:
+    """See `FileFormat`. `codec` is that of pyarrow's streams: gzip, zstd, or None."""
+
+    sealed = False
+    json_text = True
+
+    def __init__(self, codec: str | None) -> None:
+        self.codec = codec
+
+    def write(
+        self, file: IO[bytes], schema: pa.Schema, tables: Iterable[pa.Table], json_columns: Collection[str]
+    ) -> str:
+        return write_jsonl(file, tables, json_columns=json_columns, codec=self.codec)
+
+    def read(self, file: IO[bytes], names: Sequence[str]) -> Iterator[pa.Table]:
+        stream = pa.input_stream(file, compression=self.codec)
+        rest = b""
+        while data := stream.read(_BLOCK):
+            *lines, rest = (rest + data).split(b"\n")
+            rows = [json.loads(line) for line in lines]
+            columns = {}
+            for name in names:
+                values = [row[name] for row in rows]
+                if name not in COLUMN_TYPES:
+                    values = [None if value is None else _encoder.encode(value) for value in values]
+                columns[name] = pa.array(values, COLUMN_TYPES.get(name, pa.string()))
+            yield pa.table(columns)
+        if rest:
+            raise ValueError("the last line has no end")
+
+    def column_type(self, file: IO[bytes], name: str) -> pa.DataType:
+        return pa.string()
+
+    def job_of(self, file: IO[bytes]) -> Any:
+        raise ValueError("JSON Lines do not say which job wrote them")
+
+
+def write_jsonl(
+    file: IO[bytes], tables: Iterable[pa.Table], *, json_columns: Collection[str], codec: str | None
+) -> str:
+    """Write the tables as JSON Lines, compressed by `codec` if given; returns the digest of the file.
+
+    The values of `json_columns` are JSON already. Numbers that JSON does not have (NaN, infinity) are null.
+    """
+    digesting = Digesting(file)
+    stream: Any = digesting if codec is None else pa.CompressedOutputStream(digesting, codec)
+    for table in tables:
+        names = [json.dumps(name) for name in table.column_names]
+        columns = [
+            _as_they_are(column.to_pylist()) if name in json_columns else as_json(column)
+            for name, column in zip(table.column_names, table.columns, strict=True)
+        ]
+        form = "{" + ",".join(f"{name.replace('%', '%%')}:%s" for name in names) + "}\n"
+        stream.write("".join(form % values for values in zip(*columns, strict=True)).encode())
+    if codec is not None:
+        stream.close()
+    return digesting.digest()
+
+
+def _as_they_are(texts: list[str | None]) -> list[str]:
+    return ["null" if text is None else text for text in texts]
+
+
+def as_json(column: pa.ChunkedArray) -> list[str]:
+    """The values of a column as JSON texts, as an output in JSON Lines has them."""
+    values = to_python(column)
+    if pa.types.is_floating(column.type):
+        return ["null" if v is None or not math.isfinite(v) else repr(v) for v in values]
+    encode: Callable[[Any], str] = _encoder.encode
+    try:
+        return [encode(value) for value in values]
+    except ValueError:  # a NaN inside a nested value
+        return [encode(_finite(value)) for value in values]
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _plain(value: Any) -> str:
+    """What JSON has no form for: ISO dates, base64 bytes, everything else as text."""
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
+
+
+_encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_plain)
