@@ -47,7 +47,7 @@ KV_CACHE = 1 << 30  # bytes that vLLM is given: more than any of these workloads
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class RaceRows:
     """Rows to score, and the settings that stand where none are tried.
 
     `equal`: so many of the rows, evenly spaced, are enough for who shares nothing between them: all cost the same.
@@ -73,10 +73,10 @@ def _vllm(tokens: int, block: int, *, eager: bool = False) -> Settings:
     return {**sizes, "cores": CORES, "libiomp": True}
 
 
-def shared(vocabulary: int, scale: float) -> Workload:
+def shared(vocabulary: int, scale: float) -> RaceRows:
     """Post recommendation, as in PrefillOnly."""
     users, posts, history, post = 2, max(2, int(40 * scale)), int(2_000 * scale), int(150 * scale)
-    return Workload(
+    return RaceRows(
         f"{users} users x {posts} posts, {history:,} + {post} tokens",
         prompts_with_histories(users, posts, history, post, vocabulary),
         {VLLM: ">= 3", PLAIN: ">= 15"},
@@ -85,10 +85,10 @@ def shared(vocabulary: int, scale: float) -> Workload:
     )
 
 
-def one(vocabulary: int, scale: float) -> Workload:
+def one(vocabulary: int, scale: float) -> RaceRows:
     """Credit verification, as in PrefillOnly."""
     tokens = int(16_000 * scale)
-    return Workload(
+    return RaceRows(
         f"one prompt of {tokens:,} tokens",
         [random_prompt(tokens, vocabulary)],
         {VLLM: ">= 1.5", PLAIN: ">= 1.5"},
@@ -97,10 +97,10 @@ def one(vocabulary: int, scale: float) -> Workload:
     )
 
 
-def many(vocabulary: int, scale: float) -> Workload:
+def many(vocabulary: int, scale: float) -> RaceRows:
     """Short texts that share nothing, as in labelling."""
     rows = max(2, int(400 * scale))
-    return Workload(
+    return RaceRows(
         f"{rows} rows of 20-500 tokens",
         short_rows(rows, 20, 500, vocabulary),
         {PADDED: ">= 1.5"},
@@ -108,7 +108,7 @@ def many(vocabulary: int, scale: float) -> Workload:
     )
 
 
-WORKLOADS: Mapping[str, Callable[[int, float], Workload]] = {"shared": shared, "single": one, "short": many}
+WORKLOADS: Mapping[str, Callable[[int, float], RaceRows]] = {"shared": shared, "single": one, "short": many}
 
 
 def main(
@@ -139,7 +139,7 @@ def main(
 
 
 def race(
-    workload: Workload, names: Sequence[str], model: Path, dtype: str, rounds: int, trial: bool
+    workload: RaceRows, names: Sequence[str], model: Path, dtype: str, rounds: int, trial: bool
 ) -> dict[str, Any]:
     """All contenders on one workload, as a value for JSON."""
     open_one = partial(_open, workload=workload, model=model, dtype=dtype)
@@ -183,7 +183,7 @@ def race(
     }
 
 
-def _open(name: str, *, settings: Settings, workload: Workload, model: Path, dtype: str) -> Runner:
+def _open(name: str, *, settings: Settings, workload: RaceRows, model: Path, dtype: str) -> Runner:
     prompts = [workload.prompts[row] for row in workload.rows(name)]
     more = {"kv_cache_memory_bytes": KV_CACHE} if name == VLLM else {}
     return Runner(name, model, dtype, prompts, {**settings, **more})

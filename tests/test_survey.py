@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefillcli.data.rows import Prompt, RowError, Window
-from prefillcli.forecast.survey import LEVELS, Contents, histogram_of, lengths_of
-from prefillcli.forecast.timing import Forecast
+from prefillcli.forecast.input_statistics import LEVELS, InputStatistics, histogram_of, lengths_of
+from prefillcli.forecast.remaining_time import RemainingTime
 from prefillcli.models.find import read_model_files
 from prefillcli.models.weights import weight_bytes
 from prefillcli.plan.pack import Limits
@@ -91,7 +91,7 @@ def test_shared_nodes_know_their_prompts(prompts: list[np.ndarray]) -> None:
 
 @given(some_prompts)
 def test_sharing_is_that_of_brute_force(prompts: list[np.ndarray]) -> None:
-    contents = Contents()
+    contents = InputStatistics()
     contents.add(window_of(prompts))
     sharing, counts = contents.sharing(), prefix_counts(prompts)
     assert sharing.unique_tokens == len(counts)
@@ -105,7 +105,7 @@ def test_sharing_is_that_of_brute_force(prompts: list[np.ndarray]) -> None:
 
 @given(some_prompts)
 def test_duplicates_are_rows_that_are_not_alone(prompts: list[np.ndarray]) -> None:
-    contents = Contents()
+    contents = InputStatistics()
     for number, prompt in enumerate(prompts):
         contents.add(window_of([prompt], number))  # in windows of their own
     alike = [rows for rows in Counter(tuple(p.tolist()) for p in prompts).values() if rows > 1]
@@ -114,7 +114,7 @@ def test_duplicates_are_rows_that_are_not_alone(prompts: list[np.ndarray]) -> No
 
 
 def test_a_prefix_of_several_windows_is_one() -> None:
-    history, contents = np.arange(50, dtype=np.int32), Contents()
+    history, contents = np.arange(50, dtype=np.int32), InputStatistics()
     for number in range(3):
         prompts = [np.append(history, [100 + 10 * number + i]).astype(np.int32) for i in range(4)]
         contents.add(window_of(prompts, 4 * number))
@@ -124,7 +124,7 @@ def test_a_prefix_of_several_windows_is_one() -> None:
 
 
 def test_rows_are_counted_by_what_happens_to_them() -> None:
-    contents = Contents()
+    contents = InputStatistics()
     errors = {
         1: RowError("null_prompt", ""), 2: RowError("skipped_too_long", ""), 3: RowError("prompt_too_long", ""),
     }  # fmt: skip
@@ -170,7 +170,7 @@ def test_bars_and_durations() -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time as the forecast sees it."""
     now = [100.0]
-    monkeypatch.setattr("prefillcli.forecast.timing.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("prefillcli.forecast.remaining_time.time.monotonic", lambda: now[0])
     return now
 
 
@@ -185,7 +185,7 @@ def seconds_of(plan: Plan) -> float:
 
 
 def test_a_forecast_is_scaled_by_what_was_measured(clock: list[float]) -> None:
-    forecast, pack = Forecast(seconds_of, rows=40), ten_tokens()
+    forecast, pack = RemainingTime(seconds_of, rows=40), ten_tokens()
     assert forecast.seconds_left() is None
     forecast.skip(10)  # found done
     forecast.plan([pack, pack], rows=10, draft_seconds=0.0)  # 20 more rows will come
@@ -207,10 +207,10 @@ def test_a_forecast_is_scaled_by_what_was_measured(clock: list[float]) -> None:
 
 def test_a_forecast_counts_the_draft_and_needs_the_number_of_rows() -> None:
     pack = ten_tokens()
-    forecast = Forecast(seconds_of, rows=20)
+    forecast = RemainingTime(seconds_of, rows=20)
     forecast.plan([pack], rows=10, draft_seconds=7.0)
     assert forecast.seconds_left() == pytest.approx(10 + 10 + 7)
-    forecast = Forecast(seconds_of, rows=None)
+    forecast = RemainingTime(seconds_of, rows=None)
     forecast.plan([pack], rows=10, draft_seconds=0.0)
     assert forecast.seconds_left() is None
 

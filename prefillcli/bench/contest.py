@@ -34,8 +34,8 @@ from prefillcli.stats.audit import auc, audit_of, flip_interval
 _STEADY = 1.5  # longest round of a method over its shortest, up to which speeds are taken for what they are
 _MEASURABLE = 0.5  # seconds; shorter rounds differ in any case
 
-#: Called after each run of a method over all rows, with its name and its seconds.
-Tell = Callable[[str, float], None]
+#: Called before each run of a method over all rows, with what it is.
+Begin = Callable[[str], None]
 
 
 def contenders(
@@ -82,63 +82,29 @@ def compare(
     *,
     rounds: int,
     temperature: float,
-    tell: Tell,
-    begin: Callable[[str], None] = lambda step: None,
+    begin: Begin = lambda step: None,
     within: float = math.inf,
 ) -> WorkloadResult:
     """Run every method once for its answers and memory, then `rounds` times in turn for its time; 0: the first run's.
 
-    `begin` is called before each run with what it is; `within` is as in `interleaved`.
-    A method that runs out of the device's memory is left out with a note. Raises PrefillError if the reference gives
-    scores that are no numbers.
+    `within` is as in `interleaved`. A method that runs out of the device's memory is left out with a note. Raises
+    PrefillError if the reference gives scores that are not numbers.
     """
-    prompts = material.prompts
-    entries: list[_Entry] = []
-    for method in methods:
-        begin(f"{material.name}: {method.name}, for its answers")
-        try:
-            method.run(prompts[:1])  # what is set up once is not the prompts'
-            begun = time.perf_counter()
-            run, peak = with_peak(partial(method.run, prompts), cuda=equipment.device.type == "cuda")
-            taken = time.perf_counter() - begun
-        except (torch.OutOfMemoryError, MemoryError):
-            if method.name == REFERENCE:
-                raise
-            material.notes.append(f"{method.name} is left out: it runs out of memory on these prompts")
-            continue
-        entries.append(_Entry(method, run, peak, taken))
-        tell(method.name, taken)
-
-    def timed(method: Contender) -> MethodRun:
-        begin(f"{material.name}: {method.name}, for its time")
-        return method.run(prompts)
-
-    runs = {entry.contender.name: partial(timed, entry.contender) for entry in entries}
-    seconds = interleaved(
-        runs, rounds, warm_up=False, within=within, on_run=lambda turn, name, taken: tell(name, taken)
-    )
-    done = len(seconds[REFERENCE])
-    if done < rounds:
-        material.notes.append(
-            f"{done} of {rounds} timed rounds: more would take long here; --rounds {rounds} makes all"
-        )
-    if not rounds:
-        seconds = {entry.contender.name: [entry.seconds] for entry in entries}
-        material.notes.append("times are those of one run each, the first")
+    entries = _first_runs(material, methods, equipment, begin)
+    seconds = _timed_rounds(material, entries, rounds, begin, within)
     reference = next(entry for entry in entries if entry.contender.name == REFERENCE)
     full = label_shares(reference.run.logprobs, temperature)
     if not np.isfinite(full).all():
         raise PrefillError(f"{material.name}: the model gives scores that are not numbers; try --dtype float32")
-    plan = equipment.plan(reference.run.requests)
     cost = reference.contender.cost(reference.run)
     result = WorkloadResult(
         workload=material.name,
         made=material.made,
-        rows=len(prompts),
+        rows=len(material.prompts),
         truth_rows=sum(truth is not None for truth in material.truths),
-        prompt_tokens=sum(len(prompt.tokens) for prompt in prompts),
-        unique_tokens=plan.unique_tokens,
-        rounds=done,
+        prompt_tokens=sum(len(prompt.tokens) for prompt in material.prompts),
+        unique_tokens=equipment.plan(reference.run.requests).unique_tokens,
+        rounds=len(seconds[REFERENCE]) if rounds else 0,
         notes=material.notes,
     )
     for entry in entries:
@@ -156,6 +122,47 @@ def compare(
     if cost.unknown is not None:
         result.notes.append(f"no speedup is predicted from operations: {cost.unknown}")
     return result
+
+
+def _first_runs(material: Material, methods: Sequence[Contender], equipment: Equipment, begin: Begin) -> list[_Entry]:
+    """Each method's answers and memory."""
+    entries: list[_Entry] = []
+    for method in methods:
+        begin(f"{material.name}: {method.name}, for its answers")
+        try:
+            method.run(material.prompts[:1])  # what is set up once is not the prompts'
+            begun = time.perf_counter()
+            run, peak = with_peak(partial(method.run, material.prompts), cuda=equipment.device.type == "cuda")
+            taken = time.perf_counter() - begun
+        except (torch.OutOfMemoryError, MemoryError):
+            if method.name == REFERENCE:
+                raise
+            material.notes.append(f"{method.name} is left out: it runs out of memory on these prompts")
+            continue
+        entries.append(_Entry(method, run, peak, taken))
+    return entries
+
+
+def _timed_rounds(
+    material: Material, entries: Sequence[_Entry], rounds: int, begin: Begin, within: float
+) -> dict[str, list[float]]:
+    """Seconds of each method in each round; without rounds, those of its first run."""
+
+    def timed(method: Contender) -> MethodRun:
+        begin(f"{material.name}: {method.name}, for its time")
+        return method.run(material.prompts)
+
+    if not rounds:
+        material.notes.append("times are those of one run each, the first")
+        return {entry.contender.name: [entry.seconds] for entry in entries}
+    runs = {entry.contender.name: partial(timed, entry.contender) for entry in entries}
+    seconds = interleaved(runs, rounds, warm_up=False, within=within)
+    done = len(seconds[REFERENCE])
+    if done < rounds:
+        material.notes.append(
+            f"{done} of {rounds} timed rounds: more would take long here; --rounds {rounds} makes all"
+        )
+    return seconds
 
 
 def _measured(

@@ -19,7 +19,7 @@ _SHARED_FROM, _SHARED_BY = 40, 20  # rows from which readers come with many post
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class PromptSet:
     """Prompts with the answers that are true of them."""
 
     name: str
@@ -28,7 +28,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class WorkloadKind:
     """How a workload is made: `build(rng, lines, answers)` gives a prompt for each answer, all behind one history."""
 
     summary: str  # for a table of workloads
@@ -57,25 +57,27 @@ def _each(task: Callable[[Random, int, str], str]) -> Callable[[Random, int, Seq
     return lambda rng, lines, answers: [task(rng, lines, answer) for answer in answers]
 
 
-WORKLOADS: dict[str, Recipe] = {
-    "post-recommendation": Recipe(
+WORKLOADS: dict[str, WorkloadKind] = {
+    "post-recommendation": WorkloadKind(
         "would a reader with this history read the new post?", _ask_case("post_recommendation"), 1, shares=True
     ),
-    "credit-verification": Recipe(
+    "credit-verification": WorkloadKind(
         "does the applicant's file mention the creditor?", _ask_case("credit_verification"), 1, shares=True
     ),
-    "needle": Recipe("one line mentions the topic asked about, or none", _each(tasks.needle), 1),
-    "multi-needle": Recipe("two of four single mentions, or one and a missing one", _each(tasks.multi_needle), 8),
-    "variable-tracking": Recipe("who holds a loan that changed hands", _each(tasks.variable_tracking), 20),
-    "common-words": Recipe("is it one of the four most common names", _each(tasks.common_words), 24),
-    "frequent-words": Recipe("is it one of the three most frequent topics", _each(tasks.frequent_words), 36),
-    "qa": Recipe("a fact about one applicant among the files of others", _each(tasks.qa), 16),
+    "needle": WorkloadKind("one line mentions the topic asked about, or none", _each(tasks.needle), 1),
+    "multi-needle": WorkloadKind(
+        "two of four single mentions, or one and a missing one", _each(tasks.multi_needle), 8
+    ),
+    "variable-tracking": WorkloadKind("who holds a loan that changed hands", _each(tasks.variable_tracking), 20),
+    "common-words": WorkloadKind("is it one of the four most common names", _each(tasks.common_words), 24),
+    "frequent-words": WorkloadKind("is it one of the three most frequent topics", _each(tasks.frequent_words), 36),
+    "qa": WorkloadKind("a fact about one applicant among the files of others", _each(tasks.qa), 16),
 }
 
 
 def make_workload(
     name: str, *, rows: int, tokens: int, seed: int, count: Callable[[str], int], per_user: int | None = None
-) -> Workload:
+) -> PromptSet:
     """`rows` prompts of at most `tokens` tokens each, as `count` counts them, special tokens included if it does.
 
     The longest prompt about each history has 97 % of `tokens` or more, or comes as close as whole lines (about 20
@@ -97,7 +99,7 @@ def make_workload(
     prompts: list[str] = []
     for start in range(0, rows, per_user):
         prompts += _fit(name, recipe, answers[start : start + per_user], tokens, count, f"{name} {seed} {start}")
-    return Workload(name, tuple(prompts), tuple(answers))
+    return PromptSet(name, tuple(prompts), tuple(answers))
 
 
 def _answers(rng: Random, rows: int, per_user: int) -> list[str]:
@@ -112,7 +114,7 @@ def _answers(rng: Random, rows: int, per_user: int) -> list[str]:
 
 
 def _fit(
-    name: str, recipe: Recipe, answers: Sequence[str], tokens: int, count: Callable[[str], int], seed: str
+    name: str, recipe: WorkloadKind, answers: Sequence[str], tokens: int, count: Callable[[str], int], seed: str
 ) -> list[str]:
     """The prompts of one history, with as many lines as fit `tokens`; lines differ in length, so tries do."""
     lines, found, longest = max(recipe.least, tokens // _LINE_TOKENS), [], 0

@@ -4,171 +4,25 @@ from __future__ import annotations
 
 import bisect
 import json
-from collections.abc import Iterable
+import os
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
 from prefillcli.data.output.store import open_file
 from prefillcli.errors import UsageError
+from prefillcli.forecast.completion_model import CompletionModel
 from prefillcli.forecast.machine import Machine, this_machine
+from prefillcli.forecast.mode_results import ModeResult, Trace
 from prefillcli.forecast.replay_results import Replay
-from prefillcli.plan.pack import Pack
 from prefillcli.plan.plan import Plan
 from prefillcli.report.survey import Survey
 
 SCHEMA_VERSION = 1
 
-#: What a fit of completion times must reach before anything is predicted with it (docs/profile.md says why).
-LEAST_PEARSON = 0.9
-MOST_MEAN_ERROR = 0.25
-MOST_ERROR = 0.75
-
+DEFAULT_PROFILE = "profile.json"
 _SAME_MEMORY = 0.05  # kernels of one machine count its memory a little differently
-
-
-class MemoryPoint(BaseModel):
-    """One short run of a mode."""
-
-    tokens: int
-    peak_bytes: int  # above the loaded model
-    seconds: float
-
-
-class Confirmation(BaseModel):
-    """A run of a mode under an enforced budget."""
-
-    tokens: int
-    fits: bool
-    peak_bytes: int | None = None  # above the loaded model; None where the run did not come to its end
-    seconds: float | None = None
-    excess_bytes: int | None = None  # of a run that did not fit: what it lacked at least, where it could tell
-    reason: str | None = None  # why it did not fit
-
-
-class ModeResult(BaseModel):
-    """How long a prompt may be in one mode. Bytes are `fit_base + fit_token * tokens`."""
-
-    mode: str
-    points: list[MemoryPoint] = Field(default_factory=list)
-    fit_base: float | None = None  # bytes
-    fit_token: float | None = None  # bytes for each token
-    law_base: float
-    law_token: float
-    law_terms: dict[str, float] = Field(default_factory=dict)  # bytes for each token, by what takes them
-    fit_over_law: float | None = None  # of the bytes for each token
-    predicted_tokens: int | None = None  # by the fit, in the budget, within the model's own limit
-    limited_by: Literal["memory", "model"] | None = None
-    confirmations: list[Confirmation] = Field(default_factory=list)
-    capped: bool = False  # the confirming run was shorter than predicted, to save time
-    max_tokens: int | None = None  # longest that a confirming run has shown to fit
-    notes: list[str] = Field(default_factory=list)
-
-
-class TracePoint(BaseModel):
-    """Memory in use above the loaded model, some time after the start of a run."""
-
-    seconds: float
-    used_bytes: int
-
-
-class Trace(BaseModel):
-    """Memory over the time of one run."""
-
-    mode: str
-    tokens: int
-    points: list[TracePoint]
-
-
-class CompletionPoint(BaseModel):
-    """A prompt of `input_tokens`, of which the K,V of `cached_tokens` were held from the pack before."""
-
-    input_tokens: int
-    cached_tokens: int
-    seconds: float  # least of the rounds
-    predicted: float  # by the linear fit
-    heldout: bool = False  # not used for the fits
-
-
-class CompletionModel(BaseModel):
-    """Seconds of prefills.
-
-    Of one prompt, linear as in PrefillOnly 6.3: `base + per_input * input + per_cached * cached`, and its proxy, which
-    takes seconds to be proportional to `input - cached` but for a constant. Of a whole plan: `per_pack`, `per_token`
-    and `per_read` (a prompt's own last layer, head and calls) and `per_pair` (a query that sees a key in one layer).
-    """
-
-    base: float
-    per_input: float
-    per_cached: float
-    pearson: float  # of the linear fit with the measured seconds
-    pearson_proxy: float  # of input - cached with the measured seconds
-    heldout_error: float | None = None  # mean relative error of the linear fit on points it has not seen
-    heldout_error_proxy: float | None = None
-    heldout_error_plan: float | None = None
-    heldout_worst_plan: float | None = None  # the largest such error; None in older files
-    rounds: int | None = None  # in which every pack was timed; None in older files
-    disturbance: float | None = None  # median over the packs of the slowest round over the fastest
-
-    per_pack: float
-    per_token: float
-    per_read: float
-    per_pair: float
-    windows: list[tuple[int | None, int]]  # sliding window (or none), and how many layers attend through it
-    points: list[CompletionPoint] = Field(default_factory=list)
-
-    def weakness(self) -> str | None:
-        """Why nothing may be predicted with this fit; None for one that may be used."""
-        found = []
-        if not self.pearson >= LEAST_PEARSON:
-            found.append(f"the linear fit has Pearson r {self.pearson:.2f}, and {LEAST_PEARSON} is the least")
-        for error, most, kind in (
-            (self.heldout_error_plan, MOST_MEAN_ERROR, "mean"),
-            (self.heldout_worst_plan, MOST_ERROR, "largest"),
-        ):
-            if error is not None and not error <= most:
-                found.append(f"on packs left out its {kind} error is {error:.0%}, and {most:.0%} is the most")
-        return "; ".join(found) or None
-
-    def seconds(self, plan: Plan) -> float:
-        """Predicted seconds of the model over `plan`, reading and writing not counted."""
-        return sum(self.pack_seconds(pack) for pack in plan.packs)
-
-    def pack_seconds(self, pack: Pack) -> float:
-        """Predicted seconds of one pack."""
-        one, tokens, reads, pairs = features(pack, self.windows)
-        return self.per_pack * one + self.per_token * tokens + self.per_read * reads + self.per_pair * pairs
-
-    def request_seconds(self, input_tokens: int, cached_tokens: int = 0) -> float:
-        """Predicted seconds of a pack of one prompt, of which `cached_tokens` need not be computed."""
-        new = input_tokens - cached_tokens
-        pairs = sum(layers * _pairs(cached_tokens, new, window) for window, layers in self.windows)
-        return self.per_pack + self.per_token * new + self.per_read + self.per_pair * pairs
-
-    def prompt_seconds(self, input_tokens: int, cached_tokens: int = 0) -> float:
-        """Predicted seconds of one prompt, by the linear fit."""
-        return self.base + self.per_input * input_tokens + self.per_cached * cached_tokens
-
-
-def features(pack: Pack, windows: Iterable[tuple[int | None, int]]) -> tuple[float, float, float, float]:
-    """What a pack's seconds are made of: 1, tokens computed, prompts' ends, and (query, key) pairs over all layers."""
-    nodes = [
-        (start, end - begin)
-        for start, begin, end in zip(pack.starts, pack.offsets[:-1], pack.offsets[1:], strict=True)
-    ]
-    pairs = sum(layers * sum(_pairs(start, length, window) for start, length in nodes) for window, layers in windows)
-    return 1.0, float(len(pack.tokens)), float(len(pack.reads)), pairs
-
-
-def _pairs(start: int, length: int, window: int | None) -> float:
-    """Keys seen by `length` queries behind `start` other tokens of their path, themselves included."""
-    return _triangle(start + length, window) - _triangle(start, window)
-
-
-def _triangle(tokens: int, window: int | None) -> float:
-    ramp = min(tokens, window) if window else tokens
-    return ramp * (ramp + 1) / 2 + (tokens - ramp) * ramp
 
 
 class Profile(BaseModel):
@@ -283,3 +137,29 @@ class Profile(BaseModel):
     def mode(self, name: str) -> ModeResult | None:
         """What was found about a mode, if it was profiled."""
         return next((each for each in self.modes if each.mode == name), None)
+
+
+def find_profile(path: str | None, model_hash: str, dtype: Any, device: Any) -> tuple[Profile | None, str, str | None]:
+    """The profile that applies here and has times to predict with, its path, and if there is none why.
+
+    Without a `path`, `profile.json` in the working directory is looked at. Raises UsageError if the file named is not
+    there or is no profile.
+    """
+    name = path or DEFAULT_PROFILE
+    try:
+        profile = Profile.load(name) if path or os.path.exists(name) else None
+    except UsageError as error:
+        if path:
+            raise
+        return None, name, str(error)  # nobody asked for this file
+    if profile is None:
+        if path:
+            raise UsageError(f"--profile {path}: no such file; `prefill profile` writes one")
+        return None, name, f"no {name} here; `prefill profile` with this model makes one"
+    why = profile.mismatch(model_hash, dtype, device)
+    if why is not None:
+        return None, name, f"{name} does not fit: {why}; `prefill profile` makes a new one"
+    if profile.completion is None:
+        why = f"{name} holds no completion times: {profile.no_completion}"
+        return None, name, f"{why}; run `prefill profile` again on a quiet machine"
+    return profile, name, None

@@ -2,46 +2,23 @@
 
 from __future__ import annotations
 
-import bisect
-import heapq
-import itertools
-import math
-from collections import Counter
-from collections.abc import Callable, Sequence
-from hashlib import blake2b
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Callable
 
 from prefillcli.compress.settings import Compression
 from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.reading.source import Source
-from prefillcli.data.rows import SKIPPED_CODES, ErrorCode, Int32Array, Prompt, Window
 from prefillcli.data.windows import Ahead, windows
 from prefillcli.forecast.alternatives import Alternatives
+from prefillcli.forecast.input_statistics import InputStatistics, lengths_of
 from prefillcli.forecast.profile import Profile
 from prefillcli.models.open import Opened
 from prefillcli.options.groups import ScheduledOptions
-from prefillcli.plan.sharing import shared_nodes
-from prefillcli.plan.trie import build_forest, token_order
 from prefillcli.report.survey import (
-    Bin,
-    Duplicates,
-    Lengths,
-    SharedLevel,
-    SharedPrefix,
-    Sharing,
     Survey,
-    SurveyRows,
     SurveySeconds,
 )
 from prefillcli.runtime.clock import Clock
-
-LEVELS = (2, 10, 100)  # rows that share a prefix
-PERCENTILES = (10, 50, 90, 95, 99)
-LARGEST = 10
-_REMEMBERED = 2000  # prefixes that may still turn out to be among the largest
 
 
 def survey(
@@ -66,24 +43,24 @@ def survey(
     """
     labels = Labels(opened.tokenizer, parse_labels(settings.labels))
     plans = Alternatives(settings, opened, compression, free=free, profile=profile)
-    contents = Contents()
+    found = InputStatistics()
     clock = Clock()
     with Ahead(windows(source, builder, labels, id_column=id_column), cancel=builder.close) as coming:
         for number, window in enumerate(coming):
             if number == 0:
                 labels.check(window)
             with clock.phase("plan"):
-                contents.add(window)
+                found.add(window)
                 plans.add(window.prompts)
             tick(len(window.rows), sum(len(prompt.tokens) for prompt in window.prompts))
     if price_per_hour is not None:
         plans.price(price_per_hour)
     return Survey(
-        rows=contents.rows(plans.errors),
-        prompt_tokens=contents.tokens,
-        lengths=lengths_of(contents.lengths) if contents.lengths else None,
-        duplicates=contents.duplicates(),
-        sharing=contents.sharing(),
+        rows=found.rows(plans.errors),
+        prompt_tokens=found.tokens,
+        lengths=lengths_of(found.lengths) if found.lengths else None,
+        duplicates=found.duplicates(),
+        sharing=found.sharing(),
         limits=plans.limits,
         plans=plans.plans,
         keeps=plans.keeps,
@@ -94,124 +71,3 @@ def survey(
             plan=clock.seconds["plan"],
         ),
     )
-
-
-class Contents:
-    """What the rows hold, in about eight bytes a row."""
-
-    def __init__(self) -> None:
-        self.lengths: Counter[int] = Counter()
-        """How many prompts have so many tokens."""
-        self._rows = self._truncated = 0
-        self._codes: Counter[str] = Counter()
-        self._digests: list[npt.NDArray[np.uint64]] = []
-        self._windows = 0
-        self._unique = 0
-        self._shared = dict.fromkeys(LEVELS, 0)
-        self._largest: dict[bytes, SharedPrefix] = {}
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all prompts."""
-        return sum(length * rows for length, rows in self.lengths.items())
-
-    def add(self, window: Window) -> None:
-        """Count a window."""
-        self._windows += 1
-        self._rows += len(window.rows)
-        self._codes.update(error.code for error in window.errors.values())
-        self._truncated += sum(prompt.truncated for prompt in window.prompts)
-        tokens = [prompt.tokens for prompt in window.prompts]
-        self.lengths.update(map(len, tokens))
-        digests = (int.from_bytes(_digest(each), "little") for each in tokens)
-        self._digests.append(np.fromiter(digests, np.uint64, len(tokens)))
-        self._share(window.prompts, tokens)
-
-    def _share(self, prompts: Sequence[Prompt], tokens: Sequence[Int32Array]) -> None:
-        nodes = shared_nodes(build_forest(tokens, token_order(tokens)))
-        self._unique += sum(node.length for node, _ in nodes)
-        for level in LEVELS:
-            self._shared[level] += sum(node.length * rows for node, rows in nodes if rows >= level)
-        candidates = [(node.length * (rows - 1), at) for at, (node, rows) in enumerate(nodes) if rows > 1]
-        for saved, at in heapq.nlargest(_REMEMBERED // 10, candidates):
-            node, rows = nodes[at]
-            key = _digest(tokens[node.prompt][: node.end])
-            known = self._largest.get(key)
-            if known is None:
-                first = prompts[node.prompt].row
-                self._largest[key] = SharedPrefix(rows=rows, tokens=node.end, saved=saved, first_row=first)
-            else:
-                known.rows, known.saved = known.rows + rows, known.saved + saved
-        if len(self._largest) > _REMEMBERED:
-            ranked = sorted(self._largest.items(), key=lambda item: -item[1].saved)
-            self._largest = dict(ranked[: _REMEMBERED // 2])
-
-    def rows(self, more_errors: Counter[str]) -> SurveyRows:
-        """Rows by what happens to them, with errors that were found elsewhere."""
-        codes = self._codes + more_errors
-        skipped = sum(codes.pop(code, 0) for code in SKIPPED_CODES)
-        errors = codes.total()
-        return SurveyRows(
-            total=self._rows,
-            prompts=self._rows - errors - skipped,
-            errors=errors,
-            skipped=skipped,
-            errors_by_code=dict(sorted(codes.items())),
-            too_long=self._truncated + skipped + codes[ErrorCode.PROMPT_TOO_LONG],
-            truncated=self._truncated,
-        )
-
-    def duplicates(self) -> Duplicates:
-        """Rows that have their prompt in common, over all windows."""
-        digests = np.concatenate(self._digests) if self._digests else np.empty(0, dtype=np.uint64)
-        counts = np.unique(digests, return_counts=True)[1]
-        alike = counts[counts > 1]
-        return Duplicates(rows=int(alike.sum()), prompts=len(alike))
-
-    def sharing(self) -> Sharing:
-        """What prompts have in common with others of their window."""
-        levels = [
-            SharedLevel(rows=level, tokens=shared, share=shared / self.tokens)
-            for level, shared in self._shared.items()
-            if shared
-        ]
-        largest = sorted(self._largest.values(), key=lambda prefix: -prefix.saved)[:LARGEST]
-        return Sharing(windows=self._windows, unique_tokens=self._unique, levels=levels, largest=largest)
-
-
-def lengths_of(counts: Counter[int]) -> Lengths:
-    """The lengths of prompts, given how many prompts have each length. There is at least one."""
-    lengths = sorted(counts)
-    ends = np.cumsum([counts[length] for length in lengths])
-    rows = int(ends[-1])
-    nearest = {share: int(np.searchsorted(ends, math.ceil(share / 100 * rows))) for share in PERCENTILES}
-    return Lengths(
-        least=lengths[0],
-        mean=sum(length * number for length, number in counts.items()) / rows,
-        most=lengths[-1],
-        percentiles={str(share): lengths[at] for share, at in nearest.items()},
-        histogram=histogram_of(counts),
-    )
-
-
-def histogram_of(counts: Counter[int]) -> list[Bin]:
-    """Bins whose edges grow by a factor of 2, or by a root of it where lengths differ little."""
-    least, most = min(counts), max(counts)
-    steps = next((n for n in (1, 2, 4) if n * math.log2((most + 1) / least) >= 6), 8)  # to a factor of 2
-    at = math.floor(steps * math.log2(least))
-    edges = [round(2 ** (at / steps))]
-    while edges[-1] <= most:
-        at += 1
-        edge = round(2 ** (at / steps))
-        if edge > edges[-1]:
-            edges.append(edge)
-    first = max(bisect.bisect_right(edges, least) - 1, 0)
-    edges = [min(edges[first], least), *edges[first + 1 :]]
-    bins = [Bin(low=low, high=high, rows=0) for low, high in itertools.pairwise(edges)]
-    for length, rows in counts.items():
-        bins[bisect.bisect_right(edges, length) - 1].rows += rows
-    return bins
-
-
-def _digest(tokens: Int32Array) -> bytes:
-    return blake2b(tokens.tobytes(), digest_size=8).digest()

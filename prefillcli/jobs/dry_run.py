@@ -10,7 +10,7 @@ from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.store import put_text
 from prefillcli.data.proof.fingerprints import hash_model
 from prefillcli.errors import PrefillError, ResourceError, UsageError
-from prefillcli.forecast.timing import find_profile
+from prefillcli.forecast.profile import find_profile
 from prefillcli.jobs.inputs import carried_columns, open_source, prompt_builder, refuse_unlike_partitions
 from prefillcli.jobs.load import compression_of
 from prefillcli.jobs.outcome import conclude, fail

@@ -27,7 +27,8 @@ from prefillcli.errors import (
     OutputExistsError,
     UsageError,
 )
-from prefillcli.forecast.timing import Forecast, find_profile
+from prefillcli.forecast.profile import find_profile
+from prefillcli.forecast.remaining_time import RemainingTime
 from prefillcli.jobs.dry_run import dry_run_job
 from prefillcli.jobs.inputs import (
     LocalModels,
@@ -96,7 +97,7 @@ class _ScoreJob:
         self.source: Source | None = None
         self.builder: PromptBuilder | None = None
         self.sink: Sink | None = None
-        self.forecast: Forecast | None = None
+        self.forecast: RemainingTime | None = None
         self.threads: Threads | None = None
         self._loader = loader_of(settings.engine)
         self._scored_before = 0  # rows that an earlier run has scored
@@ -156,7 +157,7 @@ class _ScoreJob:
             if not sink.complete:
                 profile = self._profile(opened)
                 if profile is not None:
-                    self.forecast = Forecast(profile.seconds, source.selection().count(source.count()))
+                    self.forecast = RemainingTime(profile.seconds, source.selection().count(source.count()))
                 self._score(source, builder, labels, sink, opened, profile, stop, models)
             self._report_audit(sink, labels)
         conclude(report, sink.counts, max_error_rate=settings.max_error_rate, skip_empty=settings.skip_empty)

@@ -17,7 +17,7 @@ from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.rows import ErrorCode, Int64Array, Prompt, RowError, ScoredRow, Window
 from prefillcli.engines.base import Answer, Engine
 from prefillcli.errors import Interrupted, ResourceError
-from prefillcli.forecast.timing import Forecast
+from prefillcli.forecast.remaining_time import RemainingTime
 from prefillcli.plan.pack import Pack
 from prefillcli.plan.plan import packs_to_run
 from prefillcli.report.run import RunReport
@@ -70,7 +70,7 @@ class WindowScorer:
         threads: Threads | None = None,
         compress: Compress | None = None,
         audit: AuditDraw | None = None,
-        forecast: Forecast | None = None,
+        forecast: RemainingTime | None = None,
         unchanged: Callable[[Int64Array], None],
     ) -> None:
         self._engine = engine

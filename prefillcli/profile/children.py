@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from prefillcli.errors import PrefillError, ResourceError, brief
-from prefillcli.forecast.profile import Confirmation, MemoryPoint, TracePoint
+from prefillcli.forecast.mode_results import Confirmation, MemoryPoint, TracePoint
 from prefillcli.profile.budget import enforced, make_malloc_exact, out_of_memory, peak_bytes, resident, trim
 
 Send = Callable[[Any], None]
@@ -142,7 +142,7 @@ def load_subject(subject: Subject) -> tuple[Any, Any]:
     return load_model(files, device, trust_remote_code=subject.trust_remote_code), files
 
 
-def prepare(subject: Subject, mode: str) -> tuple[Any, Callable[[int], Any]]:
+def prepare_prefill(subject: Subject, mode: str) -> tuple[Any, Callable[[int], Any]]:
     """The mode's prefill after a warm-up in which chunks have met: what is set up once is not the prompts'."""
     from prefillcli.profile.modes import Prefill
     from prefillcli.profile.prompts import random_prompt
@@ -164,7 +164,7 @@ def prepare(subject: Subject, mode: str) -> tuple[Any, Callable[[int], Any]]:
 
 def measure(send: Send, subject: Subject, mode: str, tokens: int) -> None:
     """Sends the MemoryPoint of one run."""
-    prefill, prompt = prepare(subject, mode)
+    prefill, prompt = prepare_prefill(subject, mode)
     ids = prompt(tokens)
     begun = time.perf_counter()
     peak = peak_bytes(partial(prefill, ids), subject.device)
@@ -173,7 +173,7 @@ def measure(send: Send, subject: Subject, mode: str, tokens: int) -> None:
 
 def confirm(send: Send, subject: Subject, mode: str, tokens: int, budget: int) -> None:
     """Sends the Confirmation of one run that gets `budget` bytes above the loaded model, and not one more."""
-    prefill, prompt = prepare(subject, mode)
+    prefill, prompt = prepare_prefill(subject, mode)
     ids = prompt(tokens)
     begun = time.perf_counter()
     with enforced(subject.device, budget) as enforcement:
@@ -193,7 +193,7 @@ def confirm(send: Send, subject: Subject, mode: str, tokens: int, budget: int) -
 
 def trace(send: Send, subject: Subject, mode: str, tokens: int) -> None:
     """Sends the TracePoints of one run as a list: memory in use over time, every 5 ms (figure 3 of PrefillOnly)."""
-    prefill, prompt = prepare(subject, mode)
+    prefill, prompt = prepare_prefill(subject, mode)
     ids = prompt(tokens)
     gc.collect()
     trim()

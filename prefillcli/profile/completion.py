@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from prefillcli.forecast.profile import CompletionModel, CompletionPoint, features
+from prefillcli.forecast.completion_model import CompletionModel, CompletionPoint, features
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.profile.children import Send, Subject, load_subject
 from prefillcli.profile.fits import fit_costs, fit_linear, mean_relative_error, pearson, relative_errors
-from prefillcli.profile.laws import attention_windows
+from prefillcli.profile.mode_laws import attention_windows
 from prefillcli.profile.prompts import prompts_with_histories, random_prompt, random_tokens
 
 ATTEMPTS = 3  # at a fit that is good enough, each with more rounds
@@ -130,8 +130,8 @@ def _left_out(number: int, pack: Pack, unit: int) -> bool:
     return inner and pack.held_tokens > 0
 
 
-def settle(
-    measured: Iterable[list[Timing]], windows: list[tuple[int | None, int]], tell: Callable[[str], None]
+def first_good_fit(
+    measured: Iterable[list[Timing]], windows: list[tuple[int | None, int]], announce: Callable[[str], None]
 ) -> tuple[CompletionModel | None, str | None]:
     """The first fit that is good enough to predict with; None and why, if none of `measured` gives one."""
     why = None
@@ -141,7 +141,7 @@ def settle(
         if why is None:
             return fit, None
         if attempt < ATTEMPTS:
-            tell(f"completion times: no fit yet, so all packs are timed again ({why})")
+            announce(f"completion times: no fit yet, so all packs are timed again ({why})")
         why = f"{why}; after {fit.rounds} rounds, of which the slowest took {fit.disturbance:.1f} times the fastest"
     return None, why
 

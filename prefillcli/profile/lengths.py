@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from prefillcli.errors import PrefillError, ResourceError
-from prefillcli.forecast.profile import Confirmation, MemoryPoint, ModeResult, Trace
+from prefillcli.forecast.mode_results import Confirmation, MemoryPoint, ModeResult, Trace
 from prefillcli.models.find import ModelFiles
 from prefillcli.profile.children import ChildEnded, ChildFailed, Subject, confirm, in_child, measure, trace
 from prefillcli.profile.fits import fit_line
-from prefillcli.profile.laws import Law, mode_law
+from prefillcli.profile.mode_laws import Law, mode_law
 from prefillcli.profile.modes import OF_TRANSFORMERS
 from prefillcli.stats.flops import NoCostModel, prefill_flops
 
@@ -28,7 +28,7 @@ _OVERTIME = 4.0  # a confirming run that takes so many times its estimate is end
 _LOADING_SECONDS = 600.0
 
 #: Says on stderr what was done.
-Tell = Callable[[str], None]
+Announce = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Search:
     budget: int
     fit_seconds: float
     confirm_seconds: float
-    tell: Tell
+    announce: Announce
 
     def work(self, tokens: int) -> float:
         """What a prompt has to compute, in any unit: FLOPs, or where they cannot be counted tokens squared."""
@@ -110,7 +110,7 @@ def _short_runs(mode: str, lengths: Sequence[int], search: Search) -> Iterator[M
     for number, tokens in enumerate(lengths):
         if number >= _FITTED and last is not None and _seconds(tokens, last, search) > patience:
             return
-        search.tell(f"{mode}: memory of a prompt of {tokens:,} tokens")
+        search.announce(f"{mode}: memory of a prompt of {tokens:,} tokens")
         with closing(in_child(measure, search.subject, mode, tokens)) as found:
             last = next(iter(found))
         yield last
@@ -139,7 +139,7 @@ def _confirm(result: ModeResult, search: Search) -> None:
     tokens = min(result.predicted_tokens, affordable)
     too_long = search.files.max_length + 1  # shortest length known not to fit
     for _ in range(TRIES):
-        search.tell(f"{result.mode}: confirming {tokens:,} tokens within {search.budget / 2**20:,.0f} MiB")
+        search.announce(f"{result.mode}: confirming {tokens:,} tokens within {search.budget / 2**20:,.0f} MiB")
         found = confirming_run(result.mode, tokens, search, _seconds(tokens, result.points[-1], search))
         result.confirmations.append(found)
         if found.fits:
@@ -184,7 +184,7 @@ def confirming_run(mode: str, tokens: int, search: Search, seconds: float) -> Co
 
 def trace_mode(mode: str, tokens: int, search: Search) -> Trace:
     """Memory over time of one run. Raises PrefillError."""
-    search.tell(f"{mode}: memory over time at {tokens:,} tokens")
+    search.announce(f"{mode}: memory over time at {tokens:,} tokens")
     with closing(in_child(trace, search.subject, mode, tokens)) as found:
         points: list[Any] = next(iter(found))
     return Trace(mode=mode, tokens=tokens, points=thinned(points))

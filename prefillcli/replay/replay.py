@@ -15,7 +15,7 @@ from prefillcli.replay.server import POLICIES, Served, run_plan, serve
 from prefillcli.replay.workloads import FloatArray, Workload
 
 if TYPE_CHECKING:
-    from prefillcli.forecast.profile import CompletionModel
+    from prefillcli.forecast.completion_model import CompletionModel
 
 RATES = 8
 

@@ -18,7 +18,7 @@ from prefillcli.replay.cache import PrefixCache
 from prefillcli.replay.workloads import FloatArray, IntArray, Workload
 
 if TYPE_CHECKING:
-    from prefillcli.forecast.profile import CompletionModel
+    from prefillcli.forecast.completion_model import CompletionModel
 
 POLICIES = ("fifo", "srjf", "srjf-calibrated")
 

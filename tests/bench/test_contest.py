@@ -16,10 +16,9 @@ from benchmarks.score_runs import SAMPLES
 from prefillcli.bench import contenders as contenders_module
 from prefillcli.bench.contenders import Alone, Compressed, Equipment, Hybrid, Plain
 from prefillcli.bench.contest import compare, contenders, label_shares
-from prefillcli.bench.job import METHODS
 from prefillcli.bench.material import Material, made_material
 from prefillcli.bench.measure import with_peak
-from prefillcli.bench.report import WorkloadResult
+from prefillcli.bench.report import METHODS, WorkloadResult
 from prefillcli.compress.settings import Compression
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.prompts.spans import spans_of
@@ -66,9 +65,9 @@ def result(stage: tuple[Equipment, Material]) -> WorkloadResult:
     methods = contenders(list(METHODS), [0.3, 1.0], equipment, material, seed=0)
     runs: list[str] = []
     found = compare(
-        material, methods, equipment, rounds=2, temperature=1.0, tell=lambda name, seconds: runs.append(name)
+        material, methods, equipment, rounds=2, temperature=1.0, begin=lambda step: runs.append(step.split(": ")[1])
     )
-    assert runs == [method.name for method in methods] * 3
+    assert [run.split(",")[0] for run in runs] == [method.name for method in methods] * 3
     return found
 
 
@@ -149,7 +148,7 @@ def test_only_an_architecture_without_cost_model_lacks_predictions(
 
     def compared() -> WorkloadResult:
         methods = [Hybrid("hybrid", equipment)]
-        return compare(material, methods, equipment, rounds=1, temperature=1.0, tell=lambda name, seconds: None)
+        return compare(material, methods, equipment, rounds=1, temperature=1.0)
 
     fails(NoCostModel("mamba has layers of type state_space"))
     found = compared()

@@ -14,7 +14,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from benchmarks.score_runs import SAMPLES
-from prefillcli.bench import contest, job
+from prefillcli.bench import contest
+from prefillcli.bench.command import bench_job
 from prefillcli.bench.probes import WORKLOADS
 from prefillcli.bench.report import BenchReport
 from prefillcli.cli import app
@@ -78,15 +79,15 @@ def test_in_full_it_compares_all_methods_on_two_workloads() -> None:
     assert [line for line in tables.splitlines() if len(line) > 80 and not line.startswith("prefill:")] == []
 
 
-def test_of_a_file_a_quick_look_takes_the_first_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "QUICK_TOKENS", 700)
-    flags = (SAMPLES / "labeling.parquet", "--method", "hybrid", "--rounds", 1)
-    assert bench(*flags).exit_code == 0
+def test_of_a_file_a_quick_look_takes_the_first_rows() -> None:
+    data = SAMPLES / "labeling.parquet"
+    settings = BenchSettings(inputs=(str(data),), method=("hybrid",), rounds=1)
+    assert bench_job(settings, quick_tokens=700)["exit_code"] == 0
     (workload,) = saved().workloads
     assert 8 <= workload.rows <= 700 / 41
     assert workload.prompt_tokens <= 700
     assert f"a quick look at the first {workload.rows} rows" in workload.notes[-1]
-    assert bench(*flags, "--limit", 30).exit_code == 0
+    assert bench(data, "--method", "hybrid", "--rounds", 1, "--limit", 30).exit_code == 0
     assert saved().workloads[0].rows == 30
     assert BenchSettings(inputs=("x",)).complete().limit == 60
     assert BenchSettings(inputs=("x",), full=True).complete().limit is None

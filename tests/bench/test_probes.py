@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from benchmarks.score_runs import SAMPLES
-from prefillcli.bench.probes import WORKLOADS, Workload, make_workload
+from prefillcli.bench.probes import WORKLOADS, PromptSet, make_workload
 from prefillcli.bench.vocabulary import CREDITORS, TOPICS
 
 NAMES = list(WORKLOADS)
@@ -25,7 +25,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(SAMPLES / "models" / "target")
 
 
-def made(name: str, rows: int = 30, tokens: int = 1500, seed: int = 3, **more: int) -> Workload:
+def made(name: str, rows: int = 30, tokens: int = 1500, seed: int = 3, **more: int) -> PromptSet:
     return make_workload(name, rows=rows, tokens=tokens, seed=seed, count=count, **more)
 
 

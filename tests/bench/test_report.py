@@ -12,8 +12,8 @@ from prefillcli.bench.report import (
     Range,
     WorkloadResult,
 )
-from prefillcli.bench.tables import quick_table
 from prefillcli.bench.verdicts import verdicts, workload_remarks
+from prefillcli.bench.workload_tables import quick_table
 from prefillcli.stats.audit import audit_of
 
 

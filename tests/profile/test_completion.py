@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from prefillcli.forecast.profile import CompletionModel, features
+from prefillcli.forecast.completion_model import CompletionModel, features
 from prefillcli.plan.pack import Pack
 from prefillcli.profile.completion import (
     ATTEMPTS,
@@ -17,10 +17,10 @@ from prefillcli.profile.completion import (
     Timing,
     choose_unit,
     extra_packs,
+    first_good_fit,
     fit_completion,
     grid_packs,
     measure_packs,
-    settle,
 )
 
 WINDOWS = [(None, 3)]
@@ -95,7 +95,7 @@ class Clock:
 
 def settled(clock: Clock) -> tuple[CompletionModel | None, str | None, list[str]]:
     told: list[str] = []
-    return *settle(measure_packs(clock, 100, 5000, WINDOWS), WINDOWS, told.append), told
+    return *first_good_fit(measure_packs(clock, 100, 5000, WINDOWS), WINDOWS, told.append), told
 
 
 PACKS = sum(len(COMPUTED) + (cached > 0) for cached in CACHED) + 4

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GemmaConfig, LlamaConfig, MistralConfig
 
-from prefillcli.profile.laws import attention_windows, layer_bytes, mode_law
+from prefillcli.profile.mode_laws import attention_windows, layer_bytes, mode_law
 from prefillcli.profile.modes import MODES
 
 LLAMA_8B = LlamaConfig(

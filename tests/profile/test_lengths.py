@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from benchmarks.models import random_llama
-from prefillcli.forecast.profile import Confirmation, MemoryPoint, ModeResult, TracePoint
+from prefillcli.forecast.mode_results import Confirmation, MemoryPoint, ModeResult, TracePoint
 from prefillcli.models.find import read_model_files
 from prefillcli.profile import lengths as module
 from prefillcli.profile.budget import enforced, out_of_memory
-from prefillcli.profile.children import ChildEnded, ChildFailed, Subject, in_child, prepare
-from prefillcli.profile.laws import Law, mode_law
+from prefillcli.profile.children import ChildEnded, ChildFailed, Subject, in_child, prepare_prefill
 from prefillcli.profile.lengths import MARGIN, Search, confirming_run, probe_lengths, profile_mode, thinned
+from prefillcli.profile.mode_laws import Law, mode_law
 
 MIB = 1 << 20
 CHOSEN = 1 - MARGIN
@@ -180,7 +180,7 @@ def profiled(search: Search):
 
 def bisect(send, subject: Subject, mode: str, budget: int, low: int, high: int) -> None:
     """Sends the longest length between `low` and `high` that runs within the budget, to 1.5 % of `high`."""
-    prefill, prompt = prepare(subject, mode)
+    prefill, prompt = prepare_prefill(subject, mode)
     with enforced(subject.device, budget):
         while high - low > 0.015 * high:
             middle = (low + high) // 2

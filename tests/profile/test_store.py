@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from prefillcli.errors import UsageError
-from prefillcli.forecast.profile import Profile, features
+from prefillcli.forecast.completion_model import features
+from prefillcli.forecast.profile import Profile
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from tests.profile.making import made_profile, made_replays, made_survey

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.forecast.profile import CompletionModel
+from prefillcli.forecast.completion_model import CompletionModel
 from prefillcli.plan.pack import Limits
 from prefillcli.replay.cache import PrefixCache
 from prefillcli.replay.server import POLICIES, run_plan, serve

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from prefillcli.forecast.profile import CompletionModel, ModeResult, Profile
+from prefillcli.forecast.completion_model import CompletionModel
+from prefillcli.forecast.mode_results import ModeResult
+from prefillcli.forecast.profile import Profile
 from prefillcli.forecast.replay_results import Replay
 from prefillcli.report.numbers import byte_size, mebibytes, percent_or_nothing, small_seconds, three_digits
 from prefillcli.report.survey_tables import print_survey

@@ -12,13 +12,15 @@ from typing import Any, Literal
 
 from prefillcli.data.proof.fingerprints import hash_model
 from prefillcli.errors import PrefillError, ResourceError, UsageError, nearest
-from prefillcli.forecast.profile import CompletionModel, ModeResult, Profile, Trace
+from prefillcli.forecast.completion_model import CompletionModel
+from prefillcli.forecast.mode_results import ModeResult, Trace
+from prefillcli.forecast.profile import Profile
 from prefillcli.forecast.replay_results import Replay
 from prefillcli.jobs.outcome import fail
 from prefillcli.jobs.paths import require_json
 from prefillcli.models.open import open_model
 from prefillcli.options.profile import ProfileSettings
-from prefillcli.profile.input import Input, open_input, survey_input
+from prefillcli.profile.given_input import Input, open_input, survey_input
 from prefillcli.redaction import shown, without_secrets
 from prefillcli.report.files import write_with_page
 from prefillcli.report.html import page_of
@@ -34,7 +36,7 @@ _BUSY = 1.5  # of the load average over the threads that compute
 
 
 @dataclass
-class _Ended:
+class _ProfileEnd:
     """How the job ended, for the last line on stdout."""
 
     status: Literal["complete", "failed", "interrupted"] = "failed"
@@ -49,7 +51,7 @@ def profile_job(settings: ProfileSettings) -> dict[str, Any]:
     Files are written when everything is measured, and once more with what INPUT takes: a file that turns out to be
     damaged costs no measurements. Errors are told on stderr, and become the exit code in the summary.
     """
-    clock, ended = Clock(), _Ended()
+    clock, ended = Clock(), _ProfileEnd()
     settings = settings.complete()
     try:
         with (
@@ -67,7 +69,7 @@ def profile_job(settings: ProfileSettings) -> dict[str, Any]:
                 profile.survey = survey_input(settings, given, profile)
                 _save(profile, settings.output, clock.total)
         ended.status, ended.exit_code = "complete", 0
-        from prefillcli.profile.tables import print_no_completion, print_profile
+        from prefillcli.profile.profile_tables import print_no_completion, print_profile
 
         if profile.no_completion is not None:
             print_no_completion(profile)
@@ -91,7 +93,7 @@ def _check(settings: ProfileSettings) -> Input | None:
     return open_input(settings, (settings.output, page_of(settings.output))) if settings.inputs else None
 
 
-def _measure(settings: ProfileSettings, given: Input | None, tell: Callable[[str], None]) -> Profile:
+def _measure(settings: ProfileSettings, given: Input | None, announce: Callable[[str], None]) -> Profile:
     import torch
 
     from prefillcli.forecast.machine import this_machine
@@ -112,8 +114,8 @@ def _measure(settings: ProfileSettings, given: Input | None, tell: Callable[[str
         chunk_tokens=settings.chunk_tokens or 0,
     )
 
-    tell("completion times: packs of several lengths, with and without cached tokens")
-    budget, chunk, completion, no_completion = _completion(settings, subject, files, tell)
+    announce("completion times: packs of several lengths, with and without cached tokens")
+    budget, chunk, completion, no_completion = _completion(settings, subject, files, announce)
     busy = _busy_with(subject.threads)
     subject = replace(subject, chunk_tokens=chunk)
     profile = Profile(
@@ -132,8 +134,8 @@ def _measure(settings: ProfileSettings, given: Input | None, tell: Callable[[str
         versions=versions(),
         notes=busy,
     )
-    profile.replays = list(_replays(settings, files, device, profile, tell))
-    search = Search(subject, files, budget, settings.fit_seconds or 0.0, settings.confirm_seconds or 0.0, tell)
+    profile.replays = list(_replays(settings, files, device, profile, announce))
+    search = Search(subject, files, budget, settings.fit_seconds or 0.0, settings.confirm_seconds or 0.0, announce)
     profile.modes = list(_modes(settings.mode, search))
     if settings.full:
         profile.traces = list(_traces(profile.modes, search))
@@ -158,17 +160,21 @@ def _check_names(option: str, given: Iterable[str], known: Mapping[str, object])
 
 
 def _completion(
-    settings: ProfileSettings, subject: Any, files: Any, tell: Callable[[str], None]
+    settings: ProfileSettings, subject: Any, files: Any, announce: Callable[[str], None]
 ) -> tuple[int, int, CompletionModel | None, str | None]:
     """The budget, the chunk, and the model of completion times or why there is none."""
     from prefillcli.profile.children import in_child
-    from prefillcli.profile.completion import settle, time_packs
-    from prefillcli.profile.laws import attention_windows
+    from prefillcli.profile.completion import first_good_fit, time_packs
+    from prefillcli.profile.mode_laws import attention_windows
 
     memory = parse_size(settings.memory) if settings.memory else None
     with closing(in_child(time_packs, subject, memory, settings.fit_seconds or 0.0)) as found:
         budgeted = next(found)
-        return budgeted.budget, budgeted.chunk_tokens, *settle(found, attention_windows(files.config), tell)
+        return (
+            budgeted.budget,
+            budgeted.chunk_tokens,
+            *first_good_fit(found, attention_windows(files.config), announce),
+        )
 
 
 def _modes(names: tuple[str, ...], search: Any) -> Iterator[ModeResult]:
@@ -179,7 +185,7 @@ def _modes(names: tuple[str, ...], search: Any) -> Iterator[ModeResult]:
 
 
 def _replays(
-    settings: ProfileSettings, files: Any, device: Any, profile: Profile, tell: Callable[[str], None]
+    settings: ProfileSettings, files: Any, device: Any, profile: Profile, announce: Callable[[str], None]
 ) -> Iterator[Replay]:
     """The papers' workloads on a server with this machine's times and as much cache as its budget holds."""
     from prefillcli.prefill.law import memory_law, pack_limits
@@ -201,7 +207,7 @@ def _replays(
         profile.notes.append(f"no replay: {error}")
         return
     for name in dict.fromkeys(settings.replay):
-        tell(f"replay of {name} with a prefix cache of {cache:,} tokens")
+        announce(f"replay of {name} with a prefix cache of {cache:,} tokens")
         workload = WORKLOADS[name](settings.replay_scale)
         longest, fits = int(workload.tokens.max()), min(limits.max_tokens, files.max_length)
         found = replay(
@@ -227,19 +233,19 @@ def _traces(modes: list[ModeResult], search: Any) -> Iterator[Trace]:
         try:
             yield trace_mode(mode, min(reached.values()), search)
         except PrefillError as error:
-            search.tell(f"{mode}: no memory over time: {error}")
+            search.announce(f"{mode}: no memory over time: {error}")
 
 
 def _save(profile: Profile, output: str, seconds: float) -> None:
     """Write `profile.json` and its page. Raises PrefillError."""
-    from prefillcli.profile.page import profile_html
+    from prefillcli.profile.profile_page import profile_html
 
     profile.created = datetime.now(UTC).isoformat(timespec="seconds")
     profile.seconds_taken = seconds
     write_with_page(output, profile.model_dump_json(indent=2) + "\n", profile_html(profile))
 
 
-def _summary(ended: _Ended, settings: ProfileSettings, seconds: float) -> dict[str, Any]:
+def _summary(ended: _ProfileEnd, settings: ProfileSettings, seconds: float) -> dict[str, Any]:
     line: dict[str, Any] = {"status": ended.status, "exit_code": ended.exit_code, "seconds": round(seconds, 3)}
     if ended.profile is not None:
         profile = ended.profile

@@ -1,55 +1,19 @@
-"""What a profile says of the time that plans take, and when a run will end."""
+"""When a run will end."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
-from prefillcli.errors import UsageError
 from prefillcli.plan.pack import Pack
 from prefillcli.plan.plan import Plan
-
-if TYPE_CHECKING:
-    from prefillcli.forecast.profile import Profile
 
 #: Seconds that the model takes for a plan.
 Predict = Callable[[Plan], float]
 
-DEFAULT_PROFILE = "profile.json"
 
-
-def find_profile(path: str | None, model_hash: str, dtype: Any, device: Any) -> tuple[Profile | None, str, str | None]:
-    """The profile that applies here and has times to predict with, its path, and if there is none why.
-
-    Without a `path`, `profile.json` in the working directory is looked at. Raises UsageError if the file named is not
-    there or is no profile.
-    """
-    from prefillcli.forecast.profile import Profile
-
-    name = path or DEFAULT_PROFILE
-    try:
-        profile = Profile.load(name) if path or os.path.exists(name) else None
-    except UsageError as error:
-        if path:
-            raise
-        return None, name, str(error)  # nobody asked for this file
-    if profile is None:
-        if path:
-            raise UsageError(f"--profile {path}: no such file; `prefill profile` writes one")
-        return None, name, f"no {name} here; `prefill profile` with this model makes one"
-    why = profile.mismatch(model_hash, dtype, device)
-    if why is not None:
-        return None, name, f"{name} does not fit: {why}; `prefill profile` makes a new one"
-    if profile.completion is None:
-        why = f"{name} holds no completion times: {profile.no_completion}"
-        return None, name, f"{why}; run `prefill profile` again on a quiet machine"
-    return profile, name, None
-
-
-class Forecast:
-    """When a run will end: what is predicted for the rest, scaled by what the part so far has taken.
+class RemainingTime:
+    """Seconds to the end of a run: what is predicted for the rest, scaled by what the part so far has taken.
 
     `rows` are all rows of the job, None if not known; of rows that are not planned yet, each is taken to be like those
     that are.

@@ -6,7 +6,7 @@ from typing import Any
 
 from prefillcli.forecast.profile import Profile
 from prefillcli.forecast.replay_results import Replay
-from prefillcli.profile.tables import (
+from prefillcli.profile.profile_tables import (
     completion_table,
     law_table,
     length_table,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from prefillcli.bench.report import REFERENCE, BenchReport, WorkloadResult
-from prefillcli.bench.tables import answer_table, cost_table, speedup_table, workload_headline
 from prefillcli.bench.verdicts import workload_remarks
+from prefillcli.bench.workload_tables import answer_table, cost_table, speedup_table, workload_headline
 from prefillcli.redaction import shown_report
 from prefillcli.report.files import write_with_page
 from prefillcli.report.html import render_page, shown_settings

@@ -9,11 +9,11 @@ from contextlib import closing
 from datetime import UTC, datetime
 from typing import Any
 
+from prefillcli.bench.bench_page import save_report
 from prefillcli.bench.material import Material, input_material, made_material
-from prefillcli.bench.page import save_report
 from prefillcli.bench.probes import WORKLOADS
 from prefillcli.bench.report import METHODS, UNCOMPRESSED, BenchReport
-from prefillcli.bench.tables import print_workload
+from prefillcli.bench.workload_tables import print_workload
 from prefillcli.compress.pickers.registry import PICKERS
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.reading.source import Source
@@ -37,7 +37,7 @@ QUICK_TOKENS = 100_000  # of INPUT's prompts
 QUICK_SECONDS = 60.0  # in which timed rounds begin
 
 
-def bench_job(settings: BenchSettings) -> dict[str, Any]:
+def bench_job(settings: BenchSettings, *, quick_tokens: int = QUICK_TOKENS) -> dict[str, Any]:
     """Run the job; return the summary for the last line on stdout.
 
     What was measured is written whatever happens; nothing is written before the first workload is done. Errors are
@@ -57,7 +57,7 @@ def bench_job(settings: BenchSettings) -> dict[str, Any]:
             StepLog(interval=settings.progress_interval, quiet=settings.quiet) as steps,
         ):
             steps.begin("reading models and prompts")
-            _run(settings, report, steps, first_rows=asked.limit is None and settings.limit is not None)
+            _run(settings, report, steps, quick_tokens if asked.limit is None and settings.limit is not None else None)
         report.status, report.exit_code = "complete", 0
     except BaseException as error:
         fail(error, report, debug=settings.debug, resumable=False)
@@ -76,7 +76,7 @@ def bench_job(settings: BenchSettings) -> dict[str, Any]:
     return report.summary()
 
 
-def _run(settings: BenchSettings, report: BenchReport, steps: StepLog, *, first_rows: bool) -> None:
+def _run(settings: BenchSettings, report: BenchReport, steps: StepLog, most_tokens: int | None) -> None:
     names = _methods(settings)
     _check_names("--workload", settings.workload, WORKLOADS)
     require_json(settings.output)
@@ -87,7 +87,7 @@ def _run(settings: BenchSettings, report: BenchReport, steps: StepLog, *, first_
             refuse_among_inputs(path, source)
     opened = open_models(settings)
     labels = Labels(opened.tokenizer, parse_labels(settings.labels))
-    material = _materials(settings, opened, labels, source, QUICK_TOKENS if first_rows else None)
+    material = _materials(settings, opened, labels, source, most_tokens)
     first = next(material)  # wrong input should not wait for the weights
     _compare(settings, opened, labels, names, first, material, report, steps)
 
@@ -173,7 +173,6 @@ def _compare(
                 equipment,
                 rounds=settings.rounds,
                 temperature=settings.temperature,
-                tell=lambda name, seconds: None,
                 begin=steps.begin,
                 within=math.inf if settings.full or "rounds" in settings.model_fields_set else QUICK_SECONDS,
             )
