@@ -13,6 +13,7 @@ from prefillcli.compress.base import FloatArray, ImportanceEstimate, Tick
 from prefillcli.compress.fallbacks import FAILED, NO_MEMORY, NO_VOTE, NOT_FINITE, TOO_LONG, VOCABULARY
 from prefillcli.compress.importance import PromptQueries, add_votes, importance
 from prefillcli.compress.settings import Compression
+from prefillcli.decode.lookahead import look_ahead
 from prefillcli.plan.account import account
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
@@ -97,15 +98,15 @@ class Draft:
         row = {token: number for number, token in enumerate(watched)}
         asked = [_asked(path, [row[token] for token in window]) for path, window in zip(paths, windows, strict=True)]
         if settings.decoded:
-            ahead = self._walk.look_ahead(pack, watched, settings.decoded, self._stop_tokens, tick)
+            ahead = look_ahead(self._walk, pack, watched, settings.decoded, self._stop_tokens, tick)
             for read, (prompt, count) in enumerate(zip(asked, ahead.counts, strict=True)):
                 _ask_behind(prompt, [len(watched) + step * len(paths) + read for step in range(count)])
-            for sight in ahead.sights:
-                add_votes(sight, asked, settings.pool)
+            for layer in ahead.layers:
+                add_votes(layer, asked, settings.pool)
         else:
-            with closing(self._walk.watch(pack, watched, tick)) as sights:
-                for sight in sights:
-                    add_votes(sight, asked, settings.pool)
+            with closing(self._walk.watch(pack, watched, tick)) as layers:
+                for layer in layers:
+                    add_votes(layer, asked, settings.pool)
         self.tokens += len(pack.tokens)
         found: dict[int, FloatArray | None] = {}
         for prompt, (_, numbers) in zip(asked, pack.reads, strict=True):

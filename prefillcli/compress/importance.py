@@ -17,7 +17,7 @@ from torch import Tensor
 
 from prefillcli.compress.base import FloatArray
 from prefillcli.compress.settings import Reduce
-from prefillcli.prefill.forest import Sight
+from prefillcli.prefill.forest import WatchedLayer
 
 SCORE_BYTES = 64 << 20  # float32 scores at a time
 
@@ -26,7 +26,7 @@ SCORE_BYTES = 64 << 20  # float32 scores at a time
 class PromptQueries:
     """A prompt and the queries that vote on its tokens.
 
-    `path` is where its keys lie, as (start, end) runs. Query i is row `queries[i]` of a sight; it sees the first
+    `path` is where its keys lie, as (start, end) runs. Query i is row `queries[i]` of a layer's queries; it sees the first
     `sees[i]` of the keys, and stands at depth `depths[i]`, which tells what a sliding window lets it see.
     """
 
@@ -41,18 +41,18 @@ class PromptQueries:
         return sum(end - start for start, end in self.path)
 
 
-def add_votes(sight: Sight, prompts: Sequence[PromptQueries], pool: int) -> None:
+def add_votes(layer: WatchedLayer, prompts: Sequence[PromptQueries], pool: int) -> None:
     """Let a layer vote on every prompt's tokens. `pool` is the odd width of the pooling; 1 is none."""
-    window = sight.scoring.window
+    window = layer.scoring.window
     for asked in prompts:
         if window is None or window > max(asked.depths):
-            _vote(sight, asked, pool)
+            _vote(layer, asked, pool)
 
 
-def _vote(sight: Sight, asked: PromptQueries, pool: int) -> None:
-    keys, scoring, tokens = sight.keys, sight.scoring, asked.tokens
+def _vote(layer: WatchedLayer, asked: PromptQueries, pool: int) -> None:
+    keys, scoring, tokens = layer.keys, layer.scoring, asked.tokens
     kv_heads, width = keys.shape[0], keys.shape[2]
-    queries = sight.queries[:, torch.as_tensor(asked.queries, device=keys.device)]
+    queries = layer.queries[:, torch.as_tensor(asked.queries, device=keys.device)]
     grouped = queries.float().reshape(kv_heads, -1, width)  # the query heads of a K,V head follow one another
     hidden = None
     if min(asked.sees) < tokens:

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from prefillcli.errors import UsageError
 from prefillcli.prefill.attention import apply_sinks, attend, longest_batched, merge_into
-from prefillcli.prefill.layout import Chunk, Group, IntArray, Reads, Span, group_runs, split_by_length
+from prefillcli.prefill.layout import Chunk, Group, IntArray, LastTokens, Span, group_runs, split_by_length
 from prefillcli.prefill.products import Shift, fast_products
 
 ATTENTION = "prefillcli"
@@ -77,7 +77,7 @@ class Scoring:
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class WatchedLayer:
     """One layer of a pack: all keys [kv heads, tokens, width] and some queries [heads, queries, width], both after
     position encoding, and how the layer scores them."""
 
@@ -86,47 +86,30 @@ class Sight:
     scoring: Scoring
 
 
-@dataclass(slots=True)
-class Step:
-    """Tokens decoded behind the reads, the same number behind each: the newest are the queries.
-
-    `keys` and `values` [reads, kv heads, steps, width] are theirs in the layer that is called.
-    """
-
-    reads: Reads
-    keys: Tensor | None = None
-    values: Tensor | None = None
-
-    def add(self, key: Tensor, value: Tensor) -> None:
-        """One more token behind each read; `key`, `value` are [1, kv heads, reads, width]."""
-        key, value = key[0].transpose(0, 1).unsqueeze(2), value[0].transpose(0, 1).unsqueeze(2)
-        self.keys = key if self.keys is None else torch.cat([self.keys, key], dim=2)
-        self.values = value if self.values is None else torch.cat([self.values, value], dim=2)
-
-
 class ForestAttention:
     """Attention of one pack. Holds the K,V of one layer, [1, kv heads, tokens, width] each.
 
     Before each call of a layer say what is computed: `chunk(...)` stores K,V and attends, with `keys_only` it leaves
-    the layer as soon as they are stored; `reads(...)` attends from last tokens over K,V stored before, `step(...)`
-    from tokens decoded behind them. The queries of the pack's tokens `watched` (ascending) are kept for `sight`.
+    the layer as soon as they are stored; `last_tokens(...)` attends from last tokens over K,V stored before. The
+    queries of the pack's tokens `watched` (ascending) are kept for `watched_layer`. A subclass may know further things
+    to compute: `receive` and `compute` are its places.
     """
 
     def __init__(self, tokens: int, watched: Sequence[int] = ()) -> None:
         self._tokens = tokens
         self._watched = watched
-        self._queries: list[Tensor] = []
+        self.queries: list[Tensor] = []
         self._scoring: Scoring | None = None
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
-        self._shift: Shift | None = None
-        self._at: Chunk | Reads | Step | None = None
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self.shift: Shift | None = None
+        self._computed: Chunk | LastTokens | None = None
         self._keys_only = False
         self._held: Sequence[tuple[Tensor, Tensor]] = ()
         self.calls = 0  # by the current layer call; more or fewer than one is no layer we know
         self.windows: set[int] = set()  # sliding windows that layers asked for
 
-    def __enter__(self) -> ForestAttention:
+    def __enter__(self) -> Self:
         self._token = _active.set(self)
         return self
 
@@ -136,44 +119,33 @@ class ForestAttention:
     @property
     def keys_values(self) -> tuple[Tensor, Tensor]:
         """K,V of the layer: of the held tokens, then of the pack's."""
-        if self._keys is None or self._values is None:
+        if self.keys is None or self.values is None:
             raise UnsupportedModelError("a layer stored no keys")
-        return self._keys, self._values
+        return self.keys, self.values
 
     @property
-    def sight(self) -> Sight:
-        """The layer as it was seen by the watched tokens, or by the newest step."""
+    def watched_layer(self) -> WatchedLayer:
+        """The current layer, with the queries kept of it."""
         if self._scoring is None:
             raise RuntimeError("no layer was called yet")
-        return Sight(self.keys_values[0][0], torch.cat(self._queries, dim=1), self._scoring)
+        return WatchedLayer(self.keys_values[0][0], torch.cat(self.queries, dim=1), self._scoring)
 
     def start_layer(self, held: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Begin a layer, with the K,V of the held nodes, on any device."""
         self._held = held
-        self._queries = []
-        self._shift = None
+        self.queries = []
+        self.shift = None
 
-    def take(self) -> tuple[Tensor, Tensor]:
-        """Hand over the layer's K,V; the next layer gets room of its own."""
-        taken = self.keys_values
-        self._keys = self._values = None
-        return taken
-
-    def recall(self, keys_values: tuple[Tensor, Tensor], scoring: Scoring) -> None:
-        """Begin a layer whose K,V were taken before."""
-        self._keys, self._values = keys_values
-        self._queries = []
-        self._shift = None
-        self._meet([self._keys], scoring)
+    def resize(self, tokens: int) -> None:
+        """From the next layer on there are `tokens` tokens, those of held nodes included."""
+        self._tokens = tokens
+        self.keys = self.values = None
 
     def chunk(self, chunk: Chunk, *, keys_only: bool = False) -> None:
-        self._at, self._keys_only, self.calls = chunk, keys_only, 0
+        self._computed, self._keys_only, self.calls = chunk, keys_only, 0
 
-    def reads(self, reads: Reads) -> None:
-        self._at, self._keys_only, self.calls = reads, False, 0
-
-    def step(self, step: Step) -> None:
-        self._at, self._keys_only, self.calls = step, False, 0
+    def last_tokens(self, tokens: LastTokens) -> None:
+        self._computed, self._keys_only, self.calls = tokens, False, 0
 
     def __call__(
         self,
@@ -204,60 +176,61 @@ class ForestAttention:
             self.windows.add(sliding_window)
         scoring = Scoring(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap, sliding_window)
         self._scoring = scoring
-        if isinstance(self._at, Chunk):
-            self._meet([*(keys for keys, _ in self._held), key], scoring)
-            self._store(self._at, key, value)
-            self._watch(self._at, query)
-            if self._keys_only:
-                raise KeysStored
-        elif isinstance(self._at, Step):
-            self._meet([key], scoring)
-            self._at.add(key, value)
-            self._queries.append(query[0])
-        shift = self._shift
+        self.receive(query, key, value, scoring)
+        shift = self.shift
         if shift:
-            shift.meet(query=query)
-        if isinstance(self._at, Chunk):
-            out, lse = self._attend_chunk(self._at, query, key, value, scoring, shift)
-        elif isinstance(self._at, Reads):
-            out, lse = self._attend_reads(self._at, query, scoring, shift)
-        elif self._at is not None:
-            out, lse = self._attend_step(self._at, query, scoring, shift)
-        else:
-            raise RuntimeError("say what is computed before a layer is called")
+            shift.include(query=query)
+        out, lse = self.compute(query, key, value, scoring)
         sinks = s_aux if s_aux is not None else getattr(module, "sinks", None)
         if sinks is not None:
             lse = lse + shift.taken(query) if shift else lse
             apply_sinks(out, lse, sinks)
         return out.transpose(1, 2)
 
+    def receive(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> None:
+        """Put aside what is needed of a call: a chunk's K,V. Raises KeysStored if nothing else is wanted of it."""
+        if isinstance(self._computed, Chunk):
+            self.include_keys([*(keys for keys, _ in self._held), key], scoring)
+            self._store(self._computed, key, value)
+            self._watch(self._computed, query)
+            if self._keys_only:
+                raise KeysStored
+
+    def compute(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+        """What the queries of a call see: output [1, heads, tokens, width] and log-sum-exp [1, heads, tokens]."""
+        if isinstance(self._computed, Chunk):
+            return self._attend_chunk(self._computed, query, key, value, scoring, self.shift)
+        if self._computed is None:
+            raise RuntimeError("say what is computed before a layer is called")
+        return self.attend_last_tokens(self._computed, query, scoring)
+
     def _store(self, chunk: Chunk, key: Tensor, value: Tensor) -> None:
         held = chunk.tree.held
         at = slice(held + chunk.start, held + chunk.end)
-        self._keys, self._values = self._room(self._keys, key), self._room(self._values, value)
+        self.keys, self.values = self._room(self.keys, key), self._room(self.values, value)
         first = 0
         for keys, values in self._held:
             last = first + keys.shape[2]
-            self._keys[:, :, first:last].copy_(keys, non_blocking=True)
-            self._values[:, :, first:last].copy_(values, non_blocking=True)
+            self.keys[:, :, first:last].copy_(keys, non_blocking=True)
+            self.values[:, :, first:last].copy_(values, non_blocking=True)
             first = last
-        self._keys[:, :, at], self._values[:, :, at] = key, value
+        self.keys[:, :, at], self.values[:, :, at] = key, value
         self._held = ()
 
-    def _meet(self, keys: list[Tensor], scoring: Scoring) -> None:
-        """Keys that are new in the layer; those of all tokens are moved alike, where products pay."""
+    def include_keys(self, keys: list[Tensor], scoring: Scoring) -> None:
+        """Let the layer's shift cover keys that are new in it; there is one only where products pay."""
         if scoring.softcap is not None or not fast_products(keys[-1].device, keys[-1].dtype):
             return
-        if self._shift is None:
-            self._shift = Shift.of(keys[-1], scoring.scale)
+        if self.shift is None:
+            self.shift = Shift.of(keys[-1], scoring.scale)
         for each in keys:
-            self._shift.meet(key=each)
+            self.shift.include(key=each)
 
     def _watch(self, chunk: Chunk, query: Tensor) -> None:
         first, last = bisect_left(self._watched, chunk.start), bisect_left(self._watched, chunk.end)
         if first < last:
             at = torch.as_tensor(self._watched[first:last], device=query.device) - chunk.start
-            self._queries.append(query[0][:, at])
+            self.queries.append(query[0][:, at])
 
     def _room(self, buffer: Tensor | None, like: Tensor) -> Tensor:
         shape = (1, like.shape[1], self._tokens, like.shape[3])
@@ -287,14 +260,14 @@ class ForestAttention:
         self._merge_spans(view.spans, out, lse, query, chunk.depths, scoring, shift)
         return out, lse
 
-    def _attend_reads(
-        self, reads: Reads, query: Tensor, scoring: Scoring, shift: Shift | None
-    ) -> tuple[Tensor, Tensor]:
+    def attend_last_tokens(self, last: LastTokens, query: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+        """`compute` for queries that see whole nodes."""
+        shift = self.shift
         keys, values = self.keys_values
         how: dict[str, Any] = {"scale": scoring.scale, "softcap": scoring.softcap, "shift": shift}
         batched = longest_batched(query.device, query.dtype)
         out, lse = _room_for_output(query, values)
-        runs = reads.own(scoring.window)
+        runs = last.own(scoring.window)
         reader = {run: at for at, run in enumerate(runs)}
         for start, end in runs:
             if start == end:  # the window has passed the whole node
@@ -312,23 +285,7 @@ class ForestAttention:
             padded, padded_lse = attend(q, k, v, visible=group.valid[:, None, None], **how)
             out[0, :, rows] = padded[:, :, 0].transpose(0, 1)
             lse[0, :, rows] = padded_lse[:, :, 0].transpose(0, 1)
-        self._merge_spans(reads.spans(scoring.window), out, lse, query, reads.depths, scoring, shift)
-        return out, lse
-
-    def _attend_step(self, step: Step, query: Tensor, scoring: Scoring, shift: Shift | None) -> tuple[Tensor, Tensor]:
-        out, lse = self._attend_reads(step.reads, query, scoring, shift)
-        if step.keys is None or step.values is None:
-            raise RuntimeError("a step has K,V of its own")
-        seen = slice(-scoring.window if scoring.window else None, None)
-        part, part_lse = attend(
-            query[0].transpose(0, 1).unsqueeze(2),
-            step.keys[:, :, seen],
-            step.values[:, :, seen],
-            scale=scoring.scale,
-            softcap=scoring.softcap,
-            shift=shift,
-        )
-        merge_into(out, lse, part[:, :, 0].transpose(0, 1)[None], part_lse[:, :, 0].transpose(0, 1)[None])
+        self._merge_spans(last.spans(scoring.window), out, lse, query, last.depths, scoring, shift)
         return out, lse
 
     def _merge_spans(

@@ -166,7 +166,7 @@ class Chunk:
 
 
 @dataclass(slots=True)
-class Reads:
+class LastTokens:
     """The last tokens of prompts, one query for each, or queries that stand `ahead` tokens behind them.
 
     They see whole nodes, their own included: `spans(window)` gives the ancestors', `own(window)` the keys of their own

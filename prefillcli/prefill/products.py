@@ -50,7 +50,7 @@ class Shift:
         factor = scale * LOG2_E
         return cls(factor, key.mean(dim=2, keepdim=True, dtype=torch.float32).mul_(-factor))
 
-    def meet(self, key: Tensor | None = None, query: Tensor | None = None) -> None:
+    def include(self, key: Tensor | None = None, query: Tensor | None = None) -> None:
         """Keys and queries that attention is to be called with."""
         for part in () if key is None else torch.split(key, MOVED_KEYS, dim=2):
             self.key = max(self.key, _longest(self.moved(part)))

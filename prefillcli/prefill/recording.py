@@ -1,8 +1,8 @@
 """What a model's forward hands to its layers, recorded chunk by chunk.
 
 The same tensors (rotary tables, position ids) go to every layer, and live as long as the pack. Left where each chunk's
-forward put them, they would lie scattered between its temporaries and keep the allocator from using their room
-again: as much as the residual stream, in small chunks. So they are moved into one buffer each.
+forward put them, they lie scattered between its temporaries, and the allocator cannot use the gaps again: with small
+chunks that costs as much as the residual stream. So they are copied into one buffer each.
 """
 
 from __future__ import annotations
@@ -13,19 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prefillcli.prefill.forest import UnsupportedModelError
+
 LayerCall = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(slots=True)
 class Recording:
-    """One forward over some tokens: the residual stream before the first layer, [1, tokens, hidden], and the other
-    arguments of each layer."""
+    """One forward over some tokens: what its layers were called with."""
 
-    hidden: Tensor | None = None
+    first: Tensor | None = None
     calls: list[LayerCall] = field(default_factory=list)
+    """The arguments of each layer, but for the residual stream."""
+
+    @property
+    def hidden(self) -> Tensor:
+        """The residual stream before the first layer, [1, tokens, hidden]. Raises UnsupportedModelError."""
+        if self.first is None:
+            raise UnsupportedModelError("the model's forward does not reach its layers")
+        return self.first
 
 
-class Shelf:
+class CallBuffers:
     """Buffers for the tensors of all chunks of a pack of `tokens` tokens."""
 
     def __init__(self, tokens: int) -> None:
@@ -34,7 +43,7 @@ class Shelf:
         self._filled: dict[tuple[int, torch.dtype, int], int] = {}
 
     def keep(self, calls: list[LayerCall], chunk_tokens: int) -> list[LayerCall]:
-        """The same calls with their tensors moved here. A tensor that several layers share stays one."""
+        """The same calls with their tensors moved to the buffers. A tensor that several layers share stays one."""
         moved: dict[int, Tensor] = {}
 
         def move(value: Any) -> Any:

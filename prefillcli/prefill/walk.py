@@ -7,6 +7,7 @@ position encoding) and after its last (norm, head) is the model's own forward wi
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,9 +20,11 @@ from transformers import PreTrainedModel
 
 from prefillcli.plan.pack import Pack
 from prefillcli.prefill.attention import longest_batched
-from prefillcli.prefill.forest import ForestAttention, KeysStored, Sight, Step, UnsupportedModelError
-from prefillcli.prefill.layout import Chunk, Reads, Tree, split_evenly
-from prefillcli.prefill.recording import LayerCall, Recording, Shelf
+from prefillcli.prefill.exits import ExitRule, remainder
+from prefillcli.prefill.forest import ForestAttention, KeysStored, UnsupportedModelError, WatchedLayer
+from prefillcli.prefill.layers import LayerSource, ResidentLayers
+from prefillcli.prefill.layout import Chunk, IntArray, LastTokens, Tree, split_evenly
+from prefillcli.prefill.recording import CallBuffers, LayerCall, Recording
 
 LOGIT_BYTES = 16 << 20  # float32 logits of this size at a time
 
@@ -33,13 +36,13 @@ class _Recorded(BaseException):
     """All layers' arguments are recorded."""
 
 
-class _Stage(nn.Module):
-    """Stands in for a decoder layer, answers its attributes, and does what the walk asks."""
+class _StandIn(nn.Module):
+    """Takes a decoder layer's place in the model, answers its attributes, and does what the walk asks."""
 
     def __init__(self, layer: nn.Module, index: int, walk: LayerWalk) -> None:
         super().__init__()
         self.layer = layer
-        self._report: Callable[..., Tensor] = lambda *a, **k: walk._stage(index, *a, **k)
+        self._report: Callable[..., Tensor] = lambda *a, **k: walk._reached(index, *a, **k)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -52,168 +55,137 @@ class _Stage(nn.Module):
 
 
 @dataclass(slots=True)
-class _Pass:
-    """A pack on its way through the layers."""
+class WalkState:
+    """A pack on its way through the layers. Reads that have left, and what only they needed, are not in it."""
 
-    pack: Pack
+    pack: Pack  # what is left of the pack
+    reads: Sequence[int]  # number of each of its reads in the whole pack, ascending
+    nodes: Sequence[int]  # of each of its nodes
     tree: Tree
     tokens: Tensor
     chunks: list[Chunk]
     calls: list[list[LayerCall]]  # of each chunk, of each layer
     hidden: Tensor  # the residual stream, [1, tokens, hidden]
-    output: Tensor  # where a layer's output goes; the same tensor, unless the walk is told to copy
 
-
-@dataclass(slots=True)
-class Lookahead:
-    """Queries of a pack's watched tokens, and of tokens decoded greedily behind its reads.
-
-    `counts[i]` tokens were decoded behind read i before an end of text. `sights`, one for each layer, begin with the
-    queries of the watched tokens in their order; those of each read's first decoded token follow, then of the second.
-    """
-
-    counts: list[int]
-    sights: Iterator[Sight]
+    @property
+    def last_tokens(self) -> IntArray:
+        """The token that each read ends with."""
+        return np.asarray([self.pack.offsets[node + 1] - 1 for node, _ in self.pack.reads], dtype=np.int64)
 
 
 class LayerWalk:
     """A causal language model of transformers, walked layer by layer.
 
     `model` must be loaded with the forest attention (`prefillcli.prefill.forest.ATTENTION`) and be in eval mode. Its
-    layers stay what they are; while the walk exists their places in the model are taken by stand-ins. `chunk_tokens`
-    are computed by one call of a layer. `offload_held` keeps the K,V held between packs in host memory. Without
-    `in_place` a layer's output goes to a second residual stream: it is there to measure what overwriting saves.
+    layers stay what they are; while the walk exists, stand-ins take their places in the model. The layers that are
+    called come from `layers`, by default those of the model. `chunk_tokens` are computed by one call of a layer.
+    `offload_held` keeps the K,V held between packs in host memory.
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, chunk_tokens: int, offload_held: bool = False, in_place: bool = True
+        self,
+        model: PreTrainedModel,
+        *,
+        chunk_tokens: int,
+        offload_held: bool = False,
+        layers: LayerSource | None = None,
     ) -> None:
         self.model = model
         self.chunk_tokens = chunk_tokens
-        self.in_place = in_place
         decoder = model.get_decoder()
-        self.layers: list[nn.Module] = list(decoder.layers)
+        self._own_layers: list[nn.Module] = list(decoder.layers)
+        self.layers: LayerSource = layers or ResidentLayers(self._own_layers)
         self.device: torch.device = model.get_input_embeddings().weight.device
-        decoder.layers = nn.ModuleList(_Stage(layer, i, self) for i, layer in enumerate(self.layers))
+        decoder.layers = nn.ModuleList(_StandIn(layer, i, self) for i, layer in enumerate(self._own_layers))
         self._decoder = decoder
         self._recording: Recording | None = None
         self._injected: Tensor | None = None
-        self._held: list[dict[tuple[int, int], KeyValue]] = [{} for _ in self.layers]  # by `Held.key`
+        self._held: list[dict[tuple[int, int], KeyValue]] = [{} for _ in self._own_layers]  # by `Held.key`
         self._offload_held = offload_held
         self.windows: set[int] = set()  # sliding windows that layers have asked for so far
 
     def close(self) -> None:
         """Give the model its layers back."""
-        self._decoder.layers = nn.ModuleList(self.layers)
+        self._decoder.layers = nn.ModuleList(self._own_layers)
         self._held.clear()
 
     @torch.inference_mode()
-    def read_logits(self, pack: Pack, tick: Tick = lambda tokens: None) -> Iterator[Tensor]:
+    def read_logits(
+        self, pack: Pack, tick: Tick = lambda tokens: None, exits: ExitRule | None = None
+    ) -> Iterator[Tensor]:
         """Walk `pack`; yield float32 logits [reads, vocabulary] in pieces, in the order of `pack.reads`.
 
         `tick` is called after each step with the number of tokens it advanced by, so that they add up to the pack's;
-        it may raise to stop the walk. K,V that later packs hold are kept for them.
+        it may raise to stop the walk. K,V that later packs hold are kept for them. There are no logits of reads that
+        leave early by the rule `exits`.
         """
-        state = self._begin(pack)
+        state, hidden = self.begin(pack), None
         with ForestAttention(pack.held_tokens + len(pack.tokens)) as attention:
-            for index in self._layers(state, attention, tick):
-                self._hold(index, pack, attention)
+            for index, layer in self.through_layers(state, attention, tick):
+                self._hold(index, pack, state, attention)
+                if index < len(self.layers) - 1:
+                    if exits is not None:
+                        self._let_leave(index, pack, state, attention, exits, tick)
+                elif state.reads:
+                    hidden = self.read_last(state, layer, attention)
             self.windows |= attention.windows
-            hidden = self._read_last(state, attention)
-        yield from self._logits(hidden)
+        if hidden is not None:
+            yield from self.logits(hidden)
 
     @torch.inference_mode()
     def watch(
         self, pack: Pack, watched: Sequence[int], tick: Tick = lambda tokens: None
-    ) -> Generator[Sight, None, None]:
-        """Walk `pack`, which holds nothing, for what its tokens `watched` (ascending) look at: one sight a layer.
+    ) -> Generator[WatchedLayer, None, None]:
+        """Walk `pack`, which holds nothing, for what its tokens `watched` (ascending) look at, layer by layer.
 
-        A sight is good until the next one is asked for. Of the last layer nothing but keys and queries is computed.
+        A layer is good until the next one is asked for. Of the last one nothing but keys and queries is computed.
         """
         with ForestAttention(len(pack.tokens), watched) as attention:
-            for _ in self._layers(self._begin(pack), attention, tick):
-                yield attention.sight
+            for _ in self.through_layers(self.begin(pack), attention, tick):
+                yield attention.watched_layer
 
-    @torch.inference_mode()
-    def look_ahead(
-        self,
-        pack: Pack,
-        watched: Sequence[int],
-        steps: int,
-        stop_tokens: frozenset[int],
-        tick: Tick = lambda tokens: None,
-    ) -> Lookahead:
-        """`watch`, and decode `steps` tokens behind each read, greedily.
+    # The parts of a walk, also for what follows one.
 
-        All layers' K,V are kept until the last sight was taken or forgotten.
-        """
-        state = self._begin(pack)
-        nodes = [node for node, _ in pack.reads]
-        last = Reads(state.tree, nodes, self.device).tokens
-        stored: list[KeyValue] = []
-        first: list[Sight] = []
-        with ForestAttention(len(pack.tokens), watched) as attention:
-            for _ in self._layers(state, attention, tick):
-                first.append(attention.sight)
-                stored.append(attention.take())
-            attention.recall(stored[-1], first[-1].scoring)
-            hidden = self._read_last(state, attention)
-            queries = [[sight.queries] for sight in first]
-            own = [Step(Reads(state.tree, nodes, self.device)) for _ in self.layers]
-            counts = torch.zeros(len(nodes), dtype=torch.long)
-            going = torch.ones(len(nodes), dtype=torch.bool)
-            for step in range(1, steps + 1):
-                tokens = torch.cat([logits.argmax(dim=-1) for logits in self._logits(hidden)]).cpu()
-                going &= ~torch.isin(tokens, torch.as_tensor(sorted(stop_tokens), dtype=torch.long))
-                if not going.any():
-                    break
-                counts += going
-                recording = self._record(tokens, state.tree.positions[last] + step)
-                if recording.hidden is None:
-                    raise UnsupportedModelError("the model's forward does not reach its layers")
-                hidden = recording.hidden
-                for index, layer in enumerate(self.layers):
-                    own[index].reads.ahead = step
-                    attention.recall(stored[index], first[index].scoring)
-                    attention.step(own[index])
-                    hidden = self._call(layer, hidden, recording.calls[index], attention)
-                    queries[index].append(attention.sight.queries)
-                    tick(0.0)
-        sights = (
-            Sight(sight.keys, torch.cat(asked, dim=1), sight.scoring)
-            for sight, asked in zip(first, queries, strict=True)
-        )
-        return Lookahead(counts.tolist(), sights)
-
-    def _begin(self, pack: Pack) -> _Pass:
-        tree = Tree(pack)
+    def begin(self, pack: Pack) -> WalkState:
+        """`pack` before the first layer."""
         tokens = torch.as_tensor(pack.tokens, dtype=torch.long)
-        batched = longest_batched(self.device, self.model.dtype)
-        parts = split_evenly(len(tokens), self.chunk_tokens)
-        chunks = [Chunk(tree, start, end, self.device, batched) for start, end in parts]
+        tree = Tree(pack)
+        chunks = self._chunks(tree, len(tokens))
         hidden, calls = self._embed(tokens, chunks)
-        output = hidden if self.in_place else torch.empty_like(hidden)
-        return _Pass(pack, tree, tokens, chunks, calls, hidden, output)
+        return WalkState(pack, range(len(pack.reads)), range(len(pack.parents)), tree, tokens, chunks, calls, hidden)
 
-    def _layers(self, state: _Pass, attention: ForestAttention, tick: Tick) -> Iterator[int]:
-        """Bring all chunks through one layer after the other; yields a layer's number when its K,V are complete."""
-        share = 1.0 / len(self.layers)
-        last = len(self.layers) - 1
-        for index, layer in enumerate(self.layers):
-            attention.start_layer([self._held[index][node.key] for node in state.pack.held])
-            for chunk, call in zip(state.chunks, state.calls, strict=True):
-                attention.chunk(chunk, keys_only=index == last)
-                rows = state.hidden[:, chunk.start : chunk.end]
-                if index == last:
-                    self._store_keys(layer, rows, call[index], attention)
-                else:
-                    state.output[:, chunk.start : chunk.end] = self._call(layer, rows, call[index], attention)
-                tick((chunk.end - chunk.start) * share)
-            if index != last:
-                state.hidden, state.output = state.output, state.hidden
-            yield index
+    def through_layers(
+        self, state: WalkState, attention: ForestAttention, tick: Tick
+    ) -> Iterator[tuple[int, nn.Module]]:
+        """Bring all chunks through one layer after the other.
 
-    def _call(self, layer: nn.Module, rows: Tensor, call: LayerCall, attention: ForestAttention) -> Tensor:
+        Yields each layer with its number once its K,V are complete; it is in use until the next is asked for. Ends
+        early when there is nothing left to compute.
+        """
+        for index in range(len(self.layers)):
+            if not state.chunks:
+                return
+            with self.layers.use(index) as layer:
+                attention.start_layer([self._held[index][node.key] for node in state.pack.held])
+                self.through_layer(state, index, layer, attention, tick)
+                yield index, layer
+
+    def through_layer(
+        self, state: WalkState, index: int, layer: nn.Module, attention: ForestAttention, tick: Tick
+    ) -> None:
+        """Bring all chunks through one layer: its output overwrites its input. Of the last one only K,V are wanted."""
+        last = index == len(self.layers) - 1
+        for chunk, call in zip(state.chunks, state.calls, strict=True):
+            attention.chunk(chunk, keys_only=last)
+            rows = state.hidden[:, chunk.start : chunk.end]
+            if last:
+                self._store_keys(layer, rows, call[index], attention)
+            else:
+                state.hidden[:, chunk.start : chunk.end] = self.call(layer, rows, call[index], attention)
+            tick((chunk.end - chunk.start) / len(self.layers))
+
+    def call(self, layer: nn.Module, rows: Tensor, call: LayerCall, attention: ForestAttention) -> Tensor:
+        """A layer's output for some rows of its input, [1, tokens, hidden]. Raises UnsupportedModelError."""
         out = layer(rows, *call[0], **call[1])
         if isinstance(out, tuple):
             out = out[0]
@@ -224,50 +196,23 @@ class LayerWalk:
             )
         return out
 
-    def _store_keys(self, layer: nn.Module, rows: Tensor, call: LayerCall, attention: ForestAttention) -> None:
-        try:
-            self._call(layer, rows, call, attention)
-        except KeysStored:
-            return
-        raise UnsupportedModelError(f"a layer of type {type(layer).__name__} does not call the attention interface")
-
-    def _read_last(self, state: _Pass, attention: ForestAttention) -> Tensor:
+    def read_last(self, state: WalkState, layer: nn.Module, attention: ForestAttention) -> Tensor:
         """The last layer's output for the prompts' last tokens alone, [1, reads, hidden]."""
-        asked = [node for node, _ in state.pack.reads]
-        in_order = np.argsort(asked, kind="stable")  # neighbours see the same ancestors
-        nodes = [asked[at] for at in in_order]
+        ends = [node for node, _ in state.pack.reads]
+        in_order = np.argsort(ends, kind="stable")  # neighbours see the same ancestors
+        nodes = [ends[at] for at in in_order]
         rows = []
         for start, end in split_evenly(len(nodes), self.chunk_tokens):
-            reads = Reads(state.tree, nodes[start:end], self.device)
-            at = torch.as_tensor(reads.tokens)
-            recording = self._record(state.tokens[at], state.tree.positions[reads.tokens])
-            attention.reads(reads)
+            last = LastTokens(state.tree, nodes[start:end], self.device)
+            at = torch.as_tensor(last.tokens)
+            recording = self.record(state.tokens[at], state.tree.positions[last.tokens])
+            attention.last_tokens(last)
             hidden = state.hidden[:, at.to(self.device)]
-            rows.append(self._call(self.layers[-1], hidden, recording.calls[-1], attention))
+            rows.append(self.call(layer, hidden, recording.calls[-1], attention))
         return torch.cat(rows, dim=1)[:, torch.as_tensor(np.argsort(in_order), device=self.device)]
 
-    # What surrounds the layers: the model's own forward.
-
-    def _embed(self, tokens: Tensor, chunks: list[Chunk]) -> tuple[Tensor, list[list[LayerCall]]]:
-        """The residual stream before the first layer, [1, tokens, hidden], and each chunk's layer arguments."""
-        hidden: Tensor | None = None
-        calls = []
-        shelf = Shelf(len(tokens))
-        for chunk in chunks:
-            recording = self._record(tokens[chunk.start : chunk.end], chunk.positions)
-            if recording.hidden is None:
-                raise UnsupportedModelError("the model's forward does not reach its layers")
-            if hidden is None:
-                shape = (1, len(tokens), recording.hidden.shape[-1])
-                hidden = torch.empty(shape, dtype=recording.hidden.dtype, device=self.device)
-            hidden[:, chunk.start : chunk.end] = recording.hidden
-            calls.append(shelf.keep(recording.calls, chunk.end - chunk.start))
-            del recording  # before the next chunk's is made
-        if hidden is None:
-            raise ValueError("a pack holds at least one token")
-        return hidden, calls
-
-    def _record(self, tokens: Tensor, positions: np.typing.NDArray[np.int64]) -> Recording:
+    def record(self, tokens: Tensor, positions: np.typing.NDArray[np.int64]) -> Recording:
+        """What the model's own forward over `tokens` int64 [tokens] hands to its layers."""
         recording = Recording()
         with self._staged(recording=recording):
             try:
@@ -280,11 +225,80 @@ class LayerWalk:
                 return recording
         raise UnsupportedModelError("the model's forward does not call all of its layers")
 
-    def _logits(self, hidden: Tensor) -> Iterator[Tensor]:
-        """`_head` in pieces of a bounded size."""
+    def logits(self, hidden: Tensor) -> Iterator[Tensor]:
+        """The model's own norm and head over `hidden` [1, tokens, hidden]: float32 [tokens, vocabulary], in pieces of
+        a bounded size."""
         vocabulary = self.model.get_output_embeddings().weight.shape[0]
         for start, end in split_evenly(hidden.shape[1], max(1, LOGIT_BYTES // (4 * vocabulary))):
             yield self._head(hidden[:, start:end])
+
+    def _chunks(self, tree: Tree, tokens: int) -> list[Chunk]:
+        batched = longest_batched(self.device, self.model.dtype)
+        parts = split_evenly(tokens, self.chunk_tokens) if tokens else []
+        return [Chunk(tree, start, end, self.device, batched) for start, end in parts]
+
+    def _store_keys(self, layer: nn.Module, rows: Tensor, call: LayerCall, attention: ForestAttention) -> None:
+        try:
+            self.call(layer, rows, call, attention)
+        except KeysStored:
+            return
+        raise UnsupportedModelError(f"a layer of type {type(layer).__name__} does not call the attention interface")
+
+    def _let_leave(
+        self, index: int, pack: Pack, state: WalkState, attention: ForestAttention, exits: ExitRule, tick: Tick
+    ) -> None:
+        """Ask the rule after layer `index` which reads go on; take out the others and what only they needed."""
+        if not state.reads:
+            return
+        ends = torch.as_tensor(state.last_tokens, device=self.device)
+        going = list(exits(index, state.reads, state.hidden[0, ends]))
+        if going == list(state.reads):
+            return
+        if not set(going) <= set(state.reads):
+            raise ValueError("an exit rule lets reads go on that have left")
+        kept = [bisect_left(state.nodes, node) for number, node in pack.keep if number == pack.index]
+        left = remainder(state.pack, [bisect_left(state.reads, read) for read in going], kept)
+        state.reads, state.pack = going, left.pack
+        gone = len(state.tokens) - len(left.tokens)
+        if not gone:
+            return  # prompts that others begin with
+        if not left.nodes:
+            for cache in self._held[index + 1 :]:  # of the layers that are not computed
+                _drop_others(cache, pack)
+        state.nodes = [state.nodes[node] for node in left.nodes]
+        state.tokens, state.tree = state.tokens[torch.as_tensor(left.tokens)], Tree(left.pack)
+        state.chunks, state.calls = self._chunks(state.tree, len(left.tokens)), []
+        attention.resize(left.pack.held_tokens + len(left.tokens))
+        at = torch.as_tensor(left.tokens, device=self.device)
+        for chunk in state.chunks:  # in place: a row's new place is never behind its old one
+            state.hidden[:, chunk.start : chunk.end] = state.hidden[:, at[chunk.start : chunk.end]]
+        state.hidden = state.hidden[:, : len(left.tokens)]
+        buffers = CallBuffers(len(left.tokens))
+        state.calls = [self._arguments(state.tokens, chunk, buffers)[1] for chunk in state.chunks]
+        tick(gone * (1 - (index + 1) / len(self.layers)))
+
+    # What surrounds the layers: the model's own forward.
+
+    def _embed(self, tokens: Tensor, chunks: list[Chunk]) -> tuple[Tensor, list[list[LayerCall]]]:
+        """The residual stream before the first layer, [1, tokens, hidden], and each chunk's layer arguments."""
+        hidden: Tensor | None = None
+        calls = []
+        buffers = CallBuffers(len(tokens))
+        for chunk in chunks:
+            rows, call = self._arguments(tokens, chunk, buffers)
+            if hidden is None:
+                hidden = torch.empty((1, len(tokens), rows.shape[-1]), dtype=rows.dtype, device=self.device)
+            hidden[:, chunk.start : chunk.end] = rows
+            calls.append(call)
+            del rows  # before the next chunk's are made
+        if hidden is None:
+            raise ValueError("a pack holds at least one token")
+        return hidden, calls
+
+    def _arguments(self, tokens: Tensor, chunk: Chunk, buffers: CallBuffers) -> tuple[Tensor, list[LayerCall]]:
+        """A chunk's rows of the residual stream before the first layer, and the other arguments of each layer."""
+        recording = self.record(tokens[chunk.start : chunk.end], chunk.positions)
+        return recording.hidden, buffers.keep(recording.calls, chunk.end - chunk.start)
 
     def _head(self, hidden: Tensor) -> Tensor:
         """Final norm and head, with whatever scaling the model gives its logits: float32 [tokens, vocabulary]."""
@@ -301,29 +315,35 @@ class LayerWalk:
         finally:
             self._recording = self._injected = None
 
-    def _stage(self, index: int, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _reached(self, index: int, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self._recording is not None:
             if index == 0:
-                self._recording.hidden = hidden_states
+                self._recording.first = hidden_states
             self._recording.calls.append((args, kwargs))
-            if index == len(self.layers) - 1:
+            if index == len(self._own_layers) - 1:
                 raise _Recorded
             return hidden_states
         if self._injected is None:
             raise RuntimeError("the model is being walked; call its layers through the walk")
         return self._injected
 
-    def _hold(self, index: int, pack: Pack, attention: ForestAttention) -> None:
-        """Keep this layer's K,V of the nodes that later packs hold; let go of the others."""
+    def _hold(self, index: int, pack: Pack, state: WalkState, attention: ForestAttention) -> None:
+        """Keep this layer's K,V of the nodes of `pack` that later packs hold; let go of the others."""
         cache = self._held[index]
-        for key in cache.keys() - pack.keep:
-            del cache[key]
+        _drop_others(cache, pack)
         place = torch.device("cpu") if self._offload_held else self.device
         keys, values = attention.keys_values
         for pack_index, node in pack.keep:
             if pack_index == pack.index:
-                first, last = (pack.held_tokens + pack.offsets[at] for at in (node, node + 1))
+                at = bisect_left(state.nodes, node)
+                first, last = (pack.held_tokens + state.tree.offsets[each] for each in (at, at + 1))
                 cache[pack_index, node] = (
                     keys[:, :, first:last].to(place, copy=True),
                     values[:, :, first:last].to(place, copy=True),
                 )
+
+
+def _drop_others(cache: dict[tuple[int, int], KeyValue], pack: Pack) -> None:
+    """Let go of what no later pack holds."""
+    for key in cache.keys() - pack.keep:
+        del cache[key]

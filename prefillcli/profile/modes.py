@@ -13,9 +13,9 @@ from transformers import DynamicCache, PreTrainedModel
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
-from prefillcli.prefill.forest import ATTENTION
+from prefillcli.prefill.forest import ATTENTION, ForestAttention
 from prefillcli.prefill.layout import split_evenly
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.prefill.walk import LayerWalk, WalkState
 
 MODES = {
     "full": "transformers, one forward, the K,V of all layers kept (use_cache=True)",
@@ -65,12 +65,28 @@ class Prefill:
     def _walk(self, prompt: TokenArray, tick: Tick) -> Tensor:
         self.model.set_attn_implementation(ATTENTION)
         chunk = len(prompt) if self.mode == "drop" else self.chunk_tokens
-        walk = LayerWalk(self.model, chunk_tokens=chunk, in_place=self.mode != "hybrid-copy")
+        kind = CopyingWalk if self.mode == "hybrid-copy" else LayerWalk
+        walk = kind(self.model, chunk_tokens=chunk)
         try:
             (pack,) = make_plan([prompt], Limits(len(prompt), len(prompt))).packs
             return torch.cat(list(walk.read_logits(pack, tick)))[0]
         finally:
             walk.close()
+
+
+class CopyingWalk(LayerWalk):
+    """A walk that has a second residual stream for each layer's output: it shows what overwriting saves."""
+
+    _second: Tensor | None = None
+
+    def through_layer(
+        self, state: WalkState, index: int, layer: torch.nn.Module, attention: ForestAttention, tick: Tick
+    ) -> None:
+        if index < len(self.layers) - 1:  # the last layer has no output
+            if self._second is None or self._second.shape != state.hidden.shape:
+                self._second = torch.empty_like(state.hidden)
+            state.hidden, self._second = self._second.copy_(state.hidden), state.hidden
+        super().through_layer(state, index, layer, attention, tick)
 
 
 @contextmanager

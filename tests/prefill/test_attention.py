@@ -91,7 +91,7 @@ def test_a_sink_is_one_more_score_without_a_value() -> None:
 def moved_products(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
     """By products over moved keys, as the walk attends; the log-sum-exp is that of the keys themselves."""
     shift = Shift.of(key[:, :, :1000], 0.3)
-    shift.meet(key, query)
+    shift.include(key, query)
     out, lse = attend_by_products(query, shift.moved(key), value, causal=causal, safe=shift.safe)
     return out, lse + shift.taken(query)
 

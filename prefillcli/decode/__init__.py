@@ -1,0 +1,1 @@
+"""Decoding behind the walk: tokens after the prompts of a pack."""

@@ -1,0 +1,186 @@
+"""Greedy decoding behind all reads of a pack in lock step, for the queries of the decoded tokens.
+
+It follows SpecPrefill's lookahead: the decoded tokens are thrown away, what they attend to is not. The K,V of the pack
+in all layers are kept while it lasts, those of the decoded tokens beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from prefillcli.plan.pack import Pack
+from prefillcli.prefill.attention import attend, merge_into
+from prefillcli.prefill.forest import ForestAttention, Scoring, WatchedLayer
+from prefillcli.prefill.layout import Chunk, LastTokens
+from prefillcli.prefill.walk import KeyValue, LayerWalk, Tick, WalkState
+
+
+@dataclass(slots=True)
+class Lookahead:
+    """Queries of a pack's watched tokens, and of tokens decoded greedily behind its reads.
+
+    `counts[i]` tokens were decoded behind read i before an end of text. `layers`, one for each of the model's, begin
+    with the queries of the watched tokens in their order; those of each read's first decoded token follow, then of the
+    second.
+    """
+
+    counts: list[int]
+    layers: Iterator[WatchedLayer]
+
+
+@torch.inference_mode()
+def look_ahead(
+    walk: LayerWalk,
+    pack: Pack,
+    watched: Sequence[int],
+    steps: int,
+    stop_tokens: frozenset[int],
+    tick: Tick = lambda tokens: None,
+) -> Lookahead:
+    """`walk.watch`, and decode `steps` tokens behind each read, greedily.
+
+    All layers' K,V are kept until the last layer of the result was taken or forgotten.
+    """
+    state = walk.begin(pack)
+    stored: list[KeyValue] = []
+    first: list[WatchedLayer] = []
+    with _DecodingAttention(len(pack.tokens), watched) as attention:
+        hidden = state.hidden
+        for index, layer in walk.through_layers(state, attention, tick):
+            first.append(attention.watched_layer)
+            stored.append(attention.take_keys_values())
+            if index == len(walk.layers) - 1:
+                attention.resume_layer(stored[-1], first[-1].scoring)
+                hidden = walk.read_last(state, layer, attention)
+        decoding = _Decoding(walk, state, attention, stored, first)
+        counts = torch.zeros(len(pack.reads), dtype=torch.long)
+        going = torch.ones(len(pack.reads), dtype=torch.bool)
+        for step in range(1, steps + 1):
+            tokens = torch.cat([logits.argmax(dim=-1) for logits in walk.logits(hidden)]).cpu()
+            going &= ~torch.isin(tokens, torch.as_tensor(sorted(stop_tokens), dtype=torch.long))
+            if not going.any():
+                break
+            counts += going
+            hidden = decoding.forward(tokens, step, tick)
+    return Lookahead(counts.tolist(), decoding.watched_layers())
+
+
+@dataclass(slots=True)
+class _DecodedTokens:
+    """Tokens decoded behind the reads, the same number behind each: the newest are the queries.
+
+    `keys` and `values` [reads, kv heads, steps, width] are theirs in one layer.
+    """
+
+    reads: LastTokens
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """One more token behind each read; `key`, `value` are [1, kv heads, reads, width]."""
+        key, value = key[0].transpose(0, 1).unsqueeze(2), value[0].transpose(0, 1).unsqueeze(2)
+        self.keys = key if self.keys is None else torch.cat([self.keys, key], dim=2)
+        self.values = value if self.values is None else torch.cat([self.values, value], dim=2)
+
+
+class _Decoding:
+    """The walk's layers over the newest tokens, again and again."""
+
+    def __init__(
+        self,
+        walk: LayerWalk,
+        state: WalkState,
+        attention: _DecodingAttention,
+        stored: list[KeyValue],
+        first: list[WatchedLayer],
+    ) -> None:
+        self._walk = walk
+        self._attention = attention
+        self._stored = stored
+        self._first = first
+        self._positions = state.tree.positions[state.last_tokens]
+        self._queries = [[layer.queries] for layer in first]
+        nodes = [node for node, _ in state.pack.reads]
+        self._decoded = [_DecodedTokens(LastTokens(state.tree, nodes, walk.device)) for _ in first]
+
+    def forward(self, tokens: Tensor, step: int, tick: Tick) -> Tensor:
+        """The residual stream after the last layer, [1, reads, hidden], of the tokens decoded as number `step`."""
+        recording = self._walk.record(tokens, self._positions + step)
+        hidden = recording.hidden
+        for index in range(len(self._walk.layers)):
+            decoded = self._decoded[index]
+            decoded.reads.ahead = step
+            self._attention.resume_layer(self._stored[index], self._first[index].scoring)
+            self._attention.decoded_tokens(decoded)
+            with self._walk.layers.use(index) as layer:
+                hidden = self._walk.call(layer, hidden, recording.calls[index], self._attention)
+            self._queries[index].append(self._attention.watched_layer.queries)
+            tick(0.0)
+        return hidden
+
+    def watched_layers(self) -> Iterator[WatchedLayer]:
+        """Each layer with all queries."""
+        for layer, queries in zip(self._first, self._queries, strict=True):
+            yield WatchedLayer(layer.keys, torch.cat(queries, dim=1), layer.scoring)
+
+
+class _DecodingAttention(ForestAttention):
+    """Attention of a pack and of tokens decoded behind it."""
+
+    def __init__(self, tokens: int, watched: Sequence[int]) -> None:
+        super().__init__(tokens, watched)
+        self._decoded: _DecodedTokens | None = None
+
+    def take_keys_values(self) -> KeyValue:
+        """Hand over the layer's K,V; the next layer gets room of its own."""
+        taken = self.keys_values
+        self.keys = self.values = None
+        return taken
+
+    def resume_layer(self, keys_values: KeyValue, scoring: Scoring) -> None:
+        """Begin a layer whose K,V were taken before."""
+        self.start_layer(())
+        self.keys, self.values = keys_values
+        self.include_keys([self.keys], scoring)
+
+    def chunk(self, chunk: Chunk, *, keys_only: bool = False) -> None:
+        self._decoded = None
+        super().chunk(chunk, keys_only=keys_only)
+
+    def last_tokens(self, tokens: LastTokens) -> None:
+        self._decoded = None
+        super().last_tokens(tokens)
+
+    def decoded_tokens(self, decoded: _DecodedTokens) -> None:
+        """The next call computes the newest of these."""
+        super().last_tokens(decoded.reads)
+        self._decoded = decoded
+
+    def receive(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> None:
+        if self._decoded is None:
+            super().receive(query, key, value, scoring)
+            return
+        self.include_keys([key], scoring)
+        self._decoded.append(key, value)
+        self.queries.append(query[0])
+
+    def compute(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+        out, lse = super().compute(query, key, value, scoring)
+        decoded = self._decoded
+        if decoded is None or decoded.keys is None or decoded.values is None:
+            return out, lse
+        seen = slice(-scoring.window if scoring.window else None, None)
+        part, part_lse = attend(
+            query[0].transpose(0, 1).unsqueeze(2),
+            decoded.keys[:, :, seen],
+            decoded.values[:, :, seen],
+            scale=scoring.scale,
+            softcap=scoring.softcap,
+            shift=self.shift,
+        )
+        merge_into(out, lse, part[:, :, 0].transpose(0, 1)[None], part_lse[:, :, 0].transpose(0, 1)[None])
+        return out, lse

@@ -1,0 +1,192 @@
+"""Reads that leave between two layers: those that stay get the scores of the model's own forward, for less work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from prefillcli.plan.pack import Limits, Pack
+from prefillcli.plan.plan import make_plan
+from prefillcli.prefill.exits import remainder
+from prefillcli.prefill.forest import ATTENTION
+from prefillcli.prefill.walk import LayerWalk
+from tests.prefill.test_walk import (
+    ONE_PACK,
+    Prompt,
+    assert_equal,
+    every_family,
+    mixed,
+    model_of,
+    three_levels,
+    tokens,
+    two_levels,
+    wanted,
+)
+
+Leaving = dict[int, int]  # the layer after which a prompt leaves
+
+
+class LeaveAfter:
+    """An exit rule: each prompt leaves after its layer. Takes down what it is shown."""
+
+    def __init__(self, leaving: Leaving) -> None:
+        self._leaving = leaving
+        self.pack: Pack | None = None
+        self.shown: dict[int, dict[int, Tensor]] = {}  # by layer and prompt
+
+    def __call__(self, layer: int, reads: Sequence[int], hidden: Tensor) -> list[int]:
+        assert self.pack is not None
+        assert len(reads) == len(hidden) > 0
+        for read, row in zip(reads, hidden, strict=True):
+            for prompt in self.pack.reads[read][1]:
+                self.shown.setdefault(layer, {})[prompt] = row.clone()
+        return [
+            read
+            for read in reads
+            if any(self._leaving.get(prompt, 10**9) > layer for prompt in self.pack.reads[read][1])
+        ]
+
+
+def walked(
+    model: nn.Module, prompts: list[Prompt], rule: LeaveAfter, *, chunk: int, limits: Limits = ONE_PACK
+) -> tuple[dict[int, Tensor], list[int]]:
+    """Logits of the prompts that stayed, and the tokens that each layer was called with, the last one left out."""
+    model.set_attn_implementation(ATTENTION)
+    counts = [0] * len(model.get_decoder().layers)
+
+    def count(index: int) -> Callable[..., None]:
+        def counted(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            counts[index] += inputs[0].shape[1]
+
+        return counted
+
+    hooks = [layer.register_forward_pre_hook(count(i)) for i, layer in enumerate(model.get_decoder().layers)]
+    walk = LayerWalk(model, chunk_tokens=chunk)
+    found: dict[int, Tensor] = {}
+    try:
+        for pack in make_plan(prompts, limits).packs:
+            rule.pack = pack
+            ticks: list[float] = []
+            pieces = list(walk.read_logits(pack, ticks.append, rule))
+            assert sum(ticks) == pytest.approx(len(pack.tokens))
+            last = max(layer for layer in [-1, *rule.shown])
+            rows = list(torch.cat(pieces)) if pieces else []
+            stayed = [prompts for _, prompts in pack.reads if any(rule._leaving.get(p, 10**9) > last for p in prompts)]
+            for row, numbers in zip(rows, stayed, strict=True):
+                found |= dict.fromkeys(numbers, row)
+    finally:
+        walk.close()
+        for hook in hooks:
+            hook.remove()
+    return found, counts[:-1]
+
+
+def trie_tokens(prompts: list[Prompt]) -> int:
+    return len({tuple(prompt[: end + 1].tolist()) for prompt in prompts for end in range(len(prompt))})
+
+
+def staying(prompts: list[Prompt], leaving: Leaving, layer: int) -> list[Prompt]:
+    """The prompts that layer `layer` computes."""
+    return [prompt for number, prompt in enumerate(prompts) if leaving.get(number, 10**9) >= layer]
+
+
+@every_family
+@pytest.mark.parametrize("make", [two_levels, three_levels, mixed])
+def test_those_that_stay_have_the_logits_of_the_eager_forward(family: str, make: Callable[[], list[Prompt]]) -> None:
+    prompts = make()
+    leaving = {number: number % 2 for number in range(len(prompts)) if number % 3}
+    found, _ = walked(model_of(family), prompts, LeaveAfter(leaving), chunk=41)
+    stay = [number for number in range(len(prompts)) if number not in leaving]
+    assert set(stay) <= set(found)
+    assert_equal(torch.stack([found[number] for number in stay]), wanted(family, make)[stay])
+
+
+@every_family
+def test_packs_that_hold_a_prefix_of_reads_that_left_are_not_disturbed(family: str) -> None:
+    prompts = mixed()
+    leaving = {number: number % 2 for number in range(len(prompts)) if number % 3}
+    limits = Limits(110, 10**6, held_tokens=10**6)
+    assert any(pack.keep for pack in make_plan(prompts, limits).packs)
+    found, _ = walked(model_of(family), prompts, LeaveAfter(leaving), chunk=41, limits=limits)
+    stay = [number for number in range(len(prompts)) if number not in leaving]
+    assert_equal(torch.stack([found[number] for number in stay]), wanted(family, mixed)[stay])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_rule_sees_the_hidden_states_of_the_eager_forward(family: str) -> None:
+    model, prompts = model_of(family), two_levels()
+    rule = LeaveAfter({0: 0, 3: 1})
+    walked(model, prompts, rule, chunk=33)
+    model.set_attn_implementation("eager")
+    for number, prompt in enumerate(prompts):
+        ids = torch.as_tensor(prompt, dtype=torch.long)[None]
+        with torch.inference_mode():
+            states = model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
+        for layer, shown in rule.shown.items():
+            assert (number in shown) == ({0: 0, 3: 1}.get(number, 10**9) >= layer)
+            if number in shown:
+                torch.testing.assert_close(shown[number], states[layer + 1][0, -1], atol=1e-4, rtol=1e-4)
+
+
+def test_a_token_is_computed_until_the_last_read_behind_it_has_left() -> None:
+    prompts = three_levels()
+    leaving = {**dict.fromkeys(range(4), 0), **dict.fromkeys(range(4, 7), 1), 9: 2}
+    model = model_of("gemma3_text")  # seven layers
+    found, counts = walked(model, prompts, LeaveAfter(leaving), chunk=50)
+    assert set(found) == set(range(len(prompts))) - set(leaving)
+    assert counts == [trie_tokens(staying(prompts, leaving, layer)) for layer in range(len(counts))]
+    assert counts[0] > counts[1] > counts[2] > counts[3] == counts[-1]
+
+
+def test_when_all_have_left_no_layer_is_computed() -> None:
+    prompts = two_levels()
+    found, counts = walked(model_of("gemma3_text"), prompts, LeaveAfter(dict.fromkeys(range(6), 2)), chunk=50)
+    assert found == {}
+    assert counts == [trie_tokens(prompts)] * 3 + [0] * 3
+
+
+def test_a_prompt_that_another_begins_with_may_leave_before_it() -> None:
+    long = tokens(np.random.default_rng(8), 90)
+    prompts = [long, long[:50]]
+    found, counts = walked(model_of("gemma3_text"), prompts, LeaveAfter({1: 0}), chunk=64)
+    assert counts == [90] * 6
+    assert set(found) == {0}
+
+
+def test_a_rule_cannot_bring_a_read_back() -> None:
+    model, prompts = model_of("gemma3_text"), two_levels()
+    model.set_attn_implementation(ATTENTION)
+    walk = LayerWalk(model, chunk_tokens=50)
+    (pack,) = make_plan(prompts, ONE_PACK).packs
+    try:
+        with pytest.raises(ValueError, match="have left"):
+            list(walk.read_logits(pack, exits=lambda layer, reads, hidden: [[1, 2], [0, 1]][layer]))
+    finally:
+        walk.close()
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_what_remains_of_a_pack_is_the_paths_of_its_reads(data: st.DataObject) -> None:
+    words = st.lists(st.integers(0, 2), min_size=1, max_size=6)
+    prompts = [np.asarray(each, dtype=np.int32) for each in data.draw(st.lists(words, min_size=1, max_size=8))]
+    (pack,) = make_plan(prompts, ONE_PACK).packs
+    reads = sorted(data.draw(st.sets(st.sampled_from(range(len(pack.reads))))))
+    left = remainder(pack, reads, [])
+    assert left.pack.tokens.tolist() == pack.tokens[left.tokens].tolist()
+    for read, (node, numbers) in zip(reads, left.pack.reads, strict=True):
+        assert numbers == pack.reads[read][1]
+        path: list[int] = []
+        while node >= 0:
+            path = [*left.pack.tokens[left.pack.offsets[node] : left.pack.offsets[node + 1]].tolist(), *path]
+            node = left.pack.parents[node]
+        assert path == prompts[numbers[0]].tolist()
+    ends = {pack.reads[read][0] for read in reads}
+    below = set(range(len(left.nodes))) - set(left.pack.parents)
+    assert {left.nodes[node] for node in below} <= ends, "every leaf is the end of a read that stays"
