@@ -26,8 +26,8 @@ SCORE_BYTES = 64 << 20  # float32 scores at a time
 class PromptQueries:
     """A prompt and the queries that vote on its tokens.
 
-    `path` is where its keys lie, as (start, end) runs. Query i is row `queries[i]` of those of a watched layer. It sees
-    the first `sees[i]` of the keys, and stands at depth `depths[i]`, which tells what a sliding window lets it see.
+    `path` is where its keys lie, as (start, end) runs. Query i is row `queries[i]` of a watched layer's. It sees the
+    first `sees[i]` of the keys and stands at depth `depths[i]`, which tells what a sliding window lets it see.
     """
 
     path: list[tuple[int, int]]
