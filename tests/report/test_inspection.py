@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from prefillcli.compress.reasons import TokenReason
 from prefillcli.report.inspection import (
     STEPS,
     AnswerView,
     CommonPrefix,
     Inspection,
     TokenView,
-    Why,
     heat,
     stretches,
 )
@@ -34,7 +34,7 @@ from prefillcli.report.visible import visible
 HOSTILE = "<script>alert(1)</script>\x1b[31m\x1b]8;;http://evil\x07 \u202egnp.exe\u2066\u200b\x00\x7f\x9b2J\r"
 
 
-def inspection_of(texts: list[str], why: list[Why], importance: Sequence[float | None] | None = None) -> Inspection:
+def inspection_of(texts: list[str], why: list[TokenReason], importance: Sequence[float | None] | None = None) -> Inspection:
     tokens = [
         TokenView(at, 1000 + at, text, importance[at] if importance else None, reason != "dropped", reason)
         for at, (text, reason) in enumerate(zip(texts, why, strict=True))
@@ -57,7 +57,7 @@ def inspection_of(texts: list[str], why: list[Why], importance: Sequence[float |
 def example(tokens: int = 200) -> Inspection:
     """Chunks of 10; the third one of ten is kept."""
     drawn = random.Random(0)
-    why: list[Why] = ["chosen" if at % 100 // 10 == 2 else "dropped" for at in range(tokens)]
+    why: list[TokenReason] = ["chosen" if at % 100 // 10 == 2 else "dropped" for at in range(tokens)]
     why[:4], why[-8:] = ["first"] * 4, ["last"] * 8
     importance = [drawn.lognormvariate(-4, 1) * (10 if reason == "chosen" else 1) for reason in why]
     return inspection_of([f" word{at}" for at in range(tokens)], why, importance)
@@ -162,7 +162,7 @@ def test_same_answer_is_no_flip() -> None:
 
 def test_kept_tokens_are_coloured_and_dropped_ones_dim() -> None:
     texts = [" hot", " warm", " even", " cool", " cold", " gone", " same"]
-    why: list[Why] = ["chosen"] * 5 + ["dropped", "shared"]
+    why: list[TokenReason] = ["chosen"] * 5 + ["dropped", "shared"]
     inspection = inspection_of(texts, why, [9.0, 0.5, 0.4, 0.3, 0.1, 8.0, None])
     prompt = printed(inspection, colour=True).split("equal size")[1].split("most important")[0]
 
