@@ -34,7 +34,9 @@ from prefillcli.report.visible import visible
 HOSTILE = "<script>alert(1)</script>\x1b[31m\x1b]8;;http://evil\x07 \u202egnp.exe\u2066\u200b\x00\x7f\x9b2J\r"
 
 
-def inspection_of(texts: list[str], why: list[TokenReason], importance: Sequence[float | None] | None = None) -> Inspection:
+def inspection_of(
+    texts: list[str], why: list[TokenReason], importance: Sequence[float | None] | None = None
+) -> Inspection:
     tokens = [
         TokenView(at, 1000 + at, text, importance[at] if importance else None, reason != "dropped", reason)
         for at, (text, reason) in enumerate(zip(texts, why, strict=True))
