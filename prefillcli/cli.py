@@ -10,8 +10,6 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 import typer
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from prefillcli import __version__
 from prefillcli.engines.kinds import ENGINES
@@ -21,7 +19,7 @@ from prefillcli.options.commands import COMMANDS
 from prefillcli.options.groups import ModelOptions
 from prefillcli.options.inspect import InspectSettings
 from prefillcli.options.load import AnySettings, load_settings
-from prefillcli.options.option import RUN
+from prefillcli.options.option import RUN, Settings, details_of
 from prefillcli.options.profile import ProfileSettings
 from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import shown
@@ -179,19 +177,19 @@ def _say(summary: dict[str, Any]) -> None:
     print(json.dumps(shown(summary), separators=(",", ":"), allow_nan=False), flush=True)
 
 
-def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
+def _parameter(settings: type[Settings], name: str) -> inspect.Parameter:
     """The command-line option of a settings field; None stands for "not given"."""
-    extra: dict[str, Any] = field.json_schema_extra  # type: ignore[assignment]  # `option` always sets it
+    field, details = settings.model_fields[name], details_of(settings, name)
     flag = "--" + name.replace("_", "-")
     kind: Any = field.annotation
     if kind is bool:
-        names = [f"{flag}/--{extra['negative']}" if extra["negative"] else flag]
+        names = [f"{flag}/--{details.negative}" if details.negative else flag]
     elif kind == bool | None:
         names, kind = [f"{flag}/--no-{flag.removeprefix('--')}"], bool
     else:
         names = [flag]
-        kind = list[str] if extra["repeatable"] else {int: int, float: float, int | None: int}.get(kind, str)
-    metavar, words = extra["metavar"] or None, []
+        kind = list[str] if details.repeatable else {int: int, float: float, int | None: int}.get(kind, str)
+    metavar, words = details.metavar or None, []
     if get_origin(field.annotation) is Literal:
         words = list(get_args(field.annotation))
         metavar = "|".join(words)
@@ -199,12 +197,12 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     if "(default" not in help and field.default not in (None, False, (), {}):
         default = field.default if not isinstance(field.default, tuple) else ", ".join(map(str, field.default))
         help += f" (default: {default})"
-    if extra["short"]:
-        names.append(extra["short"])
+    if details.short:
+        names.append(details.short)
     option = typer.Option(
         *names,
         help=help,
-        rich_help_panel=extra["panel"],
+        rich_help_panel=details.panel,
         metavar=metavar,
         show_default=False,
         autocompletion=(lambda incomplete: [word for word in words if word.startswith(incomplete)]) if words else None,
@@ -214,7 +212,7 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     )
 
 
-def _with_options(command: Callable[..., None], settings: type[BaseModel]) -> Callable[..., None]:
+def _with_options(command: Callable[..., None], settings: type[Settings]) -> Callable[..., None]:
     """Give `command` the inputs, `--recipe` and one option for each field of `settings`."""
     fields = settings.model_fields
     required = fields["inputs"].is_required()
@@ -223,7 +221,7 @@ def _with_options(command: Callable[..., None], settings: type[BaseModel]) -> Ca
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [
         inspect.Parameter("inputs", keyword, default=None, annotation=Annotated[list[str] | None, inputs]),
-        *(_parameter(name, field) for name, field in fields.items() if name != "inputs"),
+        *(_parameter(settings, name) for name in fields if name != "inputs"),
         inspect.Parameter("recipe", keyword, default=None, annotation=Annotated[str | None, recipe]),
     ]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from typer.testing import CliRunner
 
 from prefillcli.cli import app
@@ -16,7 +16,7 @@ from prefillcli.errors import UsageError
 from prefillcli.options import requirements
 from prefillcli.options.commands import COMMANDS
 from prefillcli.options.load import load_settings
-from prefillcli.options.option import COMPRESSION, Settings
+from prefillcli.options.option import COMPRESSION, RUN, Settings, details_of, option
 from prefillcli.options.requirements import Requirement
 
 Values = dict[str, Any]
@@ -98,17 +98,15 @@ def told(command: str, option: str, unmet: str | None = None) -> Values:
 def test_all_requirements_are_walked() -> None:
     assert {name for _, _, name in CASES} == TOLD.keys() == set(NAMES.values())
     for command, kind in COMMANDS.items():
-        for name, field in kind.model_fields.items():
-            extra: Any = field.json_schema_extra or {}
-            if extra.get("panel") == COMPRESSION and name not in ("keep", "draft"):
+        for name in kind.model_fields:
+            if details_of(kind, name).panel == COMPRESSION and name not in ("keep", "draft"):
                 assert name in kind.required(), f"{command} --{name}: what does it require?"
 
 
 @pytest.mark.parametrize(("command", "option", "unmet"), CASES)
 def test_an_option_that_would_be_ignored_is_refused(command: str, option: str, unmet: str) -> None:
     value = value_of(command, option)
-    extra: Any = COMMANDS[command].model_fields[option].json_schema_extra
-    flag = "--" + (extra["negative"] or option.replace("_", "-"))
+    flag = "--" + (details_of(COMMANDS[command], option).negative or option.replace("_", "-"))
     (required,) = [each for each in COMMANDS[command].required()[option] if NAMES[id(each)] == unmet]
     assert option in load(command, told(command, option), {option: value}).model_fields_set
     lacking = told(command, option, unmet)
@@ -189,3 +187,12 @@ def test_variables_of_others_are_let_be() -> None:
     ports = [f"PREFILL_PORT_80_TCP{end}" for end in ("", "_PROTO", "_PORT", "_ADDR")]
     names = [*service, *ports, "PREFILLED", "MY_PREFILL_LABLES", "PREFILL"]
     assert load_with(dict.fromkeys(names, "10.0.0.1") | {"PREFILL_LABLES": ""}) == load_with({})
+
+
+def test_an_option_must_say_what_it_changes() -> None:
+    with pytest.raises(TypeError, match="changes"):
+        option(None, "Help.", RUN)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"Silent.inputs: make it with `option`, which says what it changes"):
+
+        class Silent(Settings):
+            inputs: tuple[str, ...] = Field(())

@@ -14,12 +14,11 @@ from prefillcli.data.output.heartbeat import Heartbeat
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import Labels, parse_labels
-from prefillcli.data.proof.fingerprints import hash_value
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Int64Array, Window
 from prefillcli.data.windows import Ahead, windows
 from prefillcli.engines.base import Engine
-from prefillcli.engines.choice import hash_engine, loader_of
+from prefillcli.engines.choice import loader_of
 from prefillcli.engines.kinds import ENGINES
 from prefillcli.errors import (
     OutputBusyError,
@@ -30,6 +29,7 @@ from prefillcli.errors import (
 from prefillcli.forecast.profile import find_profile
 from prefillcli.forecast.remaining_time import RemainingTime
 from prefillcli.jobs.dry_run import dry_run_job
+from prefillcli.jobs.identity import fingerprint, selection
 from prefillcli.jobs.inputs import (
     LocalModels,
     carried_columns,
@@ -43,7 +43,6 @@ from prefillcli.jobs.outcome import conclude, fail
 from prefillcli.jobs.paths import default_output, default_report, refuse_among_inputs
 from prefillcli.jobs.window import WindowScorer
 from prefillcli.models.open import Opened
-from prefillcli.options.groups import CompressionOptions
 from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import shown, shown_report
 from prefillcli.report.files import write_files
@@ -117,37 +116,10 @@ class _ScoreJob:
         with clock.phase("load"), stop.at_once():
             opened = self._loader.open_models(settings)
             builder = self.builder = prompt_builder(settings, opened, source, carried_columns(settings, source))
-        files, tokenizer = opened.files, opened.tokenizer
         self.threads = opened.threads
-        labels = Labels(tokenizer, parse_labels(settings.labels))
+        labels = Labels(opened.tokenizer, parse_labels(settings.labels))
         with clock.phase("read"), stop.at_once():
-            report.fingerprint = {
-                "input": source.fingerprint(),
-                "model": models.of(files.path).model(),
-                "tokenizer": models.of(files.path).tokenizer(),
-                "prompt": builder.fingerprint(),
-                "labels": hash_value([[label.name, label.variants] for label in labels.labels]),
-                "settings": hash_value(
-                    [
-                        settings.temperature,
-                        str(files.dtype),
-                        settings.id_column,
-                        list(settings.keep_columns),
-                        settings.partition,
-                    ]
-                ),
-            }
-            if settings.engine != "torch":
-                report.fingerprint["engine"] = hash_engine(settings)
-            if opened.draft is not None:
-                report.fingerprint["draft"] = models.of(opened.draft.path).model()
-                report.fingerprint["compression"] = hash_value(
-                    [
-                        [name, getattr(settings, name)]
-                        for name in (*CompressionOptions.model_fields, "max_flips", "audit", "truth")
-                        if name != "draft"
-                    ]
-                )
+            report.fingerprint = fingerprint(settings, opened, models, source, builder, labels)
         with self._open_sink(output, source, labels) as sink:
             self.sink = sink
             report.resumed = sink.counts.total > 0
@@ -193,7 +165,7 @@ class _ScoreJob:
             return Sink.open(
                 output,
                 fingerprint=self.report.fingerprint,
-                selection={name: getattr(settings, name) for name in ("limit", "sample", "seed")},
+                selection=selection(settings),
                 resume=settings.resume,
                 overwrite=settings.overwrite,
                 label_names=labels.names,

@@ -46,6 +46,12 @@ def check_config(path: Path) -> None:
             raise UsageError(f"{path}: {name} is {quoted(value)}; it is a finite number, not below 0")
 
 
+def brings_code(folder: Path) -> bool:
+    """Whether a model's folder names Python code for its model or tokenizer, which runs only where it is trusted."""
+    files = [folder / name for name in ("config.json", "tokenizer_config.json")]
+    return any("auto_map" in read_json(file) for file in files if file.is_file())
+
+
 def read_json(path: Path, *, most: int = _MOST_JSON) -> Any:
     """What a JSON file of at most `most` bytes holds."""
     try:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field
-
 from prefillcli.compress.pickers.registry import PICKERS
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
 from prefillcli.options.groups import MeasuringOptions, ScheduledOptions
-from prefillcli.options.option import BENCH, COMPRESSION, FILES, option, require
+from prefillcli.options.option import BENCH, COMPRESSION, FILES, argument, option, require
 from prefillcli.options.requirements import Requirement
 from prefillcli.options.values import Names, Rates, Threshold
 
@@ -23,60 +21,74 @@ class BenchSettings(MeasuringOptions, ScheduledOptions):
     """Everything `prefill bench` can be told."""
 
     full: bool = option(
-        False, "All methods, both usual workloads, long prompts, all rows of INPUT: minutes to hours.", BENCH
+        False,
+        "All methods, both usual workloads, long prompts, all rows of INPUT: minutes to hours.",
+        BENCH,
+        changes="report",
     )
-    inputs: tuple[str, ...] = Field(
-        default=(), description="Parquet or JSONL: files, directories, globs or URLs. Without: made workloads."
+    inputs: tuple[str, ...] = argument(
+        (), "Parquet or JSONL: files, directories, globs or URLs. Without: made workloads.", changes="scores"
     )
     seed: int = option(
         0, "Seed of --sample, of made workloads and of random selections.",
-        FILES, metavar="N", requires=requirements.RANDOM,
+        FILES, changes="rows", metavar="N", requires=requirements.RANDOM,
     )  # fmt: skip
     draft: str | None = option(
         None,
         "Small model with the same tokenizer that picks the tokens. (default: with the sample model, its draft)",
-        COMPRESSION, metavar="DIR|NAME", requires=requirements.SPECPREFILL,
+        COMPRESSION, changes="scores", metavar="DIR|NAME", requires=requirements.SPECPREFILL,
     )  # fmt: skip
     keep: Rates = option(  # type: ignore[assignment]  # several rates side by side
         (0.2,),
         "Share of the tokens that a compressing method keeps; repeatable.",
-        BENCH, metavar="RATE", repeatable=True, requires=requirements.COMPRESSION,
+        BENCH, changes="scores", metavar="RATE", repeatable=True, requires=requirements.COMPRESSION,
     )  # fmt: skip
     compress_above: Threshold = option(
         0, "Prompts up to this many tokens are read in full; auto: those that it would not make faster.",
-        COMPRESSION, metavar="N|auto", requires=requirements.COMPRESSION,
+        COMPRESSION, changes="scores", metavar="N|auto", requires=requirements.COMPRESSION,
     )  # fmt: skip
     workload: Names = option(
         (),
         "A made workload: post-recommendation, credit-verification, needle, multi-needle, variable-tracking, "
         "common-words, frequent-words or qa; repeatable. (default: needle, with --full post-recommendation too)",
-        BENCH, metavar="NAME", repeatable=True,
+        BENCH, changes="rows", metavar="NAME", repeatable=True,
     )  # fmt: skip
     method: Names = option(
         (),
         "A method to compare: hf, full, hybrid (always), specprefill, random, ends or bm25; repeatable. (default: hf, "
         "hybrid and, where there is a draft, specprefill and random; with --full all)",
-        BENCH, metavar="NAME", repeatable=True,
+        BENCH, changes="report", metavar="NAME", repeatable=True,
     )  # fmt: skip
-    rows: int = option(60, "Rows of a made workload.", BENCH, metavar="N", ge=2)
+    rows: int = option(60, "Rows of a made workload.", BENCH, changes="rows", metavar="N", ge=2)
     tokens: int | None = option(
         None,
         "Most tokens in a prompt of a made workload. (default: 1000, with --full 4000)",
         BENCH,
+        changes="rows",
         metavar="N",
         ge=64,
     )
-    scale: float = option(1.0, "Multiplies --rows and --tokens.", BENCH, metavar="FACTOR", gt=0)
+    scale: float = option(1.0, "Multiplies --rows and --tokens.", BENCH, changes="rows", metavar="FACTOR", gt=0)
     rounds: int = option(
-        3, "Timed rounds, after one to warm up; 0: the times are those of that one.", BENCH, metavar="N", ge=0
+        3,
+        "Timed rounds, after one to warm up; 0: the times are those of that one.",
+        BENCH,
+        changes="report",
+        metavar="N",
+        ge=0,
     )
     truth: str | None = option(
-        None, "Column of INPUT with the right answer, for accuracy and AUC.", BENCH, metavar="COLUMN"
+        None,
+        "Column of INPUT with the right answer, for accuracy and AUC.",
+        BENCH,
+        changes="columns",
+        metavar="COLUMN",
     )
     output: str = option(
         "bench.json",
         "JSON file for the numbers; the page goes beside it, as .html.",
         FILES,
+        changes="files",
         short="-o",
         metavar="PATH",
     )

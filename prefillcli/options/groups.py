@@ -8,22 +8,33 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-
 from prefillcli.compress.settings import PAPER
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
-from prefillcli.options.option import ANSWERS, COMPRESSION, FILES, MEMORY, MODEL, PROMPTS, RUN, Settings, option
+from prefillcli.options.option import (
+    ANSWERS,
+    COMPRESSION,
+    FILES,
+    MEMORY,
+    MODEL,
+    PROMPTS,
+    RUN,
+    Settings,
+    argument,
+    option,
+)
 from prefillcli.options.values import Labels, Odd, Rate, Size, ThreadCount, Threshold
 
 
 class InputOptions(Settings):
     """Which rows."""
 
-    inputs: tuple[str, ...] = Field(description="Parquet or JSONL: files, directories, globs or URLs.", min_length=1)
-    limit: int | None = option(None, "Take the first N rows only.", FILES, metavar="N", ge=1)
-    sample: int | None = option(None, "Take N rows drawn at random.", FILES, metavar="N", ge=1)
-    seed: int = option(0, "Seed of --sample.", FILES, metavar="N", requires=requirements.RANDOM)
+    inputs: tuple[str, ...] = argument(
+        ..., "Parquet or JSONL: files, directories, globs or URLs.", changes="scores", min_length=1
+    )
+    limit: int | None = option(None, "Take the first N rows only.", FILES, changes="rows", metavar="N", ge=1)
+    sample: int | None = option(None, "Take N rows drawn at random.", FILES, changes="rows", metavar="N", ge=1)
+    seed: int = option(0, "Seed of --sample.", FILES, changes="rows", metavar="N", requires=requirements.RANDOM)
 
     @property
     def draws(self) -> bool:
@@ -43,21 +54,22 @@ class ModelOptions(Settings):
         None,
         "A model directory or a hub name. (default: the shipped sample model)",
         MODEL,
+        changes="scores",
         short="-m",
         metavar="MODEL",
     )
     revision: str | None = option(
-        None, "Revision of a hub model.", MODEL, metavar="NAME", requires=requirements.HUB_MODEL
+        None, "Revision of a hub model.", MODEL, changes="scores", metavar="NAME", requires=requirements.HUB_MODEL
     )
-    trust_remote_code: bool = option(False, "Run Python code that comes with the model.", MODEL)
-    device: str = option("auto", "cpu, cuda, cuda:1, ... or auto.", MODEL, metavar="DEVICE")
+    trust_remote_code: bool = option(False, "Run Python code that comes with the model.", MODEL, changes="scores")
+    device: str = option("auto", "cpu, cuda, cuda:1, ... or auto.", MODEL, changes="speed", metavar="DEVICE")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "Number format of weights and activations; auto: as the model is saved.", MODEL
+        "auto", "Number format of weights and activations; auto: as the model is saved.", MODEL, changes="scores"
     )
     threads: ThreadCount = option(
         "auto",
         "Processor threads that compute; auto: one for each core that it may use, fewer while others use them.",
-        MODEL, metavar="N|auto", needs="threads",
+        MODEL, changes="speed", metavar="N|auto", needs="threads",
     )  # fmt: skip
 
 
@@ -67,39 +79,47 @@ class PromptOptions(Settings):
     prompt_column: str = option(
         "prompt",
         "Column with the text, the chat messages or the token ids.",
-        PROMPTS, metavar="NAME", requires=requirements.NO_TEMPLATE,
+        PROMPTS, changes="scores", metavar="NAME", requires=requirements.NO_TEMPLATE,
     )  # fmt: skip
     template: str | None = option(
-        None, "Jinja text, or a file with it, rendered from the row's columns.", PROMPTS, metavar="JINJA"
+        None,
+        "Jinja text, or a file with it, rendered from the row's columns.",
+        PROMPTS,
+        changes="scores",
+        metavar="JINJA",
     )
-    chat: bool | None = option(None, "Apply the tokenizer's chat template. (default: if it has one)", PROMPTS)
-    system: str | None = option(None, "System message before each chat.", PROMPTS, metavar="TEXT")
+    chat: bool | None = option(
+        None, "Apply the tokenizer's chat template. (default: if it has one)", PROMPTS, changes="scores"
+    )
+    system: str | None = option(None, "System message before each chat.", PROMPTS, changes="scores", metavar="TEXT")
     max_length: int | None = option(
-        None, "Longest prompt in tokens. (default: the model's limit)", PROMPTS, metavar="N", ge=1
+        None, "Longest prompt in tokens. (default: the model's limit)", PROMPTS, changes="scores", metavar="N", ge=1
     )
     on_long: Literal["error", "truncate-left", "truncate-middle", "skip"] = option(
-        "error", "What happens to a longer prompt.", PROMPTS
+        "error", "What happens to a longer prompt.", PROMPTS, changes="scores"
     )
 
     literal: bool = option(
         True,
         "Encode the data's text as text: only templates and the tokenizer put control tokens into a prompt. (default: "
         "--literal)",
-        PROMPTS, negative="allow-special",
+        PROMPTS, changes="scores", negative="allow-special",
     )  # fmt: skip
     max_row_bytes: Size | None = option(
         None,
         "Longer rows are error rows, before they are tokenised, e.g. 32MiB. (default: what --max-length tokens can "
         "hold, at least 8MiB and at most 64MiB; 64MiB with --on-long truncate-*)",
-        PROMPTS, metavar="SIZE",
+        PROMPTS, changes="scores", metavar="SIZE",
     )  # fmt: skip
 
     labels: Labels = option(
         "Yes,No",
         "Answers, the positive one first; 'Yes= Yes|yes|YES' sums variants.",
-        ANSWERS, metavar="LABELS",
+        ANSWERS, changes="scores", metavar="LABELS",
     )  # fmt: skip
-    temperature: float = option(1.0, "Divides the label logits.", ANSWERS, metavar="T", gt=0, allow_inf_nan=False)
+    temperature: float = option(
+        1.0, "Divides the label logits.", ANSWERS, changes="scores", metavar="T", gt=0, allow_inf_nan=False
+    )
 
 
 class MemoryOptions(Settings):
@@ -108,17 +128,18 @@ class MemoryOptions(Settings):
     memory: Size | None = option(
         None,
         "Budget for activations and K,V, e.g. 8GiB. (default: what is free)",
-        MEMORY, metavar="SIZE", needs="memory",
+        MEMORY, changes="speed", metavar="SIZE", needs="memory",
     )  # fmt: skip
     pack_tokens: int | None = option(
         None,
         "Most tokens in one pass over the model. (default: from --memory)",
-        MEMORY, metavar="N", needs="packs", ge=1,
+        MEMORY, changes="speed", metavar="N", needs="packs", ge=1,
     )  # fmt: skip
     chunk_tokens: int | None = option(
         None,
         "Tokens that go through a layer at a time. (default: from the model)",
         MEMORY,
+        changes="speed",
         metavar="N",
         needs="packs",
         ge=1,
@@ -128,6 +149,7 @@ class MemoryOptions(Settings):
         "K,V of prefixes that later packs need: discard and compute again, keep on the device, or offload to host "
         "memory.",
         MEMORY,
+        changes="speed",
         needs="packs",
     )
 
@@ -139,56 +161,66 @@ class CompressionOptions(Settings):
         1.0,
         "Share of each prompt's tokens that the model reads; below 1 needs --draft. auto: the smallest that "
         "--max-flips allows.",
-        COMPRESSION, metavar="RATE|auto",
+        COMPRESSION, changes="scores", metavar="RATE|auto",
     )  # fmt: skip
     draft: str | None = option(
-        None, "Small model with the same tokenizer that picks the tokens.", COMPRESSION, metavar="DIR|NAME"
+        None,
+        "Small model with the same tokenizer that picks the tokens.",
+        COMPRESSION,
+        changes="scores",
+        metavar="DIR|NAME",
     )
     paper: bool = option(
         False,
         "SpecPrefill as in its paper: --lookahead 8 --query-window 0 --query-reduce mean --pool 13 --select-chunk 32 "
         "--no-keep-private.",
-        COMPRESSION, requires=requirements.COMPRESSION,
+        COMPRESSION, changes="scores", requires=requirements.COMPRESSION,
     )  # fmt: skip
     lookahead: int = option(
         8, "Tokens whose attention votes on what to keep: the prompt's last one, and N - 1 that the draft decodes.",
-        COMPRESSION, metavar="N", requires=requirements.DRAFT, ge=1,
+        COMPRESSION, changes="scores", metavar="N", requires=requirements.DRAFT, ge=1,
     )  # fmt: skip
     query_window: int = option(
         8, "The prompt's last N tokens vote too.",
-        COMPRESSION, metavar="N", requires=requirements.COMPRESSION, off=0, ge=0,
+        COMPRESSION, changes="scores", metavar="N", requires=requirements.COMPRESSION, off=0, ge=0,
     )  # fmt: skip
     query_reduce: Literal["rank", "mean", "max"] = option(
         "rank", "How the votes of several tokens are combined: the best rank that any gives, mean, or maximum.",
-        COMPRESSION, requires=requirements.DRAFT,
+        COMPRESSION, changes="scores", requires=requirements.DRAFT,
     )  # fmt: skip
     pool: Odd = option(
         13, "Neighbouring tokens over which importance is averaged; odd, 1 for none.",
-        COMPRESSION, metavar="N", requires=requirements.DRAFT, ge=1,
+        COMPRESSION, changes="scores", metavar="N", requires=requirements.DRAFT, ge=1,
     )  # fmt: skip
     select_chunk: int = option(
         16, "Tokens kept or dropped together; 1 for each by itself.",
-        COMPRESSION, metavar="N", requires=requirements.COMPRESSION, ge=1,
+        COMPRESSION, changes="scores", metavar="N", requires=requirements.COMPRESSION, ge=1,
     )  # fmt: skip
     compress_above: Threshold = option(
         "auto", "Prompts up to this many tokens are read in full; auto: those that it would not make faster.",
-        COMPRESSION, metavar="N|auto", requires=requirements.COMPRESSION,
+        COMPRESSION, changes="scores", metavar="N|auto", requires=requirements.COMPRESSION,
     )  # fmt: skip
     keep_first: int = option(
-        4, "First tokens that are always kept.", COMPRESSION, metavar="N", requires=requirements.COMPRESSION, ge=0
+        4,
+        "First tokens that are always kept.",
+        COMPRESSION,
+        changes="scores",
+        metavar="N",
+        requires=requirements.COMPRESSION,
+        ge=0,
     )
     keep_last: int = option(
         64, "Last tokens that are always kept: the question.",
-        COMPRESSION, metavar="N", requires=requirements.COMPRESSION, ge=1,
+        COMPRESSION, changes="scores", metavar="N", requires=requirements.COMPRESSION, ge=1,
     )  # fmt: skip
     keep_private: bool = option(
         True,
         "Keep all that a row has behind the prefix it shares, where --keep leaves as much of the row. (default: on)",
-        COMPRESSION, negative="no-keep-private", requires=requirements.COMPRESSION,
+        COMPRESSION, changes="scores", negative="no-keep-private", requires=requirements.COMPRESSION,
     )  # fmt: skip
     compress_per_row: bool = option(
         False, "Select tokens for each row by itself; its prefix is then no longer shared.",
-        COMPRESSION, requires=requirements.DRAFT,
+        COMPRESSION, changes="scores", requires=requirements.DRAFT,
     )  # fmt: skip
 
     @property
@@ -232,6 +264,7 @@ class ScheduledOptions(JobOptions):
         "Order in which rows are computed: by shared prefixes, as they come, the shortest first, or the one with the "
         "fewest tokens that are not cached.",
         MEMORY,
+        changes="speed",
     )
 
 
@@ -240,10 +273,10 @@ class RunOptions(Settings):
 
     progress_interval: float = option(
         30.0, "Seconds between progress lines off a terminal; each has the local time with its offset from UTC.",
-        RUN, metavar="SECONDS", requires=requirements.PROGRESS, gt=0,
+        RUN, changes="report", metavar="SECONDS", requires=requirements.PROGRESS, gt=0,
     )  # fmt: skip
-    quiet: bool = option(False, "Warnings and errors only.", RUN, short="-q")
-    debug: bool = option(False, "Show tracebacks.", RUN)
+    quiet: bool = option(False, "Warnings and errors only.", RUN, changes="report", short="-q")
+    debug: bool = option(False, "Show tracebacks.", RUN, changes="report")
 
 
 class MeasuringOptions(RunOptions):
@@ -251,7 +284,7 @@ class MeasuringOptions(RunOptions):
 
     progress_interval: float = option(
         10.0, "Seconds between lines that say what is measured.",
-        RUN, metavar="SECONDS", requires=requirements.PROGRESS, gt=0,
+        RUN, changes="report", metavar="SECONDS", requires=requirements.PROGRESS, gt=0,
     )  # fmt: skip
 
 
@@ -260,5 +293,5 @@ class PriceOptions(Settings):
 
     price_per_hour: float | None = option(
         None, "What an hour of this machine costs, for predicted costs.",
-        RUN, metavar="PRICE", needs="forecast", ge=0, allow_inf_nan=False,
+        RUN, changes="report", metavar="PRICE", needs="forecast", ge=0, allow_inf_nan=False,
     )  # fmt: skip

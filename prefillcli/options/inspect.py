@@ -12,11 +12,19 @@ class InspectSettings(RunOptions, JobOptions):
     """Everything `prefill inspect` can be told."""
 
     keep: Rate = option(
-        1.0, "Share of the prompt's tokens that the model reads; below 1 needs --draft.", COMPRESSION, metavar="RATE"
+        1.0,
+        "Share of the prompt's tokens that the model reads; below 1 needs --draft.",
+        COMPRESSION,
+        changes="scores",
+        metavar="RATE",
     )
-    row: str | None = option(None, "Id of the row (with --id-column), else its number, from 0.", FILES, metavar="ID")
-    id_column: str | None = option(None, "Column that names a row. (default: the row number)", FILES, metavar="NAME")
-    html: str | None = option(None, "Write a page to this file as well.", FILES, metavar="PATH")
+    row: str | None = option(
+        None, "Id of the row (with --id-column), else its number, from 0.", FILES, changes="rows", metavar="ID"
+    )
+    id_column: str | None = option(
+        None, "Column that names a row. (default: the row number)", FILES, changes="columns", metavar="NAME"
+    )
+    html: str | None = option(None, "Write a page to this file as well.", FILES, changes="files", metavar="PATH")
 
     def check(self) -> None:
         super().check()

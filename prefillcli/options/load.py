@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from prefillcli.errors import UsageError, nearest
 from prefillcli.options.commands import COMMANDS
-from prefillcli.options.option import Settings
+from prefillcli.options.option import Settings, details_of
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
 
@@ -111,10 +111,9 @@ class _Given:
 
 def _flag(kind: type[Settings], name: str, value: Any) -> str:
     """What a user has written on the command line for this value."""
-    extra: Any = kind.model_fields[name].json_schema_extra or {}
     word = name.replace("_", "-")
     if value is False:
-        word = extra.get("negative") or f"no-{word}"
+        word = details_of(kind, name).negative or f"no-{word}"
     return "INPUT" if name == "inputs" else f"--{word}"
 
 

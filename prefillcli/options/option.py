@@ -1,9 +1,10 @@
-"""What an option is: a field with a help text and a panel, and what it needs to have an effect."""
+"""What an option is: a field with a help text, a panel of the help page, what it changes, and what it needs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
@@ -23,12 +24,41 @@ FILES, MODEL, PROMPTS, ANSWERS, RUN, MEMORY, COMPRESSION, BENCH, PROFILE, REPLAY
     "Replay",
 )
 
+Change = Literal["scores", "columns", "rows", "speed", "report", "files"]
+"""What an option changes; where it is more than one of these, the first.
+
+- scores: the score of a row.
+- columns: what else the output says of a row, and in which of its folders.
+- rows: which rows are scored.
+- speed: time and memory. Scores stay the same, but for rounding.
+- report: what is measured and told, and the exit code.
+- files: which files are written, and what becomes of those that are there.
+
+The first three make the job: see `prefillcli.jobs.identity`.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Details:
+    """What an option has beside its name, type, default and help text. `option` says what each means."""
+
+    changes: Change
+    panel: str = ""
+    short: str = ""
+    metavar: str = ""
+    repeatable: bool = False
+    negative: str = ""
+    needs: Capability | None = None
+    requires: Requirement | None = None
+    off: Any = None
+
 
 def option(
     default: Any,
     help: str,
     panel: str,
     *,
+    changes: Change,
     short: str = "",
     metavar: str = "",
     repeatable: bool = False,
@@ -40,22 +70,44 @@ def option(
 ) -> Any:
     """A field that is an option of the command line; `repeatable` ones may be given several times.
 
-    `negative` is the flag that turns an option off which is on by default.
-    `needs` is what the engine must be able to do if the option is given; those of compression need that. `requires` is
-    what the other options must say for it to have an effect: without, it is refused. `off` is the value that asks for
-    nothing, besides None and what a switch is anyway.
+    `panel` is the part of the help page that shows it. `negative` is the flag that turns off an option that is on by
+    default. `needs` is what the engine must be able to do if the option is given; options of compression need that.
+    `requires` is what the other options must say for this one to have an effect: without, it is refused. `off` is the
+    value that asks for nothing, besides None and the default of a switch. `field` goes to pydantic.
     """
-    extra: dict[str, Any] = {"panel": panel, "short": short, "metavar": metavar, "repeatable": repeatable}
-    extra |= {"negative": negative, "requires": requires, "off": off}
-    extra["needs"] = needs or ("compression" if panel == COMPRESSION else None)
-    return Field(default, description=help, json_schema_extra=extra, **field)
+    details = Details(
+        changes=changes,
+        panel=panel,
+        short=short,
+        metavar=metavar,
+        repeatable=repeatable,
+        negative=negative,
+        needs=needs or ("compression" if panel == COMPRESSION else None),
+        requires=requires,
+        off=off,
+    )
+    return Field(default, description=help, json_schema_extra={"option": details}, **field)  # type: ignore[dict-item]
+
+
+def argument(default: Any, help: str, *, changes: Change, **field: Any) -> Any:
+    """A field that is given on the command line by its place, without a flag. A `default` of ... must be given."""
+    details = Details(changes=changes)
+    return Field(default, description=help, json_schema_extra={"option": details}, **field)  # type: ignore[dict-item]
 
 
 class Settings(BaseModel):
-    """A group of options, or all options of a command."""
+    """A group of options, or all options of a command. Each field is made by `option` or `argument`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     _flags: frozenset[str] = PrivateAttr(frozenset())
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        for name, field in cls.model_fields.items():
+            extra: Any = field.json_schema_extra or {}
+            if "option" not in extra:
+                raise TypeError(f"{cls.__name__}.{name}: make it with `option`, which says what it changes")
 
     def from_flags(self, names: Iterable[str]) -> Self:
         """These settings, of which flags gave the options of these names."""
@@ -70,9 +122,14 @@ class Settings(BaseModel):
         """Raise UsageError for options that contradict one another."""
 
     @classmethod
+    def changing(cls, *what: Change) -> list[str]:
+        """Names of the options that change one of these."""
+        return [name for name in cls.model_fields if details_of(cls, name).changes in what]
+
+    @classmethod
     def required(cls) -> dict[str, list[Requirement]]:
         """What each option requires to have an effect, by field name; those that always have one are left out."""
-        found = {name: extra_of(cls, name).get("requires") for name in cls.model_fields}
+        found = {name: details_of(cls, name).requires for name in cls.model_fields}
         return {name: [required] for name, required in found.items() if required is not None}
 
     def idle(self) -> dict[str, Requirement]:
@@ -80,7 +137,7 @@ class Settings(BaseModel):
         found = {}
         for name, required in self.required().items():
             field, value = type(self).model_fields[name], getattr(self, name)
-            off = field.default if field.annotation is bool else extra_of(type(self), name)["off"]
+            off = field.default if field.annotation is bool else details_of(type(self), name).off
             if name in self.model_fields_set and value is not None and value != off:
                 missing = [each for each in required if not each.met(self)]
                 if missing:
@@ -88,10 +145,11 @@ class Settings(BaseModel):
         return found
 
 
-def extra_of(kind: type[BaseModel], name: str) -> dict[str, Any]:
-    """What `option` has put down beside a field; nothing for one that is no option."""
-    extra: dict[str, Any] = kind.model_fields[name].json_schema_extra or {}  # type: ignore[assignment]
-    return extra
+def details_of(kind: type[Settings], name: str) -> Details:
+    """What an option has beside its name, type, default and help text."""
+    extra: Any = kind.model_fields[name].json_schema_extra
+    details: Details = extra["option"]
+    return details
 
 
 def require(found: dict[str, list[Requirement]], names: Iterable[str], required: Requirement) -> None:

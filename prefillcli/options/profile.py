@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field
-
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
 from prefillcli.options.groups import (
@@ -18,7 +16,7 @@ from prefillcli.options.groups import (
     ScheduledOptions,
     check_keep,
 )
-from prefillcli.options.option import COMPRESSION, FILES, PROFILE, REPLAY, option, require
+from prefillcli.options.option import COMPRESSION, FILES, PROFILE, REPLAY, argument, option, require
 from prefillcli.options.requirements import Requirement
 from prefillcli.options.values import Fairness, Names, Rate
 
@@ -26,55 +24,64 @@ from prefillcli.options.values import Fairness, Names, Rate
 class ProfileSettings(PriceOptions, MeasuringOptions, ScheduledOptions):
     """Everything `prefill profile` can be told."""
 
-    inputs: tuple[str, ...] = Field(
-        default=(),
-        description="Parquet or JSONL: files, directories, globs or URLs. What is in it, and what scoring it takes.",
+    inputs: tuple[str, ...] = argument(
+        (),
+        "Parquet or JSONL: files, directories, globs or URLs. What is in it, and what scoring it takes.",
+        changes="scores",
     )
     full: bool = option(
-        False, "All modes and replays, longer measurements: tens of minutes, hours for a large model.", PROFILE
+        False,
+        "All modes and replays, longer measurements: tens of minutes, hours for a large model.",
+        PROFILE,
+        changes="report",
     )
     keep: Rate = option(
-        1.0, "Share of each prompt's tokens that the model reads; below 1 needs --draft.", COMPRESSION, metavar="RATE"
+        1.0,
+        "Share of each prompt's tokens that the model reads; below 1 needs --draft.",
+        COMPRESSION,
+        changes="scores",
+        metavar="RATE",
     )
     mode: Names = option(
         (),
         "A mode to find the longest prompt of: full, chunked, drop, hybrid-copy or hybrid; repeatable. (default: full "
         "and hybrid, with --full all)",
-        PROFILE, metavar="NAME", repeatable=True,
+        PROFILE, changes="report", metavar="NAME", repeatable=True,
     )  # fmt: skip
     confirm_seconds: float | None = option(
         None,
         "Longest run, by its estimate, to confirm a length with; 0: confirm none. (default: 20, with --full 120)",
-        PROFILE, metavar="SECONDS", ge=0, allow_inf_nan=False,
+        PROFILE, changes="report", metavar="SECONDS", ge=0, allow_inf_nan=False,
     )  # fmt: skip
     fit_seconds: float | None = option(
         None, "Approximate time for the runs that completion times are fitted to. (default: 10, with --full 60)",
-        PROFILE, metavar="SECONDS", gt=0, allow_inf_nan=False,
+        PROFILE, changes="report", metavar="SECONDS", gt=0, allow_inf_nan=False,
     )  # fmt: skip
     replay: Names = option(
         (),
         "A workload for a simulated server: post-recommendation, post-recommendation-mixed, credit-verification, or "
         "none; repeatable. (default: post-recommendation, with --full all)",
-        REPLAY, metavar="NAME", repeatable=True,
+        REPLAY, changes="report", metavar="NAME", repeatable=True,
     )  # fmt: skip
     replay_scale: float = option(
         1.0, "Multiplies the lengths of its requests.",
-        REPLAY, metavar="FACTOR", requires=requirements.REPLAY, gt=0, allow_inf_nan=False,
+        REPLAY, changes="report", metavar="FACTOR", requires=requirements.REPLAY, gt=0, allow_inf_nan=False,
     )  # fmt: skip
     cache_tokens: int | None = option(
         None, "Tokens that its prefix cache holds. (default: as many as fit the budget with the K,V of all layers)",
-        REPLAY, metavar="N", requires=requirements.REPLAY, ge=0,
+        REPLAY, changes="report", metavar="N", requires=requirements.REPLAY, ge=0,
     )  # fmt: skip
     fairness: Fairness = option(
         (0.05, 0.0, 0.5),
         "Lambda of srjf-calibrated, as a share of the tokens that the machine computes in a second; repeatable, the "
         "first is compared with other policies.",
-        REPLAY, metavar="SHARE", repeatable=True, requires=requirements.REPLAY,
+        REPLAY, changes="report", metavar="SHARE", repeatable=True, requires=requirements.REPLAY,
     )  # fmt: skip
     output: str = option(
         "profile.json",
         "JSON file for the numbers; the page goes beside it, as .html.",
         FILES,
+        changes="files",
         short="-o",
         metavar="PATH",
     )

@@ -7,7 +7,7 @@ from prefillcli.engines.kinds import ENGINES, Capability, refuse
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
 from prefillcli.options.groups import PriceOptions, RunOptions, ScheduledOptions, check_keep
-from prefillcli.options.option import COMPRESSION, FILES, MODEL, RUN, extra_of, option, require
+from prefillcli.options.option import COMPRESSION, FILES, MODEL, RUN, details_of, option, require
 from prefillcli.options.requirements import Requirement
 from prefillcli.options.values import EngineName, KeyValues, Names
 
@@ -18,61 +18,75 @@ class ScoreSettings(PriceOptions, RunOptions, ScheduledOptions):
     output: str | None = option(
         None,
         f"Where the scores go: {', '.join(FILE_ENDINGS)}, or a folder (ending in /). (default: INPUT.scores.parquet)",
-        FILES, short="-o", metavar="PATH",
+        FILES, changes="files", short="-o", metavar="PATH",
     )  # fmt: skip
     report: str | None = option(
         None,
         "Where run.json goes; its page goes beside it, as .html. (default: OUTPUT.run.json beside the output)",
-        FILES, metavar="PATH",
+        FILES, changes="files", metavar="PATH",
     )  # fmt: skip
     metrics_file: str | None = option(
-        None, "Write metrics for Prometheus' textfile collector here too, e.g. prefill.prom.", FILES, metavar="PATH"
+        None,
+        "Write metrics for Prometheus' textfile collector here too, e.g. prefill.prom.",
+        FILES,
+        changes="files",
+        metavar="PATH",
     )
     id_column: str | None = option(
-        None, "Column that names a row in the output. (default: the row number)", FILES, metavar="NAME"
+        None,
+        "Column that names a row in the output. (default: the row number)",
+        FILES,
+        changes="columns",
+        metavar="NAME",
     )
-    keep_columns: Names = option((), "Input columns to copy to the output, comma-separated.", FILES, metavar="NAMES")
+    keep_columns: Names = option(
+        (), "Input columns to copy to the output, comma-separated.", FILES, changes="columns", metavar="NAMES"
+    )
     partition: bool = option(
-        False, "Write the scores into folders named like those of the input: day=2026-01-01/.", FILES
+        False,
+        "Write the scores into folders named like those of the input: day=2026-01-01/.",
+        FILES,
+        changes="columns",
     )
-    resume: bool = option(False, "Go on with this job where it was stopped.", FILES)
-    overwrite: bool = option(False, "Replace an output that exists.", FILES)
+    resume: bool = option(False, "Go on with this job where it was stopped.", FILES, changes="files")
+    overwrite: bool = option(False, "Replace an output that exists.", FILES, changes="files")
 
     engine: EngineName = option(
         "torch", "What runs the model: the layer walk, a plain transformers loop, or vLLM.",
-        MODEL, metavar="|".join(ENGINES),
+        MODEL, changes="scores", metavar="|".join(ENGINES),
     )  # fmt: skip
     engine_options: KeyValues = option(
         {}, "An option passed on to the engine unchanged; repeatable, in a recipe a mapping.",
-        MODEL, metavar="KEY=VALUE", repeatable=True, needs="options",
+        MODEL, changes="scores", metavar="KEY=VALUE", repeatable=True, needs="options",
     )  # fmt: skip
 
     audit: int = option(
         0, "Read N random compressed rows in full as well, and report how many answers flip.",
-        COMPRESSION, metavar="N", requires=requirements.DRAFT, off=0, ge=0,
+        COMPRESSION, changes="columns", metavar="N", requires=requirements.DRAFT, off=0, ge=0,
     )  # fmt: skip
     max_flips: float = option(
         0.01, "Share of flipped answers that --keep auto may cause, at 95 % confidence.",
-        COMPRESSION, metavar="RATE", requires=requirements.KEEP_AUTO, gt=0, lt=1,
+        COMPRESSION, changes="scores", metavar="RATE", requires=requirements.KEEP_AUTO, gt=0, lt=1,
     )  # fmt: skip
     truth: str | None = option(
         None, "Column with the right answer, for the audit; kept in the output.",
-        COMPRESSION, metavar="COLUMN", requires=requirements.AUDIT,
+        COMPRESSION, changes="columns", metavar="COLUMN", requires=requirements.AUDIT,
     )  # fmt: skip
 
     max_error_rate: float = option(
-        0.0, "Share of error rows above which the exit code is 3.", RUN, metavar="RATE", ge=0, le=1
+        0.0, "Share of error rows above which the exit code is 3.", RUN, changes="report", metavar="RATE", ge=0, le=1
     )
-    skip_empty: bool = option(False, "Exit 99 if the input has no rows.", RUN)
+    skip_empty: bool = option(False, "Exit 99 if the input has no rows.", RUN, changes="report")
     dry_run: bool = option(
         False,
         "Read, tokenise and plan only: lengths, sharing, packs, predicted time. No weights are loaded.",
         RUN,
+        changes="report",
         needs="forecast",
     )
     profile: str | None = option(
         None, "Profile that prefill profile wrote, to predict times. (default: profile.json, if it exists and fits)",
-        RUN, metavar="PATH", needs="forecast",
+        RUN, changes="speed", metavar="PATH", needs="forecast",
     )  # fmt: skip
 
     @classmethod
@@ -92,7 +106,7 @@ class ScoreSettings(PriceOptions, RunOptions, ScheduledOptions):
         """What the options that are not at their defaults ask of the engine."""
         found: dict[str, Capability] = {}
         for name, field in type(self).model_fields.items():
-            needed = extra_of(type(self), name).get("needs")
+            needed = details_of(type(self), name).needs
             if needed and getattr(self, name) != field.default:
                 found[name] = needed
         return found

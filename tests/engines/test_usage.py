@@ -15,6 +15,7 @@ from prefillcli.engines.kinds import CAPABILITIES, ENGINES
 from prefillcli.errors import UsageError
 from prefillcli.options.groups import CompressionOptions, MemoryOptions
 from prefillcli.options.load import load_settings
+from prefillcli.options.option import details_of
 from prefillcli.options.score import ScoreSettings
 from tests.score.jobs import score, texts, write_parquet
 
@@ -57,8 +58,7 @@ def test_options_at_their_defaults_ask_for_nothing() -> None:
 
 def test_every_option_of_memory_and_compression_needs_something_of_the_engine() -> None:
     for name in {**CompressionOptions.model_fields, **MemoryOptions.model_fields}:
-        extra: Any = ScoreSettings.model_fields[name].json_schema_extra
-        assert extra["needs"] in CAPABILITIES, name
+        assert details_of(ScoreSettings, name).needs in CAPABILITIES, name
 
 
 def test_the_torch_engine_has_no_options_of_its_own() -> None:

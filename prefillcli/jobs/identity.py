@@ -1,0 +1,117 @@
+"""What makes two runs the same job: all that changes a score, what else the output says of a row, and which rows.
+
+Each option says what it changes. The fingerprint has all options that change one of these: some as what they stand
+for, like the contents of a model, all others by their value. So a new option is in it by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from prefillcli.data.prompts.builder import PromptBuilder
+from prefillcli.data.prompts.labels import Labels
+from prefillcli.data.proof.fingerprints import hash_value
+from prefillcli.data.reading.source import Source
+from prefillcli.engines.kinds import ENGINES
+from prefillcli.jobs.inputs import LocalModels
+from prefillcli.models.files import brings_code
+from prefillcli.models.open import Opened
+from prefillcli.options.option import COMPRESSION, details_of
+from prefillcli.options.score import ScoreSettings
+
+_STAND_FOR = {
+    "input": ("inputs", "limit", "sample", "seed"),
+    "model": ("model", "revision"),
+    "draft": ("draft",),
+    "prompt": ("prompt_column", "template", "chat", "system", "max_length", "on_long", "literal", "max_row_bytes"),
+    "labels": ("labels",),
+    "engine": ("engine", "engine_options"),
+}
+"""Parts of the fingerprint that are not made of the values of options, and the options that they stand for."""
+
+_SETTINGS = ("temperature", "dtype", "id_column", "keep_columns", "partition")
+_COMPRESSION = (
+    *("keep", "paper", "lookahead", "query_window", "query_reduce", "pool", "select_chunk", "compress_above"),
+    *("keep_first", "keep_last", "keep_private", "compress_per_row", "max_flips", "audit", "truth"),
+)
+"""The options whose values are always in these digests, in this order. All others are added where they are not at
+their default, so that a job which does not use a new option is still the one that an earlier version began."""
+
+
+def fingerprint(
+    settings: ScoreSettings,
+    opened: Opened,
+    models: LocalModels,
+    source: Source,
+    builder: PromptBuilder,
+    labels: Labels,
+) -> dict[str, str]:
+    """Digests of all that makes the job, by part. Waits until the contents of the files are hashed.
+
+    Raises ContentChangedError if a file has changed meanwhile, and what reading it raises.
+    """
+    model = models.of(opened.files.path)
+    values = _values(settings, opened, compression=False)
+    found = {
+        "input": source.fingerprint(),
+        "model": model.model(),
+        "tokenizer": model.tokenizer(),
+        "prompt": builder.fingerprint(),
+        "labels": hash_value([[label.name, label.variants] for label in labels.labels]),
+        "settings": hash_value([*(values[name] for name in _SETTINGS), *_added(values, _SETTINGS)]),
+    }
+    if settings.engine != "torch":
+        found["engine"] = hash_engine(settings)
+    if opened.draft is not None:
+        found["draft"] = models.of(opened.draft.path).model()
+        values = _values(settings, opened, compression=True)
+        found["compression"] = hash_value(
+            [*([name, values[name]] for name in _COMPRESSION), *_added(values, _COMPRESSION)]
+        )
+    return found
+
+
+def selection(settings: ScoreSettings) -> dict[str, Any]:
+    """The options that say which rows the job scores, for who reads the input again."""
+    return {name: getattr(settings, name) for name in settings.changing("rows")}
+
+
+def hash_engine(settings: ScoreSettings) -> str:
+    """Digest of the engine and those of its options that may change a score."""
+    sizes = ENGINES[settings.engine].sizes
+    return hash_value(
+        [settings.engine, {key: value for key, value in settings.engine_options.items() if key not in sizes}]
+    )
+
+
+def _values(settings: ScoreSettings, opened: Opened, *, compression: bool) -> dict[str, Any]:
+    """The options that the fingerprint has by their value, those of compression or all others."""
+    elsewhere = {name for names in _STAND_FOR.values() for name in names}
+    names = [name for name in settings.changing("scores", "columns", "rows") if name not in elsewhere]
+    values = {
+        name: getattr(settings, name)
+        for name in names
+        if (details_of(ScoreSettings, name).panel == COMPRESSION) == compression
+    }
+    if not compression:
+        values["dtype"] = str(opened.files.dtype)
+        values["trust_remote_code"] = settings.trust_remote_code and _replaces_code(opened)
+    return values
+
+
+def _added(values: Mapping[str, Any], always: Sequence[str]) -> list[list[Any]]:
+    """Names and values of the other options that are not at their default."""
+    return [
+        [name, value]
+        for name, value in values.items()
+        if name not in always and value != ScoreSettings.model_fields[name].default
+    ]
+
+
+def _replaces_code(opened: Opened) -> bool:
+    """Whether the model or its draft brings code for a family that transformers could run without it."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    models = [files for files in (opened.files, opened.draft) if files is not None]
+    return any(files.family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and brings_code(files.path) for files in models)
