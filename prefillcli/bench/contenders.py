@@ -1,4 +1,4 @@
-"""The methods of `prefill bench`: each answers the same prompts, and says afterwards what it has computed."""
+"""The methods of `prefill bench`: each answers the same prompts, and tells afterwards what it computed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class MethodRun:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a run computed. `flops` are those of both models; None where `unknown` says why they cannot be counted."""
+    """What a run computed. `flops` are those of both models, or None: `unknown` then says why they are not counted."""
 
     target_tokens: int
     flops: float | None
@@ -123,7 +123,7 @@ class Equipment:
         return plan_requests(requests, self.limits, self._schedule)
 
     def draft_flops(self, prompts: Sequence[TokenArray]) -> float:
-        """Of the draft over these prompts, as it plans them. The votes' own products are left out."""
+        """The operations of the draft over these prompts, as it plans them, without those of the votes."""
         if not prompts or self._draft_limits is None:
             return 0.0
         plan = make_plan(prompts, self._draft_limits)
@@ -134,7 +134,7 @@ class Equipment:
 
 
 class Contender(ABC):
-    """A method under its name; `keep` is the share of the tokens that it is to keep, if it drops any."""
+    """A method under its name. `keep` is the rate of the tokens that it keeps; None if it drops none."""
 
     def __init__(self, name: str, equipment: Equipment, keep: float | None = None) -> None:
         self.name = name if keep is None else f"{name}@{keep:g}"
@@ -146,7 +146,7 @@ class Contender(ABC):
         """Answer the prompts. This is what is timed."""
 
     def cost(self, run: MethodRun) -> Cost:
-        """What a run computed, from the plans that it must have made."""
+        """What a run computed, by the plans that it must have made."""
         equipment = self._equipment
         plans = [equipment.plan(requests) for requests in self._groups(run.requests)]
         tokens = sum(plan.computed_tokens for plan in plans)
@@ -157,19 +157,19 @@ class Contender(ABC):
             return Cost(tokens, None, str(error))
 
     def predictions(self, run: MethodRun) -> tuple[float, float] | None:
-        """Of the speedup: 1 / (r + keep) at the mean length, and table 5 over the prompts and what was kept of them.
+        """Predicted speedups: 1 / (r + keep) at the mean length, and table 5 over all prompts and their kept tokens.
 
-        None for a method that keeps all tokens, and for an architecture without cost model.
+        None for a method that keeps all tokens, and for an architecture without a cost model.
         """
         return None
 
     def _groups(self, requests: list[Request]) -> list[list[Request]]:
-        """Requests that are planned together."""
+        """The requests in groups that are planned together."""
         return [requests]
 
 
 class Plain(Contender):
-    """transformers as it is: one forward a prompt, SDPA, no cache, logits of the last token."""
+    """Plain transformers: one forward per prompt, SDPA, no cache, logits of the last token."""
 
     def run(self, prompts: Sequence[Prompt]) -> MethodRun:
         return MethodRun(self._equipment.plain(prompts), [Request(prompt) for prompt in prompts])
@@ -183,7 +183,7 @@ class Plain(Contender):
 
 
 class Alone(Contender):
-    """The layer walk, each prompt by itself."""
+    """The layer walk over each prompt by itself."""
 
     def run(self, prompts: Sequence[Prompt]) -> MethodRun:
         requests = [Request(prompt) for prompt in prompts]

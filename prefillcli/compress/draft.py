@@ -1,4 +1,4 @@
-"""The draft model: walks prompts for the importance of their tokens."""
+"""The draft model: a walk over prompts that finds the importance of their tokens."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from prefillcli.prefill.walk import LayerWalk
 
 
 class Draft:
-    """A small model of the target's tokenizer.
+    """A small model with the target's tokenizer.
 
-    `limits` come from `prefill.memory.draft_limits`; `max_length` is the longest prompt its position encoding takes.
+    `limits` come from `prefill.law.draft_limits`. `max_length` is the longest prompt that its position encoding takes.
+    `on_failure` is called with what a pack failed with.
     """
 
     def __init__(
@@ -54,16 +55,16 @@ class Draft:
         self._walk.close()
 
     def estimate(self, prompts: Sequence[TokenArray], tick: Tick = lambda tokens: None) -> list[ImportanceEstimate]:
-        """One estimate for each prompt. Prompts with a common prefix share its computation.
+        """One estimate for each prompt, int32 [tokens] each. A common prefix is computed once.
 
-        Whatever fails concerns the prompts of one pack: they get a reason, and `on_failure` the exception.
+        A failure concerns the prompts of one pack: they get it as their reason.
         """
         estimates = [ImportanceEstimate(reason=self._refusal(tokens)) for tokens in prompts]
         able = [number for number, found in enumerate(estimates) if found.reason is None]
         for pack in make_plan([prompts[number] for number in able], self._limits).packs:
             begun = time.monotonic()
             try:
-                found = self._ask(pack, tick)
+                found = self._importances(pack, tick)
             except Exception as error:  # whatever it is, the rows can be read in full
                 self.failure = error
                 self._on_failure(error)
@@ -88,34 +89,36 @@ class Draft:
             return NO_MEMORY
         return None
 
-    def _ask(self, pack: Pack, tick: Tick) -> dict[int, FloatArray | None]:
-        """Importance for each prompt of a pack."""
+    def _importances(self, pack: Pack, tick: Tick) -> dict[int, FloatArray | None]:
+        """The importance, float32 [tokens], by prompt of a pack; None for a prompt without votes."""
         settings = self._settings
         tree = Tree(pack)
         paths = [tree.path(node) for node, _ in pack.reads]
         windows = [_last(path, settings.window) for path in paths]
         watched = sorted({token for window in windows for token in window})
         row = {token: number for number, token in enumerate(watched)}
-        asked = [_asked(path, [row[token] for token in window]) for path, window in zip(paths, windows, strict=True)]
+        queries = [
+            _own_queries(path, [row[token] for token in window]) for path, window in zip(paths, windows, strict=True)
+        ]
         if settings.decoded:
             ahead = look_ahead(self._walk, pack, watched, settings.decoded, self._stop_tokens, tick)
-            for read, (prompt, count) in enumerate(zip(asked, ahead.counts, strict=True)):
-                _ask_behind(prompt, [len(watched) + step * len(paths) + read for step in range(count)])
+            for read, (prompt, count) in enumerate(zip(queries, ahead.counts, strict=True)):
+                _add_decoded(prompt, [len(watched) + step * len(paths) + read for step in range(count)])
             for layer in ahead.layers:
-                add_votes(layer, asked, settings.pool)
+                add_votes(layer, queries, settings.pool)
         else:
             with closing(self._walk.watch(pack, watched, tick)) as layers:
                 for layer in layers:
-                    add_votes(layer, asked, settings.pool)
+                    add_votes(layer, queries, settings.pool)
         self.tokens += len(pack.tokens)
         found: dict[int, FloatArray | None] = {}
-        for prompt, (_, numbers) in zip(asked, pack.reads, strict=True):
+        for prompt, (_, numbers) in zip(queries, pack.reads, strict=True):
             found |= dict.fromkeys(numbers, importance(prompt, settings.query_reduce, settings.select_chunk))
         return found
 
 
 def _last(path: list[tuple[int, int]], count: int) -> list[int]:
-    """The last tokens of a path."""
+    """The last `count` tokens of a path, or all."""
     tokens: list[int] = []
     for start, end in reversed(path):
         tokens = list(range(max(start, end - (count - len(tokens))), end)) + tokens
@@ -124,15 +127,15 @@ def _last(path: list[tuple[int, int]], count: int) -> list[int]:
     return tokens
 
 
-def _asked(path: list[tuple[int, int]], queries: list[int]) -> PromptQueries:
-    """Queries of the prompt's own last tokens: each sees the tokens up to itself."""
+def _own_queries(path: list[tuple[int, int]], queries: list[int]) -> PromptQueries:
+    """The queries of the prompt's own last tokens: each sees the tokens up to itself."""
     tokens = sum(end - start for start, end in path)
     depths = list(range(tokens - len(queries), tokens))
     return PromptQueries(path, queries, [depth + 1 for depth in depths], depths)
 
 
-def _ask_behind(prompt: PromptQueries, queries: list[int]) -> None:
-    """Add queries of what was decoded behind the prompt: each sees the whole prompt."""
+def _add_decoded(prompt: PromptQueries, queries: list[int]) -> None:
+    """Add the queries of tokens that were decoded behind the prompt: each sees the whole prompt."""
     tokens = prompt.tokens
     prompt.queries += queries
     prompt.sees += [tokens] * len(queries)
@@ -146,7 +149,7 @@ def _checked(found: FloatArray | None) -> tuple[FloatArray | None, str | None]:
 
 
 def _end_of_text(model: PreTrainedModel) -> frozenset[int]:
-    """Token ids that end a text, by the model's configuration and by that of its generation."""
+    """Token ids that end a text, by the model's configuration and its generation configuration."""
     ids: set[int] = set()
     for config in (model.config.get_text_config(), getattr(model, "generation_config", None)):
         given = getattr(config, "eos_token_id", None)

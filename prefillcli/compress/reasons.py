@@ -18,7 +18,7 @@ TokenReason = Literal["first", "last", "chosen", "shared", "dropped", "full"]
 """Why a token is kept or dropped."""
 
 
-def why_not_asked(
+def why_no_rate(
     prompts: Sequence[Prompt],
     keeps: Sequence[float | None],
     number: int,

@@ -11,7 +11,7 @@ from prefillcli.compress.auto import RATES, KeepChoice, choose_keep, sample_rows
 from prefillcli.compress.base import ImportanceEstimate, Tick
 from prefillcli.compress.compressor import Compressor
 from prefillcli.compress.fallbacks import ENOUGH_ROWS, FALLBACKS, NOT_FINITE, compressed_rows, faulty_rows
-from prefillcli.compress.reasons import why_in_full, why_not_asked
+from prefillcli.compress.reasons import why_in_full, why_no_rate
 from prefillcli.compress.request import Request
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.prompts.labels import Labels
@@ -72,7 +72,7 @@ class WindowCompressor:
         number = max(range(len(requests)), key=lambda at: len(requests[at].tokens))
         full = sum(each.kept is None for each in requests)
         if keeps[number] is None:
-            why = why_not_asked(prompts, keeps, number, compressor.keep, compressor.settings, compressor.worth)
+            why = why_no_rate(prompts, keeps, number, compressor.keep, compressor.settings, compressor.worth)
         else:
             why = why_in_full(requests[number]) or "its first and last tokens, which are always kept, are most of it"
         print(

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from prefillcli.compress.answers import answer
 from prefillcli.compress.base import FloatArray, ImportanceEstimate, Tick
-from prefillcli.compress.reasons import Neighbour, TokenReason, why_in_full, why_kept, why_not_asked
+from prefillcli.compress.reasons import Neighbour, TokenReason, why_in_full, why_kept, why_no_rate
 from prefillcli.compress.request import Request
 from prefillcli.compress.selection import tails
 from prefillcli.data.prompts.encoding import Encoder
@@ -189,7 +189,7 @@ class _InspectJob:
         prompt, compression = prompts[number], compressor.settings
         keeps = compressor.keeps(prompts)
         if keeps[number] is None:
-            why_not = why_not_asked(prompts, keeps, number, compressor.keep, compression, compressor.worth)
+            why_not = why_no_rate(prompts, keeps, number, compressor.keep, compression, compressor.worth)
             self._tell_in_full(why_not)
             return _Read(Request(prompt), None, ["full"] * len(prompt.tokens))
         related = [other for other, common in enumerate(shared) if common]

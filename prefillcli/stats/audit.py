@@ -1,7 +1,7 @@
-"""Rows scored both ways: how often compression turns an answer over, and how sure that is.
+"""Rows scored both compressed and in full: how often compression flips an answer, and how certain that rate is.
 
-Intervals and bounds are exact (Clopper and Pearson, Biometrika 26, 1934): they hold for any number of rows, also for
-no flip at all. All probabilities and rates are shares (0 to 1).
+Intervals and bounds are exact (Clopper and Pearson, Biometrika 26, 1934): they hold for any number of rows, even
+without a flip. All probabilities and rates are shares (0 to 1).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _THRESHOLD = 0.5  # of two labels, the one above it is the answer
 
 
 class Audit(BaseModel):
-    """What the audited rows show. A None is a number that cannot be known from them."""
+    """What the audited rows show. None is a number that they do not tell."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -28,7 +28,7 @@ class Audit(BaseModel):
     max_difference: float | None = None
     auc_compressed: float | None = None
     auc_full: float | None = None
-    truth_rows: int = 0  # rows whose right answer is known
+    truth_rows: int = 0  # rows with a known right answer
 
 
 def audit_of(
@@ -37,10 +37,10 @@ def audit_of(
     *,
     confidence: float = 0.95,
 ) -> Audit:
-    """Sum rows up, each (compressed score, full score, whether the positive label is right or None if not known).
+    """The audit of rows, each (compressed score, full score, whether the positive label is right or None if unknown).
 
-    Without `flipped` a row flips if its scores lie on different sides of 0.5; with more than two labels the caller
-    says it. Raises ValueError if `flipped` has another length than `pairs`.
+    `flipped` says which rows flip. Without it those flip whose scores lie on different sides of 0.5, as for two
+    labels. Raises ValueError if `flipped` and `pairs` differ in length.
     """
     if flipped is None:
         flipped = [(compressed >= _THRESHOLD) != (full >= _THRESHOLD) for compressed, full, _ in pairs]
@@ -67,7 +67,7 @@ def audit_of(
 
 
 def audit_lines(audit: Audit) -> list[tuple[str, str]]:
-    """Name and text of the lines an audit adds to the table of a run."""
+    """The lines that an audit adds to the table of a run: name and text."""
     if audit.flip_rate is None or audit.interval is None:
         return [("audit", "no row was scored in full as well")]
     low, high = (_percent(bound) for bound in audit.interval)
@@ -88,7 +88,7 @@ def audit_lines(audit: Audit) -> list[tuple[str, str]]:
 
 
 def flip_interval(flips: int, rows: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Two-sided Clopper-Pearson interval of the flip rate, each tail with half of 1 - `confidence`.
+    """The two-sided Clopper-Pearson interval of the flip rate; each tail has half of 1 - `confidence`.
 
     Raises ValueError unless 0 <= flips <= rows and 0 < confidence < 1.
     """
@@ -98,20 +98,20 @@ def flip_interval(flips: int, rows: int, confidence: float = 0.95) -> tuple[floa
 
 
 def flip_bound(flips: int, rows: int, confidence: float = 0.95) -> float:
-    """One-sided exact upper bound of the flip rate; 1 without rows. Raises ValueError like `flip_interval`."""
+    """The one-sided exact upper bound of the flip rate; 1 without rows. Raises ValueError like `flip_interval`."""
     _check(flips, rows, confidence)
     return _upper(flips, rows, 1 - confidence)
 
 
 def rows_for(max_flips: float, flips: int = 0, confidence: float = 0.95) -> int:
-    """Fewest rows with which `flips` flips still prove a flip rate of at most `max_flips` (a share).
+    """The fewest rows among which `flips` flips still prove a flip rate of at most `max_flips` (a share).
 
     Raises ValueError unless 0 < max_flips < 1, flips >= 0 and 0 < confidence < 1.
     """
     if not 0 < max_flips < 1:
         raise ValueError(f"a flip rate between 0 and 1 can be proven, not {max_flips}")
     _check(flips, flips, confidence)
-    short, enough = flips, max(2 * flips, 1)  # as many rows as flips prove nothing
+    short, enough = flips, max(2 * flips, 1)  # if all rows flip they prove nothing
     while flip_bound(flips, enough, confidence) > max_flips:
         short, enough = enough, 2 * enough
     while enough - short > 1:  # the bound falls with every row
@@ -124,7 +124,7 @@ def rows_for(max_flips: float, flips: int = 0, confidence: float = 0.95) -> int:
 
 
 def auc(scores: Sequence[float], positive: Sequence[bool]) -> float | None:
-    """Area under the ROC curve of finite scores, from the rank sum (Mann and Whitney); a tie counts half.
+    """The area under the ROC curve of finite scores, from the rank sum (Mann and Whitney); a tie counts half.
 
     None unless there are both positive and negative rows. Raises ValueError if the lengths differ.
     """

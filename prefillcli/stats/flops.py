@@ -1,9 +1,9 @@
-"""The cost model: floating-point operations of a prefill, and the speedup that SpecPrefill promises from them.
+"""The cost model: floating-point operations of a prefill, and the speedup of SpecPrefill that they predict.
 
-Multiply-adds of table 5 of SpecPrefill (arXiv 2502.02789, appendix E), two operations each: MLP 3BSDI, projections
-BSD^2(2 + 2H'/H), attention 2BS^2D, head BSDV; written here for the text configurations of transformers, with heads of
-any width, experts and sliding windows. Norms, rotary embeddings, softmax and the embedding are left out. MLPs are
-taken to be gated (three matrices), as in all families that the walk is verified for.
+The multiply-adds are those of table 5 of SpecPrefill (arXiv 2502.02789, appendix E), two operations each: MLP 3BSDI,
+projections BSD^2(2 + 2H'/H), attention 2BS^2D, head BSDV. Here they are counted for the text configurations of
+transformers, with heads of any width, experts and sliding windows. Norms, rotary embeddings, softmax and the embedding
+are left out. MLPs are assumed to be gated (three matrices), as in all families that the walk is verified for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class NoCostModel(PrefillError):
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Floating-point operations by part: two for each multiply-add."""
+    """Floating-point operations by part: two per multiply-add."""
 
     mlp: float  # with routers and shared experts
     projections: float  # of queries, keys, values and attention's output
@@ -51,7 +51,7 @@ class _Layer:
     """Operations of one layer: for a token, and for one query with one key over all heads."""
 
     mlp: float
-    inputs: float  # projections of queries, keys and values
+    inputs: float  # projections to queries, keys and values
     output: float
     pair: float
     window: int | None  # most keys that a query sees, itself included
@@ -60,8 +60,8 @@ class _Layer:
 def table5(config: Any, tokens: int, *, head_tokens: int | None = None) -> Flops:
     """Table 5 to the letter, for one prompt of `tokens`: every query with every key, the head over all tokens.
 
-    `head_tokens` puts the head to so many of them only. Batches multiply all parts alike. Raises NoCostModel for a
-    configuration with layers other than attention, or without the usual sizes.
+    With `head_tokens` the head is applied to so many of them. Raises NoCostModel for a configuration with layers other
+    than attention, or without the usual sizes.
     """
     layers = _layers(config)
     return _flops(
@@ -70,11 +70,11 @@ def table5(config: Any, tokens: int, *, head_tokens: int | None = None) -> Flops
 
 
 def prefill_flops(config: Any, tokens: int, *, head_tokens: int = 1) -> Flops:
-    """What a causal prefill of one prompt needs for its answer.
+    """The operations of a causal prefill of one prompt, up to its answer.
 
-    Each query with itself and the keys before it, in sliding layers with at most `config.sliding_window` of them; the
-    head for `head_tokens` tokens. Of a compressed prompt, `tokens` are the kept ones: their windows then hold no more
-    than is counted here. Raises NoCostModel as `table5` does.
+    Each query meets itself and the keys before it, in sliding layers at most `config.sliding_window` of them. The head
+    is applied to `head_tokens` tokens. For a compressed prompt, `tokens` are the kept ones: their windows hold no more
+    keys than are counted here. Raises NoCostModel as `table5` does.
     """
     layers = _layers(config)
     return _flops(config, layers, tokens, [_pairs(0, tokens, layer.window) for layer in layers], head_tokens)
@@ -85,8 +85,8 @@ def predicted_speedup(
 ) -> float:
     """F_target(tokens) / (F_draft(tokens) + F_target(kept)): the draft reads a prompt, the target its kept tokens.
 
-    `target` and `draft` are text configurations. Attention shrinks with the square of what is kept, so this is more
-    than `ratio_speedup` on long prompts.
+    `target` and `draft` are text configurations. Attention shrinks with the square of what is kept, so on long prompts
+    this is more than `ratio_speedup`.
     """
     return flops(target, tokens).total / (flops(draft, tokens).total + flops(target, kept).total)
 
@@ -102,12 +102,12 @@ def ratio_speedup(
 
 
 def plain_flops(config: Any, prompts: Sequence[TokenArray]) -> float:
-    """All prompts, each by itself, all layers for all tokens. The head is left out."""
+    """The operations of all prompts, each by itself, with all layers for all tokens. The head is left out."""
     return sum(prefill_flops(config, len(prompt), head_tokens=0).total for prompt in prompts)
 
 
 def walk_flops(config: Any, plan: Plan) -> float:
-    """A plan's packs: tokens once, and of the last layer the projections of queries, keys and values alone.
+    """The operations of a plan's packs: each token once, and in the last layer only the projections to Q, K and V.
 
     Sliding windows are counted over the tokens of a path, whatever their positions. The head is left out.
     """
@@ -123,9 +123,9 @@ def walk_flops(config: Any, plan: Plan) -> float:
 
 
 def answer_flops(config: Any, plan: Plan, *, ahead: int = 0) -> float:
-    """What `walk_flops` leaves out for the ends of a plan's prompts: their whole last layer, and the head.
+    """The operations that `walk_flops` leaves out, for the last token of each prompt: in the last layer and the head.
 
-    `ahead` more tokens are decoded behind each end, through all layers and the head.
+    `ahead` more tokens are decoded behind each prompt, through all layers and the head.
     """
     layers = _layers(config)
     head = 2.0 * config.hidden_size * config.vocab_size
@@ -141,7 +141,7 @@ def answer_flops(config: Any, plan: Plan, *, ahead: int = 0) -> float:
 
 
 def _flops(config: Any, layers: Sequence[_Layer], tokens: int, pairs: Sequence[float], head_tokens: int) -> Flops:
-    """`pairs` has one entry a layer."""
+    """`pairs` has one entry per layer."""
     return Flops(
         mlp=tokens * sum(layer.mlp for layer in layers),
         projections=tokens * sum(layer.inputs + layer.output for layer in layers),
@@ -185,7 +185,7 @@ def _windows(config: Any) -> list[int | None]:
 
 
 def _mlp(config: Any, layer: int) -> float:
-    """Of one token: a dense MLP, or router, chosen experts and shared ones."""
+    """Operations for one token: of a dense MLP, or of the router, the chosen experts and the shared ones."""
     hidden = _size(config, "hidden_size")
     experts = _first(config, "num_local_experts", "num_experts", "n_routed_experts")
     if not experts or _is_dense(config, layer):
@@ -198,7 +198,7 @@ def _mlp(config: Any, layer: int) -> float:
 
 
 def _is_dense(config: Any, layer: int) -> bool:
-    """A layer without experts in a model that has some."""
+    """Whether this layer has no experts, in a model with experts."""
     kinds = getattr(config, "mlp_layer_types", None)
     if kinds:
         return bool(kinds[layer] == "dense")
@@ -208,7 +208,7 @@ def _is_dense(config: Any, layer: int) -> bool:
 
 
 def _size(config: Any, name: str) -> int:
-    """A setting that must be there. Raises NoCostModel."""
+    """A setting that must be there. Raises NoCostModel if it is not."""
     value = _first(config, name)
     if not value:
         raise NoCostModel(f"the configuration of {config.model_type} has no {name}")
@@ -218,7 +218,7 @@ def _size(config: Any, name: str) -> int:
 def _first(config: Any, *names: str) -> int:
     """The first of these settings that the configuration has and that is not 0 or None; else 0.
 
-    Raises NoCostModel for one that is no number: some families give one for each layer.
+    Raises NoCostModel for one that is not a single number: some families have one per layer.
     """
     for name in names:
         if value := getattr(config, name, None):
