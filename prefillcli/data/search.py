@@ -17,7 +17,7 @@ from prefillcli.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundRow:
     """A row by its number, its id as text (None without an id column), and its window."""
 
     row: int
@@ -25,7 +25,7 @@ class Found:
     window: Window
 
 
-def find_row(source: Source, builder: PromptBuilder, labels: Labels, *, row: str, id_column: str | None) -> Found:
+def find_row(source: Source, builder: PromptBuilder, labels: Labels, *, row: str, id_column: str | None) -> FoundRow:
     """The row whose number, or with `id_column` whose id as text, is `row`; of equal ids the first.
 
     Only its own window is tokenised. Raises UsageError if there is no such row, PrefillError if a file is damaged.
@@ -38,7 +38,7 @@ def find_row(source: Source, builder: PromptBuilder, labels: Labels, *, row: str
         if id_column is not None:
             where = f"column {id_column!r} of the {search.rows:,} rows read"
         raise UsageError(f"--row {row}: no such row in {where}")
-    return Found(search.row, search.id, found)
+    return FoundRow(search.row, search.id, found)
 
 
 class _Search:

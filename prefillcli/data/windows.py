@@ -82,7 +82,7 @@ def _window(index: int, batches: list[RowBatch], builder: PromptBuilder, labels:
     return window
 
 
-class Ahead(Iterator[T]):
+class Prefetcher(Iterator[T]):
     """The same items, made by a background thread up to `depth` items before they are asked for.
 
     The thread starts at once. An exception in `items` is raised here, after the items before it. Leaving the
@@ -119,7 +119,7 @@ class Ahead(Iterator[T]):
             self._cancel()
         self._thread.join()
 
-    def __enter__(self) -> Ahead[T]:
+    def __enter__(self) -> Prefetcher[T]:
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -8,7 +8,7 @@ from prefillcli.compress.settings import Compression
 from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.reading.source import Source
-from prefillcli.data.windows import Ahead, windows
+from prefillcli.data.windows import Prefetcher, windows
 from prefillcli.forecast.alternatives import Alternatives
 from prefillcli.forecast.input_statistics import InputStatistics, lengths_of
 from prefillcli.forecast.profile import Profile
@@ -45,7 +45,7 @@ def survey(
     plans = Alternatives(settings, opened, compression, free=free, profile=profile)
     found = InputStatistics()
     clock = Clock()
-    with Ahead(windows(source, builder, labels, id_column=id_column), cancel=builder.close) as coming:
+    with Prefetcher(windows(source, builder, labels, id_column=id_column), cancel=builder.close) as coming:
         for number, window in enumerate(coming):
             if number == 0:
                 labels.check(window)

@@ -16,7 +16,7 @@ from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Int64Array, Window
-from prefillcli.data.windows import Ahead, windows
+from prefillcli.data.windows import Prefetcher, windows
 from prefillcli.engines.base import Engine
 from prefillcli.engines.choice import loader_of
 from prefillcli.engines.kinds import ENGINES
@@ -201,7 +201,7 @@ class _ScoreJob:
         if settings.audit:
             audit = AuditDraw(settings.audit, source.selection(), source.count())
         ended: list[int] = []
-        coming = Ahead(
+        coming = Prefetcher(
             windows(source, builder, labels, id_column=settings.id_column, skip=sink.finished, ended=ended.append),
             cancel=builder.close,
         )

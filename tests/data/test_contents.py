@@ -13,7 +13,7 @@ import pytest
 from blake3 import blake3
 
 from prefillcli.data.proof import contents
-from prefillcli.data.proof.contents import Contents
+from prefillcli.data.proof.contents import FileContents
 from prefillcli.data.proof.identity import Stamp
 from prefillcli.data.reading.discovery import discover
 from prefillcli.errors import ContentChangedError
@@ -37,9 +37,9 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def contents_of(*inputs: Any) -> Contents:
+def contents_of(*inputs: Any) -> FileContents:
     names = [str(each) for each in inputs]
-    return Contents(discover(names)[0], "input", lambda: [found.path for found in discover(names)[0]])
+    return FileContents(discover(names)[0], "input", lambda: [found.path for found in discover(names)[0]])
 
 
 def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:

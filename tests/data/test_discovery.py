@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prefillcli.data.reading.discovery import discover, finds
+from prefillcli.data.reading.discovery import discover, would_find
 from prefillcli.errors import UsageError
 
 
@@ -156,7 +156,7 @@ def test_whether_an_output_would_be_found_as_input(
     (tmp_path / "link").symlink_to("in")
     memory.pipe_file("/b/in/a.parquet", b"")
     monkeypatch.chdir(tmp_path)
-    assert finds(given, path) is found
+    assert would_find(given, path) is found
     written = path + ("part-00000.parquet" if path.endswith("/") else "")
     before = len(discover([given])[0])
     if path.startswith("memory"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prefillcli.data.output.publication import publication, settle
+from prefillcli.data.output.publication import publication, recover_publication
 from prefillcli.data.output.target import Published, Target
 from tests.data.outputs import EXPECTED, WINDOWS, finished, make_window, open_sink, read, score_all
 
@@ -98,7 +98,7 @@ def test_what_a_kill_left_of_a_publication_is_cleared_up(tmp_path: Path) -> None
     work = tmp_path / "o.prefill"
     (tmp_path / "o").rename(work / "old")
     (work / "new").mkdir()
-    settle(Target.parse(f"{tmp_path}/o"))
+    recover_publication(Target.parse(f"{tmp_path}/o"))
     assert read(output) == EXPECTED
     assert sorted(os.listdir(work)) == ["lock", "manifest.json"]
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from prefillcli.data.prompts import rendering
 from prefillcli.data.prompts.chat import ChatTemplate
-from prefillcli.data.prompts.rendering import Closed, Renderer, RenderLimits
+from prefillcli.data.prompts.rendering import Renderer, RendererClosed, RenderLimits
 from prefillcli.data.prompts.templates import RowTemplate
 from prefillcli.data.rows import RowError
 from prefillcli.errors import ResourceError, UsageError
@@ -174,7 +174,7 @@ def test_rendering_stops_when_another_thread_closes_it() -> None:
     template.close()
     thread.join(10)
     assert not thread.is_alive()
-    assert [type(error) for error in raised] == [Closed]
+    assert [type(error) for error in raised] == [RendererClosed]
 
 
 def test_the_process_dies_with_its_parent_even_in_the_middle_of_a_row(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.reading.ids import SeenIds
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Window
-from prefillcli.data.windows import Ahead, windows
+from prefillcli.data.windows import Prefetcher, windows
 
 Write = Callable[..., str]
 
@@ -144,7 +144,7 @@ def test_seen_ids_take_about_eight_bytes_a_row() -> None:
 
 class TestAhead:
     def test_items_come_in_order(self) -> None:
-        assert list(Ahead(range(100), depth=3)) == list(range(100))
+        assert list(Prefetcher(range(100), depth=3)) == list(range(100))
 
     def test_work_is_done_ahead_but_not_further_than_depth(self) -> None:
         made: list[int] = []
@@ -154,7 +154,7 @@ class TestAhead:
                 made.append(number)
                 yield number
 
-        items = Ahead(numbers(), depth=2)
+        items = Prefetcher(numbers(), depth=2)
         assert next(items) == 0
         deadline = time.monotonic() + 5
         while len(made) < 3 and time.monotonic() < deadline:
@@ -168,7 +168,7 @@ class TestAhead:
             yield 1
             raise ValueError("broken")
 
-        items = Ahead(broken())
+        items = Prefetcher(broken())
         assert next(items) == 1
         with pytest.raises(ValueError, match="broken"):
             next(items)
@@ -184,7 +184,7 @@ class TestAhead:
                 closed.set()
 
         before = threading.active_count()
-        with pytest.raises(KeyboardInterrupt), Ahead(endless(), depth=2) as items:  # noqa: PT012
+        with pytest.raises(KeyboardInterrupt), Prefetcher(endless(), depth=2) as items:  # noqa: PT012
             for number in range(taken):
                 assert next(items) == number
             raise KeyboardInterrupt
@@ -199,6 +199,6 @@ class TestAhead:
             begun.set()
             yield 1
 
-        with Ahead(numbers()) as items:
+        with Prefetcher(numbers()) as items:
             assert begun.wait(5)
             assert list(items) == [1]

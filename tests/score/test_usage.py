@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.data.reading.discovery import finds
+from prefillcli.data.reading.discovery import would_find
 from prefillcli.errors import UsageError
 from prefillcli.jobs.paths import default_output
 from prefillcli.options.load import load_settings
@@ -121,7 +121,7 @@ def test_an_output_that_the_next_run_would_read_is_refused(
 @pytest.mark.parametrize("given", ["a.parquet", "in", "in/", ".", "..", "*.parquet", "in/*.parquet", "**/*.parquet"])
 def test_the_next_run_does_not_find_the_default_output(tmp_path: Path, given: str) -> None:
     Path("in").mkdir()
-    assert not finds(given, default_output(given))
+    assert not would_find(given, default_output(given))
 
 
 def test_scores_among_the_inputs_are_not_scored(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

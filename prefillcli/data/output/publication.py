@@ -35,7 +35,7 @@ def publication(target: Target) -> Publication:
     return _InPlace(target, store)
 
 
-def settle(target: Target) -> None:
+def recover_publication(target: Target) -> None:
     """Clear up what a kill in the middle of a publication left: an output that was put aside comes back."""
     work = target.work
     if not target.directory or not isinstance(target.store, LocalStore) or not isinstance(work, LocalStore):
@@ -59,7 +59,7 @@ class _Renamed:
         self._place = place
         self._new, self._old = os.path.join(work, _NEW), os.path.join(work, OLD)
         self._store = LocalStore(self._new)
-        settle(target)
+        recover_publication(target)
 
     def create(self, name: str) -> AbstractContextManager[IO[bytes]]:
         return self._store.create(name)

@@ -20,7 +20,7 @@ from prefillcli.errors import DamagedFileError, OutputConflictError, OutputDamag
 log = logging.getLogger(__name__)
 
 
-def decide(target: Target, job: Job, resume: bool, overwrite: bool, *, quiet: bool = False) -> Manifest | None:
+def find_resumable(target: Target, job: Job, resume: bool, overwrite: bool, *, quiet: bool = False) -> Manifest | None:
     """The manifest to go on with; None to begin. A damaged one is warned of unless `quiet`.
 
     Raises OutputConflictError if what is there is another job's, OutputExistsError if it is this job's and no flag is

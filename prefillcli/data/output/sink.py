@@ -16,8 +16,8 @@ from prefillcli.data.output.locks import Lock
 from prefillcli.data.output.manifest import Job, Manifest
 from prefillcli.data.output.part_index import PartIndex
 from prefillcli.data.output.parts import WindowRows
-from prefillcli.data.output.publication import settle
-from prefillcli.data.output.resuming import decide, proven_parts, require_undamaged
+from prefillcli.data.output.publication import recover_publication
+from prefillcli.data.output.resuming import find_resumable, proven_parts, require_undamaged
 from prefillcli.data.output.schema import OutputSchema
 from prefillcli.data.output.tallies import ROW
 from prefillcli.data.output.target import Target
@@ -83,12 +83,12 @@ class Sink:
         )
         schema.require_distinct()
         job = Job(fingerprint, selection, id_name)
-        found = decide(target, job, resume, overwrite, quiet=True)  # a refusal leaves no trace
+        found = find_resumable(target, job, resume, overwrite, quiet=True)  # a refusal leaves no trace
         if found is not None and found.state == "complete":
             require_undamaged(target, found)
         lock = target.work.lock()
         try:
-            found = decide(target, job, resume, overwrite)
+            found = find_resumable(target, job, resume, overwrite)
             sink = cls(target, found or Manifest(job, {}), lock, schema, partitions)
             sink._begin(fresh=found is None)
         except BaseException:
@@ -202,7 +202,7 @@ class Sink:
 
     def _begin(self, *, fresh: bool) -> None:
         self.work.clean(lambda name: True)
-        settle(self._target)
+        recover_publication(self._target)
         self._target.clean()
         if fresh:
             self._delete_parts()

@@ -53,7 +53,7 @@ class RenderLimits:
     """Length of the text in UTF-8."""
 
 
-class Closed(Exception):
+class RendererClosed(Exception):
     """The renderer was closed while it was to render."""
 
 
@@ -81,7 +81,8 @@ class Renderer:
         """The text of each row, or why there is none. A row is what the template takes: its variables, or messages.
 
         With `most` it stops after the text that makes them more than so many characters: the others are not rendered
-        yet, and not in the list. Raises Closed if the renderer is closed, before or meanwhile in another thread.
+        yet, and not in the list. Raises RendererClosed if the renderer is closed before or, by another thread,
+        meanwhile.
         """
         with self._rendering:
             try:
@@ -112,10 +113,10 @@ class Renderer:
                     if most is not None and size > most and len(done) < len(rows):
                         self._drop()  # it has begun with rows that are not wanted now
                         return done
-            except _Ended as ended:
+            except _ProcessEnded as ended:
                 self._drop()
                 if self._closed:
-                    raise Closed from None
+                    raise RendererClosed from None
                 if ended.certain or tried_again == len(done):
                     done.append(RowError(self._code, f"rendering {ended}"))
                 else:  # somebody else may have ended the process
@@ -125,7 +126,7 @@ class Renderer:
     def _started(self) -> tuple[_Worker, list[str]]:
         """A new process with the template compiled, and the variables that it needs."""
         if self._closed:
-            raise Closed
+            raise RendererClosed
         name = self._spec["name"]
         worker = self._worker = _Worker(self._limits)
         self._end.detach()
@@ -136,10 +137,10 @@ class Renderer:
             ready = True
             worker.send(pickle.dumps(self._spec))
             compiled = json.loads(worker.receive(b"C"))
-        except _Ended as ended:
+        except _ProcessEnded as ended:
             self._drop()
             if self._closed:
-                raise Closed from None
+                raise RendererClosed from None
             if not ready:
                 raise ResourceError(f"cannot start the process that renders {name}: it {ended}") from None
             raise UsageError(f"{name}: compiling it {ended}; make it simpler") from None
@@ -160,7 +161,7 @@ class _Failure:
     detail: str
 
 
-class _Ended(Exception):
+class _ProcessEnded(Exception):
     """The process is gone; the text says what was the matter. `certain` if that was what it worked at."""
 
     def __init__(self, why: str, *, certain: bool) -> None:
@@ -207,7 +208,7 @@ class _Worker:
                 self.send(following)
             kind, content = self._message(self._limits.wall_seconds)
             if kind == b"M":
-                raise _Ended(f"took more than {_size(self._limits.memory_bytes)} of memory", certain=True)
+                raise _ProcessEnded(f"took more than {_size(self._limits.memory_bytes)} of memory", certain=True)
             text = content.decode("utf-8", "surrogatepass")
             yield text if kind == b"T" else _Failure(text)
 
@@ -220,7 +221,7 @@ class _Worker:
         """The next message, which is of this kind. Raises _Ended."""
         found, content = self._message(_START_SECONDS)
         if found != kind:
-            raise _Ended(f"took more than {_size(self._limits.memory_bytes)} of memory", certain=True)
+            raise _ProcessEnded(f"took more than {_size(self._limits.memory_bytes)} of memory", certain=True)
         return content
 
     def kill(self) -> None:
@@ -241,7 +242,7 @@ class _Worker:
             if len(received) >= _HEAD:
                 size = int.from_bytes(received[1:_HEAD], "big")
                 if size > self._limits.text_bytes:
-                    raise _Ended("gave more than it may", certain=True)
+                    raise _ProcessEnded("gave more than it may", certain=True)
                 if len(received) >= _HEAD + size:
                     message = bytes(received[:1]), bytes(received[_HEAD : _HEAD + size])
                     del received[: _HEAD + size]
@@ -249,7 +250,7 @@ class _Worker:
             self._exchange()
             if time.monotonic() - since > seconds:
                 self.kill()
-                raise _Ended(f"took more than {seconds:g} s", certain=False)
+                raise _ProcessEnded(f"took more than {seconds:g} s", certain=False)
 
     def _exchange(self) -> None:
         """Wait a moment to write some of what is unsent, or to read. Raises _Ended."""
@@ -270,14 +271,14 @@ class _Worker:
             self._received += data
         elif not KERNEL_LIMITS_MEMORY and resident_memory_of(self._process.pid) > self._limits.memory_bytes:
             self.kill()
-            raise _Ended(f"took more than {_size(self._limits.memory_bytes)} of memory", certain=True)
+            raise _ProcessEnded(f"took more than {_size(self._limits.memory_bytes)} of memory", certain=True)
 
-    def _why_ended(self) -> _Ended:
+    def _why_ended(self) -> _ProcessEnded:
         code = self._process.wait()
         if code == -signal.SIGXCPU:
-            return _Ended(f"took more than {self._limits.cpu_seconds} s of processor time", certain=True)
+            return _ProcessEnded(f"took more than {self._limits.cpu_seconds} s of processor time", certain=True)
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return _Ended(f"ended the process that does it ({how})", certain=False)
+        return _ProcessEnded(f"ended the process that does it ({how})", certain=False)
 
 
 def _pack(row: Any) -> bytes | _Failure:

@@ -20,7 +20,7 @@ _BLOCK = 4 << 20
 _THREADS = 4
 
 
-class Contents:
+class FileContents:
     """A digest of every file, made in threads of its own, and later whether the files are the same still.
 
     `what` names them in messages. `find` lists the paths anew, to notice files that come or go.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from prefillcli.data.filesystems import filesystem_of, reading
-from prefillcli.data.proof.contents import Contents
+from prefillcli.data.proof.contents import FileContents
 from prefillcli.data.proof.identity import Stamp, stamp_of
 from prefillcli.errors import UsageError
 
@@ -61,20 +61,20 @@ class ModelContents:
     def __init__(self, folder: str | Path) -> None:
         self._root = Path(folder)
         self._files = [_ModelFile.find(path) for path in self._find()]
-        self._contents = Contents(self._files, "model", lambda: [str(path) for path in self._find()])
+        self._contents = FileContents(self._files, "model", lambda: [str(path) for path in self._find()])
 
     def begin(self) -> None:
         """Start to hash, in the background."""
         self._contents.begin()
 
     def model(self) -> str:
-        """Digest of what the model computes. Raises as `Contents.digests`, and UsageError for another folder."""
+        """Digest of what the model computes. Raises as `FileContents.digests`, and UsageError for another folder."""
         if not (self._root / "config.json").is_file():
             raise UsageError(f"{self._root} is not a model folder: it has no config.json")
         return self._digest(_MODEL_FILES)
 
     def tokenizer(self) -> str:
-        """Digest of the tokenizer and its chat templates. Raises as `Contents.digests`."""
+        """Digest of the tokenizer and its chat templates. Raises as `FileContents.digests`."""
         return self._digest(_TOKENIZER_FILES)
 
     def require_unchanged(self) -> None:

@@ -34,7 +34,7 @@ _REPORTS = (".run.json", ".run.html", ".dry-run.json", ".prom")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class InputFile:
     """One input file."""
 
     path: str
@@ -60,7 +60,7 @@ class Found:
         return is_local(self.filesystem)
 
 
-def discover(inputs: Sequence[str]) -> tuple[list[Found], tuple[str, ...]]:
+def discover(inputs: Sequence[str]) -> tuple[list[InputFile], tuple[str, ...]]:
     """The files of `inputs` in reading order, and the files in directories left out for their ending.
 
     Inputs keep their order; the files of a directory (recursive) or a glob are sorted by path. Hidden files,
@@ -69,7 +69,7 @@ def discover(inputs: Sequence[str]) -> tuple[list[Found], tuple[str, ...]]:
     """
     if not inputs:
         raise UsageError("no input given: name a file, a directory, a glob or a URL")
-    found: list[Found] = []
+    found: list[InputFile] = []
     left_out: list[str] = []
     for path in inputs:
         taken, other = _expand(str(path))
@@ -85,7 +85,7 @@ def discover(inputs: Sequence[str]) -> tuple[list[Found], tuple[str, ...]]:
     return found, tuple(left_out)
 
 
-def finds(given: str, path: str) -> bool:
+def would_find(given: str, path: str) -> bool:
     """Whether an input typed as `given`, a directory or a glob, would take a file, or files of a folder, at `path`."""
     filesystem, root = filesystem_of(given)
     other, inner = filesystem_of(path)
@@ -96,28 +96,28 @@ def finds(given: str, path: str) -> bool:
         links.add(os.path.join(os.path.realpath(os.path.dirname(inner)), os.path.basename(inner)))
         roots.add(os.path.realpath(root))
     name = os.path.basename(inner.rstrip("/"))
-    inside = "" if _format(name) is not None else "/part-0.parquet"  # what has no such ending is a folder of parts
-    return any(_takes(filesystem, one, link + inside) for one in roots for link in links)
+    inside = "" if _format_of(name) is not None else "/part-0.parquet"  # what has no such ending is a folder of parts
+    return any(_would_take(filesystem, one, link + inside) for one in roots for link in links)
 
 
-def _takes(filesystem: Any, root: str, name: str) -> bool:
+def _would_take(filesystem: Any, root: str, name: str) -> bool:
     if filesystem.isdir(root):
         return name.startswith(root.rstrip("/") + "/") and _visible(name, root)
     matches = re.compile(glob_translate(root)).fullmatch
     folders = () if "**" in root else tuple(str(folder) for folder in PurePosixPath(name).parents)
-    return _visible(name, _fixed(root)) and any(matches(each) for each in (name, *folders))
+    return _visible(name, _glob_root(root)) and any(matches(each) for each in (name, *folders))
 
 
-def _fixed(pattern: str) -> str:
+def _glob_root(pattern: str) -> str:
     """The folder in which a glob looks."""
     return pattern[: min((pattern.index(mark) for mark in "*?[" if mark in pattern), default=None)].rpartition("/")[0]
 
 
-def _expand(path: str) -> tuple[list[Found], list[str]]:
+def _expand(path: str) -> tuple[list[InputFile], list[str]]:
     filesystem, inner = filesystem_of(path)
     try:
         if filesystem.isfile(inner):
-            return [_found(filesystem, inner, path)], []
+            return [_input_file(filesystem, inner, path)], []
         if filesystem.isdir(inner):
             return _directory(filesystem, inner, path)
         if any(mark in inner for mark in "*?["):
@@ -129,22 +129,22 @@ def _expand(path: str) -> tuple[list[Found], list[str]]:
     raise UsageError(f"input not found: {path}")
 
 
-def _directory(filesystem: Any, inner: str, shown: str, *, by_glob: bool = False) -> tuple[list[Found], list[str]]:
+def _directory(filesystem: Any, inner: str, shown: str, *, by_glob: bool = False) -> tuple[list[InputFile], list[str]]:
     names = sorted(_walk_local(inner)) if is_local(filesystem) else sorted(filesystem.find(inner))
     visible = [name for name in names if _visible(name, inner)]
-    taken = [name for name in visible if _format(name) is not None]
+    taken = [name for name in visible if _format_of(name) is not None]
     if not taken and (tables := [name for name in visible if _is_csv(name)]):
         raise UsageError(_convert(_display(filesystem, tables[0], shown)))
     if not taken:
         raise UsageError(f"no input files in {shown}: expected files that end in {ENDINGS}")
-    left_out = [_display(filesystem, name, shown) for name in visible if _format(name) is None]
+    left_out = [_display(filesystem, name, shown) for name in visible if _format_of(name) is None]
     root = "" if by_glob else inner
-    return [_found(filesystem, name, _display(filesystem, name, shown), root) for name in taken], left_out
+    return [_input_file(filesystem, name, _display(filesystem, name, shown), root) for name in taken], left_out
 
 
-def _glob(filesystem: Any, inner: str, shown: str) -> tuple[list[Found], list[str]]:
-    fixed = _fixed(inner)
-    found: list[Found] = []
+def _glob(filesystem: Any, inner: str, shown: str) -> tuple[list[InputFile], list[str]]:
+    fixed = _glob_root(inner)
+    found: list[InputFile] = []
     left_out: list[str] = []
     for name in sorted(filesystem.glob(inner)):
         if not _visible(name, fixed):
@@ -155,7 +155,7 @@ def _glob(filesystem: Any, inner: str, shown: str) -> tuple[list[Found], list[st
                 found += taken
                 left_out += other
         else:
-            found.append(_found(filesystem, name, _display(filesystem, name, shown)))
+            found.append(_input_file(filesystem, name, _display(filesystem, name, shown)))
     if not found:
         raise UsageError(f"no file matches {shown}")
     return found, left_out
@@ -188,7 +188,7 @@ def _visible(name: str, root: str) -> bool:
     return not any(part.startswith((".", "_")) or part.endswith(WORK_ENDING) for part in parts)
 
 
-def _format(name: str) -> tuple[Kind, str | None] | None:
+def _format_of(name: str) -> tuple[Kind, str | None] | None:
     stem, ending = os.path.splitext(name.lower())
     codec = CODECS.get(ending)
     if codec is not None:
@@ -205,13 +205,13 @@ def _display(filesystem: Any, name: str, shown: str) -> str:
     return str(filesystem.unstrip_protocol(name))
 
 
-def _found(filesystem: Any, inner: str, shown: str, root: str = "") -> Found:
-    form = _format(inner) or _format(inner.partition("?")[0])  # the query of a signed URL
+def _input_file(filesystem: Any, inner: str, shown: str, root: str = "") -> InputFile:
+    form = _format_of(inner) or _format_of(inner.partition("?")[0])  # the query of a signed URL
     if form is None and _is_csv(inner):
         raise UsageError(_convert(shown))
     if form is None:
         raise UsageError(f"unknown ending: {shown}\nexpected a file that ends in {ENDINGS}")
-    return Found(shown, filesystem, inner, form[0], form[1], inner[len(root) :], stamp_of(filesystem, inner))
+    return InputFile(shown, filesystem, inner, form[0], form[1], inner[len(root) :], stamp_of(filesystem, inner))
 
 
 def _is_csv(name: str) -> bool:

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from prefillcli.data.filesystems import reading
 from prefillcli.data.proof.contents import require_same
-from prefillcli.data.reading.discovery import Found
+from prefillcli.data.reading.discovery import InputFile
 from prefillcli.data.reading.selection import Selection
 from prefillcli.data.rows import MAX_ROW_BYTES, ErrorCode, RowBatch, RowError, row_too_large
 
@@ -28,7 +28,7 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 class JsonlInput:
     """One JSON Lines file, plain, gzip or zstd."""
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: InputFile) -> None:
         self.max_row_bytes = MAX_ROW_BYTES
         """Longer lines are not read into memory."""
         self._found = found

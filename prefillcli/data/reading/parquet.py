@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 
 from prefillcli.data.filesystems import reading
 from prefillcli.data.proof.contents import require_same
-from prefillcli.data.reading.discovery import Found
-from prefillcli.data.reading.row_groups import MAX_BYTES, MAX_ROWS, Closed, RowGroup
+from prefillcli.data.reading.discovery import InputFile
+from prefillcli.data.reading.row_groups import MAX_BYTES, MAX_ROWS, RowGroup, UnopenedRows
 from prefillcli.data.reading.selection import Selection
 from prefillcli.data.reading.standins import FileWithStandIns
 from prefillcli.data.rows import MAX_ROW_BYTES, ErrorCode, Int64Array, RowBatch, RowError, row_too_large
@@ -32,7 +32,7 @@ _READING: dict[str, Any] = {"buffer_size": _BUFFER, "pre_buffer": False}
 class ParquetInput:
     """One Parquet file: its footer now, its rows when asked for."""
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: InputFile) -> None:
         self.max_row_bytes = MAX_ROW_BYTES
         """Longer rows become error rows."""
         self.found = found
@@ -56,9 +56,9 @@ class ParquetInput:
             if not len(selection.within(start, start + size)):
                 start += size
                 continue
-            pieces, closed = groups.read(number, start)
+            pieces, unopened = groups.read(number, start)
             for piece in pieces:
-                yield from _row_batches(piece, start, columns, carried, selection, closed, self.max_row_bytes)
+                yield from _row_batches(piece, start, columns, carried, selection, unopened, self.max_row_bytes)
                 start += piece.num_rows
                 if selection.end is not None and start >= selection.end:
                     return
@@ -78,7 +78,7 @@ class _GroupReader:
         self._texts = [name for name in columns if _is_text_column(file.schema.field(name).type)]
         self._files: dict[tuple[str, ...], pq.ParquetFile] = {}
 
-    def read(self, number: int, first_row: int) -> tuple[Iterator[pa.RecordBatch], list[Closed]]:
+    def read(self, number: int, first_row: int) -> tuple[Iterator[pa.RecordBatch], list[UnopenedRows]]:
         """The rows of a group, a bounded number of bytes at a time, and which of them are not read but nulls."""
         with reading(self._found.path):
             with self._open(_HEADER_BUFFER) as file:
@@ -87,8 +87,8 @@ class _GroupReader:
             repeated = tuple(name for name in self._texts if group.repeats(name))
             parquet = self._file(group, repeated)
         if parquet is None:
-            return self._nulls(group.rows), group.all_closed(first_row)
-        return self._pieces(parquet, number, group, repeated), group.closed(first_row)
+            return self._nulls(group.rows), group.all_unopened(first_row)
+        return self._pieces(parquet, number, group, repeated), group.unopened(first_row)
 
     def _file(self, group: RowGroup, repeated: tuple[str, ...]) -> pq.ParquetFile | None:
         """The file in which the group's pages can be opened; None if there is none."""
@@ -135,7 +135,7 @@ class _GroupReader:
             yield pa.record_batch([pa.nulls(min(MAX_ROWS, rows - at), f.type) for f in fields], self._names)
 
 
-def _open_parquet(found: Found, **options: Any) -> pq.ParquetFile:
+def _open_parquet(found: InputFile, **options: Any) -> pq.ParquetFile:
     source = found.inner if found.local else found.filesystem.open(found.inner, "rb")
     file = pq.ParquetFile(source, **_READING, **options)
     require_same(found)  # what is open now is what was found
@@ -148,7 +148,7 @@ def _row_batches(
     columns: Sequence[str],
     carried: pa.Schema,
     selection: Selection,
-    closed: Sequence[Closed],
+    unopened: Sequence[UnopenedRows],
     max_row_bytes: int,
 ) -> Iterator[RowBatch]:
     rows = selection.within(start, start + piece.num_rows)
@@ -158,7 +158,7 @@ def _row_batches(
         piece = piece.take(pa.array(rows - start))
     piece, sizes, large = _without_large(piece, max_row_bytes)
     errors = {int(rows[at]): row_too_large("the row", size, max_row_bytes) for at, size in large.items()}
-    for first, stop, error in closed:
+    for first, stop, error in unopened:
         errors |= dict.fromkeys(rows[np.searchsorted(rows, first) : np.searchsorted(rows, stop)].tolist(), error)
     ends = np.cumsum(sizes)
     at = 0

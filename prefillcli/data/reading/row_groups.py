@@ -19,7 +19,7 @@ _DICTIONARY_BYTES = 16 << 20  # a column chunk of more than this and its indices
 _INDEX_BYTES = 6
 
 
-class Closed(NamedTuple):
+class UnopenedRows(NamedTuple):
     """Rows that are not read: from `start` up to, not including, `stop`."""
 
     start: int
@@ -99,23 +99,23 @@ class RowGroup:
             mean = max(leaf.pages.size, 4 * leaf.values) // max(self.rows, 1)
             if max(largest, mean) > self.max_page:
                 return True
-        closed = leaf.pages.not_opened(self.max_page)
-        fits = all(leaf.pages.pages[place].values <= self.rows for place in closed)
-        return bool(closed) and not (fits and can_stand_in(leaf.column))
+        unopened = leaf.pages.not_opened(self.max_page)
+        fits = all(leaf.pages.pages[place].values <= self.rows for place in unopened)
+        return bool(unopened) and not (fits and can_stand_in(leaf.column))
 
-    def closed(self, first_row: int) -> list[Closed]:
+    def unopened(self, first_row: int) -> list[UnopenedRows]:
         """The rows of pages that are not opened; the group's first row has the number `first_row`."""
         return [
-            Closed(first_row + start, first_row + stop, self._error(leaf.name, size))
+            UnopenedRows(first_row + start, first_row + stop, self._error(leaf.name, size))
             for leaf in self.leaves
             for start, stop, size in leaf.pages.rows_in(leaf.pages.not_opened(self.max_page))
         ]
 
-    def all_closed(self, first_row: int) -> list[Closed]:
+    def all_unopened(self, first_row: int) -> list[UnopenedRows]:
         """All rows of the group, which cannot be opened."""
         leaf = next(leaf for leaf in self.leaves if self._blocks(leaf) or leaf.pages.not_opened(self.max_page))
         size = max((page.size for page in leaf.pages.pages), default=0)
-        return [Closed(first_row, first_row + self.rows, self._error(leaf.name, size))]
+        return [UnopenedRows(first_row, first_row + self.rows, self._error(leaf.name, size))]
 
     def _error(self, name: str, size: int) -> RowError:
         what = f"column {name}: the row lies in a Parquet page of {size:,} bytes"

@@ -12,9 +12,9 @@ from itertools import islice
 import numpy as np
 import pyarrow as pa
 
-from prefillcli.data.proof.contents import Contents
+from prefillcli.data.proof.contents import FileContents
 from prefillcli.data.proof.seals import JOB_KEY
-from prefillcli.data.reading.discovery import discover, finds
+from prefillcli.data.reading.discovery import discover, would_find
 from prefillcli.data.reading.jsonl import BatchMaker, JsonlInput, parse
 from prefillcli.data.reading.parquet import ParquetInput
 from prefillcli.data.reading.partitions import Partitions
@@ -47,7 +47,7 @@ class Source:
         self._found = tuple(found)
         self._wish = selection
         self._inputs = tuple(inputs)
-        self._contents = Contents(found, "input", lambda: [file.path for file in discover(inputs)[0]])
+        self._contents = FileContents(found, "input", lambda: [file.path for file in discover(inputs)[0]])
         self._starts: list[int] = []  # of every file that was begun, the number of its first row
         self._counted: int | None = None
         self.partitions = Partitions.of(file.below for file in found)
@@ -148,7 +148,7 @@ class Source:
 
     def would_read(self, path: str) -> str | None:
         """The input, as it was typed, that a file or folder of outputs at `path` would be read with the next time."""
-        return next((given for given in self._inputs if finds(given, path)), None)
+        return next((given for given in self._inputs if would_find(given, path)), None)
 
     def begin_hashing(self) -> None:
         """Start to hash the files in the background; `fingerprint` waits for the end."""
@@ -158,7 +158,7 @@ class Source:
         """Digest of the content and of which rows are taken; where the files lie does not count,
         but for the columns that their folders name.
 
-        Reads every file whole, once, unless its digest is known from before. Raises as `Contents.digests`.
+        Reads every file whole, once, unless its digest is known from before. Raises as `FileContents.digests`.
         """
         wish = self._wish
         seed = wish.seed if wish.sample is not None else None
