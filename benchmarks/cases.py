@@ -16,10 +16,12 @@ from benchmarks.memory import peak_in_child
 from benchmarks.methods import compressed_walk, compressor_for, layer_walk, plain_loop, plan_for
 from benchmarks.models import random_draft, random_llama
 from benchmarks.score_runs import SAMPLES, outside_share, score_file, write_short_rows
-from prefillcli.bench.measure import Spread, interleaved
+from benchmarks.spread import Spread
+from prefillcli.bench.measure import interleaved
 from prefillcli.compress.settings import Compression
 from prefillcli.prefill.law import choose_chunk, memory_law
 from prefillcli.profile.prompts import prompts_with_histories, random_prompt
+from prefillcli.report.numbers import mebibytes
 from prefillcli.stats.flops import plain_flops, predicted_speedup, prefill_flops, table5, walk_flops
 
 Row = dict[str, Any]
@@ -175,8 +177,8 @@ def _big_file(size: str, dtype: torch.dtype, rounds: int, scale: float) -> Row:
     return {
         "case": f"{many:,} short JSON lines ({speed:,.0f} rows/s): peak MiB, of {few:,} and of all",
         "dtype": "as saved",
-        "plain": f"{peaks[few] / 2**20:,.0f}",
-        "walk": f"{peaks[many] / 2**20:,.0f}",
+        "plain": mebibytes(peaks[few]),
+        "walk": mebibytes(peaks[many]),
         "ratio": f"{peaks[many] / peaks[few]:.2f}",
         "goal": "<= 1.2",
     }

@@ -25,6 +25,7 @@ from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.products import Shift, attend_by_products
 from prefillcli.profile.budget import resident
 from prefillcli.profile.prompts import prompts_with_histories, random_prompt
+from prefillcli.report.numbers import mebibytes
 from prefillcli.stats.flops import answer_flops, walk_flops
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -105,12 +106,12 @@ def shapes(times: int = 8, rows: int = 60) -> None:
     """Memory in use, and time, while the walk of 25M in bfloat16 scores ever new rows of 20 to 500 tokens."""
     network = random_llama("25M", torch.bfloat16)
     table = Table("rows so far", "MiB in use", "processor s")
-    table.add_row("0", f"{resident('cpu') / 2**20:,.0f}", "")
+    table.add_row("0", mebibytes(resident("cpu")), "")
     for seed in range(1, times + 1):
         prompts = short_rows(rows, 20, 500, network.config.vocab_size, seed)
         begun = time.process_time()
         layer_walk(network, prompts)
-        table.add_row(f"{seed * rows:,}", f"{resident('cpu') / 2**20:,.0f}", f"{time.process_time() - begun:.2f}")
+        table.add_row(f"{seed * rows:,}", mebibytes(resident("cpu")), f"{time.process_time() - begun:.2f}")
     Console(width=120).print(table)
 
 

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from benchmarks.console import log
 from benchmarks.score_runs import SAMPLES
-from prefillcli.bench.measure import Spread
+from benchmarks.spread import Spread
 from prefillcli.runtime.cores import affinity
 
 CORES = len(affinity())

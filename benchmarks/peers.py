@@ -25,10 +25,12 @@ from rich.table import Table
 from benchmarks.console import log, log_run
 from benchmarks.models import random_llama
 from benchmarks.runners import Runner, Scores, Settings
+from benchmarks.spread import Spread
 from benchmarks.workloads import short_rows
-from prefillcli.bench.measure import Spread, interleaved
+from prefillcli.bench.measure import interleaved
 from prefillcli.plan.trie import TokenArray
 from prefillcli.profile.prompts import prompts_with_histories, random_prompt
+from prefillcli.report.numbers import mebibytes
 
 WALK, PLAIN, PADDED, VLLM = "torch walk", "plain loop", "padded batches", "vLLM"
 CORES = os.environ.get("VLLM_CPU_OMP_THREADS_BIND") or f"0-{(os.cpu_count() or 1) - 1}"
@@ -238,8 +240,8 @@ def _print(result: Mapping[str, Any]) -> None:
             _show(each["walk_is_faster_by"]) if name != WALK else "",
             each["goal"],
             f"{each['seconds_to_start']:.1f}",
-            f"{each['ready_bytes'] / 2**20:,.0f}",
-            f"{each['peak_bytes_above_ready'] / 2**20:,.0f}",
+            mebibytes(each["ready_bytes"]),
+            mebibytes(each["peak_bytes_above_ready"]),
             f"{each['largest_difference']:.1e}" if name != WALK else "",
         )
     console = Console(width=150)

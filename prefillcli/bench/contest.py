@@ -23,7 +23,7 @@ from prefillcli.bench.contenders import (
     Plain,
 )
 from prefillcli.bench.material import Material
-from prefillcli.bench.measure import Spread, interleaved, with_peak
+from prefillcli.bench.measure import interleaved, with_peak
 from prefillcli.bench.report import REFERENCE, Answers, MethodResult, Predicted, Range, WorkloadResult
 from prefillcli.compress.fallbacks import FALLBACK, is_fallback
 from prefillcli.compress.pickers.registry import PICKERS
@@ -174,8 +174,8 @@ def _measured(
 ) -> MethodResult:
     name, run = entry.contender.name, entry.run
     own, cost = seconds[name], entry.contender.cost(run)
-    speedup = Spread.of([first / second for first, second in zip(seconds[REFERENCE], own, strict=True)])
-    spread = Spread.of(own)
+    speedup = Range.of([first / second for first, second in zip(seconds[REFERENCE], own, strict=True)])
+    own_seconds = Range.of(own)
     promised = None if cost.flops is None or reference_flops is None else reference_flops / cost.flops
     if cost.unknown is not None and reference_flops is not None:
         workload.notes.append(f"{name}: no speedup is predicted from operations: {cost.unknown}")
@@ -184,15 +184,15 @@ def _measured(
     return MethodResult(
         method=name,
         keep=entry.contender.keep,
-        seconds=_range(spread),
-        rows_per_second=workload.rows / spread.median,
-        tokens_per_second=workload.prompt_tokens / spread.median,
+        seconds=own_seconds,
+        rows_per_second=workload.rows / own_seconds.median,
+        tokens_per_second=workload.prompt_tokens / own_seconds.median,
         target_tokens=cost.target_tokens,
         draft_tokens=run.draft_tokens,
         kept=sum(len(each.tokens) for each in run.requests) / workload.prompt_tokens,
         flops=cost.flops,
         peak_bytes=entry.peak,
-        speedup=_range(speedup),
+        speedup=speedup,
         predicted=Predicted(flops=promised, ratio=ratio, table5=table5),
         measured_over_predicted=None if promised is None else speedup.median / promised,
         fallbacks=dict(fallbacks),
@@ -232,7 +232,3 @@ def label_shares(logprobs: FloatArray, temperature: float) -> FloatArray:
     weights = np.exp(sharp - sharp.max(axis=1, keepdims=True))
     shares: FloatArray = weights / weights.sum(axis=1, keepdims=True)
     return shares
-
-
-def _range(spread: Spread) -> Range:
-    return Range(median=spread.median, low=spread.low, high=spread.high)

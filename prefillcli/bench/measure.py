@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import math
-import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TypeVar
 
-from prefillcli.runtime.memory import process_memory, reset_peak_memory
+from prefillcli.runtime.memory import process_memory, reset_peak_memory, trim_heap
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Median, smallest and largest of some measurements."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: list[float]) -> Spread:
-        return cls(statistics.median(values), min(values), max(values))
-
-    def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
 
 
 def interleaved(
@@ -66,8 +47,8 @@ def interleaved(
 def with_peak(step: Callable[[], T], *, cuda: bool = False) -> tuple[T, int | None]:
     """What `step` returns, and the bytes at its peak above what was in use before, in this process.
 
-    Of the host, or with `cuda` of tensors on the current device. None where the system does not tell (it resets and
-    reads VmHWM, so Linux only). Memory that earlier steps freed is given back to the system first: else a step that
+    Of the host, or with `cuda` of tensors on the current device. None off Linux, as it resets and reads
+    VmHWM. Memory that earlier steps freed is given back to the system first: else a step that
     uses it again would seem to need none.
     """
     gc.collect()
@@ -78,9 +59,7 @@ def with_peak(step: Callable[[], T], *, cuda: bool = False) -> tuple[T, int | No
         torch.cuda.reset_peak_memory_stats()
         used = torch.cuda.memory_allocated()
         return step(), int(torch.cuda.max_memory_allocated()) - used
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc
-    if trim is not None:
-        trim(0)
+    trim_heap()
     try:
         reset_peak_memory()
         before = process_memory("VmRSS")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
@@ -28,6 +30,10 @@ class Range(BaseModel):
     median: float
     low: float
     high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Range:
+        return cls(median=statistics.median(values), low=min(values), high=max(values))
 
 
 class Predicted(BaseModel):

@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from prefillcli.errors import PrefillError
-from prefillcli.runtime.memory import process_memory, resident_memory
+from prefillcli.runtime.memory import process_memory, resident_memory, trim_heap
 
 #: Blocks from this size on are mapped by themselves and go back to the system as soon as they are freed. glibc raises
 #: its own limit to the largest block freed so far, up to 32 MiB, and keeps smaller ones in a heap with holes: short
@@ -37,7 +37,7 @@ def peak_bytes(step: Callable[[], object], device: str) -> int:
         step()
         torch.cuda.synchronize()
         return int(torch.cuda.max_memory_allocated()) - before
-    trim()
+    trim_heap()
     # The system knows the peak of the address space (VmPeak) and does not reset it. Space without access, which the
     # limit does not count, raises the present size to the peak so far: the peak after the step is then the step's.
     below = _memory("VmPeak") - _memory("VmSize")
@@ -96,7 +96,7 @@ def enforced(device: str, budget: int) -> Iterator[Enforcement]:
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
         return
-    trim()
+    trim_heap()
     limit = _counted(device) + budget
     before = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, before[1]))
@@ -117,13 +117,6 @@ def make_malloc_exact() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
-
-
-def trim() -> None:
-    """Give the system back what malloc has free. glibc only."""
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if malloc_trim is not None:
-        malloc_trim(0)
 
 
 def _counted(device: str) -> int:

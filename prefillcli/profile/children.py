@@ -22,7 +22,8 @@ from typing import Any
 
 from prefillcli.errors import PrefillError, ResourceError, brief
 from prefillcli.forecast.mode_results import Confirmation, MemoryPoint, TracePoint
-from prefillcli.profile.budget import enforced, make_malloc_exact, out_of_memory, peak_bytes, resident, trim
+from prefillcli.profile.budget import enforced, make_malloc_exact, out_of_memory, peak_bytes, resident
+from prefillcli.runtime.memory import trim_heap
 
 Send = Callable[[Any], None]
 
@@ -196,7 +197,7 @@ def trace(send: Send, subject: Subject, mode: str, tokens: int) -> None:
     prefill, prompt = prepare_prefill(subject, mode)
     ids = prompt(tokens)
     gc.collect()
-    trim()
+    trim_heap()
     points: list[TracePoint] = []
     done = threading.Event()
     before, begun = resident(subject.device), time.perf_counter()

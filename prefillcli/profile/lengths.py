@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from prefillcli.profile.children import ChildEnded, ChildFailed, Subject, confir
 from prefillcli.profile.fits import fit_line
 from prefillcli.profile.mode_laws import Law, mode_law
 from prefillcli.profile.modes import OF_TRANSFORMERS
+from prefillcli.report.numbers import byte_size
 from prefillcli.stats.flops import NoCostModel, prefill_flops
 
 TRIES = 3
@@ -27,7 +28,7 @@ _LEAST_SHRINK = 0.02  # of the budget
 _OVERTIME = 4.0  # a confirming run that takes so many times its estimate is ended
 _LOADING_SECONDS = 600.0
 
-#: Says on stderr what was done.
+#: Prints on stderr what comes next.
 Announce = Callable[[str], None]
 
 
@@ -41,6 +42,8 @@ class Search:
     fit_seconds: float
     confirm_seconds: float
     announce: Announce
+    run: Callable[..., Generator[Any, None, None]] = in_child
+    """Runs a task in a process of its own; gives what it sends."""
 
     def work(self, tokens: int) -> float:
         """What a prompt has to compute, in any unit: FLOPs, or where they cannot be counted tokens squared."""
@@ -111,7 +114,7 @@ def _short_runs(mode: str, lengths: Sequence[int], search: Search) -> Iterator[M
         if number >= _FITTED and last is not None and _seconds(tokens, last, search) > patience:
             return
         search.announce(f"{mode}: memory of a prompt of {tokens:,} tokens")
-        with closing(in_child(measure, search.subject, mode, tokens)) as found:
+        with closing(search.run(measure, search.subject, mode, tokens)) as found:
             last = next(iter(found))
         yield last
 
@@ -139,7 +142,7 @@ def _confirm(result: ModeResult, search: Search) -> None:
     tokens = min(result.predicted_tokens, affordable)
     too_long = search.files.max_length + 1  # shortest length known not to fit
     for _ in range(TRIES):
-        search.announce(f"{result.mode}: confirming {tokens:,} tokens within {search.budget / 2**20:,.0f} MiB")
+        search.announce(f"{result.mode}: confirming {tokens:,} tokens within {byte_size(search.budget)}")
         found = confirming_run(result.mode, tokens, search, _seconds(tokens, result.points[-1], search))
         result.confirmations.append(found)
         if found.fits:
@@ -175,7 +178,7 @@ def confirming_run(mode: str, tokens: int, search: Search, seconds: float) -> Co
     """One run in a process that gets the budget and not one byte more."""
     timeout = _LOADING_SECONDS + _OVERTIME * seconds
     try:
-        with closing(in_child(confirm, search.subject, mode, tokens, search.budget, timeout=timeout)) as found:
+        with closing(search.run(confirm, search.subject, mode, tokens, search.budget, timeout=timeout)) as found:
             confirmation: Confirmation = next(iter(found))
             return confirmation
     except (ChildEnded, ResourceError) as error:  # memory that is refused to a library's own code can end the process
@@ -185,7 +188,7 @@ def confirming_run(mode: str, tokens: int, search: Search, seconds: float) -> Co
 def trace_mode(mode: str, tokens: int, search: Search) -> Trace:
     """Memory over time of one run. Raises PrefillError."""
     search.announce(f"{mode}: memory over time at {tokens:,} tokens")
-    with closing(in_child(trace, search.subject, mode, tokens)) as found:
+    with closing(search.run(trace, search.subject, mode, tokens)) as found:
         points: list[Any] = next(iter(found))
     return Trace(mode=mode, tokens=tokens, points=thinned(points))
 

@@ -11,9 +11,8 @@ import torch
 from benchmarks.models import random_llama
 from prefillcli.forecast.mode_results import Confirmation, MemoryPoint, ModeResult, TracePoint
 from prefillcli.models.find import read_model_files
-from prefillcli.profile import lengths as module
 from prefillcli.profile.budget import enforced, out_of_memory
-from prefillcli.profile.children import ChildEnded, ChildFailed, Subject, in_child, prepare_prefill
+from prefillcli.profile.children import ChildEnded, ChildFailed, Subject, confirm, in_child, measure, prepare_prefill
 from prefillcli.profile.lengths import MARGIN, Search, confirming_run, probe_lengths, profile_mode, thinned
 from prefillcli.profile.mode_laws import Law, mode_law
 
@@ -52,12 +51,12 @@ def test_traces_keep_their_peaks() -> None:
 class Made:
     """Stands in for child processes: `truth(tokens)` bytes for a run, of a speed in tokens a second."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, truth, *, short=None, rate: float = 1e5) -> None:
+    def __init__(self, truth, *, short=None, rate: float = 1e5) -> None:
         self.confirmed: list[int] = []
         short = short or truth
 
         def run(task, subject, mode, *arguments, timeout=None):
-            if task is module.measure:
+            if task is measure:
                 (tokens,) = arguments
                 yield MemoryPoint(tokens=tokens, peak_bytes=int(short(tokens)), seconds=tokens / rate)
                 return
@@ -69,7 +68,7 @@ class Made:
             else:
                 yield Confirmation(tokens=tokens, fits=True, peak_bytes=need, seconds=tokens / rate)
 
-        monkeypatch.setattr(module, "in_child", run)
+        self.run = run
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +83,9 @@ def replaced(search: Search, **changes) -> Search:
     return Search(**{name: getattr(search, name) for name in Search.__slots__} | changes)
 
 
-def test_an_affine_mode_is_predicted_and_confirmed_at_once(monkeypatch: pytest.MonkeyPatch, search: Search) -> None:
-    made = Made(monkeypatch, lambda n: 5 * MIB + 40_000 * n)
-    found = profile_mode("full", search)
+def test_an_affine_mode_is_predicted_and_confirmed_at_once(search: Search) -> None:
+    made = Made(lambda n: 5 * MIB + 40_000 * n)
+    found = profile_mode("full", replaced(search, run=made.run))
     assert found.predicted_tokens == found.max_tokens == int(CHOSEN * 95 * MIB / 40_000)
     assert found.limited_by == "memory"
     assert made.confirmed == [found.predicted_tokens]
@@ -94,47 +93,45 @@ def test_an_affine_mode_is_predicted_and_confirmed_at_once(monkeypatch: pytest.M
     assert not found.notes
 
 
-def test_a_prediction_that_does_not_fit_is_shrunk_and_told(monkeypatch: pytest.MonkeyPatch, search: Search) -> None:
-    made = Made(monkeypatch, lambda n: 12 * MIB + 40_000 * n, short=lambda n: 5 * MIB + 40_000 * n)
-    found = profile_mode("full", search)
+def test_a_prediction_that_does_not_fit_is_shrunk_and_told(search: Search) -> None:
+    made = Made(lambda n: 12 * MIB + 40_000 * n, short=lambda n: 5 * MIB + 40_000 * n)
+    found = profile_mode("full", replaced(search, run=made.run))
     assert 1 < len(made.confirmed) <= 3
     assert found.max_tokens == pytest.approx(88 * MIB / 40_000, rel=0.03)
     assert found.max_tokens <= 88 * MIB / 40_000
     assert "did not fit" in found.notes[0]
 
 
-def test_a_prediction_far_too_low_is_raised(monkeypatch: pytest.MonkeyPatch, search: Search) -> None:
-    Made(monkeypatch, lambda n: 5 * MIB + 30_000 * n, short=lambda n: 5 * MIB + 40_000 * n)
-    found = profile_mode("full", search)
+def test_a_prediction_far_too_low_is_raised(search: Search) -> None:
+    made = Made(lambda n: 5 * MIB + 30_000 * n, short=lambda n: 5 * MIB + 40_000 * n)
+    found = profile_mode("full", replaced(search, run=made.run))
     assert found.max_tokens == pytest.approx(95 * MIB / 30_000, rel=0.04)
 
 
-def test_lengths_whose_peak_is_at_another_place_do_not_bend_the_line(
-    monkeypatch: pytest.MonkeyPatch, search: Search
-) -> None:
-    Made(monkeypatch, lambda n: max(20 * MIB + 10_000 * n, 5 * MIB + 40_000 * n))
-    assert profile_mode("full", search).predicted_tokens == int(CHOSEN * 95 * MIB / 40_000)
+def test_lengths_whose_peak_is_at_another_place_do_not_bend_the_line(search: Search) -> None:
+    made = Made(lambda n: max(20 * MIB + 10_000 * n, 5 * MIB + 40_000 * n))
+    assert profile_mode("full", replaced(search, run=made.run)).predicted_tokens == int(CHOSEN * 95 * MIB / 40_000)
 
 
-def test_a_long_confirming_run_is_capped_and_told(monkeypatch: pytest.MonkeyPatch, search: Search) -> None:
-    made = Made(monkeypatch, lambda n: 5 * MIB + 4_000 * n, rate=1000)
-    found = profile_mode("hybrid", replaced(search, confirm_seconds=20.0))
+def test_a_long_confirming_run_is_capped_and_told(search: Search) -> None:
+    made = Made(lambda n: 5 * MIB + 4_000 * n, rate=1000)
+    found = profile_mode("hybrid", replaced(search, run=made.run, confirm_seconds=20.0))
     assert found.capped
     assert made.confirmed == [found.max_tokens]
     assert found.max_tokens < found.predicted_tokens == int(CHOSEN * 95 * MIB / 4_000)
     assert "which is not the maximum" in found.notes[0]
 
 
-def test_no_confirming_run_is_made_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch, search: Search) -> None:
-    made = Made(monkeypatch, lambda n: 5 * MIB + 40_000 * n)
-    found = profile_mode("full", replaced(search, confirm_seconds=0.0))
+def test_no_confirming_run_is_made_where_none_is_wanted(search: Search) -> None:
+    made = Made(lambda n: 5 * MIB + 40_000 * n)
+    found = profile_mode("full", replaced(search, run=made.run, confirm_seconds=0.0))
     assert (found.max_tokens, made.confirmed) == (None, [])
     assert found.predicted_tokens == int(CHOSEN * 95 * MIB / 40_000)
 
 
-def test_the_models_own_limit_is_named(monkeypatch: pytest.MonkeyPatch, search: Search) -> None:
-    Made(monkeypatch, lambda n: 5 * MIB + 100 * n)
-    found = profile_mode("hybrid", search)
+def test_the_models_own_limit_is_named(search: Search) -> None:
+    made = Made(lambda n: 5 * MIB + 100 * n)
+    found = profile_mode("hybrid", replaced(search, run=made.run))
     assert (found.predicted_tokens, found.max_tokens, found.limited_by) == (1 << 17, 1 << 17, "model")
 
 
@@ -144,16 +141,15 @@ def test_a_budget_for_nothing_is_a_note(search: Search) -> None:
     assert "does not even hold" in found.notes[0]
 
 
-def test_a_child_that_dies_is_a_note(monkeypatch: pytest.MonkeyPatch, search: Search) -> None:
+def test_a_child_that_dies_is_a_note(search: Search) -> None:
     def run(task, subject, mode, tokens, *arguments, timeout=None):
-        if task is module.measure and tokens < probed[-1]:
+        if task is measure and tokens < probed[-1]:
             yield MemoryPoint(tokens=tokens, peak_bytes=tokens * 40_000, seconds=0.1)
         raise ChildEnded("the process was ended by signal 9 (SIGKILL)")
 
     law = mode_law("full", search.files.config, search.files.dtype, search.subject.chunk_tokens)
     probed = probe_lengths(law, search.budget, search.files.max_length, search.subject.chunk_tokens)
-    monkeypatch.setattr(module, "in_child", run)
-    found = profile_mode("full", search)
+    found = profile_mode("full", replaced(search, run=run))
     assert found.max_tokens is None
     assert "ended early" in found.notes[0]
     assert "no confirming run stayed" in found.notes[-1]
@@ -220,15 +216,15 @@ def test_full_fails_in_the_budget_of_hybrid_at_a_quarter_of_the_length(profiled)
     assert "memory" in refused.reason
 
 
-def test_an_error_in_the_walk_is_no_prompt_that_does_not_fit(monkeypatch: pytest.MonkeyPatch, search: Search) -> None:
+def test_an_error_in_the_walk_is_no_prompt_that_does_not_fit(search: Search) -> None:
     def failing(task, subject, mode, *arguments, timeout=None):
-        if task is module.confirm:
+        if task is confirm:
             raise ChildFailed("TypeError: no such argument")
         yield MemoryPoint(tokens=arguments[0], peak_bytes=5 * MIB + 40_000 * arguments[0], seconds=1.0)
 
-    monkeypatch.setattr(module, "in_child", failing)
     with pytest.raises(ChildFailed, match="no such argument"):
-        profile_mode("hybrid", search)
-    found = profile_mode("full", search)  # transformers' own forward may fail on an architecture
+        profile_mode("hybrid", replaced(search, run=failing))
+    # transformers' own forward may fail on an architecture
+    found = profile_mode("full", replaced(search, run=failing))
     assert found.confirmations == []
     assert found.notes == ["transformers fails on this model in this mode: TypeError: no such argument"]
