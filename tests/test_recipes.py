@@ -130,9 +130,11 @@ def test_a_night_is_silent_and_a_second_run_finds_nothing_to_do(home: Path) -> N
 @pytest.mark.slow
 def test_a_stopped_night_is_finished_by_the_next_run(home: Path) -> None:
     held = (
-        "import time, prefillcli.jobs.window as scorer; from prefillcli.engines.torch import TorchEngine as T\n"
-        "from prefillcli.cli import main\nscorer.FLUSH_SECONDS = 0.0\nanswer = T.answer\n"
+        "import time, prefillcli.jobs.score as job; from prefillcli.engines.torch import TorchEngine as T\n"
+        "from prefillcli.cli import main\nfrom functools import partial\n"
+        "from prefillcli.jobs.inputs import Granularity\nanswer = T.answer\n"
         "def slow(*a):\n    time.sleep(0.3)\n    return answer(*a)\n"
+        "job.score_job = partial(job.score_job, granularity=Granularity(flush_seconds=0.0))\n"
         "T.answer = slow\nmain()"
     )
     write_command(home, f"exec '{sys.executable}' -c '{held}' \"$@\" --pack-tokens 128")

@@ -20,8 +20,8 @@ from prefillcli.data.reading.source import Source
 from prefillcli.errors import PrefillError, ResourceError, UsageError, nearest
 from prefillcli.jobs.inputs import open_source, prompt_builder
 from prefillcli.jobs.load import load_walk
-from prefillcli.jobs.outcome import fail
 from prefillcli.jobs.paths import refuse_among_inputs, require_json
+from prefillcli.jobs.shell import shell
 from prefillcli.models.open import Opened, open_models
 from prefillcli.models.samples import sample_draft
 from prefillcli.options.bench import BenchSettings
@@ -30,7 +30,6 @@ from prefillcli.report.html import page_of
 from prefillcli.report.run import versions
 from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.progress import StepLog
-from prefillcli.runtime.signals import Stop
 
 COMING = ("early-exit", "vllm")
 QUICK_TOKENS = 100_000  # of INPUT's prompts
@@ -50,17 +49,11 @@ def bench_job(settings: BenchSettings, *, quick_tokens: int = QUICK_TOKENS) -> d
     report = BenchReport(
         started=datetime.now(UTC).isoformat(timespec="seconds"), settings=shown(settings.model_dump(mode="json"))
     )
-    try:
-        with (
-            Stop() as stop,
-            stop.at_once(),
-            StepLog(interval=settings.progress_interval, quiet=settings.quiet) as steps,
-        ):
+    with shell(report, debug=settings.debug) as stop:
+        with stop.at_once(), StepLog(interval=settings.progress_interval, quiet=settings.quiet) as steps:
             steps.begin("reading models and prompts")
             _run(settings, report, steps, quick_tokens if asked.limit is None and settings.limit is not None else None)
         report.status, report.exit_code = "complete", 0
-    except BaseException as error:
-        fail(error, report, debug=settings.debug, resumable=False)
     report.seconds = clock.total
     if report.workloads:
         report.output, report.page, report.versions = settings.output, page_of(settings.output), versions()

@@ -8,7 +8,7 @@ from prefillcli.compress.settings import Compression
 from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.reading.source import Source
-from prefillcli.data.windows import Prefetcher, windows
+from prefillcli.data.windows import MAX_ROWS, Prefetcher, windows
 from prefillcli.forecast.alternatives import Alternatives
 from prefillcli.forecast.input_statistics import InputStatistics, lengths_of
 from prefillcli.forecast.profile import Profile
@@ -30,6 +30,7 @@ def survey(
     *,
     free: int | None,
     id_column: str | None = None,
+    window_rows: int = MAX_ROWS,
     profile: Profile | None = None,
     price_per_hour: float | None = None,
     tick: Callable[[int, int], None] = lambda rows, tokens: None,
@@ -45,7 +46,8 @@ def survey(
     plans = Alternatives(settings, opened, compression, free=free, profile=profile)
     found = InputStatistics()
     clock = Clock()
-    with Prefetcher(windows(source, builder, labels, id_column=id_column), cancel=builder.close) as coming:
+    cut = windows(source, builder, labels, id_column=id_column, max_rows=window_rows)
+    with Prefetcher(cut, cancel=builder.close) as coming:
         for number, window in enumerate(coming):
             if number == 0:
                 labels.check(window)

@@ -11,10 +11,10 @@ from prefillcli.data.output.store import put_text
 from prefillcli.data.proof.fingerprints import hash_model
 from prefillcli.errors import PrefillError, ResourceError, UsageError
 from prefillcli.forecast.profile import find_profile
-from prefillcli.jobs.inputs import carried_columns, open_source, prompt_builder, refuse_unlike_partitions
+from prefillcli.jobs.inputs import Granularity, carried_columns, open_source, prompt_builder, refuse_unlike_partitions
 from prefillcli.jobs.load import compression_of
-from prefillcli.jobs.outcome import conclude, fail
 from prefillcli.jobs.paths import default_output, dry_run_report, refuse_among_inputs
+from prefillcli.jobs.shell import conclude, shell
 from prefillcli.models.open import Opened, open_models, refuse_what_cannot_fit, weights_of
 from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import shown, shown_report
@@ -26,7 +26,7 @@ from prefillcli.runtime.progress import Progress
 from prefillcli.runtime.signals import Stop
 
 
-def dry_run_job(settings: ScoreSettings) -> dict[str, Any]:
+def dry_run_job(settings: ScoreSettings, granularity: Granularity) -> dict[str, Any]:
     """Survey the input; write the report whatever happens; return the summary for the last line on stdout.
 
     No output is looked at or written. Errors are told on stderr, and become the exit code in the summary.
@@ -35,11 +35,8 @@ def dry_run_job(settings: ScoreSettings) -> dict[str, Any]:
     report = DryRunReport(
         started=datetime.now(UTC).isoformat(timespec="seconds"), settings=shown(settings.model_dump(mode="json"))
     )
-    try:
-        with Stop() as stop:
-            _run(settings, report, stop)
-    except BaseException as error:
-        fail(error, report, debug=settings.debug, resumable=False)
+    with shell(report, debug=settings.debug) as stop:
+        _run(settings, report, granularity, stop)
     report.seconds, report.peak_memory_bytes = clock.total, peak_memory()["host"]
     report.versions = versions()
     if report.report is not None:
@@ -55,7 +52,7 @@ def dry_run_job(settings: ScoreSettings) -> dict[str, Any]:
     return report.summary()
 
 
-def _run(settings: ScoreSettings, report: DryRunReport, stop: Stop) -> None:
+def _run(settings: ScoreSettings, report: DryRunReport, granularity: Granularity, stop: Stop) -> None:
     from prefillcli.forecast.survey import survey
 
     report.output = settings.output or default_output(settings.inputs[0], partition=settings.partition)
@@ -83,6 +80,7 @@ def _run(settings: ScoreSettings, report: DryRunReport, stop: Stop) -> None:
             compression_of(settings),
             free=free,
             id_column=settings.id_column,
+            window_rows=granularity.window_rows,
             profile=profile,
             price_per_hour=settings.price_per_hour,
             tick=progress.advance,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.builder import DEFAULT_COLUMN, PromptBuilder, PromptSettings
 from prefillcli.data.proof.fingerprints import ModelContents
 from prefillcli.data.reading.source import Source
+from prefillcli.data.windows import MAX_ROWS
 from prefillcli.errors import UsageError
 from prefillcli.models.open import Opened
 from prefillcli.models.samples import sample_model
@@ -17,6 +19,18 @@ from prefillcli.options.groups import JobOptions, LoadingOptions
 from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import without_secrets
 from prefillcli.runtime.sizes import parse_size
+
+
+@dataclass(frozen=True, slots=True)
+class Granularity:
+    """How much of a job is scored and written together."""
+
+    window_rows: int = MAX_ROWS
+    flush_seconds: float = 15.0
+    """Finished rows are written at least this often, between two answers of the engine."""
+
+
+USUAL = Granularity()
 
 
 class LocalModels:

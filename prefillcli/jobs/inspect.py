@@ -26,7 +26,7 @@ from prefillcli.engines.base import Engine
 from prefillcli.errors import PrefillError, UsageError
 from prefillcli.jobs.inputs import open_source, prompt_builder
 from prefillcli.jobs.load import Models, load_walk
-from prefillcli.jobs.outcome import fail
+from prefillcli.jobs.shell import shell
 from prefillcli.models.open import Opened, open_models
 from prefillcli.options.groups import CompressionOptions
 from prefillcli.options.inspect import InspectSettings
@@ -86,17 +86,14 @@ def inspect_job(settings: InspectSettings) -> dict[str, Any]:
     Errors are told on stderr, and become the exit code in the summary.
     """
     summary = Summary()
-    try:
-        with Stop() as stop:
-            inspection = _InspectJob(settings, summary, stop).run()
+    with shell(summary, debug=settings.debug) as stop:
+        inspection = _InspectJob(settings, summary, stop).run()
         if not settings.quiet:
             print_inspection(inspection, Console(stderr=True), most_tokens=MOST_TOKENS)
         if settings.html is not None:
             write_html(inspection, settings.html)
             summary.html = settings.html
         summary.status, summary.exit_code = "complete", 0
-    except BaseException as error:
-        fail(error, summary, debug=settings.debug, resumable=False)
     return summary.line()
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.compress.audit_draw import AuditDraw
+from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.heartbeat import Heartbeat
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.prompts.builder import PromptBuilder
@@ -31,6 +33,8 @@ from prefillcli.forecast.remaining_time import RemainingTime
 from prefillcli.jobs.dry_run import dry_run_job
 from prefillcli.jobs.identity import fingerprint, selection
 from prefillcli.jobs.inputs import (
+    USUAL,
+    Granularity,
     LocalModels,
     carried_columns,
     open_source,
@@ -39,45 +43,41 @@ from prefillcli.jobs.inputs import (
     refuse_unlike_partitions,
 )
 from prefillcli.jobs.load import Models, load_models
-from prefillcli.jobs.outcome import conclude, fail
 from prefillcli.jobs.paths import default_output, default_report, refuse_among_inputs
-from prefillcli.jobs.window import WindowScorer
+from prefillcli.jobs.recorder import Recorder
+from prefillcli.jobs.shell import conclude, shell
+from prefillcli.jobs.window import Finished, ScoringOptions, TokenCounts, score_window
 from prefillcli.models.open import Opened
 from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import shown, shown_report
 from prefillcli.report.files import write_files
-from prefillcli.report.run import MemoryTrace, RunReport, ThreadCounts, versions
+from prefillcli.report.run import MemoryTrace, PeakMemory, RunReport, ThreadCounts, Tokens, versions
 from prefillcli.report.run_table import print_table
 from prefillcli.runtime.clock import Clock, MemoryWatch
 from prefillcli.runtime.memory import peak_memory
 from prefillcli.runtime.progress import Progress
 from prefillcli.runtime.signals import Stop
-from prefillcli.runtime.threads import Threads
-from prefillcli.stats.audit import audit_of
+from prefillcli.stats.audit import Audit, audit_of
 
 if TYPE_CHECKING:
     from prefillcli.forecast.profile import Profile
-    from prefillcli.jobs.compressing import WindowCompressor
 
 
-def score_job(settings: ScoreSettings) -> dict[str, Any]:
+def score_job(settings: ScoreSettings, granularity: Granularity = USUAL) -> dict[str, Any]:
     """Run the job; write `run.json` and its page whatever happens; return the summary for the last line on stdout.
 
     Errors are told on stderr, and become the exit code in the summary. A dry run writes a report of its own.
     """
     if settings.dry_run:
-        return dry_run_job(settings)
+        return dry_run_job(settings, granularity)
     clock = Clock()
     report = RunReport(
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         settings=shown(settings.model_dump(mode="json")),
     )
-    job, memory = _ScoreJob(settings, clock, report), MemoryWatch(clock)
-    try:
-        with memory, Stop() as stop:
-            job.run(stop)
-    except BaseException as error:
-        fail(error, report, debug=settings.debug)
+    job, memory = _ScoreJob(settings, clock, report, granularity), MemoryWatch(clock)
+    with shell(report, debug=settings.debug, resumable=True) as stop, memory:
+        job.run(stop)
     job.finish_report()
     report.memory_trace = MemoryTrace.of(memory.samples)
     write_files(report, settings.metrics_file)
@@ -86,28 +86,65 @@ def score_job(settings: ScoreSettings) -> dict[str, Any]:
     return report.summary()
 
 
-class _ScoreJob:
-    """One run of `prefill score`."""
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """What the job reads, opened: rows and how they become prompts, the models' files, and what all of that held."""
 
-    def __init__(self, settings: ScoreSettings, clock: Clock, report: RunReport) -> None:
+    source: Source
+    builder: PromptBuilder
+    labels: Labels
+    opened: Opened
+    models: LocalModels
+
+    def require_unchanged(self, rows: Int64Array | None) -> None:
+        """Raise ContentChangedError unless the models and the sources of these rows (None: of all) are unchanged."""
+        self.models.require_unchanged()
+        self.source.require_unchanged(rows)
+
+
+class _ScoreJob:
+    """One run of `prefill score`. It writes into the report, and reads nothing back from it."""
+
+    def __init__(self, settings: ScoreSettings, clock: Clock, report: RunReport, granularity: Granularity) -> None:
         self.settings = settings
         self.clock = clock
         self.report = report
-        self.source: Source | None = None
-        self.builder: PromptBuilder | None = None
-        self.sink: Sink | None = None
-        self.forecast: RemainingTime | None = None
-        self.threads: Threads | None = None
+        self._granularity = granularity
         self._loader = loader_of(settings.engine)
+        self._inputs: _Inputs | None = None
+        self._sink: Sink | None = None
         self._scored_before = 0  # rows that an earlier run has scored
+        self._forecast: RemainingTime | None = None
+        self._recorder: Recorder | None = None
 
     def run(self, stop: Stop) -> None:
-        settings, clock, report = self.settings, self.clock, self.report
+        settings, report = self.settings, self.report
         output = settings.output or default_output(settings.inputs[0], partition=settings.partition)
         report.output = output
         report.report = settings.report or default_report(output)
+        inputs = self._inputs = self._open_inputs(output, stop)
+        with self.clock.phase("read"), stop.at_once():
+            digests = report.fingerprint = fingerprint(
+                settings, inputs.opened, inputs.models, inputs.source, inputs.builder, inputs.labels
+            )
+        with self._open_sink(output, inputs, digests) as sink:
+            self._sink = sink
+            self._scored_before = sink.counts.scored
+            report.resumed = sink.counts.total > 0
+            if not sink.complete:
+                profile = self._profile(inputs.opened, digests["model"])
+                if profile is not None:
+                    rows = inputs.source.selection().count(inputs.source.count())
+                    self._forecast = RemainingTime(profile.seconds, rows)
+                self._score(inputs, sink, profile, stop)
+            if settings.audit:
+                report.audit = _audit(sink.counts, inputs.labels)
+        conclude(report, sink.counts, max_error_rate=settings.max_error_rate, skip_empty=settings.skip_empty)
+
+    def _open_inputs(self, output: str, stop: Stop) -> _Inputs:
+        settings, clock = self.settings, self.clock
         with clock.phase("read"):
-            source = self.source = open_source(settings, carried_columns(settings))
+            source = open_source(settings, carried_columns(settings))
             self._refuse_among_inputs(output, source)
             refuse_unlike_partitions(settings, source, output)
             refuse_idle_draft(settings, source)
@@ -115,24 +152,9 @@ class _ScoreJob:
             models = LocalModels(settings)  # before anything of them is read
         with clock.phase("load"), stop.at_once():
             opened = self._loader.open_models(settings)
-            builder = self.builder = prompt_builder(settings, opened, source, carried_columns(settings, source))
-        self.threads = opened.threads
+            builder = prompt_builder(settings, opened, source, carried_columns(settings, source))
         labels = Labels(opened.tokenizer, parse_labels(settings.labels))
-        with clock.phase("read"), stop.at_once():
-            report.fingerprint = fingerprint(settings, opened, models, source, builder, labels)
-        with self._open_sink(output, source, labels) as sink:
-            self.sink = sink
-            report.resumed = sink.counts.total > 0
-            self._scored_before = sink.counts.scored
-            if opened.draft is not None:
-                report.keep, report.keep_auto = self._keep(sink), sink.plan.get("keep_auto")
-            if not sink.complete:
-                profile = self._profile(opened)
-                if profile is not None:
-                    self.forecast = RemainingTime(profile.seconds, source.selection().count(source.count()))
-                self._score(source, builder, labels, sink, opened, profile, stop, models)
-            self._report_audit(sink, labels)
-        conclude(report, sink.counts, max_error_rate=settings.max_error_rate, skip_empty=settings.skip_empty)
+        return _Inputs(source, builder, labels, opened, models)
 
     def _refuse_among_inputs(self, output: str, source: Source) -> None:
         refuse_among_inputs(output, source)
@@ -143,32 +165,30 @@ class _ScoreJob:
                 self.report.report = None
                 raise
 
-    def _profile(self, opened: Opened) -> Profile | None:
+    def _profile(self, opened: Opened, model_hash: str) -> Profile | None:
         """None without a profile that applies; it is told of one that does not, with a warning if it was asked for."""
-        if "forecast" not in ENGINES[self.settings.engine].can:
+        settings = self.settings
+        if "forecast" not in ENGINES[settings.engine].can:
             return None
-        files = opened.files
-        profile, name, why = find_profile(
-            self.settings.profile, self.report.fingerprint["model"], files.dtype, opened.device
-        )
+        profile, name, why = find_profile(settings.profile, model_hash, opened.files.dtype, opened.device)
         self.report.no_prediction = why
-        if why is not None and self.settings.profile is not None:
+        if why is not None and settings.profile is not None:
             print(f"prefill: warning: no prediction: {why}", file=sys.stderr)
-        elif why is not None and not self.settings.quiet and os.path.exists(name):
+        elif why is not None and not settings.quiet and os.path.exists(name):
             print(f"prefill: no prediction: {why}", file=sys.stderr)
         return profile
 
-    def _open_sink(self, output: str, source: Source, labels: Labels) -> Sink:
+    def _open_sink(self, output: str, inputs: _Inputs, digests: dict[str, str]) -> Sink:
         """The output. Where it must not be touched, neither must the report that lies beside it."""
-        settings = self.settings
+        settings, source = self.settings, inputs.source
         try:
             return Sink.open(
                 output,
-                fingerprint=self.report.fingerprint,
+                fingerprint=digests,
                 selection=selection(settings),
                 resume=settings.resume,
                 overwrite=settings.overwrite,
-                label_names=labels.names,
+                label_names=inputs.labels.names,
                 carried=source.carried_schema,
                 id_name=settings.id_column,
                 jsonl_input=source.kind == "jsonl",
@@ -180,78 +200,55 @@ class _ScoreJob:
             self.report.report = None
             raise
 
-    def _score(
-        self,
-        source: Source,
-        builder: PromptBuilder,
-        labels: Labels,
-        sink: Sink,
-        opened: Opened,
-        profile: Profile | None,
-        stop: Stop,
-        models: LocalModels,
-    ) -> None:
-        settings, clock = self.settings, self.clock
-
-        def unchanged(rows: Int64Array | None) -> None:
-            models.require_unchanged()
-            source.require_unchanged(rows)
-
-        audit = None
-        if settings.audit:
-            audit = AuditDraw(settings.audit, source.selection(), source.count())
+    def _score(self, inputs: _Inputs, sink: Sink, profile: Profile | None, stop: Stop) -> None:
+        settings, clock, forecast, source = self.settings, self.clock, self._forecast, inputs.source
         ended: list[int] = []
         coming = Prefetcher(
-            windows(source, builder, labels, id_column=settings.id_column, skip=sink.finished, ended=ended.append),
-            cancel=builder.close,
+            windows(
+                source,
+                inputs.builder,
+                inputs.labels,
+                id_column=settings.id_column,
+                max_rows=self._granularity.window_rows,
+                skip=sink.finished,
+                ended=ended.append,
+            ),
+            cancel=inputs.builder.close,
         )
-        forecast = self.forecast
         progress = Progress(
             source.selected_rows,
             interval=settings.progress_interval,
             quiet=settings.quiet,
             seconds_left=(lambda: None) if forecast is None else forecast.seconds_left,
         )
-        with ExitStack() as engine, coming, progress, Heartbeat(sink.work, progress.pace):
+        with ExitStack() as loaded, coming, progress, Heartbeat(sink.work, progress.pace):
             progress.resume(sink.counts.total)
             if forecast is not None:
                 forecast.skip(sink.counts.total)
-            scorer: WindowScorer | None = None
+            recorder = self._recorder = Recorder(
+                sink,
+                clock,
+                progress,
+                stop,
+                temperature=settings.temperature,
+                unchanged=inputs.require_unchanged,
+                forecast=forecast,
+                flush_seconds=self._granularity.flush_seconds,
+            )
+            scorer: Callable[[Window, set[int]], Iterator[Finished]] | None = None
             for window in self._waiting(coming, stop):
                 if scorer is None:
-                    labels.check(window)
+                    inputs.labels.check(window)
                     with clock.phase("load"), stop.at_once():
-                        loaded = self._load(opened, sink, profile)
-                    engine.callback(loaded.close)
-                    scorer = WindowScorer(
-                        loaded.engine,
-                        sink,
-                        labels,
-                        schedule=settings.schedule,
-                        temperature=settings.temperature,
-                        report=self.report,
-                        clock=clock,
-                        progress=progress,
-                        stop=stop,
-                        threads=opened.threads,
-                        compress=self._compress_with(loaded, labels, sink),
-                        audit=audit,
-                        forecast=forecast,
-                        unchanged=unchanged,
-                    )
-                scorer.score(window)
+                        models = self._load(inputs.opened, sink, profile)
+                    loaded.callback(models.close)
+                    scorer = self._scorer(inputs, models, sink, recorder)
+                done = sink.done(window.index)
+                recorder.record(window, done, scorer(window, done))
             with clock.phase("write"):
-                unchanged(None)
+                inputs.require_unchanged(None)
                 (count,) = ended  # told at the end of the input
                 sink.finish(count)
-
-    def _report_audit(self, sink: Sink, labels: Labels) -> None:
-        """Sum up what compression did to the rows that were read both ways."""
-        if not self.settings.audit:
-            return
-        audited = sink.counts.audited
-        pairs = [(score, full, labels.is_positive(answer)) for score, full, _, answer in audited]
-        self.report.audit = audit_of(pairs, [flipped for _, _, flipped, _ in audited])
 
     def _waiting(self, coming: Iterator[Window], stop: Stop) -> Iterator[Window]:
         """The windows, with the time spent waiting for them."""
@@ -264,7 +261,7 @@ class _ScoreJob:
 
     def _load(self, opened: Opened, sink: Sink, profile: Profile | None) -> Models[Engine]:
         settings = self.settings
-        loaded = load_models(
+        models = load_models(
             opened,
             settings,
             self._loader,
@@ -273,8 +270,8 @@ class _ScoreJob:
             options=settings.engine_options,
             measured=profile,
         )
-        sink.plan = loaded.plan
-        return loaded
+        sink.plan = models.plan
+        return models
 
     def _keep(self, sink: Sink) -> float:
         """The job's keep rate: given or chosen; 1 until it is."""
@@ -282,30 +279,61 @@ class _ScoreJob:
         rate: float = sink.plan.get("keep", 1.0 if keep == "auto" else keep)
         return rate
 
-    def _compress_with(self, loaded: Models[Engine], labels: Labels, sink: Sink) -> WindowCompressor | None:
-        if loaded.compressor is None:
-            return None
-        from prefillcli.jobs.compressing import WindowCompressor  # takes torch along
+    def _scorer(
+        self, inputs: _Inputs, models: Models[Engine], sink: Sink, recorder: Recorder
+    ) -> Callable[[Window, set[int]], Iterator[Finished]]:
+        """What scores a window of this job whose rows of these numbers are done."""
+        settings, source, threads = self.settings, inputs.source, inputs.opened.threads
+        options = ScoringOptions(
+            labels=inputs.labels,
+            schedule=settings.schedule,
+            audit=AuditDraw(settings.audit, source.selection(), source.count()) if settings.audit else None,
+            adjust_threads=(lambda: None) if threads is None else threads.adjust,
+        )
+        compressor = None
+        if models.compressor is not None:
+            from prefillcli.compress.window import AutoKeep, WindowCompressor  # takes torch along
 
-        return WindowCompressor(loaded.compressor, loaded.engine, labels, sink, self.settings, self.report)
+            auto = None
+            if settings.keep == "auto" and "keep" not in sink.plan:
+                auto = AutoKeep(settings.max_flips, settings.audit)
+            compressor = WindowCompressor(
+                models.compressor, models.engine, inputs.labels, auto=auto, methods=sink.counts.tallies.methods
+            )
+        return lambda window, done: score_window(window, done, models.engine, compressor, options, recorder)
 
     def finish_report(self) -> None:
         """Put the numbers of the run into the report."""
-        report, seconds = self.report, self.report.seconds
-        if self.sink is not None:
-            report.take(self.sink.counts)
+        report, seconds, total = self.report, self.report.seconds, self.clock.total
+        scored = 0
+        if self._sink is not None:
+            report.take(self._sink.counts)
+            scored = self._sink.counts.scored - self._scored_before
         for name, value in self.clock.seconds.items():
             setattr(seconds, name, value)
-        if self.forecast is not None:
-            report.predicted_seconds = self.forecast.ran
-        if self.threads is not None and self.threads.ran:
-            report.threads = ThreadCounts(min=self.threads.ran[0], max=self.threads.ran[1])
-        if self.source is not None:
-            seconds.read += self.source.seconds
-        if self.builder is not None:
-            seconds.render, seconds.tokenize = self.builder.render_seconds, self.builder.tokenize_seconds
-        seconds.total = self.clock.total
-        report.rows_per_second = (report.rows.scored - self._scored_before) / seconds.total
-        report.tokens_per_second = report.tokens.prompt / seconds.total
-        report.peak_memory_bytes = type(report.peak_memory_bytes)(**peak_memory())
+        if self._forecast is not None:
+            report.predicted_seconds = self._forecast.ran
+        tokens = TokenCounts()
+        if self._recorder is not None:
+            tokens, report.packs = self._recorder.tokens, self._recorder.packs
+            report.tokens = Tokens(**asdict(tokens))
+        if self._inputs is not None:
+            source, builder, opened = self._inputs.source, self._inputs.builder, self._inputs.opened
+            if opened.threads is not None and opened.threads.ran:
+                report.threads = ThreadCounts(min=opened.threads.ran[0], max=opened.threads.ran[1])
+            if opened.draft is not None and self._sink is not None:
+                report.keep, report.keep_auto = self._keep(self._sink), self._sink.plan.get("keep_auto")
+            seconds.read += source.seconds
+            seconds.render, seconds.tokenize = builder.render_seconds, builder.tokenize_seconds
+        seconds.total = total
+        report.rows_per_second = scored / total
+        report.tokens_per_second = tokens.prompt / total
+        report.peak_memory_bytes = PeakMemory(**peak_memory())
         report.versions = versions()
+
+
+def _audit(counts: Counts, labels: Labels) -> Audit:
+    """What compression did to the rows that were read both ways."""
+    audited = counts.audited
+    pairs = [(score, full, labels.is_positive(answer)) for score, full, _, answer in audited]
+    return audit_of(pairs, [flipped for _, _, flipped, _ in audited])

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from prefillcli.data.output.target import Target
 from prefillcli.data.output.verification import Verification
-from prefillcli.jobs.outcome import fail
+from prefillcli.jobs.shell import shell
 
 
 @dataclass
@@ -32,12 +32,11 @@ def verify_job(output: str, inputs: Sequence[str] = (), *, quiet: bool = False) 
     wrong.
     """
     verified = Verified(output, list(inputs))
-    try:
+    with shell(verified, debug=False) as stop, stop.at_once():
         verification = Verification(Target.parse(output))
         verification.run(inputs)
         verified.rows, verified.problems = verification.rows, verification.problems
-    except BaseException as error:
-        fail(error, verified, debug=False, resumable=False)
+    if verified.status != "complete":
         return vars(verified)
     for problem in verified.problems:
         print(f"prefill: {problem}", file=sys.stderr)

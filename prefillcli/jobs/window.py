@@ -1,35 +1,114 @@
-"""One window: compressed, planned, answered pack by pack, written as parts."""
+"""Scoring a window: prompts in, scored rows out. It writes nothing and reports nothing itself."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 from prefillcli.compress.answers import plan_requests
 from prefillcli.compress.audit_draw import AuditDraw
 from prefillcli.compress.request import Request
-from prefillcli.data.output.sink import Sink
 from prefillcli.data.prompts.labels import Labels
-from prefillcli.data.rows import ErrorCode, Int64Array, Prompt, RowError, ScoredRow, Window
+from prefillcli.data.rows import ErrorCode, Float64Array, RowError, ScoredRow, Window
 from prefillcli.engines.base import Answer, Engine
-from prefillcli.errors import Interrupted, ResourceError
-from prefillcli.forecast.remaining_time import RemainingTime
 from prefillcli.plan.pack import Pack
 from prefillcli.plan.plan import packs_to_run
-from prefillcli.report.run import RunReport
-from prefillcli.runtime.clock import Clock
-from prefillcli.runtime.progress import Progress
-from prefillcli.runtime.signals import Stop
-from prefillcli.runtime.threads import Threads
+from prefillcli.runtime.clock import Phase
 
-#: Decides how the target reads a window's prompts; the function given is to be called with the tokens of each step.
-Compress = Callable[[Window, Sequence[Prompt], Callable[[float], None]], list[Request]]
+if TYPE_CHECKING:  # these take torch along
+    from prefillcli.compress.auto import KeepChoice
+    from prefillcli.compress.window import WindowCompressor
 
-FLUSH_SECONDS = 15.0  # finished rows are written at least this often, between packs
+
+@dataclass(slots=True)
+class TokenCounts:
+    """Tokens of a run or a part of it, by what became of them; `report.run.Tokens` says what each is."""
+
+    prompt: int = 0
+    shared: int = 0
+    unique: int = 0
+    computed: int = 0
+    kept: int = 0
+    draft: int = 0
+    audit: int = 0
+
+    def add(self, other: TokenCounts) -> None:
+        for name, count in asdict(other).items():
+            setattr(self, name, getattr(self, name) + count)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOptions:
+    """How windows are scored.
+
+    `audit` says which compressed prompts are read in full as well. `adjust_threads` is called often while something is
+    computed.
+    """
+
+    labels: Labels
+    schedule: str
+    audit: AuditDraw | None = None
+    adjust_threads: Callable[[], None] = lambda: None
+
+
+@dataclass(slots=True)
+class Finished:
+    """Rows of a window that are finished since the last ones, and the tokens that took."""
+
+    rows: list[ScoredRow] = field(default_factory=list)
+    errors: dict[int, RowError] = field(default_factory=dict)
+    tokens: TokenCounts = field(default_factory=TokenCounts)
+
+
+class Listener(Protocol):
+    """Hears how scoring a window goes. `step` may raise Interrupted to stop it."""
+
+    def phase(self, name: Phase, *, waits: bool = False) -> AbstractContextManager[None]:
+        """Time spent on something. While it only `waits` for other processes, a signal may end it anywhere."""
+
+    def chose(self, choice: KeepChoice) -> None:
+        """`--keep auto` has chosen the job's keep rate."""
+
+    def planned(self, packs: list[Pack], rows: int) -> None:
+        """So many rows will be computed as these packs."""
+
+    def pack_begins(self, pack: Pack) -> None: ...
+
+    def step(self, rows: float, tokens: float, share: float) -> None:
+        """So many `rows` (also parts of one), prompt `tokens` and this `share` of the pack more are computed."""
+
+    def pack_ends(self) -> None: ...
+
+
+def score_window(
+    window: Window,
+    done: set[int],
+    engine: Engine,
+    compressor: WindowCompressor | None,
+    options: ScoringOptions,
+    listener: Listener,
+) -> Iterator[Finished]:
+    """Score the rows of `window` that are not `done`; what is finished comes as soon as the engine answers.
+
+    Without a `compressor` every prompt is read in full. A row that is read both ways comes when both are answered.
+    The window's own error rows are not repeated. Raises ResourceError if the engine cannot go on.
+    """
+    requests, finished = _requests(window, done, compressor, options, listener)
+    requests, too_large = _fitting(requests, engine.limits.max_tokens)
+    if not engine.whole_packs:
+        requests = [request for request in requests if request.prompt.row not in done]
+    audited = _audited(window, requests, engine, options)
+    work = _Work(requests, audited, done)
+    with listener.phase("plan"):
+        plan = plan_requests(work.requests, engine.limits, options.schedule)
+        packs = packs_to_run(plan, [i for i, each in enumerate(work.requests) if each.prompt.row in done])
+    finished.errors, finished.tokens.unique = too_large, plan.unique_tokens
+    yield finished
+    listener.planned(packs, len(window.rows) - len(done))
+    for pack in packs:
+        yield from _score_pack(pack, work, engine, options, listener)
 
 
 class _Work:
@@ -38,189 +117,111 @@ class _Work:
     An audited row waits in `scored` or `audits` for its other half.
     """
 
-    def __init__(self, requests: list[Request], audited: Sequence[int], ordinary: int, done: set[int]) -> None:
-        self.requests = requests
+    def __init__(self, requests: list[Request], audited: Sequence[int], done: set[int]) -> None:
+        self.ordinary = len(requests)
+        self.requests = requests + [Request(requests[number].prompt) for number in audited]
         self.audited = {requests[number].prompt.row for number in audited}
-        self.ordinary = ordinary
         self.done = done
         self.scored: dict[int, ScoredRow] = {}
-        self.audits: dict[int, npt.NDArray[np.float64]] = {}
+        self.audits: dict[int, Float64Array] = {}
 
-
-class WindowScorer:
-    """Brings windows through an engine into a sink, and counts in the report what that took.
-
-    Without `compress` every prompt is read in full. `audit` says which of the compressed ones are read in full too.
-    `forecast` is told what is planned and done. `unchanged` raises ContentChangedError if what the given rows and the
-    model were read from is not what the job's fingerprint names: nothing is written then.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        sink: Sink,
-        labels: Labels,
-        *,
-        schedule: str,
-        temperature: float,
-        report: RunReport,
-        clock: Clock,
-        progress: Progress,
-        stop: Stop,
-        threads: Threads | None = None,
-        compress: Compress | None = None,
-        audit: AuditDraw | None = None,
-        forecast: RemainingTime | None = None,
-        unchanged: Callable[[Int64Array], None],
-    ) -> None:
-        self._engine = engine
-        self._sink = sink
-        self._labels = labels
-        self._schedule = schedule
-        self._temperature = temperature
-        self._report = report
-        self._clock = clock
-        self._progress = progress
-        self._stop = stop
-        self._threads = threads
-        self._compress = compress
-        self._audit = audit
-        self._forecast = forecast
-        self._unchanged = unchanged
-        self._scored: list[ScoredRow] = []  # done, but not yet written
-        self._errors: dict[int, RowError] = {}
-        self._flushed = time.monotonic()
-
-    def score(self, window: Window) -> None:
-        """Score the rows of `window` that are not in the sink yet; stopped, write what is finished before raising."""
-        done = self._sink.done(window.index)
-        drafted = self._clock.seconds["draft"]
-        requests = self._fitting(self._read(window))
-        if not self._engine.whole_packs:
-            requests = [request for request in requests if request.prompt.row not in done]
-        audited = self._audited(window, requests)
-        work = _Work(requests + [Request(requests[number].prompt) for number in audited], audited, len(requests), done)
-        self._progress.advance(len(window.errors.keys() - done) + len(self._errors))
-        with self._clock.phase("plan"):
-            plan = plan_requests(work.requests, self._engine.limits, self._schedule)
-            packs = packs_to_run(plan, [i for i, each in enumerate(work.requests) if each.prompt.row in done])
-        self._report.tokens.unique += plan.unique_tokens
-        if self._forecast is not None:
-            self._forecast.plan(packs, len(window.rows) - len(done), self._clock.seconds["draft"] - drafted)
-        try:
-            for pack in packs:
-                self._score_pack(pack, work, window)
-        except Interrupted:
-            self._flush(window)
-            raise
-        self._flush(window)
-
-    def _read(self, window: Window) -> list[Request]:
-        if self._compress is None:
-            return [Request(prompt) for prompt in window.prompts]
-
-        def tick(tokens: float) -> None:
-            self._progress.advance(0)
-            self._stop.check()
-
-        self._adjust_threads()
-        with self._clock.phase("draft"):
-            return self._compress(window, window.prompts, tick)
-
-    def _adjust_threads(self) -> None:
-        if self._threads is not None:
-            self._threads.adjust()
-
-    def _fitting(self, requests: Sequence[Request]) -> list[Request]:
-        """The requests that the memory budget holds; the others become error rows."""
-        most = self._engine.limits.max_tokens
-        fitting = []
-        for request in requests:
-            if len(request.tokens) <= most:
-                fitting.append(request)
-            else:
-                detail = f"{len(request.tokens)} tokens; the memory budget holds {most}"
-                self._errors[request.prompt.row] = RowError(ErrorCode.EXCEEDS_MEMORY, detail)
-        return fitting
-
-    def _audited(self, window: Window, requests: Sequence[Request]) -> list[int]:
-        """Numbers of the requests whose prompts are read in full as well."""
-        if self._audit is None:
-            return []
-        most = self._engine.limits.max_tokens
-        able = [
-            number
-            for number, request in enumerate(requests)
-            if request.compressed and len(request.prompt.tokens) <= most
-        ]
-        return self._audit.draw(window, able)
-
-    def _score_pack(self, pack: Pack, work: _Work, window: Window) -> None:
-        ordinary = [i for i in pack.prompts if i < work.ordinary]
-        rows = len(ordinary) / len(pack.tokens)
-        tokens = sum(len(work.requests[i].prompt.tokens) for i in ordinary) / len(pack.tokens)
-
-        def tick(step: float) -> None:
-            if forecast is not None:
-                forecast.step(step / len(pack.tokens))
-            self._progress.advance(step * rows, step * tokens)
-            self._stop.check()
-            self._adjust_threads()
-
-        self._adjust_threads()
-        forecast = self._forecast
-        if forecast is not None:
-            forecast.begin(pack)
-        answers = iter(self._engine.answer(pack, lambda i: self._labels.sets[work.requests[i].prompt.labels], tick))
-        while True:
-            try:
-                with self._clock.phase("model"), self._stop.at_once() if self._engine.waits else nullcontext():
-                    found = next(answers, None)
-            except ResourceError:  # the engine has died; what it said before stands
-                self._flush(window)
-                raise
-            if found is None:
-                break
-            self._collect(found, work)
-            if time.monotonic() - self._flushed > FLUSH_SECONDS:
-                self._flush(window)
-        self._report.packs += 1
-        if forecast is not None:
-            forecast.end()
-
-    def _collect(self, answers: Iterable[Answer], work: _Work) -> None:
-        tokens = self._report.tokens
+    def take(self, answers: Sequence[Answer]) -> Finished:
+        """The rows that these answers finish."""
+        finished = Finished()
         for answer in answers:
-            tokens.computed += answer.computed_tokens
-            request = work.requests[answer.prompt]
-            prompt = request.prompt
-            if prompt.row in work.done:
+            finished.tokens.computed += answer.computed_tokens
+            request = self.requests[answer.prompt]
+            row = request.prompt.row
+            if row in self.done:
                 continue  # computed again only for the K,V that a later pack holds
-            if answer.prompt >= work.ordinary:
-                tokens.audit += answer.computed_tokens
-                work.audits[prompt.row] = answer.logprobs
+            if answer.prompt >= self.ordinary:
+                finished.tokens.audit += answer.computed_tokens
+                self.audits[row] = answer.logprobs
             else:
-                tokens.prompt += len(prompt.tokens)
-                tokens.kept += len(request.tokens)
-                tokens.shared += answer.shared_tokens
-                work.scored[prompt.row] = ScoredRow(
-                    row=prompt.row,
-                    logprobs=answer.logprobs,
-                    shared_tokens=answer.shared_tokens,
-                    computed_tokens=answer.computed_tokens,
-                    kept_tokens=len(request.tokens),
-                    seconds=answer.seconds + request.pick_seconds,
-                    method=request.method,
-                )
-            if prompt.row in work.scored and (prompt.row in work.audits or prompt.row not in work.audited):
-                scored = work.scored.pop(prompt.row)
-                scored.audit = work.audits.pop(prompt.row, None)
-                self._scored.append(scored)
+                finished.tokens.prompt += len(request.prompt.tokens)
+                finished.tokens.kept += len(request.tokens)
+                finished.tokens.shared += answer.shared_tokens
+                self.scored[row] = _scored_row(request, answer)
+            if row in self.scored and (row in self.audits or row not in self.audited):
+                scored = self.scored.pop(row)
+                scored.audit = self.audits.pop(row, None)
+                finished.rows.append(scored)
+        return finished
 
-    def _flush(self, window: Window) -> None:
-        """Write finished rows as a part; the window's own error rows come with its first one."""
-        with self._clock.phase("write"):
-            self._unchanged(window.rows)  # a part would be reused by a later run under the same fingerprint
-            self._sink.write(window, self._scored, self._errors, temperature=self._temperature)
-        self._scored, self._errors = [], {}
-        self._flushed = time.monotonic()
+
+def _scored_row(request: Request, answer: Answer) -> ScoredRow:
+    return ScoredRow(
+        row=request.prompt.row,
+        logprobs=answer.logprobs,
+        shared_tokens=answer.shared_tokens,
+        computed_tokens=answer.computed_tokens,
+        kept_tokens=len(request.tokens),
+        seconds=answer.seconds + request.pick_seconds,
+        method=request.method,
+    )
+
+
+def _requests(
+    window: Window,
+    done: set[int],
+    compressor: WindowCompressor | None,
+    options: ScoringOptions,
+    listener: Listener,
+) -> tuple[list[Request], Finished]:
+    """How the model will read the prompts of a window, and what finding that out took."""
+    if compressor is None:
+        return [Request(prompt) for prompt in window.prompts], Finished()
+    options.adjust_threads()
+    with listener.phase("draft"):
+        compressed = compressor(window, done, lambda tokens: listener.step(0, 0, 0))
+    if compressed.choice is not None:
+        listener.chose(compressed.choice)
+    return compressed.requests, Finished(tokens=TokenCounts(draft=compressed.draft_tokens))
+
+
+def _fitting(requests: Sequence[Request], most: int) -> tuple[list[Request], dict[int, RowError]]:
+    """The requests that the memory budget holds, of at most `most` tokens; the others' rows are error rows."""
+    fitting, errors = [], {}
+    for request in requests:
+        tokens = len(request.tokens)
+        if tokens <= most:
+            fitting.append(request)
+        else:
+            detail = f"{tokens} tokens; the memory budget holds {most}"
+            errors[request.prompt.row] = RowError(ErrorCode.EXCEEDS_MEMORY, detail)
+    return fitting, errors
+
+
+def _audited(window: Window, requests: Sequence[Request], engine: Engine, options: ScoringOptions) -> list[int]:
+    """Numbers of the requests whose prompts are read in full as well."""
+    if options.audit is None:
+        return []
+    most = engine.limits.max_tokens
+    able = [
+        number for number, request in enumerate(requests) if request.compressed and len(request.prompt.tokens) <= most
+    ]
+    return options.audit.draw(window, able)
+
+
+def _score_pack(
+    pack: Pack, work: _Work, engine: Engine, options: ScoringOptions, listener: Listener
+) -> Iterator[Finished]:
+    ordinary = [i for i in pack.prompts if i < work.ordinary]
+    rows = len(ordinary) / len(pack.tokens)
+    tokens = sum(len(work.requests[i].prompt.tokens) for i in ordinary) / len(pack.tokens)
+
+    def tick(step: float) -> None:
+        listener.step(step * rows, step * tokens, step / len(pack.tokens))
+        options.adjust_threads()
+
+    options.adjust_threads()
+    listener.pack_begins(pack)
+    sets = options.labels.sets
+    answers = iter(engine.answer(pack, lambda i: sets[work.requests[i].prompt.labels], tick))
+    while True:
+        with listener.phase("model", waits=engine.waits):
+            found = next(answers, None)
+        if found is None:
+            break
+        yield work.take(found)
+    listener.pack_ends()

@@ -16,8 +16,8 @@ from prefillcli.forecast.completion_model import CompletionModel
 from prefillcli.forecast.mode_results import ModeResult, Trace
 from prefillcli.forecast.profile import Profile
 from prefillcli.forecast.replay_results import Replay
-from prefillcli.jobs.outcome import fail
 from prefillcli.jobs.paths import require_json
+from prefillcli.jobs.shell import shell
 from prefillcli.models.open import open_model
 from prefillcli.options.profile import ProfileSettings
 from prefillcli.profile.given_input import Input, open_input, survey_input
@@ -27,7 +27,6 @@ from prefillcli.report.html import page_of
 from prefillcli.report.run import versions
 from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.progress import StepLog
-from prefillcli.runtime.signals import Stop
 from prefillcli.runtime.sizes import parse_size
 from prefillcli.runtime.threads import Threads
 
@@ -53,12 +52,8 @@ def profile_job(settings: ProfileSettings) -> dict[str, Any]:
     """
     clock, ended = Clock(), _ProfileEnd()
     settings = settings.complete()
-    try:
-        with (
-            Stop() as stop,
-            stop.at_once(),
-            StepLog(interval=settings.progress_interval, quiet=settings.quiet) as steps,
-        ):
+    with shell(ended, debug=settings.debug) as stop:
+        with stop.at_once(), StepLog(interval=settings.progress_interval, quiet=settings.quiet) as steps:
             steps.begin("reading the model")
             given = _check(settings)
             profile = _measure(settings, given, steps.announce)
@@ -77,8 +72,6 @@ def profile_job(settings: ProfileSettings) -> dict[str, Any]:
             print_profile(profile)
             print(without_secrets(f"\nnext: {_next(settings, profile)}"), file=sys.stderr)
             print(without_secrets(f"\nprefill: {settings.output}, {page_of(settings.output)}"), file=sys.stderr)
-    except BaseException as error:
-        fail(error, ended, debug=settings.debug, resumable=False)
     return _summary(ended, settings, clock.total)
 
 

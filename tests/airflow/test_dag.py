@@ -33,12 +33,14 @@ keep_columns: [answer]
 COMMAND = """#!{python}
 import os, signal, sys, time
 from pathlib import Path
-import prefillcli.jobs.window
+from functools import partial
+import prefillcli.jobs.score as job
 from prefillcli.cli import main
 from prefillcli.data.output.sink import Sink
 from prefillcli.engines.torch import TorchEngine
+from prefillcli.jobs.inputs import Granularity
 
-prefillcli.jobs.window.FLUSH_SECONDS = 0.0
+job.score_job = partial(job.score_job, granularity=Granularity(flush_seconds=0.0))
 codes = Path("codes")
 trouble = Path("trouble").read_text() if Path("trouble").exists() and not codes.exists() else ""
 write, answer, parts = Sink.write, TorchEngine.answer, 0

@@ -30,6 +30,7 @@ from tests.score.jobs import (
     write_jsonl,
     write_parquet,
 )
+from tests.score.processes import flush_often
 
 EXACT = 1e-5
 ALL = ("fake", "hf", "torch")
@@ -103,7 +104,7 @@ def test_hf_sums_the_variants_of_a_label(model: Path, reference: Reference) -> N
 def test_a_stopped_run_goes_on_with_the_rows_that_are_left(
     model: Path, monkeypatch: pytest.MonkeyPatch, engine: str, function: str
 ) -> None:
-    monkeypatch.setattr("prefillcli.jobs.window.FLUSH_SECONDS", 0.0)
+    flush_often(monkeypatch)
     source = write_parquet("in.parquet", prompt=texts(30))
     score(source, "whole.parquet", model=model, engine=engine)
     module, _, name = function.rpartition(".")

@@ -216,7 +216,14 @@ def test_a_signal_stops_the_run(started: list[Any], shared: Any, llama: Path, mo
 # --------------------------------------------------------------------------------------------------------- commands
 
 #: The command, every step's rows written at once.
-COMMAND = "import prefillcli.jobs.window as s; s.FLUSH_SECONDS = 0.0; from prefillcli.cli import main; main()"
+COMMAND = """from functools import partial
+import prefillcli.jobs.score as job
+from prefillcli.cli import main
+from prefillcli.jobs.inputs import Granularity
+
+job.score_job = partial(job.score_job, granularity=Granularity(flush_seconds=0.0))
+main()
+"""
 
 
 @contextmanager

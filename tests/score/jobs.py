@@ -16,11 +16,14 @@ import pyarrow.parquet as pq
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from prefillcli.jobs.inputs import Granularity
 from prefillcli.jobs.score import score_job
 from prefillcli.options.load import load_settings
 from prefillcli.options.score import ScoreSettings
 
 TOLERANCE = 1e-5
+#: Of the jobs that `score` runs.
+granularity = Granularity()
 HISTORIES = (
     "The quick brown fox saw a dog, and no dog saw the brown fox. yes, no, yes!",
     "Le renard saute — très vite — par-dessus le chien paresseux; où donc?",
@@ -38,7 +41,7 @@ def score(inputs: str | Path | Sequence[str | Path], output: str | Path | None =
     names = [inputs] if isinstance(inputs, str | Path) else inputs
     given = {"inputs": [str(name) for name in names], "output": output, "quiet": True, **flags}
     texts = {key: str(value) if isinstance(value, Path) else value for key, value in given.items()}
-    return score_job(load_settings(ScoreSettings, texts, environment={}))
+    return score_job(load_settings(ScoreSettings, texts, environment={}), granularity)
 
 
 def read_output(path: str | Path) -> list[dict[str, Any]]:

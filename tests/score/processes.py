@@ -11,11 +11,16 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from prefillcli.jobs.inputs import Granularity
+from prefillcli.jobs.score import score_job
+from tests.score import jobs
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
@@ -73,13 +78,20 @@ class Command:
         assert self.end() == -signal.SIGKILL
 
 
-def cut_small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows of 20 rows and more, in batches of 10."""
-    from prefillcli.data.windows import windows
+SMALL = Granularity(window_rows=20)
+"""Windows of 20 rows and more, where batches have 10."""
 
+
+def cut_small_windows(monkeypatch: pytest.MonkeyPatch, *, flush_seconds: float = SMALL.flush_seconds) -> None:
+    """`SMALL` windows for `tests.score.jobs.score`, flushed after so many seconds."""
     monkeypatch.setattr("prefillcli.data.reading.parquet.MAX_ROWS", 10)
     monkeypatch.setattr("prefillcli.data.reading.jsonl.MAX_ROWS", 10)
-    monkeypatch.setitem(windows.__kwdefaults__, "max_rows", 20)
+    monkeypatch.setattr("tests.score.jobs.granularity", replace(SMALL, flush_seconds=flush_seconds))
+
+
+def flush_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tests.score.jobs.score` writes whatever is finished at once."""
+    monkeypatch.setattr("tests.score.jobs.granularity", replace(jobs.granularity, flush_seconds=0.0))
 
 
 def _run(arguments: list[str], folder: str, hold: Hold | None, seconds_per_pack: float) -> None:
@@ -89,7 +101,8 @@ def _run(arguments: list[str], folder: str, hold: Hold | None, seconds_per_pack:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     changes = pytest.MonkeyPatch()
     cut_small_windows(changes)
-    changes.setattr("prefillcli.jobs.window.FLUSH_SECONDS", 0.0)
+    finely = partial(score_job, granularity=replace(SMALL, flush_seconds=0.0))
+    changes.setattr("prefillcli.jobs.score.score_job", finely)
     if seconds_per_pack:
         _slow_down(changes, seconds_per_pack)
     if hold:

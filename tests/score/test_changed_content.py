@@ -22,8 +22,7 @@ WORK = "out.parquet.prefill"
 
 @pytest.fixture(autouse=True)
 def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_small_windows(monkeypatch)
-    monkeypatch.setattr("prefillcli.jobs.window.FLUSH_SECONDS", 0.0)
+    cut_small_windows(monkeypatch, flush_seconds=0.0)
 
 
 @pytest.fixture
@@ -149,7 +148,7 @@ def test_lines_appended_after_the_fingerprint_are_noticed_before_the_output(
     from prefillcli.data.output.sink import Sink
 
     write_jsonl("in.jsonl", [{"prompt": text} for text in texts(10)])
-    monkeypatch.setattr("prefillcli.jobs.window.FLUSH_SECONDS", 1e9)  # all rows are written at once
+    cut_small_windows(monkeypatch, flush_seconds=1e9)  # all rows are written at once
     write = Sink.write
 
     def appending(*arguments: Any, **options: Any) -> None:

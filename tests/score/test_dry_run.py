@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from prefillcli.data.proof.fingerprints import hash_model
-from prefillcli.data.windows import windows
 from prefillcli.engines.packs import PACK_SECONDS
 from prefillcli.forecast.completion_model import CompletionModel
 from prefillcli.forecast.machine import this_machine
 from prefillcli.forecast.mode_results import ModeResult
 from prefillcli.forecast.profile import Profile
+from prefillcli.jobs.inputs import Granularity
 from tests.score.compression import ABOVE, CHUNK, FIRST, HOW, LAST, RATE, lines_of, unrelated
 from tests.score.jobs import Reference, read_output, read_report, score, texts, write_jsonl, write_parquet
 from tests.score.test_command import last_line, prefill
@@ -94,7 +94,7 @@ def test_a_dry_run_plans_what_the_run_computes(job: str, model: Path) -> None:
 
 def test_windows_are_planned_one_by_one_as_they_are_scored(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefillcli.data.reading.parquet.MAX_ROWS", 10)
-    monkeypatch.setitem(windows.__kwdefaults__, "max_rows", 20)
+    monkeypatch.setattr("tests.score.jobs.granularity", Granularity(window_rows=20))
     source = write_parquet("in.parquet", prompt=SHARED, id=[*range(59), 3])
     flags = {"pack_tokens": 100, "id_column": "id", "max_error_rate": 0.1}
     survey = dry_run(source, model, **flags)["survey"]

@@ -20,7 +20,7 @@ import pytest
 
 from tests.score.jobs import read_output, read_report, score, texts, write_jsonl, write_parquet
 from tests.score.models import CHAT_TEMPLATE, save_model
-from tests.score.processes import Command, Hold, cut_small_windows
+from tests.score.processes import Command, Hold, cut_small_windows, flush_often
 
 ROWS = 70
 PACK_TOKENS = 64
@@ -370,7 +370,7 @@ def test_a_full_disk_keeps_what_is_there(
         replace(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr("prefillcli.jobs.window.FLUSH_SECONDS", 0.0)
+        flush_often(patch)
         patch.setattr("os.replace", full)
         assert score("in.parquet", **flags(model))["exit_code"] == 5
     message = capsys.readouterr().err
@@ -394,7 +394,7 @@ def test_a_disk_that_is_really_full(
         make_input()
         out = str(disk / "out.parquet")
         with monkeypatch.context() as patch:
-            patch.setattr("prefillcli.jobs.window.FLUSH_SECONDS", 0.0)
+            flush_often(patch)
             summary = score("in.parquet", out, report=tmp_path / "r.json", **flags(model))
         assert (summary["exit_code"], summary["status"]) == (5, "failed")
         safe = len(list(disk.glob("out.parquet.prefill/part-*.parquet")))

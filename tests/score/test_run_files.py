@@ -133,8 +133,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, pack: int) -> None:
 def test_an_interrupted_job_and_the_one_that_goes_on_tell_of_all_rows(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cut_small_windows(monkeypatch)
-    monkeypatch.setattr("prefillcli.jobs.window.FLUSH_SECONDS", 0.0)
+    cut_small_windows(monkeypatch, flush_seconds=0.0)
     source, how = make_input(), flags(model, pack_tokens=64, metrics_file="m/prefill.prom")
     with monkeypatch.context() as patch:
         stop_at(patch, 8)

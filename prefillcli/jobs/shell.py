@@ -1,9 +1,11 @@
-"""How a run ended: what goes into the report, what is said on stderr, and the exit code."""
+"""What every job is wrapped in: signals, and how it ended for the report, for stderr and as an exit code."""
 
 from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal, Protocol
 
 from prefillcli.compress.fallbacks import fallbacks_of_useless_draft
@@ -17,6 +19,7 @@ from prefillcli.errors import (
     out_of_resource,
 )
 from prefillcli.redaction import without_secrets
+from prefillcli.runtime.signals import Stop
 
 
 class Ending(Protocol):
@@ -25,6 +28,16 @@ class Ending(Protocol):
     status: Literal["complete", "failed", "interrupted"]
     exit_code: int
     error: str | None
+
+
+@contextmanager
+def shell(report: Ending, *, debug: bool, resumable: bool = False) -> Iterator[Stop]:
+    """For the body of a job: signals ask it to stop, and whatever error ends it goes into the `report`."""
+    try:
+        with Stop() as stop:
+            yield stop
+    except BaseException as error:
+        fail(error, report, debug=debug, resumable=resumable)
 
 
 def conclude(report: Ending, counts: Counts, *, max_error_rate: float, skip_empty: bool) -> None:
@@ -50,7 +63,7 @@ def conclude(report: Ending, counts: Counts, *, max_error_rate: float, skip_empt
         print(f"prefill: {report.error}", file=sys.stderr)
 
 
-def fail(error: BaseException, report: Ending, *, debug: bool, resumable: bool = True) -> None:
+def fail(error: BaseException, report: Ending, *, debug: bool, resumable: bool) -> None:
     """A run that an error or a signal ended; a `resumable` one can go on after a signal."""
     if debug:
         print(without_secrets("".join(traceback.format_exception(error))), end="", file=sys.stderr)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from prefillcli.compress.audit_draw import draw
 from prefillcli.compress.auto import RATES, KeepChoice, choose_keep, sample_rows
@@ -13,53 +14,77 @@ from prefillcli.compress.compressor import Compressor
 from prefillcli.compress.fallbacks import ENOUGH_ROWS, FALLBACKS, NOT_FINITE, compressed_rows, faulty_rows
 from prefillcli.compress.reasons import why_in_full, why_no_rate
 from prefillcli.compress.request import Request
-from prefillcli.data.output.sink import Sink
 from prefillcli.data.prompts.labels import Labels
-from prefillcli.data.rows import Prompt, Window
+from prefillcli.data.rows import Window
 from prefillcli.engines.base import Engine
 from prefillcli.errors import PrefillError, ResourceError, brief, out_of_resource
-from prefillcli.options.score import ScoreSettings
-from prefillcli.report.run import RunReport
 
 ALMOST_ALL = 0.95
 """Of a window's tokens: a job that was to read fewer and reads as many hears why."""
 
 
+@dataclass(frozen=True, slots=True)
+class AutoKeep:
+    """`--keep auto`: the share of flips that it may cause, and how many rows it tries rates on.
+
+    Without `rows` it takes as many as it needs to prove a rate.
+    """
+
+    max_flips: float
+    rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedWindow:
+    """How the model reads the prompts of a window, in their order.
+
+    `draft_tokens` were computed by the draft. `choice` is the keep rate that was chosen on this window, if one was.
+    """
+
+    requests: list[Request]
+    draft_tokens: int
+    choice: KeepChoice | None = None
+
+
 class WindowCompressor:
-    """Decides how the target reads a window's prompts. A chosen rate goes into the sink's plan, for a resumed run."""
+    """Decides how the model reads each window's prompts.
+
+    `auto` asks it to choose the job's keep rate. `methods` are the rows that were scored before, by method.
+    """
 
     def __init__(
         self,
         compressor: Compressor,
         engine: Engine,
         labels: Labels,
-        sink: Sink,
-        settings: ScoreSettings,
-        report: RunReport,
+        *,
+        auto: AutoKeep | None = None,
+        methods: Mapping[str, int],
     ) -> None:
         self._compressor = compressor
         self._engine = engine
         self._labels = labels
-        self._sink = sink
-        self._settings = settings
-        self._report = report
+        self._auto = auto
+        self._methods = Counter(methods)
         self._warned = False
 
-    def __call__(self, window: Window, prompts: Sequence[Prompt], tick: Tick) -> list[Request]:
-        """One request for each prompt of `window`. `tick` is called with the tokens of each step; it may raise."""
-        compressor = self._compressor
-        pending = self._settings.keep == "auto" and "keep" not in self._sink.plan
-        wanted = compressor.keeps(prompts, RATES[0] if pending else None)
+    def __call__(self, window: Window, done: set[int], tick: Tick) -> CompressedWindow:
+        """`tick` is called with the tokens of each step; it may raise.
+
+        Raises PrefillError if the draft fails on everything; rows that are `done` were counted before.
+        """
+        compressor, prompts = self._compressor, window.prompts
+        before = compressor.picker.tokens
+        wanted = compressor.keeps(prompts, RATES[0] if self._auto else None)
         estimates = compressor.estimate(prompts, wanted, tick)
-        self._check(estimates, pending)
-        if pending:
-            self._choose(window, prompts, wanted, estimates, tick)
-        self._report.tokens.draft = compressor.picker.tokens
+        self._check(estimates)
+        choice = self._choose(window, wanted, estimates, self._auto, tick) if self._auto else None
         keeps = compressor.keeps(prompts)
         requests = compressor.select(prompts, keeps, estimates)
         if requests and compressor.keep < 1 and not self._warned:
             self._warned = self._warn_of_little(requests, keeps)
-        return requests
+        self._methods.update(request.method for request in requests if request.prompt.row not in done)
+        return CompressedWindow(requests, compressor.picker.tokens - before, choice)
 
     def _warn_of_little(self, requests: Sequence[Request], keeps: Sequence[float | None]) -> bool:
         """Tell if the model reads nearly all tokens of a window in spite of the keep rate, and why."""
@@ -83,16 +108,16 @@ class WindowCompressor:
         )
         return True
 
-    def _check(self, estimates: Sequence[ImportanceEstimate], pending: bool) -> None:
+    def _check(self, estimates: Sequence[ImportanceEstimate]) -> None:
         """Raise PrefillError if the draft has failed on all rows so far: `ENOUGH_ROWS`, or those it is tried on.
 
         The rows of earlier windows are written. Without this the model would read the whole job in full.
         """
-        before = self._sink.counts.tallies.methods
+        before = self._methods
         if compressed_rows(before) or any(found.importance is not None for found in estimates):
             return
         failed = sum(found.reason is not None and FALLBACKS[found.reason].fault for found in estimates)
-        if failed and (pending or failed + faulty_rows(before) >= ENOUGH_ROWS):
+        if failed and (self._auto or failed + faulty_rows(before) >= ENOUGH_ROWS):
             error = self._compressor.picker.failure
             why = FALLBACKS[NOT_FINITE].meaning if error is None else f"{type(error).__name__}: {brief(error)}"
             kind = ResourceError if error is not None and out_of_resource(error) else PrefillError
@@ -104,35 +129,37 @@ class WindowCompressor:
     def _choose(
         self,
         window: Window,
-        prompts: Sequence[Prompt],
         wanted: Sequence[float | None],
         estimates: Sequence[ImportanceEstimate],
+        auto: AutoKeep,
         tick: Tick,
-    ) -> None:
-        most, settings = self._engine.limits.max_tokens, self._settings
+    ) -> KeepChoice | None:
+        """Choose the job's keep rate, if the window has rows to compress."""
+        most, prompts = self._engine.limits.max_tokens, window.prompts
         able = [
             number
             for number, keep in enumerate(wanted)
             if keep is not None and prompts[number].keep is None and len(prompts[number].tokens) <= most
         ]
         if not able:
-            return
-        chosen = draw(able, settings.audit or sample_rows(settings.max_flips), window.index)
+            return None
+        chosen = draw(able, auto.rows or sample_rows(auto.max_flips), window.index)
         choice = choose_keep(
-            self._compressor, self._engine, prompts, estimates, chosen, self._labels.sets, settings.max_flips, tick
+            self._compressor, self._engine, prompts, estimates, chosen, self._labels.sets, auto.max_flips, tick
         )
-        self._report.keep_auto = asdict(choice)
-        self._report.keep = self._compressor.keep = choice.keep
-        self._sink.plan = self._sink.plan | {"keep": choice.keep, "keep_auto": self._report.keep_auto}
+        self._compressor.keep, self._auto = choice.keep, None
         if choice.keep == 1:
-            print(f"prefill: warning: --keep auto: {self._why(choice, len(chosen))}", file=sys.stderr)
+            print(f"prefill: warning: --keep auto: {_why_all(choice, len(chosen), auto.max_flips)}", file=sys.stderr)
+        return choice
 
-    def _why(self, choice: KeepChoice, rows: int) -> str:
-        most = f"{self._settings.max_flips:.2%}"
-        if not choice.trials:
-            return (
-                f"{rows:,} rows to try it on cannot prove that at most {most} flip, {choice.rows_needed:,} could; all "
-                "rows are read in full"
-            )
-        tried = ", ".join(f"{trial.keep:g}: {trial.flips:,} of {trial.rows:,}" for trial in choice.trials)
-        return f"no keep rate proves that at most {most} flip ({tried} did); all rows are read in full"
+
+def _why_all(choice: KeepChoice, rows: int, max_flips: float) -> str:
+    """Why `--keep auto` keeps all tokens."""
+    most = f"{max_flips:.2%}"
+    if not choice.trials:
+        return (
+            f"{rows:,} rows to try it on cannot prove that at most {most} flip, {choice.rows_needed:,} could; all "
+            "rows are read in full"
+        )
+    tried = ", ".join(f"{trial.keep:g}: {trial.flips:,} of {trial.rows:,}" for trial in choice.trials)
+    return f"no keep rate proves that at most {most} flip ({tried} did); all rows are read in full"
