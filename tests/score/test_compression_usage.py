@@ -30,6 +30,7 @@ def _no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         raise WeightsAreRead
 
     monkeypatch.setattr("prefillcli.engines.torch.load_model", load_model)
+    monkeypatch.setattr("prefillcli.models.load.load_model", load_model)  # of the draft
 
 
 @pytest.fixture
