@@ -91,7 +91,7 @@ def bench(inputs: list[str] | None, recipe: str | None, **flags: Any) -> None:
     Tables go to stderr; the last line on stdout is one JSON object that sums the run up.
     """
     settings = _settings(BenchSettings, inputs, recipe, flags)
-    from prefillcli.bench.command import bench_job
+    from prefillcli.bench.bench_job import bench_job
 
     finish(bench_job(settings))
 
@@ -103,7 +103,7 @@ def profile(inputs: list[str] | None, recipe: str | None, **flags: Any) -> None:
     Tables go to stderr; the last line on stdout is one JSON object that sums the run up.
     """
     settings = _settings(ProfileSettings, inputs, recipe, flags)
-    from prefillcli.profile.command import profile_job
+    from prefillcli.profile.profile_job import profile_job
 
     finish(profile_job(settings))
 

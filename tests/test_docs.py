@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from prefillcli.bench.command import METHODS
+from prefillcli.bench.bench_job import METHODS
 from prefillcli.bench.probes import WORKLOADS
 from prefillcli.bench.report import BenchReport, MethodResult, WorkloadResult
 from prefillcli.cli import app

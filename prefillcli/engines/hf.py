@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from prefillcli.engines.base import Answer, EngineChoice, LabelTokens, Loaded, LoadRequest, sequences
-from prefillcli.engines.options import check_options
+from prefillcli.engines.engine_options import check_options
 from prefillcli.engines.torch import label_logprobs
 from prefillcli.models import open as models
 from prefillcli.models.load import load_weights

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from prefillcli.engines.base import Answer, EngineChoice, LabelTokens, Loaded, LoadRequest, sequences
+from prefillcli.engines.engine_options import check_options
 from prefillcli.engines.guard import Guard
-from prefillcli.engines.options import check_options
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief
 from prefillcli.models import open as models
 from prefillcli.models.open import Opened

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from benchmarks.score_runs import SAMPLES
 from prefillcli.bench import contest
-from prefillcli.bench.command import bench_job
+from prefillcli.bench.bench_job import bench_job
 from prefillcli.bench.probes import WORKLOADS
 from prefillcli.bench.report import BenchReport
 from prefillcli.cli import app

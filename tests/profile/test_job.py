@@ -9,7 +9,7 @@ import pytest
 
 from prefillcli.errors import PrefillError
 from prefillcli.forecast.profile import Profile
-from prefillcli.profile import command
+from prefillcli.profile import profile_job
 from prefillcli.profile.modes import MODES
 from tests.profile.making import made_profile
 from tests.score.jobs import texts, write_jsonl, write_parquet
@@ -31,9 +31,9 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         done.append("completion")
         return 64 << 20, 64, made.completion, None
 
-    monkeypatch.setattr(command, "_completion", completion)
-    monkeypatch.setattr(command, "_modes", lambda *_: done.append("modes") or made.modes)
-    monkeypatch.setattr(command, "_traces", lambda *_: made.traces)
+    monkeypatch.setattr(profile_job, "_completion", completion)
+    monkeypatch.setattr(profile_job, "_modes", lambda *_: done.append("modes") or made.modes)
+    monkeypatch.setattr(profile_job, "_traces", lambda *_: made.traces)
     monkeypatch.chdir(tmp_path)
     return done
 
@@ -143,7 +143,7 @@ def test_a_damaged_input_costs_no_measurements(model: Path, monkeypatch: pytest.
     def broken(*_: object) -> None:
         raise PrefillError("in.parquet: damaged")
 
-    monkeypatch.setattr(command, "survey_input", broken)
+    monkeypatch.setattr(profile_job, "survey_input", broken)
     write_parquet("in.parquet", prompt=texts(3))
     line = profile("in.parquet", "-m", model)
     assert (line["exit_code"], line["status"], line["output"]) == (1, "failed", "profile.json")
@@ -152,7 +152,7 @@ def test_a_damaged_input_costs_no_measurements(model: Path, monkeypatch: pytest.
 
 
 def test_without_a_fit_nothing_is_predicted_and_that_is_told(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_completion", lambda *_: (64 << 20, 64, None, "Pearson r 0.50"))
+    monkeypatch.setattr(profile_job, "_completion", lambda *_: (64 << 20, 64, None, "Pearson r 0.50"))
     source = write_jsonl("in.jsonl", [{"prompt": text} for text in texts(4)])
     done = prefill("profile", "--quiet", source, "-m", model, "--price-per-hour", 3)
     line = last_line(done.stdout)
