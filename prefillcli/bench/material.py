@@ -13,9 +13,10 @@ import pyarrow as pa
 
 from prefillcli.bench.probes import make_workload
 from prefillcli.data.paths import split_path
-from prefillcli.data.prompts.builder import DEFAULT_COLUMN, PromptBuilder, PromptSettings
+from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.labels import Labels
+from prefillcli.data.prompts.settings import DEFAULT_COLUMN, PromptSettings
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Prompt, RowBatch, RowError
 from prefillcli.data.windows import MAX_ROWS, windows

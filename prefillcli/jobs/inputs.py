@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prefillcli.data.output.target import Target
-from prefillcli.data.prompts.builder import DEFAULT_COLUMN, PromptBuilder, PromptSettings
+from prefillcli.data.prompts.builder import PromptBuilder
+from prefillcli.data.prompts.settings import DEFAULT_COLUMN, PromptSettings
 from prefillcli.data.proof.fingerprints import ModelContents
 from prefillcli.data.reading.source import Source
 from prefillcli.data.windows import MAX_ROWS

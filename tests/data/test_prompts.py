@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, normalizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
+from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.labels import Labels, parse_labels
+from prefillcli.data.prompts.settings import PromptSettings
 from prefillcli.data.rows import ErrorCode, Prompt, RowBatch, RowError
 from prefillcli.errors import UsageError
 
@@ -433,9 +434,10 @@ def test_prompts_that_a_template_makes_long_are_tokenised_a_bounded_number_of_by
         return encode(self, texts, **options)
 
     monkeypatch.setattr(Encoder, "encode", watched)
-    monkeypatch.setattr("prefillcli.data.prompts.builder._GROUP_CHARS", 10_000)
     template = "{{ 'Is it? ' * 500 }}{{ n }}"
-    prompts, errors = build(byte_level, batch_of(n=list(range(40))), template=template, max_length=10_000)
+    options = PromptSettings(template=template, max_length=10_000, vocab_size=len(byte_level))
+    builder = PromptBuilder(byte_level, options, ("n",), group_chars=10_000)
+    prompts, errors = builder.build(batch_of(n=list(range(40))), Labels(byte_level, parse_labels("Yes,No")))
     assert not errors
     assert [list(p.tokens) for p in prompts] == [byte_level("Is it? " * 500 + str(n))["input_ids"] for n in range(40)]
     assert max(sizes) < 15_000

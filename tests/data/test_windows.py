@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
+from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import Labels, parse_labels
+from prefillcli.data.prompts.settings import PromptSettings
 from prefillcli.data.reading.ids import SeenIds
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Window
