@@ -19,10 +19,10 @@ from benchmarks.score_runs import SAMPLES, outside_share, score_file, write_shor
 from benchmarks.spread import Spread
 from prefillcli.bench.measure import interleaved
 from prefillcli.compress.settings import Compression
-from prefillcli.prefill.law import choose_chunk, memory_law
+from prefillcli.models.flops import plain_flops, predicted_speedup, prefill_flops, table5, walk_flops
+from prefillcli.models.law import choose_chunk, memory_law
 from prefillcli.profile.prompts import prompts_with_histories, random_prompt
 from prefillcli.report.numbers import mebibytes
-from prefillcli.stats.flops import plain_flops, predicted_speedup, prefill_flops, table5, walk_flops
 
 Row = dict[str, Any]
 

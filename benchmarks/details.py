@@ -18,6 +18,7 @@ from benchmarks.methods import layer_walk, plan_for
 from benchmarks.models import SHAPES, random_llama
 from benchmarks.workloads import short_rows
 from prefillcli.bench.measure import interleaved
+from prefillcli.models.flops import answer_flops, walk_flops
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plans
 from prefillcli.plan.schedules import SCHEDULES
@@ -26,7 +27,6 @@ from prefillcli.prefill.products import Shift, attend_by_products
 from prefillcli.profile.budget import resident
 from prefillcli.profile.prompts import prompts_with_histories, random_prompt
 from prefillcli.report.numbers import mebibytes
-from prefillcli.stats.flops import answer_flops, walk_flops
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

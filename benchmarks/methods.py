@@ -14,11 +14,11 @@ from prefillcli.compress.settings import Compression
 from prefillcli.compress.worth import WorthCompressing
 from prefillcli.data.rows import Prompt
 from prefillcli.engines.hf import last_logits
+from prefillcli.models.law import CHUNK_TOKENS, PACK_TOKENS
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ATTENTION
-from prefillcli.prefill.law import CHUNK_TOKENS, PACK_TOKENS
 from prefillcli.prefill.walk import LayerWalk
 
 

@@ -23,20 +23,20 @@ from prefillcli.data.rows import Prompt
 from prefillcli.engines.hf import last_logits
 from prefillcli.engines.torch import TorchEngine, label_logprobs
 from prefillcli.jobs.load import Models, compression_of
-from prefillcli.models.open import Opened
-from prefillcli.options.bench import BenchSettings
-from prefillcli.plan.pack import Limits
-from prefillcli.plan.plan import Plan, make_plan
-from prefillcli.plan.trie import TokenArray
-from prefillcli.prefill.forest import ATTENTION
-from prefillcli.stats.flops import (
-    NoCostModel,
+from prefillcli.models.flops import (
     answer_flops,
     prefill_flops,
     ratio_speedup,
     table5,
     walk_flops,
 )
+from prefillcli.models.open import Opened
+from prefillcli.models.shape import NoCostModel
+from prefillcli.options.bench import BenchSettings
+from prefillcli.plan.pack import Limits
+from prefillcli.plan.plan import Plan, make_plan
+from prefillcli.plan.trie import TokenArray
+from prefillcli.prefill.forest import ATTENTION
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -25,7 +25,7 @@ from prefillcli.prefill.walk import LayerWalk
 class Draft:
     """A small model with the target's tokenizer.
 
-    `limits` come from `prefill.law.draft_limits`. `max_length` is the longest prompt that its position encoding takes.
+    `limits` come from `models.law.draft_limits`. `max_length` is the longest prompt that its position encoding takes.
     `on_failure` is called with what a pack failed with.
     """
 

@@ -35,7 +35,7 @@ def plan_draft(
 
     Raises ResourceError where nothing fits.
     """
-    from prefillcli.prefill.law import choose_chunk, draft_limits, memory_law
+    from prefillcli.models.law import choose_chunk, draft_limits, memory_law
 
     if opened.draft is None:
         raise ValueError("no draft was opened")
@@ -81,14 +81,14 @@ def make_draft(opened: Opened, model: Any, compression: Compression, plan: Mappi
 def make_compressor(picker: str, resources: PickerResources, opened: Opened, keep: float) -> Compressor:
     """The compressor of a job, with the picker of this name, to the rate `keep`."""
     from prefillcli.compress.compressor import Compressor
-    from prefillcli.models.families import sliding_window
+    from prefillcli.models.shape import Shape
 
     return Compressor(
         PICKERS[picker].make(resources),
         resources.settings,
         keep=keep,
         worth=worth_of(resources.settings, opened),
-        target_window=sliding_window(opened.files.config),
+        target_window=Shape(opened.files.config).sliding_window,
     )
 
 

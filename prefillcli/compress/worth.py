@@ -7,7 +7,8 @@ from math import ceil
 from typing import Any
 
 from prefillcli.compress.settings import Compression
-from prefillcli.stats.flops import NoCostModel, prefill_flops
+from prefillcli.models.flops import prefill_flops
+from prefillcli.models.shape import NoCostModel
 
 OVERHEAD = 0.05
 """Share of the model's operations in full that picking and gathering tokens takes: up to 0.03 in docs/benchmarks.md,

@@ -41,7 +41,7 @@ class Measured(Protocol):
 
 def budget_of(choice: MemoryChoice, free: int | None) -> int:
     """Bytes for packs: what `--memory` says, else a share of the `free` ones."""
-    from prefillcli.prefill.law import FREE_SHARE
+    from prefillcli.models.law import FREE_SHARE
 
     return parse_size(choice.memory) if choice.memory else int((free or 0) * FREE_SHARE)
 
@@ -51,7 +51,7 @@ def plan_packs(opened: Opened, choice: MemoryChoice, budget: int, measured: Meas
 
     `measured` says what a token takes and how long a pack. Raises ResourceError where not even a small prompt fits.
     """
-    from prefillcli.prefill.law import PACK_TOKENS, choose_chunk, memory_law, pack_limits
+    from prefillcli.models.law import PACK_TOKENS, choose_chunk, memory_law, pack_limits
 
     law = memory_law(opened.files.config, opened.files.dtype)
     chunk_tokens = choice.chunk_tokens or choose_chunk(law, budget, opened.device)

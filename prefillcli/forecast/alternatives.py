@@ -73,11 +73,11 @@ class Alternatives:
         self._compression: Compression | None = None
         self.keeps: list[KeepCost] = []
         if opened.draft is not None:
-            from prefillcli.models.families import sliding_window
+            from prefillcli.models.shape import Shape
 
             draft = plan_draft(opened, compression, budget, settings.chunk_tokens, {})
             self._worth = worth_of(compression, opened)
-            self._compression = compression.for_target(sliding_window(opened.files.config))
+            self._compression = compression.for_target(Shape(opened.files.config).sliding_window)
             self._draft_reach = _draft_reach(opened, compression, Limits(**draft["limits"]))
             rates = sorted({*KEEP_RATES, self._keep}, reverse=True)
             self.keeps = [KeepCost(keep=rate, chosen=rate == settings.keep) for rate in rates]

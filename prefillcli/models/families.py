@@ -1,32 +1,60 @@
-"""What is known of model families."""
+"""Model families: those that are verified, and the quirks of others that keep them from being walked.
+
+A family is the `model_type` of a text configuration.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-#: Families whose walk is compared with their own eager forward by the tests of this project. Others must agree with
-#: it in a rehearsal when they are loaded.
-VERIFIED = frozenset(
-    {
-        "llama",
-        "qwen2",
-        "qwen3",
-        "mistral",
-        "gemma2",
-        "gemma3_text",
-        "phi3",
-        "olmo2",
-        "qwen3_moe",
-        "mixtral",
-        "gpt_oss",
-    }
-)
-WALKABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
-LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+#: Families whose walk the tests compare with their own eager forward, as people write them. Every other one must agree
+#: with its own forward in a rehearsal when it is loaded.
+VERIFIED = {
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "mistral": "Mistral",
+    "gemma2": "Gemma 2",
+    "gemma3_text": "Gemma 3",
+    "phi3": "Phi-3",
+    "olmo2": "OLMo 2",
+    "qwen3_moe": "Qwen3-MoE",
+    "mixtral": "Mixtral",
+    "gpt_oss": "gpt-oss",
+}
+
+#: Kinds of layers, in a configuration's `layer_types`, whose attention is over all tokens or through a sliding window.
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+
+#: Position encodings that change all positions once a prompt passes a length.
+LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
-def sliding_window(config: Any) -> int | None:
-    """How many tokens the layers with a sliding window see, by a text config; None if there are no such layers."""
-    window = getattr(config, "sliding_window", None)
-    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
-    return int(window) if window and slides and getattr(config, "use_sliding_window", True) else None
+def refusal(whole: Any, text: Any, *, causal: bool, walk: bool) -> str | None:
+    """Why a model cannot be scored, or not be walked if `walk`; None if its configuration gives no reason.
+
+    `whole` is its configuration, `text` that of its text model, `causal` whether there is a causal language model of
+    its family.
+    """
+    if getattr(whole, "is_encoder_decoder", False):
+        return "is an encoder-decoder"
+    if not causal:
+        return "is not a causal language model of transformers"
+    if getattr(text, "use_bidirectional_attention", False) or not getattr(text, "is_causal", True):
+        return "attends in both directions"
+    strange = set(getattr(text, "layer_types", None) or ()) - ATTENTION_LAYERS
+    return f"has layers of type {', '.join(sorted(strange))}" if walk and strange else None
+
+
+def longest_prompt(text: Any) -> int:
+    """Longest prompt, in tokens, that can be scored together with shorter ones as the model itself does.
+
+    Position encodings that change all positions once a prompt passes a length make short and long prompts different
+    models, so they end at that length.
+    """
+    longest = int(getattr(text, "max_position_embeddings", 0) or 1 << 30)
+    rope = getattr(text, "rope_parameters", None) or {}
+    for one in [rope, *(v for v in rope.values() if isinstance(v, dict))]:
+        if one.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+            longest = min(longest, int(one.get("original_max_position_embeddings") or longest))
+    return longest

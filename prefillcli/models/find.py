@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from prefillcli.errors import UsageError, brief
-from prefillcli.models.families import LENGTH_DEPENDENT_ROPE, WALKABLE_LAYERS
+from prefillcli.models.families import longest_prompt, refusal
 from prefillcli.models.files import check_config
 from prefillcli.models.safetensors import check_weights
 from prefillcli.prefill.forest import UnsupportedModelError
@@ -28,17 +28,8 @@ class ModelFiles:
 
     @property
     def max_length(self) -> int:
-        """Longest prompt, in tokens, that the walk scores as the model's own forward does.
-
-        Position encodings that change all positions once a prompt passes a length make short and long prompts
-        different models, so they end at that length.
-        """
-        longest = int(getattr(self.config, "max_position_embeddings", 0) or 1 << 30)
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        for one in [rope, *(v for v in rope.values() if isinstance(v, dict))]:
-            if one.get("rope_type") in LENGTH_DEPENDENT_ROPE:
-                longest = min(longest, int(one.get("original_max_position_embeddings") or longest))
-        return longest
+        """Longest prompt, in tokens, that the walk scores as the model's own forward does."""
+        return longest_prompt(self.config)
 
 
 def find_model(name: str, revision: str | None = None, *, option: str = "--model") -> Path:
@@ -79,25 +70,13 @@ def read_model_files(
     except Exception as error:  # each family has checks of its own, or none
         raise UsageError(f"{path}/config.json: {brief(error)}") from None
     config = whole.get_text_config()
-    _refuse(whole, config, trust_remote_code, walk)
+    causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or trust_remote_code
+    if why := refusal(whole, config, causal=causal, walk=walk):
+        elsewhere = refusal(whole, config, causal=causal, walk=False) is None
+        other = " (prefill score --engine hf or vllm may)" if elsewhere else ""
+        raise UnsupportedModelError(f"{config.model_type} {why}; it cannot be walked layer by layer{other}")
     chosen = getattr(torch, dtype) if dtype != "auto" else (config.dtype or whole.dtype or torch.float32)
     if dtype == "auto" and device == "cpu" and chosen == torch.float16:
         chosen = torch.float32  # float16 is slow and inexact on CPUs
     check_weights(path, weights, config)
     return ModelFiles(path, config.model_type, config, chosen)
-
-
-def _refuse(whole: Any, config: Any, trust_remote_code: bool, walk: bool) -> None:
-    """Say no to what cannot be scored, or not be walked, as far as the configuration tells."""
-    family = config.model_type
-    why, other = None, ""
-    if getattr(whole, "is_encoder_decoder", False):
-        why = "is an encoder-decoder"
-    elif family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not trust_remote_code:
-        why = "is not a causal language model of transformers"
-    elif getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
-        why = "attends in both directions"
-    elif walk and (strange := set(getattr(config, "layer_types", None) or ()) - WALKABLE_LAYERS):
-        why, other = f"has layers of type {', '.join(sorted(strange))}", " (prefill score --engine hf or vllm may)"
-    if why:
-        raise UnsupportedModelError(f"{family} {why}; it cannot be walked layer by layer{other}")

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from prefillcli.errors import brief
-from prefillcli.models.families import sliding_window
+from prefillcli.models.shape import Shape
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError
@@ -58,7 +58,7 @@ def rehearse(model: PreTrainedModel, config: Any) -> None:
         raise UnsupportedModelError(
             f"{family} cannot be walked layer by layer: {type(error).__name__}: {brief(error)}"
         ) from error
-    window = sliding_window(config)
+    window = Shape(config).sliding_window
     if window is not None and window not in walk.windows:
         raise UnsupportedModelError(f"{family} does not tell its attention function of its sliding window")
     worst = max(float((found[i] - w.float()).abs().max()) for i, w in enumerate(wanted))

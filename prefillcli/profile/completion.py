@@ -59,7 +59,7 @@ def time_packs(send: Send, subject: Subject, memory: int | None, target: float) 
     `memory` is the budget in bytes, None for what `prefill score` would take of the memory that is free.
     `target` is about how many seconds it may take.
     """
-    from prefillcli.prefill.law import FREE_SHARE, choose_chunk, memory_law
+    from prefillcli.models.law import FREE_SHARE, choose_chunk, memory_law
     from prefillcli.prefill.walk import LayerWalk
     from prefillcli.runtime.memory import available_memory
 

@@ -47,8 +47,8 @@ def open_input(settings: ProfileSettings, outputs: Iterable[str]) -> Input:
 
 def survey_input(settings: ProfileSettings, given: Input, profile: Profile) -> Survey:
     """Survey the rows, with times by the fresh `profile` and in the budget that it found. Raises as `survey` does."""
+    from prefillcli.models.law import FREE_SHARE
     from prefillcli.models.weights import weight_bytes
-    from prefillcli.prefill.law import FREE_SHARE
 
     source, opened = given.source, given.opened
     free = None

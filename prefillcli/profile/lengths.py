@@ -10,12 +10,13 @@ from typing import Any
 from prefillcli.errors import PrefillError, ResourceError
 from prefillcli.forecast.mode_results import Confirmation, MemoryPoint, ModeResult, Trace
 from prefillcli.models.find import ModelFiles
+from prefillcli.models.flops import prefill_flops
+from prefillcli.models.shape import NoCostModel
 from prefillcli.profile.children import ChildEnded, ChildFailed, Subject, confirm, in_child, measure, trace
 from prefillcli.profile.fits import fit_line
 from prefillcli.profile.mode_laws import Law, mode_law
 from prefillcli.profile.modes import OF_TRANSFORMERS
 from prefillcli.report.numbers import byte_size
-from prefillcli.stats.flops import NoCostModel, prefill_flops
 
 TRIES = 3
 MARGIN = 0.02  # of the length that the line allows: left out of the prediction, for what the line does not know

@@ -1,6 +1,6 @@
 """What a prompt costs in memory in each mode, in closed form from a text configuration.
 
-The memory law of the layer walk is `prefillcli.prefill.law`'s; this adds what a layer makes for one token while it
+The memory law of the layer walk is `prefillcli.models.law`'s; this adds what a layer makes for one token while it
 computes (figure 4 of PrefillOnly), and the modes that keep or chunk other things.
 """
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from prefillcli.models.families import sliding_window
-from prefillcli.prefill.law import memory_law
+from prefillcli.models.law import memory_law
+from prefillcli.models.shape import Shape
 from prefillcli.prefill.walk import LOGIT_BYTES
 
 _IDS = 16  # token id and position, int64 each
@@ -71,7 +71,8 @@ def mode_law(mode: str, config: Any, dtype: torch.dtype, chunk_tokens: int) -> L
             },
         )
     if mode == "chunked":
-        groups = config.num_attention_heads / (getattr(config, "num_key_value_heads", 0) or config.num_attention_heads)
+        shape = Shape(config)
+        groups = shape.heads / shape.kv_heads
         repeated = law.key_value * groups if groups > 1 else 0
         return Law(
             _logits(config) + chunk + chunk_tokens * 2 * law.residual,
@@ -91,23 +92,12 @@ def layer_bytes(config: Any, dtype: torch.dtype) -> int:
     product). Or in attention: normed input, q, k, v, three more rows in the width of q while it is rotated or
     attention's output is there. Or in a norm, which computes in float32: input, square and product.
     """
-    size, hidden = dtype.itemsize, config.hidden_size
-    width = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
-    queries = width * config.num_attention_heads
-    keys = width * (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-    mlp = size * (2 * hidden + 3 * _inner(config))
+    shape, size = Shape(config), dtype.itemsize
+    hidden, queries, keys = shape.hidden, shape.head_width * shape.heads, shape.head_width * shape.kv_heads
+    mlp = size * (2 * hidden + 3 * shape.inner)
     attention = size * (hidden + 4 * queries + 2 * keys)
     norm = size * hidden + 4 * 3 * hidden
     return int(max(mlp, attention, norm))
-
-
-def _inner(config: Any) -> int:
-    """Inner width of a dense MLP; with experts, that of the chosen ones together."""
-    inner = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
-    experts = int(getattr(config, "num_experts_per_tok", None) or 0)
-    if not experts:
-        return inner
-    return experts * (int(getattr(config, "moe_intermediate_size", None) or inner) + int(config.hidden_size))
 
 
 def _logits(config: Any) -> float:
@@ -120,7 +110,5 @@ def attention_windows(config: Any) -> list[tuple[int | None, int]]:
 
     The walk leaves the last layer as soon as its K,V are stored.
     """
-    window = sliding_window(config)
-    kinds = list(getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers)
-    counted = Counter(window if kind == "sliding_attention" else None for kind in kinds[:-1])
+    counted = Counter(Shape(config).windows[:-1])
     return sorted(counted.items(), key=lambda each: each[0] or 0)

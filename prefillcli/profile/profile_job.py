@@ -181,7 +181,7 @@ def _replays(
     settings: ProfileSettings, files: Any, device: Any, profile: Profile, announce: Callable[[str], None]
 ) -> Iterator[Replay]:
     """The papers' workloads on a server with this machine's times and as much cache as its budget holds."""
-    from prefillcli.prefill.law import memory_law, pack_limits
+    from prefillcli.models.law import memory_law, pack_limits
     from prefillcli.replay.replay import replay
     from prefillcli.replay.workloads import WORKLOADS
 

@@ -24,13 +24,7 @@ from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.prompts.spans import spans_of
 from prefillcli.data.rows import Prompt
 from prefillcli.jobs.load import load_walk
-from prefillcli.models.open import open_models
-from prefillcli.options.bench import BenchSettings
-from prefillcli.plan.pack import Limits
-from prefillcli.plan.plan import make_plan
-from prefillcli.profile.prompts import random_prompt
-from prefillcli.stats.flops import (
-    NoCostModel,
+from prefillcli.models.flops import (
     answer_flops,
     predicted_speedup,
     prefill_flops,
@@ -38,6 +32,12 @@ from prefillcli.stats.flops import (
     table5,
     walk_flops,
 )
+from prefillcli.models.open import open_models
+from prefillcli.models.shape import NoCostModel
+from prefillcli.options.bench import BenchSettings
+from prefillcli.plan.pack import Limits
+from prefillcli.plan.plan import make_plan
+from prefillcli.profile.prompts import random_prompt
 
 TARGET, DRAFT = SAMPLES / "models" / "target", SAMPLES / "models" / "draft"
 TOKENS = 300

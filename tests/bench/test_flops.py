@@ -10,11 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, MixtralConfig, Qwen3Config, Qwen3NextConfig
 
-from prefillcli.plan.pack import Limits
-from prefillcli.plan.plan import make_plan
-from prefillcli.stats.flops import (
+from prefillcli.models.flops import (
     Flops,
-    NoCostModel,
     plain_flops,
     predicted_speedup,
     prefill_flops,
@@ -22,6 +19,9 @@ from prefillcli.stats.flops import (
     table5,
     walk_flops,
 )
+from prefillcli.models.shape import NoCostModel
+from prefillcli.plan.pack import Limits
+from prefillcli.plan.plan import make_plan
 from tests.prefill.families import FAMILIES, WINDOW, make_config, make_model
 
 

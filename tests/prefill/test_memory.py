@@ -12,9 +12,9 @@ from transformers import LlamaConfig
 from benchmarks.memory import peak_in_child
 from benchmarks.models import random_llama
 from prefillcli.errors import ResourceError
+from prefillcli.models.law import choose_chunk, memory_law, pack_limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION
-from prefillcli.prefill.law import choose_chunk, memory_law, pack_limits
 from prefillcli.prefill.walk import LayerWalk
 from prefillcli.profile.prompts import prompts_with_histories, random_prompt
 from prefillcli.runtime.memory import available_memory

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, MistralConfig, MistralForCausalLM
 
 from prefillcli.compress.fallbacks import FALLBACKS
-from prefillcli.prefill.law import PACK_TOKENS
+from prefillcli.models.law import PACK_TOKENS
 from prefillcli.prefill.walk import LayerWalk
 from tests.score.compression import Prompt, assert_close, compressed, full_rows, lines_of, unrelated
 from tests.score.jobs import Reference, read_output, read_report, write_jsonl

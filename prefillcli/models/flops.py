@@ -12,15 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prefillcli.errors import PrefillError
+from prefillcli.models.shape import Mlp, Shape
 from prefillcli.plan.plan import Plan
 from prefillcli.plan.trie import TokenArray
-
-_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
-
-
-class NoCostModel(PrefillError):
-    """The operations of this architecture cannot be counted. The message names the family and what is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +122,7 @@ def answer_flops(config: Any, plan: Plan, *, ahead: int = 0) -> float:
     `ahead` more tokens are decoded behind each prompt, through all layers and the head.
     """
     layers = _layers(config)
-    head = 2.0 * config.hidden_size * config.vocab_size
+    head = _head(config)
     token = [layer.mlp + layer.inputs + layer.output for layer in layers]
     total = 0.0
     for pack in plan.packs:
@@ -146,7 +140,7 @@ def _flops(config: Any, layers: Sequence[_Layer], tokens: int, pairs: Sequence[f
         mlp=tokens * sum(layer.mlp for layer in layers),
         projections=tokens * sum(layer.inputs + layer.output for layer in layers),
         attention=sum(count * layer.pair for count, layer in zip(pairs, layers, strict=True)),
-        head=2.0 * head_tokens * config.hidden_size * config.vocab_size,
+        head=head_tokens * _head(config),
     )
 
 
@@ -161,68 +155,23 @@ def _triangle(tokens: int, window: int | None) -> float:
 
 
 def _layers(config: Any) -> list[_Layer]:
-    heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
-    groups = _first(config, "num_key_value_heads") or heads
-    width = _first(config, "head_dim") or hidden // heads
-    inputs, output, pair = (
-        2.0 * hidden * width * (heads + 2 * groups),
-        2.0 * hidden * width * heads,
-        4.0 * width * heads,
-    )
-    _size(config, "vocab_size")
+    shape = Shape(config)
+    row = 2.0 * shape.hidden * shape.head_width  # of one head's projection
+    inputs, output = row * (shape.heads + 2 * shape.kv_heads), row * shape.heads
+    pair = 4.0 * shape.head_width * shape.heads
     return [
-        _Layer(_mlp(config, number), inputs, output, pair, window) for number, window in enumerate(_windows(config))
+        _Layer(_mlp(shape.hidden, shape.mlp(number)), inputs, output, pair, window)
+        for number, window in enumerate(shape.windows)
     ]
 
 
-def _windows(config: Any) -> list[int | None]:
-    # Families without layer_types (mistral, mixtral, phi3) slide in every layer or in none.
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * _size(config, "num_hidden_layers")
-    if strange := set(kinds) - _ATTENTION_LAYERS:
-        raise NoCostModel(f"{config.model_type} has layers of type {', '.join(sorted(strange))}")
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+def _head(config: Any) -> float:
+    shape = Shape(config)
+    return 2.0 * shape.hidden * shape.vocabulary
 
 
-def _mlp(config: Any, layer: int) -> float:
+def _mlp(hidden: int, mlp: Mlp) -> float:
     """Operations for one token: of a dense MLP, or of the router, the chosen experts and the shared ones."""
-    hidden = _size(config, "hidden_size")
-    experts = _first(config, "num_local_experts", "num_experts", "n_routed_experts")
-    if not experts or _is_dense(config, layer):
-        return 6.0 * hidden * _size(config, "intermediate_size")
-    width = _first(config, "moe_intermediate_size", "intermediate_size")
-    gated = _first(config, "shared_expert_intermediate_size")  # qwen2_moe: one shared expert behind a gate of its own
-    shared = gated or _first(config, "shared_intermediate_size") or _first(config, "n_shared_experts") * width
-    router = experts + (1 if gated else 0)
-    return 2.0 * hidden * (router + 3 * (_size(config, "num_experts_per_tok") * width + shared))
-
-
-def _is_dense(config: Any, layer: int) -> bool:
-    """Whether this layer has no experts, in a model with experts."""
-    kinds = getattr(config, "mlp_layer_types", None)
-    if kinds:
-        return bool(kinds[layer] == "dense")
-    step = _first(config, "decoder_sparse_step") or 1
-    by_number = layer in (getattr(config, "mlp_only_layers", None) or ()) or (layer + 1) % step != 0
-    return by_number or layer < _first(config, "first_k_dense_replace")
-
-
-def _size(config: Any, name: str) -> int:
-    """A setting that must be there. Raises NoCostModel if it is not."""
-    value = _first(config, name)
-    if not value:
-        raise NoCostModel(f"the configuration of {config.model_type} has no {name}")
-    return value
-
-
-def _first(config: Any, *names: str) -> int:
-    """The first of these settings that the configuration has and that is not 0 or None; else 0.
-
-    Raises NoCostModel for one that is not a single number: some families have one per layer.
-    """
-    for name in names:
-        if value := getattr(config, name, None):
-            if not isinstance(value, int):
-                raise NoCostModel(f"{name} of {config.model_type} is {value!r}, not one number")
-            return value
-    return 0
+    if not mlp.experts:
+        return 6.0 * hidden * mlp.width
+    return 2.0 * hidden * (mlp.routed + 3 * (mlp.experts * mlp.width + mlp.shared))

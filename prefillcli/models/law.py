@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from prefillcli.errors import ResourceError
+from prefillcli.models.shape import Shape
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.walk import LOGIT_BYTES
 from prefillcli.runtime.memory import available_memory
@@ -20,7 +21,7 @@ from prefillcli.runtime.memory import available_memory
 #: A pack this large keeps every core or tensor core busy; a larger one only loses more work when it is killed.
 PACK_TOKENS = {"cpu": 65_536, "cuda": 262_144}
 CHUNK_TOKENS = {"cpu": 2048, "cuda": 8192}
-SMALLEST_CHUNK = 64
+MIN_CHUNK_TOKENS = 64
 CHUNK_SHARE = 1 / 8  # of the budget, at most, for what a layer makes of one chunk
 FREE_SHARE = 0.7  # of the free memory, taken where no budget is given
 VOTES_SHARE = 0.25  # of a draft's budget, for the importance of tokens
@@ -54,32 +55,26 @@ class MemoryLaw:
 
 
 def memory_law(config: Any, dtype: torch.dtype) -> MemoryLaw:
-    """The law for a transformers text config. Head width and K,V heads fall back as in transformers."""
-    size = dtype.itemsize
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    experts = getattr(config, "num_experts_per_tok", None)
-    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    if experts:
-        inner = experts * ((getattr(config, "moe_intermediate_size", None) or inner) + config.hidden_size)
+    """The law for a transformers text configuration. Raises NoCostModel if it lacks a size."""
+    shape, size = Shape(config), dtype.itemsize
     # Normed rows in float32 and rows in dtype; q, k, v before and after rotation and the output twice; gate, up,
     # their product and its activation.
-    transient = config.hidden_size * (3 * 4 + 3 * size) + size * (4 * heads * width + 4 * kv_heads * width + 4 * inner)
+    rows = shape.hidden * (3 * 4 + 3 * size)
+    attention = 4 * (shape.heads + shape.kv_heads) * shape.head_width
     return MemoryLaw(
-        residual=config.hidden_size * size,
-        key_value=2 * kv_heads * width * size,
-        rotary=2 * width * size,
-        layers=config.num_hidden_layers,
-        transient=transient,
-        vocabulary=config.vocab_size,
+        residual=shape.hidden * size,
+        key_value=2 * shape.kv_heads * shape.head_width * size,
+        rotary=2 * shape.head_width * size,
+        layers=shape.layers,
+        transient=rows + size * (attention + 4 * shape.inner),
+        vocabulary=shape.vocabulary,
     )
 
 
 def choose_chunk(law: MemoryLaw, budget: int, device: torch.device) -> int:
     """Tokens of one call of a layer: what is fast on the device, halved until it takes a small part of the budget."""
     tokens = CHUNK_TOKENS[device.type]
-    while tokens > SMALLEST_CHUNK and law.transient * tokens > budget * CHUNK_SHARE:
+    while tokens > MIN_CHUNK_TOKENS and law.transient * tokens > budget * CHUNK_SHARE:
         tokens //= 2
     return tokens
 
