@@ -1,12 +1,15 @@
-"""Which rows of the input a job reads: all, the first N, or N drawn at random."""
+"""Which rows and columns of the input a job reads."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
 
 from prefillcli.data.rows import Int64Array
+from prefillcli.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +53,36 @@ class Selection:
         if self.chosen is not None:
             return len(self.chosen)
         return total if self.limit is None else min(total, self.limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Which rows the user asked for: all, the first `limit`, or of these `sample` drawn at random."""
+
+    limit: int | None = None
+    sample: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnChoice:
+    """Which columns are read."""
+
+    columns: tuple[str, ...]
+    """Those that the prompt needs."""
+    optional: tuple[str, ...]
+    """Those that are read where they are there: on some lines, in some files."""
+    carried: pa.Schema
+    """Id and kept columns; from JSON Lines every one is a string that holds JSON."""
+
+    @property
+    def columns_and_optional(self) -> tuple[str, ...]:
+        return (*self.columns, *self.optional)
+
+
+def require_columns(names: Sequence[str], available: Sequence[str], where: str) -> None:
+    """Raise UsageError naming the first column that is missing."""
+    for name in names:
+        if name not in available:
+            listed = ", ".join(available[:20]) + (", ..." if len(available) > 20 else "")
+            raise UsageError(f"no column {name!r} in {where}\navailable: {listed}")
