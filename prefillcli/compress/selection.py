@@ -17,6 +17,7 @@ from fractions import Fraction
 from math import ceil
 
 import numpy as np
+import numpy.typing as npt
 
 from prefillcli.compress.base import FloatArray, IntArray
 from prefillcli.compress.settings import Compression
@@ -26,14 +27,24 @@ from prefillcli.plan.trie import TokenArray, TrieNode, build_forest, token_order
 def select(importance: FloatArray, keep: float, *, chunk: int, first: int, last: int) -> IntArray:
     """The kept tokens of one prompt, ascending. `importance` is [tokens]; of equal chunks the earlier are kept."""
     tokens = len(importance)
-    chunks = -(-tokens // chunk)
-    best = _best(importance, 0, chunks, chunk, budget(keep, chunks))
-    kept = np.zeros(tokens, dtype=bool)
-    for number in best:
+    chunks = chunk_count(tokens, chunk)
+    kept = ends(tokens, first, last)
+    for number in _best(importance, 0, chunks, chunk, budget(keep, chunks)):
         kept[number * chunk : (number + 1) * chunk] = True
-    kept[:first] = True
-    kept[max(tokens - last, 0) :] = True
     return np.flatnonzero(kept)
+
+
+def ends(tokens: int, first: int, last: int) -> npt.NDArray[np.bool_]:
+    """Which of so many tokens are the `first` or the `last` ones, bool [tokens]."""
+    kept = np.zeros(tokens, dtype=np.bool_)
+    kept[:first] = True
+    kept[max(0, tokens - last) :] = True
+    return kept
+
+
+def chunk_count(tokens: int, chunk: int) -> int:
+    """How many chunks of `chunk` tokens so many tokens make; the last one may be shorter."""
+    return -(-tokens // chunk)
 
 
 def budget(keep: float, count: int) -> int:
@@ -192,7 +203,7 @@ class _ForestSelection:
     def _choose(self, node: TrieNode, below: list[int], full: int) -> IntArray:
         """The best of the chunks that end in `node`, and those of its tokens that a prompt of `below` always keeps."""
         chunk = self._settings.select_chunk
-        end = node.end // chunk if node.children else -(-node.end // chunk)
+        end = node.end // chunk if node.children else chunk_count(node.end, chunk)
         keep = max(self._rated[prompt].keep or 0.0 for prompt in below)
         chosen = self._chunks(node, below, node.start // chunk, end, keep, full)
         first = np.arange(node.start, min(self._settings.keep_first, node.end))

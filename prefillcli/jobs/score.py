@@ -292,7 +292,7 @@ class _ScoreJob:
         )
         compressor = None
         if models.compressor is not None:
-            from prefillcli.compress.window import AutoKeep, WindowCompressor  # takes torch along
+            from prefillcli.compress.window_compressor import AutoKeep, WindowCompressor  # takes torch along
 
             auto = None
             if settings.keep == "auto" and "keep" not in sink.plan:

@@ -19,7 +19,7 @@ from prefillcli.runtime.clock import Phase
 
 if TYPE_CHECKING:  # these take torch along
     from prefillcli.compress.auto import KeepChoice
-    from prefillcli.compress.window import WindowCompressor
+    from prefillcli.compress.window_compressor import WindowCompressor
 
 
 @dataclass(slots=True)

@@ -217,7 +217,7 @@ def test_a_rate_that_was_chosen_stands_with_other_packs_too(
     def choose_again(*_: Any, **__: Any) -> None:
         raise AssertionError("the rate was chosen again")
 
-    monkeypatch.setattr("prefillcli.compress.window.choose_keep", choose_again)
+    monkeypatch.setattr("prefillcli.compress.window_compressor.choose_keep", choose_again)
     assert_resumes(whole_auto, flags(model, draft, **AUTO, memory="1GiB") | {"pack_tokens": 300}, same_packs=False)
     for row, wanted in zip(read_output("out.parquet"), whole_auto.rows, strict=True):
         for name in ("score", "audit_score"):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from prefillcli.compress.base import FloatArray, IntArray
-from prefillcli.compress.pickers.row_picker import RowPicker, ends
+from prefillcli.compress.pickers.row_picker import RowPicker
+from prefillcli.compress.selection import ends
 from prefillcli.data.rows import Prompt
 
 

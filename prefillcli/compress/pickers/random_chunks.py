@@ -6,6 +6,7 @@ import numpy as np
 
 from prefillcli.compress.base import FloatArray
 from prefillcli.compress.pickers.row_picker import RowPicker
+from prefillcli.compress.selection import chunk_count
 from prefillcli.data.rows import Prompt
 
 
@@ -25,6 +26,6 @@ class RandomChunks(RowPicker):
 
 def random_importance(tokens: int, chunk: int, rng: np.random.Generator) -> FloatArray:
     """Minus the place of each token's chunk in a random order, float32 [tokens]."""
-    order = rng.permutation(-(-tokens // chunk))
+    order = rng.permutation(chunk_count(tokens, chunk))
     places = np.argsort(order)[np.arange(tokens) // chunk]
     return -places.astype(np.float32)

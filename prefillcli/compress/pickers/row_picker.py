@@ -7,10 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from prefillcli.compress.base import FloatArray, ImportanceEstimate, IntArray, Tick
-from prefillcli.compress.selection import budget, tails
+from prefillcli.compress.selection import budget, ends, tails
 from prefillcli.compress.settings import Compression
 from prefillcli.data.rows import Prompt
 
@@ -76,11 +75,3 @@ def fill(order: IntArray, tokens: int, keep: float, *, first: int, last: int) ->
     others = order[~kept[order]]
     kept[others[: budget(keep, len(others))]] = True
     return np.flatnonzero(kept)
-
-
-def ends(tokens: int, first: int, last: int) -> npt.NDArray[np.bool_]:
-    """bool [tokens]: the first and the last ones."""
-    kept = np.zeros(tokens, dtype=np.bool_)
-    kept[:first] = True
-    kept[max(0, tokens - last) :] = True
-    return kept

@@ -20,14 +20,14 @@ from prefillcli.engines.base import Engine
 from prefillcli.errors import PrefillError, ResourceError, brief, out_of_resource
 
 ALMOST_ALL = 0.95
-"""Of a window's tokens: a job that was to read fewer and reads as many hears why."""
+"""A job that is to read fewer tokens of a window than this share, and does not, is told why."""
 
 
 @dataclass(frozen=True, slots=True)
 class AutoKeep:
-    """`--keep auto`: the share of flips that it may cause, and how many rows it tries rates on.
+    """`--keep auto`: the share of answers that it may flip, and the number of rows on which it tries rates.
 
-    Without `rows` it takes as many as it needs to prove a rate.
+    With 0 `rows` it takes as many as it needs to prove a rate.
     """
 
     max_flips: float
@@ -49,7 +49,7 @@ class CompressedWindow:
 class WindowCompressor:
     """Decides how the model reads each window's prompts.
 
-    `auto` asks it to choose the job's keep rate. `methods` are the rows that were scored before, by method.
+    With `auto` it chooses the job's keep rate. `methods` are the rows that were scored before, by method.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class WindowCompressor:
         return CompressedWindow(requests, compressor.picker.tokens - before, choice)
 
     def _warn_of_little(self, requests: Sequence[Request], keeps: Sequence[float | None]) -> bool:
-        """Tell if the model reads nearly all tokens of a window in spite of the keep rate, and why."""
+        """Whether the model reads nearly all tokens of a window in spite of its keep rate; then say why on stderr."""
         read, whole = (
             sum(map(len, each)) for each in zip(*((r.tokens, r.prompt.tokens) for r in requests), strict=True)
         )
@@ -95,7 +95,7 @@ class WindowCompressor:
             return False
         compressor, prompts = self._compressor, [each.prompt for each in requests]
         number = max(range(len(requests)), key=lambda at: len(requests[at].tokens))
-        full = sum(each.kept is None for each in requests)
+        full = sum(not each.compressed for each in requests)
         if keeps[number] is None:
             why = why_no_rate(prompts, keeps, number, compressor.keep, compressor.settings, compressor.worth)
         else:
