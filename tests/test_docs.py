@@ -17,6 +17,7 @@ from prefillcli.data.rows import ErrorCode
 from prefillcli.jobs.status import Status
 from prefillcli.jobs.verify import Verified
 from prefillcli.options.commands import COMMANDS
+from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.report.run import RunReport
 
 ROOT = Path(__file__).parent.parent
@@ -98,6 +99,12 @@ def test_the_manual_lists_the_formats_of_an_output() -> None:
     text = (ROOT / "docs" / "score.md").read_text().partition("\n| ending |")[2].partition("\n\n")[0]
     rows = [f"| {', '.join(f'`{ending}`' for ending in each.endings)} | {each.meaning} |" for each in FORMATS]
     assert text.splitlines()[2:] == rows
+
+
+def test_every_schedule_is_documented() -> None:
+    text = (ROOT / "docs" / "score.md").read_text()
+    for name in SCHEDULES:
+        assert f"| `{name}` |" in text, name
 
 
 def test_bench_names_its_options_methods_workloads_and_keys() -> None:

@@ -23,7 +23,8 @@ from prefillcli.options.option import (
     argument,
     option,
 )
-from prefillcli.options.values import Labels, Odd, Rate, Size, ThreadCount, Threshold
+from prefillcli.options.values import Labels, Odd, Rate, ScheduleName, Size, ThreadCount, Threshold
+from prefillcli.plan.schedules import DEFAULT
 
 
 class InputOptions(Settings):
@@ -259,8 +260,8 @@ class JobOptions(LoadingOptions, PromptOptions, InputOptions):
 class ScheduledOptions(JobOptions):
     """The options of a job of many rows, which are computed in some order."""
 
-    schedule: Literal["prefix-tree", "fifo", "srjf", "srjf-calibrated"] = option(
-        "prefix-tree",
+    schedule: ScheduleName = option(
+        DEFAULT,
         "Order in which rows are computed: by shared prefixes, as they come, the shortest first, or the one with the "
         "fewest tokens that are not cached.",
         MEMORY,

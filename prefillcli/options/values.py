@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from prefillcli.engines.kinds import ENGINES
+from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.runtime.sizes import parse_size
 
 
@@ -85,6 +86,10 @@ Rate = Annotated[float | Literal["auto"], BeforeValidator(_as_rate)]
 ThreadCount = Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], BeforeValidator(_as_count)]
 Threshold = Annotated[Annotated[int, Field(ge=0)] | Literal["auto"], BeforeValidator(_as_count)]
 Fairness = Annotated[tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...], BeforeValidator(_as_rates)]
+if TYPE_CHECKING:
+    ScheduleName = str
+else:
+    ScheduleName = Literal[tuple(SCHEDULES)]
 EngineName = Annotated[str, AfterValidator(_check_engine)]
 KeyValues = Annotated[dict[str, Any], BeforeValidator(_as_mapping)]
 Rates = Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], BeforeValidator(_as_rates)]

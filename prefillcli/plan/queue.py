@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from prefillcli.plan.schedules import SCHEDULES, shortest_job
+from prefillcli.plan.schedules import SCHEDULES, Job
+from prefillcli.plan.shortest_job import shortest_job
 from prefillcli.plan.trie import TrieNode
 
 
@@ -19,7 +20,10 @@ class Queue:
     """
 
     def __init__(self, roots: Sequence[TrieNode], schedule: str) -> None:
-        self._calibrated = schedule == "srjf-calibrated"
+        if schedule not in SCHEDULES:
+            raise ValueError(f"{schedule!r} is not a schedule: there are {', '.join(SCHEDULES)}")
+        by = SCHEDULES[schedule]
+        self._calibrated = by.calibrated
         self._places: dict[int, tuple[int, int, int]] = {}  # id(node) -> number, first and last end below, depth first
         ends: list[TrieNode] = []
         stack = [(root, False) for root in reversed(roots)]
@@ -34,18 +38,11 @@ class Queue:
                 ends.append(node)
             stack.append((node, True))
             stack.extend((child, False) for child in reversed(node.children))
-        came = np.asarray([min(node.reads) for node in ends])
-        match schedule:
-            case "prefix-tree":
-                order = np.arange(len(ends))
-            case "srjf":
-                order = np.lexsort((came, np.asarray([node.end for node in ends])))
-            case "fifo" | "srjf-calibrated":  # the latter picks anew each time; of equal prompts the first
-                order = np.argsort(came)
-            case _:
-                raise ValueError(f"{schedule!r} is not a schedule: there are {', '.join(SCHEDULES)}")
+        order = list(range(len(ends)))
+        if (key := by.key) is not None:
+            order.sort(key=lambda at: key(Job(min(ends[at].reads), ends[at].end)))
         self._jobs: list[TrieNode] = [ends[at] for at in order]
-        self._job_of = np.argsort(order)  # of each end, depth first
+        self._job_of = np.argsort(np.asarray(order, dtype=np.int64))  # of each end, depth first
         self._input = np.asarray([node.end for node in self._jobs], dtype=np.float64)
         self._cached = np.zeros(len(ends))
         self._waiting = np.ones(len(ends), dtype=bool)  # ends, depth first

@@ -1,38 +1,39 @@
-"""In which order prompts are computed: the policies of PrefillOnly, section 6."""
+"""The orders in which prompts can be computed: one row each, read by the queue, the options and the manual."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
-
-SCHEDULES = ("prefix-tree", "fifo", "srjf", "srjf-calibrated")
-
-NumberArray = npt.NDArray[np.integer[Any]] | npt.NDArray[np.floating[Any]]
-
-Completion = Callable[[NumberArray, NumberArray], NumberArray]
-"""Completion times of prompts with so many (input tokens, cached tokens), in any unit."""
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 
-def missed_tokens(input_tokens: NumberArray, cached_tokens: NumberArray) -> NumberArray:
-    """The paper's stand-in for completion times: tokens that are not in the prefix cache."""
-    return input_tokens - cached_tokens
+class Job(NamedTuple):
+    """Prompts that end at the same node of a forest: they are computed together, and came with the first of them."""
+
+    came: int
+    tokens: int
 
 
-def shortest_job(
-    input_tokens: NumberArray,
-    cached_tokens: NumberArray,
-    waited: NumberArray | float = 0.0,
-    *,
-    fairness: float = 0.0,
-    completion: Completion = missed_tokens,
-) -> int:
-    """The number of the prompt to compute next: algorithm 1. Arrays have an entry for each waiting prompt, in order.
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """An order by name. docs/score.md says what each is for.
 
-    `cached_tokens` are as of now for shortest remaining job first with continuous calibration, and as of each prompt's
-    arrival without. Having waited for a time takes `fairness` (the paper's lambda) times as much off a prompt's
-    completion time, in its unit. Of equal prompts the first is taken.
+    Jobs go by `key`, the smallest first; jobs with equal keys, or all where there is none, depth first through the
+    forest. With `calibrated` the next one is chosen anew each time, by algorithm 1 of PrefillOnly.
     """
-    return int(np.argmin(completion(input_tokens, cached_tokens) - fairness * waited))
+
+    name: str
+    key: Callable[[Job], Any] | None = None
+    calibrated: bool = False
+
+
+SCHEDULES: dict[str, Schedule] = {
+    schedule.name: schedule
+    for schedule in (
+        Schedule("prefix-tree"),
+        Schedule("fifo", key=lambda job: job.came),
+        Schedule("srjf", key=lambda job: (job.tokens, job.came)),
+        Schedule("srjf-calibrated", key=lambda job: job.came, calibrated=True),  # of equal ones the first
+    )
+}
+DEFAULT = "prefix-tree"

@@ -12,7 +12,7 @@ import numpy as np
 from prefillcli.forecast.replay_results import OFFLINE
 from prefillcli.plan.pack import Limits, cut_packs
 from prefillcli.plan.queue import Queue
-from prefillcli.plan.schedules import shortest_job
+from prefillcli.plan.shortest_job import shortest_job
 from prefillcli.plan.trie import TrieNode
 from prefillcli.replay.cache import PrefixCache
 from prefillcli.replay.workloads import FloatArray, IntArray, Workload
