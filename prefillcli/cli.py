@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 import typer
 
 from prefillcli import __version__
-from prefillcli.engines.kinds import ENGINES
+from prefillcli.engines.registry import ENGINES
 from prefillcli.errors import PrefillError
 from prefillcli.options.bench import BenchSettings
 from prefillcli.options.commands import COMMANDS

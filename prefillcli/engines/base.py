@@ -109,7 +109,7 @@ class Loaded(Generic[AnyEngine]):
 
 
 class Loader(Protocol):
-    """A module that brings an engine, as `prefillcli.engines.kinds` names it."""
+    """A module that brings an engine, as `prefillcli.engines.registry` names it."""
 
     def open_models(self, choice: EngineChoice) -> Opened:
         """Check the model's files and everything else that can be known before weights are loaded.

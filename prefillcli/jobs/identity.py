@@ -13,7 +13,7 @@ from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.proof.fingerprints import hash_value
 from prefillcli.data.reading.source import Source
-from prefillcli.engines.kinds import ENGINES
+from prefillcli.engines.registry import ENGINES
 from prefillcli.jobs.inputs import LocalModels
 from prefillcli.models.files import brings_code
 from prefillcli.models.open import Opened

@@ -20,8 +20,7 @@ from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Int64Array, Window
 from prefillcli.data.windows import Prefetcher, windows
 from prefillcli.engines.base import Engine
-from prefillcli.engines.choice import loader_of
-from prefillcli.engines.kinds import ENGINES
+from prefillcli.engines.registry import ENGINES, loader_of
 from prefillcli.errors import (
     OutputBusyError,
     OutputConflictError,

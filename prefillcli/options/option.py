@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
-from prefillcli.engines.kinds import Capability
+from prefillcli.engines.registry import Capability
 from prefillcli.options.requirements import Requirement
 
 FILES, MODEL, PROMPTS, ANSWERS, RUN, MEMORY, COMPRESSION, BENCH, PROFILE, REPLAY = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prefillcli.data.output.formats import FILE_ENDINGS
-from prefillcli.engines.kinds import ENGINES, Capability, refuse
+from prefillcli.engines.registry import ENGINES, Capability, refuse
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
 from prefillcli.options.groups import PriceOptions, RunOptions, ScheduledOptions, check_keep

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from prefillcli.engines.kinds import ENGINES
+from prefillcli.engines.registry import ENGINES
 from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.runtime.sizes import parse_size
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from prefillcli.plan.schedules import SCHEDULES, Job
+from prefillcli.plan.schedules import SCHEDULES, WaitingPrompts
 from prefillcli.plan.shortest_job import shortest_job
 from prefillcli.plan.trie import TrieNode
 
@@ -40,7 +40,7 @@ class Queue:
             stack.extend((child, False) for child in reversed(node.children))
         order = list(range(len(ends)))
         if (key := by.key) is not None:
-            order.sort(key=lambda at: key(Job(min(ends[at].reads), ends[at].end)))
+            order.sort(key=lambda at: key(WaitingPrompts(min(ends[at].reads), ends[at].end)))
         self._jobs: list[TrieNode] = [ends[at] for at in order]
         self._job_of = np.argsort(np.asarray(order, dtype=np.int64))  # of each end, depth first
         self._input = np.asarray([node.end for node in self._jobs], dtype=np.float64)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
-class Job(NamedTuple):
-    """Prompts that end at the same node of a forest: they are computed together, and came with the first of them."""
+class WaitingPrompts(NamedTuple):
+    """Equal prompts, which are computed together: the number of the first, and their tokens."""
 
     came: int
     tokens: int
@@ -18,12 +18,12 @@ class Job(NamedTuple):
 class Schedule:
     """An order by name. docs/score.md says what each is for.
 
-    Jobs go by `key`, the smallest first; jobs with equal keys, or all where there is none, depth first through the
+    Prompts go by `key`, the smallest first; those with equal keys, or all where there is none, depth first through the
     forest. With `calibrated` the next one is chosen anew each time, by algorithm 1 of PrefillOnly.
     """
 
     name: str
-    key: Callable[[Job], Any] | None = None
+    key: Callable[[WaitingPrompts], Any] | None = None
     calibrated: bool = False
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from prefillcli.engines.base import Answer, EngineChoice, LabelTokens, Loaded, LoadRequest, sequences
-from prefillcli.engines.kinds import EngineKind
+from prefillcli.engines.registry import EngineKind
 from prefillcli.models.open import Opened
 from prefillcli.plan.pack import Limits, Pack
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefillcli.engines.base import sequences
-from prefillcli.engines.kinds import ENGINES
+from prefillcli.engines.registry import ENGINES
 from prefillcli.errors import Interrupted, ResourceError
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
@@ -183,7 +183,7 @@ def test_the_command_needs_no_torch_with_an_engine_that_needs_none(model: Path) 
     code = (
         "import sys\n"
         "from tests.engines import fake\n"
-        "from prefillcli.engines.kinds import ENGINES\n"
+        "from prefillcli.engines.registry import ENGINES\n"
         "ENGINES['fake'] = fake.KIND\n"
         "from prefillcli.cli import main\n"
         "try:\n    main()\n"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from prefillcli.engines.kinds import CAPABILITIES, ENGINES
+from prefillcli.engines.registry import CAPABILITIES, ENGINES
 from prefillcli.errors import UsageError
 from prefillcli.options.groups import CompressionOptions, MemoryOptions
 from prefillcli.options.load import load_settings
@@ -102,7 +102,7 @@ def test_without_vllm_the_run_says_what_to_install(model: Path, capsys: pytest.C
 
 
 def test_every_engine_has_a_loader() -> None:
-    from prefillcli.engines.choice import loader_of
+    from prefillcli.engines.registry import loader_of
 
     for name in ENGINES:
         loader = loader_of(name)

@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from prefillcli.data.prompts.labels import Labels, parse_labels
-from prefillcli.engines.choice import loader_of
+from prefillcli.engines.registry import loader_of
 from prefillcli.jobs.identity import fingerprint, hash_engine, selection
 from prefillcli.jobs.inputs import LocalModels, carried_columns, open_source, prompt_builder
 from prefillcli.models.samples import sample_draft, sample_model

@@ -1,12 +1,16 @@
-"""Which engines there are, and what each can do: known before anything is imported or loaded."""
+"""Which engines there are, what each can do, and the module that loads it: known before anything is imported."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from importlib import import_module
+from typing import TYPE_CHECKING, Literal, cast
 
 from prefillcli.errors import UsageError
+
+if TYPE_CHECKING:
+    from prefillcli.engines.base import Loader
 
 #: What options of a job ask of an engine, and how that is said to the user.
 Capability = Literal["compression", "packs", "memory", "forecast", "options", "threads"]
@@ -88,3 +92,8 @@ def refuse(engine: str, needs: Mapping[str, Capability]) -> None:
             f"--{name.replace('_', '-')}: the {engine} engine has no {CAPABILITIES[capability]}\n"
             f"leave it out{instead} or take {able}"
         )
+
+
+def loader_of(engine: str) -> Loader:
+    """What opens and loads the engine of this name."""
+    return cast("Loader", import_module(ENGINES[engine].module))
