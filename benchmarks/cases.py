@@ -1,4 +1,4 @@
-"""What is measured: one row of the table each."""
+"""The cases that are measured; each is one row of the table."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _single(size: str, dtype: torch.dtype, rounds: int, scale: float) -> Row:
 def _posts(post: int, goal: str) -> Callable[[str, torch.dtype, int, float], Row]:
     """8 users x 40 posts of `post` tokens behind histories of 2,000.
 
-    The plain loop does one row for each user: all its rows cost the same, and 320 would take it an hour.
+    The plain loop does one row for each user: all rows cost it the same, and 320 would take an hour.
     """
 
     def measure(size: str, dtype: torch.dtype, rounds: int, scale: float) -> Row:
@@ -80,7 +80,7 @@ def _posts(post: int, goal: str) -> Callable[[str, torch.dtype, int, float], Row
 
 
 def _memory(size: str, dtype: torch.dtype, rounds: int, scale: float) -> Row:
-    """Peak memory of one long prompt, with the chunks that a budget of 1.3 times the law brings about."""
+    """Peak memory of one long prompt, with the chunks that follow from a budget of 1.3 times the law."""
     tokens = int(32_768 * scale)
     law = memory_law(random_llama(size, dtype).config, dtype)
     lawful = law.residual + law.key_value
@@ -147,7 +147,7 @@ def _specprefill(keep: float) -> Callable[[str, torch.dtype, int, float], Row]:
 
 
 def _sample_jobs(size: str, dtype: torch.dtype, rounds: int, scale: float) -> Row:
-    """What reading, tokenising, planning and writing cost beside the model: `prefill score` on the samples."""
+    """The time that reading, tokenising, planning and writing take beside the model, on the samples."""
     shares = {}
     with TemporaryDirectory() as folder:
         for name in ("post_recommendation.parquet", "credit_verification.jsonl", "labeling.parquet"):

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.details`: the single numbers that docs/ quotes beside the races. Tables go to stdout."""
+"""`python -m benchmarks.details`: the numbers that docs/ quotes beside the races. Tables go to stdout."""
 
 from __future__ import annotations
 

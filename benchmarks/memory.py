@@ -1,4 +1,4 @@
-"""Peak memory of a step, taken in a process of its own."""
+"""Peak memory of a step, measured in its own process."""
 
 from __future__ import annotations
 

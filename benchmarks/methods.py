@@ -1,4 +1,4 @@
-"""The ways to get a prompt's last logits that are compared."""
+"""The ways to compute a prompt's last logits, which are compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random-weight models to measure with: speed and memory do not depend on what the weights say."""
+"""Models with random weights: speed and memory do not depend on the weights' values."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`python -m benchmarks.neighbour`: what other busy programs cost `prefill score`, by how its threads wait.
 
-Every run is the command in a process of its own. All ways take turns, alone and beside the others, so that what
-disturbs the machine for a while disturbs all of them. Progress goes to stderr, a table and one line of JSON to stdout.
+Every run is the command in its own process. All ways take turns, alone and beside the other programs, so that a
+disturbance of the machine hits all of them. Progress goes to stderr, a table and one line of JSON to stdout.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _result(name: str, seconds: dict[str, dict[str, list[float]]]) -> dict[str, 
 
 @contextmanager
 def _busy(programs: int) -> Iterator[None]:
-    """So many programs that compute all the time."""
+    """Run a number of programs that compute all the time."""
     running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(programs)]
     try:
         yield

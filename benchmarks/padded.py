@@ -1,7 +1,7 @@
 """Padded batches, as a careful transformers user makes them: rows sorted by length, so that little is padded.
 
-Padding goes to the right. Causal attention then keeps it from every real token by itself, so no mask is handed over
-and SDPA takes its fast causal kernel. The head reads each row's last real token only.
+Padding goes to the right. Causal attention then hides it from every real token, so no mask is needed and SDPA
+takes its fast causal kernel. The head reads each row's last real token only.
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ KV_CACHE = 1 << 30  # bytes that vLLM is given: more than any of these workloads
 class RaceRows:
     """Rows to score, and the settings that stand where none are tried.
 
-    `equal`: so many of the rows, evenly spaced, are enough for who shares nothing between them: all cost the same.
+    `equal`: where all rows cost the same, the number of them, evenly spaced, that contenders score which share nothing
+    between rows.
     """
 
     text: str

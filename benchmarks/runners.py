@@ -1,4 +1,4 @@
-"""The contenders of `python -m benchmarks.peers`, each in a process of its own that waits for its turn."""
+"""The contenders of `python -m benchmarks.peers`, each in its own process, which waits for its turn."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
 from prefillcli.runtime.memory import tree_memory
 
-#: Two labels of one token each. What they mean is nothing to random weights.
+#: Two labels of one token each. To random weights their meaning does not matter.
 LABELS: LabelTokens = ((5,), (7,))
 SAMPLE_SECONDS = 0.02  # between two looks at a contender's memory
 Scores = npt.NDArray[np.float64]
@@ -34,7 +34,7 @@ Settings = Mapping[str, Any]
 
 
 class Runner:
-    """A contender in a process of its own, ready to score `prompts`. Close it in any case.
+    """A contender in its own process, ready to score `prompts`. Always close it.
 
     `seconds_to_start` counts from the start of the process until it can score: imports, weights, and the start of what
     it starts itself. `settings` depend on the contender. Raises RuntimeError if the process ends before it is ready;
@@ -100,10 +100,10 @@ class Runner:
 def _serve(
     pipe: Connection, name: str, model: Path, dtype: str, prompts: Sequence[TokenArray], settings: Settings
 ) -> None:
-    """Open the contender, say so, then run it as often as asked."""
+    """Open the contender, report that, then run it whenever asked."""
     with METHODS[name](model, dtype, prompts, **settings) as (method, about):
         pipe.send(about)
-        with suppress(EOFError):  # whoever asked is gone
+        with suppress(EOFError):  # the parent is gone
             while pipe.recv():
                 pipe.send(method())
 

@@ -30,7 +30,7 @@ WORDS = [
 
 
 def score_file(data: Path, output: Path, model: str) -> dict[str, Any]:
-    """Score `data` with a sample model ("target" or "draft") in a process of its own; its `run.json`."""
+    """Score `data` with a sample model ("target" or "draft") in a new process; return its `run.json`."""
     command = [sys.executable, "-m", "prefillcli", "score", str(data), "-m", str(SAMPLES / "models" / model)]
     command += ["-o", str(output), "--report", f"{output}.json", "--quiet"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # noqa: S603 - our own command line

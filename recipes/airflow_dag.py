@@ -22,7 +22,7 @@ from airflow.sdk import DAG, task
 
 # Values come as environment variables, never as part of the shell's text.
 # --resume: a retry goes on where the last try was stopped, and a run that is complete ends at once.
-# --max-error-rate 1: bad rows are no reason to try again; `check` judges them, with the numbers at hand.
+# --max-error-rate 1: bad rows are not a reason to retry; `check` judges them by their number.
 COMMAND = """
 cd "$SCORING_HOME" && exec "$SCORING_COMMAND" score ${SCORING_INPUT:+"$SCORING_INPUT"} --recipe "$SCORING_RECIPE" \
     --output "$SCORING_OUTPUT" --resume --skip-empty --max-error-rate 1 --progress-interval 60

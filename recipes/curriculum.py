@@ -25,7 +25,7 @@ AFTER_GROWTH = 0.7  # running accuracy to start from at a new length
 FIRST_DRILL, LAST_DRILL = 4, 12  # words in a drill's list, at first and at last
 LEAST_TOKENS = 4096  # in one batch
 SHORT, BARE_SHARE = 8, 0.75  # lines up to which a history is short, how many of those have no head
-TEXT_SHARE = 0.125  # of the tokens that are no answers, those that are predicted too
+TEXT_SHARE = 0.125  # of the tokens that are not answers: those that are predicted too
 FARTHEST = 8192  # positions that gaps may reach
 GAP = 32  # gaps are multiples of this, as where whole chunks of text were dropped
 

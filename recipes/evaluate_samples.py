@@ -141,7 +141,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", type=Path, default=SAMPLES / "models" / "target")
-    parser.add_argument("--fresh", type=int, default=0, help="draw so many new rows per domain instead")
+    parser.add_argument("--fresh", type=int, default=0, help="number of new rows to draw per domain instead")
     parser.add_argument("--seed", type=int, default=1, help="of the new rows and of the gaps")
     parser.add_argument("--gaps", action="store_true", help="put random gaps into the position ids")
     args = parser.parse_args()

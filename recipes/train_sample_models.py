@@ -100,7 +100,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Pa
 def learn(model: LlamaForCausalLM, batch: Batch, hint_weight: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss of a batch, and the share of its answers that are right.
 
-    With a hint weight the asked word itself must tell the answer too, before "? Answer:" has passed.
+    With a hint weight the asked word itself must predict the answer too, before "? Answer:" has passed.
     """
     device = model.device
     # the mask of ones keeps transformers from reading jumps in the positions as packed sequences

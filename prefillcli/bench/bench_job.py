@@ -81,7 +81,7 @@ def _run(settings: BenchSettings, report: BenchReport, steps: StepLog, most_toke
     opened = open_models(settings)
     labels = Labels(opened.tokenizer, parse_labels(settings.labels))
     material = _materials(settings, opened, labels, source, most_tokens)
-    first = next(material)  # wrong input should not wait for the weights
+    first = next(material)  # errors in the input are reported before the weights are loaded
     _compare(settings, opened, labels, names, first, material, report, steps)
 
 
@@ -140,7 +140,7 @@ def _compare(
     from prefillcli.bench.contest import compare, contenders
 
     if opened.draft is None and not settings.method:
-        report.notes.append("no draft model, so no method that drops tokens is compared; give --draft")
+        report.notes.append("there is no draft model, so no method that drops tokens is compared; give --draft")
         print(f"prefill: {report.notes[-1]}", file=sys.stderr)
     report.machine = {
         "model": without_secrets(settings.model or "sample model"),
@@ -178,11 +178,11 @@ def _compare(
 
 
 def _next(settings: BenchSettings) -> str:
-    """What to run after this."""
+    """What to run next."""
     if not settings.inputs:
         models = "-m MODEL --draft DRAFT" if settings.draft is not None else "-m MODEL"
         return f"prefill bench YOUR.parquet {models} --limit 200 compares them on your rows"
     if settings.draft is None:
-        return "--draft, a small model with the same tokenizer, lets it compare what drops tokens"
+        return "--draft, a small model with the same tokenizer, lets it compare methods that drop tokens"
     keep = settings.keep[0]
     return f"prefill score with --keep {keep:g} --audit 300 scores all rows and counts the flips on 300 of them"

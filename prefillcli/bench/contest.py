@@ -31,8 +31,8 @@ from prefillcli.data.prompts.spans import Spans, spans_of
 from prefillcli.errors import PrefillError
 from prefillcli.stats.audit import auc, audit_of, flip_interval
 
-_STEADY = 1.5  # longest round of a method over its shortest, up to which speeds are taken for what they are
-_MEASURABLE = 0.5  # seconds; shorter rounds differ in any case
+_STEADY = 1.5  # longest round of a method over its shortest: above it, the machine was busy
+_MEASURABLE = 0.5  # seconds; shorter rounds always differ
 
 #: Called before each run of a method over all rows, with what it is.
 Begin = Callable[[str], None]
@@ -117,7 +117,7 @@ def compare(
     if unsteady > _STEADY:
         result.notes.append(
             f"the machine was busy: a method took up to {unsteady:.1f} times as long in one round as in another, so "
-            "the speeds say little"
+            "the speeds mean little"
         )
     if cost.unknown is not None:
         result.notes.append(f"no speedup is predicted from operations: {cost.unknown}")
@@ -130,7 +130,7 @@ def _first_runs(material: Material, methods: Sequence[Contender], equipment: Equ
     for method in methods:
         begin(f"{material.name}: {method.name}, for its answers")
         try:
-            method.run(material.prompts[:1])  # what is set up once is not the prompts'
+            method.run(material.prompts[:1])  # so that one-time set-up does not count
             begun = time.perf_counter()
             run, peak = with_peak(partial(method.run, material.prompts), cuda=equipment.device.type == "cuda")
             taken = time.perf_counter() - begun

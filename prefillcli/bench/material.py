@@ -1,4 +1,4 @@
-"""What methods are compared on: the prompts of an input, or those of a made workload."""
+"""The prompts that methods are compared on: those of an input, or of a made workload."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FEWEST = 8  # prompts of a quick look, however long they are
 
 @dataclass(slots=True)
 class Material:
-    """Prompts under one name. `truths` says of each whether the first label is right; None where nobody knows."""
+    """Prompts under one name. `truths` says for each whether the first label is right; None if that is not known."""
 
     name: str
     made: bool
@@ -93,7 +93,7 @@ def input_material(
 ) -> Material:
     """The first window of an input, whose columns are selected; `truth` is a carried column.
 
-    Of the prompts only the first ones are taken, `most_tokens` in all, but a few in any case.
+    Only the first prompts are taken, up to `most_tokens` in all, but at least a few.
     """
     window = next(windows(source, builder, labels, id_column=None), None)
     name = split_path(source.paths[0].rstrip("/"))[1]
@@ -133,7 +133,7 @@ def _material(
         first = next(iter(errors.values()))
         raise PrefillError(f"{name}: no row can be read; the first: {first.code}: {first.detail}")
     for prompt in prompts:
-        prompt.keep = prompt.specprefill = None  # the rates that are compared are those of all rows
+        prompt.keep = prompt.specprefill = None  # all rows have the rates that are compared
     material = Material(name, made, list(prompts), [labels.is_positive(answers.get(p.row)) for p in prompts])
     if errors:
         counts = Counter(error.code for error in errors.values())

@@ -1,4 +1,4 @@
-"""Taking times and memory so that they can be compared on a shared machine."""
+"""Times and memory of methods, measured so that they can be compared on a shared machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Seconds of each method, run in turn for `rounds` rounds after one warm-up of each.
 
-    What disturbs the machine for a while then disturbs all methods: compare within a round. After the first round none
+    A disturbance of the machine then hits all methods: compare within a round. After the first round none
     begins that would, by the longest so far, end more than `within` seconds after the first began. `on_run` is
     called after each run with the round (0: the warm-up), the name and the seconds.
     """
@@ -48,7 +48,7 @@ def with_peak(step: Callable[[], T], *, cuda: bool = False) -> tuple[T, int | No
     """What `step` returns, and the bytes at its peak above what was in use before, in this process.
 
     Of the host, or with `cuda` of tensors on the current device. None off Linux, as it resets and reads
-    VmHWM. Memory that earlier steps freed is given back to the system first: else a step that
+    VmHWM. Memory that earlier steps freed is given back to the system first: otherwise a step that
     uses it again would seem to need none.
     """
     gc.collect()

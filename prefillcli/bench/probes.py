@@ -1,6 +1,6 @@
-"""Seeded workloads as texts with true answers, for measuring what compression costs and gains.
+"""Seeded workloads as texts with true answers, to measure what compression costs and gains.
 
-Two are jobs of the sample domains; the others probe what a compressed prompt must still hold (`tasks.py`).
+Two are jobs of the sample domains; the others test what a compressed prompt must still contain (`tasks.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from prefillcli.bench.sample_text import CASES, ask, prompt
 
 _LINE_TOKENS = 20  # of a line of history, for a first guess
 _AIM = 0.985  # of the wanted tokens, so that most guesses are not too long
-_CLOSE, _TRIES = 0.97, 20  # of the wanted tokens, at which the search ends; and at most so many histories
+_CLOSE = 0.97  # of the wanted tokens: close enough
+_TRIES = 20  # histories that are tried at most
 _SHARED_FROM, _SHARED_BY = 40, 20  # rows from which readers come with many posts each, and how many
 
 
@@ -80,8 +81,8 @@ def make_workload(
 ) -> PromptSet:
     """`rows` prompts of at most `tokens` tokens each, as `count` counts them, special tokens included if it does.
 
-    The longest prompt about each history has 97 % of `tokens` or more, or comes as close as whole lines (about 20
-    tokens) allow. `per_user` rows share a history: by default 20 of post-recommendation from 40 rows on, else 1; other
+    The longest prompt about each history has 97 % of `tokens` or more, or comes as close as whole lines of about 20
+    tokens allow. `per_user` rows share a history: by default 20 of post-recommendation from 40 rows on, else 1; other
     numbers only for the two jobs. Answers alternate, shuffled within a history or over the workload. The same
     arguments give the same texts.
 
@@ -116,7 +117,7 @@ def _answers(rng: Random, rows: int, per_user: int) -> list[str]:
 def _fit(
     name: str, recipe: WorkloadKind, answers: Sequence[str], tokens: int, count: Callable[[str], int], seed: str
 ) -> list[str]:
-    """The prompts of one history, with as many lines as fit `tokens`; lines differ in length, so tries do."""
+    """The prompts of one history, with as many lines as fit `tokens`: several are tried, as lines differ in length."""
     lines, found, longest = max(recipe.least, tokens // _LINE_TOKENS), [], 0
     for number in range(_TRIES):
         prompts = recipe.build(Random(f"{seed} {number}"), lines, answers)

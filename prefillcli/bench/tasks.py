@@ -1,8 +1,8 @@
-"""Tasks in the manner of RULER, in the words of the sample domains, with answers known from how they were made.
+"""Tasks like those of RULER, in the words of the sample domains. Their answers are known from how they are made.
 
 A task takes a generator, a number of history lines and the answer to make true, and gives a prompt. RULER (arXiv
 2404.06654) asks for a continuation; here each task is a question of Yes or No. Every question ends in "about {word}?
-Answer:", as those that the sample models were trained on: they find a word, but neither count nor follow.
+Answer:", as those that the sample models were trained on: they find a word, but they can neither count nor track.
 """
 
 from __future__ import annotations

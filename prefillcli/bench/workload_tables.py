@@ -31,7 +31,7 @@ def cost_table(workload: WorkloadResult) -> TableRows:
 
 
 def speedup_table(workload: WorkloadResult) -> TableRows:
-    """Header and one row for each method but the reference: how much faster, and how much was promised."""
+    """Header and one row for each method but the reference: its speedup, and what cost models promise."""
     rows = [["method", "speedup", "by FLOPs", "1/(r+k)", "table 5", "measured/FLOPs"]]
     for each in workload.methods:
         if each.method != REFERENCE:
@@ -42,7 +42,7 @@ def speedup_table(workload: WorkloadResult) -> TableRows:
 
 
 def answer_table(workload: WorkloadResult) -> TableRows:
-    """Header and one row for each method: flips against the reference, and what is right."""
+    """Header and one row for each method: flips against the reference, and how many are right."""
     rows = [["method", "flips", "95 % interval", "mean diff.", "largest", "accuracy", "95 % interval", "AUC"]]
     for each in workload.methods:
         found, audit = each.answers, each.answers.audit
@@ -77,7 +77,7 @@ def _range(value: Range) -> str:
 
 
 def quick_table(workload: WorkloadResult) -> TableRows:
-    """Header and one row for each method: what a terminal has room for."""
+    """Header and one row for each method: as much as fits a terminal."""
     rows = [["method", "seconds", "speedup", "rows/s", "kept", "MiB", "flips", "AUC"]]
     for each in workload.methods:
         audit, peak = each.answers.audit, each.peak_bytes

@@ -1,4 +1,4 @@
-"""What a job takes under each schedule, with each way to treat K,V between packs, and at each keep rate."""
+"""What a job would take under each schedule, with each way to keep K,V between packs, and at each keep rate."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Alternatives:
                     changed = settings.model_copy(update={"prefix_kv": other})
                     self._limits[other] = Limits(**plan_packs(opened, changed, budget, profile)["limits"])
                 except ResourceError:
-                    continue  # this system does not tell what the host has free for offloading
+                    continue  # the host memory that is free for offloading is not known on this system
         self.plans = [
             PlanCost(
                 schedule=schedule,
@@ -115,9 +115,9 @@ class Alternatives:
             return [Request(prompt) for prompt in prompts]
         rates = keep_rates(prompts, keep, self._compression, self._worth)
         longest = max((len(prompt.tokens) for prompt in prompts), default=0)
-        alike = np.zeros(longest, dtype=np.float32)  # of equally important chunks the first are kept
+        equal = np.zeros(longest, dtype=np.float32)  # of equally important chunks the first are kept
         importances = [
-            alike[: len(prompt.tokens)] if rate is not None and len(prompt.tokens) <= self._draft_reach else None
+            equal[: len(prompt.tokens)] if rate is not None and len(prompt.tokens) <= self._draft_reach else None
             for prompt, rate in zip(prompts, rates, strict=True)
         ]
         kept = select_all([prompt.tokens for prompt in prompts], importances, rates, self._compression)

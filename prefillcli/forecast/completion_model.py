@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 from prefillcli.plan.pack import Pack
 from prefillcli.plan.plan import Plan
 
-#: What a fit of completion times must reach before anything is predicted with it (docs/profile.md says why).
+#: What a fit of completion times must reach before it predicts anything; docs/profile.md gives the reasons.
 LEAST_PEARSON = 0.9
 MOST_MEAN_ERROR = 0.25
 MOST_ERROR = 0.75

@@ -37,7 +37,7 @@ class InputStatistics:
 
     def __init__(self) -> None:
         self.lengths: Counter[int] = Counter()
-        """How many prompts have so many tokens."""
+        """Number of prompts by their tokens."""
         self._rows = self._truncated = 0
         self._codes: Counter[str] = Counter()
         self._digests: list[npt.NDArray[np.uint64]] = []
@@ -101,8 +101,8 @@ class InputStatistics:
         """Rows that have their prompt in common, over all windows."""
         digests = np.concatenate(self._digests) if self._digests else np.empty(0, dtype=np.uint64)
         counts = np.unique(digests, return_counts=True)[1]
-        alike = counts[counts > 1]
-        return Duplicates(rows=int(alike.sum()), prompts=len(alike))
+        repeated = counts[counts > 1]
+        return Duplicates(rows=int(repeated.sum()), prompts=len(repeated))
 
     def sharing(self) -> Sharing:
         """What prompts have in common with others of their window."""

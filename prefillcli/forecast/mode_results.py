@@ -22,7 +22,7 @@ class Confirmation(BaseModel):
     fits: bool
     peak_bytes: int | None = None  # above the loaded model; None where the run did not come to its end
     seconds: float | None = None
-    excess_bytes: int | None = None  # of a run that did not fit: what it lacked at least, where it could tell
+    excess_bytes: int | None = None  # of a run that did not fit: what was missing at least, if known
     reason: str | None = None  # why it did not fit
 
 

@@ -52,9 +52,9 @@ class Profile(BaseModel):
 
     @classmethod
     def load(cls, path: str) -> Profile | None:
-        """The profile at a path or URL; None if there is none. Raises UsageError for a file that is no profile.
+        """The profile at a path or URL; None if there is none. Raises UsageError for a file that is not a profile.
 
-        A fit that is too weak is left out, and the replays that were made with it, whoever stored them.
+        A fit that is too weak is left out, and so are the replays that were made with it.
         """
         try:
             with open_file(path) as file:
@@ -65,7 +65,7 @@ class Profile(BaseModel):
             raise UsageError(f"{path}: cannot read the profile: {error.strerror or error}") from None
         try:
             content = json.loads(text)
-        except ValueError:  # also of bytes that are no text
+        except ValueError:  # also bytes that are not text
             content = None
         if not isinstance(content, dict):
             raise UsageError(f"{path}: not a profile (not JSON); make one with prefill profile")
@@ -143,7 +143,7 @@ def find_profile(path: str | None, model_hash: str, dtype: Any, device: Any) -> 
     """The profile that applies here and has times to predict with, its path, and if there is none why.
 
     Without a `path`, `profile.json` in the working directory is looked at. Raises UsageError if the file named is not
-    there or is no profile.
+    there or is not a profile.
     """
     name = path or DEFAULT_PROFILE
     try:

@@ -13,27 +13,27 @@ Predict = Callable[[Plan], float]
 
 
 class RemainingTime:
-    """Seconds to the end of a run: what is predicted for the rest, scaled by what the part so far has taken.
+    """Seconds to the end of a run: the prediction for the rest, scaled by how the first part kept to its own.
 
-    `rows` are all rows of the job, None if not known; of rows that are not planned yet, each is taken to be like those
-    that are.
+    `rows` are all rows of the job, None if not known. Rows that are not planned yet are expected to take as long as
+    those that are.
     """
 
     def __init__(self, predict: Predict, rows: int | None) -> None:
         self.ran = 0.0
-        """Seconds that were predicted for the packs that have come to their end."""
+        """Seconds that were predicted for the packs that are done."""
         self._predict = predict
         self._rows_left = rows
         self._rows = 0  # of windows that were planned
         self._planned = 0.0  # predicted seconds of these windows
         self._other = 0.0  # what the draft took for them
-        self._done = 0.0  # predicted seconds of what has run so far ...
-        self._took = 0.0  # ... and of finished packs what that took
+        self._done = 0.0  # predicted seconds of what is done ...
+        self._took = 0.0  # ... and what the finished packs took
         self._pack = 0.0
         self._begun: float | None = None
 
     def skip(self, rows: int) -> None:
-        """So many rows were there before."""
+        """Leave out rows that were done before this run."""
         if self._rows_left is not None:
             self._rows_left -= rows
 
@@ -45,15 +45,16 @@ class RemainingTime:
         self._other += draft_seconds
 
     def begin(self, pack: Pack) -> None:
+        """A pack starts."""
         self._pack = self._predict(Plan([pack], 0))
         self._begun = time.monotonic()
 
     def step(self, share: float) -> None:
-        """So much more of the pack is done."""
+        """A further `share` of the pack is done, 0 to 1."""
         self._done += self._pack * share
 
     def end(self) -> None:
-        """The pack has come to its end."""
+        """The pack is done."""
         self.ran += self._pack
         self._done = self.ran
         if self._begun is not None:

@@ -1,4 +1,4 @@
-"""What a process has allocated: at its peak, and under a limit.
+"""Memory that a process allocates: its peak, and a limit on it.
 
 The same quantity is measured and limited. On the CPU that is private memory as the system maps it, touched or not
 (VmData, which RLIMIT_DATA bounds), on CUDA what torch's allocator has given out or, for the limit, has reserved.
@@ -20,7 +20,7 @@ from prefillcli.runtime.memory import process_memory, resident_memory, trim_heap
 
 #: Blocks from this size on are mapped by themselves and go back to the system as soon as they are freed. glibc raises
 #: its own limit to the largest block freed so far, up to 32 MiB, and keeps smaller ones in a heap with holes: short
-#: prompts would seem to need up to twice the memory for each token that long ones do.
+#: prompts would seem to need up to twice as much memory for each token as long ones.
 _MAPPED_BYTES = 32 << 10
 _M_MMAP_THRESHOLD = -3
 
@@ -38,8 +38,8 @@ def peak_bytes(step: Callable[[], object], device: str) -> int:
         torch.cuda.synchronize()
         return int(torch.cuda.max_memory_allocated()) - before
     trim_heap()
-    # The system knows the peak of the address space (VmPeak) and does not reset it. Space without access, which the
-    # limit does not count, raises the present size to the peak so far: the peak after the step is then the step's.
+    # The peak of the address space (VmPeak) cannot be reset. So the present size is raised to that peak, by space
+    # without access, which the limit does not count: a later peak is then due to the step.
     below = _memory("VmPeak") - _memory("VmSize")
     room = mmap.mmap(-1, below, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0) if below else nullcontext()
     with room:
@@ -67,7 +67,7 @@ class Enforcement:
     def excess(self, error: BaseException) -> int | None:
         """Bytes beyond the limit that the failed allocation would have taken.
 
-        None where it cannot be told: the error does not say the size, or raising it freed what an expression held.
+        None where that is not known: the error does not name the size, or raising it freed some memory.
         """
         asked = re.search(r"tried to allocate (\d+) bytes|Tried to allocate ([\d.]+) ([KMG])iB", str(error))
         if asked is None:
@@ -79,7 +79,7 @@ class Enforcement:
 
 @contextmanager
 def enforced(device: str, budget: int) -> Iterator[Enforcement]:
-    """Inside, allocating more than `budget` bytes above what is allocated now fails.
+    """Within this context, allocating more than `budget` bytes above what is allocated now fails.
 
     On the CPU by RLIMIT_DATA, which counts heap and anonymous mappings when they are made, touched or not. On CUDA
     torch's allocator refuses.
@@ -107,13 +107,13 @@ def enforced(device: str, budget: int) -> Iterator[Enforcement]:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory could not be had."""
+    """Whether an error means that memory ran out."""
     words = ("not enough memory", "can't allocate memory", "could not create a memory", "bad_alloc", "out of memory")
     return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
 
 def make_malloc_exact() -> None:
-    """Let what is allocated follow what is used: no holes of large blocks. glibc only."""
+    """Make allocated memory follow used memory, without holes left by large blocks. glibc only."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
@@ -132,4 +132,4 @@ def _memory(field: str) -> int:
     try:
         return process_memory(field)
     except OSError:
-        raise PrefillError("this system does not tell how much memory a process has; Linux does") from None
+        raise PrefillError("this system does not report the memory of a process; Linux does") from None

@@ -1,4 +1,4 @@
-"""Measurements in processes of their own: each loads the model, and what one leaves behind disturbs no other.
+"""Measurements in processes of their own: each loads the model, and what one leaves behind does not disturb the next.
 
 A task is called in the child with `send` and its arguments; whatever it sends is yielded here.
 """
@@ -33,11 +33,11 @@ _WARM_UP_TOKENS = 64
 
 
 class ChildEnded(PrefillError):
-    """The process ended before its task did, or was ended because it took too long."""
+    """The process ended before its task was done, or was stopped because it took too long."""
 
 
 class ChildFailed(Exception):
-    """The task raised what nobody foresaw: an error in a program, not a lack of memory. Its traceback is a note."""
+    """The task failed, and not for lack of memory: an error in the program. Its traceback is attached as a note."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +49,18 @@ class Subject:
     device: str
     trust_remote_code: bool
     threads: int
-    chunk_tokens: int = 0  # 0 where it is not decided yet
+    chunk_tokens: int = 0  # 0: not decided yet
 
 
 def in_child(task: Callable[..., None], *arguments: Any, timeout: float | None = None) -> Generator[Any, None, None]:
-    """What `task(send, *arguments)` sends, as it comes.
+    """Yield what `task(send, *arguments)` sends, when it arrives.
 
     Raises ChildEnded, the PrefillError that ended the task, ResourceError where that was a lack of memory, or
     ChildFailed for any other error of the task.
     The process is gone when the iterator ends or is closed. `timeout` is in seconds, for the whole task.
     """
     # A fork of this process, with torch's threads, may hang. A fork of a server that has imported torch and computed
-    # nothing does not, and is spared the seconds that the import takes.
+    # nothing does not, and it saves the seconds of the import.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     here, there = context.Pipe(duplex=False)
@@ -91,7 +91,7 @@ def in_child(task: Callable[..., None], *arguments: Any, timeout: float | None =
 
 @contextmanager
 def _one_heap() -> Iterator[None]:
-    """A process that starts inside has no heap for each thread: glibc reserves 64 MiB at a time for one."""
+    """Processes started within this context have one heap, not one of 64 MiB or more for each thread (glibc)."""
     before = os.environ.get("MALLOC_ARENA_MAX")
     os.environ["MALLOC_ARENA_MAX"] = "1"
     try:
@@ -112,11 +112,11 @@ def _run(pipe: Connection, task: Callable[..., None], arguments: tuple[Any, ...]
         pipe.send(("error", error))
     except Exception as error:
         text = f"{type(error).__name__}: {brief(error)}"
-        told: Exception = ResourceError(text)
+        failure: Exception = ResourceError(text)
         if not out_of_memory(error):
-            told = ChildFailed(text)
-            told.add_note(f"in the child process:\n{traceback.format_exc()}")
-        pipe.send(("error", told))
+            failure = ChildFailed(text)
+            failure.add_note(f"in the child process:\n{traceback.format_exc()}")
+        pipe.send(("error", failure))
 
 
 def _why_ended(code: int | None) -> str:
@@ -144,14 +144,14 @@ def load_subject(subject: Subject) -> tuple[Any, Any]:
 
 
 def prepare_prefill(subject: Subject, mode: str) -> tuple[Any, Callable[[int], Any]]:
-    """The mode's prefill after a warm-up in which chunks have met: what is set up once is not the prompts'."""
+    """The mode's prefill after a warm-up of two chunks, so that what is set up once does not count."""
     from prefillcli.profile.modes import Prefill
     from prefillcli.profile.prompts import random_prompt
 
     make_malloc_exact()
     model, files = load_subject(subject)
     for weight in model.parameters():
-        weight.sum()  # weights may be mapped files: what is read of them first during a run is not the run's
+        weight.sum()  # weights may be mapped files: reading them for the first time is not part of a run
     prefill = Prefill(model, mode, subject.chunk_tokens)
     vocabulary = int(files.config.vocab_size)
 
@@ -173,7 +173,7 @@ def measure(send: Send, subject: Subject, mode: str, tokens: int) -> None:
 
 
 def confirm(send: Send, subject: Subject, mode: str, tokens: int, budget: int) -> None:
-    """Sends the Confirmation of one run that gets `budget` bytes above the loaded model, and not one more."""
+    """Sends the Confirmation of one run that may use `budget` bytes above the loaded model, and no more."""
     prefill, prompt = prepare_prefill(subject, mode)
     ids = prompt(tokens)
     begun = time.perf_counter()
@@ -183,7 +183,7 @@ def confirm(send: Send, subject: Subject, mode: str, tokens: int, budget: int) -
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
-            # While the error is handled its frames hold what the run had allocated.
+            # While the error is handled, its frames still hold what the run allocated.
             excess, reason = enforcement.excess(error), brief(error)
         else:
             taken = time.perf_counter() - begun

@@ -23,7 +23,7 @@ from prefillcli.profile.fits import fit_costs, fit_linear, mean_relative_error, 
 from prefillcli.profile.mode_laws import attention_windows
 from prefillcli.profile.prompts import prompts_with_histories, random_prompt, random_tokens
 
-ATTEMPTS = 3  # at a fit that is good enough, each with more rounds
+ATTEMPTS = 3  # to get a good fit, each with more rounds
 CACHED = (0, 2, 4, 8)  # units of tokens whose K,V are held from the pack before
 COMPUTED = (1, 2, 4, 6)  # units of tokens to compute behind them
 ROUNDS = 3
@@ -54,10 +54,10 @@ class Budgeted:
 
 
 def time_packs(send: Send, subject: Subject, memory: int | None, target: float) -> None:
-    """In a child: sends the Budgeted, then lists of Timings as `measure_packs` gives them.
+    """In a child: sends the Budgeted, then lists of Timings as `measure_packs` yields them.
 
     `memory` is the budget in bytes, None for what `prefill score` would take of the memory that is free.
-    `target` is about how many seconds it may take.
+    `target` is roughly how many seconds it may take.
     """
     from prefillcli.models.law import FREE_SHARE, choose_chunk, memory_law
     from prefillcli.prefill.walk import LayerWalk
@@ -94,10 +94,10 @@ def _timed(walk: Any, device: Any, pack: Pack) -> float:
 def measure_packs(
     run: Callable[[Pack], float], unit: int, vocabulary: int, windows: Sequence[tuple[int | None, int]]
 ) -> Iterator[list[Timing]]:
-    """The packs' timings after some rounds, then after more, for as many attempts as there are.
+    """Yield the packs' timings after some rounds, then after more, up to `ATTEMPTS` times.
 
     `run` gives the seconds of a pack. In every round all packs run one after the other, so that a disturbance hits
-    them all, and of each pack the fastest round counts: other programs only ever make it slower.
+    all of them. Of each pack the fastest round counts: other programs can only make it slower.
     """
     groups = [grid_packs(cached * unit, unit, vocabulary) for cached in CACHED]
     extra = extra_packs(unit, vocabulary)
@@ -125,7 +125,7 @@ def measure_packs(
 
 
 def _left_out(number: int, pack: Pack, unit: int) -> bool:
-    """Whether a pack of the grid is for checking alone: those in its middle, behind a cached prefix."""
+    """Whether a pack of the grid is only for checking the fit: those in its middle, behind a cached prefix."""
     inner = 0 < number < len(CACHED) - 1 and len(pack.tokens) in [units * unit for units in COMPUTED[1:-1]]
     return inner and pack.held_tokens > 0
 
@@ -133,7 +133,7 @@ def _left_out(number: int, pack: Pack, unit: int) -> bool:
 def first_good_fit(
     measured: Iterable[list[Timing]], windows: list[tuple[int | None, int]], announce: Callable[[str], None]
 ) -> tuple[CompletionModel | None, str | None]:
-    """The first fit that is good enough to predict with; None and why, if none of `measured` gives one."""
+    """The first fit that is good enough to predict with; or None, and the reason why there is none."""
     why = None
     for attempt, timings in enumerate(measured, start=1):
         fit = fit_completion(timings, windows)
@@ -178,7 +178,7 @@ def grid_packs(cached: int, unit: int, vocabulary: int) -> list[Pack]:
 
 
 def extra_packs(unit: int, vocabulary: int) -> list[list[Pack]]:
-    """Packs of several prompts: many short ones, trees of shared prefixes; the last is for checking alone."""
+    """Packs of several prompts: many short ones, trees of shared prefixes; the last is only for checking the fit."""
     rng = np.random.default_rng(1)
     short = max(4, unit // 16)
     whole = Limits(1 << 30, 1 << 30)

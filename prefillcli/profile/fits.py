@@ -1,4 +1,4 @@
-"""Fits of few measurements on a machine that others use too."""
+"""Fits of a few measurements on a machine that other programs use too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(base, slope) of a line through (x, y): the median of all pairs' slopes, which a stray point does not move.
+    """(base, slope) of a line through (x, y): the median of all pairs' slopes, which one stray point does not move.
 
     Theil-Sen. Raises ValueError for fewer than two different x.
     """

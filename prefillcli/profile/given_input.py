@@ -28,7 +28,7 @@ class Input:
 
 
 def open_input(settings: ProfileSettings, outputs: Iterable[str]) -> Input:
-    """Open INPUT and make prompts of its first rows, so that what is wrong with it is told before the measurements.
+    """Open INPUT and make prompts of its first rows, so that errors in it are found before the measurements.
 
     `outputs` are what will be written. Raises what a survey would raise for columns, template and labels, and
     UsageError where an output would replace the input.

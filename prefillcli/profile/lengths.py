@@ -19,14 +19,14 @@ from prefillcli.profile.modes import OF_TRANSFORMERS
 from prefillcli.report.numbers import byte_size
 
 TRIES = 3
-MARGIN = 0.02  # of the length that the line allows: left out of the prediction, for what the line does not know
+MARGIN = 0.02  # of the length that the line allows: not predicted, as the line is not exact
 _RUNS = 5
-_FITTED = 3  # longest runs, through which the line goes: in short ones the peak may be at another place
-_LONGEST_SHARE = 0.5  # of the length that the law allows: what a short run may have
+_FITTED = 3  # longest runs, to which the line is fitted: in shorter ones the peak may lie elsewhere
+_LONGEST_SHARE = 0.5  # of the length that the law allows: the longest of the short runs
 _PROBE_SHARE = 0.2  # of the seconds for a fit: what one short run may take
-_SPARE_SHARE = 0.04  # of the budget left by a confirming run, from which on a longer one is tried
+_SPARE_SHARE = 0.04  # of the budget: if a confirming run leaves more, a longer one is tried
 _LEAST_SHRINK = 0.02  # of the budget
-_OVERTIME = 4.0  # a confirming run that takes so many times its estimate is ended
+_OVERTIME = 4.0  # a confirming run is stopped after so many times its estimate
 _LOADING_SECONDS = 600.0
 
 #: Prints on stderr what comes next.
@@ -55,7 +55,7 @@ class Search:
 
 
 def profile_mode(mode: str, search: Search) -> ModeResult:
-    """Fit, predict and confirm one mode. What fails is in its notes; no PrefillError is raised.
+    """Fit, predict and confirm one mode. Failures become notes; no PrefillError is raised.
 
     Raises ChildFailed for an error in the layer walk: only transformers may fail on an architecture.
     """
@@ -92,8 +92,8 @@ def _run(result: ModeResult, lengths: Sequence[int], search: Search) -> None:
 def probe_lengths(law: Law, budget: int, longest: int, chunk: int) -> list[int]:
     """Ascending lengths of short runs: up to half of what the law allows, from two chunks on.
 
-    They are whole chunks but for a token: as in most prompts the chunks then have two sizes, for which libraries can
-    need more buffers than for one. Empty where the budget does not hold two different ones.
+    They are one token short of whole chunks: then there are chunks of two sizes, as in most prompts, for which
+    libraries may need more buffers than for one size. Empty if the budget does not hold two different lengths.
     """
     top = min(int(law.longest(budget) * _LONGEST_SHARE), longest)
     low = min(2 * chunk, top // 4) if top < 4 * chunk else max(2 * chunk, top // 16)
@@ -105,9 +105,9 @@ def probe_lengths(law: Law, budget: int, longest: int, chunk: int) -> list[int]:
 
 
 def _short_runs(mode: str, lengths: Sequence[int], search: Search) -> Iterator[MemoryPoint]:
-    """Runs of the `lengths`, ascending, or of the first three where more take long. Raises PrefillError.
+    """Runs of the `lengths`, ascending, or only of the first three if more would take long. Raises PrefillError.
 
-    Each in a process of its own, as the confirming run: what libraries keep of one run would change the next.
+    Each has its own process, like the confirming run: what libraries keep after one run would change the next.
     """
     patience = search.fit_seconds * _PROBE_SHARE
     last: MemoryPoint | None = None
@@ -121,7 +121,7 @@ def _short_runs(mode: str, lengths: Sequence[int], search: Search) -> Iterator[M
 
 
 def _predict(result: ModeResult, search: Search) -> None:
-    """Fit the runs so far, those that confirm a length among them, and say how long a prompt may be."""
+    """Fit all runs so far, also those that confirm a length, and predict how long a prompt may be."""
     confirmed = [(c.tokens, c.peak_bytes) for c in result.confirmations if c.peak_bytes is not None]
     measured = sorted([*((p.tokens, p.peak_bytes) for p in result.points), *confirmed])
     base, token = fit_line(measured[-_FITTED:])
@@ -135,7 +135,7 @@ def _predict(result: ModeResult, search: Search) -> None:
 
 
 def _confirm(result: ModeResult, search: Search) -> None:
-    """Run at the predicted length; shorter where that does not fit, longer where much is left."""
+    """Run at the predicted length; then a shorter one if that does not fit, a longer one if much memory is left."""
     if result.predicted_tokens is None or result.fit_token is None or result.limited_by is None:
         raise ValueError("nothing is predicted")
     affordable = _affordable(result.points[-1], search)
@@ -176,13 +176,13 @@ def _confirm(result: ModeResult, search: Search) -> None:
 
 
 def confirming_run(mode: str, tokens: int, search: Search, seconds: float) -> Confirmation:
-    """One run in a process that gets the budget and not one byte more."""
+    """One run in a process that may use the budget and not one byte more."""
     timeout = _LOADING_SECONDS + _OVERTIME * seconds
     try:
         with closing(search.run(confirm, search.subject, mode, tokens, search.budget, timeout=timeout)) as found:
             confirmation: Confirmation = next(iter(found))
             return confirmation
-    except (ChildEnded, ResourceError) as error:  # memory that is refused to a library's own code can end the process
+    except (ChildEnded, ResourceError) as error:  # a library that is refused memory can end the process
         return Confirmation(tokens=tokens, fits=False, reason=str(error))
 
 
@@ -195,7 +195,7 @@ def trace_mode(mode: str, tokens: int, search: Search) -> Trace:
 
 
 def thinned(points: Sequence[Any], most: int = 600) -> list[Any]:
-    """At most `most` points: of each stretch the one with the highest memory, since peaks are what is looked for."""
+    """At most `most` points: of each stretch the one with the highest memory, as peaks are what matters."""
     size = -(-len(points) // most) or 1
     return [
         max(points[start : start + size], key=lambda point: point.used_bytes) for start in range(0, len(points), size)

@@ -1,7 +1,7 @@
-"""What a prompt costs in memory in each mode, in closed form from a text configuration.
+"""How much memory a prompt takes in each mode, as a formula of the text configuration.
 
-The memory law of the layer walk is `prefillcli.models.law`'s; this adds what a layer makes for one token while it
-computes (figure 4 of PrefillOnly), and the modes that keep or chunk other things.
+The memory law of the layer walk is `prefillcli.models.law`'s; this adds the temporaries of a layer for each token
+(figure 4 of PrefillOnly), and the modes that keep or chunk other things.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _IDS = 16  # token id and position, int64 each
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """Bytes of one prompt in one mode: `base + token * tokens`. `terms` say what takes the bytes for each token."""
+    """Bytes of one prompt in one mode: `base + token * tokens`. `terms` say what the bytes for each token are for."""
 
     base: float
     terms: Mapping[str, float]
@@ -44,10 +44,10 @@ def mode_law(mode: str, config: Any, dtype: torch.dtype, chunk_tokens: int) -> L
     """The law of one of `prefillcli.profile.modes.MODES`.
 
     The walk has a row of the residual stream, one layer's K,V and the position encoding for each token. transformers'
-    own forward has all layers' K,V, and besides the layer's input the embedding that its caller still holds. What is
-    not chunked has a layer's temporaries for each token, what is chunked for each token of a chunk. Chunked prefill in
-    transformers also repeats the K,V that a chunk sees for all query heads, and makes a mask over them, bool and then
-    in the dtype.
+    own forward has all layers' K,V, and besides the layer's input the embedding that its caller still holds. A mode
+    that is not chunked has a layer's temporaries for each token, a chunked one for each token of a chunk. Chunked
+    prefill in transformers also repeats the K,V that a chunk sees for all query heads, and makes a mask over them,
+    bool and then in the dtype.
     """
     law = memory_law(config, dtype)
     layer = layer_bytes(config, dtype)
@@ -86,7 +86,7 @@ def mode_law(mode: str, config: Any, dtype: torch.dtype, chunk_tokens: int) -> L
 
 
 def layer_bytes(config: Any, dtype: torch.dtype) -> int:
-    """What a layer makes for one token at its peak, its input left out.
+    """Bytes of a layer's temporaries for one token at its peak, without its input.
 
     Either in the MLP: residual, normed input, and three rows of the inner width (gate after activation, up, their
     product). Or in attention: normed input, q, k, v, three more rows in the width of q while it is rotated or

@@ -1,4 +1,4 @@
-"""The ways to prefill one prompt whose memory is compared."""
+"""The ways to prefill one prompt, whose memory use is compared."""
 
 from __future__ import annotations
 

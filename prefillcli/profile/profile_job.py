@@ -47,8 +47,9 @@ class _ProfileEnd:
 def profile_job(settings: ProfileSettings) -> dict[str, Any]:
     """Run the job; return the summary for the last line on stdout.
 
-    Files are written when everything is measured, and once more with what INPUT takes: a file that turns out to be
-    damaged costs no measurements. Errors are told on stderr, and become the exit code in the summary.
+    Files are written when everything is measured, and once more with what INPUT takes: if INPUT
+    turns out to be damaged, no measurement is lost. Errors are reported on stderr, and become the exit code in the
+    summary.
     """
     clock, ended = Clock(), _ProfileEnd()
     settings = settings.complete()
@@ -76,7 +77,7 @@ def profile_job(settings: ProfileSettings) -> dict[str, Any]:
 
 
 def _check(settings: ProfileSettings) -> Input | None:
-    """Raise UsageError for what is wrong before anything is measured; open INPUT if there is one."""
+    """Raise UsageError for wrong options before anything is measured; open INPUT if there is one."""
     from prefillcli.profile.modes import MODES
     from prefillcli.replay.workloads import WORKLOADS
 
@@ -136,13 +137,13 @@ def _measure(settings: ProfileSettings, given: Input | None, announce: Callable[
 
 
 def _busy_with(threads: int) -> list[str]:
-    """A note where other programs took much of the machine while packs were timed."""
+    """A note if other programs used much of the machine while packs were timed."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load <= _BUSY * threads:
         return []
     return [
         f"the load average was {load:.0f} when packs were timed on {threads} threads: other programs ran too, and "
-        "without them the machine is faster than this"
+        "without them the machine is faster"
     ]
 
 
@@ -180,7 +181,7 @@ def _modes(names: tuple[str, ...], search: Any) -> Iterator[ModeResult]:
 def _replays(
     settings: ProfileSettings, files: Any, device: Any, profile: Profile, announce: Callable[[str], None]
 ) -> Iterator[Replay]:
-    """The papers' workloads on a server with this machine's times and as much cache as its budget holds."""
+    """The papers' workloads on a server with this machine's times and a cache that fits its budget."""
     from prefillcli.models.law import memory_law, pack_limits
     from prefillcli.replay.replay import replay
     from prefillcli.replay.workloads import WORKLOADS
@@ -188,7 +189,7 @@ def _replays(
     if "none" in settings.replay:
         return
     if profile.completion is None:
-        profile.notes.append("no replay: there are no completion times to replay requests with")
+        profile.notes.append("no replay: it needs completion times")
         return
     law = memory_law(files.config, files.dtype)
     cache = settings.cache_tokens
@@ -212,7 +213,8 @@ def _replays(
         )
         if longest > fits:
             found.notes.append(
-                f"its longest request has {longest:,} tokens, and a prompt can have {fits:,} here: a calculation only"
+                f"its longest request has {longest:,} tokens, and a prompt can have {fits:,} here: this can only be "
+                "calculated"
             )
         yield found
 
@@ -265,7 +267,7 @@ def _summary(ended: _ProfileEnd, settings: ProfileSettings, seconds: float) -> d
 
 
 def _next(settings: ProfileSettings, profile: Profile) -> str:
-    """What to run after this."""
+    """What to run next."""
     if profile.completion is None:
         return "prefill profile once more, when nothing else runs on this machine"
     rows = settings.inputs[0] if settings.inputs else "YOUR.parquet"

@@ -12,7 +12,7 @@ from prefillcli.report.tables import WIDTH, TableRows, print_explained, print_nu
 
 _DISTURBED = 1.5  # slowest round over the fastest; above it the machine was busy
 
-#: What the modes and policies are, for who reads the tables.
+#: What the modes and policies are, for readers of the tables.
 EXPLAINED = {
     "full": "transformers in one piece, the K,V of all layers kept",
     "chunked": "transformers chunk by chunk, the K,V of all layers kept",

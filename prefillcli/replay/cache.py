@@ -8,10 +8,10 @@ from prefillcli.replay.workloads import IntArray
 
 
 class PrefixCache:
-    """Holds the K,V of up to `capacity` tokens; of those too many, the least recently used are dropped.
+    """Holds the K,V of up to `capacity` tokens; beyond that the least recently used are dropped.
 
-    What is used is used as a whole path, and of one path the last tokens go first. So prefixes outlive what stands on
-    them, and of a path longer than the cache its first tokens stay (suffix discarding, PrefillOnly 5.1).
+    A whole path is used at once, and its last tokens are dropped first. So prefixes outlive their suffixes, and a path
+    longer than the cache keeps its first tokens (suffix discarding, PrefillOnly 5.1).
     """
 
     def __init__(self, lengths: IntArray, capacity: int) -> None:

@@ -25,7 +25,7 @@ POLICIES = ("fifo", "srjf", "srjf-calibrated")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Served:
-    """What became of each request; arrays are [requests], in order of arrival."""
+    """When each request was computed; arrays are [requests], in order of arrival."""
 
     order: list[int]  # in which they were computed
     arrivals: FloatArray  # seconds
@@ -47,7 +47,7 @@ def serve(
 
     `seconds(input tokens, cached tokens)` is what a request takes. It enters the cache at its end; its last token is
     computed in any case. `fairness` is the lambda of algorithm 1, in tokens for each second of waiting. Raises
-    ValueError for a policy that is none.
+    ValueError for an unknown policy.
     """
     if policy not in POLICIES:
         raise ValueError(f"{policy!r} is not a policy: there are {', '.join(POLICIES)}")
@@ -90,16 +90,16 @@ def serve(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """What became of requests that were all known before."""
+    """When requests that were all known before were computed."""
 
     ends: FloatArray  # seconds [requests]: when the pack of each was done
     computed_tokens: int
-    hits: int  # requests that had not to be computed from their first token on
+    hits: int  # requests whose first tokens did not have to be computed
 
 
 def run_plan(workload: Workload, limits: Limits, completion: CompletionModel) -> Batch:
     """Compute all requests as `prefill score` would: packs of the trie in depth-first order."""
-    tokens = np.zeros(int(workload.tokens.max()), dtype=np.int32)  # what they say does not matter
+    tokens = np.zeros(int(workload.tokens.max()), dtype=np.int32)  # which tokens they are does not matter
     prompts = [tokens[:length] for length in workload.tokens]
     packs = cut_packs(Queue(_forest(workload), OFFLINE), prompts, limits, [None] * len(prompts))
     ends = np.zeros(len(prompts))

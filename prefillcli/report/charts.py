@@ -1,4 +1,4 @@
-"""Charts for pages: what is to be drawn where, in percent of a plot's width and height.
+"""Charts for pages: what to draw where, in percent of a plot's width and height.
 
 The shapes are stretched to the width of the screen and the texts beside them are not, so one chart reads on a laptop
 and on a phone. The templates draw them; nothing here knows HTML.
@@ -17,7 +17,7 @@ from prefillcli.report.numbers import abbreviated
 from prefillcli.report.run import Histogram, MemoryTrace
 
 SERIES = 8
-"""Colours that are told apart; more series are drawn as one."""
+"""Colours that can be told apart; if there are more series, the rest are drawn as one."""
 OTHERS = "others"
 _MOST_BINS = 64
 _FEWEST_BINS = 12
@@ -164,7 +164,7 @@ def _merged(stacks: dict[str, list[int]]) -> dict[str, list[int]]:
 
 
 def _coarser(histogram: Histogram) -> tuple[list[float], dict[str, list[int]]]:
-    """As many bins as can be seen: some joined to one, or empty ones on both sides of few."""
+    """As many bins as can be seen: many are joined, a few get empty ones on both sides."""
     edges, counts = list(histogram.edges), {kind: list(bins) for kind, bins in histogram.counts.items()}
     while 1 < len(edges) <= _FEWEST_BINS:
         below, above = bisect_left(LENGTH_EDGES, edges[0]), bisect_right(LENGTH_EDGES, edges[-1])

@@ -36,7 +36,7 @@ def write_files(report: RunReport, metrics_file: str | None = None) -> None:
         report.page = page_of(report.report)
         try:
             put_text(report.page, run_html(shown_report(report)))
-        except Exception as error:  # whatever it is, the scores are there
+        except Exception as error:  # whatever goes wrong, the scores are written
             report.page = None
             _warn("page", error)
         try:

@@ -132,7 +132,7 @@ def stretches(inspection: Inspection, most: int = _STRETCHES) -> list[Stretch]:
 
 
 def facts(inspection: Inspection) -> list[tuple[str, str]]:
-    """Name and text of what there is to say in front, safe to show."""
+    """Name and text of what is shown above the prompt, safe to show."""
     tokens, kept = len(inspection.tokens), sum(token.kept for token in inspection.tokens)
     found = [
         ("row", f"{inspection.row_id} (row {inspection.row:,} of the input)"),

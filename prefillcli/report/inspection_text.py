@@ -56,7 +56,7 @@ class Fold:
 def print_inspection(inspection: Inspection, console: Console, *, most_tokens: int | None = None) -> None:
     """Write `inspection` to `console`: coloured on a terminal, else with brackets around what is kept.
 
-    `most_tokens`: show no more of the text than so many tokens, from both ends; None shows all of it.
+    `most_tokens`: tokens of the text to show at most, from both ends; None shows all of it.
     """
     coloured = console.is_terminal and not console.no_color and console.color_system is not None
 

@@ -1,6 +1,6 @@
 """A run as metrics in Prometheus' text format, for the textfile collector of node_exporter.
 
-The format: https://prometheus.io/docs/instrumenting/exposition_formats/. All are gauges: they speak of the last run.
+The format: https://prometheus.io/docs/instrumenting/exposition_formats/. All are gauges, about the last run.
 """
 
 from __future__ import annotations

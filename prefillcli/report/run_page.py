@@ -63,7 +63,7 @@ def run_html(report: RunReport) -> str:
 
 
 def _verdict(report: RunReport) -> tuple[str, str]:
-    """What became of the run in a word, and how good that is."""
+    """How the run ended, and how good that is: a class of the page's style."""
     if report.status == "complete" and report.exit_code == 0:
         return "complete", "good"
     if report.status == "complete":
@@ -130,7 +130,7 @@ def _length_note(report: RunReport) -> str:
 
 
 def _quartile(histogram: Histogram, share: float) -> tuple[float, float]:
-    """The edges of the bin that so many rows lie below."""
+    """The edges of the bin in which this share of the rows is reached."""
     totals = [sum(column) for column in zip(*histogram.counts.values(), strict=True)]
     below, wanted = 0, share * sum(totals)
     for at, number in enumerate(totals):

@@ -16,7 +16,7 @@ def print_table(report: RunReport) -> None:
 
 
 def run_lines(report: RunReport) -> Iterator[tuple[str, str]]:
-    """What there is to say of a run, by name."""
+    """The lines of the table: a name and a text each."""
     rows, tokens, seconds = report.rows, report.tokens, report.seconds
     counts = f"{rows.scored:,} scored of {rows.total:,}"
     if rows.errors:

@@ -31,7 +31,7 @@ class Lengths(BaseModel):
     least: int
     mean: float
     most: int
-    percentiles: dict[str, int]  # of so many percent of the prompts none is longer
+    percentiles: dict[str, int]  # keys are percent of the prompts, values the tokens that none of those exceeds
     histogram: list[Bin]  # edges grow by a constant factor
 
 

@@ -21,7 +21,7 @@ def stderr_console(width: int | None = None) -> Console:
 
 
 def pairs_table(rows: Iterable[tuple[str, str]]) -> Table:
-    """Names and what there is to say of each."""
+    """A table of names and texts."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", min_width=10)
     table.add_column(overflow="fold")
