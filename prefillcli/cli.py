@@ -43,19 +43,19 @@ def main() -> None:
     except _Finished:
         raise
     except SystemExit as stop:
-        if stop.code and not _completes():  # typer has told what is wrong, and no job has summed itself up
+        if stop.code and not _is_completion():  # typer has said what is wrong, and no job has printed a summary
             status = "interrupted" if stop.code == 130 else "failed"
-            _say({"status": status, "exit_code": stop.code, "error": "see stderr"})
+            _print_summary({"status": status, "exit_code": stop.code, "error": "see stderr"})
         raise
 
 
-def _completes() -> bool:
-    """Whether it is the shell that asks, for words that may follow."""
+def _is_completion() -> bool:
+    """Whether the shell asks for words that complete the line."""
     return "_PREFILL_COMPLETE" in os.environ
 
 
 class _Finished(SystemExit):
-    """The end of a command whose summary is on stdout."""
+    """The end of a command that has printed its summary."""
 
 
 def _show_version(asked: bool) -> None:
@@ -169,11 +169,11 @@ def _settings(
 
 def finish(summary: dict[str, Any]) -> NoReturn:
     """End with the run's summary as the last line on stdout and its exit code."""
-    _say(summary)
+    _print_summary(summary)
     raise _Finished(summary["exit_code"])
 
 
-def _say(summary: dict[str, Any]) -> None:
+def _print_summary(summary: dict[str, Any]) -> None:
     print(json.dumps(shown(summary), separators=(",", ":"), allow_nan=False), flush=True)
 
 

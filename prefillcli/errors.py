@@ -1,4 +1,4 @@
-"""Errors a user can act on, each with the exit code the command ends with."""
+"""Errors that a user can act on, each with the exit code of the command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOTHING_TO_DO = 99
 class PrefillError(Exception):
     """The run failed. The message is for the person who must act: what, where, what to do.
 
-    It names paths and URLs without the secrets in them, and so does what a library said of them.
+    Secrets in paths and URLs are removed from it, also where another library's message quotes them.
     """
 
     exit_code = 1
@@ -43,15 +43,15 @@ class OutputConflictError(PrefillError):
 
 
 class OutputDamagedError(OutputConflictError):
-    """The output is not what its job wrote."""
+    """The output is not as its job wrote it."""
 
 
 class DamagedFileError(PrefillError):
-    """A file is not as it was written. The message says why, for a caller that names the file."""
+    """A file is not as it was written. The message says why; the caller adds which file."""
 
 
 class ContentChangedError(PrefillError):
-    """A file of the input or of the model is not what the job's fingerprint names, or not the same any more."""
+    """A file of the input or of the model differs from the job's fingerprint, or has changed since."""
 
     exit_code = 4
 
@@ -84,14 +84,14 @@ def brief(error: BaseException) -> str:
     return text if len(text) <= 200 else text[:200].rsplit(" ", 1)[0] + " ..."
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'labels'?`, or nothing where no known word is near."""
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'labels'?`, or an empty text where no known word is near."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def out_of_resource(error: BaseException) -> bool:
-    """Whether memory or the disk was full."""
+    """Whether the error says that memory or a disk is full."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
     # torch's own out-of-memory errors are RuntimeErrors with these names or words

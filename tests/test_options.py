@@ -112,18 +112,18 @@ def test_an_option_that_would_be_ignored_is_refused(command: str, option: str, u
     lacking = told(command, option, unmet)
     with pytest.raises(UsageError) as caught:
         load(command, lacking, {option: value})
-    assert f"{flag} {required.unmet}" in str(caught.value)
+    assert f"{flag} {required.reason}" in str(caught.value)
     assert caught.value.exit_code == 2
     assert len(str(caught.value).splitlines()) <= 3
 
     # One environment serves all commands and runs: there the option is left out.
     assert option not in load(command, lacking | {option: str(value)}, {}).model_fields_set
     # A recipe is for a job. What a run may do without stays there, anything else is refused too.
-    if required.standing:
+    if required.recipe_may_keep:
         assert option not in load(command, lacking, {}, recipe={option: value}).model_fields_set
     else:
         alone = {name: text for name, text in lacking.items() if text is not None}
-        with pytest.raises(UsageError, match=f"job.yaml: {option} {required.unmet.split(',')[0]}"):
+        with pytest.raises(UsageError, match=f"job.yaml: {option} {required.reason.split(',')[0]}"):
             load(command, LEAST[command], {}, recipe={**alone, option: value})
 
 

@@ -17,7 +17,7 @@ from prefillcli.bench.workload_tables import print_workload
 from prefillcli.compress.pickers.registry import PICKERS
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.reading.source import Source
-from prefillcli.errors import PrefillError, ResourceError, UsageError, nearest
+from prefillcli.errors import PrefillError, ResourceError, UsageError, did_you_mean
 from prefillcli.jobs.inputs import open_source, prompt_builder
 from prefillcli.jobs.load import load_walk
 from prefillcli.jobs.paths import refuse_among_inputs, require_json
@@ -45,7 +45,7 @@ def bench_job(settings: BenchSettings, *, quick_tokens: int = QUICK_TOKENS) -> d
     clock = Clock()
     if settings.model is None and settings.draft is None and (draft := sample_draft()) is not None:
         settings = settings.model_copy(update={"draft": str(draft)})
-    asked, settings = settings, settings.complete()
+    asked, settings = settings, settings.with_defaults()
     report = BenchReport(
         started=datetime.now(UTC).isoformat(timespec="seconds"), settings=shown(settings.model_dump(mode="json"))
     )
@@ -104,7 +104,7 @@ def _methods(settings: BenchSettings) -> tuple[str, ...]:
 def _check_names(option: str, given: Sequence[str], known: dict[str, Any]) -> None:
     for name in given:
         if name not in known:
-            near = nearest(name, known)
+            near = did_you_mean(name, known)
             raise UsageError(f"{option} {name!r} does not exist{near}\nthere are {', '.join(known)}")
 
 

@@ -57,7 +57,7 @@ def made_material(name: str, settings: BenchSettings, opened: Opened, labels: La
     """
     rows, tokens = (
         max(2, round(settings.rows * settings.scale)),
-        max(64, round((settings.complete().tokens or 0) * settings.scale)),
+        max(64, round((settings.with_defaults().tokens or 0) * settings.scale)),
     )
     files = opened.files
     most = min(settings.max_length or files.max_length, files.max_length)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from prefillcli.errors import UsageError, nearest
+from prefillcli.errors import UsageError, did_you_mean
 
 
 def check_options(
@@ -17,4 +17,6 @@ def check_options(
         if key in taken:
             raise UsageError(f"--engine-options {key}: {taken[key]}")
         if key not in known:
-            raise UsageError(f"--engine-options {key}: the {engine} engine has no such option{nearest(key, known)}")
+            raise UsageError(
+                f"--engine-options {key}: the {engine} engine has no such option{did_you_mean(key, known)}"
+            )

@@ -10,11 +10,11 @@ from prefillcli.options import requirements
 from prefillcli.options.groups import MeasuringOptions, ScheduledOptions
 from prefillcli.options.option import BENCH, COMPRESSION, FILES, argument, option, require
 from prefillcli.options.requirements import Requirement
-from prefillcli.options.values import Names, Rates, Threshold
+from prefillcli.options.values import KeepRates, NameList, TokenThreshold
 
 QUICK_ROWS = 60
-"""Rows of INPUT that `prefill bench` compares unless it is told otherwise."""
-_QUICK = ("specprefill", "random")  # what a quick look compares of what drops tokens
+"""Rows of INPUT that `prefill bench` compares by default."""
+_QUICK = ("specprefill", "random")  # methods that drop tokens, of those that a quick look compares
 
 
 class BenchSettings(MeasuringOptions, ScheduledOptions):
@@ -23,102 +23,92 @@ class BenchSettings(MeasuringOptions, ScheduledOptions):
     full: bool = option(
         False,
         "All methods, both usual workloads, long prompts, all rows of INPUT: minutes to hours.",
-        BENCH,
-        changes="report",
-    )
+        BENCH, changes="report",
+    )  # fmt: skip
     inputs: tuple[str, ...] = argument(
         (), "Parquet or JSONL: files, directories, globs or URLs. Without: made workloads.", changes="scores"
     )
     seed: int = option(
-        0, "Seed of --sample, of made workloads and of random selections.",
+        0,
+        "Seed for --sample, made workloads and random selections.",
         FILES, changes="rows", metavar="N", requires=requirements.RANDOM,
     )  # fmt: skip
     draft: str | None = option(
         None,
-        "Small model with the same tokenizer that picks the tokens. (default: with the sample model, its draft)",
+        "Small model with the same tokenizer, which picks the tokens. (default: with the sample model, its draft)",
         COMPRESSION, changes="scores", metavar="DIR|NAME", requires=requirements.SPECPREFILL,
     )  # fmt: skip
-    keep: Rates = option(  # type: ignore[assignment]  # several rates side by side
+    keep: KeepRates = option(  # type: ignore[assignment]  # several rates side by side
         (0.2,),
-        "Share of the tokens that a compressing method keeps; repeatable.",
+        "Share of the tokens that compressing methods keep; repeatable.",
         BENCH, changes="scores", metavar="RATE", repeatable=True, requires=requirements.COMPRESSION,
     )  # fmt: skip
-    compress_above: Threshold = option(
-        0, "Prompts up to this many tokens are read in full; auto: those that it would not make faster.",
+    compress_above: TokenThreshold = option(
+        0,
+        "Prompts up to this many tokens are read in full; auto: those that compression would not make faster.",
         COMPRESSION, changes="scores", metavar="N|auto", requires=requirements.COMPRESSION,
     )  # fmt: skip
-    workload: Names = option(
+    workload: NameList = option(
         (),
         "A made workload: post-recommendation, credit-verification, needle, multi-needle, variable-tracking, "
         "common-words, frequent-words or qa; repeatable. (default: needle, with --full post-recommendation too)",
         BENCH, changes="rows", metavar="NAME", repeatable=True,
     )  # fmt: skip
-    method: Names = option(
+    method: NameList = option(
         (),
-        "A method to compare: hf, full, hybrid (always), specprefill, random, ends or bm25; repeatable. (default: hf, "
-        "hybrid and, where there is a draft, specprefill and random; with --full all)",
+        "A method to compare: hf, full, hybrid (always), specprefill, random, ends or bm25; repeatable. (default: "
+        "hf, hybrid and, where there is a draft, specprefill and random; with --full all)",
         BENCH, changes="report", metavar="NAME", repeatable=True,
     )  # fmt: skip
     rows: int = option(60, "Rows of a made workload.", BENCH, changes="rows", metavar="N", ge=2)
     tokens: int | None = option(
         None,
         "Most tokens in a prompt of a made workload. (default: 1000, with --full 4000)",
-        BENCH,
-        changes="rows",
-        metavar="N",
-        ge=64,
-    )
+        BENCH, changes="rows", metavar="N", ge=64,
+    )  # fmt: skip
     scale: float = option(1.0, "Multiplies --rows and --tokens.", BENCH, changes="rows", metavar="FACTOR", gt=0)
     rounds: int = option(
         3,
-        "Timed rounds, after one to warm up; 0: the times are those of that one.",
-        BENCH,
-        changes="report",
-        metavar="N",
-        ge=0,
-    )
+        "Timed rounds after one warm-up round; 0: take the times of the warm-up.",
+        BENCH, changes="report", metavar="N", ge=0,
+    )  # fmt: skip
     truth: str | None = option(
         None,
         "Column of INPUT with the right answer, for accuracy and AUC.",
-        BENCH,
-        changes="columns",
-        metavar="COLUMN",
-    )
+        BENCH, changes="report", metavar="COLUMN",
+    )  # fmt: skip
     output: str = option(
         "bench.json",
         "JSON file for the numbers; the page goes beside it, as .html.",
-        FILES,
-        changes="files",
-        short="-o",
-        metavar="PATH",
-    )
+        FILES, changes="files", short="-o", metavar="PATH",
+    )  # fmt: skip
 
     @property
-    def drafts(self) -> bool:
+    def uses_draft(self) -> bool:
         return (self.draft is not None or self.model is None) and any(
             self.compares(kind.name) for kind in PICKERS.values() if kind.needs == "draft"
         )
 
     @property
     def compresses(self) -> bool:
-        return self.drafts or any(self.compares(kind.name) for kind in PICKERS.values() if kind.needs != "draft")
+        return self.uses_draft or any(self.compares(kind.name) for kind in PICKERS.values() if kind.needs != "draft")
 
     @property
-    def draws(self) -> bool:
+    def is_random(self) -> bool:
         return (
             not self.inputs
-            or super().draws
+            or super().is_random
             or any(self.compares(kind.name) for kind in PICKERS.values() if kind.random)
         )
 
     def compares(self, method: str) -> bool:
-        """Whether the method is among those that are compared; without a draft only those named drop tokens."""
+        """Whether a method that drops tokens is compared: if it was named, or by default where there is a draft."""
         if self.method:
             return method in self.method
         return (self.draft is not None or self.model is None) and (self.full or method in _QUICK)
 
-    def complete(self) -> BenchSettings:
-        """These settings with what was not given, as `full` says."""
+    def with_defaults(self) -> BenchSettings:
+        """These settings with defaults for what was not given, larger ones with `full`."""
         left: dict[str, Any] = {}
         if self.tokens is None:
             left["tokens"] = 4000 if self.full else 1000

@@ -1,7 +1,7 @@
-"""What jobs can be told.
+"""Groups of options that several commands share.
 
-The fields of these classes are the options of the commands: name, default, help text and help panel are written here
-once, and the command line is made from them.
+The fields of these classes are the options. Their names, defaults, help texts and panels are written once, here or in
+the file of the command, and the command line is made from them.
 """
 
 from __future__ import annotations
@@ -23,29 +23,37 @@ from prefillcli.options.option import (
     argument,
     option,
 )
-from prefillcli.options.values import Labels, Odd, Rate, ScheduleName, Size, ThreadCount, Threshold
+from prefillcli.options.values import (
+    ByteSize,
+    KeepRate,
+    LabelTexts,
+    OddNumber,
+    ScheduleName,
+    ThreadCount,
+    TokenThreshold,
+)
 from prefillcli.plan.schedules import DEFAULT
 
 
 class InputOptions(Settings):
-    """Which rows."""
+    """Which rows are read."""
 
     inputs: tuple[str, ...] = argument(
         ..., "Parquet or JSONL: files, directories, globs or URLs.", changes="scores", min_length=1
     )
     limit: int | None = option(None, "Take the first N rows only.", FILES, changes="rows", metavar="N", ge=1)
     sample: int | None = option(None, "Take N rows drawn at random.", FILES, changes="rows", metavar="N", ge=1)
-    seed: int = option(0, "Seed of --sample.", FILES, changes="rows", metavar="N", requires=requirements.RANDOM)
+    seed: int = option(0, "Seed for --sample.", FILES, changes="rows", metavar="N", requires=requirements.RANDOM)
 
     @property
-    def draws(self) -> bool:
+    def is_random(self) -> bool:
         """Whether anything is drawn at random."""
         return self.sample is not None
 
     def check(self) -> None:
         super().check()
         if self.limit is not None and self.sample is not None:
-            raise UsageError("--limit takes the first rows, --sample random ones: give one of them")
+            raise UsageError("--limit takes the first rows, --sample random ones: give only one of them")
 
 
 class ModelOptions(Settings):
@@ -54,11 +62,8 @@ class ModelOptions(Settings):
     model: str | None = option(
         None,
         "A model directory or a hub name. (default: the shipped sample model)",
-        MODEL,
-        changes="scores",
-        short="-m",
-        metavar="MODEL",
-    )
+        MODEL, changes="scores", short="-m", metavar="MODEL",
+    )  # fmt: skip
     revision: str | None = option(
         None, "Revision of a hub model.", MODEL, changes="scores", metavar="NAME", requires=requirements.HUB_MODEL
     )
@@ -69,7 +74,7 @@ class ModelOptions(Settings):
     )
     threads: ThreadCount = option(
         "auto",
-        "Processor threads that compute; auto: one for each core that it may use, fewer while others use them.",
+        "CPU threads that compute; auto: one per core it may use, fewer while other programs are busy.",
         MODEL, changes="speed", metavar="N|auto", needs="threads",
     )  # fmt: skip
 
@@ -84,36 +89,36 @@ class PromptOptions(Settings):
     )  # fmt: skip
     template: str | None = option(
         None,
-        "Jinja text, or a file with it, rendered from the row's columns.",
-        PROMPTS,
-        changes="scores",
-        metavar="JINJA",
-    )
+        "Jinja template, or a file with one, rendered with the row's columns.",
+        PROMPTS, changes="scores", metavar="JINJA",
+    )  # fmt: skip
     chat: bool | None = option(
         None, "Apply the tokenizer's chat template. (default: if it has one)", PROMPTS, changes="scores"
     )
-    system: str | None = option(None, "System message before each chat.", PROMPTS, changes="scores", metavar="TEXT")
+    system: str | None = option(
+        None, "System message to begin each chat with.", PROMPTS, changes="scores", metavar="TEXT"
+    )
     max_length: int | None = option(
         None, "Longest prompt in tokens. (default: the model's limit)", PROMPTS, changes="scores", metavar="N", ge=1
     )
     on_long: Literal["error", "truncate-left", "truncate-middle", "skip"] = option(
-        "error", "What happens to a longer prompt.", PROMPTS, changes="scores"
+        "error", "What to do with longer prompts.", PROMPTS, changes="scores"
     )
 
     literal: bool = option(
         True,
-        "Encode the data's text as text: only templates and the tokenizer put control tokens into a prompt. (default: "
+        "Control tokens in the data are plain text: only templates and the tokenizer may add real ones. (default: "
         "--literal)",
         PROMPTS, changes="scores", negative="allow-special",
     )  # fmt: skip
-    max_row_bytes: Size | None = option(
+    max_row_bytes: ByteSize | None = option(
         None,
-        "Longer rows are error rows, before they are tokenised, e.g. 32MiB. (default: what --max-length tokens can "
-        "hold, at least 8MiB and at most 64MiB; 64MiB with --on-long truncate-*)",
+        "Longer rows become error rows before they are tokenised, e.g. 32MiB. (default: room for --max-length "
+        "tokens, from 8MiB to 64MiB; 64MiB with --on-long truncate-*)",
         PROMPTS, changes="scores", metavar="SIZE",
     )  # fmt: skip
 
-    labels: Labels = option(
+    labels: LabelTexts = option(
         "Yes,No",
         "Answers, the positive one first; 'Yes= Yes|yes|YES' sums variants.",
         ANSWERS, changes="scores", metavar="LABELS",
@@ -126,39 +131,33 @@ class PromptOptions(Settings):
 class MemoryOptions(Settings):
     """How much is computed at a time, and in which order."""
 
-    memory: Size | None = option(
+    memory: ByteSize | None = option(
         None,
         "Budget for activations and K,V, e.g. 8GiB. (default: what is free)",
         MEMORY, changes="speed", metavar="SIZE", needs="memory",
     )  # fmt: skip
     pack_tokens: int | None = option(
         None,
-        "Most tokens in one pass over the model. (default: from --memory)",
+        "Most tokens in one pass through the model. (default: from --memory)",
         MEMORY, changes="speed", metavar="N", needs="packs", ge=1,
     )  # fmt: skip
     chunk_tokens: int | None = option(
         None,
         "Tokens that go through a layer at a time. (default: from the model)",
-        MEMORY,
-        changes="speed",
-        metavar="N",
-        needs="packs",
-        ge=1,
-    )
+        MEMORY, changes="speed", metavar="N", needs="packs", ge=1,
+    )  # fmt: skip
     prefix_kv: Literal["auto", "discard", "keep", "offload"] = option(
         "auto",
         "K,V of prefixes that later packs need: discard and compute again, keep on the device, or offload to host "
         "memory.",
-        MEMORY,
-        changes="speed",
-        needs="packs",
-    )
+        MEMORY, changes="speed", needs="packs",
+    )  # fmt: skip
 
 
 class CompressionOptions(Settings):
-    """Which tokens a draft model leaves to the model."""
+    """Which tokens of a prompt the model reads."""
 
-    keep: Rate = option(
+    keep: KeepRate = option(
         1.0,
         "Share of each prompt's tokens that the model reads; below 1 needs --draft. auto: the smallest that "
         "--max-flips allows.",
@@ -166,11 +165,9 @@ class CompressionOptions(Settings):
     )  # fmt: skip
     draft: str | None = option(
         None,
-        "Small model with the same tokenizer that picks the tokens.",
-        COMPRESSION,
-        changes="scores",
-        metavar="DIR|NAME",
-    )
+        "Small model with the same tokenizer, which picks the tokens.",
+        COMPRESSION, changes="scores", metavar="DIR|NAME",
+    )  # fmt: skip
     paper: bool = option(
         False,
         "SpecPrefill as in its paper: --lookahead 8 --query-window 0 --query-reduce mean --pool 13 --select-chunk 32 "
@@ -178,102 +175,106 @@ class CompressionOptions(Settings):
         COMPRESSION, changes="scores", requires=requirements.COMPRESSION,
     )  # fmt: skip
     lookahead: int = option(
-        8, "Tokens whose attention votes on what to keep: the prompt's last one, and N - 1 that the draft decodes.",
+        8,
+        "Tokens whose attention votes on what to keep: the prompt's last one, and N - 1 that the draft decodes.",
         COMPRESSION, changes="scores", metavar="N", requires=requirements.DRAFT, ge=1,
     )  # fmt: skip
     query_window: int = option(
-        8, "The prompt's last N tokens vote too.",
+        8,
+        "The prompt's last N tokens vote too.",
         COMPRESSION, changes="scores", metavar="N", requires=requirements.COMPRESSION, off=0, ge=0,
     )  # fmt: skip
     query_reduce: Literal["rank", "mean", "max"] = option(
-        "rank", "How the votes of several tokens are combined: the best rank that any gives, mean, or maximum.",
+        "rank",
+        "How the votes of several tokens are combined: best rank, mean or maximum.",
         COMPRESSION, changes="scores", requires=requirements.DRAFT,
     )  # fmt: skip
-    pool: Odd = option(
-        13, "Neighbouring tokens over which importance is averaged; odd, 1 for none.",
+    pool: OddNumber = option(
+        13,
+        "Neighbouring tokens over which importance is averaged; odd, 1 for none.",
         COMPRESSION, changes="scores", metavar="N", requires=requirements.DRAFT, ge=1,
     )  # fmt: skip
     select_chunk: int = option(
-        16, "Tokens kept or dropped together; 1 for each by itself.",
+        16,
+        "Tokens kept or dropped together; 1 for each by itself.",
         COMPRESSION, changes="scores", metavar="N", requires=requirements.COMPRESSION, ge=1,
     )  # fmt: skip
-    compress_above: Threshold = option(
-        "auto", "Prompts up to this many tokens are read in full; auto: those that it would not make faster.",
+    compress_above: TokenThreshold = option(
+        "auto",
+        "Prompts up to this many tokens are read in full; auto: those that compression would not make faster.",
         COMPRESSION, changes="scores", metavar="N|auto", requires=requirements.COMPRESSION,
     )  # fmt: skip
     keep_first: int = option(
         4,
         "First tokens that are always kept.",
-        COMPRESSION,
-        changes="scores",
-        metavar="N",
-        requires=requirements.COMPRESSION,
-        ge=0,
-    )
+        COMPRESSION, changes="scores", metavar="N", requires=requirements.COMPRESSION, ge=0,
+    )  # fmt: skip
     keep_last: int = option(
-        64, "Last tokens that are always kept: the question.",
+        64,
+        "Last tokens that are always kept: the question.",
         COMPRESSION, changes="scores", metavar="N", requires=requirements.COMPRESSION, ge=1,
     )  # fmt: skip
     keep_private: bool = option(
         True,
-        "Keep all that a row has behind the prefix it shares, where --keep leaves as much of the row. (default: on)",
+        "Keep all that a row has after its shared prefix, if --keep leaves room for it. (default: on)",
         COMPRESSION, changes="scores", negative="no-keep-private", requires=requirements.COMPRESSION,
     )  # fmt: skip
     compress_per_row: bool = option(
-        False, "Select tokens for each row by itself; its prefix is then no longer shared.",
+        False,
+        "Select tokens for each row on its own; prefixes are then no longer shared.",
         COMPRESSION, changes="scores", requires=requirements.DRAFT,
     )  # fmt: skip
 
     @property
-    def drafts(self) -> bool:
+    def uses_draft(self) -> bool:
         """Whether a draft model picks tokens."""
         return self.draft is not None
 
     @property
     def compresses(self) -> bool:
         """Whether anything picks tokens."""
-        return self.drafts
+        return self.uses_draft
 
     def check(self) -> None:
         super().check()
         if self.paper and (given := [name for name in PAPER if name in self.model_fields_set]):
             flags = ", ".join("--" + name.replace("_", "-") for name in given)
-            raise UsageError(f"--paper sets {flags} itself: leave one of them out")
+            raise UsageError(f"--paper already sets {flags}: leave out one or the other")
 
 
 def check_keep(keep: float | Literal["auto"], draft: str | None) -> None:
-    """Raise UsageError for a rate that is none, or one that lacks a draft."""
+    """Raise UsageError for a wrong rate, or for one that needs a draft where there is none."""
     if keep != "auto" and not 0 < keep <= 1:
         raise UsageError(f"--keep {keep:g}: must be a rate above 0 and up to 1, or auto")
     if keep != 1 and draft is None:
-        raise UsageError(f"--keep {keep} needs --draft: a small model with the same tokenizer that picks the tokens")
+        raise UsageError(f"--keep {keep} needs --draft: a small model with the same tokenizer, which picks the tokens")
 
 
 class LoadingOptions(CompressionOptions, MemoryOptions, ModelOptions):
-    """The options that decide what is loaded, and how much of it is used at a time."""
+    """What is loaded, and how much is computed at a time."""
 
 
 class JobOptions(LoadingOptions, PromptOptions, InputOptions):
-    """The options of a job that makes prompts of rows and plans them for a model."""
+    """Everything about one prompt: where it comes from, and how it is computed."""
 
 
 class ScheduledOptions(JobOptions):
-    """The options of a job of many rows, which are computed in some order."""
+    """Everything about many prompts, which are computed in some order."""
 
     schedule: ScheduleName = option(
         DEFAULT,
-        "Order in which rows are computed: by shared prefixes, as they come, the shortest first, or the one with the "
-        "fewest tokens that are not cached.",
-        MEMORY,
-        changes="speed",
-    )
+        "Order in which rows are computed: by shared prefix, as they come, shortest first, or fewest uncached tokens "
+        "first.",
+        MEMORY, changes="speed",
+    )  # fmt: skip
 
 
 class RunOptions(Settings):
-    """What is said on the way."""
+    """What is said while it runs."""
 
     progress_interval: float = option(
-        30.0, "Seconds between progress lines off a terminal; each has the local time with its offset from UTC.",
+        30.0,
+        "Seconds between progress lines when not on a terminal; each line has the local time and its UTC offset.",
         RUN, changes="report", metavar="SECONDS", requires=requirements.PROGRESS, gt=0,
     )  # fmt: skip
     quiet: bool = option(False, "Warnings and errors only.", RUN, changes="report", short="-q")
@@ -281,10 +282,11 @@ class RunOptions(Settings):
 
 
 class MeasuringOptions(RunOptions):
-    """What is said on the way where one measurement can take long."""
+    """What is said while it runs, where one measurement can take long."""
 
     progress_interval: float = option(
-        10.0, "Seconds between lines that say what is measured.",
+        10.0,
+        "Seconds between lines that say what is being measured.",
         RUN, changes="report", metavar="SECONDS", requires=requirements.PROGRESS, gt=0,
     )  # fmt: skip
 
@@ -293,6 +295,7 @@ class PriceOptions(Settings):
     """What a machine costs."""
 
     price_per_hour: float | None = option(
-        None, "What an hour of this machine costs, for predicted costs.",
+        None,
+        "Price of an hour on this machine, to predict costs.",
         RUN, changes="report", metavar="PRICE", needs="forecast", ge=0, allow_inf_nan=False,
     )  # fmt: skip

@@ -98,7 +98,7 @@ def argument(default: Any, help: str, *, changes: Change, **field: Any) -> Any:
 class Settings(BaseModel):
     """A group of options, or all options of a command. Each field is made by `option` or `argument`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)  # help pages validate nothing
     _flags: frozenset[str] = PrivateAttr(frozenset())
 
     @classmethod
@@ -109,13 +109,13 @@ class Settings(BaseModel):
             if "option" not in extra:
                 raise TypeError(f"{cls.__name__}.{name}: make it with `option`, which says what it changes")
 
-    def from_flags(self, names: Iterable[str]) -> Self:
-        """These settings, of which flags gave the options of these names."""
+    def with_flags(self, names: Iterable[str]) -> Self:
+        """These settings, which remember that the options of these names were flags."""
         self._flags = frozenset(names)
         return self
 
     def is_flag(self, name: str) -> bool:
-        """Whether the option was given for this very run, on the command line."""
+        """Whether the option was given on the command line of this run."""
         return name in self._flags
 
     def check(self) -> None:
@@ -128,12 +128,12 @@ class Settings(BaseModel):
 
     @classmethod
     def required(cls) -> dict[str, list[Requirement]]:
-        """What each option requires to have an effect, by field name; those that always have one are left out."""
+        """What each option requires to have an effect, by name. Options that always have one are left out."""
         found = {name: details_of(cls, name).requires for name in cls.model_fields}
         return {name: [required] for name, required in found.items() if required is not None}
 
-    def idle(self) -> dict[str, Requirement]:
-        """The options that were given, ask for something, and would be ignored, each with what it lacks first."""
+    def ignored(self) -> dict[str, Requirement]:
+        """The options that were given but would be ignored, each with the first requirement that is not met."""
         found = {}
         for name, required in self.required().items():
             field, value = type(self).model_fields[name], getattr(self, name)
@@ -153,6 +153,6 @@ def details_of(kind: type[Settings], name: str) -> Details:
 
 
 def require(found: dict[str, list[Requirement]], names: Iterable[str], required: Requirement) -> None:
-    """Let the options of these names require this first."""
+    """Make this the first requirement of the options of these names."""
     for name in names:
         found[name] = [required, *found.get(name, ())]

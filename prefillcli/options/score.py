@@ -9,7 +9,7 @@ from prefillcli.options import requirements
 from prefillcli.options.groups import PriceOptions, RunOptions, ScheduledOptions, check_keep
 from prefillcli.options.option import COMPRESSION, FILES, MODEL, RUN, details_of, option, require
 from prefillcli.options.requirements import Requirement
-from prefillcli.options.values import EngineName, KeyValues, Names
+from prefillcli.options.values import EngineName, KeyValues, NameList
 
 
 class ScoreSettings(PriceOptions, RunOptions, ScheduledOptions):
@@ -27,49 +27,47 @@ class ScoreSettings(PriceOptions, RunOptions, ScheduledOptions):
     )  # fmt: skip
     metrics_file: str | None = option(
         None,
-        "Write metrics for Prometheus' textfile collector here too, e.g. prefill.prom.",
-        FILES,
-        changes="files",
-        metavar="PATH",
-    )
+        "Also write metrics for the Prometheus textfile collector to this file, e.g. prefill.prom.",
+        FILES, changes="files", metavar="PATH",
+    )  # fmt: skip
     id_column: str | None = option(
         None,
         "Column that names a row in the output. (default: the row number)",
-        FILES,
-        changes="columns",
-        metavar="NAME",
-    )
-    keep_columns: Names = option(
+        FILES, changes="columns", metavar="NAME",
+    )  # fmt: skip
+    keep_columns: NameList = option(
         (), "Input columns to copy to the output, comma-separated.", FILES, changes="columns", metavar="NAMES"
     )
     partition: bool = option(
-        False,
-        "Write the scores into folders named like those of the input: day=2026-01-01/.",
-        FILES,
-        changes="columns",
+        False, "Write the scores into folders named like the input's: day=2026-01-01/.", FILES, changes="columns"
     )
-    resume: bool = option(False, "Go on with this job where it was stopped.", FILES, changes="files")
-    overwrite: bool = option(False, "Replace an output that exists.", FILES, changes="files")
+    resume: bool = option(False, "Continue this job where it stopped.", FILES, changes="files")
+    overwrite: bool = option(False, "Replace an existing output.", FILES, changes="files")
 
     engine: EngineName = option(
-        "torch", "What runs the model: the layer walk, a plain transformers loop, or vLLM.",
+        "torch",
+        "What runs the model: the layer walk, a plain transformers loop, or vLLM.",
         MODEL, changes="scores", metavar="|".join(ENGINES),
     )  # fmt: skip
     engine_options: KeyValues = option(
-        {}, "An option passed on to the engine unchanged; repeatable, in a recipe a mapping.",
+        {},
+        "Option passed to the engine unchanged; repeatable; a mapping in a recipe.",
         MODEL, changes="scores", metavar="KEY=VALUE", repeatable=True, needs="options",
     )  # fmt: skip
 
     audit: int = option(
-        0, "Read N random compressed rows in full as well, and report how many answers flip.",
+        0,
+        "Also read N random compressed rows in full, and report how many answers flip.",
         COMPRESSION, changes="columns", metavar="N", requires=requirements.DRAFT, off=0, ge=0,
     )  # fmt: skip
     max_flips: float = option(
-        0.01, "Share of flipped answers that --keep auto may cause, at 95 % confidence.",
+        0.01,
+        "Share of flipped answers that --keep auto may cause, at 95 % confidence.",
         COMPRESSION, changes="scores", metavar="RATE", requires=requirements.KEEP_AUTO, gt=0, lt=1,
     )  # fmt: skip
     truth: str | None = option(
-        None, "Column with the right answer, for the audit; kept in the output.",
+        None,
+        "Column with the right answer, for the audit; kept in the output.",
         COMPRESSION, changes="columns", metavar="COLUMN", requires=requirements.AUDIT,
     )  # fmt: skip
 
@@ -80,12 +78,11 @@ class ScoreSettings(PriceOptions, RunOptions, ScheduledOptions):
     dry_run: bool = option(
         False,
         "Read, tokenise and plan only: lengths, sharing, packs, predicted time. No weights are loaded.",
-        RUN,
-        changes="report",
-        needs="forecast",
-    )
+        RUN, changes="report", needs="forecast",
+    )  # fmt: skip
     profile: str | None = option(
-        None, "Profile that prefill profile wrote, to predict times. (default: profile.json, if it exists and fits)",
+        None,
+        "Profile written by prefill profile, to predict times. (default: profile.json, if it exists and fits)",
         RUN, changes="speed", metavar="PATH", needs="forecast",
     )  # fmt: skip
 
@@ -98,12 +95,12 @@ class ScoreSettings(PriceOptions, RunOptions, ScheduledOptions):
     def check(self) -> None:
         super().check()
         if self.resume and self.overwrite:
-            raise UsageError("--resume goes on with the output, --overwrite replaces it: give one of them")
-        refuse(self.engine, self._needs())
+            raise UsageError("--resume continues the output, --overwrite replaces it: give only one of them")
+        refuse(self.engine, self._engine_needs())
         check_keep(self.keep, self.draft)
 
-    def _needs(self) -> dict[str, Capability]:
-        """What the options that are not at their defaults ask of the engine."""
+    def _engine_needs(self) -> dict[str, Capability]:
+        """What the engine must be able to do, by the option that needs it: those that are not at their default."""
         found: dict[str, Capability] = {}
         for name, field in type(self).model_fields.items():
             needed = details_of(type(self), name).needs

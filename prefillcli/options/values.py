@@ -1,4 +1,4 @@
-"""Kinds of values that options take, read alike from a flag, an environment variable and a recipe."""
+"""Types of option values. Each is read the same way from a flag, an environment variable and a recipe."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.runtime.sizes import parse_size
 
 
-def _as_list(value: object) -> object:
-    """`a,b` is a list in a flag, an environment variable and a recipe alike."""
+def _split_names(value: object) -> object:
+    """`a,b` is a list of two names."""
     parts = value if isinstance(value, list | tuple) else [value]
     return tuple(name.strip() for part in parts for name in str(part).split(",") if name.strip())
 
 
-def _as_texts(value: object) -> object:
-    """In a recipe, the labels 1 and 0 are numbers."""
+def _labels_as_text(value: object) -> object:
+    """The labels 1 and 0 are numbers in a recipe."""
     return tuple(str(v) if type(v) is int else v for v in value) if isinstance(value, list | tuple) else value
 
 
@@ -33,12 +33,12 @@ def _check_odd(number: int) -> int:
     return number
 
 
-def _as_rates(value: object) -> object:
+def _split_numbers(value: object) -> object:
     parts = value if isinstance(value, list | tuple) else [value]
     return tuple(rate for part in parts for rate in str(part).split(",") if rate)
 
 
-def _as_rate(value: object) -> object:
+def _number_or_auto(value: object) -> object:
     if value == "auto":
         return value
     try:
@@ -47,8 +47,8 @@ def _as_rate(value: object) -> object:
         raise ValueError("must be a rate above 0 and up to 1, or auto") from None
 
 
-def _as_count(value: object) -> object:
-    """In the environment and on the command line a number is text."""
+def _count_or_auto(value: object) -> object:
+    """Numbers are text in the environment and on the command line."""
     if value == "auto":
         return value
     try:
@@ -63,8 +63,8 @@ def _check_engine(name: str) -> str:
     return name
 
 
-def _as_mapping(value: object) -> object:
-    """`key=value` texts, or a mapping as in a recipe; values are read as YAML reads them."""
+def _read_mapping(value: object) -> object:
+    """A mapping from texts like `key=value`, or as a recipe has it. The values are YAML."""
     if isinstance(value, dict):
         return value
     import yaml  # takes a while
@@ -80,18 +80,18 @@ def _as_mapping(value: object) -> object:
         raise ValueError("its value is not valid YAML") from None
 
 
-Size = Annotated[str, AfterValidator(_check_size)]
-Names = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
-Rate = Annotated[float | Literal["auto"], BeforeValidator(_as_rate)]
-ThreadCount = Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], BeforeValidator(_as_count)]
-Threshold = Annotated[Annotated[int, Field(ge=0)] | Literal["auto"], BeforeValidator(_as_count)]
-Fairness = Annotated[tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...], BeforeValidator(_as_rates)]
+ByteSize = Annotated[str, AfterValidator(_check_size)]
+NameList = Annotated[tuple[str, ...], BeforeValidator(_split_names)]
+KeepRate = Annotated[float | Literal["auto"], BeforeValidator(_number_or_auto)]
+ThreadCount = Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], BeforeValidator(_count_or_auto)]
+TokenThreshold = Annotated[Annotated[int, Field(ge=0)] | Literal["auto"], BeforeValidator(_count_or_auto)]
+Fairness = Annotated[tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...], BeforeValidator(_split_numbers)]
 if TYPE_CHECKING:
     ScheduleName = str
 else:
     ScheduleName = Literal[tuple(SCHEDULES)]
 EngineName = Annotated[str, AfterValidator(_check_engine)]
-KeyValues = Annotated[dict[str, Any], BeforeValidator(_as_mapping)]
-Rates = Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], BeforeValidator(_as_rates)]
-Labels = Annotated[str | tuple[str, ...], BeforeValidator(_as_texts)]
-Odd = Annotated[int, AfterValidator(_check_odd)]
+KeyValues = Annotated[dict[str, Any], BeforeValidator(_read_mapping)]
+KeepRates = Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], BeforeValidator(_split_numbers)]
+LabelTexts = Annotated[str | tuple[str, ...], BeforeValidator(_labels_as_text)]
+OddNumber = Annotated[int, AfterValidator(_check_odd)]

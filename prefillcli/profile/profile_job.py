@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from prefillcli.data.proof.fingerprints import hash_model
-from prefillcli.errors import PrefillError, ResourceError, UsageError, nearest
+from prefillcli.errors import PrefillError, ResourceError, UsageError, did_you_mean
 from prefillcli.forecast.completion_model import CompletionModel
 from prefillcli.forecast.mode_results import ModeResult, Trace
 from prefillcli.forecast.profile import Profile
@@ -52,7 +52,7 @@ def profile_job(settings: ProfileSettings) -> dict[str, Any]:
     summary.
     """
     clock, ended = Clock(), _ProfileEnd()
-    settings = settings.complete()
+    settings = settings.with_defaults()
     with shell(ended, debug=settings.debug) as stop:
         with stop.at_once(), StepLog(interval=settings.progress_interval, quiet=settings.quiet) as steps:
             steps.begin("reading the model")
@@ -150,7 +150,9 @@ def _busy_with(threads: int) -> list[str]:
 def _check_names(option: str, given: Iterable[str], known: Mapping[str, object]) -> None:
     for name in given:
         if name not in known:
-            raise UsageError(f"{option} {name!r} does not exist{nearest(name, known)}\nthere are {', '.join(known)}")
+            raise UsageError(
+                f"{option} {name!r} does not exist{did_you_mean(name, known)}\nthere are {', '.join(known)}"
+            )
 
 
 def _completion(
