@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -118,3 +119,49 @@ def test_files_and_functions_are_short(folder: Path) -> None:
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert (node.end_lineno or 0) - node.lineno < 60, (path, node.name)
+
+
+def test_no_packages_import_each_other_in_a_circle() -> None:
+    needs = defaultdict(set)
+    for module, path in MODULES.items():
+        for name in imported(path):
+            if name.startswith("prefillcli."):
+                needs[_package(module)].add(_package(name))
+    TopologicalSorter({package: wanted - {package} for package, wanted in needs.items()}).prepare()
+
+
+def _package(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+
+
+def test_one_row_passes_few_files_and_none_twice() -> None:
+    way = ARCHITECTURE.partition("## One row's way")[2].partition("\n## ")[0]
+    files = re.findall(r"^\d+\. `([\w/.]+)`", way, re.MULTILINE)
+    assert 10 < len(files) <= 20
+    assert len(set(files)) == len(files)
+    assert all((PACKAGE / file).is_file() for file in files)
+
+
+def test_the_packages_are_listed_in_an_order_that_they_import_in() -> None:
+    table = ARCHITECTURE.partition("| package |")[2].partition("\n\n")[0]
+    rows = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in table.splitlines()[2:]]
+    place = {package: at for at, row in enumerate(rows) for package in row}
+    assert place.keys() == {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    for module, path in MODULES.items():
+        parts = module.split(".")
+        for other in imported(path):
+            if len(parts) > 2 and other.startswith("prefillcli.") and other.split(".")[1] in place:
+                assert place[other.split(".")[1]] <= place[parts[1]], (module, other)
+
+
+def test_what_can_be_added_has_a_room() -> None:
+    table = ARCHITECTURE.partition("## To add something")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:4] for line in table.splitlines() if line.startswith("| a")]
+    assert len(rows) >= 10
+    for what, where, _ in rows:
+        named = re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", where)
+        assert named, what
+        assert all((PACKAGE / name).exists() for name in named), where

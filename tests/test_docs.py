@@ -81,9 +81,9 @@ def test_links_and_named_files_exist(page: Path) -> None:
     text = page.read_text()
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
         assert (page.parent / target).exists(), target
-    for name in re.findall(
-        r"`((?:prefillcli|data|plan|prefill|compress|engines|report|tests|recipes|docs|samples)/[\w/.]*)`", text
-    ):
+    folders = {path.parent.name for path in (ROOT / "prefillcli").glob("*/__init__.py")}
+    folders |= {"prefillcli", "benchmarks", "tests", "recipes", "docs", "samples"}
+    for name in re.findall(rf"`((?:{'|'.join(folders)})/[\w/.]*)`", text):
         assert (ROOT / name).exists() or (ROOT / "prefillcli" / name).exists(), name
 
 
