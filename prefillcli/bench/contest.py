@@ -30,6 +30,7 @@ from prefillcli.compress.pickers.registry import PICKERS
 from prefillcli.data.prompts.spans import Spans, spans_of
 from prefillcli.errors import PrefillError
 from prefillcli.stats.audit import auc, audit_of, flip_interval
+from prefillcli.stats.scores import label_probabilities
 
 _STEADY = 1.5  # longest round of a method over its shortest: above it, the machine was busy
 _MEASURABLE = 0.5  # seconds; shorter rounds always differ
@@ -93,7 +94,7 @@ def compare(
     entries = _first_runs(material, methods, equipment, begin)
     seconds = _timed_rounds(material, entries, rounds, begin, within)
     reference = next(entry for entry in entries if entry.contender.name == REFERENCE)
-    full = label_shares(reference.run.logprobs, temperature)
+    full = label_probabilities(reference.run.logprobs, temperature)
     if not np.isfinite(full).all():
         raise PrefillError(f"{material.name}: the model gives scores that are not numbers; try --dtype float32")
     cost = reference.contender.cost(reference.run)
@@ -204,7 +205,7 @@ def _answers(
     entry: _Entry, full: FloatArray | None, truths: Sequence[bool | None], temperature: float, notes: list[str]
 ) -> Answers:
     """Beside the reference's shares `full` [rows, labels] (None: this is the reference) and the truth."""
-    shares = label_shares(entry.run.logprobs, temperature)
+    shares = label_probabilities(entry.run.logprobs, temperature)
     if not np.isfinite(shares).all():
         notes.append(f"{entry.contender.name}: scores that are not numbers are not compared")
         return Answers()
@@ -224,11 +225,3 @@ def _answers(
         found.accuracy_interval = flip_interval(right, len(known))
         found.auc = auc([score for score, _, _ in known], [truth for _, _, truth in known])
     return found
-
-
-def label_shares(logprobs: FloatArray, temperature: float) -> FloatArray:
-    """Probability of each label among the labels, [rows, labels]; the first column is the score."""
-    sharp = logprobs / temperature
-    weights = np.exp(sharp - sharp.max(axis=1, keepdims=True))
-    shares: FloatArray = weights / weights.sum(axis=1, keepdims=True)
-    return shares

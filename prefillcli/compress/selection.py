@@ -87,7 +87,7 @@ class _Forest:
             node, entering = stack.pop()
             if entering:
                 self._begin[id(node)] = len(self.order)
-                self.order.extend(node.reads)
+                self.order.extend(node.ending)
                 stack.append((node, False))
                 stack.extend((child, True) for child in reversed(node.children))
             else:
@@ -105,7 +105,7 @@ class _Forest:
             node = stack.pop()
             stack.extend(node.children)
             if not node.children:
-                for prompt in node.reads:
+                for prompt in node.ending:
                     found[prompt] = node.end - node.start
         return found
 
@@ -196,7 +196,7 @@ class _ForestSelection:
                 self._path.append(np.arange(node.start, node.end))
             else:
                 self._path.append(self._choose(node, below, full))
-            for prompt in node.reads:
+            for prompt in node.ending:
                 self._collect(node, prompt, full)
             stack.extend((child, depth + 1, full) for child in node.children)
 

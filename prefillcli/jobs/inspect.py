@@ -37,6 +37,7 @@ from prefillcli.report.inspection_text import print_inspection
 from prefillcli.report.visible import visible
 from prefillcli.runtime.progress import Progress
 from prefillcli.runtime.signals import Stop
+from prefillcli.stats.scores import label_mass, label_probabilities
 
 if TYPE_CHECKING:
     from prefillcli.compress.compressor import Compressor
@@ -235,16 +236,14 @@ class _InspectJob:
 
     def _answer(self, names: Sequence[str], logprobs: npt.NDArray[np.float64]) -> AnswerView:
         """What label log-probabilities [labels] say. Raises PrefillError."""
-        with np.errstate(invalid="ignore"):
-            logits = logprobs / self._settings.temperature
-            weights = np.exp(logits - logits.max())
-        if not np.isfinite(weights).all():
+        probabilities = label_probabilities(logprobs, self._settings.temperature)
+        if not np.isfinite(probabilities).all():
             raise self._error(RowError(ErrorCode.NONFINITE_SCORE, f"label log-probabilities {logprobs.tolist()}"))
         return AnswerView(
             logprobs=dict(zip(names, logprobs.tolist(), strict=True)),
-            score=float(weights[0] / weights.sum()),
-            label_mass=min(float(np.exp(logprobs).sum()), 1.0),
-            prediction=names[int(weights.argmax())],
+            score=float(probabilities[0]),
+            label_mass=float(label_mass(logprobs)),
+            prediction=names[int(probabilities.argmax())],
         )
 
 

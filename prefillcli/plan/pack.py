@@ -98,7 +98,7 @@ def cut_packs(
     return _Cutter(queue, prompts, limits, positions).cut()
 
 
-class _Draft:
+class _OpenPack:
     """A pack being filled."""
 
     def __init__(self, held: Sequence[TrieNode] = ()) -> None:
@@ -138,7 +138,7 @@ class _Cutter:
         self._limits = limits
         self._positions = positions
         self._packs: list[Pack] = []
-        self._draft = _Draft()
+        self._open = _OpenPack()
         self._used: dict[int, int] = {}  # id(node) -> when a prompt used it last, counted in prompts
         self._keys: dict[int, tuple[int, int]] = {}  # id(node) -> the pack that computed it last, and its number there
 
@@ -146,27 +146,27 @@ class _Cutter:
         taken = 0
         while self._queue:
             path = _path(self._queue.next())
-            if self._draft.added and not self._fits(path):
+            if self._open.added and not self._fits(path):
                 path = self._begin_pack()
             self._queue.take()
-            self._queue.computed(self._draft.add(path))
+            self._queue.computed(self._open.add(path))
             taken += 1
             self._used.update((id(node), taken) for node in path)
-        if self._draft.added:
+        if self._open.added:
             self._packs.append(self._pack([]))
         return self._packs
 
     def _fits(self, path: Sequence[TrieNode]) -> bool:
-        draft, limits = self._draft, self._limits
-        if limits.read_tokens is not None and draft.read_tokens + path[-1].end > limits.read_tokens:
+        filled, limits = self._open, self._limits
+        if limits.read_tokens is not None and filled.read_tokens + path[-1].end > limits.read_tokens:
             return False
-        tokens = draft.tokens + sum(node.length for node in draft.missing(path))
+        tokens = filled.tokens + sum(node.length for node in filled.missing(path))
         # Room for what is held now, and for this path behind it.
-        held = min(max(draft.held_tokens, path[-1].start), limits.held_tokens)
+        held = min(max(filled.held_tokens, path[-1].start), limits.held_tokens)
         return tokens <= limits.tokens and tokens + held * limits.held_cost <= limits.max_tokens
 
     def _begin_pack(self) -> list[TrieNode]:
-        """Close the draft; return the path that the new one begins with."""
+        """Close the pack; return the path that the new one begins with."""
         keep = self._cache()
         self._queue.held(keep)
         path = _path(self._queue.next())  # with other nodes at hand it may be another one
@@ -174,18 +174,18 @@ class _Cutter:
             keep.remove(next((node for node in reversed(keep) if node not in path), keep[-1]))
         self._queue.held(keep)
         self._packs.append(self._pack(keep))
-        self._draft = _Draft(keep)
+        self._open = _OpenPack(keep)
         return path
 
     def _cache(self) -> list[TrieNode]:
         """The nodes at hand that stay so: the last used first, parents before their children."""
-        limits, draft = self._limits, self._draft
+        limits, filled = self._limits, self._open
         if len(self._packs) % HELD_PACKS == HELD_PACKS - 1:
             return []
         room = float(limits.held_tokens)
         if limits.held_cost:
-            room = min(room, (limits.max_tokens - draft.tokens) / limits.held_cost)
-        useful = [node for node in (draft.held | draft.added).values() if self._queue.awaits(node)]
+            room = min(room, (limits.max_tokens - filled.tokens) / limits.held_cost)
+        useful = [node for node in (filled.held | filled.added).values() if self._queue.awaits(node)]
         useful.sort(key=lambda node: (-self._used[id(node)], node.start))
         keep: list[TrieNode] = []
         kept: set[int] = set()
@@ -197,22 +197,22 @@ class _Cutter:
         return keep
 
     def _fits_alone(self, path: Sequence[TrieNode], held: Sequence[TrieNode]) -> bool:
-        draft = _Draft(held)
-        tokens = sum(node.length for node in draft.missing(path))
-        return tokens + draft.held_tokens * self._limits.held_cost <= self._limits.max_tokens
+        filled = _OpenPack(held)
+        tokens = sum(node.length for node in filled.missing(path))
+        return tokens + filled.held_tokens * self._limits.held_cost <= self._limits.max_tokens
 
     def _pack(self, keep: Sequence[TrieNode]) -> Pack:
-        draft, index = self._draft, len(self._packs)
-        nodes = sorted(draft.added.values(), key=self._queue.number)
+        filled, index = self._open, len(self._packs)
+        nodes = sorted(filled.added.values(), key=self._queue.number)
         numbers = {id(node): number for number, node in enumerate(nodes)}
-        held_numbers = {name: number for number, name in enumerate(draft.held)}
-        held = tuple(Held(self._keys[name], node.start, node.length) for name, node in draft.held.items())
+        held_numbers = {name: number for number, name in enumerate(filled.held)}
+        held = tuple(Held(self._keys[name], node.start, node.length) for name, node in filled.held.items())
         self._keys.update((id(node), (index, number)) for number, node in enumerate(nodes))
         parents, attach = [], []
         for node in nodes:
             # A held node may be computed again for a prompt that ends there. What is below it reads the held one: the
             # nodes of the pack that do so already need not follow it.
-            inside = node.parent is not None and id(node.parent) in numbers and id(node.parent) not in draft.held
+            inside = node.parent is not None and id(node.parent) in numbers and id(node.parent) not in filled.held
             parents.append(numbers[id(node.parent)] if inside else -1)
             above = [] if inside or node.parent is None else _path(node.parent)
             attach.append(tuple(held_numbers[id(each)] for each in above))
@@ -227,7 +227,7 @@ class _Cutter:
             starts=[node.start for node in nodes],
             parents=parents,
             attach=attach,
-            reads=[(numbers[id(end)], tuple(end.reads)) for end in draft.ends],
+            reads=[(numbers[id(end)], tuple(end.ending)) for end in filled.ends],
             held=held,
             keep=frozenset(self._keys[id(node)] for node in keep),
         )

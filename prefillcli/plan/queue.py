@@ -34,13 +34,13 @@ class Queue:
                 self._places[id(node)] = number, first, len(ends)
                 continue
             self._places[id(node)] = len(self._places), len(ends), len(ends)
-            if node.reads:
+            if node.ending:
                 ends.append(node)
             stack.append((node, True))
             stack.extend((child, False) for child in reversed(node.children))
         order = list(range(len(ends)))
         if (key := by.key) is not None:
-            order.sort(key=lambda at: key(WaitingPrompts(min(ends[at].reads), ends[at].end)))
+            order.sort(key=lambda at: key(WaitingPrompts(min(ends[at].ending), ends[at].end)))
         self._jobs: list[TrieNode] = [ends[at] for at in order]
         self._job_of = np.argsort(np.asarray(order, dtype=np.int64))  # of each end, depth first
         self._input = np.asarray([node.end for node in self._jobs], dtype=np.float64)
@@ -89,4 +89,4 @@ class Queue:
             self._cached[:] = 0
             for node in sorted(nodes, key=lambda node: node.start):
                 _, first, last = self._places[id(node)]
-                self._cached[self._job_of[first + bool(node.reads) : last]] = node.end
+                self._cached[self._job_of[first + bool(node.ending) : last]] = node.end

@@ -15,7 +15,7 @@ def shared_nodes(roots: Sequence[TrieNode]) -> list[tuple[TrieNode, int]]:
         node = stack.pop()
         nodes.append(node)
         stack.extend(node.children)
-    below = {id(node): len(node.reads) for node in nodes}
+    below = {id(node): len(node.ending) for node in nodes}
     for node in reversed(nodes):
         if node.parent is not None:
             below[id(node.parent)] += below[id(node)]

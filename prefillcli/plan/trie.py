@@ -28,7 +28,7 @@ DISSOLVE_SHARE = 0.01
 class TrieNode:
     """A run of tokens that the same prompts share: `tokens[start:end]` of prompt number `prompt`.
 
-    `reads` are the numbers of the prompts that end with this node.
+    `ending` are the numbers of the prompts that end with this node.
     """
 
     prompt: int
@@ -36,7 +36,7 @@ class TrieNode:
     end: int
     parent: TrieNode | None
     children: list[TrieNode] = field(default_factory=list)
-    reads: list[int] = field(default_factory=list)
+    ending: list[int] = field(default_factory=list)
 
     @property
     def length(self) -> int:
@@ -73,7 +73,7 @@ def common_prefix(a: KeyArray, b: KeyArray) -> int:
 def build_forest(prompts: Sequence[KeyArray], order: Sequence[int]) -> list[TrieNode]:
     """The compressed trie of `prompts`, taken in `order`, as its roots.
 
-    Every prompt ends at the end of one node (`reads`). In `token_order` every distinct prefix is one node and
+    Every prompt ends at the end of one node (`ending`). In `token_order` every distinct prefix is one node and
     the tokens of all nodes together are the unique trie tokens.
     """
     roots: list[TrieNode] = []
@@ -90,7 +90,7 @@ def build_forest(prompts: Sequence[KeyArray], order: Sequence[int]) -> list[Trie
             node = TrieNode(number, shared, len(tokens), path[-1] if path else None)
             (path[-1].children if path else roots).append(node)
             path.append(node)
-        path[-1].reads.append(number)
+        path[-1].ending.append(number)
         previous = tokens
     return roots
 
@@ -127,7 +127,7 @@ def dissolve_small_nodes(roots: list[TrieNode], share: float = DISSOLVE_SHARE) -
     serial = 0
 
     def cost(node: TrieNode) -> int:
-        branches = len(node.children) + bool(node.reads)
+        branches = len(node.children) + bool(node.ending)
         return node.length * (branches - 1)
 
     def push(node: TrieNode) -> None:
@@ -150,8 +150,8 @@ def dissolve_small_nodes(roots: list[TrieNode], share: float = DISSOLVE_SHARE) -
         budget -= price
         gone.add(id(node))
         heirs = node.children
-        if node.reads:
-            heirs = [TrieNode(node.prompt, node.start, node.end, node.parent, reads=node.reads), *heirs]
+        if node.ending:
+            heirs = [TrieNode(node.prompt, node.start, node.end, node.parent, ending=node.ending), *heirs]
         for heir in heirs:
             heir.parent = node.parent
             heir.start = node.start

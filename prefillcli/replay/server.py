@@ -122,5 +122,5 @@ def _forest(workload: Workload) -> list[TrieNode]:
                 (above.children if above is not None else roots).append(nodes[number])
             above = nodes.get(number, above)
         if above is not None:
-            above.reads.append(request)
+            above.ending.append(request)
     return roots

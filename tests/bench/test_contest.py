@@ -15,7 +15,7 @@ from benchmarks.models import random_draft, random_llama
 from benchmarks.score_runs import SAMPLES
 from prefillcli.bench import contenders as contenders_module
 from prefillcli.bench.contenders import Alone, Compressed, Equipment, Hybrid, Plain
-from prefillcli.bench.contest import compare, contenders, label_shares
+from prefillcli.bench.contest import compare, contenders
 from prefillcli.bench.material import Material, made_material
 from prefillcli.bench.measure import with_peak
 from prefillcli.bench.report import METHODS, WorkloadResult
@@ -38,6 +38,7 @@ from prefillcli.options.bench import BenchSettings
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.profile.prompts import random_prompt
+from prefillcli.stats.scores import label_probabilities
 
 TARGET, DRAFT = SAMPLES / "models" / "target", SAMPLES / "models" / "draft"
 TOKENS = 300
@@ -207,9 +208,9 @@ def test_the_case_walks_what_is_kept() -> None:
 
 
 def test_the_positive_label_of_two_is_the_score() -> None:
-    shares = label_shares(np.log([[0.2, 0.1], [1e-9, 3e-9]]), 1.0)
+    shares = label_probabilities(np.log([[0.2, 0.1], [1e-9, 3e-9]]), 1.0)
     np.testing.assert_allclose(shares, [[2 / 3, 1 / 3], [0.25, 0.75]])
-    np.testing.assert_allclose(label_shares(np.log([[0.9, 0.1]]), 1e6), 0.5, atol=1e-5)
+    np.testing.assert_allclose(label_probabilities(np.log([[0.9, 0.1]]), 1e6), 0.5, atol=1e-5)
 
 
 def test_texts_give_the_tokens_they_were_made_of() -> None:

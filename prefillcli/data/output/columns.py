@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from prefillcli.data.rows import ErrorCode, Float64Array, Int64Array, Prompt, RowError, ScoredRow, Window
+from prefillcli.stats.scores import label_mass, label_probabilities
 
 ROW_COLUMN = "row"
 """The column with the row number, in an output without ids."""
@@ -52,7 +53,7 @@ class ResultRows:
         """Of some rows of a window. A result that is not a finite number becomes an error."""
         results = sorted(results, key=lambda scored: scored.row)
         logprobs = np.array([scored.logprobs for scored in results], np.float64).reshape(-1, len(labels))
-        probabilities = _softmax(logprobs / temperature)
+        probabilities = label_probabilities(logprobs, temperature)
         finite = np.isfinite(probabilities[:, 0])
         errors = errors | {
             scored.row: RowError(ErrorCode.NONFINITE_SCORE, f"label log-probabilities {scored.logprobs.tolist()}")
@@ -70,7 +71,7 @@ class ResultRows:
             places=np.searchsorted(numbers, np.array([scored.row for scored in results], np.int64)),
             logprobs=logprobs[finite],
             probabilities=probabilities[finite],
-            audited=[None if each.audit is None else _softmax(each.audit / temperature) for each in results],
+            audited=[None if each.audit is None else label_probabilities(each.audit, temperature) for each in results],
             labels=tuple(labels),
         )
 
@@ -96,12 +97,6 @@ class Column(NamedTuple):
     """Whether only an output with an audit has it."""
 
 
-def _mass(logprobs: Float64Array) -> Float64Array:
-    """The probability of all labels together [scored]; rounding may bring a sum just above 1."""
-    mass: Float64Array = np.minimum(np.exp(logprobs).sum(axis=1), 1.0)
-    return mass
-
-
 def _best(rows: ResultRows, probabilities: Iterable[Float64Array | None]) -> list[str | None]:
     """The likeliest label [scored]."""
     return [None if each is None else rows.labels[int(each.argmax())] for each in probabilities]
@@ -115,7 +110,7 @@ def _of_result(name: str) -> Callable[[ResultRows], ObjectArray]:
 COLUMNS = (
     Column("score", pa.float64(), lambda rows: rows.of_scored(rows.probabilities[:, 0]), counted=True),
     Column("logprob_<label>", pa.float64(), lambda rows: rows.of_scored(rows.logprobs)),
-    Column("label_mass", pa.float64(), lambda rows: rows.of_scored(_mass(rows.logprobs))),
+    Column("label_mass", pa.float64(), lambda rows: rows.of_scored(label_mass(rows.logprobs))),
     Column("prediction", pa.string(), lambda rows: rows.of_scored(_best(rows, rows.probabilities)), counted=True),
     Column("prompt_tokens", pa.int64(), lambda rows: [p and len(p.tokens) for p in rows.prompts], counted=True),
     Column("shared_tokens", pa.int64(), _of_result("shared_tokens")),
@@ -170,11 +165,3 @@ def _names(column: Column, labels: Sequence[str]) -> list[str]:
     if "<label>" not in column.name:
         return [column.name]
     return [column.name.replace("<label>", label) for label in labels]
-
-
-def _softmax(logits: Float64Array) -> Float64Array:
-    """Over the last axis, in float64; a row with a NaN or without any finite value gives NaN."""
-    with np.errstate(invalid="ignore"):
-        weights = np.exp(logits - logits.max(axis=-1, keepdims=True, initial=-np.inf))
-        shares: Float64Array = weights / weights.sum(axis=-1, keepdims=True)
-    return shares
