@@ -30,7 +30,7 @@ from prefillcli.compress.pickers.registry import PICKERS
 from prefillcli.data.prompts.spans import Spans, spans_of
 from prefillcli.errors import PrefillError
 from prefillcli.stats.audit import auc, audit_of, flip_interval
-from prefillcli.stats.scores import label_probabilities
+from prefillcli.stats.probabilities import label_probabilities
 
 _STEADY = 1.5  # longest round of a method over its shortest: above it, the machine was busy
 _MEASURABLE = 0.5  # seconds; shorter rounds always differ

@@ -37,7 +37,7 @@ from prefillcli.report.inspection_text import print_inspection
 from prefillcli.report.visible import visible
 from prefillcli.runtime.progress import Progress
 from prefillcli.runtime.signals import Stop
-from prefillcli.stats.scores import label_mass, label_probabilities
+from prefillcli.stats.probabilities import label_mass, label_probabilities
 
 if TYPE_CHECKING:
     from prefillcli.compress.compressor import Compressor

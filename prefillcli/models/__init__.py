@@ -1,1 +1,1 @@
-"""A model on disk: found, checked, weighed, loaded."""
+"""A model: found on disk, checked, loaded; its shape, and what that costs in memory and operations."""

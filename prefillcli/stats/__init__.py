@@ -1,1 +1,1 @@
-"""What scores and counts say: how often answers flip, how sure that is, how many operations a prefill takes."""
+"""What scores and counts say: label probabilities, how often answers flip, how sure that is."""

@@ -38,7 +38,7 @@ from prefillcli.options.bench import BenchSettings
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.profile.prompts import random_prompt
-from prefillcli.stats.scores import label_probabilities
+from prefillcli.stats.probabilities import label_probabilities
 
 TARGET, DRAFT = SAMPLES / "models" / "target", SAMPLES / "models" / "draft"
 TOKENS = 300

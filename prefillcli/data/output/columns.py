@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from prefillcli.data.rows import ErrorCode, Float64Array, Int64Array, Prompt, RowError, ScoredRow, Window
-from prefillcli.stats.scores import label_mass, label_probabilities
+from prefillcli.stats.probabilities import label_mass, label_probabilities
 
 ROW_COLUMN = "row"
 """The column with the row number, in an output without ids."""
