@@ -317,7 +317,7 @@ def test_error_row_is_told_with_its_code() -> None:
 
 
 def test_prompt_that_fits_compressed_only(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from prefillcli.prefill import law as memory
+    from prefillcli.models import law as memory
 
     limits = memory.pack_limits
 
