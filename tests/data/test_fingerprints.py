@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from prefillcli.data.proof.fingerprints import hash_model, hash_tokenizer, hash_value
+from prefillcli.data.proof.fingerprints import ModelContents, hash_model, hash_value
 from prefillcli.errors import UsageError
 
 
@@ -24,13 +24,13 @@ def model(tmp_path: Path, byte_level: Any) -> Path:
 
 def test_the_same_folder_gives_the_same_digests(model: Path) -> None:
     assert hash_model(model) == hash_model(str(model))
-    assert hash_tokenizer(model) == hash_tokenizer(model)
-    assert hash_model(model) != hash_tokenizer(model)
+    assert ModelContents(model).tokenizer() == ModelContents(model).tokenizer()
+    assert hash_model(model) != ModelContents(model).tokenizer()
 
 
 @pytest.mark.parametrize("change", ["config", "weights", "last byte", "size", "shard", "dtype"])
 def test_the_model_digest_changes_with(model: Path, change: str) -> None:
-    before, tokenizer = hash_model(model), hash_tokenizer(model)
+    before, tokenizer = hash_model(model), ModelContents(model).tokenizer()
     weights = model / "model-2.safetensors"
     if change == "config":
         (model / "config.json").write_text('{"hidden_size": 9}')
@@ -45,14 +45,14 @@ def test_the_model_digest_changes_with(model: Path, change: str) -> None:
     else:
         save_file({"w": np.arange(100_000, dtype=np.int32)}, weights)
     assert hash_model(model) != before
-    assert hash_tokenizer(model) == tokenizer
+    assert ModelContents(model).tokenizer() == tokenizer
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.txt"])
 def test_the_tokenizer_digest_changes_with_every_file(model: Path, name: str) -> None:
-    before, weights = hash_tokenizer(model), hash_model(model)
+    before, weights = ModelContents(model).tokenizer(), hash_model(model)
     (model / name).write_text("changed")
-    assert hash_tokenizer(model) != before
+    assert ModelContents(model).tokenizer() != before
     assert hash_model(model) == weights
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from prefillcli.data.prompts.labels import Label, LabelError, Labels, parse_labels, tail_of
 from prefillcli.data.rows import RowError, Window
 from prefillcli.errors import UsageError
+from tests.data.labels import resolve
 
 
 class TestParse:
@@ -71,7 +72,7 @@ def ids(tokenizer: Any, text: str) -> list[int]:
 
 def chosen(tokenizer: Any, prompt: str, labels: str = "Yes,No") -> tuple[tuple[int, ...], ...]:
     found = Labels(tokenizer, parse_labels(labels))
-    return found.sets[found.resolve(prompt)]
+    return found.sets[resolve(found, prompt)]
 
 
 ALL = ["byte_level", "llama3_like", "metaspace", "llama2_like", "word_level"]
@@ -140,14 +141,14 @@ def test_variants_of_a_label_that_are_one_token_count_once(word_level: Any) -> N
 
 def test_equal_sets_are_stored_once(tokenizer: Any) -> None:
     labels = Labels(tokenizer, parse_labels("Yes,No"))
-    indices = [labels.resolve(f"prompt {number} {PROMPT}") for number in range(50)]
+    indices = [resolve(labels, f"prompt {number} {PROMPT}") for number in range(50)]
     assert len({labels.sets[index] for index in indices}) == len(labels.sets) == len(set(indices))
     assert labels.names == ("Yes", "No")
 
 
 def test_different_ends_of_prompts_give_different_sets(byte_level: Any) -> None:
     labels = Labels(byte_level, parse_labels("Yes,No"))
-    assert labels.resolve("Answer:") != labels.resolve("Answer:\n")
+    assert resolve(labels, "Answer:") != resolve(labels, "Answer:\n")
 
 
 def test_a_label_of_several_tokens_is_refused_with_its_tokens(tokenizer: Any) -> None:
@@ -209,7 +210,7 @@ def test_the_short_tail_decides_like_the_whole_prompt(family: Family, parts: lis
         for yes, no in (("Yes", "No"), (" Yes", " No")):
             if yes in expected and no in expected:
                 found = Labels(tokenizer, [Label("a", (yes,)), Label("b", (no,))])
-                assert found.sets[found.resolve(prompt)] == ((expected[yes],), (expected[no],))
+                assert found.sets[resolve(found, prompt)] == ((expected[yes],), (expected[no],))
 
 
 @given(st.text())

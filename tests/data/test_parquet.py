@@ -208,7 +208,7 @@ def test_a_table_without_rows_is_fine(tmp_path: Path) -> None:
     path = save(tmp_path, prompt=pa.array([], pa.string()))
     source = Source.open([path], columns=["prompt"], carried=["prompt"])
     assert list(source.batches()) == []
-    assert source.total_rows == 0
+    assert source.selected_rows == 0
 
 
 def test_errors_are_row_errors(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.prompts.settings import PromptSettings
 from prefillcli.data.rows import ErrorCode, Prompt, RowBatch, RowError
 from prefillcli.errors import UsageError
+from tests.data.labels import resolve
 
 
 def batch_of(errors: dict[int, RowError] | None = None, **columns: list[Any]) -> RowBatch:
@@ -155,7 +156,7 @@ def test_labels_after_token_ids_are_those_after_their_text(byte_level: Any) -> N
     for end in ("", "\n", " "):
         ids = byte_level(text + end)["input_ids"]
         ((prompt,), _) = builder.build(batch_of(prompt_token_ids=[ids]), labels)
-        assert prompt.labels == labels.resolve(text + end)
+        assert prompt.labels == resolve(labels, text + end)
 
 
 @pytest.mark.parametrize(

@@ -78,9 +78,9 @@ def test_another_seed_draws_other_rows_from_all_over(two_files: list[str]) -> No
 
 def test_the_number_of_rows_is_known_from_parquet_and_counted_in_json_lines(two_files: list[str]) -> None:
     source = Source.open(two_files, columns=["prompt"])
-    assert source.total_rows == (5000 if two_files[0].endswith("parquet") else None)
+    assert source.selected_rows == (5000 if two_files[0].endswith("parquet") else None)
     assert source.count() == 5000
-    assert source.total_rows == 5000
+    assert source.selected_rows == 5000
 
 
 def test_columns_can_be_chosen_after_a_look_at_what_there_is(two_files: list[str]) -> None:

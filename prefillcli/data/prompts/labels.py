@@ -116,13 +116,6 @@ class Labels:
                 return number == 0
         return bool(answer) if answer in (0, 1) else None
 
-    def resolve(self, tail: str) -> int:
-        """Index into `sets` for a prompt that ends in `tail`. Raises LabelError."""
-        found = self.resolve_all([tail_of(tail)])[0]
-        if isinstance(found, LabelError):
-            raise found
-        return found
-
     def check(self, window: Window) -> None:
         """Raise the LabelError if the labels fail after every prompt of the job's first window."""
         for error in window.errors.values():

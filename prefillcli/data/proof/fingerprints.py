@@ -50,11 +50,6 @@ def hash_model(folder: str | Path) -> str:
     return ModelContents(folder).model()
 
 
-def hash_tokenizer(folder: str | Path) -> str:
-    """Digest of every tokenizer file of a model folder, chat templates included."""
-    return ModelContents(folder).tokenizer()
-
-
 class ModelContents:
     """The files of a model folder, with their contents as they were when this was made."""
 

@@ -126,14 +126,9 @@ class Source:
         return tuple(self.partitions.schema.names)
 
     @property
-    def total_rows(self) -> int | None:
-        """Rows of the whole input; for JSON Lines None until `count` was called."""
-        return self._files.total_rows
-
-    @property
     def selected_rows(self) -> int | None:
-        """Rows that `batches` will yield, where `total_rows` is known."""
-        total, bounds = self.total_rows, (self._sampling.limit, self._sampling.sample)
+        """Rows that `batches` will yield; for JSON Lines None until `count` was called."""
+        total, bounds = self._files.total_rows, (self._sampling.limit, self._sampling.sample)
         return None if total is None else min([total, *(bound for bound in bounds if bound is not None)])
 
     def count(self) -> int:
