@@ -74,12 +74,6 @@ OF_ENGINES = {"open_models", "load"}  # each engine's module has them: prefillcl
 ENDINGS = ("ers", "ors", "ings", "er", "or", "ing", "es", "s", "e")
 
 
-# what breaks the rules still, each to go with its reason
-TWINS_LEFT = {"window", "pack"}
-NAMES_LEFT = {"digest_of"}
-LONG_LEFT = {"builder.py"}
-
-
 def stem(name: str) -> str:
     """A module's name without what makes a twin of it: score and scorer, job and jobs."""
     return next((name.removesuffix(end) for end in ENDINGS if name.endswith(end) and len(name) - len(end) > 2), name)
@@ -91,10 +85,10 @@ def test_no_two_modules_are_twins() -> None:
         packages, _, name = module.rpartition(".")
         if name.strip("_") == name:
             names[stem(name)].add((name, packages))
-    for kind, found in names.items():
+    for found in names.values():
         inside = {f"{packages}.{name}" for name, packages in found}
         apart = {name for name, packages in found if packages not in inside}  # options/option.py is no twin
-        assert len(apart) == 1 or kind in TWINS_LEFT, found
+        assert len(apart) == 1, found
 
 
 def test_no_two_classes_or_public_functions_have_one_name() -> None:
@@ -108,14 +102,14 @@ def test_no_two_classes_or_public_functions_have_one_name() -> None:
     for name, modules in owners.items():
         if name in OF_ENGINES:
             modules = [module for module in modules if not module.startswith("prefillcli.engines.")]
-        assert len(modules) <= 1 or name in ENTRY_POINTS | NAMES_LEFT, (name, modules)
+        assert len(modules) <= 1 or name in ENTRY_POINTS, (name, modules)
 
 
 @pytest.mark.parametrize("folder", [PACKAGE, ROOT / "benchmarks"], ids=lambda folder: folder.name)
 def test_files_and_functions_are_short(folder: Path) -> None:
     for path in folder.rglob("*.py"):
         text = path.read_text()
-        assert len(text.splitlines()) <= 400 or path.name in LONG_LEFT, path
+        assert len(text.splitlines()) <= 400, path
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert (node.end_lineno or 0) - node.lineno < 60, (path, node.name)

@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from prefillcli.engines.packs import Measured, MemoryChoice
+from prefillcli.engines.memory_plan import Measured, MemoryChoice
 from prefillcli.models.open import DraftChoice, Opened
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.trie import TokenArray

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from prefillcli.engines.base import Answer, EngineChoice, LabelTokens, Loaded, LoadRequest
-from prefillcli.engines.packs import budget_of, keep_plan, plan_packs
+from prefillcli.engines.memory_plan import budget_of, keep_plan, plan_packs
 from prefillcli.models import open as models
 from prefillcli.models.load import load_model
 from prefillcli.models.open import Opened

@@ -13,7 +13,7 @@ from prefillcli.compress.request import Request
 from prefillcli.compress.selection import select_all
 from prefillcli.compress.settings import Compression
 from prefillcli.data.rows import ErrorCode, Prompt
-from prefillcli.engines.packs import budget_of, plan_packs
+from prefillcli.engines.memory_plan import budget_of, plan_packs
 from prefillcli.errors import ResourceError
 from prefillcli.forecast.profile import Profile
 from prefillcli.models.open import Opened

@@ -11,7 +11,7 @@ from prefillcli.compress.load import load_draft, make_compressor, make_draft, pl
 from prefillcli.compress.pickers.registry import PickerResources
 from prefillcli.compress.settings import PAPER, Compression
 from prefillcli.engines.base import Engine, Loader, LoadRequest
-from prefillcli.engines.packs import Measured
+from prefillcli.engines.memory_plan import Measured
 from prefillcli.engines.registry import loader_of
 from prefillcli.models.open import Opened, refuse_what_cannot_fit
 from prefillcli.options.groups import CompressionOptions, LoadingOptions

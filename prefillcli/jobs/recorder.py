@@ -12,7 +12,7 @@ from prefillcli.data.output.sink import Sink
 from prefillcli.data.rows import Int64Array, RowError, ScoredRow, Window
 from prefillcli.errors import Interrupted, ResourceError
 from prefillcli.forecast.remaining_time import RemainingTime
-from prefillcli.jobs.window import Finished, TokenCounts
+from prefillcli.jobs.window_scoring import Finished, TokenCounts
 from prefillcli.plan.pack import Pack
 from prefillcli.runtime.clock import Clock, Phase
 from prefillcli.runtime.progress import Progress
@@ -83,7 +83,7 @@ class Recorder:
         self._rows, self._errors = [], {}
         self._flushed = time.monotonic()
 
-    # What scoring a window tells: see `prefillcli.jobs.window.Listener`.
+    # What scoring a window tells: see `prefillcli.jobs.window_scoring.Listener`.
 
     @contextmanager
     def phase(self, name: Phase, *, waits: bool = False) -> Iterator[None]:

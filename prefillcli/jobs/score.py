@@ -45,7 +45,7 @@ from prefillcli.jobs.load import Models, load_models
 from prefillcli.jobs.paths import default_output, default_report, refuse_among_inputs
 from prefillcli.jobs.recorder import Recorder
 from prefillcli.jobs.shell import conclude, shell
-from prefillcli.jobs.window import Finished, ScoringOptions, TokenCounts, score_window
+from prefillcli.jobs.window_scoring import Finished, ScoringOptions, TokenCounts, score_window
 from prefillcli.models.open import Opened
 from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import shown, shown_report

@@ -44,13 +44,13 @@ def contents_of(*inputs: Any) -> FileContents:
 
 def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     reads: list[str] = []
-    digest_of = contents.digest_of
+    content_digest = contents.content_digest
 
     def counted(file: Any, *more: Any) -> Any:
         reads.append(file.path)
-        return digest_of(file, *more)
+        return content_digest(file, *more)
 
-    monkeypatch.setattr(contents, "digest_of", counted)
+    monkeypatch.setattr(contents, "content_digest", counted)
     return reads
 
 

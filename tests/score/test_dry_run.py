@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from prefillcli.data.proof.fingerprints import hash_model
-from prefillcli.engines.packs import PACK_SECONDS
+from prefillcli.engines.memory_plan import PACK_SECONDS
 from prefillcli.forecast.completion_model import CompletionModel
 from prefillcli.forecast.machine import this_machine
 from prefillcli.forecast.mode_results import ModeResult

@@ -86,14 +86,14 @@ class FileContents:
             self._require(number)
 
     def _known(self, file: Stamped, lock: threading.Lock) -> tuple[str, bool]:
-        """`digest_of`, remembered for local files whose stamp proves it."""
+        """`content_digest`, remembered for local files whose stamp proves it."""
         local = is_local(file.filesystem)
         if local:
             with lock:
                 remembered = self._cache.get(file.inner, file.stamp)
             if remembered is not None and current(file, self._what) == file.stamp:
                 return remembered, True
-        digest, proven = digest_of(file, file.stamp, self._what)
+        digest, proven = content_digest(file, file.stamp, self._what)
         if local and proven:
             with lock:
                 self._cache.put(file.inner, file.stamp, digest)
@@ -106,7 +106,7 @@ class FileContents:
             raise changed(file.path, self._what)
         if self._digests is None or (now == before and self._proven[number]):
             return
-        digest, proven = digest_of(file, now, self._what)
+        digest, proven = content_digest(file, now, self._what)
         if digest != self._digests[number]:
             raise changed(file.path, self._what)
         self._stamps[number], self._proven[number] = now, proven
@@ -151,7 +151,7 @@ def current(file: Stamped, what: str) -> Stamp:
         raise
 
 
-def digest_of(file: Stamped, stamp: Stamp, what: str) -> tuple[str, bool]:
+def content_digest(file: Stamped, stamp: Stamp, what: str) -> tuple[str, bool]:
     """The BLAKE3 digest of a file of this stamp, and whether the stamp proves it from now on.
 
     Raises ContentChangedError if the file is another one, before or after it was read.
