@@ -8,8 +8,16 @@ from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
+import typer
+
+from prefillcli import cli
+from prefillcli.jobs import identity
+from prefillcli.options.commands import COMMANDS
+from prefillcli.options.option import Change, details_of
+from prefillcli.options.score import ScoreSettings
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "prefillcli"
@@ -67,6 +75,45 @@ def test_only_runtime_reads_what_the_kernel_says() -> None:
         texts = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
         files = [text for text in texts if isinstance(text, str) and text.startswith(("/proc", "/sys/"))]
         assert not files or path.parent.name == "runtime", path
+
+
+OPTIONS_READ = {
+    "prefillcli.errors",
+    "prefillcli.compress.settings",
+    "prefillcli.compress.pickers.registry",
+    "prefillcli.data.output.formats",
+    "prefillcli.engines.registry",
+    "prefillcli.plan.schedules",
+    "prefillcli.runtime.sizes",
+}
+
+
+def test_options_know_registries_only() -> None:
+    for path in (PACKAGE / "options").rglob("*.py"):
+        others = {name for name in imported(path) if name.startswith("prefillcli.")}
+        assert {name for name in others if not name.startswith("prefillcli.options")} <= OPTIONS_READ, path
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_says_what_it_changes(command: str) -> None:
+    for name in COMMANDS[command].model_fields:
+        assert details_of(COMMANDS[command], name).changes in get_args(Change), name
+
+
+def test_the_digests_name_only_options_that_make_the_job() -> None:
+    named = [*(name for names in identity.STANDS_FOR.values() for name in names)]
+    named += [*identity.SETTINGS_ORDER, *identity.COMPRESSION_ORDER]
+    assert len(named) == len(set(named))
+    assert set(named) <= set(ScoreSettings.changing("scores", "columns", "rows"))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_command_line_has_the_options_of_its_settings(command: str) -> None:
+    kind = COMMANDS[command]
+    lines: Any = typer.main.get_command(cli.app)
+    assert {each.name for each in lines.commands[command].params} == {*kind.model_fields, "recipe"}
+    run = getattr(cli, f"{command}_", None) or getattr(cli, command)
+    assert get_type_hints(run)["settings"] is kind
 
 
 ENTRY_POINTS = {"main"}  # of processes: the command, and the one that renders templates

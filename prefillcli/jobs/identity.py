@@ -20,7 +20,7 @@ from prefillcli.models.open import Opened
 from prefillcli.options.option import COMPRESSION, details_of
 from prefillcli.options.score import ScoreSettings
 
-_STAND_FOR = {
+STANDS_FOR = {
     "input": ("inputs", "limit", "sample", "seed"),
     "model": ("model", "revision"),
     "draft": ("draft",),
@@ -30,8 +30,8 @@ _STAND_FOR = {
 }
 """Parts of the fingerprint that are not made of the values of options, and the options that they stand for."""
 
-_SETTINGS = ("temperature", "dtype", "id_column", "keep_columns", "partition")
-_COMPRESSION = (
+SETTINGS_ORDER = ("temperature", "dtype", "id_column", "keep_columns", "partition")
+COMPRESSION_ORDER = (
     *("keep", "paper", "lookahead", "query_window", "query_reduce", "pool", "select_chunk", "compress_above"),
     *("keep_first", "keep_last", "keep_private", "compress_per_row", "max_flips", "audit", "truth"),
 )
@@ -59,7 +59,7 @@ def fingerprint(
         "tokenizer": model.tokenizer(),
         "prompt": builder.fingerprint(),
         "labels": hash_value([[label.name, label.variants] for label in labels.labels]),
-        "settings": hash_value([*(values[name] for name in _SETTINGS), *_added(values, _SETTINGS)]),
+        "settings": hash_value([*(values[name] for name in SETTINGS_ORDER), *_added(values, SETTINGS_ORDER)]),
     }
     if settings.engine != "torch":
         found["engine"] = hash_engine(settings)
@@ -67,7 +67,7 @@ def fingerprint(
         found["draft"] = models.of(opened.draft.path).model()
         values = _values(settings, opened, compression=True)
         found["compression"] = hash_value(
-            [*([name, values[name]] for name in _COMPRESSION), *_added(values, _COMPRESSION)]
+            [*([name, values[name]] for name in COMPRESSION_ORDER), *_added(values, COMPRESSION_ORDER)]
         )
     return found
 
@@ -87,7 +87,7 @@ def hash_engine(settings: ScoreSettings) -> str:
 
 def _values(settings: ScoreSettings, opened: Opened, *, compression: bool) -> dict[str, Any]:
     """The options that the fingerprint has by their value, those of compression or all others."""
-    elsewhere = {name for names in _STAND_FOR.values() for name in names}
+    elsewhere = {name for names in STANDS_FOR.values() for name in names}
     names = [name for name in settings.changing("scores", "columns", "rows") if name not in elsewhere]
     values = {
         name: getattr(settings, name)

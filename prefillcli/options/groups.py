@@ -78,6 +78,11 @@ class ModelOptions(Settings):
         MODEL, changes="speed", metavar="N|auto", needs="threads",
     )  # fmt: skip
 
+    @property
+    def computes_here(self) -> bool:
+        """Whether this process runs the model, with so many threads."""
+        return True
+
 
 class PromptOptions(Settings):
     """How a row becomes a prompt with answers."""

@@ -86,6 +86,10 @@ class ScoreSettings(PriceOptions, RunOptions, ScheduledOptions):
         RUN, changes="speed", metavar="PATH", needs="forecast",
     )  # fmt: skip
 
+    @property
+    def computes_here(self) -> bool:
+        return "threads" in ENGINES[self.engine].can
+
     @classmethod
     def required(cls) -> dict[str, list[Requirement]]:
         found = super().required()

@@ -1,0 +1,60 @@
+"""The command line of a command, made from its settings."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+
+from prefillcli.options.option import RUN, Settings, details_of
+
+
+def parameters_of(settings: type[Settings]) -> list[inspect.Parameter]:
+    """The inputs, an option for each other field of `settings`, and `--recipe`. None stands for "not given"."""
+    inputs = settings.model_fields["inputs"]
+    metavar = "INPUT..." if inputs.is_required() else "[INPUT]..."
+    recipe = typer.Option("--recipe", metavar="FILE", help="YAML with options by name.", rich_help_panel=RUN)
+    return [
+        _parameter("inputs", list[str], typer.Argument(metavar=metavar, help=inputs.description)),
+        *(_option(settings, name) for name in settings.model_fields if name != "inputs"),
+        _parameter("recipe", str, recipe),
+    ]
+
+
+def _option(settings: type[Settings], name: str) -> inspect.Parameter:
+    field, details = settings.model_fields[name], details_of(settings, name)
+    flag = "--" + name.replace("_", "-")
+    kind: Any = field.annotation
+    if kind is bool:
+        names = [f"{flag}/--{details.negative}" if details.negative else flag]
+    elif kind == bool | None:
+        names, kind = [f"{flag}/--no-{flag.removeprefix('--')}"], bool
+    else:
+        names = [flag]
+        kind = list[str] if details.repeatable else {int: int, float: float, int | None: int}.get(kind, str)
+    metavar, words = details.metavar or None, []
+    if get_origin(field.annotation) is Literal:
+        words = list(get_args(field.annotation))
+        metavar = "|".join(words)
+    help = field.description or ""
+    if "(default" not in help and field.default not in (None, False, (), {}):
+        default = field.default if not isinstance(field.default, tuple) else ", ".join(map(str, field.default))
+        help += f" (default: {default})"
+    if details.short:
+        names.append(details.short)
+    option = typer.Option(
+        *names,
+        help=help,
+        rich_help_panel=details.panel,
+        metavar=metavar,
+        show_default=False,
+        autocompletion=(lambda incomplete: [word for word in words if word.startswith(incomplete)]) if words else None,
+    )
+    return _parameter(name, kind, option)
+
+
+def _parameter(name: str, kind: Any, shown: Any) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, shown]
+    )
