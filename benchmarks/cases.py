@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.console import log_run
+from benchmarks.flops import plain_flops, predicted_speedup
 from benchmarks.memory import peak_in_child
 from benchmarks.methods import compressed_walk, compressor_for, layer_walk, plain_loop, plan_for
 from benchmarks.models import random_draft, random_llama
@@ -19,7 +20,7 @@ from benchmarks.score_runs import SAMPLES, outside_share, score_file, write_shor
 from benchmarks.spread import Spread
 from prefillcli.bench.measure import interleaved
 from prefillcli.compress.settings import Compression
-from prefillcli.models.flops import plain_flops, predicted_speedup, prefill_flops, table5, walk_flops
+from prefillcli.models.flops import prefill_flops, table5, walk_flops
 from prefillcli.models.law import choose_chunk, memory_law
 from prefillcli.profile.prompts import prompts_with_histories, random_prompt
 from prefillcli.report.numbers import mebibytes

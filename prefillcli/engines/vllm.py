@@ -212,11 +212,6 @@ class VllmEngine:
                 begun = now
             tick(step * len(outputs))
 
-    def forget(self) -> None:
-        """Empty the prefix cache. Not while prompts are on their way."""
-        if not self._engine.reset_prefix_cache():
-            raise PrefillError("vLLM did not empty its prefix cache")
-
     def _answers(
         self, outputs: list[Any], lengths: dict[str, int], labels: Callable[[int], LabelTokens], seconds: float
     ) -> list[Answer]:

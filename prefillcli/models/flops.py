@@ -14,7 +14,6 @@ from typing import Any
 
 from prefillcli.models.shape import Mlp, Shape
 from prefillcli.plan.plan import Plan
-from prefillcli.plan.trie import TokenArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +73,6 @@ def prefill_flops(config: Any, tokens: int, *, head_tokens: int = 1) -> Flops:
     return _flops(config, layers, tokens, [_pairs(0, tokens, layer.window) for layer in layers], head_tokens)
 
 
-def predicted_speedup(
-    target: Any, draft: Any, tokens: int, kept: int, *, flops: Callable[[Any, int], Flops] = prefill_flops
-) -> float:
-    """F_target(tokens) / (F_draft(tokens) + F_target(kept)): the draft reads a prompt, the target its kept tokens.
-
-    `target` and `draft` are text configurations. Attention shrinks with the square of what is kept, so on long prompts
-    this is more than `ratio_speedup`.
-    """
-    return flops(target, tokens).total / (flops(draft, tokens).total + flops(target, kept).total)
-
-
 def ratio_speedup(
     target: Any, draft: Any, tokens: int, keep: float, *, flops: Callable[[Any, int], Flops] = prefill_flops
 ) -> float:
@@ -93,11 +81,6 @@ def ratio_speedup(
     Equation 3 of "SpecPrefill on Unified Memory" without its overhead. SpecPrefill's figure 9 is this with `table5`.
     """
     return 1 / (flops(draft, tokens).total / flops(target, tokens).total + keep)
-
-
-def plain_flops(config: Any, prompts: Sequence[TokenArray]) -> float:
-    """The operations of all prompts, each by itself, with all layers for all tokens. The head is left out."""
-    return sum(prefill_flops(config, len(prompt), head_tokens=0).total for prompt in prompts)
 
 
 def walk_flops(config: Any, plan: Plan) -> float:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from benchmarks.flops import predicted_speedup
 from benchmarks.methods import compressed_walk, compressor_for, layer_walk, plain_loop
 from benchmarks.models import random_draft, random_llama
 from benchmarks.score_runs import SAMPLES
@@ -26,7 +27,6 @@ from prefillcli.data.rows import Prompt
 from prefillcli.jobs.load import load_walk
 from prefillcli.models.flops import (
     answer_flops,
-    predicted_speedup,
     prefill_flops,
     ratio_speedup,
     table5,

@@ -10,10 +10,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, MixtralConfig, Qwen3Config, Qwen3NextConfig
 
+from benchmarks.flops import plain_flops, predicted_speedup
 from prefillcli.models.flops import (
     Flops,
-    plain_flops,
-    predicted_speedup,
     prefill_flops,
     ratio_speedup,
     table5,
