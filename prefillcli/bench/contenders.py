@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from prefillcli.compress.answers import answer, plan_requests
 from prefillcli.compress.compressor import Compressor
@@ -19,7 +18,7 @@ from prefillcli.compress.request import Request
 from prefillcli.compress.settings import Compression
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.spans import Spans
-from prefillcli.data.rows import Prompt
+from prefillcli.data.rows import Float64Array, Prompt
 from prefillcli.engines.hf import last_logits
 from prefillcli.engines.torch import TorchEngine, label_logprobs
 from prefillcli.jobs.load import Models, compression_of
@@ -38,8 +37,6 @@ from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ATTENTION
 
-FloatArray = npt.NDArray[np.float64]
-
 
 @dataclass(slots=True)
 class MethodRun:
@@ -49,7 +46,7 @@ class MethodRun:
     what the draft read.
     """
 
-    logprobs: FloatArray
+    logprobs: Float64Array
     requests: list[Request]
     drafted: list[TokenArray] = field(default_factory=list)
     draft_tokens: int = 0  # computed by the draft
@@ -94,14 +91,14 @@ class Equipment:
         resources = PickerResources(settings=self.compression, seed=seed, draft=self._draft, spans=spans)
         return make_compressor(picker, resources, self._opened, keep=1.0)
 
-    def plain(self, prompts: Sequence[Prompt]) -> FloatArray:
+    def plain(self, prompts: Sequence[Prompt]) -> Float64Array:
         """Label log-probabilities [prompts, labels] by transformers' own forward, prompt by prompt."""
         self._model.set_attn_implementation("sdpa")
         logits = (last_logits(self._model, prompt.tokens) for prompt in prompts)
         sets = [self.labels.sets[prompt.labels] for prompt in prompts]
         return np.concatenate([label_logprobs(row[None], [0], [own]) for row, own in zip(logits, sets, strict=True)])
 
-    def walk(self, groups: Sequence[Sequence[Request]]) -> FloatArray:
+    def walk(self, groups: Sequence[Sequence[Request]]) -> Float64Array:
         """Label log-probabilities [requests, labels] by the layer walk; requests share within their group."""
         with self._walking() as engine:
             return np.concatenate(

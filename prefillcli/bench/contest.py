@@ -17,7 +17,6 @@ from prefillcli.bench.contenders import (
     Compressed,
     Contender,
     Equipment,
-    FloatArray,
     Hybrid,
     MethodRun,
     Plain,
@@ -28,6 +27,7 @@ from prefillcli.bench.report import REFERENCE, Answers, MethodResult, Predicted,
 from prefillcli.compress.fallbacks import FALLBACK, is_fallback
 from prefillcli.compress.pickers.registry import PICKERS
 from prefillcli.data.prompts.spans import Spans, spans_of
+from prefillcli.data.rows import Float64Array
 from prefillcli.errors import PrefillError
 from prefillcli.stats.audit import auc, audit_of, flip_interval
 from prefillcli.stats.probabilities import label_probabilities
@@ -202,7 +202,7 @@ def _measured(
 
 
 def _answers(
-    entry: _Entry, full: FloatArray | None, truths: Sequence[bool | None], temperature: float, notes: list[str]
+    entry: _Entry, full: Float64Array | None, truths: Sequence[bool | None], temperature: float, notes: list[str]
 ) -> Answers:
     """Beside the reference's shares `full` [rows, labels] (None: this is the reference) and the truth."""
     shares = label_probabilities(entry.run.logprobs, temperature)

@@ -10,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from prefillcli.compress.settings import Compression
-from prefillcli.data.rows import Prompt
+from prefillcli.data.rows import Int64Array, Prompt
 
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float32]
+Float32Array = npt.NDArray[np.float32]
 Tick = Callable[[float], None]
 
 
@@ -25,7 +24,7 @@ class ImportanceEstimate:
     that is read in full. `reason`, one of `FALLBACKS`, says why if it should have been compressed.
     """
 
-    importance: FloatArray | None = None
+    importance: Float32Array | None = None
     reason: str | None = None
     seconds: float = 0.0
     """The prompt's share of the time that the estimates took."""
@@ -59,7 +58,7 @@ class Picker(Protocol):
         estimates: Sequence[ImportanceEstimate],
         keeps: Sequence[float | None],
         settings: Compression,
-    ) -> list[IntArray | None]:
+    ) -> list[Int64Array | None]:
         """The kept tokens of prompts that are computed together: ascending indices, or None for a prompt in full.
 
         A prompt is read in full without a keep rate in `keeps` and without importance in `estimates`. The first

@@ -9,7 +9,7 @@ from contextlib import closing
 import numpy as np
 from transformers import PreTrainedModel
 
-from prefillcli.compress.base import FloatArray, ImportanceEstimate, Tick
+from prefillcli.compress.base import Float32Array, ImportanceEstimate, Tick
 from prefillcli.compress.fallbacks import FAILED, NO_MEMORY, NO_VOTE, NOT_FINITE, TOO_LONG, VOCABULARY
 from prefillcli.compress.importance import PromptQueries, add_votes, importance
 from prefillcli.compress.settings import Compression
@@ -89,7 +89,7 @@ class Draft:
             return NO_MEMORY
         return None
 
-    def _importances(self, pack: Pack, tick: Tick) -> dict[int, FloatArray | None]:
+    def _importances(self, pack: Pack, tick: Tick) -> dict[int, Float32Array | None]:
         """The importance, float32 [tokens], by prompt of a pack; None for a prompt without votes."""
         settings = self._settings
         tree = Tree(pack)
@@ -111,7 +111,7 @@ class Draft:
                 for layer in layers:
                     add_votes(layer, queries, settings.pool)
         self.tokens += len(pack.tokens)
-        found: dict[int, FloatArray | None] = {}
+        found: dict[int, Float32Array | None] = {}
         for prompt, (_, numbers) in zip(queries, pack.reads, strict=True):
             found |= dict.fromkeys(numbers, importance(prompt, settings.query_reduce, settings.select_chunk))
         return found
@@ -142,7 +142,7 @@ def _add_decoded(prompt: PromptQueries, queries: list[int]) -> None:
     prompt.depths += range(tokens, tokens + len(queries))
 
 
-def _checked(found: FloatArray | None) -> tuple[FloatArray | None, str | None]:
+def _checked(found: Float32Array | None) -> tuple[Float32Array | None, str | None]:
     if found is None:
         return None, NO_VOTE
     return (found, None) if np.isfinite(found).all() else (None, NOT_FINITE)

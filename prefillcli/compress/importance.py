@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prefillcli.compress.base import FloatArray
+from prefillcli.compress.base import Float32Array
 from prefillcli.compress.settings import Reduce
 from prefillcli.prefill.forest import WatchedLayer
 
@@ -93,7 +93,7 @@ def _average(shares: Tensor, width: int) -> Tensor:
     return total.div_(width)
 
 
-def importance(prompt: PromptQueries, reduce: Reduce, chunk: int) -> FloatArray | None:
+def importance(prompt: PromptQueries, reduce: Reduce, chunk: int) -> Float32Array | None:
     """The importance of each token, float32 [tokens]; None where no layer had a vote.
 
     `rank`: every query ranks the chunks of `chunk` tokens by their mean votes, and a token's importance is 1 over the
@@ -111,5 +111,5 @@ def importance(prompt: PromptQueries, reduce: Reduce, chunk: int) -> FloatArray 
         reduced = (1.0 / places.amin(dim=0)).repeat_interleave(chunk)[: prompt.tokens]
     else:
         reduced = votes.amax(dim=0) if reduce == "max" else votes.mean(dim=0)
-    found: FloatArray = reduced.float().cpu().numpy()
+    found: Float32Array = reduced.float().cpu().numpy()
     return found

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prefillcli.compress.base import IntArray
 from prefillcli.compress.fallbacks import FULL
-from prefillcli.data.rows import Int32Array, Prompt
+from prefillcli.data.rows import Int32Array, Int64Array, Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +19,7 @@ class Request:
     """
 
     prompt: Prompt
-    kept: IntArray | None = None
+    kept: Int64Array | None = None
     method: str = FULL
     pick_seconds: float = 0.0
     """The prompt's share of the time that picking took."""

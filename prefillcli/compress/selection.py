@@ -19,12 +19,13 @@ from math import ceil
 import numpy as np
 import numpy.typing as npt
 
-from prefillcli.compress.base import FloatArray, IntArray
+from prefillcli.compress.base import Float32Array
 from prefillcli.compress.settings import Compression
+from prefillcli.data.rows import Int64Array
 from prefillcli.plan.trie import TokenArray, TrieNode, build_forest, token_order
 
 
-def select(importance: FloatArray, keep: float, *, chunk: int, first: int, last: int) -> IntArray:
+def select(importance: Float32Array, keep: float, *, chunk: int, first: int, last: int) -> Int64Array:
     """The kept tokens of one prompt, ascending. `importance` is [tokens]; of equal chunks the earlier are kept."""
     tokens = len(importance)
     chunks = chunk_count(tokens, chunk)
@@ -52,7 +53,7 @@ def budget(keep: float, count: int) -> int:
     return ceil(Fraction(f"{keep:.6g}") * count)
 
 
-def _best(importance: FloatArray, begin: int, end: int, chunk: int, count: int) -> IntArray:
+def _best(importance: Float32Array, begin: int, end: int, chunk: int, count: int) -> Int64Array:
     """The `count` chunks of `begin:end` with the largest mean importance."""
     if count <= 0 or begin >= end:
         return np.empty(0, dtype=np.int64)
@@ -68,7 +69,7 @@ class _RatedPrompt:
     """A prompt of so many `tokens` and its keep rate; None: it is read in full. The last `tail` are always kept."""
 
     tokens: int
-    importance: FloatArray | None
+    importance: Float32Array | None
     keep: float | None
     tail: int
 
@@ -128,10 +129,10 @@ def full_prefixes(prompts: Sequence[TokenArray], in_full: Sequence[bool]) -> lis
 
 def select_all(
     prompts: Sequence[TokenArray],
-    importances: Sequence[FloatArray | None],
+    importances: Sequence[Float32Array | None],
     keeps: Sequence[float | None],
     settings: Compression,
-) -> list[IntArray | None]:
+) -> list[Int64Array | None]:
     """The kept tokens of prompts that are computed together; None for those without a rate or without importance."""
     if all(keep is None for keep in keeps):
         return [None] * len(prompts)
@@ -167,7 +168,7 @@ def _tails(forest: _Forest, keeps: Sequence[float | None], settings: Compression
     ]
 
 
-def _select_alone(prompt: _RatedPrompt, settings: Compression) -> IntArray | None:
+def _select_alone(prompt: _RatedPrompt, settings: Compression) -> Int64Array | None:
     if prompt.keep is None or prompt.importance is None:
         return None
     return select(
@@ -180,10 +181,10 @@ class _ForestSelection:
 
     def __init__(self, forest: _Forest, rated: list[_RatedPrompt], settings: Compression) -> None:
         self.forest = forest
-        self.kept: list[IntArray | None] = [None] * len(rated)
+        self.kept: list[Int64Array | None] = [None] * len(rated)
         self._rated = rated
         self._settings = settings
-        self._path: list[IntArray] = []  # what each node above keeps for all prompts below it
+        self._path: list[Int64Array] = []  # what each node above keeps for all prompts below it
 
     def descend(self, root: TrieNode) -> None:
         stack: list[tuple[TrieNode, int, int]] = [(root, 0, 0)]  # node, its depth, tokens above computed in full
@@ -200,7 +201,7 @@ class _ForestSelection:
                 self._collect(node, prompt, full)
             stack.extend((child, depth + 1, full) for child in node.children)
 
-    def _choose(self, node: TrieNode, below: list[int], full: int) -> IntArray:
+    def _choose(self, node: TrieNode, below: list[int], full: int) -> Int64Array:
         """The best of the chunks that end in `node`, and those of its tokens that a prompt of `below` always keeps."""
         chunk = self._settings.select_chunk
         end = node.end // chunk if node.children else chunk_count(node.end, chunk)
@@ -210,7 +211,7 @@ class _ForestSelection:
         tail = min(self._rated[prompt].tokens - self._rated[prompt].tail for prompt in below)
         return np.concatenate([chosen, first, np.arange(max(node.start, tail), node.end)])
 
-    def _chunks(self, node: TrieNode, below: list[int], begin: int, end: int, keep: float, full: int) -> IntArray:
+    def _chunks(self, node: TrieNode, below: list[int], begin: int, end: int, keep: float, full: int) -> Int64Array:
         """Tokens of the best of the chunks `begin:end`, without the first `full` tokens, which are computed anyway."""
         chunk = self._settings.select_chunk
         offset = full // chunk

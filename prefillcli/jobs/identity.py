@@ -65,6 +65,7 @@ def fingerprint(
         found["engine"] = hash_engine(settings)
     if opened.draft is not None:
         found["draft"] = models.of(opened.draft.path).model()
+    if settings.compresses:
         values = _values(settings, opened, compression=True)
         found["compression"] = hash_value(
             [*([name, values[name]] for name in COMPRESSION_ORDER), *_added(values, COMPRESSION_ORDER)]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from rich.console import Console
 
 from prefillcli.compress.answers import answer
-from prefillcli.compress.base import FloatArray, ImportanceEstimate, Tick
+from prefillcli.compress.base import Float32Array, ImportanceEstimate, Tick
 from prefillcli.compress.reasons import Neighbour, TokenReason, why_in_full, why_kept, why_no_rate
 from prefillcli.compress.request import Request
 from prefillcli.compress.selection import tails
@@ -77,7 +77,7 @@ class _Read:
     """How the model reads the row, the importance of its tokens (None where no draft was asked), why each is kept."""
 
     request: Request
-    importance: FloatArray | None
+    importance: Float32Array | None
     why: list[TokenReason]
 
 
@@ -262,7 +262,7 @@ def _select(
     keeps: Sequence[float | None],
     near: Sequence[bool],
     tick: Tick,
-) -> tuple[list[Request], list[FloatArray | None]]:
+) -> tuple[list[Request], list[Float32Array | None]]:
     """Requests of prompts that share their first tokens, and the importance they follow from.
 
     The importance of those that are not `near` has no say in what is kept of the row: they share no whole chunk with

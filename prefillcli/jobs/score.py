@@ -320,7 +320,7 @@ class _ScoreJob:
             source, builder, opened = self._inputs.source, self._inputs.builder, self._inputs.opened
             if opened.threads is not None and opened.threads.ran:
                 report.threads = ThreadCounts(min=opened.threads.ran[0], max=opened.threads.ran[1])
-            if opened.draft is not None and self._sink is not None:
+            if self.settings.compresses and self._sink is not None:
                 report.keep, report.keep_auto = self._keep(self._sink), self._sink.plan.get("keep_auto")
             seconds.read += source.seconds
             seconds.render, seconds.tokenize = builder.render_seconds, builder.tokenize_seconds

@@ -247,11 +247,11 @@ class CompressionOptions(Settings):
             raise UsageError(f"--paper already sets {flags}: leave out one or the other")
 
 
-def check_keep(keep: float | Literal["auto"], draft: str | None) -> None:
-    """Raise UsageError for a wrong rate, or for one that needs a draft where there is none."""
+def check_keep(keep: float | Literal["auto"], *, compresses: bool) -> None:
+    """Raise UsageError for a wrong rate, or for one that needs a draft where nothing picks tokens."""
     if keep != "auto" and not 0 < keep <= 1:
         raise UsageError(f"--keep {keep:g}: must be a rate above 0 and up to 1, or auto")
-    if keep != 1 and draft is None:
+    if keep != 1 and not compresses:
         raise UsageError(f"--keep {keep} needs --draft: a small model with the same tokenizer, which picks the tokens")
 
 

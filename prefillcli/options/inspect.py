@@ -30,4 +30,4 @@ class InspectSettings(RunOptions, JobOptions):
             raise UsageError("no --row given: name the row to show, by its number, or by its id with --id-column")
         if self.keep == "auto":
             raise UsageError("--keep auto is for a whole job: give a rate")
-        check_keep(self.keep, self.draft)
+        check_keep(self.keep, compresses=self.compresses)

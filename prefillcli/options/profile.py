@@ -113,7 +113,7 @@ class ProfileSettings(PriceOptions, MeasuringOptions, ScheduledOptions):
                 raise UsageError(
                     "--keep auto is for a whole job; with --draft, prefill profile predicts several rates anyway"
                 )
-            check_keep(self.keep, self.draft)
+            check_keep(self.keep, compresses=self.compresses)
         if not self.fairness:
             raise UsageError("--fairness: give a share of 0 or more")
         if "none" in self.replay and len(self.replay) > 1:

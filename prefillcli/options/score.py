@@ -101,7 +101,7 @@ class ScoreSettings(PriceOptions, RunOptions, ScheduledOptions):
         if self.resume and self.overwrite:
             raise UsageError("--resume continues the output, --overwrite replaces it: give only one of them")
         refuse(self.engine, self._engine_needs())
-        check_keep(self.keep, self.draft)
+        check_keep(self.keep, compresses=self.compresses)
 
     def _engine_needs(self) -> dict[str, Capability]:
         """What the engine must be able to do, by the option that needs it: those that are not at their default."""

@@ -10,7 +10,7 @@ import bm25s
 import numpy as np
 import numpy.typing as npt
 
-from prefillcli.compress.base import FloatArray
+from prefillcli.compress.base import Float32Array
 from prefillcli.compress.pickers.row_picker import RowPicker
 from prefillcli.data.prompts.spans import Spans
 from prefillcli.data.rows import Prompt
@@ -32,12 +32,12 @@ class Bm25(RowPicker):
     def __init__(self, spans: Callable[[Prompt], Spans | None]) -> None:
         self._spans = spans
 
-    def rank(self, prompt: Prompt) -> FloatArray | None:
+    def rank(self, prompt: Prompt) -> Float32Array | None:
         spans = self._spans(prompt)
         return None if spans is None else sentence_importance(spans.text, spans.offsets.tolist())
 
 
-def sentence_importance(text: str, offsets: Sequence[tuple[int, int]]) -> FloatArray:
+def sentence_importance(text: str, offsets: Sequence[tuple[int, int]]) -> Float32Array:
     """Minus the place of each token's sentence by BM25, float32 [tokens]; minus infinity where there is no sentence.
 
     Sentences end at line ends and at ".", "!", "?"; the query is the last one that ends in such a mark, with what

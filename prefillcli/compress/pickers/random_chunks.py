@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from prefillcli.compress.base import FloatArray
+from prefillcli.compress.base import Float32Array
 from prefillcli.compress.pickers.row_picker import RowPicker
 from prefillcli.compress.selection import chunk_count
 from prefillcli.data.rows import Prompt
@@ -19,12 +19,12 @@ class RandomChunks(RowPicker):
         self._chunk = chunk
         self._seed = seed
 
-    def rank(self, prompt: Prompt) -> FloatArray:
+    def rank(self, prompt: Prompt) -> Float32Array:
         rng = np.random.default_rng([self._seed, prompt.row])
         return random_importance(len(prompt.tokens), self._chunk, rng)
 
 
-def random_importance(tokens: int, chunk: int, rng: np.random.Generator) -> FloatArray:
+def random_importance(tokens: int, chunk: int, rng: np.random.Generator) -> Float32Array:
     """Minus the place of each token's chunk in a random order, float32 [tokens]."""
     order = rng.permutation(chunk_count(tokens, chunk))
     places = np.argsort(order)[np.arange(tokens) // chunk]

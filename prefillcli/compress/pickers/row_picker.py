@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from prefillcli.compress.base import FloatArray, ImportanceEstimate, IntArray, Tick
+from prefillcli.compress.base import Float32Array, ImportanceEstimate, Tick
 from prefillcli.compress.selection import budget, ends, tails
 from prefillcli.compress.settings import Compression
-from prefillcli.data.rows import Prompt
+from prefillcli.data.rows import Int64Array, Prompt
 
 
 class RowPicker(ABC):
@@ -26,10 +26,10 @@ class RowPicker(ABC):
     failure: BaseException | None = None
 
     @abstractmethod
-    def rank(self, prompt: Prompt) -> FloatArray | None:
+    def rank(self, prompt: Prompt) -> Float32Array | None:
         """The importance of a prompt's tokens, float32 [tokens]; None for a prompt that it cannot judge."""
 
-    def order(self, importance: FloatArray, first: int, last: int) -> IntArray:
+    def order(self, importance: Float32Array, first: int, last: int) -> Int64Array:
         """The tokens in the order in which they are kept; `first` and `last` tokens are kept anyway."""
         return by_importance(importance)
 
@@ -48,9 +48,9 @@ class RowPicker(ABC):
         estimates: Sequence[ImportanceEstimate],
         keeps: Sequence[float | None],
         settings: Compression,
-    ) -> list[IntArray | None]:
+    ) -> list[Int64Array | None]:
         lasts = tails([prompt.tokens for prompt in prompts], keeps, settings)
-        kept: list[IntArray | None] = []
+        kept: list[Int64Array | None] = []
         for estimate, keep, last in zip(estimates, keeps, lasts, strict=True):
             if keep is None or estimate.importance is None:
                 kept.append(None)
@@ -63,13 +63,13 @@ class RowPicker(ABC):
         pass
 
 
-def by_importance(importance: FloatArray) -> IntArray:
+def by_importance(importance: Float32Array) -> Int64Array:
     """The tokens, the most important first and of equal ones the earlier; those of minus infinity are never kept."""
     order = np.argsort(-importance, kind="stable")
     return order[importance[order] > -np.inf]
 
 
-def fill(order: IntArray, tokens: int, keep: float, *, first: int, last: int) -> IntArray:
+def fill(order: Int64Array, tokens: int, keep: float, *, first: int, last: int) -> Int64Array:
     """Those of so many tokens that are kept, ascending: both ends, and of the others the first of `order`."""
     kept = ends(tokens, first, last)
     others = order[~kept[order]]

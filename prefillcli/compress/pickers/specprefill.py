@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prefillcli.compress.base import ImportanceEstimate, IntArray, Tick
+from prefillcli.compress.base import ImportanceEstimate, Tick
 from prefillcli.compress.draft import Draft
 from prefillcli.compress.selection import select_all
 from prefillcli.compress.settings import Compression
-from prefillcli.data.rows import Prompt
+from prefillcli.data.rows import Int64Array, Prompt
 
 
 class SpecPrefill:
@@ -36,7 +36,7 @@ class SpecPrefill:
         estimates: Sequence[ImportanceEstimate],
         keeps: Sequence[float | None],
         settings: Compression,
-    ) -> list[IntArray | None]:
+    ) -> list[Int64Array | None]:
         tokens, importances = [prompt.tokens for prompt in prompts], [found.importance for found in estimates]
         return select_all(tokens, importances, keeps, settings)
 
