@@ -35,12 +35,12 @@ def filesystem_of(path: str) -> tuple[Any, str]:
     except (ImportError, ValueError) as error:
         try:
             arrow, inner = pyarrow.fs.FileSystem.from_uri(path)
-        except Exception:  # Arrow does not know it either; what fsspec said tells more
+        except Exception:  # Arrow does not know it either; fsspec's message says more
             raise UsageError(f"cannot open {path}: {error}") from None
         from fsspec.implementations.arrow import ArrowFSWrapper
 
         return ArrowFSWrapper(arrow), inner
-    except Exception as error:  # whatever the client of an object store raises
+    except Exception as error:  # clients of object stores raise anything
         raise UsageError(f"cannot open {path}: {error}") from None
     return filesystem, inner
 
@@ -57,7 +57,7 @@ def reading(path: str) -> Iterator[None]:
         raise
     except PermissionError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
-    except Exception as error:  # Arrow, zlib and the clients of object stores raise what they like
+    except Exception as error:  # Arrow, zlib and the clients of object stores raise anything
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise PrefillError(
             f"cannot read {path}: {reason}\nthe file may be damaged or incomplete: check it, then run again"

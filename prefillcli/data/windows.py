@@ -36,8 +36,8 @@ def windows(
     """Windows that close at `max_rows` rows or `max_bytes` bytes, cut the same way every time.
 
     A row whose id is null or was seen before is an error row. A window whose index and row numbers `skip` accepts
-    (one that is already scored) is read for its ids, but neither tokenised nor yielded. At the end of the input
-    `ended` is told how many windows it has.
+    (one that is scored already) is read for its ids, but neither tokenised nor yielded. At the end of the input
+    `ended` is called with the number of windows.
     """
     seen = SeenIds(json=source.kind == "jsonl")
     count = 0
@@ -86,8 +86,8 @@ class Prefetcher(Iterator[T]):
     """The same items, made by a background thread up to `depth` items before they are asked for.
 
     The thread starts at once. An exception in `items` is raised here, after the items before it. Leaving the
-    `with` block, or `close`, stops the thread and waits for the item in work; `cancel` is called before, to cut it
-    short.
+    `with` block, or `close`, stops the thread and waits for the item that it is making; `cancel` is called first, to
+    cut that short.
     """
 
     def __init__(self, items: Iterable[T], depth: int = 1, cancel: Callable[[], None] | None = None) -> None:

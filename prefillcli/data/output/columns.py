@@ -134,7 +134,7 @@ COLUMNS = (
         audit=True,
     ),
 )
-"""In the order of the output, behind the id and the columns that are carried from the input."""
+"""In the order of the output, after the id and the columns that are carried from the input."""
 
 
 COLUMN_TYPES = {column.name: column.type for column in COLUMNS}

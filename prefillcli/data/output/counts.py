@@ -26,7 +26,7 @@ class Counts:
     scored: int = 0
     errors: int = 0
     skipped: int = 0
-    """Rows left out for their length on the user's wish; no errors."""
+    """Rows left out for their length, as the user asked; not errors."""
     errors_by_code: dict[str, int] = field(default_factory=dict)
     score_sum: float = 0.0
     audited: list[Audited] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The sign of life that a run leaves in its work folder, for whoever asks how far it is."""
+"""The sign of life that a run leaves in its work folder, which `prefill status` reads."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Heartbeat:
         if kind is not None:
             self._beat(running=False)
             return
-        with suppress(Exception):  # the manifest tells all there is
+        with suppress(Exception):  # the manifest says it all
             self._store.delete(NAME)
 
     def _work(self) -> None:

@@ -92,14 +92,14 @@ class LocalStore:
 
 
 def make_folder(path: str) -> None:
-    """Make a local folder that is not there, so that it stays."""
+    """Make a local folder unless it exists, so that it survives a crash."""
     if not os.path.isdir(path):
         os.makedirs(path, exist_ok=True)
         sync_folder(os.path.dirname(path))
 
 
 def sync_folder(path: str) -> None:
-    """Make the names in a local folder stay."""
+    """Make the names in a local folder survive a crash."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -28,14 +28,14 @@ from prefillcli.errors import OutputBusyError, PrefillError
 from prefillcli.runtime.processes import process_space, start_of
 
 LOCK = "lock"
-_PATIENCE = 0.5  # seconds: somebody who only looks whether a run is at work holds the lock for an instant
+_PATIENCE = 0.5  # seconds: a process that only checks for a run holds the lock for an instant
 
 
 class Lock(Protocol):
     """A lock that this process holds."""
 
     def check(self) -> None:
-        """Raise OutputBusyError if the lock is another's by now."""
+        """Raise OutputBusyError if another process has taken the lock."""
 
     def release(self) -> None:
         """Give it back; a second call does nothing."""
@@ -43,14 +43,14 @@ class Lock(Protocol):
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, known from others of its time and of other times."""
+    """A process, told apart from all others, also from earlier ones with the same number."""
 
     host: str
     pid: int
     started: str
-    """When the process began, as the system counts it; empty where it does not tell."""
+    """When the process began, as the system counts it; empty if not known."""
     machine: str
-    """The machine since it was last started, and which processes are seen there; empty if not known."""
+    """The machine since its last start, with the namespace of its processes; empty if not known."""
     token: str
     since: str
 
@@ -102,7 +102,7 @@ class FileLock:
         self._handle: int | None = handle
 
     def check(self) -> None:
-        """Nothing to do: nobody can take it away."""
+        """Nothing to do: no other process can take it."""
 
     def release(self) -> None:
         handle, self._handle = self._handle, None
@@ -136,7 +136,7 @@ class ObjectLock:
         self._held = False
         holder = self.holder(filesystem, path)
         if holder is not None and holder.alive() is False:
-            self._delete()  # who deletes another's new lock here takes it away: that one's `check` finds out
+            self._delete()  # this may delete a new lock of another run, whose `check` finds out
         create = _exclusive(filesystem)
         if create is None:
             self._refuse_if_held()
@@ -177,18 +177,18 @@ class ObjectLock:
         self._held = False
 
     def _create(self, create: Callable[[str, bytes], None]) -> bool:
-        """Take the lock. False if the store cannot say no; raises OutputBusyError if another run holds it."""
+        """Take the lock. False if the store cannot refuse; raises OutputBusyError if another run holds it."""
         data = json.dumps(asdict(self._owner)).encode()
         with suppress(Exception):
             self._filesystem.makedirs(split_path(self._path)[0], exist_ok=True)
-        with suppress(Exception):  # whatever a store's client raises to say no: what counts is whose object is there
+        with suppress(Exception):  # whatever a client raises to refuse: what counts is whose object is there
             create(self._path, data)
         if not self._mine():
             self._refuse_if_held()
             return False
         try:
             create(self._path, data)
-        except Exception:  # it does say no
+        except Exception:  # it refuses
             self._held = True
             return True
         self._delete()
@@ -199,7 +199,7 @@ class ObjectLock:
         if holder is None:
             return
         raise OutputBusyError(
-            f"{self._location} is in use by {holder}; `prefill status` tells when it was last seen\n"
+            f"{self._location} is in use by {holder}; `prefill status` shows when it was last seen\n"
             f"wait for its end; if it is dead, delete {self._location}/{LOCK}"
         )
 
@@ -213,11 +213,11 @@ class ObjectLock:
 
 
 def _exclusive(filesystem: Any) -> Callable[[str, bytes], None] | None:
-    """What creates an object unless it is there, in one step; None if the filesystem has no such thing."""
+    """Creates an object unless it exists, in one step; None if the filesystem cannot do that."""
     kind = type(filesystem)
     if isinstance(filesystem, AsyncFileSystem):
         own = kind._pipe_file is not AsyncFileSystem._pipe_file and "mode" in _parameters(kind._pipe_file)
-    else:  # fsspec's own looks first and writes then: two runs may both find nothing
+    else:  # fsspec's own looks first and then writes: two runs may both find nothing
         own = kind.pipe_file is not AbstractFileSystem.pipe_file and "mode" in _parameters(kind.pipe_file)
     if not own:
         return None

@@ -1,4 +1,4 @@
-"""What a work folder says of its job: which job it is, how far it is, and the plan to go on with."""
+"""What a work folder says of its job: which one it is, how far it is, and the plan to go on with."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCHEMA_VERSION = 2
 
 @dataclass(frozen=True)
 class Job:
-    """Which job an output belongs to, and what it takes to find that out again."""
+    """Which job an output belongs to, with what is needed to recognise it."""
 
     fingerprint: dict[str, str]
     """Digest of every part of the job: input, model, tokenizer, template, labels, settings."""
@@ -99,7 +99,7 @@ class Manifest:
             rest = {name: content[name] for name in ("plan", "state", "files", "created", "updated")}
             return cls(Job.of_json(content), counts=counts, **rest)
         except (KeyError, TypeError, ValueError):
-            raise DamagedFileError("it is no manifest") from None
+            raise DamagedFileError("it is not a manifest") from None
 
 
 def with_checksum(content: dict[str, Any]) -> bytes:

@@ -115,7 +115,7 @@ class PartIndex:
             yield rows
 
     def _read(self, window: int, columns: Sequence[str] | None = None) -> pa.Table:
-        """The rows in the parts of a window. Raises DamagedFileError if a part is damaged by now."""
+        """The rows in the parts of a window. Raises DamagedFileError if a part is damaged."""
         numbers = self._windows[window].numbers
         try:
             return pa.concat_tables(

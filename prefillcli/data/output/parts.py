@@ -47,7 +47,7 @@ class WindowRows:
 
 @dataclass
 class PartInfo:
-    """What a part says of itself."""
+    """The metadata of a part."""
 
     job: Job
     plan: dict[str, Any]

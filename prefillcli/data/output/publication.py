@@ -36,7 +36,7 @@ def publication(target: Target) -> Publication:
 
 
 def recover_publication(target: Target) -> None:
-    """Clear up what a kill in the middle of a publication left: an output that was put aside comes back."""
+    """Clear up after a run that was killed while publishing: an output that was put aside comes back."""
     work = target.work
     if not target.directory or not isinstance(target.store, LocalStore) or not isinstance(work, LocalStore):
         return
@@ -69,8 +69,8 @@ class _Renamed:
         with writing(self._place):
             parent = os.path.dirname(self._place)
             make_folder(parent)
-            if _shared(self._target, self._place):  # by now
-                raise PrefillError(f"{self._place} holds other files too by now\nrun again with --resume")
+            if _shared(self._target, self._place):  # since it was begun
+                raise PrefillError(f"{self._place} now holds other files too\nrun again with --resume")
             if os.path.isdir(self._place):
                 with suppress(OSError):  # the modes of a folder that its users have set up
                     shutil.copystat(self._place, self._new)

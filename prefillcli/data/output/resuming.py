@@ -1,4 +1,4 @@
-"""What an output and its work folder hold for a job that comes to them: nothing, its own rows, or another job's."""
+"""What a job finds in its output and work folder: nothing, rows of its own, or another job's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def find_resumable(target: Target, job: Job, resume: bool, overwrite: bool, *, quiet: bool = False) -> Manifest | None:
-    """The manifest to go on with; None to begin. A damaged one is warned of unless `quiet`.
+    """The manifest to go on with; None to begin anew. Warns of a damaged one unless `quiet`.
 
     Raises OutputConflictError if what is there is another job's, OutputExistsError if it is this job's and no flag is
     given.
@@ -61,13 +61,13 @@ def require_undamaged(target: Target, manifest: Manifest) -> None:
     if damage:
         more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""
         raise OutputDamagedError(
-            f"{damage[0]}{more}: somebody else has written there, or the disk is damaged\n"
+            f"{damage[0]}{more}: another program has written there, or the disk is damaged\n"
             "choose another --output, or write it again with --overwrite"
         )
 
 
 def proven_parts(work: Store, job: Job) -> Iterator[PartInfo]:
-    """The parts of a job that prove themselves, by window; all others are removed, their rows are scored again.
+    """The parts of a job that are whole, by window; all others are removed, and their rows are scored again.
 
     A part is whole, of this job, under its own name, and holds rows that no other part of its window has. All parts
     of a window whose rows are all there hold exactly the rows of the window.
@@ -111,14 +111,14 @@ def _drop(work: Store, name: str, why: str) -> None:
 
 
 def _manifest(work: Store, job: Job, quiet: bool) -> Manifest | None:
-    """The manifest of a work folder; a damaged or missing one is made again of what the parts say."""
+    """The manifest of a work folder; a damaged or missing one is made again from the parts."""
     try:
         manifest = Manifest.load(work)
         if manifest is not None:
             return manifest
     except DamagedFileError as error:
         if not quiet:
-            log.warning("%s/%s is damaged: %s; the parts tell what is in it", work.location, NAME, error)
+            log.warning("%s/%s is damaged: %s; it is made again from the parts", work.location, NAME, error)
     found = []
     for name in filter(parts.is_part, work.names()):
         try:

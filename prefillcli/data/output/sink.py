@@ -1,4 +1,4 @@
-"""Scored rows out: parts as they come, the output at the end, and going on after a stop."""
+"""Scored rows are collected in parts, and become the output when all are there; a stopped job can go on."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Sink:
         column with the right answers. With `partitions`, whose keys are carried columns, the files of a directory lie
         in folders that hold them. Raises UsageError for an unknown ending, a clash of column names, or if the job's
         own output exists and neither flag is given; OutputConflictError if it is another job's, or damaged;
-        ResourceError if another process is at it.
+        ResourceError if another process is working on it.
         """
         target = Target.parse(output)
         schema = OutputSchema(
@@ -113,7 +113,7 @@ class Sink:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """What the job has stored here; empty at first, and when going on what an earlier attempt stored."""
+        """What the job has stored here, in an earlier attempt too; empty at first."""
         return self._manifest.plan
 
     @plan.setter

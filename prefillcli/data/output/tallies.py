@@ -1,7 +1,7 @@
 """What the output looks like: histograms, methods, and the rows that stand out.
 
-A tally is small whatever it was made of, and adding two of them gives that of both outputs: every part has its own,
-and a job that goes on adds up what it finds.
+A tally is small however many rows it counts, and two of them add up to the tally of both: every part has its own, and
+a resumed job adds up those that it finds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LONGEST = 200  # characters of an id or a detail
 
 @dataclass
 class Tallies:
-    """Everything is plain: what JSON gives back equals what it was given."""
+    """Numbers and texts only, so that JSON gives back what it was given."""
 
     scores: dict[str, list[int]] = field(default_factory=dict)
     """By prediction, rows in each of the `SCORE_BINS`."""
@@ -152,7 +152,7 @@ def _named(few: pa.Table, id_name: str | None, json_id: bool, columns: dict[str,
 
 
 def _texts(ids: pa.ChunkedArray, json_id: bool) -> list[str | None]:
-    if json_id:  # what is no string reads best as it is written
+    if json_id:  # anything but a string reads best as it is written
         return [own if own is None or own[0] != '"' else json.loads(own) for own in ids.to_pylist()]
     try:
         texts: list[str | None] = ids.cast(pa.string()).to_pylist()

@@ -43,7 +43,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Target:
-    """Where the output goes, and in which form. What is said of it is in `existing`."""
+    """Where the output goes, and in which format."""
 
     path: str
     """As the user named it; a symbolic link to a local file or folder is followed."""
@@ -125,7 +125,7 @@ class Target:
             return None
 
     def damage(self, published: Published) -> list[str]:
-        """What is wrong with the bytes of the output, if that is how it was published; empty if nothing."""
+        """What is wrong with the bytes of the output, if this is how it was published; empty if nothing is."""
         found = []
         there = self.files()
         for name, digest in published.files.items():
@@ -142,7 +142,7 @@ class Target:
                 with self.store.read(SUCCESS) as file:
                     if file.read() != published.to_json():
                         found.append(f"{self._shown(SUCCESS)} is not as it was written")
-        return found + [f"{self._shown(name)} is none of its files" for name in others]
+        return found + [f"{self._shown(name)} is not one of its files" for name in others]
 
     def _digest(self, name: str) -> str | None:
         """The digest of a file; None if it is damaged, its seal included."""

@@ -1,4 +1,4 @@
-"""Is an output what its job wrote, and of the input that it says?"""
+"""Checks that an output is what its job wrote, and was made of the input that it names."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Verification:
     def __init__(self, target: Target) -> None:
         self.problems: list[str] = []
         self.rows = {"total": 0, "scored": 0, "errors": 0}
-        """Of the output, as far as it can be read; `errors` with the rows that were skipped."""
+        """Of the output, as far as it can be read; `errors` includes the rows that were skipped."""
         self._target = target
         self._manifest = self._find_manifest()
         self._published = self._find_published()
 
     def run(self, inputs: Sequence[str] = ()) -> None:
-        """Check the output and, if given, that it is of these inputs. Raises UsageError for wrong inputs."""
+        """Check the output and, with `inputs`, that it was made of them. Raises UsageError for wrong inputs."""
         published = self._published
         if published is None:
             return
@@ -53,7 +53,7 @@ class Verification:
                 source.require_unchanged()
         except ContentChangedError as error:
             self._add(str(error))
-        for _ in ids:  # the rows that were not compared are looked at all the same
+        for _ in ids:  # rows that were not compared are checked too
             pass
         self._compare_counts()
 
@@ -73,7 +73,7 @@ class Verification:
         elif manifest is not None and manifest.state == "complete":
             return Published(manifest.job, manifest.files)
         elif manifest is not None:
-            self.problems.append(f"{target.path}: its job is not complete; `prefill status` tells how far it is")
+            self.problems.append(f"{target.path}: its job is not complete; `prefill status` shows how far it is")
         else:
             published = target.published()
             if published is None:
@@ -82,13 +82,13 @@ class Verification:
         return None
 
     def _rows_checked(self, published: Published) -> Iterator[list[Any]]:
-        """The ids or row numbers of the output, batch by batch, while the rows are looked at."""
+        """The ids or row numbers of the output, batch by batch, while the rows are checked."""
         last = -1
         for ids, scores, errors in self._batches(published):
             self._check_results(scores, errors)
             if published.job.id_name is None:
                 if any(b <= a for a, b in zip([last, *ids], ids, strict=False)):
-                    self._add(f"rows are out of order or doubled near row {ids[0]}")
+                    self._add(f"rows are out of order or repeated near row {ids[0]}")
                 last = ids[-1] if ids else last
             yield ids
 
@@ -159,9 +159,9 @@ class Verification:
             for number, (own, other) in enumerate(zip_longest(mine, theirs, fillvalue=missing)):
                 if own is missing or other is missing:
                     more = "fewer" if own is missing else "more"
-                    self._add(f"the output has {more} rows than the input; the first {number:,} are alike")
+                    self._add(f"the output has {more} rows than the input; the first {number:,} are the same")
                     break
-                if own != other and (own == own or other == other):  # NaN is like NaN
+                if own != other and (own == own or other == other):  # NaN equals NaN here
                     self._add(f"row {number:,} of the output is {own!r}, of the input {other!r}")
                     break
         except (pa.ArrowException, ValueError) as error:

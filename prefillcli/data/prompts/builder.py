@@ -69,7 +69,7 @@ class PromptBuilder:
         self.max_row_bytes = settings.max_row_bytes or default_row_bytes(
             settings.max_length, self._encoder.longest_token(), settings.on_long
         )
-        """Longer rows are no prompts."""
+        """Longer rows, and longer prompts made of them, are errors."""
         self._may_exceed_vocabulary = self._encoder.size > settings.vocab_size
         typed = (self.template and self.template.text, settings.system, getattr(tokenizer, "chat_template", None))
         self._reader = RawPromptReader(

@@ -1,6 +1,6 @@
 """Text of the data stays text: only templates and the tokenizer put control tokens into a prompt.
 
-A tokenizer finds its added tokens wherever their text stands, so `</s>` in somebody's post would end the text. Rows
+A tokenizer finds its added tokens wherever their text stands, so `</s>` in a post would end the text. Rows
 without such a text are encoded as ever. In others, before anything is rendered, the first character of each such text
 is replaced by a letter that stands in for it: no token is found there any more, while those of the template are. These
 are then written with letters of their own, the stand-ins become what they stand for, and a copy of the tokenizer that
@@ -98,7 +98,7 @@ class Controls:
     def may_be_in(self, text: str, *, joined: bool) -> bool:
         """Whether the tokenizer might find a control token in `text`.
 
-        `joined`: or in `text` with other data behind it, because it ends as one begins.
+        `joined`: or in `text` followed by other data, because it ends as one begins.
         """
         if self._names is None:
             return False
@@ -109,7 +109,7 @@ class Controls:
         )
 
     def protect(self, text: str, marks: Marks) -> str:
-        """`text` with stand-ins, so that the tokenizer finds no control token in it, whatever comes behind it."""
+        """`text` with stand-ins, so that the tokenizer finds no control token in it, whatever follows it."""
         if self._backend is None:
             raise NotLiteral("this tokenizer has no way to encode it as text")
         characters = list(text)
@@ -178,7 +178,7 @@ class Controls:
                 name = text[start:stop]
                 start += len(name) - len(name.lstrip()) if token.lstrip else 0
                 stop -= len(name) - len(name.rstrip()) if token.rstrip else 0
-                # Other text than its own gets the unknown token where there is none for it: that is no find.
+                # The unknown token also stands for any text without a token of its own: that is not a find.
                 if start < stop and (number != self._unknown or text[start:stop] == token.content):
                     found.append((start, stop, number))
         return found
@@ -196,7 +196,7 @@ _FOUND: weakref.WeakKeyDictionary[Any, Controls] = weakref.WeakKeyDictionary()
 def protect(controls: Controls, value: Any, typed: frozenset[str], *, joined: bool) -> tuple[Any, Marks | None]:
     """A value with stand-ins in its texts, and what they stand for; None if it was safe already.
 
-    `typed` are characters that the texts will stand beside; `joined`: other data may stand behind them. Raises
+    `typed` are characters that the texts will stand beside; `joined`: other data may follow them. Raises
     NotLiteral.
     """
     texts = list(_texts(value))
@@ -214,7 +214,7 @@ def not_literal(error: NotLiteral) -> RowError:
 
 
 def _is_control(token: Any, special: bool) -> bool:
-    """Not words and runs of spaces that were added to a vocabulary, nor the bytes of what it lacks."""
+    """Not the words and runs of spaces that were added to a vocabulary, nor its byte tokens."""
     if special or token.special:
         return not _BYTE.fullmatch(token.content)
     name = token.content.replace("▁", " ")

@@ -44,7 +44,7 @@ class Encoder:
     def encode(self, texts: Sequence[str], *, special: bool, literal: bool = False) -> list[Int32Array]:
         """Token ids of every text, int32 [tokens].
 
-        `special`: with those that the tokenizer puts before a text by default. Those it would put behind one (EOS)
+        `special`: with those that the tokenizer puts before a text by default. Those it would put after one (EOS)
         are left out: the answer follows the prompt's last word. `literal`: the texts are as `Controls.respell` writes
         them. Raises NotLiteral if this tokenizer has no such way.
         """
@@ -59,7 +59,7 @@ class Encoder:
         return [np.array(ids[: len(ids) - closing], np.int32) for ids in found]
 
     def _count_closing(self) -> int:
-        """Special tokens that the tokenizer puts behind a text."""
+        """Special tokens that the tokenizer puts after a text."""
         bare = self.encode(["a"], special=False)[0].tolist()
         whole = self.encode(["a"], special=True)[0].tolist()
         added = len(whole) - len(bare)

@@ -103,7 +103,7 @@ class Labels:
         self._alone: dict[str, list[int]] = {}
 
     def is_positive(self, answer: str | int | float | bool | None) -> bool | None:
-        """Whether a right answer, as a data set has it, is the first label; None if it is none of them.
+        """Whether a right answer, as a data set has it, is the first label; None if it is not a label.
 
         It may be a label's name or one of its spellings, else true or false, 1 or 0.
         """

@@ -119,7 +119,7 @@ class Renderer:
                     raise RendererClosed from None
                 if ended.certain or tried_again == len(done):
                     done.append(RowError(self._code, f"rendering {ended}"))
-                else:  # somebody else may have ended the process
+                else:  # something else may have ended the process
                     tried_again = len(done)
         return done
 
@@ -162,7 +162,7 @@ class _Failure:
 
 
 class _ProcessEnded(Exception):
-    """The process is gone; the text says what was the matter. `certain` if that was what it worked at."""
+    """The process is gone; the text says why. `certain` if its row was the cause."""
 
     def __init__(self, why: str, *, certain: bool) -> None:
         super().__init__(why)
@@ -170,7 +170,7 @@ class _ProcessEnded(Exception):
 
 
 class _Worker:
-    """The process, as seen from here: it is sent rows and tells their texts."""
+    """The process, seen from here: it is sent rows and answers with their texts."""
 
     def __init__(self, limits: RenderLimits) -> None:
         self._limits = limits
@@ -198,7 +198,7 @@ class _Worker:
         self._poll.register(self._out.fileno(), select.POLLIN)
 
     def render(self, rows: Sequence[bytes | _Failure]) -> Iterator[str | _Failure]:
-        """What becomes of each row. Raises _Ended when the process ends before it has told."""
+        """What becomes of each row. Raises _ProcessEnded when the process ends before it has answered."""
         coming = (row for row in rows if isinstance(row, bytes))
         for row in rows:
             if isinstance(row, _Failure):
@@ -263,7 +263,7 @@ class _Worker:
             try:
                 del self._unsent[: self._in.write(self._unsent) or 0]
             except BrokenPipeError:
-                self._unsent.clear()  # what it has told before its end is read first
+                self._unsent.clear()  # what it answered before its end is read first
         if self._out.fileno() in events:
             data = self._out.read(_READ)
             if not data:

@@ -1,1 +1,1 @@
-"""What shows that a file is what it was: versions, digests, seals."""
+"""Proof that a file is what it was: versions, digests, seals."""

@@ -1,4 +1,4 @@
-"""What the files of a job contain, and the proof that it stays so while the job runs."""
+"""Digests of the files of a job, and the proof that they do not change while it runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _THREADS = 4
 
 
 class FileContents:
-    """A digest of every file, made in threads of its own, and later whether the files are the same still.
+    """A digest of every file, made in background threads, and later whether the files are still the same.
 
     `what` names them in messages. `find` lists the paths anew, to notice files that come or go.
     """
@@ -52,7 +52,7 @@ class FileContents:
                     number, file = todo.popleft()
                 try:
                     self._results[number].set_result(self._known(file, lock))
-                except BaseException as error:  # handed to who asks for the digest, whatever it is
+                except BaseException as error:  # raised again where the digest is asked for
                     self._results[number].set_exception(error)
 
         for _ in range(min(_THREADS, os.cpu_count() or 1, len(self._files))):
@@ -60,7 +60,7 @@ class FileContents:
             threading.Thread(target=work, name="prefill-hash", daemon=True).start()
 
     def digests(self) -> list[str]:
-        """The digests in the order of the files; of a remote file what its store says in place of one.
+        """The digests in the order of the files; of a remote file the version that its store gives.
 
         Waits for them. Raises ContentChangedError if a file is another than when it was found, PrefillError if it
         cannot be read.
@@ -78,7 +78,7 @@ class FileContents:
 
         Of the files with these `numbers`; without them of all, and there must be the same ones. Costs a look at each
         file's times. Read again are files that were hashed right after a change, and those that were renamed or whose
-        rights changed. Nothing is proven of remote files whose store tells neither version nor time.
+        rights changed. Remote files whose store gives neither version nor time are not proven.
         """
         if numbers is None:
             self._require_same_files()
@@ -134,7 +134,7 @@ def changed(path: str, what: str) -> ContentChangedError:
 def require_same(file: Stamped) -> None:
     """Raise ContentChangedError if a local path leads to another file, or version of it, than was found.
 
-    Asked right behind opening it, this tells that the open file is the one that was found.
+    Called right after opening it, this shows that the open file is the one that was found.
     """
     if is_local(file.filesystem) and current(file, "input").identity != file.stamp.identity:
         raise changed(file.path, "input")

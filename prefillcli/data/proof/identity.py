@@ -1,4 +1,4 @@
-"""Which version of a file this is, as far as its filesystem tells without reading it."""
+"""Which version of a file this is, as far as its filesystem knows without reading it."""
 
 from __future__ import annotations
 

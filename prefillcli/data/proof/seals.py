@@ -67,7 +67,7 @@ def seal_of(file: IO[bytes]) -> str:
 def digest_of(file: IO[bytes], *, sealed: bool) -> str:
     """The digest of a file's content; of a `sealed` Parquet file with the seal left blank.
 
-    Raises DamagedFileError if the seal is not to be found.
+    Raises DamagedFileError if there is no seal.
     """
     rest, tail = (None, b"")
     if sealed:
@@ -96,13 +96,13 @@ def _footer(file: IO[bytes]) -> tuple[int, bytes]:
     end = file.read(8)
     length = int.from_bytes(end[:4], "little") + 8
     if len(end) < 8 or end[4:] != _MAGIC or length > size:
-        raise DamagedFileError("it is no whole Parquet file")
+        raise DamagedFileError("it is not a whole Parquet file")
     file.seek(size - length)
     return size - length, file.read(length)
 
 
 def _place(footer: bytes) -> int:
-    """Where in a footer the value of the seal begins: behind the key, a type and a length."""
+    """Where in a footer the value of the seal begins: after the key, a type and a length."""
     at = footer.rfind(_KEY)
     start = at + len(_KEY) + 2
     if at < 0 or start + len(_BLANK) > len(footer):

@@ -86,7 +86,7 @@ def discover(inputs: Sequence[str]) -> tuple[list[InputFile], tuple[str, ...]]:
 
 
 def would_find(given: str, path: str) -> bool:
-    """Whether an input typed as `given`, a directory or a glob, would take a file, or files of a folder, at `path`."""
+    """Whether an input typed as `given` (directory or glob) would include the file or folder of files at `path`."""
     filesystem, root = filesystem_of(given)
     other, inner = filesystem_of(path)
     if filesystem != other or filesystem.isfile(root):
@@ -96,7 +96,7 @@ def would_find(given: str, path: str) -> bool:
         links.add(os.path.join(os.path.realpath(os.path.dirname(inner)), os.path.basename(inner)))
         roots.add(os.path.realpath(root))
     name = os.path.basename(inner.rstrip("/"))
-    inside = "" if _format_of(name) is not None else "/part-0.parquet"  # what has no such ending is a folder of parts
+    inside = "" if _format_of(name) is not None else "/part-0.parquet"  # else it is a folder of parts
     return any(_would_take(filesystem, one, link + inside) for one in roots for link in links)
 
 
@@ -219,7 +219,7 @@ def _is_csv(name: str) -> bool:
 
 
 def _convert(shown: str) -> str:
-    """What to do with a CSV file: every value stays the text that it is, whatever quotes and line ends are in it."""
+    """What to do with a CSV file: every value stays text, whatever quotes and line breaks it has."""
     stem, ending = os.path.splitext(shown)
     tab = ", delimiter=chr(9)" if ending.lower() == ".tsv" else ""
     code = (

@@ -78,7 +78,7 @@ class Pages:
         )
 
     def rows_in(self, places: Collection[int]) -> Iterator[tuple[int, int, int]]:
-        """Of the data pages at `places` first row, the row behind the last, and the size of the largest page needed.
+        """Of the data pages at `places` first row, the row after the last, and the size of the largest page needed.
 
         For a column without lists; rows are counted from the chunk's first.
         """

@@ -34,7 +34,7 @@ class ParquetFiles:
         return [(file.path, each.schema.names) for file, each in zip(self._files, self._readers, strict=True)]
 
     def refuse_outputs(self, inputs: Sequence[str]) -> None:
-        """Raise UsageError for scores among other files, which are hardly meant to be scored, unless named."""
+        """Raise UsageError for scores among other files, unless they are named: hardly anybody means to score them."""
         ours = [JOB_KEY in (file.schema.metadata or {}) for file in self._readers]
         for file, written in zip(self._files, ours, strict=True):
             if written and not all(ours) and file.path not in inputs:

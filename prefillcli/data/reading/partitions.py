@@ -1,6 +1,6 @@
 """Columns that the folders of an input name, as Hive does: `date=2026-01-01/hour=7/part.parquet`.
 
-An output that is partitioned alike has the same folders.
+A partitioned output has the same folders.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Selection:
 
     @property
     def end(self) -> int | None:
-        """The first row number after which nothing is read; None: no end."""
+        """Row number from which on nothing is read; None if all rows are."""
         if self.chosen is not None:
             return int(self.chosen[-1]) + 1 if len(self.chosen) else 0
         return self.limit

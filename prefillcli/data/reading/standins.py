@@ -1,4 +1,4 @@
-"""A Parquet file as if pages that are too large to open held nulls: what lies before and behind them can be read."""
+"""A view of a Parquet file in which pages that are too large to open hold nulls, so that the others can be read."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class FileWithStandIns(io.RawIOBase):
                 else:
                     _append(pieces, page.end - page.offset, page.offset)
             end = pages.end
-            rest = end - (pieces[-1].start + pieces[-1].length)  # behind the chunk's last value, so it is not read
+            rest = end - (pieces[-1].start + pieces[-1].length)  # after the chunk's last value, so it is not read
             if rest < 0:
                 raise ValueError("the stand-ins are longer than the pages")
             _append(pieces, rest, pages.pages[-1].end)
