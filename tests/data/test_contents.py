@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from prefillcli.data.proof import contents
 from prefillcli.data.proof.contents import FileContents
-from prefillcli.data.proof.identity import Stamp
+from prefillcli.data.proof.stamps import Stamp
 from prefillcli.data.reading.discovery import discover
 from prefillcli.errors import ContentChangedError
 
@@ -25,7 +25,7 @@ CACHE = "prefillcli/digests.json"
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder; every file counts as unchanged for long."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("prefillcli.data.proof.identity.SETTLED_NS", -(10**12))
+    monkeypatch.setattr("prefillcli.data.proof.stamps.SETTLED_NS", -(10**12))
     return tmp_path / "cache" / CACHE
 
 

@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from prefillcli.data.filesystems import is_local, reading
 from prefillcli.data.proof.digest_cache import DigestCache
-from prefillcli.data.proof.identity import Stamp, Stamped, now_ns, stamp_of
+from prefillcli.data.proof.stamps import Stamp, Stamped, now_ns, stamp_of
 from prefillcli.errors import ContentChangedError, PrefillError
 
 _BLOCK = 4 << 20

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from prefillcli.data.proof.identity import Stamp
+from prefillcli.data.proof.stamps import Stamp
 
 _MOST = 4096  # entries; those used last stay
 

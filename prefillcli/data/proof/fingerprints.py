@@ -11,7 +11,7 @@ from typing import Any
 
 from prefillcli.data.filesystems import filesystem_of, reading
 from prefillcli.data.proof.contents import FileContents
-from prefillcli.data.proof.identity import Stamp, stamp_of
+from prefillcli.data.proof.stamps import Stamp, stamp_of
 from prefillcli.errors import UsageError
 
 _MODEL_FILES = (
