@@ -1,10 +1,12 @@
-"""Peak memory of a step, measured in its own process."""
+"""Memory of a step, measured in its own process, and of a process with all below it."""
 
 from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from prefillcli.bench.measure import with_peak
@@ -33,3 +35,16 @@ def _send_peak(pipe: Connection, task: Callable[..., Callable[[], object]], args
     if peak is None:
         raise OSError("this system does not report a process's peak memory; Linux does")
     pipe.send(peak)
+
+
+def tree_memory(root: int | None) -> int:
+    """Proportional set size of a process and of all below it. What has just ended counts nothing."""
+    total, waiting = 0, [root]
+    while waiting:
+        process = Path(f"/proc/{waiting.pop()}")
+        with suppress(OSError):
+            for children in process.glob("task/*/children"):
+                waiting += map(int, children.read_text().split())
+            lines = (process / "smaps_rollup").read_text().splitlines()
+            total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+    return total

@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from benchmarks.memory import tree_memory
 from benchmarks.methods import plain_loop
 from benchmarks.padded import padded_batches
 from prefillcli.engines.base import Engine, LabelTokens
 from prefillcli.engines.torch import label_logprobs
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
-from prefillcli.runtime.memory import tree_memory
 
 #: Two labels of one token each. To random weights their meaning does not matter.
 LABELS: LabelTokens = ((5,), (7,))

@@ -108,19 +108,6 @@ def reset_peak_memory() -> None:
     (_PROC / "self/clear_refs").write_text("5")
 
 
-def tree_memory(root: int | None) -> int:
-    """Proportional set size of a process and of all below it. What has just ended counts nothing."""
-    total, waiting = 0, [root]
-    while waiting:
-        process = _PROC / str(waiting.pop())
-        with suppress(OSError):
-            for children in process.glob("task/*/children"):
-                waiting += map(int, children.read_text().split())
-            lines = (process / "smaps_rollup").read_text().splitlines()
-            total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
-    return total
-
-
 def total_memory() -> int:
     """Memory of the host, in all."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
