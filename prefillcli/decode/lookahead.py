@@ -1,7 +1,7 @@
 """Greedy decoding behind all reads of a pack in lock step, for the queries of the decoded tokens.
 
-It follows SpecPrefill's lookahead: the decoded tokens are thrown away, what they attend to is not. The K,V of the pack
-in all layers are kept while it lasts, those of the decoded tokens beside them.
+This is SpecPrefill's lookahead: what the decoded tokens attend to is used, the tokens themselves are not. The pack's
+K,V in all layers are kept while it lasts, with those of the decoded tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def look_ahead(
 ) -> Lookahead:
     """`walk.watch`, and decode `steps` tokens behind each read, greedily.
 
-    All layers' K,V are kept until the last layer of the result was taken or forgotten.
+    All layers' K,V stay in memory as long as the result.
     """
     state = walk.begin(pack)
     stored: list[KeyValue] = []
@@ -88,7 +88,7 @@ class _DecodedTokens:
 
 
 class _Decoding:
-    """The walk's layers over the newest tokens, again and again."""
+    """Runs the model's layers over the newest tokens, step by step."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""What a model's files must be before anything is built from them: whole, and of numbers that make sense.
+"""Checks of a model's JSON files before anything is built from them.
 
-All checks read JSON and headers only, and know no torch. Each raises UsageError that names the file.
+Each raises a UsageError that names the file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OTHER_PARTS = ("vision", "audio")  # of a model for several kinds of input, wit
 
 
 def check_config(path: Path) -> None:
-    """Refuse a `config.json` with numbers that no model has, wherever in it they are."""
+    """Refuse a `config.json` with numbers that no model has, at any depth."""
     content = read_json(path)
     if not isinstance(content, dict):
         raise UsageError(f"{path}: not a JSON object")
@@ -41,9 +41,11 @@ def check_config(path: Path) -> None:
         if name in _WHOLE:
             low, high = _WHOLE[name]
             if type(value) is not int or not low <= value <= high:
-                raise UsageError(f"{path}: {name} is {quoted(value)}; it is a whole number from {low:,} to {high:,}")
+                raise UsageError(
+                    f"{path}: {name} is {quoted(value)}; it must be a whole number from {low:,} to {high:,}"
+                )
         elif name in _REAL and (type(value) not in (int, float) or not math.isfinite(value) or value < 0):
-            raise UsageError(f"{path}: {name} is {quoted(value)}; it is a finite number, not below 0")
+            raise UsageError(f"{path}: {name} is {quoted(value)}; it must be a finite number, not below 0")
 
 
 def brings_code(folder: Path) -> bool:
@@ -53,11 +55,11 @@ def brings_code(folder: Path) -> bool:
 
 
 def read_json(path: Path, *, most: int = _MOST_JSON) -> Any:
-    """What a JSON file of at most `most` bytes holds."""
+    """The content of a JSON file of at most `most` bytes. Raises UsageError."""
     try:
         size = path.stat().st_size
         if size > most:
-            raise UsageError(f"{path}: {size:,} bytes; a file of this kind has no more than {most:,}")
+            raise UsageError(f"{path}: {size:,} bytes; at most {most:,} are read")
         return json.loads(path.read_bytes())
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None

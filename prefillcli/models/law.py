@@ -46,7 +46,7 @@ class MemoryLaw:
         return self.residual + self.key_value + self.rotary + self.beyond
 
     def measured(self, token: float | None) -> MemoryLaw:
-        """The law with what a token has taken, in bytes, where that is more; None if it was not measured."""
+        """The law with the measured bytes of a token, where they are more; None if they were not measured."""
         return replace(self, beyond=max(0, math.ceil((token or 0) - self.token)))
 
     def constant(self, chunk_tokens: int) -> int:
@@ -88,9 +88,9 @@ def pack_limits(
     pack_tokens: int | None = None,
     prefix_kv: str = "auto",
 ) -> Limits:
-    """What fits one pack in `budget` bytes. Raises ResourceError where not even a small prompt does."""
+    """What fits one pack in `budget` bytes. Raises ResourceError if not even a small prompt does."""
     if prefix_kv not in ("auto", "discard", "keep", "offload"):
-        raise ValueError(f"{prefix_kv!r} is not a --prefix-kv: auto, discard, keep or offload")
+        raise ValueError(f"{prefix_kv!r} is not a --prefix-kv: use auto, discard, keep or offload")
     room = budget - law.constant(chunk_tokens)
     most = room // law.token
     if most < 16:
@@ -118,8 +118,8 @@ def draft_limits(
 ) -> Limits:
     """What fits one pack of a draft that is walked for the importance of tokens, with `queries` for each prompt.
 
-    `all_layers`: every layer's K,V are kept until tokens were decoded. Importance takes a float32 for each token of
-    each prompt and query. Nothing is held between packs. Raises ResourceError where nothing fits.
+    With `all_layers` the K,V of every layer are kept until tokens are decoded. Importance takes a float32 for each
+    token of each prompt and query. Nothing is held between packs. Raises ResourceError if nothing fits.
     """
     room = budget - law.constant(chunk_tokens)
     votes = int(room * VOTES_SHARE) // (4 * queries)

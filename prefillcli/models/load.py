@@ -20,7 +20,7 @@ from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError, register
 def load_model(files: ModelFiles, device: torch.device, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Load the weights onto `device`, ready to be walked.
 
-    Raises UnsupportedModelError where a family this project does not test differs from its own eager forward.
+    Raises UnsupportedModelError if the walk of a family that is not verified differs from its own eager forward.
     """
     register()
     model = load_weights(files, device, attention=ATTENTION, trust_remote_code=trust_remote_code)
@@ -50,7 +50,7 @@ def load_weights(
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             if "ignore_mismatched_sizes" in str(error):
-                raise UsageError(f"{files.path}: the weights have other shapes than config.json says") from None
+                raise UsageError(f"{files.path}: the shapes of the weights are not those of config.json") from None
             raise UsageError(f"{files.path}: cannot load the weights: {brief(error)}") from None
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
@@ -62,7 +62,7 @@ def load_weights(
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """No progress bars and advice from transformers while it loads; what matters is raised."""
+    """No progress bars or advice from transformers while it loads; errors are raised."""
     level = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

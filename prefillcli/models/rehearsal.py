@@ -1,4 +1,4 @@
-"""A rehearsal: does the walk of a model say what the model's own forward says?"""
+"""A rehearsal: the walk of a model compared with the model's own forward."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _REHEARSAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16
 def rehearse(model: PreTrainedModel, config: Any) -> None:
     """Walk a few prompts and compare their logits with the model's own eager forward.
 
-    Prompts share prefixes over two levels and spread over chunks and packs. Raises UnsupportedModelError on the
-    smallest doubt: a score that is silently wrong is worse than none.
+    Prompts share prefixes over two levels and spread over chunks and packs. Raises UnsupportedModelError if
+    they differ: a score that is silently wrong is worse than none.
     """
     family, vocabulary = config.model_type, int(config.vocab_size)
     rng = np.random.default_rng(0)

@@ -23,7 +23,7 @@ _EMBEDDING = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embe
 
 
 def check_weights(folder: Path, files: Sequence[Path], config: Any) -> None:
-    """Refuse weight files that are not whole, that are missing, or that are of another model than `config`.
+    """Refuse weight files that are not whole, missing, or of a model other than `config`.
 
     `config` is the text model's configuration.
     """
@@ -44,8 +44,8 @@ def check_weights(folder: Path, files: Sequence[Path], config: Any) -> None:
         rows, width = embeddings[0]
         if (rows, width) != (config.vocab_size, wide):
             raise UsageError(
-                f"{folder}: the weights have other shapes than config.json says: {rows:,} tokens of {width:,} numbers "
-                f"are embedded, not {config.vocab_size:,} of {wide:,}"
+                f"{folder}: the shapes of the weights are not those of config.json: {rows:,} tokens of {width:,} "
+                f"numbers are embedded, not {config.vocab_size:,} of {wide:,}"
             )
 
 
@@ -61,7 +61,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def read_header(file: Path) -> dict[str, Any]:
-    """Names and descriptions of the tensors in a safetensors file, which hold together and are all there."""
+    """Names and descriptions of the tensors in a safetensors file. Raises UsageError unless the file is whole."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -89,9 +89,9 @@ def _check_index(index: Path, headers: dict[str, dict[str, Any]]) -> set[str]:
         raise UsageError(f"{index}: no weight_map, which says which file holds each tensor")
     for name, place in places.items():
         if place not in headers:
-            raise UsageError(f"{index}: names {quoted(place)}, which is not there; the model is not complete")
+            raise UsageError(f"{index}: names {quoted(place)}, which is missing; the model is not complete")
         if name not in headers[place]:
-            raise UsageError(f"{index}: says that {place} holds {quoted(name)}, and it does not")
+            raise UsageError(f"{index}: says that {place} holds {quoted(name)}, but it does not")
     return set(places.values())
 
 

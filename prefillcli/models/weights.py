@@ -1,4 +1,4 @@
-"""What a model's weights take, by the headers of their files."""
+"""The memory that a model's weights take, from the headers of their files."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 def weight_bytes(files: ModelFiles, device: torch.device) -> int:
     """Bytes of the device's free memory that the loaded weights take, at least.
 
-    On the CPU weights that are saved in the model's dtype stay mapped files, whose memory counts as free: only those
-    that are converted take any.
+    On the CPU, weights saved in the model's dtype stay mapped files, whose memory counts as free: only converted
+    weights take any.
     """
     total = 0
     for path in weight_files(files.path):

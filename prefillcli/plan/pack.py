@@ -110,7 +110,7 @@ class _OpenPack:
         self.read_tokens = 0
 
     def missing(self, path: Sequence[TrieNode]) -> list[TrieNode]:
-        """What is to be computed of a path: its end in any case, since K,V alone give no answer."""
+        """The nodes of a path to compute: its end in any case, since K,V alone give no answer."""
         *above, end = path
         nodes = [node for node in above if id(node) not in self.added and id(node) not in self.held]
         return nodes if id(end) in self.added else [*nodes, end]
@@ -178,7 +178,7 @@ class _Cutter:
         return path
 
     def _cache(self) -> list[TrieNode]:
-        """The nodes at hand that stay so: the last used first, parents before their children."""
+        """The nodes whose K,V stay: the most recently used first, parents before their children."""
         limits, filled = self._limits, self._open
         if len(self._packs) % HELD_PACKS == HELD_PACKS - 1:
             return []

@@ -1,4 +1,4 @@
-"""Attention with its log-sum-exp, so that parts of the keys can be attended one after the other and merged.
+"""Attention with its log-sum-exp, so that attention over parts of the keys can be merged.
 
 Shapes are `[batch, heads, tokens, head_dim]` as in transformers' attention functions; K,V may have fewer heads than
 the queries (GQA), and are never repeated. The log-sum-exp is float32 `[batch, heads, tokens]`, natural, of the
@@ -34,7 +34,7 @@ def attend(
     `causal` needs as many keys as queries. `visible` (bool, broadcastable to `[batch, 1, queries, keys]`) hides keys;
     a query that sees none gets output 0 and log-sum-exp -inf. `softcap` bounds each score s to
     `softcap * tanh(s / softcap)`. With a `shift`, made for this `scale`, the keys are moved and the log-sum-exp is of
-    the moved scores; a soft cap does not go with one.
+    the moved scores; it cannot be combined with a soft cap.
     """
     plain = softcap is None and value.shape[-1] == query.shape[-1]
     if plain and query.device.type == "cpu":
@@ -61,7 +61,7 @@ def attend(
 
 
 def longest_batched(device: torch.device, dtype: torch.dtype) -> int:
-    """Tokens up to which pieces of like length are faster attended as one padded batch than one by one."""
+    """Pieces of similar length with at most so many tokens are faster as one padded batch than one by one."""
     if device.type == "cuda":
         return 1024
     return 256 if fast_products(device, dtype) else 64

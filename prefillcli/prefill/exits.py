@@ -19,7 +19,7 @@ ascending. One that is left out is decided: no further layer is computed for it,
 
 @dataclass(frozen=True, slots=True)
 class Remainder:
-    """What goes on of a pack.
+    """What is left of a pack.
 
     `pack` counts its nodes anew and keeps nothing; `nodes` are the numbers that they had before, `tokens` int64 [n]
     those of its tokens, both ascending.
@@ -33,7 +33,7 @@ class Remainder:
 def remainder(pack: Pack, reads: Sequence[int], kept_nodes: Sequence[int]) -> Remainder:
     """The nodes of `pack` on the paths of these `reads` (numbers in `pack.reads`) and of `kept_nodes`.
 
-    Kept are the nodes whose K,V later packs hold: they need every layer, whoever has left.
+    Kept are the nodes whose K,V later packs hold: they go through every layer even if their reads have left.
     """
     needed: set[int] = set()
     for end in [*(pack.reads[read][0] for read in reads), *kept_nodes]:

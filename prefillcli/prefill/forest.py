@@ -48,7 +48,7 @@ class UnsupportedModelError(UsageError):
 
 
 class KeysStored(BaseException):
-    """The layer's K,V are in the buffer, and nothing else of this call is wanted."""
+    """The layer's K,V are in the buffer, and nothing else is needed from this call."""
 
 
 def register() -> None:
@@ -69,7 +69,7 @@ def _no_mask(*args: Any, **kwargs: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How a layer scores keys: by what factor, under which soft cap, through which sliding window."""
+    """How a layer scores keys: the factor, the soft cap and the sliding window, if any."""
 
     scale: float
     softcap: float | None
@@ -91,8 +91,8 @@ class ForestAttention:
 
     Before each call of a layer say what is computed: `chunk(...)` stores K,V and attends, with `keys_only` it leaves
     the layer as soon as they are stored; `last_tokens(...)` attends from last tokens over K,V stored before. The
-    queries of the pack's tokens `watched` (ascending) are kept for `watched_layer`. A subclass may know further things
-    to compute: `receive` and `compute` are its places.
+    queries of the pack's tokens `watched` (ascending) are kept for `watched_layer`. A subclass may compute other
+    queries too, by overriding `receive` and `compute`.
     """
 
     def __init__(self, tokens: int, watched: Sequence[int] = ()) -> None:
@@ -171,7 +171,7 @@ class ForestAttention:
                 f"{type(module).__name__} passes {what} to attention, which the walk does not know"
             )
         if key.shape[:3] != value.shape[:3] or key.shape[2] != query.shape[2] or query.shape[0] != 1:
-            raise UnsupportedModelError(f"{type(module).__name__} attends over other keys than its own tokens'")
+            raise UnsupportedModelError(f"{type(module).__name__} attends over keys other than its own tokens'")
         if sliding_window is not None:
             self.windows.add(sliding_window)
         scoring = Scoring(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap, sliding_window)
@@ -188,7 +188,7 @@ class ForestAttention:
         return out.transpose(1, 2)
 
     def receive(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> None:
-        """Put aside what is needed of a call: a chunk's K,V. Raises KeysStored if nothing else is wanted of it."""
+        """Put aside what is needed of a call: a chunk's K,V. Raises KeysStored if no more is needed."""
         if isinstance(self._computed, Chunk):
             self.include_keys([*(keys for keys, _ in self._held), key], scoring)
             self._store(self._computed, key, value)
@@ -218,7 +218,7 @@ class ForestAttention:
         self._held = ()
 
     def include_keys(self, keys: list[Tensor], scoring: Scoring) -> None:
-        """Let the layer's shift cover keys that are new in it; there is one only where products pay."""
+        """Let the layer's shift cover new keys; there is a shift only where products are fast."""
         if scoring.softcap is not None or not fast_products(keys[-1].device, keys[-1].dtype):
             return
         if self.shift is None:
@@ -322,7 +322,7 @@ class ForestAttention:
 def _attend_causally(
     query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, shift: Shift | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of consecutive tokens among themselves, the window respected."""
+    """Attention of consecutive tokens among themselves, within the window."""
     tokens, window, band = query.shape[2], scoring.window, None
     if window is not None and tokens > window:
         ones = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device)

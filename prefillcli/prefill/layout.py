@@ -1,11 +1,11 @@
 """Which query sees which key: a pack laid out for forest attention.
 
-One layer's K,V stand in one buffer: the held nodes first, then the pack's tokens in depth-first order. The
+One layer's K,V lie in one buffer: the held nodes first, then the pack's tokens in depth-first order. The
 queries of a chunk see their own node causally and each ancestor entirely. The descendants of a node are contiguous,
 so "all of them to the ancestor" is one `Span`; what is left are the triangles, the `pieces` of nodes in the chunk.
 
 A token's depth is the number of tokens before it on its path. Sliding windows count depths, not positions: where
-tokens were left out of a prompt, a window reaches over as many of the others, as it does in transformers and vLLM.
+tokens were left out of a prompt, a window still covers as many tokens, as in transformers and vLLM.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Runs of tokens of like length as one batch.
+    """Runs of tokens of similar length as one batch.
 
     `index` [runs, longest] are their tokens, padded on the right with each run's last one; `valid` [runs, longest]
-    tells the padding.
+    is False for the padding.
     """
 
     runs: list[tuple[int, int]]
@@ -67,7 +67,7 @@ class View:
 
 
 class Tree:
-    """The nodes of a pack with what the layout asks of them. Token numbers count the pack's own tokens."""
+    """The nodes of a pack, as the layout needs them. Token numbers count the pack's own tokens."""
 
     def __init__(self, pack: Pack) -> None:
         self.offsets = pack.offsets
@@ -180,7 +180,7 @@ class LastTokens:
 
     @property
     def tokens(self) -> IntArray:
-        """The pack's token that each read is."""
+        """The number of each of these tokens in the pack."""
         return np.asarray([self.tree.offsets[node + 1] - 1 for node in self.nodes])
 
     @property
@@ -266,7 +266,7 @@ class _Spans:
 
 
 def split_by_length(runs: list[tuple[int, int]], most: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """The runs to attend one by one, and those of at most `most` tokens, to batch: a single one is not worth it."""
+    """The runs to attend one by one, and those of at most `most` tokens, to be batched if there are several."""
     short = [run for run in runs if run[1] - run[0] <= most]
     if len(short) < 2:
         return runs, []

@@ -7,7 +7,7 @@ a second product with the values. Two things make that exact enough in bfloat16 
   of a layer (`Shift`) does that. A mean key leaves scores around 0, where bfloat16 is densest. The scale goes into the
   keys in the same step.
 - A score is at most the length of its query times the longest key. Where that bound cannot overflow float32's
-  exponents, which are bfloat16's too, no maximum is looked for and subtracted.
+  exponents, which are bfloat16's too, no maximum is searched for and subtracted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Shift:
     """How keys of a layer are moved and scaled: `factor * key + offset`, the latter float32 [1, kv heads, 1, width].
 
     A query's product with a moved key is its score as a binary logarithm, less a number that is the same for all keys.
-    Every part of a query's attention must be over keys that were moved alike: log-sum-exps are of the moved scores.
+    All parts of a query's attention must be over keys with the same shift: log-sum-exps are of the moved scores.
     """
 
     factor: float
@@ -46,12 +46,12 @@ class Shift:
 
     @classmethod
     def of(cls, key: Tensor, scale: float) -> Shift:
-        """The one that leaves the mean of these keys at 0. Scores are `scale` times a product."""
+        """The shift that brings the mean of these keys to 0. Scores are `scale` times a product."""
         factor = scale * LOG2_E
         return cls(factor, key.mean(dim=2, keepdim=True, dtype=torch.float32).mul_(-factor))
 
     def include(self, key: Tensor | None = None, query: Tensor | None = None) -> None:
-        """Keys and queries that attention is to be called with."""
+        """Take note of keys and queries that attention will be called with."""
         for part in () if key is None else torch.split(key, MOVED_KEYS, dim=2):
             self.key = max(self.key, _longest(self.moved(part)))
         if query is not None:
@@ -67,7 +67,7 @@ class Shift:
         return self.query * self.key <= SAFE
 
     def taken(self, query: Tensor) -> Tensor:
-        """What moving the keys has taken from the queries' scores, float32 `[1, heads, tokens]`."""
+        """By how much moving the keys has lowered the queries' scores, float32 `[1, heads, tokens]`."""
         offset = self.offset.repeat_interleave(query.shape[1] // self.offset.shape[1], dim=1)
         return torch.matmul(query.float(), offset.transpose(2, 3)).squeeze(3).mul_(-math.log(2))
 
@@ -118,7 +118,7 @@ def attend_by_products(
 
 
 class _Part(NamedTuple):
-    """Queries `[sequences, heads, groups, tokens]`: values weighed, and by what in all; a natural log-sum-exp."""
+    """For queries `[sequences, heads, groups, tokens]`: weighted sum of values, total weight, log-sum-exp."""
 
     values: Tensor
     total: Tensor
@@ -128,8 +128,8 @@ class _Part(NamedTuple):
 def _rows(query: Tensor, key: Tensor, value: Tensor, safe: bool, causal: bool) -> _Part:
     """For queries `[sequences, heads, groups, tokens, width]` and K,V `[sequences, heads, tokens, width]`.
 
-    `causal`: the queries' tokens are the last of the keys'. Scores are binary logarithms. All shapes are rounded up:
-    what a library makes for each shape of a product, it keeps.
+    `causal`: the queries' tokens are the last of the keys'. Scores are binary logarithms. All shapes are rounded up,
+    because the library keeps what it prepares for each shape of a product.
     """
     *shape, width = query.shape
     groups, tokens = shape[2:]

@@ -37,7 +37,7 @@ class _Recorded(BaseException):
 
 
 class _StandIn(nn.Module):
-    """Takes a decoder layer's place in the model, answers its attributes, and does what the walk asks."""
+    """Takes a decoder layer's place in the model: has its attributes, and hands its calls to the walk."""
 
     def __init__(self, layer: nn.Module, index: int, walk: LayerWalk) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class _StandIn(nn.Module):
 
 @dataclass(slots=True)
 class WalkState:
-    """A pack on its way through the layers. Reads that have left, and what only they needed, are not in it."""
+    """A pack on its way through the layers. Without the reads that have left, and what only they needed."""
 
     pack: Pack  # what is left of the pack
     reads: Sequence[int]  # number of each of its reads in the whole pack, ascending
@@ -116,8 +116,8 @@ class LayerWalk:
         """Walk `pack`; yield float32 logits [reads, vocabulary] in pieces, in the order of `pack.reads`.
 
         `tick` is called after each step with the number of tokens it advanced by, so that they add up to the pack's;
-        it may raise to stop the walk. K,V that later packs hold are kept for them. There are no logits of reads that
-        leave early by the rule `exits`.
+        it may raise to stop the walk. K,V that later packs hold are kept for them. Reads that the rule `exits`
+        lets leave early get no logits.
         """
         state, hidden = self.begin(pack), None
         with ForestAttention(pack.held_tokens + len(pack.tokens)) as attention:
@@ -136,9 +136,9 @@ class LayerWalk:
     def watch(
         self, pack: Pack, watched: Sequence[int], tick: Tick = lambda tokens: None
     ) -> Generator[WatchedLayer, None, None]:
-        """Walk `pack`, which holds nothing, for what its tokens `watched` (ascending) look at, layer by layer.
+        """Walk `pack`, which holds nothing, for the queries of its tokens `watched` (ascending), layer by layer.
 
-        A layer is good until the next one is asked for. Of the last one nothing but keys and queries is computed.
+        A layer is valid until the next one is asked for. Of the last one only keys and queries are computed.
         """
         with ForestAttention(len(pack.tokens), watched) as attention:
             for _ in self.through_layers(self.begin(pack), attention, tick):
@@ -173,7 +173,7 @@ class LayerWalk:
     def through_layer(
         self, state: WalkState, index: int, layer: nn.Module, attention: ForestAttention, tick: Tick
     ) -> None:
-        """Bring all chunks through one layer: its output overwrites its input. Of the last one only K,V are wanted."""
+        """Bring all chunks through one layer; its output overwrites its input. The last layer computes only K,V."""
         last = index == len(self.layers) - 1
         for chunk, call in zip(state.chunks, state.calls, strict=True):
             attention.chunk(chunk, keys_only=last)
@@ -191,7 +191,7 @@ class LayerWalk:
             out = out[0]
         if attention.calls != 1 or not isinstance(out, Tensor) or out.shape != rows.shape:
             raise UnsupportedModelError(
-                f"a layer of type {type(layer).__name__} does more or other than attend once over its tokens; "
+                f"a layer of type {type(layer).__name__} does not attend exactly once over its tokens; "
                 "this architecture cannot be walked layer by layer"
             )
         return out
@@ -328,7 +328,7 @@ class LayerWalk:
         return self._injected
 
     def _hold(self, index: int, pack: Pack, state: WalkState, attention: ForestAttention) -> None:
-        """Keep this layer's K,V of the nodes of `pack` that later packs hold; let go of the others."""
+        """Keep this layer's K,V of the nodes of `pack` that later packs hold; drop the others."""
         cache = self._held[index]
         _drop_others(cache, pack)
         place = torch.device("cpu") if self._offload_held else self.device
@@ -344,6 +344,6 @@ class LayerWalk:
 
 
 def _drop_others(cache: dict[tuple[int, int], KeyValue], pack: Pack) -> None:
-    """Let go of what no later pack holds."""
+    """Drop what no later pack holds."""
     for key in cache.keys() - pack.keep:
         del cache[key]

@@ -53,7 +53,7 @@ class Quota:
 
 
 def quotas(root: Path = ROOT) -> list[Quota]:
-    """Those of the control groups that this process is in, the innermost first. `root` holds proc and the mounts."""
+    """The quotas of this process's control groups, the innermost first. `root` holds proc and the mounts."""
     found = []
     for folder in _groups(root):
         cores = _cores(folder)
@@ -64,7 +64,7 @@ def quotas(root: Path = ROOT) -> list[Quota]:
 
 def allowed(root: Path = ROOT, mask: frozenset[int] | None = None) -> int:
     """Threads that can compute at a time: one for each core of the affinity `mask` (by default the process's), but no
-    more than the tightest quota holds. Half of a core more counts as one."""
+    more than the tightest quota holds. Half a core counts as one."""
     cores = len(affinity() if mask is None else mask)
     return max(1, min([cores, *(int(quota.cores + 0.5) for quota in quotas(root))]))
 

@@ -1,6 +1,6 @@
-"""Memory of this machine, of a device, and of processes: the one reader of /proc and control groups for it.
+"""Memory of this machine, of a device, and of processes: the only reader of /proc and control groups for it.
 
-All numbers are bytes. What the system does not tell is None, or raises where a docstring says so.
+All numbers are bytes. What the system does not tell is None, or raises if the docstring says so.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which process a process id means: ids are used again, and are counted by each machine and container for itself."""
+"""Which process a process id means: ids are reused, and each machine and container has its own."""
 
 from __future__ import annotations
 
