@@ -1,4 +1,4 @@
-"""What flows through a job: batches of rows, prompts, windows of prompts, and what the engine says."""
+"""What flows through a job: batches of rows, prompts, windows of prompts, and scored rows."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Window:
 
 @dataclass(slots=True)
 class ScoredRow:
-    """What the engine says of a row."""
+    """What an engine answers for a row."""
 
     row: int
     logprobs: Float64Array
@@ -133,4 +133,4 @@ class ScoredRow:
     seconds: float
     method: str = "full"
     audit: Float64Array | None = None
-    """For a compressed row of the audit: `logprobs` as the whole prompt gives them."""
+    """For a compressed row of the audit: the `logprobs` after the whole prompt."""

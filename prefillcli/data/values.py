@@ -33,7 +33,7 @@ def python_values(array: pa.Array) -> tuple[list[Any], dict[int, str]]:
 
 
 def to_python(column: pa.Array | pa.ChunkedArray) -> list[Any]:
-    """What `to_pylist` gives, and for nanoseconds that Python's times do not hold, text in ISO 8601.
+    """Like `to_pylist`, but nanoseconds, which Python's times do not hold, become text in ISO 8601.
 
     Raises UnicodeDecodeError for a text that is not valid UTF-8.
     """

@@ -22,10 +22,10 @@ def write_output(
     json_columns: tuple[str, ...] = (),
     partitions: Partitions | None = None,
 ) -> dict[str, str]:
-    """Write the tables, which have this schema, as the output of a job; its files by name, with their digests.
+    """Write the tables, which have this schema, as the output of a job; returns its files by name, with their digests.
 
-    The values of `json_columns` are JSON already. With `partitions` the rows of a directory lie in folders of their
-    own.
+    The values of `json_columns` are JSON already. With `partitions` the files of a directory lie in folders named like
+    those of the input.
     """
     if target.directory:
         return _write_directory(target, job, schema, tables, json_columns, partitions)

@@ -50,7 +50,7 @@ class ResultRows:
         labels: Sequence[str],
         temperature: float,
     ) -> ResultRows:
-        """Of some rows of a window. A result that is not a finite number becomes an error."""
+        """Made of some rows of a window. A result that is not a finite number becomes an error."""
         results = sorted(results, key=lambda scored: scored.row)
         logprobs = np.array([scored.logprobs for scored in results], np.float64).reshape(-1, len(labels))
         probabilities = label_probabilities(logprobs, temperature)

@@ -35,7 +35,7 @@ class Counts:
 
     @classmethod
     def of_json(cls, content: dict[str, Any]) -> Counts:
-        """What JSON made of `dataclasses.asdict`. Raises TypeError for anything else."""
+        """The counts that `dataclasses.asdict` and JSON wrote. Raises TypeError for anything else."""
         return cls(**content | {"tallies": Tallies(**content.get("tallies", {}))})
 
     @property

@@ -54,11 +54,11 @@ class Beat:
 
     @property
     def age(self) -> float:
-        """Seconds since then, by the clock of whoever asks."""
+        """Seconds since then, by the clock of this machine."""
         return (datetime.datetime.now(datetime.UTC) - self.time).total_seconds()
 
     def alive(self) -> bool:
-        """Whether the run still goes on: known where it runs on this machine, else by the beat's age."""
+        """Whether the run still goes on: known if it runs on this machine, else judged by the age of the beat."""
         known = self.owner.alive()
         return self.running and (self.age < _MISSED * self.seconds if known is None else known)
 
@@ -66,7 +66,7 @@ class Beat:
 class Heartbeat:
     """Leaves signs of life in a work folder from a thread; use it as a context manager.
 
-    One that cannot be written is left out: it is never why a run fails.
+    A sign that cannot be written is left out: no run fails for it.
     """
 
     def __init__(self, store: Store, pace: Callable[[], Pace], *, seconds: float | None = None) -> None:

@@ -1,6 +1,6 @@
 """One run at a time: the lock of a work folder, on a local disk and in an object store.
 
-On a local disk the operating system holds the lock and gives it back whatever ends the run. In an object store the
+On a local disk the operating system holds the lock and releases it however the run ends. In an object store the
 lock is an object that only one of several writers can create, and that stays when its run is killed.
 """
 
@@ -56,13 +56,13 @@ class Owner:
 
     @classmethod
     def this(cls) -> Owner:
-        """The process that asks, with a token of its own."""
+        """This process, with a token of its own."""
         since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         return cls(socket.gethostname(), os.getpid(), start_of(os.getpid()), process_space(), uuid.uuid4().hex, since)
 
     @classmethod
     def of_json(cls, content: Any) -> Owner | None:
-        """What JSON made of `dataclasses.asdict`; None for anything else."""
+        """The owner that `dataclasses.asdict` and JSON wrote; None for anything else."""
         try:
             owner = cls(**content)
         except TypeError:
@@ -123,7 +123,7 @@ def file_lock_held(path: str) -> bool:
 
 
 class ObjectLock:
-    """A lock that is an object, where the store can refuse to create one that is there already.
+    """A lock that is an object, in a store that can refuse to create one that exists already.
 
     Where it cannot, a warning says so and nothing is locked.
     """
@@ -149,7 +149,7 @@ class ObjectLock:
 
     @staticmethod
     def holder(filesystem: Any, path: str) -> Owner | None:
-        """Who is said to hold a lock; None if nobody is."""
+        """The owner that a lock names; None if there is no lock."""
         try:
             filesystem.invalidate_cache()
             owner = Owner.of_json(json.loads(filesystem.cat_file(path)))

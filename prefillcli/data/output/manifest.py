@@ -56,7 +56,7 @@ class Manifest:
 
     job: Job
     plan: dict[str, Any]
-    """What the job wants back when it goes on; anything that JSON holds."""
+    """What the job stores for when it goes on; anything that JSON holds."""
     state: Literal["running", "complete"] = "running"
     counts: Counts | None = None
     """Set when complete."""
@@ -76,7 +76,7 @@ class Manifest:
     def load(cls, store: Store) -> Manifest | None:
         """The manifest of a work folder; None if there is none.
 
-        Raises DamagedFileError if it is not as it was written, OutputConflictError if another version wrote it.
+        Raises DamagedFileError if it has changed since, OutputConflictError if another version wrote it.
         """
         try:
             with store.read(NAME) as file:

@@ -30,7 +30,7 @@ class _WindowParts:
 
 
 class PartIndex:
-    """What the parts of a job hold together. A part counts when it was added; the rows are read when asked for."""
+    """The parts of a job by window. Parts are added one by one; their rows are read only when asked for."""
 
     def __init__(self, work: Store) -> None:
         self.counts = Counts()
@@ -88,7 +88,7 @@ class PartIndex:
         return found.whole
 
     def require_complete(self, windows: int) -> None:
-        """Raise PrefillError unless each of the input's windows, so many, is there once and whole."""
+        """Raise PrefillError unless each of the input's `windows` windows is there, once and whole."""
         last = -1
         for window in range(max(windows, max(self._windows, default=-1) + 1)):
             found = self._windows.get(window)

@@ -30,7 +30,7 @@ _NAME = re.compile(r"part-(\d{6,})-(\d{6,})\.parquet")
 
 @dataclass(frozen=True)
 class WindowRows:
-    """What must be the same when a window is read again, and what its parts must hold together."""
+    """The rows of a window: the same when it is read again, and those that its parts must hold together."""
 
     count: int
     first: int
@@ -96,10 +96,10 @@ def write_part(store: Store, info: PartInfo, rows: pa.Table) -> None:
 
 
 def read_part(store: Store, name: str, columns: Sequence[str] | None = None) -> tuple[PartInfo, pa.Table]:
-    """What a part says of itself, and its rows.
+    """The metadata of a part, and its rows.
 
-    Raises DamagedFileError if the part is not as it was written, or is another part than its name says; PrefillError
-    if it cannot be read now.
+    Raises DamagedFileError if the part was changed since it was written, or has the name of another part;
+    PrefillError if it cannot be read now.
     """
     try:
         with store.read(name) as file:

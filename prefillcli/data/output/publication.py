@@ -21,10 +21,10 @@ class Publication(Protocol):
     """A directory output in the making."""
 
     def create(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        """A file of it to write; its name may begin with folders of partitions."""
+        """A new file of the output; its name may begin with folders of partitions."""
 
     def publish(self, published: Published) -> None:
-        """Show the output, which has these files; what an earlier job had written in its place is gone then."""
+        """Show the output, which has these files, in place of an older one."""
 
 
 def publication(target: Target) -> Publication:

@@ -1,4 +1,4 @@
-"""What an output's rows are made of: the id, the columns carried from the input, and those that scoring adds."""
+"""The schema of an output: the id, the columns carried from the input, and those that scoring adds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OutputSchema:
     json_carried: bool
     """Whether the carried columns are JSON text."""
     json_text: bool
-    """Whether such text goes to the output as it is; else its values get the type that holds them."""
+    """Whether such text is written as it is; else its values get the type that holds them."""
     audit: bool
     """Whether there are the columns of an audit."""
     truth: str | None

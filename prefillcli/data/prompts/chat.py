@@ -33,7 +33,7 @@ def messages_of(value: Sequence[Any], system: str | None) -> list[Message] | Row
 class ChatTemplate:
     """The chat template of a tokenizer.
 
-    Raises UsageError if there is none to take, or if it cannot be compiled within the limits.
+    Raises UsageError if there is none, or if it cannot be compiled within the limits.
     """
 
     def __init__(self, tokenizer: Any, limits: RenderLimits | None = None) -> None:

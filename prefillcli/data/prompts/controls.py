@@ -53,7 +53,7 @@ class Marks:
         return self._letters[character]
 
     def undo(self, text: str) -> str:
-        """`text` with what the letters stand for, also where Jinja's `tojson` has escaped them."""
+        """`text` with the characters that the letters stand for, also where Jinja's `tojson` has escaped them."""
         for character, letter in self._letters.items():
             text = text.replace(letter, character)
             escaped = json.dumps(letter)[1:-1]
@@ -63,7 +63,7 @@ class Marks:
 
 
 class Controls:
-    """The control tokens of a tokenizer: special tokens, and others that were added and are no words."""
+    """The control tokens of a tokenizer: special tokens, and others that were added and are not words."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
@@ -151,7 +151,7 @@ class Controls:
         return backend
 
     def _respelled(self, spec: dict[str, Any]) -> dict[str, Any]:
-        """The tokenizer's JSON with other texts for its control tokens, which no merge makes any more."""
+        """The tokenizer's JSON with other texts for its control tokens, which no merge produces."""
         names = {token.content: _spelling(number) for number, token in self._tokens.items()}
         for token in spec["added_tokens"]:
             token["content"] = names.get(token["content"], token["content"])

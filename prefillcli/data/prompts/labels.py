@@ -21,7 +21,7 @@ _BREAKS = ("\n", '"', "(")  # texts after which a word begins without a space be
 
 
 class LabelError(UsageError):
-    """A label cannot be read off one token."""
+    """A label is not one token."""
 
 
 class Label(NamedTuple):

@@ -1,4 +1,4 @@
-"""What rows ask, before it is rendered as a chat and tokenised."""
+"""Prompts as the rows have them, before chats are rendered and texts tokenised."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prefillcli.data.rows import ErrorCode, Int32Array, RowBatch, RowError, row_
 
 
 class RawPrompt(NamedTuple):
-    """The prompt of a row as its data has it: a text, a chat that becomes a text, or token ids."""
+    """The prompt of a row before it is tokenised: a text, a chat that becomes a text, or token ids."""
 
     row: int
     text: str = ""
@@ -28,8 +28,8 @@ class RawPrompt(NamedTuple):
 class RawPromptReader:
     """Takes raw prompts out of rows: through the template, or from the prompt's column.
 
-    `typed` are the characters of the texts that users and models wrote, not data. A template renders rows until they
-    are more than `group_chars` characters, then again.
+    `typed` are the characters of templates and system messages, which are not data. A template renders rows in groups
+    of about `group_chars` characters.
     """
 
     def __init__(

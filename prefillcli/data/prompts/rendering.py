@@ -54,7 +54,7 @@ class RenderLimits:
 
 
 class RendererClosed(Exception):
-    """The renderer was closed while it was to render."""
+    """The renderer was closed before it had rendered."""
 
 
 class Renderer:
@@ -218,7 +218,7 @@ class _Worker:
         self._unsent += content
 
     def receive(self, kind: bytes) -> bytes:
-        """The next message, which is of this kind. Raises _Ended."""
+        """The next message, which is of this kind. Raises _ProcessEnded."""
         found, content = self._message(_START_SECONDS)
         if found != kind:
             raise _ProcessEnded(f"took more than {_size(self._limits.memory_bytes)} of memory", certain=True)
@@ -253,7 +253,7 @@ class _Worker:
                 raise _ProcessEnded(f"took more than {seconds:g} s", certain=False)
 
     def _exchange(self) -> None:
-        """Wait a moment to write some of what is unsent, or to read. Raises _Ended."""
+        """Wait a moment to write some of what is unsent, or to read. Raises _ProcessEnded."""
         if self._unsent:
             self._poll.register(self._in.fileno(), select.POLLOUT)
         events = dict(self._poll.poll(_TICK * 1000))

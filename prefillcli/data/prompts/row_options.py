@@ -1,4 +1,4 @@
-"""What a row says of itself beside its prompt: how it is compressed."""
+"""Options that a row sets for itself: how it is compressed."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from prefillcli.data.rows import Prompt
 
 
 class Spans(NamedTuple):
-    """A prompt's text, and of each token its first character and the one behind its last: int32 [tokens, 2]."""
+    """A prompt's text, and of each token its first character and the one after its last: int32 [tokens, 2]."""
 
     text: str
     offsets: npt.NDArray[np.int32]

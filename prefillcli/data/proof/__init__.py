@@ -1,1 +1,1 @@
-"""Proof that a file is what it was: versions, digests, seals."""
+"""Proof that a file has not changed: versions, digests, seals."""

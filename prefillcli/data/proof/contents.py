@@ -127,7 +127,7 @@ _ADVICE = "nothing was written from what changed: put it back and go on with --r
 
 
 def changed(path: str, what: str) -> ContentChangedError:
-    """The error for a file that is not what it was."""
+    """The error for a file that has changed."""
     return ContentChangedError(f"{path} changed while the job ran; its fingerprint names another {what}\n{_ADVICE}")
 
 
@@ -152,7 +152,7 @@ def current(file: Stamped, what: str) -> Stamp:
 
 
 def content_digest(file: Stamped, stamp: Stamp, what: str) -> tuple[str, bool]:
-    """The BLAKE3 digest of a file of this stamp, and whether the stamp proves it from now on.
+    """The BLAKE3 digest of a file of this stamp, and whether an equal stamp proves it from now on.
 
     Raises ContentChangedError if the file is another one, before or after it was read.
     """

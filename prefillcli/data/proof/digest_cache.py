@@ -19,14 +19,14 @@ _MOST = 4096  # entries; those used last stay
 class DigestCache:
     """Digests of local files by path and stamp, in `$XDG_CACHE_HOME/prefillcli/digests.json`.
 
-    It is only ever replaced as a whole: of two processes that write at once, one's news are lost and its files are
-    read once more. A cache that is damaged, missing or cannot be written counts as empty.
+    It is only ever replaced as a whole: of two processes that write at once, the new entries of one are lost, and its
+    files are read once more. A cache that is damaged, missing or cannot be written counts as empty.
     """
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path or _default()
         self._entries: dict[str, list[Any]] | None = None
-        self._news: dict[str, list[Any]] = {}
+        self._new: dict[str, list[Any]] = {}
 
     def get(self, path: str, stamp: Stamp) -> str | None:
         """The digest of this version of the file, if it is known."""
@@ -35,18 +35,18 @@ class DigestCache:
         entry = self._entries.get(_key(path, stamp))
         if entry is None:
             return None
-        self._news[_key(path, stamp)] = [entry[0], int(time.time())]
+        self._new[_key(path, stamp)] = [entry[0], int(time.time())]
         return str(entry[0])
 
     def put(self, path: str, stamp: Stamp, digest: str) -> None:
         """Remember a digest; the caller vouches that the stamp was settled before the file was read."""
-        self._news[_key(path, stamp)] = [digest, int(time.time())]
+        self._new[_key(path, stamp)] = [digest, int(time.time())]
 
     def save(self) -> None:
         """Add what is new to the file. Never raises for a folder that cannot be written."""
-        if not self._news:
+        if not self._new:
             return
-        entries = self._read() | self._news
+        entries = self._read() | self._new
         kept = dict(sorted(entries.items(), key=lambda item: -item[1][1])[:_MOST])
         text = json.dumps({"check": _check(kept), "entries": kept})
         with contextlib.suppress(OSError):
@@ -59,7 +59,7 @@ class DigestCache:
             except BaseException:
                 os.unlink(name)
                 raise
-        self._news = {}
+        self._new = {}
 
     def _read(self) -> dict[str, list[Any]]:
         try:

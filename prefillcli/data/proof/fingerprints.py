@@ -73,7 +73,7 @@ class ModelContents:
         return self._digest(_TOKENIZER_FILES)
 
     def require_unchanged(self) -> None:
-        """Raise ContentChangedError unless the folder is what it was."""
+        """Raise ContentChangedError if the folder has changed."""
         self._contents.require_unchanged()
 
     def _find(self) -> list[Path]:

@@ -19,7 +19,7 @@ _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "blob_id", "sha")
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """A version of a file. Of two equal ones the second is the first unless it was still young, see `settled`."""
+    """A version of a file. Equal stamps mean equal content, unless the file was still young: see `settled`."""
 
     size: int
     """Bytes."""

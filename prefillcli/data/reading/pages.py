@@ -158,7 +158,7 @@ def _struct(data: bytes, at: int) -> tuple[dict[int, Any], int]:
 
 
 def _value(data: bytes, at: int, kind: int) -> tuple[Any, int]:
-    """A value of one of Thrift's compact types. Raises KeyError for a type that there is not."""
+    """A value of one of Thrift's compact types. Raises KeyError for an unknown type."""
     if kind in (1, 2):  # a boolean field is its type
         return kind == 1, at
     if kind == 3:

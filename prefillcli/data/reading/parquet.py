@@ -173,7 +173,7 @@ def _row_batches(
 
 
 def _without_large(piece: pa.RecordBatch, max_row_bytes: int) -> tuple[pa.RecordBatch, Int64Array, dict[int, int]]:
-    """The rows, without the long values of rows that are too large; the sizes of rows; what the large ones had."""
+    """The rows, without the long values of rows that are too large; the sizes of all rows; those of the large ones."""
     by_column = [row_bytes(column) for column in piece.columns]
     sizes = sum(by_column, np.zeros(piece.num_rows, np.int64))
     large = np.flatnonzero(sizes > max_row_bytes)

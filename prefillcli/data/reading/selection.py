@@ -66,7 +66,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class ColumnChoice:
-    """Which columns are read."""
+    """The columns that are read."""
 
     columns: tuple[str, ...]
     """Those that the prompt needs."""

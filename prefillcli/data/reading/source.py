@@ -141,7 +141,7 @@ class Source:
         return tuple(file.path for file in self._found)
 
     def would_read(self, path: str) -> str | None:
-        """The input, as it was typed, that a file or folder of outputs at `path` would be read with the next time."""
+        """The input, as it was typed, with which the next run would read outputs at `path`; None if there is none."""
         return next((given for given in self._inputs if would_find(given, path)), None)
 
     def begin_hashing(self) -> None:
@@ -150,7 +150,7 @@ class Source:
 
     def fingerprint(self) -> str:
         """Digest of the content and of which rows are taken; where the files lie does not count,
-        but for the columns that their folders name.
+        except for the columns that their folders name.
 
         Reads every file whole, once, unless its digest is known from before. Raises as `FileContents.digests`.
         """
@@ -164,8 +164,8 @@ class Source:
     def require_unchanged(self, rows: Int64Array | None = None) -> None:
         """Raise ContentChangedError unless the files are what the fingerprint says.
 
-        With `rows`, ascending row numbers that `batches` has given, only the files that they came from are looked at;
-        without them all, and that there are no more and no fewer.
+        With `rows`, ascending row numbers that `batches` has given, only the files that they came from are checked;
+        without, all files are, and that none came or went.
         """
         if rows is None:
             self._contents.require_unchanged()
