@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prefillcli.data.output.formats import FILE_ENDINGS
+from prefillcli.data.paths import split_path
 from prefillcli.data.reading.discovery import CODECS, KINDS
 from prefillcli.errors import UsageError
 from prefillcli.redaction import without_secrets
@@ -36,7 +37,8 @@ def default_output(first: str, *, partition: bool = False) -> str:
     """`data.parquet` -> `data.scores.parquet`, beside it; for a directory or a glob beside the folder, where the
     next run does not look; for a URL in the current folder. A partitioned output is a folder: `data.scores/`."""
     if "://" in first:
-        first = _QUERY.sub("", without_secrets(first)).rstrip("/").rsplit("/", 1)[-1] or "input"
+        first = _QUERY.sub("", without_secrets(first)).rstrip("/")
+        first = split_path(first)[1] or "input"
     path = Path(first.rstrip("/") or ".")
     while any(c in path.name for c in "*?["):
         path = path.parent

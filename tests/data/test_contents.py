@@ -9,12 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from blake3 import blake3
 
 from prefillcli.data.proof import contents
 from prefillcli.data.proof.contents import FileContents
-from prefillcli.data.proof.stamps import Stamp
+from prefillcli.data.proof.digest_cache import DigestCache
+from prefillcli.data.proof.stamps import Stamp, stamp_of
 from prefillcli.data.reading.discovery import discover
 from prefillcli.errors import ContentChangedError
 
@@ -120,13 +122,18 @@ def test_a_bad_cache_is_an_empty_one(cache: Path, file: Path, monkeypatch: pytes
 
 
 def test_the_cache_keeps_the_entries_used_last(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefillcli.data.proof.digest_cache._MOST", 3)
     now = 1000
     monkeypatch.setattr("prefillcli.data.proof.digest_cache.time.time", lambda: now)
     for name in "abcaded":
         now += 1
-        (tmp_path / f"{name}.jsonl").touch() if not (tmp_path / f"{name}.jsonl").exists() else None
-        contents_of(tmp_path / f"{name}.jsonl").digests()
+        path = tmp_path / f"{name}.jsonl"
+        if not path.exists():
+            path.touch()
+        stamp = stamp_of(fsspec.filesystem("file"), str(path))
+        digests = DigestCache(most=3)
+        if digests.get(str(path), stamp) is None:
+            digests.put(str(path), stamp, name)
+        digests.save()
     entries = json.loads(cache.read_text())["entries"]
     assert {Path(json.loads(key)[0]).stem for key in entries} == {"a", "d", "e"}
 

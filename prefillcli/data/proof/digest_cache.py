@@ -13,7 +13,7 @@ from typing import Any
 
 from prefillcli.data.proof.stamps import Stamp
 
-_MOST = 4096  # entries; those used last stay
+MOST = 4096
 
 
 class DigestCache:
@@ -23,8 +23,9 @@ class DigestCache:
     files are read once more. A cache that is damaged, missing or cannot be written counts as empty.
     """
 
-    def __init__(self, path: Path | None = None) -> None:
-        self._path = path or _default()
+    def __init__(self, most: int = MOST) -> None:
+        self._path = _path()
+        self._most = most
         self._entries: dict[str, list[Any]] | None = None
         self._new: dict[str, list[Any]] = {}
 
@@ -43,11 +44,14 @@ class DigestCache:
         self._new[_key(path, stamp)] = [digest, int(time.time())]
 
     def save(self) -> None:
-        """Add what is new to the file. Never raises for a folder that cannot be written."""
+        """Add what is new to the file, of which the `most` entries used last stay.
+
+        Never raises for a folder that cannot be written.
+        """
         if not self._new:
             return
         entries = self._read() | self._new
-        kept = dict(sorted(entries.items(), key=lambda item: -item[1][1])[:_MOST])
+        kept = dict(sorted(entries.items(), key=lambda item: -item[1][1])[: self._most])
         text = json.dumps({"check": _check(kept), "entries": kept})
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +74,7 @@ class DigestCache:
             return {}
 
 
-def _default() -> Path:
+def _path() -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "")
     root = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~/.cache"))
     return root / "prefillcli" / "digests.json"
