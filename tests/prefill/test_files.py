@@ -145,7 +145,7 @@ def test_a_file_that_is_no_safetensors_file_is_refused(saved: Path, start: bytes
     [
         ({"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}, "model-00002-of-00002.* missing"),
         ({"weight_map": {"nosuch": "model-1.safetensors"}}, "holds .*nosuch"),
-        ({"weight_map": {"lm_head.weight": "../other.safetensors"}}, "not there"),
+        ({"weight_map": {"lm_head.weight": "../other.safetensors"}}, "is missing"),
         ({"weight_map": {"lm_head.weight": 7}}, "no weight_map"),
         ([], "no weight_map"),
     ],
