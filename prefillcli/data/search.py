@@ -58,8 +58,8 @@ class _Search:
         """Whether the row is in none of the batches so far, and so not in this window, which has just been read."""
         return self.row is None
 
-    def batches(self) -> Iterator[RowBatch]:
-        for batch in self._source.batches():
+    def batches(self, most_rows: int) -> Iterator[RowBatch]:
+        for batch in self._source.batches(most_rows):
             if self.row is None:
                 self._look(batch)
             yield batch

@@ -13,6 +13,7 @@ import pyarrow as pa
 from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.reading.ids import SeenIds
+from prefillcli.data.reading.selection import BATCH_ROWS
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Int64Array, RowBatch, Window
 
@@ -30,10 +31,12 @@ def windows(
     id_column: str | None,
     max_rows: int = MAX_ROWS,
     max_bytes: int = MAX_BYTES,
+    batch_rows: int = BATCH_ROWS,
     skip: Callable[[int, Int64Array], bool] | None = None,
     ended: Callable[[int], None] | None = None,
 ) -> Iterator[Window]:
-    """Windows that close at `max_rows` rows or `max_bytes` bytes, cut the same way every time.
+    """Windows that close at `max_rows` rows or `max_bytes` bytes, with the batch of at most `batch_rows` that brings
+    them, cut the same way every time.
 
     A row whose id is null or was seen before is an error row. A window whose index and row numbers `skip` accepts
     (one that is scored already) is read for its ids, but neither tokenised nor yielded. At the end of the input
@@ -41,7 +44,7 @@ def windows(
     """
     seen = SeenIds(json=source.kind == "jsonl")
     count = 0
-    for index, batches in enumerate(_groups(source.batches(), max_rows, max_bytes)):
+    for index, batches in enumerate(_groups(source.batches(batch_rows), max_rows, max_bytes)):
         for batch in batches:
             if id_column is not None:
                 for row, error in seen.check(batch.rows, batch.carried.column(id_column)).items():

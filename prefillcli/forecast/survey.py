@@ -7,6 +7,7 @@ from collections.abc import Callable
 from prefillcli.compress.settings import Compression
 from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import Labels, parse_labels
+from prefillcli.data.reading.selection import BATCH_ROWS
 from prefillcli.data.reading.source import Source
 from prefillcli.data.windows import MAX_ROWS, Prefetcher, windows
 from prefillcli.forecast.alternatives import Alternatives
@@ -30,6 +31,7 @@ def survey(
     *,
     free: int | None,
     id_column: str | None = None,
+    batch_rows: int = BATCH_ROWS,
     window_rows: int = MAX_ROWS,
     profile: Profile | None = None,
     price_per_hour: float | None = None,
@@ -46,7 +48,7 @@ def survey(
     plans = Alternatives(settings, opened, compression, free=free, profile=profile)
     found = InputStatistics()
     clock = Clock()
-    cut = windows(source, builder, labels, id_column=id_column, max_rows=window_rows)
+    cut = windows(source, builder, labels, id_column=id_column, max_rows=window_rows, batch_rows=batch_rows)
     with Prefetcher(cut, cancel=builder.close) as coming:
         for number, window in enumerate(coming):
             if number == 0:

@@ -80,6 +80,7 @@ def _run(settings: ScoreSettings, report: DryRunReport, granularity: Granularity
             compression_of(settings),
             free=free,
             id_column=settings.id_column,
+            batch_rows=granularity.batch_rows,
             window_rows=granularity.window_rows,
             profile=profile,
             price_per_hour=settings.price_per_hour,

@@ -11,6 +11,7 @@ from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.settings import DEFAULT_COLUMN, PromptSettings
 from prefillcli.data.proof.fingerprints import ModelContents
+from prefillcli.data.reading.selection import BATCH_ROWS
 from prefillcli.data.reading.source import Source
 from prefillcli.data.windows import MAX_ROWS
 from prefillcli.errors import UsageError
@@ -24,8 +25,9 @@ from prefillcli.runtime.sizes import parse_size
 
 @dataclass(frozen=True, slots=True)
 class Granularity:
-    """How much of a job is scored and written together."""
+    """How much of a job is read, scored and written together."""
 
+    batch_rows: int = BATCH_ROWS
     window_rows: int = MAX_ROWS
     flush_seconds: float = 15.0
     """Finished rows are written at least this often, between two answers of the engine."""

@@ -209,6 +209,7 @@ class _ScoreJob:
                 inputs.labels,
                 id_column=settings.id_column,
                 max_rows=self._granularity.window_rows,
+                batch_rows=self._granularity.batch_rows,
                 skip=sink.finished,
                 ended=ended.append,
             ),

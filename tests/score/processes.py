@@ -78,14 +78,11 @@ class Command:
         assert self.end() == -signal.SIGKILL
 
 
-SMALL = Granularity(window_rows=20)
-"""Windows of 20 rows and more, where batches have 10."""
+SMALL = Granularity(batch_rows=10, window_rows=20)
 
 
 def cut_small_windows(monkeypatch: pytest.MonkeyPatch, *, flush_seconds: float = SMALL.flush_seconds) -> None:
     """`SMALL` windows for `tests.score.jobs.score`, flushed after so many seconds."""
-    monkeypatch.setattr("prefillcli.data.reading.parquet.MAX_ROWS", 10)
-    monkeypatch.setattr("prefillcli.data.reading.jsonl.MAX_ROWS", 10)
     monkeypatch.setattr("tests.score.jobs.granularity", replace(SMALL, flush_seconds=flush_seconds))
 
 
@@ -100,7 +97,6 @@ def _run(arguments: list[str], folder: str, hold: Hold | None, seconds_per_pack:
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     changes = pytest.MonkeyPatch()
-    cut_small_windows(changes)
     finely = partial(score_job, granularity=replace(SMALL, flush_seconds=0.0))
     changes.setattr("prefillcli.jobs.score.score_job", finely)
     if seconds_per_pack:

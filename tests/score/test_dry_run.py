@@ -93,8 +93,7 @@ def test_a_dry_run_plans_what_the_run_computes(job: str, model: Path) -> None:
 
 
 def test_windows_are_planned_one_by_one_as_they_are_scored(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefillcli.data.reading.parquet.MAX_ROWS", 10)
-    monkeypatch.setattr("tests.score.jobs.granularity", Granularity(window_rows=20))
+    monkeypatch.setattr("tests.score.jobs.granularity", Granularity(batch_rows=10, window_rows=20))
     source = write_parquet("in.parquet", prompt=SHARED, id=[*range(59), 3])
     flags = {"pack_tokens": 100, "id_column": "id", "max_error_rate": 0.1}
     survey = dry_run(source, model, **flags)["survey"]

@@ -13,10 +13,9 @@ import pyarrow as pa
 from prefillcli.data.filesystems import reading
 from prefillcli.data.proof.contents import require_same
 from prefillcli.data.reading.discovery import InputFile
-from prefillcli.data.reading.selection import Selection
+from prefillcli.data.reading.selection import BATCH_ROWS, Selection
 from prefillcli.data.rows import MAX_ROW_BYTES, ErrorCode, RowBatch, RowError, row_too_large
 
-MAX_ROWS = 2048
 MAX_BYTES = 8 << 20
 _BLOCK = 1 << 18
 _BOM = b"\xef\xbb\xbf"
@@ -100,8 +99,15 @@ class BatchMaker:
     """Collects lines into row batches."""
 
     def __init__(
-        self, columns: Sequence[str], carried: Sequence[str], selection: Selection, optional: Sequence[str] = ()
+        self,
+        columns: Sequence[str],
+        carried: Sequence[str],
+        selection: Selection,
+        optional: Sequence[str] = (),
+        *,
+        most_rows: int = BATCH_ROWS,
     ) -> None:
+        self._most_rows = most_rows
         self._columns = (*columns, *optional)
         self._optional = frozenset(optional)
         self._carried = tuple(carried)
@@ -130,7 +136,7 @@ class BatchMaker:
             if chosen is None or chosen[at] == self.row:
                 at += 1
                 self._append(line)
-                if len(self._rows) >= MAX_ROWS or self._nbytes >= MAX_BYTES:
+                if len(self._rows) >= self._most_rows or self._nbytes >= MAX_BYTES:
                     yield self._take()
             self.row += 1
 

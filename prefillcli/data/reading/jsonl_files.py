@@ -47,9 +47,9 @@ class JsonlFiles:
             reader.max_row_bytes = max_row_bytes
         return pa.schema([(name, pa.string()) for name in carried])
 
-    def batches(self, choice: ColumnChoice, selection: Selection) -> Iterator[RowBatch]:
+    def batches(self, choice: ColumnChoice, selection: Selection, most_rows: int) -> Iterator[RowBatch]:
         self.starts = []
-        maker = BatchMaker(choice.columns, choice.carried.names, selection, choice.optional)
+        maker = BatchMaker(choice.columns, choice.carried.names, selection, choice.optional, most_rows=most_rows)
         for number, lines in enumerate(self._readers):
             if selection.end is not None and maker.row >= selection.end:
                 break

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 from prefillcli.data.filesystems import reading
 from prefillcli.data.proof.contents import require_same
 from prefillcli.data.reading.discovery import InputFile
-from prefillcli.data.reading.row_groups import MAX_BYTES, MAX_ROWS, RowGroup, UnopenedRows
-from prefillcli.data.reading.selection import Selection
+from prefillcli.data.reading.row_groups import MAX_BYTES, RowGroup, UnopenedRows
+from prefillcli.data.reading.selection import BATCH_ROWS, Selection
 from prefillcli.data.reading.standins import FileWithStandIns
 from prefillcli.data.rows import MAX_ROW_BYTES, ErrorCode, Int64Array, RowBatch, RowError, row_too_large
 from prefillcli.data.values import plain_column, python_values, row_bytes
@@ -41,9 +41,9 @@ class ParquetInput:
             self.rows: int = file.metadata.num_rows
 
     def batches(
-        self, first_row: int, columns: Sequence[str], carried: pa.Schema, selection: Selection
+        self, first_row: int, columns: Sequence[str], carried: pa.Schema, selection: Selection, most_rows: int
     ) -> Iterator[RowBatch]:
-        """The selected rows, where the file's first row has the number `first_row`.
+        """The selected rows, where the file's first row has the number `first_row`, at most `most_rows` at a time.
 
         Raises PrefillError naming the file if it is damaged; batches before the damage have been yielded.
         """
@@ -58,7 +58,9 @@ class ParquetInput:
                 continue
             pieces, unopened = groups.read(number, start)
             for piece in pieces:
-                yield from _row_batches(piece, start, columns, carried, selection, unopened, self.max_row_bytes)
+                yield from _row_batches(
+                    piece, start, columns, carried, selection, unopened, self.max_row_bytes, most_rows
+                )
                 start += piece.num_rows
                 if selection.end is not None and start >= selection.end:
                     return
@@ -131,8 +133,8 @@ class _GroupReader:
 
     def _nulls(self, rows: int) -> Iterator[pa.RecordBatch]:
         fields = [self._schema.field(name) for name in self._names]
-        for at in range(0, rows, MAX_ROWS):
-            yield pa.record_batch([pa.nulls(min(MAX_ROWS, rows - at), f.type) for f in fields], self._names)
+        for at in range(0, rows, BATCH_ROWS):
+            yield pa.record_batch([pa.nulls(min(BATCH_ROWS, rows - at), f.type) for f in fields], self._names)
 
 
 def _open_parquet(found: InputFile, **options: Any) -> pq.ParquetFile:
@@ -150,6 +152,7 @@ def _row_batches(
     selection: Selection,
     unopened: Sequence[UnopenedRows],
     max_row_bytes: int,
+    most_rows: int,
 ) -> Iterator[RowBatch]:
     rows = selection.within(start, start + piece.num_rows)
     if len(rows) == 0:
@@ -165,7 +168,7 @@ def _row_batches(
     while at < len(rows):
         before = int(ends[at - 1]) if at else 0
         stop = max(at + 1, int(np.searchsorted(ends, before + MAX_BYTES, "right")))
-        stop = min(stop, at + MAX_ROWS, len(rows))
+        stop = min(stop, at + most_rows, len(rows))
         batch = _row_batch(piece.slice(at, stop - at), rows[at:stop], columns, carried, int(ends[stop - 1]) - before)
         batch.errors |= {row: error for row, error in errors.items() if rows[at] <= row <= rows[stop - 1]}
         yield batch

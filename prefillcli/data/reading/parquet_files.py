@@ -52,7 +52,7 @@ class ParquetFiles:
             reader.max_row_bytes = max_row_bytes
         return pa.schema([keys.field(name) if name in keys.names else self._common_field(name) for name in carried])
 
-    def batches(self, choice: ColumnChoice, selection: Selection) -> Iterator[RowBatch]:
+    def batches(self, choice: ColumnChoice, selection: Selection, most_rows: int) -> Iterator[RowBatch]:
         self.starts = []
         keys = self._partitions.schema.names
         own = pa.schema([field for field in choice.carried if field.name not in keys])
@@ -62,7 +62,7 @@ class ParquetFiles:
                 return
             self.starts.append(start)
             names = [name for name in choice.columns_and_optional if name in file.schema.names]
-            for batch in file.batches(start, names, own, selection):
+            for batch in file.batches(start, names, own, selection, most_rows):
                 if keys:
                     _add_partition(batch, self._partitions.values[number], choice)
                 yield batch

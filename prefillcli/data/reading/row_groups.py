@@ -9,10 +9,10 @@ from typing import Any, BinaryIO, NamedTuple
 import pyarrow.parquet as pq
 
 from prefillcli.data.reading.pages import Pages, read_pages
+from prefillcli.data.reading.selection import BATCH_ROWS
 from prefillcli.data.reading.standins import Replaced, can_stand_in
 from prefillcli.data.rows import ErrorCode, RowError
 
-MAX_ROWS = 2048
 MAX_BYTES = 8 << 20
 _MAX_PIECE_BYTES = 256 << 20  # of what is read at a time, where values are long or stored once and repeated
 _DICTIONARY_BYTES = 16 << 20  # a column chunk of more than this and its indices holds texts that differ
@@ -72,7 +72,7 @@ class RowGroup:
     def rows_at_once(self, as_dictionary: Collection[str]) -> int:
         """How many rows to read at a time, where the columns `as_dictionary` are read as dictionaries."""
         stored = sum(leaf.pages.size for leaf in self.leaves)
-        rows = min(MAX_ROWS, MAX_BYTES * self.rows // max(stored, 1))
+        rows = min(BATCH_ROWS, MAX_BYTES * self.rows // max(stored, 1))
         for leaf in self.leaves:
             if leaf.name not in as_dictionary:
                 size = max(leaf.pages.densest, leaf.pages.longest_repeated) * -(-leaf.values // max(self.rows, 1))

@@ -11,6 +11,9 @@ import pyarrow as pa
 from prefillcli.data.rows import Int64Array
 from prefillcli.errors import UsageError
 
+BATCH_ROWS = 2048
+"""Rows of a batch, at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class Selection:

@@ -16,7 +16,7 @@ from prefillcli.data.reading.discovery import discover, would_find
 from prefillcli.data.reading.jsonl_files import JsonlFiles
 from prefillcli.data.reading.parquet_files import ParquetFiles
 from prefillcli.data.reading.partitions import Partitions
-from prefillcli.data.reading.selection import ColumnChoice, Sampling, Selection
+from prefillcli.data.reading.selection import BATCH_ROWS, ColumnChoice, Sampling, Selection
 from prefillcli.data.rows import MAX_ROW_BYTES, Int64Array, RowBatch
 from prefillcli.errors import ContentChangedError, PrefillError, UsageError
 
@@ -43,7 +43,7 @@ class InputFiles(Protocol):
         From now on rows of more than `max_row_bytes` are error rows.
         """
 
-    def batches(self, choice: ColumnChoice, selection: Selection) -> Iterator[RowBatch]:
+    def batches(self, choice: ColumnChoice, selection: Selection, most_rows: int) -> Iterator[RowBatch]:
         """The selected rows of all files."""
 
 
@@ -175,12 +175,12 @@ class Source:
             first = int(np.searchsorted(starts, starts[first], "left"))  # files without rows share a start
             self._contents.require_unchanged(range(first, int(last) + 1))
 
-    def batches(self) -> Iterator[RowBatch]:
-        """Row batches of at most 2,048 rows and about 8 MiB, the same ones for the same input every time.
+    def batches(self, most_rows: int = BATCH_ROWS) -> Iterator[RowBatch]:
+        """Row batches of at most `most_rows` rows and about 8 MiB, the same ones for the same input every time.
 
         Raises PrefillError naming the file when one turns out damaged, after the rows before the damage.
         """
-        batches = self._batches()
+        batches = self._batches(most_rows)
         while True:
             started = time.perf_counter()
             try:
@@ -195,8 +195,8 @@ class Source:
                 return
             yield batch
 
-    def _batches(self) -> Iterator[RowBatch]:
-        yield from self._files.batches(self._choice, self.selection())
+    def _batches(self, most_rows: int) -> Iterator[RowBatch]:
+        yield from self._files.batches(self._choice, self.selection(), most_rows)
 
     def selection(self) -> Selection:
         """Which rows are read; for a sample of JSON Lines they are counted first."""
