@@ -10,14 +10,27 @@ import numpy.typing as npt
 from prefillcli.compress.base import Tick
 from prefillcli.compress.request import Request
 from prefillcli.engines.base import Engine, LabelTokens
+from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
 
 
-def plan_requests(requests: Sequence[Request], limits: Limits, schedule: str = "prefix-tree") -> Plan:
-    """The plan of the tokens that the target reads."""
+def plan_requests(
+    requests: Sequence[Request],
+    limits: Limits,
+    schedule: str = "prefix-tree",
+    *,
+    carried: Sequence[CarriedBlock] = (),
+    block_tokens: int = 0,
+) -> Plan:
+    """The plan of the tokens that the target reads. `carried` and `block_tokens` as in `make_plan`."""
     return make_plan(
-        [request.tokens for request in requests], limits, schedule, [request.positions for request in requests]
+        [request.tokens for request in requests],
+        limits,
+        schedule,
+        [request.positions for request in requests],
+        carried=carried,
+        block_tokens=block_tokens,
     )
 
 

@@ -24,7 +24,7 @@ class Answer:
 
     `logprobs` are the label log-probabilities over the whole vocabulary, float64 [labels]. `computed_tokens` and
     `seconds` of all answers add up to what the engine has done; `shared_tokens` of the prompt were computed once for
-    several prompts.
+    several prompts. What a block took is in the answers of the packs that read it first.
     """
 
     prompt: int
@@ -52,6 +52,9 @@ class Engine(Protocol):
         `labels` gives a prompt's label tokens. `tick` is called with the tokens each step advanced by (they add up to
         the pack's) and may raise to stop. Raises ResourceError if the engine cannot go on.
         """
+
+    def holds(self, block: str) -> bool:
+        """Whether the K,V of the block with this key are at hand, from a pack that was answered before."""
 
     def close(self) -> None:
         """Let go of memory, and of other processes."""

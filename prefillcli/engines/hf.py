@@ -61,6 +61,9 @@ class HfEngine:
             yield [Answer(prompt, logprobs, 0, len(tokens), time.monotonic() - begun)]
             tick(step)
 
+    def holds(self, block: str) -> bool:
+        return False
+
     def close(self) -> None:
         del self.model
 

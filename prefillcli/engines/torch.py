@@ -55,6 +55,7 @@ class TorchEngine:
         self.limits = limits
         self.model = model
         self._walk = LayerWalk(model, chunk_tokens=chunk_tokens, offload_held=offload_held)
+        self._block_seconds = 0.0  # of packs without answers since the last one with some
 
     def answer(
         self, pack: Pack, labels: Callable[[int], LabelTokens], tick: Callable[[float], None]
@@ -68,11 +69,15 @@ class TorchEngine:
             prompts = [(row, prompt) for row, (_, numbers) in enumerate(reads) for prompt in numbers]
             found = label_logprobs(logits, [row for row, _ in prompts], [labels(prompt) for _, prompt in prompts])
             logprobs.update(zip((prompt for _, prompt in prompts), found, strict=True))
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - begun + self._block_seconds
+        self._block_seconds = 0.0 if pack.reads else seconds
         yield [
             Answer(part.prompt, logprobs[part.prompt], part.shared_tokens, part.computed_tokens, seconds * part.share)
             for part in account(pack)
         ]
+
+    def holds(self, block: str) -> bool:
+        return self._walk.holds(block)
 
     def close(self) -> None:
         self._walk.close()

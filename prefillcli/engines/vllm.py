@@ -238,6 +238,9 @@ class VllmEngine:
     def _wake(self) -> None:
         self._engine.engine_core.outputs_queue.put(self._dead())
 
+    def holds(self, block: str) -> bool:
+        return False
+
     def close(self) -> None:
         self._open.close()
 

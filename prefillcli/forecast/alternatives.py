@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from prefillcli.errors import ResourceError
 from prefillcli.forecast.profile import Profile
 from prefillcli.models.open import Opened
 from prefillcli.options.groups import ScheduledOptions
+from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plans
 from prefillcli.plan.schedules import SCHEDULES
@@ -31,7 +33,8 @@ class Alternatives:
     """Adds up over windows what plans take. The job's own plan is among them, cut as the job cuts it.
 
     `free` bytes are what the loaded weights will leave, where `--memory` does not say what may be used; `profile`
-    sizes packs and predicts their time. Raises ResourceError where not even a small prompt fits.
+    sizes packs and predicts their time. `block_tokens` as in `make_plan`. Raises ResourceError where not even a small
+    prompt fits.
     """
 
     def __init__(
@@ -42,7 +45,10 @@ class Alternatives:
         *,
         free: int | None,
         profile: Profile | None,
+        block_tokens: int = 0,
     ) -> None:
+        self.given_tokens = 0
+        """Tokens of the job's own plan that a window before has computed."""
         self.errors: Counter[str] = Counter()
         """Rows that only planning finds to be errors, by code."""
         budget = budget_of(settings, free)
@@ -52,6 +58,7 @@ class Alternatives:
             pack_tokens=self._own.tokens, max_tokens=self._own.max_tokens, chunk_tokens=plan["chunk_tokens"]
         )
         self._schedule, self._profile = settings.schedule, profile
+        self._block_tokens = block_tokens if opened.draft is None else 0
         self._limits: dict[str, Limits] = {settings.prefix_kv: self._own}
         for other in PREFIX_KV:
             if other not in self._limits and not (other == "auto" and settings.prefix_kv == "keep"):
@@ -69,6 +76,7 @@ class Alternatives:
             for schedule in SCHEDULES
             for kept in self._limits
         ]
+        self._carried: list[tuple[CarriedBlock, ...]] = [() for _ in self.plans]  # into the next window
         self._keep = settings.keep if isinstance(settings.keep, float) else 1.0
         self._compression: Compression | None = None
         self.keeps: list[KeepCost] = []
@@ -90,9 +98,13 @@ class Alternatives:
             self.errors[ErrorCode.EXCEEDS_MEMORY] += len(requests) - len(fitting)
         own: Plan | None = None
         cases = [(cost.schedule, self._limits[cost.prefix_kv]) for cost in self.plans]
-        for cost, plan in zip(self.plans, self._plans(fitting, cases), strict=True):
+        plans = self._plans(fitting, cases, tuple(self._carried))
+        for number, (cost, plan) in enumerate(zip(self.plans, plans, strict=True)):
             self._charge(cost, plan)
+            self._carried[number] = plan.carried
             own = plan if cost.chosen else own
+        if own is not None:
+            self.given_tokens += sum(len(pack.tokens) for pack in own.given)
         for keep in self.keeps:
             self._add_keep(keep, prompts, own if keep.keep == self._keep else None)
 
@@ -129,8 +141,19 @@ class Alternatives:
     def _fitting(self, requests: Sequence[Request]) -> list[Request]:
         return [request for request in requests if len(request.tokens) <= self._own.max_tokens]
 
-    def _plans(self, requests: Sequence[Request], cases: Sequence[tuple[str, Limits]]) -> Iterator[Plan]:
-        return make_plans([each.tokens for each in requests], cases, [each.positions for each in requests])
+    def _plans(
+        self,
+        requests: Sequence[Request],
+        cases: Sequence[tuple[str, Limits]],
+        carried: Iterable[Sequence[CarriedBlock]] = repeat(()),
+    ) -> Iterator[Plan]:
+        return make_plans(
+            [each.tokens for each in requests],
+            cases,
+            [each.positions for each in requests],
+            carried=carried,
+            block_tokens=self._block_tokens,
+        )
 
     def _charge(self, cost: PlanCost | KeepCost, plan: Plan) -> None:
         if isinstance(cost, PlanCost):

@@ -104,15 +104,15 @@ class InputStatistics:
         repeated = counts[counts > 1]
         return Duplicates(rows=int(repeated.sum()), prompts=len(repeated))
 
-    def sharing(self) -> Sharing:
-        """What prompts have in common with others of their window."""
+    def sharing(self, given: int = 0) -> Sharing:
+        """What prompts have in common with others of their window; `given` tokens were computed by windows before."""
         levels = [
             SharedLevel(rows=level, tokens=shared, share=shared / self.tokens)
             for level, shared in self._shared.items()
             if shared
         ]
         largest = sorted(self._largest.values(), key=lambda prefix: -prefix.saved)[:LARGEST]
-        return Sharing(windows=self._windows, unique_tokens=self._unique, levels=levels, largest=largest)
+        return Sharing(windows=self._windows, unique_tokens=self._unique - given, levels=levels, largest=largest)
 
 
 def lengths_of(counts: Counter[int]) -> Lengths:

@@ -15,6 +15,7 @@ from prefillcli.forecast.input_statistics import InputStatistics, lengths_of
 from prefillcli.forecast.profile import Profile
 from prefillcli.models.open import Opened
 from prefillcli.options.groups import ScheduledOptions
+from prefillcli.plan.blocks import BLOCK_TOKENS
 from prefillcli.report.survey import (
     Survey,
     SurveySeconds,
@@ -33,6 +34,7 @@ def survey(
     id_column: str | None = None,
     batch_rows: int = BATCH_ROWS,
     window_rows: int = MAX_ROWS,
+    block_tokens: int = BLOCK_TOKENS,
     profile: Profile | None = None,
     price_per_hour: float | None = None,
     tick: Callable[[int, int], None] = lambda rows, tokens: None,
@@ -41,11 +43,12 @@ def survey(
     would.
 
     `free` bytes are what the loaded weights will leave, where `--memory` does not say what may be used. `profile`
-    sizes packs and predicts their time, as in the job. `tick` is called with the rows and prompt tokens of each
-    window, and may raise. Raises what the job raises before it loads weights.
+    sizes packs and predicts their time, as in the job. `window_rows` and `block_tokens` are the job's. `tick` is
+    called with the rows and prompt tokens of each window, and may raise. Raises what the job raises before it loads
+    weights.
     """
     labels = Labels(opened.tokenizer, parse_labels(settings.labels))
-    plans = Alternatives(settings, opened, compression, free=free, profile=profile)
+    plans = Alternatives(settings, opened, compression, free=free, profile=profile, block_tokens=block_tokens)
     found = InputStatistics()
     clock = Clock()
     cut = windows(source, builder, labels, id_column=id_column, max_rows=window_rows, batch_rows=batch_rows)
@@ -64,7 +67,7 @@ def survey(
         prompt_tokens=found.tokens,
         lengths=lengths_of(found.lengths) if found.lengths else None,
         duplicates=found.duplicates(),
-        sharing=found.sharing(),
+        sharing=found.sharing(given=plans.given_tokens),
         limits=plans.limits,
         plans=plans.plans,
         keeps=plans.keeps,

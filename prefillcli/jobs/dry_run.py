@@ -82,6 +82,7 @@ def _run(settings: ScoreSettings, report: DryRunReport, granularity: Granularity
             id_column=settings.id_column,
             batch_rows=granularity.batch_rows,
             window_rows=granularity.window_rows,
+            block_tokens=granularity.block_tokens,
             profile=profile,
             price_per_hour=settings.price_per_hour,
             tick=progress.advance,

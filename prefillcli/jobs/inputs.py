@@ -19,6 +19,7 @@ from prefillcli.models.open import Opened
 from prefillcli.models.samples import sample_model
 from prefillcli.options.groups import JobOptions, LoadingOptions
 from prefillcli.options.score import ScoreSettings
+from prefillcli.plan.blocks import BLOCK_TOKENS
 from prefillcli.redaction import without_secrets
 from prefillcli.runtime.sizes import parse_size
 
@@ -31,6 +32,8 @@ class Granularity:
     window_rows: int = MAX_ROWS
     flush_seconds: float = 15.0
     """Finished rows are written at least this often, between two answers of the engine."""
+    block_tokens: int = BLOCK_TOKENS
+    """A prefix of so many tokens and more is handed from one window to the next."""
 
 
 USUAL = Granularity()

@@ -13,6 +13,7 @@ from prefillcli.data.rows import Int64Array, RowError, ScoredRow, Window
 from prefillcli.errors import Interrupted, ResourceError
 from prefillcli.forecast.remaining_time import RemainingTime
 from prefillcli.jobs.window_scoring import Finished, TokenCounts
+from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Pack
 from prefillcli.runtime.clock import Clock, Phase
 from prefillcli.runtime.progress import Progress
@@ -54,11 +55,13 @@ class Recorder:
         self._drafted = 0.0  # seconds of the draft that the forecast knows of
         self._rows: list[ScoredRow] = []  # finished, but not yet written
         self._errors: dict[int, RowError] = {}
+        self._carried: tuple[CarriedBlock, ...] | None = None
         self._flushed = time.monotonic()
 
     def record(self, window: Window, done: set[int], scored: Iterator[Finished]) -> None:
         """Take in what scoring `window` gives, and write it. Whatever stops the scoring, finished rows are written."""
         self._progress.advance(len(window.errors.keys() - done))
+        self._carried = None
         while True:
             try:
                 finished = next(scored, None)
@@ -71,6 +74,7 @@ class Recorder:
             self._progress.advance(len(finished.errors))
             self._rows += finished.rows
             self._errors |= finished.errors
+            self._carried = self._carried if finished.carried is None else finished.carried
             if finished.rows and time.monotonic() - self._flushed > self._flush_seconds:
                 self._flush(window)
         self._flush(window)
@@ -79,7 +83,7 @@ class Recorder:
         """Write finished rows as a part; the window's own error rows come with its first one."""
         with self._clock.phase("write"):
             self._unchanged(window.rows)  # a part would be reused by a later run under the same fingerprint
-            self._sink.write(window, self._rows, self._errors, temperature=self._temperature)
+            self._sink.write(window, self._rows, self._errors, temperature=self._temperature, carried=self._carried)
         self._rows, self._errors = [], {}
         self._flushed = time.monotonic()
 

@@ -287,6 +287,7 @@ class _ScoreJob:
         options = ScoringOptions(
             labels=inputs.labels,
             schedule=settings.schedule,
+            block_tokens=self._granularity.block_tokens if models.compressor is None else 0,
             audit=AuditDraw(settings.audit, source.selection(), source.count()) if settings.audit else None,
             adjust_threads=(lambda: None) if threads is None else threads.adjust,
         )
@@ -300,7 +301,9 @@ class _ScoreJob:
             compressor = WindowCompressor(
                 models.compressor, models.engine, inputs.labels, auto=auto, methods=sink.counts.tallies.methods
             )
-        return lambda window, done: score_window(window, done, models.engine, compressor, options, recorder)
+        return lambda window, done: score_window(
+            window, done, sink.carried_into(window.index), models.engine, compressor, options, recorder
+        )
 
     def finish_report(self) -> None:
         """Put the numbers of the run into the report."""

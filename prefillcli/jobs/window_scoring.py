@@ -13,6 +13,7 @@ from prefillcli.compress.request import Request
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.rows import ErrorCode, Float64Array, RowError, ScoredRow, Window
 from prefillcli.engines.base import Answer, Engine
+from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Pack
 from prefillcli.plan.plan import packs_to_run
 from prefillcli.runtime.clock import Phase
@@ -44,22 +45,27 @@ class ScoringOptions:
     """How windows are scored.
 
     `audit` says which compressed prompts are read in full as well. `adjust_threads` is called often while something is
-    computed.
+    computed. `block_tokens` as in `make_plan`.
     """
 
     labels: Labels
     schedule: str
+    block_tokens: int = 0
     audit: AuditDraw | None = None
     adjust_threads: Callable[[], None] = lambda: None
 
 
 @dataclass(slots=True)
 class Finished:
-    """Rows of a window that are finished since the last ones, and the tokens that took."""
+    """Rows of a window that are finished since the last ones, and the tokens that took.
+
+    `carried` are the blocks that the window hands to the next one; None where that is not said.
+    """
 
     rows: list[ScoredRow] = field(default_factory=list)
     errors: dict[int, RowError] = field(default_factory=dict)
     tokens: TokenCounts = field(default_factory=TokenCounts)
+    carried: tuple[CarriedBlock, ...] | None = None
 
 
 class Listener(Protocol):
@@ -85,6 +91,7 @@ class Listener(Protocol):
 def score_window(
     window: Window,
     done: set[int],
+    carried: Sequence[CarriedBlock],
     engine: Engine,
     compressor: WindowCompressor | None,
     options: ScoringOptions,
@@ -92,8 +99,9 @@ def score_window(
 ) -> Iterator[Finished]:
     """Score the rows of `window` that are not `done`; what is finished comes as soon as the engine answers.
 
-    Without a `compressor` every prompt is read in full. A row that is read both ways comes when both are answered.
-    The window's own error rows are not repeated. Raises ResourceError if the engine cannot go on.
+    `carried` are the blocks that the window before hands on, whether or not the engine still holds them. Without a
+    `compressor` every prompt is read in full. A row that is read both ways comes when both are answered. The window's
+    own error rows are not repeated. Raises ResourceError if the engine cannot go on.
     """
     requests, finished = _requests(window, done, compressor, options, listener)
     requests, too_large = _fitting(requests, engine.limits.max_tokens)
@@ -102,9 +110,12 @@ def score_window(
     audited = _audited(window, requests, engine, options)
     work = _Work(requests, audited, done)
     with listener.phase("plan"):
-        plan = plan_requests(work.requests, engine.limits, options.schedule)
-        packs = packs_to_run(plan, [i for i, each in enumerate(work.requests) if each.prompt.row in done])
-    finished.errors, finished.tokens.unique = too_large, plan.unique_tokens
+        plan = plan_requests(
+            work.requests, engine.limits, options.schedule, carried=carried, block_tokens=options.block_tokens
+        )
+        at_hand = {pack.block for pack in plan.given if pack.block is not None and engine.holds(pack.block)}
+        packs = packs_to_run(plan, [i for i, each in enumerate(work.requests) if each.prompt.row in done], at_hand)
+    finished.errors, finished.tokens.unique, finished.carried = too_large, plan.unique_tokens, plan.carried
     yield finished
     listener.planned(packs, len(window.rows) - len(done))
     for pack in packs:
@@ -217,11 +228,16 @@ def _score_pack(
     options.adjust_threads()
     listener.pack_begins(pack)
     sets = options.labels.sets
+    # What is computed of a block is counted here, whether or not it is charged to a row of another pack.
+    uncounted = len(pack.tokens) if pack.block is not None else -pack.charged_tokens
     answers = iter(engine.answer(pack, lambda i: sets[work.requests[i].prompt.labels], tick))
     while True:
         with listener.phase("model", waits=engine.waits):
             found = next(answers, None)
         if found is None:
             break
-        yield work.take(found)
+        finished = work.take(found)
+        finished.tokens.computed += uncounted
+        uncounted = 0
+        yield finished
     listener.pack_ends()

@@ -11,9 +11,9 @@ from prefillcli.plan.pack import Pack
 class Account:
     """A prompt's part of a pack.
 
-    `shared_tokens` of its tokens were computed once for several prompts. `computed_tokens` add up to the pack's: a
-    shared token is counted with the first prompt that reads it. `share` is the prompt's part of the pack's time
-    (adds up to 1), a shared token's cost divided among its prompts.
+    `shared_tokens` of its tokens were computed once for several prompts. `computed_tokens` add up to the pack's and
+    its `charged_tokens`: a shared token is counted with the first prompt that reads it. `share` is the prompt's part
+    of the pack's time (adds up to 1), a shared token's cost divided among its prompts.
     """
 
     prompt: int
@@ -31,7 +31,7 @@ def account(pack: Pack) -> list[Account]:
         if pack.parents[node] >= 0:
             below[pack.parents[node]] += below[node]
     lengths = [b - a for a, b in zip(pack.offsets[:-1], pack.offsets[1:], strict=True)]
-    further = {node for index, node in pack.keep if index == pack.index}  # later packs' prompts share them too
+    further = pack.kept_nodes  # later packs' prompts share them too
     shared = [0] * len(below)  # tokens from the root to the node that several prompts share
     fair = [0.0] * len(below)
     for node, parent in enumerate(pack.parents):
@@ -40,6 +40,7 @@ def account(pack: Pack) -> list[Account]:
         shared[node] = inherited[0] + (lengths[node] if below[node] > 1 or node in further else 0)
         fair[node] = inherited[1] + lengths[node] / max(below[node], 1)
     charged: set[int] = set()
+    charged_above: set[int] = set()  # held nodes
     accounts = []
     for node, prompts in pack.reads:
         for prompt in prompts:
@@ -48,6 +49,10 @@ def account(pack: Pack) -> list[Account]:
             while step >= 0 and step not in charged:
                 charged.add(step)
                 computed += lengths[step]
+                if pack.parents[step] < 0:
+                    above = [number for number in pack.attach[step] if pack.held[number].charged]
+                    computed += sum(pack.held[number].length for number in above if number not in charged_above)
+                    charged_above.update(above)
                 step = pack.parents[step]
             accounts.append(Account(prompt, shared[node], computed, fair[node] / len(pack.tokens)))
     return accounts

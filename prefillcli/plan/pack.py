@@ -7,16 +7,9 @@ them once more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from prefillcli.plan.queue import Queue
-from prefillcli.plan.trie import TokenArray, TrieNode
-
-HELD_PACKS = 16
-"""Packs after which nothing is held and shared prefixes are computed again: what a resumed run may have to repeat."""
+from prefillcli.plan.trie import TokenArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +29,24 @@ class Limits:
     read_tokens: int | None = None
 
 
+Key = tuple[int, int] | str
+"""What K,V are held by: the pack that computed a node and its number there, or the key of a block."""
+
+
 @dataclass(frozen=True, slots=True)
 class Held:
     """A node whose K,V come from an earlier pack: `length` tokens, with `start` tokens before them on their path.
 
-    `key` names the pack that computed it and its number there.
+    They are those from `offset` on of what is kept under `key`; the pack of number `pack` computes that. Tokens that
+    are `charged` were computed for the first prompt here that reads them.
     """
 
-    key: tuple[int, int]
+    key: Key
+    pack: int
     start: int
     length: int
+    offset: int = 0
+    charged: bool = False
 
 
 @dataclass(slots=True)
@@ -67,8 +68,10 @@ class Pack:
     attach: list[tuple[int, ...]]
     reads: list[tuple[int, tuple[int, ...]]]
     held: tuple[Held, ...] = ()
-    keep: frozenset[tuple[int, int]] = frozenset()
+    keep: frozenset[Key] = frozenset()
     """Keys of the nodes, held or its own, whose K,V later packs hold."""
+    block: str | None = None
+    """The key of the block that is computed here, as the only node; then nothing is read."""
 
     @property
     def prompts(self) -> list[int]:
@@ -81,167 +84,19 @@ class Pack:
         return sum(node.length for node in self.held)
 
     @property
+    def charged_tokens(self) -> int:
+        """Tokens of earlier packs that are charged to prompts of this one."""
+        return sum(node.length for node in self.held if node.charged)
+
+    @property
     def needs(self) -> set[int]:
-        """The packs that computed what is held."""
-        return {node.key[0] for node in self.held}
+        """The packs that compute what is held."""
+        return {node.pack for node in self.held}
 
-
-def cut_packs(
-    queue: Queue, prompts: Sequence[TokenArray], limits: Limits, positions: Sequence[TokenArray | None]
-) -> list[Pack]:
-    """Fill packs with the prompts of the queue as they come. `positions` as in `make_plan`.
-
-    Every prompt is answered in exactly one pack. A prompt longer than `limits.tokens` gets a pack of its own; the
-    caller keeps out prompts longer than `limits.max_tokens`. Between packs the prefix cache keeps nodes that waiting
-    prompts begin with, those used last before others.
-    """
-    return _Cutter(queue, prompts, limits, positions).cut()
-
-
-class _OpenPack:
-    """A pack being filled."""
-
-    def __init__(self, held: Sequence[TrieNode] = ()) -> None:
-        self.held = {id(node): node for node in held}
-        self.held_tokens = sum(node.length for node in held)
-        self.added: dict[int, TrieNode] = {}
-        self.ends: list[TrieNode] = []
-        self.tokens = 0
-        self.read_tokens = 0
-
-    def missing(self, path: Sequence[TrieNode]) -> list[TrieNode]:
-        """The nodes of a path to compute: its end in any case, since K,V alone give no answer."""
-        *above, end = path
-        nodes = [node for node in above if id(node) not in self.added and id(node) not in self.held]
-        return nodes if id(end) in self.added else [*nodes, end]
-
-    def add(self, path: Sequence[TrieNode]) -> list[TrieNode]:
-        """Take a prompt in; returns the nodes that are computed for it."""
-        new = self.missing(path)
-        self.added.update((id(node), node) for node in new)
-        self.ends.append(path[-1])
-        self.tokens += sum(node.length for node in new)
-        self.read_tokens += path[-1].end
-        return new
-
-
-class _Cutter:
-    def __init__(
-        self,
-        queue: Queue,
-        prompts: Sequence[TokenArray],
-        limits: Limits,
-        positions: Sequence[TokenArray | None],
-    ) -> None:
-        self._queue = queue
-        self._prompts = prompts
-        self._limits = limits
-        self._positions = positions
-        self._packs: list[Pack] = []
-        self._open = _OpenPack()
-        self._used: dict[int, int] = {}  # id(node) -> when a prompt used it last, counted in prompts
-        self._keys: dict[int, tuple[int, int]] = {}  # id(node) -> the pack that computed it last, and its number there
-
-    def cut(self) -> list[Pack]:
-        taken = 0
-        while self._queue:
-            path = _path(self._queue.next())
-            if self._open.added and not self._fits(path):
-                path = self._begin_pack()
-            self._queue.take()
-            self._queue.computed(self._open.add(path))
-            taken += 1
-            self._used.update((id(node), taken) for node in path)
-        if self._open.added:
-            self._packs.append(self._pack([]))
-        return self._packs
-
-    def _fits(self, path: Sequence[TrieNode]) -> bool:
-        filled, limits = self._open, self._limits
-        if limits.read_tokens is not None and filled.read_tokens + path[-1].end > limits.read_tokens:
-            return False
-        tokens = filled.tokens + sum(node.length for node in filled.missing(path))
-        # Room for what is held now, and for this path behind it.
-        held = min(max(filled.held_tokens, path[-1].start), limits.held_tokens)
-        return tokens <= limits.tokens and tokens + held * limits.held_cost <= limits.max_tokens
-
-    def _begin_pack(self) -> list[TrieNode]:
-        """Close the pack; return the path that the new one begins with."""
-        keep = self._cache()
-        self._queue.held(keep)
-        path = _path(self._queue.next())  # with other nodes at hand it may be another one
-        while keep and not self._fits_alone(path, keep):
-            keep.remove(next((node for node in reversed(keep) if node not in path), keep[-1]))
-        self._queue.held(keep)
-        self._packs.append(self._pack(keep))
-        self._open = _OpenPack(keep)
-        return path
-
-    def _cache(self) -> list[TrieNode]:
-        """The nodes whose K,V stay: the most recently used first, parents before their children."""
-        limits, filled = self._limits, self._open
-        if len(self._packs) % HELD_PACKS == HELD_PACKS - 1:
-            return []
-        room = float(limits.held_tokens)
-        if limits.held_cost:
-            room = min(room, (limits.max_tokens - filled.tokens) / limits.held_cost)
-        useful = [node for node in (filled.held | filled.added).values() if self._queue.awaits(node)]
-        useful.sort(key=lambda node: (-self._used[id(node)], node.start))
-        keep: list[TrieNode] = []
-        kept: set[int] = set()
-        for node in useful:
-            if node.length <= room and (node.parent is None or id(node.parent) in kept):
-                keep.append(node)
-                kept.add(id(node))
-                room -= node.length
-        return keep
-
-    def _fits_alone(self, path: Sequence[TrieNode], held: Sequence[TrieNode]) -> bool:
-        filled = _OpenPack(held)
-        tokens = sum(node.length for node in filled.missing(path))
-        return tokens + filled.held_tokens * self._limits.held_cost <= self._limits.max_tokens
-
-    def _pack(self, keep: Sequence[TrieNode]) -> Pack:
-        filled, index = self._open, len(self._packs)
-        nodes = sorted(filled.added.values(), key=self._queue.number)
-        numbers = {id(node): number for number, node in enumerate(nodes)}
-        held_numbers = {name: number for number, name in enumerate(filled.held)}
-        held = tuple(Held(self._keys[name], node.start, node.length) for name, node in filled.held.items())
-        self._keys.update((id(node), (index, number)) for number, node in enumerate(nodes))
-        parents, attach = [], []
-        for node in nodes:
-            # A held node may be computed again for a prompt that ends there. What is below it reads the held one: the
-            # nodes of the pack that do so already need not follow it.
-            inside = node.parent is not None and id(node.parent) in numbers and id(node.parent) not in filled.held
-            parents.append(numbers[id(node.parent)] if inside else -1)
-            above = [] if inside or node.parent is None else _path(node.parent)
-            attach.append(tuple(held_numbers[id(each)] for each in above))
-        offsets = [0]
-        for node in nodes:
-            offsets.append(offsets[-1] + node.length)
-        return Pack(
-            index=index,
-            tokens=np.concatenate([self._prompts[node.prompt][node.start : node.end] for node in nodes]),
-            positions=np.concatenate([_positions(node, self._positions[node.prompt]) for node in nodes]),
-            offsets=offsets,
-            starts=[node.start for node in nodes],
-            parents=parents,
-            attach=attach,
-            reads=[(numbers[id(end)], tuple(end.ending)) for end in filled.ends],
-            held=held,
-            keep=frozenset(self._keys[id(node)] for node in keep),
-        )
-
-
-def _path(node: TrieNode) -> list[TrieNode]:
-    """The node and its ancestors, root first."""
-    path = [node]
-    while path[-1].parent is not None:
-        path.append(path[-1].parent)
-    return path[::-1]
-
-
-def _positions(node: TrieNode, positions: TokenArray | None) -> TokenArray:
-    if positions is None:
-        return np.arange(node.start, node.end, dtype=np.int32)
-    return positions[node.start : node.end]
+    @property
+    def kept_nodes(self) -> dict[int, Key]:
+        """The pack's own nodes whose K,V later packs hold, with their keys."""
+        if self.block is not None:
+            return {0: self.block}
+        own = (key for key in self.keep if not isinstance(key, str))
+        return {key[1]: key for key in own if key[0] == self.index}

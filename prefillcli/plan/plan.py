@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
 
-from prefillcli.plan.pack import Limits, Pack, cut_packs
+from prefillcli.plan.blocks import (
+    NO_COVER,
+    CarriedBlock,
+    Cover,
+    WindowBlocks,
+    cover_nodes,
+    find_blocks,
+    order_siblings,
+    shared_ends,
+)
+from prefillcli.plan.cutter import cut_packs, given_packs
+from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.queue import Queue
 from prefillcli.plan.trie import (
     KeyArray,
     TokenArray,
+    TrieNode,
     build_forest,
     dissolve_small_nodes,
     forest_tokens,
@@ -22,11 +35,15 @@ from prefillcli.plan.trie import (
 class Plan:
     """Packs of a window, in the order they run, and what they share.
 
-    `unique_tokens` is the size of the trie of all prompts: the least that any order must compute.
+    `unique_tokens` is the size of the trie of all prompts without what is given: the least that must be computed.
+    `given` are the packs of the blocks that the window before has handed on, which run only if their K,V are lost.
+    `carried` are the blocks that are handed to the next window.
     """
 
     packs: list[Pack]
     unique_tokens: int
+    given: list[Pack] = field(default_factory=list)
+    carried: tuple[CarriedBlock, ...] = ()
 
     @property
     def computed_tokens(self) -> int:
@@ -38,6 +55,9 @@ def make_plan(
     limits: Limits,
     schedule: str = "prefix-tree",
     positions: Sequence[TokenArray | None] | None = None,
+    *,
+    carried: Sequence[CarriedBlock] = (),
+    block_tokens: int = 0,
 ) -> Plan:
     """Plan `prompts` (token ids each) under `limits`, in the order of one of the `SCHEDULES`.
 
@@ -45,33 +65,81 @@ def make_plan(
     `fifo` keeps the order given, `srjf` takes short prompts first, `srjf-calibrated` those with the fewest tokens that
     are not at hand: computed in the same pack, or held in the prefix cache. `positions` are ascending, one for each
     token of a prompt; None where they count from 0. Tokens are shared only at the same positions.
+
+    `carried` are the blocks that the plan of the window before carries. A prefix of `block_tokens` and more at this
+    window's end is cut into blocks; with 0 there are none.
     """
-    return next(make_plans(prompts, [(schedule, limits)], positions))
+    return next(make_plans(prompts, [(schedule, limits)], positions, carried=[carried], block_tokens=block_tokens))
 
 
 def make_plans(
     prompts: Sequence[TokenArray],
     cases: Iterable[tuple[str, Limits]],
     positions: Sequence[TokenArray | None] | None = None,
+    *,
+    carried: Iterable[Sequence[CarriedBlock]] = repeat(()),
+    block_tokens: int = 0,
 ) -> Iterator[Plan]:
-    """The plan of `make_plan` with each schedule and limits; what the prompts share is looked for once."""
+    """The plan of `make_plan` with each schedule and limits, and of each the blocks that are `carried` there.
+
+    What the prompts share is looked for once.
+    """
     positions = positions or [None] * len(prompts)
-    keys: Sequence[KeyArray] = prompts
-    if any(own is not None for own in positions):
-        keys = [keys_with_positions(tokens, own) for tokens, own in zip(prompts, positions, strict=True)]
-    forest = build_forest(keys, token_order(keys))
-    unique = forest_tokens(forest)
-    forest = dissolve_small_nodes(forest)
-    for schedule, limits in cases:
-        yield Plan(cut_packs(Queue(forest, schedule), prompts, limits, positions), unique)
+    window = _Prompts(prompts, positions)
+    for (schedule, limits), before in zip(cases, carried, strict=False):
+        blocks = window.blocks(limits, before, block_tokens)
+        roots, cover = window.forest(blocks)
+        given = given_packs(blocks.given, prompts, positions)
+        packs = cut_packs(Queue(roots, schedule), prompts, limits, positions, cover)
+        unique = window.unique_tokens - sum(len(pack.tokens) for pack in given)
+        yield Plan(packs, unique, given, tuple((block.end, block.key) for block in blocks.carried))
 
 
-def packs_to_run(plan: Plan, done: Iterable[int]) -> list[Pack]:
-    """The packs a resumed run still needs: those with a prompt not in `done`, and those whose K,V they hold."""
+def packs_to_run(plan: Plan, done: Iterable[int], at_hand: Container[str | None] = ()) -> list[Pack]:
+    """The packs a run still needs: those with a prompt not in `done`, and those whose K,V they hold.
+
+    Given blocks whose keys are `at_hand` are not computed again.
+    """
     finished = set(done)
     wanted: set[int] = set()
-    for pack in reversed(plan.packs):
+    packs = [*(pack for pack in plan.given if pack.block not in at_hand), *plan.packs]
+    for pack in reversed(packs):
         if pack.index in wanted or not finished.issuperset(pack.prompts):
             wanted.add(pack.index)
             wanted.update(pack.needs)
-    return [pack for pack in plan.packs if pack.index in wanted]
+    return [pack for pack in packs if pack.index in wanted]
+
+
+class _Prompts:
+    """The prompts of a window and what they share, looked for once for each set of blocks."""
+
+    def __init__(self, prompts: Sequence[TokenArray], positions: Sequence[TokenArray | None]) -> None:
+        self._prompts = prompts
+        self._positions = positions
+        self._keys: Sequence[KeyArray] = prompts
+        if any(own is not None for own in positions):
+            self._keys = [keys_with_positions(tokens, own) for tokens, own in zip(prompts, positions, strict=True)]
+        self._order = token_order(self._keys)
+        roots = build_forest(self._keys, self._order)
+        self.unique_tokens = forest_tokens(roots)
+        self._shared = shared_ends(roots, self._keys, len(prompts) - 1) if prompts else []
+        self._forests = {NO_COVER.blocks.ends: (dissolve_small_nodes(roots), NO_COVER)}
+
+    def blocks(self, limits: Limits, carried: Sequence[CarriedBlock], block_tokens: int) -> WindowBlocks:
+        """The blocks that fit the limits together with any one prompt."""
+        if not block_tokens or not limits.held_tokens or not self._prompts:
+            return WindowBlocks()
+        room = float(limits.held_tokens)
+        if limits.held_cost:
+            room = min(room, (limits.max_tokens - max(map(len, self._prompts))) / limits.held_cost)
+        return find_blocks(self._prompts, self._positions, self._shared, int(room), carried, block_tokens)
+
+    def forest(self, blocks: WindowBlocks) -> tuple[list[TrieNode], Cover]:
+        """The forest with small nodes dissolved, split at the ends of the blocks."""
+        if blocks.ends not in self._forests:
+            roots = build_forest(self._keys, self._order)
+            cover = cover_nodes(roots, self._keys, blocks)
+            roots = dissolve_small_nodes(roots, fixed=cover.nodes)
+            order_siblings(roots, cover)
+            self._forests[blocks.ends] = roots, cover
+        return self._forests[blocks.ends]

@@ -8,7 +8,7 @@ that this order offers (each prompt with the one before it).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,7 +85,8 @@ def build_forest(prompts: Sequence[KeyArray], order: Sequence[int]) -> list[Trie
         while path and path[-1].start >= shared:
             path.pop()
         if path and path[-1].end > shared:
-            path[-1] = _split(path[-1], shared, roots)
+            parent = path[-1].parent
+            path[-1] = split_node(path[-1], shared, parent.children if parent else roots)
         if shared < len(tokens):
             node = TrieNode(number, shared, len(tokens), path[-1] if path else None)
             (path[-1].children if path else roots).append(node)
@@ -95,11 +96,10 @@ def build_forest(prompts: Sequence[KeyArray], order: Sequence[int]) -> list[Trie
     return roots
 
 
-def _split(node: TrieNode, at: int, roots: list[TrieNode]) -> TrieNode:
-    """Cut `node` at token position `at`; return the new upper part, which takes the node's place."""
+def split_node(node: TrieNode, at: int, siblings: list[TrieNode], place: int = -1) -> TrieNode:
+    """Cut `node`, which is `siblings[place]`, at token position `at`; return the upper part, which takes its place."""
     upper = TrieNode(node.prompt, node.start, at, node.parent, [node])
-    siblings = node.parent.children if node.parent else roots
-    siblings[-1] = upper  # the path holds last children only
+    siblings[place] = upper
     node.start = at
     node.parent = upper
     return upper
@@ -116,8 +116,12 @@ def forest_tokens(roots: Sequence[TrieNode]) -> int:
     return total
 
 
-def dissolve_small_nodes(roots: list[TrieNode], share: float = DISSOLVE_SHARE) -> list[TrieNode]:
+def dissolve_small_nodes(
+    roots: list[TrieNode], share: float = DISSOLVE_SHARE, fixed: Container[int] = ()
+) -> list[TrieNode]:
     """Give the cheapest inner nodes' tokens back to their children, for at most `share` more tokens in all.
+
+    Nodes whose id() is in `fixed` stay.
 
     Prompts overlap by chance in a few tokens; every such node is one more attention call for each of its
     descendants. Dissolving the node costs `length * (branches - 1)` more tokens.
@@ -132,7 +136,7 @@ def dissolve_small_nodes(roots: list[TrieNode], share: float = DISSOLVE_SHARE) -
 
     def push(node: TrieNode) -> None:
         nonlocal serial
-        if node.children:
+        if node.children and id(node) not in fixed:
             serial += 1
             heapq.heappush(heap, (cost(node), serial, node))
 

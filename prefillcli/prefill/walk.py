@@ -8,7 +8,7 @@ position encoding) and after its last (norm, head) is the model's own forward wi
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from prefillcli.plan.pack import Pack
+from prefillcli.plan.pack import Held, Key, Pack
 from prefillcli.prefill.attention import longest_batched
 from prefillcli.prefill.exits import ExitRule, remainder
 from prefillcli.prefill.forest import ForestAttention, KeysStored, UnsupportedModelError, WatchedLayer
@@ -100,7 +100,7 @@ class LayerWalk:
         self._decoder = decoder
         self._recording: Recording | None = None
         self._injected: Tensor | None = None
-        self._held: list[dict[tuple[int, int], KeyValue]] = [{} for _ in self._own_layers]  # by `Held.key`
+        self._held: list[dict[Key, KeyValue]] = [{} for _ in self._own_layers]  # by `Held.key`
         self._offload_held = offload_held
         self.windows: set[int] = set()  # sliding windows that layers have asked for so far
 
@@ -119,6 +119,8 @@ class LayerWalk:
         it may raise to stop the walk. K,V that later packs hold are kept for them. Reads that the rule `exits`
         lets leave early get no logits.
         """
+        for cache in self._held:  # what another plan has left is not in this one's account of memory
+            _drop_others(cache, pack.keep | {node.key for node in pack.held})
         state, hidden = self.begin(pack), None
         with ForestAttention(pack.held_tokens + len(pack.tokens)) as attention:
             for index, layer in self.through_layers(state, attention, tick):
@@ -131,6 +133,10 @@ class LayerWalk:
             self.windows |= attention.windows
         if hidden is not None:
             yield from self.logits(hidden)
+
+    def holds(self, key: Key) -> bool:
+        """Whether the K,V of all layers are kept under this key."""
+        return all(key in cache for cache in self._held)
 
     @torch.inference_mode()
     def watch(
@@ -166,7 +172,7 @@ class LayerWalk:
             if not state.chunks:
                 return
             with self.layers.use(index) as layer:
-                attention.start_layer([self._held[index][node.key] for node in state.pack.held])
+                attention.start_layer([self._held_part(index, node) for node in state.pack.held])
                 self.through_layer(state, index, layer, attention, tick)
                 yield index, layer
 
@@ -256,7 +262,7 @@ class LayerWalk:
             return
         if not set(going) <= set(state.reads):
             raise ValueError("an exit rule lets reads go on that have left")
-        kept = [bisect_left(state.nodes, node) for number, node in pack.keep if number == pack.index]
+        kept = [bisect_left(state.nodes, node) for node in pack.kept_nodes]
         left = remainder(state.pack, [bisect_left(state.reads, read) for read in going], kept)
         state.reads, state.pack = going, left.pack
         gone = len(state.tokens) - len(left.tokens)
@@ -264,7 +270,7 @@ class LayerWalk:
             return  # prompts that others begin with
         if not left.nodes:
             for cache in self._held[index + 1 :]:  # of the layers that are not computed
-                _drop_others(cache, pack)
+                _drop_others(cache, pack.keep)
         state.nodes = [state.nodes[node] for node in left.nodes]
         state.tokens, state.tree = state.tokens[torch.as_tensor(left.tokens)], Tree(left.pack)
         state.chunks, state.calls = self._chunks(state.tree, len(left.tokens)), []
@@ -330,20 +336,25 @@ class LayerWalk:
     def _hold(self, index: int, pack: Pack, state: WalkState, attention: ForestAttention) -> None:
         """Keep this layer's K,V of the nodes of `pack` that later packs hold; drop the others."""
         cache = self._held[index]
-        _drop_others(cache, pack)
+        _drop_others(cache, pack.keep)
         place = torch.device("cpu") if self._offload_held else self.device
         keys, values = attention.keys_values
-        for pack_index, node in pack.keep:
-            if pack_index == pack.index:
-                at = bisect_left(state.nodes, node)
-                first, last = (pack.held_tokens + state.tree.offsets[each] for each in (at, at + 1))
-                cache[pack_index, node] = (
-                    keys[:, :, first:last].to(place, copy=True),
-                    values[:, :, first:last].to(place, copy=True),
-                )
+        for node, key in pack.kept_nodes.items():
+            at = bisect_left(state.nodes, node)
+            first, last = (pack.held_tokens + state.tree.offsets[each] for each in (at, at + 1))
+            cache[key] = (
+                keys[:, :, first:last].to(place, copy=True),
+                values[:, :, first:last].to(place, copy=True),
+            )
+
+    def _held_part(self, index: int, node: Held) -> KeyValue:
+        """This layer's K,V of a held node."""
+        part = slice(node.offset, node.offset + node.length)
+        keys, values = self._held[index][node.key]
+        return keys[:, :, part], values[:, :, part]
 
 
-def _drop_others(cache: dict[tuple[int, int], KeyValue], pack: Pack) -> None:
-    """Drop what no later pack holds."""
-    for key in cache.keys() - pack.keep:
+def _drop_others(cache: dict[Key, KeyValue], keep: Set[Key]) -> None:
+    """Drop what is not to be kept."""
+    for key in cache.keys() - keep:
         del cache[key]

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from prefillcli.forecast.replay_results import OFFLINE
-from prefillcli.plan.pack import Limits, cut_packs
+from prefillcli.plan.cutter import cut_packs
+from prefillcli.plan.pack import Limits
 from prefillcli.plan.queue import Queue
 from prefillcli.plan.shortest_job import shortest_job
 from prefillcli.plan.trie import TrieNode

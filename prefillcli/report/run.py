@@ -32,7 +32,7 @@ class Tokens(BaseModel):
 
     prompt: int = 0
     shared: int = 0  # prompt tokens that were computed once for several rows
-    unique: int = 0  # of the trie of each window's prompts: the least that can be computed
+    unique: int = 0  # of the trie of each window's prompts, without what the window before hands on: the least
     computed: int = 0
     kept: int = 0
     draft: int = 0  # computed by the draft

@@ -63,7 +63,7 @@ class Sharing(BaseModel):
     """What prompts have in common at their start; windows of rows are looked at one by one, as they are scored."""
 
     windows: int = 0
-    unique_tokens: int = 0  # of the windows' tries
+    unique_tokens: int = 0  # of the windows' tries, without what the window before hands on
     levels: list[SharedLevel] = Field(default_factory=list)
     largest: list[SharedPrefix] = Field(default_factory=list)  # those that save most
 

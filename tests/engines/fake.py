@@ -73,6 +73,9 @@ class FakeEngine:
                 answers = []
         yield answers
 
+    def holds(self, block: str) -> bool:
+        return False
+
     def close(self) -> None:
         pass
 

@@ -30,6 +30,10 @@ _PATIENCE = 60.0
 _REACHED = "reached"
 
 
+SMALL = Granularity(batch_rows=10, window_rows=20)
+"""Windows of 20 rows and more, where batches have 10."""
+
+
 @dataclass(frozen=True)
 class Hold:
     """Never go beyond the `call`th call of a function, among those whose last argument ends in `ending`."""
@@ -42,13 +46,19 @@ class Hold:
 class Command:
     """`prefill` with these arguments in another process, every pack flushed when it is done.
 
-    `seconds_per_pack` slows it down.
+    `seconds_per_pack` slows it down. `block_tokens` as in `Granularity`.
     """
 
-    def __init__(self, *arguments: object, hold: Hold | None = None, seconds_per_pack: float = 0.0) -> None:
+    def __init__(
+        self,
+        *arguments: object,
+        hold: Hold | None = None,
+        seconds_per_pack: float = 0.0,
+        block_tokens: int = SMALL.block_tokens,
+    ) -> None:
         Path(_REACHED).unlink(missing_ok=True)
         words = [str(argument) for argument in arguments]
-        self._process = _CONTEXT.Process(target=_run, args=(words, os.getcwd(), hold, seconds_per_pack))
+        self._process = _CONTEXT.Process(target=_run, args=(words, os.getcwd(), hold, seconds_per_pack, block_tokens))
         self._process.start()
 
     def wait_until_held(self) -> None:
@@ -78,12 +88,15 @@ class Command:
         assert self.end() == -signal.SIGKILL
 
 
-SMALL = Granularity(batch_rows=10, window_rows=20)
-
-
-def cut_small_windows(monkeypatch: pytest.MonkeyPatch, *, flush_seconds: float = SMALL.flush_seconds) -> None:
+def cut_small_windows(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    flush_seconds: float = SMALL.flush_seconds,
+    block_tokens: int = SMALL.block_tokens,
+) -> None:
     """`SMALL` windows for `tests.score.jobs.score`, flushed after so many seconds."""
-    monkeypatch.setattr("tests.score.jobs.granularity", replace(SMALL, flush_seconds=flush_seconds))
+    small = replace(SMALL, flush_seconds=flush_seconds, block_tokens=block_tokens)
+    monkeypatch.setattr("tests.score.jobs.granularity", small)
 
 
 def flush_often(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,13 +104,13 @@ def flush_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.score.jobs.granularity", replace(jobs.granularity, flush_seconds=0.0))
 
 
-def _run(arguments: list[str], folder: str, hold: Hold | None, seconds_per_pack: float) -> None:
+def _run(arguments: list[str], folder: str, hold: Hold | None, seconds_per_pack: float, block_tokens: int) -> None:
     os.chdir(folder)
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     changes = pytest.MonkeyPatch()
-    finely = partial(score_job, granularity=replace(SMALL, flush_seconds=0.0))
+    finely = partial(score_job, granularity=replace(SMALL, flush_seconds=0.0, block_tokens=block_tokens))
     changes.setattr("prefillcli.jobs.score.score_job", finely)
     if seconds_per_pack:
         _slow_down(changes, seconds_per_pack)

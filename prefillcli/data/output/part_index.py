@@ -23,6 +23,7 @@ class _WindowParts:
         self.rows = rows
         self.numbers: list[int] = []
         self.written = 0
+        self.carried: list[tuple[int, str]] = []
 
     @property
     def whole(self) -> bool:
@@ -51,6 +52,8 @@ class PartIndex:
         window = self._windows.setdefault(info.window, _WindowParts(info.window_rows))
         window.numbers.append(info.number)
         window.written += info.counts.total
+        if info.carried is not None:
+            window.carried = info.carried
         self.next_sequence = max(self.next_sequence, info.sequence + 1)
         self.counts.add(info.counts)
         for name, kinds in info.kinds.items():
@@ -71,6 +74,11 @@ class PartIndex:
                 rows.update(self._read(window, [ROW])[ROW].to_pylist())
             self._current = (window, rows)
         return set(self._current[1])
+
+    def carried(self, window: int) -> list[tuple[int, str]]:
+        """The blocks that a window hands to the next one."""
+        found = self._windows.get(window)
+        return list(found.carried) if found else []
 
     def holds(self, window: int, rows: Int64Array) -> bool:
         """Whether every row of a window of the input, which has these rows, is in its parts.

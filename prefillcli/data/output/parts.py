@@ -61,6 +61,8 @@ class PartInfo:
     counts: Counts
     kinds: dict[str, str] = field(default_factory=dict)
     """Of every JSON column which kinds of values it holds (see json_columns)."""
+    carried: list[tuple[int, str]] | None = None
+    """The blocks that the window hands to the next one (see `prefillcli.plan.blocks`); None if not known then."""
 
     @property
     def name(self) -> str:
@@ -114,6 +116,8 @@ def read_part(store: Store, name: str, columns: Sequence[str] | None = None) -> 
         content["job"] = Job.of_json(content["job"])
         content["window_rows"] = WindowRows(**content["window_rows"])
         content["counts"] = Counts.of_json(content["counts"])
+        if (carried := content.get("carried")) is not None:
+            content["carried"] = [(end, key) for end, key in carried]
         info = PartInfo(**content)
     except DamagedFileError as error:
         raise DamagedFileError(f"{store.location}/{name} is damaged: {error}") from None

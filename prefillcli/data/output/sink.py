@@ -130,6 +130,10 @@ class Sink:
         """Numbers of the rows of a window that are in its parts."""
         return self._parts.rows(window)
 
+    def carried_into(self, window: int) -> list[tuple[int, str]]:
+        """The blocks that were written with the window before."""
+        return self._parts.carried(window - 1)
+
     def finished(self, window: int, rows: Int64Array) -> bool:
         """Whether every row of a window is in its parts; for `windows(skip=...)`.
 
@@ -138,9 +142,17 @@ class Sink:
         return self.complete or self._parts.holds(window, rows)
 
     def write(
-        self, window: Window, results: Sequence[ScoredRow], errors: dict[int, RowError], *, temperature: float
+        self,
+        window: Window,
+        results: Sequence[ScoredRow],
+        errors: dict[int, RowError],
+        *,
+        temperature: float,
+        carried: Sequence[tuple[int, str]] | None = None,
     ) -> None:
         """Write rows of a window as one part, safe on disk when this returns.
+
+        `carried` are the blocks that the window hands to the next one, if that is known.
 
         The window's own error rows come with its first part. Rows that are written already are left out;
         when the output is complete, that is all of them. Raises OutputBusyError if the lock was taken away.
@@ -165,6 +177,7 @@ class Sink:
             number=self._parts.next_number(window.index),
             window_rows=WindowRows.of(window.rows),
             counts=schema.count(Counts(), rows),
+            carried=None if carried is None else list(carried),
             kinds={name: kinds_of(rows[name]) for name in schema.carried.names} if schema.json_carried else {},
         )
         parts.write_part(self.work, info, rows)
