@@ -14,11 +14,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.methods import layer_walk, plan_for
+from benchmarks.methods import layer_walk, plan_for, windowed_walk
 from benchmarks.models import SHAPES, random_llama
+from benchmarks.spread import Spread
 from benchmarks.workloads import short_rows
 from prefillcli.bench.measure import interleaved
 from prefillcli.models.flops import answer_flops, walk_flops
+from prefillcli.plan.blocks import BLOCK_TOKENS
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plans
 from prefillcli.plan.schedules import SCHEDULES
@@ -136,6 +138,39 @@ def operators(
     print(watched.key_averages().table(sort_by="self_cpu_time_total", row_limit=20))
     plan = plan_for(network, prompts)
     print(f"{(walk_flops(network.config, plan) + answer_flops(network.config, plan)) / 1e12:.2f} TFLOP")
+
+
+@app.command()
+def windows(
+    document: int = 4_000,
+    questions: int = 400,
+    question: int = 40,
+    rows: Annotated[int, typer.Option(help="In a window.")] = 50,
+    rounds: int = 3,
+    dtype: str = "bfloat16",
+) -> None:
+    """One document with many questions, in windows that share its prefix or do not: 25M, rows/s and tokens."""
+    network = random_llama("25M", getattr(torch, dtype))
+    prompts = prompts_with_histories(1, questions, document, question, network.config.vocab_size)
+    cut = [prompts[at : at + rows] for at in range(0, questions, rows)]
+    ways: dict[str, tuple[list[list[TokenArray]], int]] = {
+        "one window": ([prompts], 0),
+        "one window, blocks": ([prompts], BLOCK_TOKENS),
+        f"windows of {rows}": (cut, 0),
+        f"windows of {rows}, blocks": (cut, BLOCK_TOKENS),
+    }
+    computed: dict[str, int] = {}
+
+    def walk(name: str) -> None:
+        computed[name] = windowed_walk(network, *ways[name])
+
+    seconds = interleaved({name: partial(walk, name) for name in ways}, rounds)
+    table = Table("way", "rows/s", "tokens computed", "over the file's unique ones")
+    unique = plan_for(network, prompts).unique_tokens
+    for name, each in seconds.items():
+        rates = Spread.of([questions / s for s in each])
+        table.add_row(name, str(rates), f"{computed[name]:,}", f"{computed[name] / unique:.3f}")
+    Console(width=120).print(table)
 
 
 @app.command()

@@ -15,8 +15,9 @@ from prefillcli.compress.worth import WorthCompressing
 from prefillcli.data.rows import Prompt
 from prefillcli.engines.hf import last_logits
 from prefillcli.models.law import CHUNK_TOKENS, PACK_TOKENS
+from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Limits
-from prefillcli.plan.plan import Plan, make_plan
+from prefillcli.plan.plan import Plan, make_plan, packs_to_run
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ATTENTION
 from prefillcli.prefill.walk import LayerWalk
@@ -54,6 +55,28 @@ def layer_walk(
     finally:
         walk.close()
     return torch.stack([rows[n] for n in range(len(prompts))])
+
+
+def windowed_walk(model: PreTrainedModel, windows: Sequence[Sequence[TokenArray]], block_tokens: int) -> int:
+    """Plan and walk window by window, with memory to spare; the tokens that were computed. 0: no blocks are shared."""
+    model.set_attn_implementation(ATTENTION)
+    kind = model.get_input_embeddings().weight.device.type
+    limits = Limits(PACK_TOKENS[kind], 1 << 30, held_tokens=1 << 30)
+    walk = LayerWalk(model, chunk_tokens=CHUNK_TOKENS[kind])
+    computed = 0
+    carried: tuple[CarriedBlock, ...] = ()
+    try:
+        for prompts in windows:
+            plan = make_plan(prompts, limits, carried=carried, block_tokens=block_tokens)
+            at_hand = {pack.block for pack in plan.given if pack.block is not None and walk.holds(pack.block)}
+            for pack in packs_to_run(plan, (), at_hand):
+                for _ in walk.read_logits(pack):
+                    pass
+                computed += len(pack.tokens)
+            carried = plan.carried
+    finally:
+        walk.close()
+    return computed
 
 
 def compressor_for(draft: PreTrainedModel, settings: Compression) -> Compressor:

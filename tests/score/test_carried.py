@@ -117,8 +117,7 @@ def test_a_window_whose_part_is_lost_is_scored_again_as_before(model: Path, whol
     assert rows_of() == whole
     tokens = read_report()["tokens"]
     lost = sum(row["computed_tokens"] for row in whole[20:60])
-    assert tokens["computed"] > lost  # the blocks that window 1 was given
-    assert tokens["computed"] < lost + 150
+    assert lost + 100 < tokens["computed"] < lost + 250  # and the history that window 1 was given
 
 
 def test_parts_of_an_older_version_carry_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
