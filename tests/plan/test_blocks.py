@@ -79,6 +79,7 @@ def run(packs: list[Pack], cache: Cache, limits: Limits, found: dict[int, list[i
     return cache
 
 
+some_schedule = st.sampled_from(list(SCHEDULES))
 some_limits = st.builds(
     lambda size, held, cost: Limits(min(size, 150), 150, held_tokens=held, held_cost=cost),
     st.integers(1, 200),
@@ -87,7 +88,7 @@ some_limits = st.builds(
 )
 
 
-@given(windows_of_users(), some_limits, st.sampled_from(SCHEDULES), st.booleans())
+@given(windows_of_users(), some_limits, some_schedule, st.booleans())
 @settings(max_examples=600, deadline=None)
 def test_every_prompt_is_spelled_once_and_the_limits_hold(windows, limits, schedule, lost) -> None:
     """Whether the K,V of the window before are at hand or `lost`."""
@@ -104,7 +105,7 @@ def test_every_prompt_is_spelled_once_and_the_limits_hold(windows, limits, sched
             assert sum(map(len, cache.values())) == plan.carried[-1][0]
 
 
-@given(windows_of_users(), some_limits, st.sampled_from(SCHEDULES), st.data())
+@given(windows_of_users(), some_limits, some_schedule, st.data())
 @settings(max_examples=300, deadline=None)
 def test_a_resumed_window_runs_what_it_needs(windows, limits, schedule, data) -> None:
     plan = plans_of(windows, limits, schedule)[-1]
@@ -114,7 +115,7 @@ def test_a_resumed_window_runs_what_it_needs(windows, limits, schedule, data) ->
     assert found.items() >= {n: p.tolist() for n, p in enumerate(windows[-1]) if n not in done}.items()
 
 
-@given(windows_of_users(), some_limits, st.sampled_from(SCHEDULES))
+@given(windows_of_users(), some_limits, some_schedule)
 @settings(max_examples=300, deadline=None)
 def test_rows_are_charged_what_is_computed_in_an_undisturbed_run(windows, limits, schedule) -> None:
     for prompts, plan in zip(windows, plans_of(windows, limits, schedule), strict=True):
@@ -124,7 +125,7 @@ def test_rows_are_charged_what_is_computed_in_an_undisturbed_run(windows, limits
         assert all(0 <= each.shared_tokens <= len(prompts[each.prompt]) for each in accounts)
 
 
-@given(windows_of_users(), st.sampled_from(SCHEDULES))
+@given(windows_of_users(), some_schedule)
 @settings(max_examples=300, deadline=None)
 def test_given_blocks_are_taken_from_what_is_unique(windows, schedule) -> None:
     plans = plans_of(windows, AMPLE, schedule)
@@ -138,7 +139,7 @@ def test_given_blocks_are_taken_from_what_is_unique(windows, schedule) -> None:
             assert ends == [end for end, _ in before.carried][: len(ends)]
 
 
-@given(windows_of_users(), st.sampled_from(SCHEDULES))
+@given(windows_of_users(), some_schedule)
 @settings(max_examples=200, deadline=None)
 def test_windows_without_a_long_prefix_are_planned_as_without_blocks(windows, schedule) -> None:
     long = max(len(prompt) for prompts in windows for prompt in prompts) + 1
