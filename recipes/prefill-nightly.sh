@@ -3,10 +3,11 @@
 #
 #     prefill-nightly.sh RECIPE [INPUT | OPTION]...
 #
-# Scores into out/NAME.DAY.parquet (NAME: of the recipe) and logs to out/NAME.log. Stopped or failed, the same line goes
-# on where it was. Ends with the exit code of prefill. Says something, which cron mails, only if someone must act.
+# Scores into out/NAME.DAY.parquet (NAME is the recipe's name) and logs to out/NAME.log. If the job stopped or failed,
+# run the same line again to continue it. Ends with the exit code of prefill. Prints something, which cron mails, only if
+# someone must act.
 #
-# SCORING_HOME     folder to run in; paths start there (default: the one above this script)
+# SCORING_HOME     folder to run in; paths are relative to it (default: the one above this script)
 # SCORING_COMMAND  the command (default: .venv/bin/prefill)
 # SCORING_DAY      the day in the output's name, to finish an earlier night (default: today)
 set -uo pipefail
@@ -18,8 +19,8 @@ name=$(basename "${recipe%.*}")
 output=out/$name.${SCORING_DAY:-$(date +%F)}.parquet
 log=out/$name.log
 
-# prefill locks its output, but last night's run, if it still goes on, writes another one. The lock is on the open file:
-# it ends with the process, however that ends, and a file that is left behind locks nothing.
+# prefill locks its output, but if last night's run still goes on, it writes another output. This lock is on the open
+# file. It ends with the process, however the process ends, and a file that is left behind locks nothing.
 exec 9>>"out/$name.lock" || exit 5
 flock --nonblock 9 || { echo "$name: the run before is still going on; this one is left out" >&2; exit 5; }
 
@@ -27,11 +28,12 @@ echo "$(date +%FT%T%z) $name: begins, output $output" >>"$log" || exit 5
 setsid "${SCORING_COMMAND:-.venv/bin/prefill}" score --recipe "$recipe" "$@" \
     --output "$output" --resume --skip-empty --quiet >>"$log" 2>&1 &
 child=$!
-# A signal is passed on once, and prefill writes what is finished before it ends. A second one would end it at once, and
-# timeout(1) sends two: to us, and to the whole process group. Hence setsid, and a trap that ignores the next.
+# A signal is passed on once, and prefill writes the finished rows before it ends. A second signal would end it at once.
+# But timeout(1) sends two: one to this script, and one to the whole process group. Hence setsid, and a trap that ignores
+# the next signal.
 trap 'trap "" TERM INT; kill -TERM "$child" 2>/dev/null' TERM INT
 wait "$child"; code=$?
-while kill -0 "$child" 2>/dev/null; do wait "$child"; code=$?; done # the trap ended the wait, not yet the child
+while kill -0 "$child" 2>/dev/null; do wait "$child"; code=$?; done # the trap ended the wait, but not yet the child
 echo "$(date +%FT%T%z) $name: exit code $code" >>"$log"
 
 case $code in
