@@ -26,7 +26,7 @@ class FoundRow:
 
 
 def find_row(source: Source, builder: PromptBuilder, labels: Labels, *, row: str, id_column: str | None) -> FoundRow:
-    """The row whose number, or with `id_column` whose id as text, is `row`; of equal ids the first.
+    """The row whose number, or with `id_column` whose id as text, is `row`; the first one if an id occurs twice.
 
     Only its own window is tokenised. Raises UsageError if there is no such row, PrefillError if a file is damaged.
     """

@@ -201,7 +201,7 @@ class CompressionOptions(Settings):
     )  # fmt: skip
     select_chunk: int = option(
         16,
-        "Tokens kept or dropped together; 1 for each by itself.",
+        "Tokens kept or dropped together; 1 selects single tokens.",
         COMPRESSION, changes="scores", metavar="N", requires=requirements.COMPRESSION, ge=1,
     )  # fmt: skip
     compress_above: TokenThreshold = option(
