@@ -12,9 +12,10 @@ from prefillcli.data.output.sink import Sink
 from prefillcli.data.rows import Int64Array, RowError, ScoredRow, Window
 from prefillcli.errors import Interrupted, ResourceError
 from prefillcli.forecast.remaining_time import RemainingTime
-from prefillcli.jobs.window_scoring import Finished, TokenCounts
+from prefillcli.jobs.window_scoring import Finished
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Pack
+from prefillcli.report.run import Tokens
 from prefillcli.runtime.clock import Clock, Phase
 from prefillcli.runtime.progress import Progress
 from prefillcli.runtime.signals import Stop
@@ -42,7 +43,7 @@ class Recorder:
         forecast: RemainingTime | None = None,
         flush_seconds: float,
     ) -> None:
-        self.tokens = TokenCounts()
+        self.tokens = Tokens()
         self.packs = 0
         self._sink = sink
         self._clock = clock

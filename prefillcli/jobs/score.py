@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,7 @@ from prefillcli.jobs.load import Models, load_models
 from prefillcli.jobs.paths import default_output, default_report, refuse_among_inputs
 from prefillcli.jobs.recorder import Recorder
 from prefillcli.jobs.shell import conclude, shell
-from prefillcli.jobs.window_scoring import Finished, ScoringOptions, TokenCounts, score_window
+from prefillcli.jobs.window_scoring import Finished, ScoringOptions, score_window
 from prefillcli.models.open import Opened
 from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import shown, shown_report
@@ -316,10 +316,10 @@ class _ScoreJob:
             setattr(seconds, name, value)
         if self._forecast is not None:
             report.predicted_seconds = self._forecast.ran
-        tokens = TokenCounts()
+        tokens = Tokens()
         if self._recorder is not None:
             tokens, report.packs = self._recorder.tokens, self._recorder.packs
-            report.tokens = Tokens(**asdict(tokens))
+            report.tokens = tokens
         if self._inputs is not None:
             source, builder, opened = self._inputs.source, self._inputs.builder, self._inputs.opened
             if opened.threads is not None and opened.threads.ran:

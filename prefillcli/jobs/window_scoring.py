@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from prefillcli.compress.answers import plan_requests
@@ -16,28 +16,12 @@ from prefillcli.engines.base import Answer, Engine
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Pack
 from prefillcli.plan.plan import packs_to_run
+from prefillcli.report.run import Tokens
 from prefillcli.runtime.clock import Phase
 
 if TYPE_CHECKING:  # these take torch along
     from prefillcli.compress.auto import KeepChoice
     from prefillcli.compress.window_compressor import WindowCompressor
-
-
-@dataclass(slots=True)
-class TokenCounts:
-    """Tokens of a run or a part of it, by what became of them; `report.run.Tokens` says what each is."""
-
-    prompt: int = 0
-    shared: int = 0
-    unique: int = 0
-    computed: int = 0
-    kept: int = 0
-    draft: int = 0
-    audit: int = 0
-
-    def add(self, other: TokenCounts) -> None:
-        for name, count in asdict(other).items():
-            setattr(self, name, getattr(self, name) + count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +48,7 @@ class Finished:
 
     rows: list[ScoredRow] = field(default_factory=list)
     errors: dict[int, RowError] = field(default_factory=dict)
-    tokens: TokenCounts = field(default_factory=TokenCounts)
+    tokens: Tokens = field(default_factory=Tokens)
     carried: tuple[CarriedBlock, ...] | None = None
 
 
@@ -187,7 +171,7 @@ def _requests(
         compressed = compressor(window, done, lambda tokens: listener.step(0, 0, 0))
     if compressed.choice is not None:
         listener.chose(compressed.choice)
-    return compressed.requests, Finished(tokens=TokenCounts(draft=compressed.draft_tokens))
+    return compressed.requests, Finished(tokens=Tokens(draft=compressed.draft_tokens))
 
 
 def _fitting(requests: Sequence[Request], most: int) -> tuple[list[Request], dict[int, RowError]]:

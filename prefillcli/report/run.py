@@ -38,6 +38,11 @@ class Tokens(BaseModel):
     draft: int = 0  # computed by the draft
     audit: int = 0  # part of `computed`: for compressed rows that were read in full as well
 
+    def add(self, other: Tokens) -> None:
+        """Count those of another part of the run too."""
+        for name in type(self).model_fields:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
 
 class Seconds(BaseModel):
     """Wall time by phase. Read, render and tokenize run beside the model, ahead of it; `waiting` is what the model

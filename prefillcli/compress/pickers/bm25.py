@@ -16,7 +16,7 @@ from prefillcli.data.prompts.spans import Spans
 from prefillcli.data.rows import Prompt
 
 _SENTENCE_END = re.compile(r"[.!?]\s+|[。！？]\s*|\n\s*")  # noqa: RUF001 - full-width marks
-_ENDED = re.compile(r"[.!?。！？]\s*\Z")  # noqa: RUF001
+_ENDED = re.compile(r"[.!?。！？]\s*\Z")  # noqa: RUF001 - full-width marks
 _WORD = re.compile(r"\w+")
 
 
