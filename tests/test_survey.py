@@ -192,11 +192,11 @@ def test_a_forecast_is_scaled_by_what_was_measured(clock: list[float]) -> None:
     assert forecast.seconds_left() == pytest.approx(20 + 40)
     forecast.begin(pack)
     clock[0] += 10
-    forecast.step(0.5)  # 5 predicted seconds took 10
+    forecast.step(pack, 0.5)  # 5 predicted seconds took 10
     assert forecast.seconds_left() == pytest.approx(2 * (15 + 40))
-    forecast.step(0.5)
+    forecast.step(pack, 0.5)
     clock[0] += 10
-    forecast.end()
+    forecast.end(pack)
     assert forecast.ran == 10
     clock[0] += 1000  # between packs no time of the model passes
     assert forecast.seconds_left() == pytest.approx(2 * (10 + 40))

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from prefillcli.engines.memory_plan import Measured, MemoryChoice
 from prefillcli.models.open import DraftChoice, Opened
-from prefillcli.plan.pack import Limits, Pack
+from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.plan.trie import TokenArray
 
 #: For each label the token ids whose probabilities it sums.
@@ -53,8 +53,8 @@ class Engine(Protocol):
         the pack's) and may raise to stop. Raises ResourceError if the engine cannot go on.
         """
 
-    def holds(self, block: str) -> bool:
-        """Whether the K,V of the block with this key are at hand, from a pack that was answered before."""
+    def holds(self, key: Key) -> bool:
+        """Whether the K,V that are held by this key are at hand, from a pack that was answered before."""
 
     def close(self) -> None:
         """Let go of memory, and of other processes."""

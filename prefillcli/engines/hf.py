@@ -15,7 +15,7 @@ from prefillcli.engines.torch import label_logprobs
 from prefillcli.models import open as models
 from prefillcli.models.load import load_weights
 from prefillcli.models.open import Opened
-from prefillcli.plan.pack import Limits, Pack
+from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.plan.trie import TokenArray
 
 OPTIONS = ("attn_implementation",)
@@ -61,7 +61,7 @@ class HfEngine:
             yield [Answer(prompt, logprobs, 0, len(tokens), time.monotonic() - begun)]
             tick(step)
 
-    def holds(self, block: str) -> bool:
+    def holds(self, key: Key) -> bool:
         return False
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from prefillcli.models import open as models
 from prefillcli.models.load import load_model
 from prefillcli.models.open import Opened
 from prefillcli.plan.account import account
-from prefillcli.plan.pack import Limits, Pack
+from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.prefill.walk import LayerWalk
 from prefillcli.runtime.memory import available_memory
 
@@ -76,8 +76,8 @@ class TorchEngine:
             for part in account(pack)
         ]
 
-    def holds(self, block: str) -> bool:
-        return self._walk.holds(block)
+    def holds(self, key: Key) -> bool:
+        return self._walk.holds(key)
 
     def close(self) -> None:
         self._walk.close()

@@ -23,7 +23,7 @@ from prefillcli.engines.guard import Guard
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief
 from prefillcli.models import open as models
 from prefillcli.models.open import Opened
-from prefillcli.plan.pack import Limits, Pack
+from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.runtime.streams import stdout_to_stderr
 
 #: Before vLLM is imported; what the environment says stands.
@@ -238,7 +238,7 @@ class VllmEngine:
     def _wake(self) -> None:
         self._engine.engine_core.outputs_queue.put(self._dead())
 
-    def holds(self, block: str) -> bool:
+    def holds(self, key: Key) -> bool:
         return False
 
     def close(self) -> None:

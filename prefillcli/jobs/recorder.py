@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.data.output.sink import Sink
@@ -24,11 +24,22 @@ if TYPE_CHECKING:  # takes torch along
     from prefillcli.compress.auto import KeepChoice
 
 
-class Recorder:
-    """Writes finished rows, and counts what they took. It is the `Listener` of windows that this process scores.
+@dataclass(slots=True)
+class _Unwritten:
+    """What is finished of a window, but not yet written."""
 
-    `unchanged` raises ContentChangedError if what the given rows and the model were read from is not what the job's
-    fingerprint names: nothing is written then. Finished rows are written at least every `flush_seconds`.
+    window: Window
+    rows: list[ScoredRow] = field(default_factory=list)
+    errors: dict[int, RowError] = field(default_factory=dict)
+    carried: tuple[CarriedBlock, ...] | None = None
+
+
+class Recorder:
+    """Writes finished rows, and counts what they took. It is the `Listener` of the windows of a job.
+
+    Several windows may be open at a time. `unchanged` raises ContentChangedError if what the given rows and the model
+    were read from is not what the job's fingerprint names: nothing is written then. Finished rows are written at least
+    every `flush_seconds`.
     """
 
     def __init__(
@@ -54,38 +65,56 @@ class Recorder:
         self._forecast = forecast
         self._flush_seconds = flush_seconds
         self._drafted = 0.0  # seconds of the draft that the forecast knows of
-        self._rows: list[ScoredRow] = []  # finished, but not yet written
-        self._errors: dict[int, RowError] = {}
-        self._carried: tuple[CarriedBlock, ...] | None = None
+        self._open: dict[int, _Unwritten] = {}  # by the window's index
         self._flushed = time.monotonic()
 
     def record(self, window: Window, done: set[int], scored: Iterator[Finished]) -> None:
         """Take in what scoring `window` gives, and write it. Whatever stops the scoring, finished rows are written."""
-        self._progress.advance(len(window.errors.keys() - done))
-        self._carried = None
-        while True:
-            try:
-                finished = next(scored, None)
-            except (Interrupted, ResourceError):  # a signal, or an engine that has died: what it said before stands
-                self._flush(window)
-                raise
-            if finished is None:
-                break
-            self.tokens.add(finished.tokens)
-            self._progress.advance(len(finished.errors))
-            self._rows += finished.rows
-            self._errors |= finished.errors
-            self._carried = self._carried if finished.carried is None else finished.carried
-            if finished.rows and time.monotonic() - self._flushed > self._flush_seconds:
-                self._flush(window)
-        self._flush(window)
+        self.begin(window, done)
+        with self.written_if_stopped():
+            for finished in scored:
+                self.take(window, finished)
+        self.end(window)
 
-    def _flush(self, window: Window) -> None:
+    @contextmanager
+    def written_if_stopped(self) -> Iterator[None]:
+        """A signal, or an engine that has died, ends what is inside: what is finished stands, and is written."""
+        try:
+            yield
+        except (Interrupted, ResourceError):
+            for unwritten in list(self._open.values()):
+                self._flush(unwritten)
+            raise
+
+    def begin(self, window: Window, done: set[int]) -> None:
+        """A window is scored from now on; these of its rows are written."""
+        self._progress.advance(len(window.errors.keys() - done))
+        self._open[window.index] = _Unwritten(window)
+
+    def take(self, window: Window, finished: Finished) -> None:
+        """Rows of an open window are finished."""
+        unwritten = self._open[window.index]
+        self.tokens.add(finished.tokens)
+        self._progress.advance(len(finished.errors))
+        unwritten.rows += finished.rows
+        unwritten.errors |= finished.errors
+        unwritten.carried = unwritten.carried if finished.carried is None else finished.carried
+        if finished.rows and time.monotonic() - self._flushed > self._flush_seconds:
+            for each in list(self._open.values()):
+                if each.rows:
+                    self._flush(each)
+
+    def end(self, window: Window) -> None:
+        """All rows of a window are finished."""
+        self._flush(self._open.pop(window.index))
+
+    def _flush(self, unwritten: _Unwritten) -> None:
         """Write finished rows as a part; the window's own error rows come with its first one."""
+        window, rows, errors = unwritten.window, unwritten.rows, unwritten.errors
         with self._clock.phase("write"):
             self._unchanged(window.rows)  # a part would be reused by a later run under the same fingerprint
-            self._sink.write(window, self._rows, self._errors, temperature=self._temperature, carried=self._carried)
-        self._rows, self._errors = [], {}
+            self._sink.write(window, rows, errors, temperature=self._temperature, carried=unwritten.carried)
+        unwritten.rows, unwritten.errors = [], {}
         self._flushed = time.monotonic()
 
     # What scoring a window tells: see `prefillcli.jobs.window_scoring.Listener`.
@@ -109,13 +138,13 @@ class Recorder:
         if self._forecast is not None:
             self._forecast.begin(pack)
 
-    def step(self, rows: float, tokens: float, share: float) -> None:
-        if self._forecast is not None:
-            self._forecast.step(share)
+    def step(self, pack: Pack | None, rows: float, tokens: float, share: float) -> None:
+        if self._forecast is not None and pack is not None:
+            self._forecast.step(pack, share)
         self._progress.advance(rows, tokens)
         self._stop.check()
 
-    def pack_ends(self) -> None:
+    def pack_ends(self, pack: Pack) -> None:
         self.packs += 1
         if self._forecast is not None:
-            self._forecast.end()
+            self._forecast.end(pack)

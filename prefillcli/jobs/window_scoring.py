@@ -15,7 +15,7 @@ from prefillcli.data.rows import ErrorCode, Float64Array, RowError, ScoredRow, W
 from prefillcli.engines.base import Answer, Engine
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Pack
-from prefillcli.plan.plan import packs_to_run
+from prefillcli.plan.plan import Plan, packs_to_run
 from prefillcli.report.run import Tokens
 from prefillcli.runtime.clock import Phase
 
@@ -66,10 +66,10 @@ class Listener(Protocol):
 
     def pack_begins(self, pack: Pack) -> None: ...
 
-    def step(self, rows: float, tokens: float, share: float) -> None:
+    def step(self, pack: Pack | None, rows: float, tokens: float, share: float) -> None:
         """So many `rows` (also parts of one), prompt `tokens` and this `share` of the pack more are computed."""
 
-    def pack_ends(self) -> None: ...
+    def pack_ends(self, pack: Pack) -> None: ...
 
 
 def score_window(
@@ -83,30 +83,49 @@ def score_window(
 ) -> Iterator[Finished]:
     """Score the rows of `window` that are not `done`; what is finished comes as soon as the engine answers.
 
-    `carried` are the blocks that the window before hands on, whether or not the engine still holds them. Without a
-    `compressor` every prompt is read in full. A row that is read both ways comes when both are answered. The window's
-    own error rows are not repeated. Raises ResourceError if the engine cannot go on.
+    Arguments as in `begin_window`. Raises ResourceError if the engine cannot go on.
     """
-    requests, finished = _requests(window, done, compressor, options, listener)
-    requests, too_large = _fitting(requests, engine.limits.max_tokens)
-    if not engine.whole_packs:
-        requests = [request for request in requests if request.prompt.row not in done]
-    audited = _audited(window, requests, engine, options)
-    work = _Work(requests, audited, done)
-    with listener.phase("plan"):
-        plan = plan_requests(
-            work.requests, engine.limits, options.schedule, carried=carried, block_tokens=options.block_tokens
-        )
-        at_hand = {pack.block for pack in plan.given if pack.block is not None and engine.holds(pack.block)}
-        packs = packs_to_run(plan, [i for i, each in enumerate(work.requests) if each.prompt.row in done], at_hand)
-    finished.errors, finished.tokens.unique, finished.carried = too_large, plan.unique_tokens, plan.carried
+    work, finished = begin_window(window, done, carried, engine, compressor, options, listener)
+    plan = work.plan
+    at_hand = {pack.block for pack in plan.given if pack.block is not None and engine.holds(pack.block)}
+    packs = packs_to_run(plan, work.done_prompts, at_hand)
     yield finished
     listener.planned(packs, len(window.rows) - len(done))
     for pack in packs:
         yield from _score_pack(pack, work, engine, options, listener)
 
 
-class _Work:
+def begin_window(
+    window: Window,
+    done: set[int],
+    carried: Sequence[CarriedBlock],
+    engine: Engine,
+    compressor: WindowCompressor | None,
+    options: ScoringOptions,
+    listener: Listener,
+) -> tuple[WindowWork, Finished]:
+    """What an engine has to answer for the rows of `window` that are not `done`, and what is known before.
+
+    `carried` are the blocks that the window before hands on, whether or not the engine still holds them. Without a
+    `compressor` every prompt is read in full. A row that is read both ways is finished when both are answered. The
+    window's own error rows are not repeated.
+    """
+    requests, finished = _requests(window, done, compressor, options, listener)
+    requests, too_large = _fitting(requests, engine.limits.max_tokens)
+    if not engine.whole_packs:
+        requests = [request for request in requests if request.prompt.row not in done]
+    audited = _audited(window, requests, engine, options)
+    work = WindowWork(requests, audited, done)
+    with listener.phase("plan"):
+        work.plan = plan_requests(
+            work.requests, engine.limits, options.schedule, carried=carried, block_tokens=options.block_tokens
+        )
+    finished.errors, finished.tokens.unique = too_large, work.plan.unique_tokens
+    finished.carried = work.plan.carried
+    return work, finished
+
+
+class WindowWork:
     """The requests of a window: first the `ordinary` ones, then those of audited prompts in full.
 
     An audited row waits in `scored` or `audits` for its other half.
@@ -116,9 +135,16 @@ class _Work:
         self.ordinary = len(requests)
         self.requests = requests + [Request(requests[number].prompt) for number in audited]
         self.audited = {requests[number].prompt.row for number in audited}
-        self.done = done
+        self.done = set(done)
+        """Numbers of the rows that need no answer any more."""
         self.scored: dict[int, ScoredRow] = {}
         self.audits: dict[int, Float64Array] = {}
+        self.plan = Plan([], 0)
+
+    @property
+    def done_prompts(self) -> list[int]:
+        """The prompts whose rows need no answer any more."""
+        return [number for number, each in enumerate(self.requests) if each.prompt.row in self.done]
 
     def take(self, answers: Sequence[Answer]) -> Finished:
         """The rows that these answers finish."""
@@ -142,6 +168,22 @@ class _Work:
                 scored.audit = self.audits.pop(row, None)
                 finished.rows.append(scored)
         return finished
+
+    def fail(self, prompt: int, error: RowError) -> Finished:
+        """A prompt that cannot be answered makes its row an error row."""
+        row = self.requests[prompt].prompt.row
+        if row in self.done:
+            return Finished()
+        self.done.add(row)
+        self.scored.pop(row, None)
+        self.audits.pop(row, None)
+        return Finished(errors={row: error})
+
+    def share(self, pack: Pack) -> tuple[float, float]:
+        """Rows and prompt tokens that the ordinary prompts of a pack have, for each of the pack's tokens."""
+        ordinary = [i for i in pack.prompts if i < self.ordinary]
+        tokens = sum(len(self.requests[i].prompt.tokens) for i in ordinary)
+        return len(ordinary) / len(pack.tokens), tokens / len(pack.tokens)
 
 
 def _scored_row(request: Request, answer: Answer) -> ScoredRow:
@@ -168,7 +210,7 @@ def _requests(
         return [Request(prompt) for prompt in window.prompts], Finished()
     options.adjust_threads()
     with listener.phase("draft"):
-        compressed = compressor(window, done, lambda tokens: listener.step(0, 0, 0))
+        compressed = compressor(window, done, lambda tokens: listener.step(None, 0, 0, 0))
     if compressed.choice is not None:
         listener.chose(compressed.choice)
     return compressed.requests, Finished(tokens=Tokens(draft=compressed.draft_tokens))
@@ -199,14 +241,12 @@ def _audited(window: Window, requests: Sequence[Request], engine: Engine, option
 
 
 def _score_pack(
-    pack: Pack, work: _Work, engine: Engine, options: ScoringOptions, listener: Listener
+    pack: Pack, work: WindowWork, engine: Engine, options: ScoringOptions, listener: Listener
 ) -> Iterator[Finished]:
-    ordinary = [i for i in pack.prompts if i < work.ordinary]
-    rows = len(ordinary) / len(pack.tokens)
-    tokens = sum(len(work.requests[i].prompt.tokens) for i in ordinary) / len(pack.tokens)
+    rows, tokens = work.share(pack)
 
     def tick(step: float) -> None:
-        listener.step(step * rows, step * tokens, step / len(pack.tokens))
+        listener.step(pack, step * rows, step * tokens, step / len(pack.tokens))
         options.adjust_threads()
 
     options.adjust_threads()
@@ -224,4 +264,4 @@ def _score_pack(
         finished.tokens.computed += uncounted
         uncounted = 0
         yield finished
-    listener.pack_ends()
+    listener.pack_ends(pack)

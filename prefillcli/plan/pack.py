@@ -7,7 +7,7 @@ them once more.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prefillcli.plan.trie import TokenArray
 
@@ -70,8 +70,8 @@ class Pack:
     held: tuple[Held, ...] = ()
     keep: frozenset[Key] = frozenset()
     """Keys of the nodes, held or its own, whose K,V later packs hold."""
-    block: str | None = None
-    """The key of the block that is computed here, as the only node; then nothing is read."""
+    block: Key | None = None
+    """What the only node is held by, where nothing is read: a block, or a node that another worker needs too."""
 
     @property
     def prompts(self) -> list[int]:
@@ -100,3 +100,13 @@ class Pack:
             return {0: self.block}
         own = (key for key in self.keep if not isinstance(key, str))
         return {key[1]: key for key in own if key[0] == self.index}
+
+    def shifted(self, by: int) -> Pack:
+        """The same pack with its number and those of the packs that it needs raised."""
+        held = tuple(replace(node, key=_shifted(node.key, by), pack=node.pack + by) for node in self.held)
+        keep = frozenset(_shifted(key, by) for key in self.keep)
+        return replace(self, index=self.index + by, held=held, keep=keep)
+
+
+def _shifted(key: Key, by: int) -> Key:
+    return key if isinstance(key, str) else (key[0] + by, key[1])

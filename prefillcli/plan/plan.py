@@ -17,7 +17,7 @@ from prefillcli.plan.blocks import (
     shared_ends,
 )
 from prefillcli.plan.cutter import cut_packs, given_packs
-from prefillcli.plan.pack import Limits, Pack
+from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.plan.queue import Queue
 from prefillcli.plan.trie import (
     KeyArray,
@@ -95,7 +95,7 @@ def make_plans(
         yield Plan(packs, unique, given, tuple((block.end, block.key) for block in blocks.carried))
 
 
-def packs_to_run(plan: Plan, done: Iterable[int], at_hand: Container[str | None] = ()) -> list[Pack]:
+def packs_to_run(plan: Plan, done: Iterable[int], at_hand: Container[Key | None] = ()) -> list[Pack]:
     """The packs a run still needs: those with a prompt not in `done`, and those whose K,V they hold.
 
     Given blocks whose keys are `at_hand` are not computed again.

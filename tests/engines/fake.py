@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from prefillcli.engines.base import Answer, EngineChoice, LabelTokens, Loaded, LoadRequest, sequences
 from prefillcli.engines.registry import EngineKind
 from prefillcli.models.open import Opened
-from prefillcli.plan.pack import Limits, Pack
+from prefillcli.plan.pack import Key, Limits, Pack
 
 KIND = EngineKind("fake", "tests.engines.fake", frozenset())
 MAX_LENGTH = 2048
@@ -73,7 +73,7 @@ class FakeEngine:
                 answers = []
         yield answers
 
-    def holds(self, block: str) -> bool:
+    def holds(self, key: Key) -> bool:
         return False
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ class PartIndex:
         """The number of the next part in the job."""
         self._work = work
         self._windows: dict[int, _WindowParts] = {}
-        self._current: tuple[int, set[int]] = (-1, set())  # the window asked for last, with its rows
+        self._rows: dict[int, set[int]] = {}  # of windows that were asked for and are not whole
 
     def __bool__(self) -> bool:
         return bool(self._windows)
@@ -58,8 +58,10 @@ class PartIndex:
         self.counts.add(info.counts)
         for name, kinds in info.kinds.items():
             self.json_kinds.setdefault(name, set()).update(kinds)
-        if self._current[0] == info.window:
-            self._current[1].update(rows)
+        if window.whole:
+            self._rows.pop(info.window, None)
+        elif info.window in self._rows:
+            self._rows[info.window].update(rows)
 
     def next_number(self, window: int) -> int:
         """The number of the next part in its window."""
@@ -68,12 +70,13 @@ class PartIndex:
 
     def rows(self, window: int) -> set[int]:
         """Numbers of the rows of a window that are in its parts."""
-        if self._current[0] != window:
-            rows: set[int] = set()
-            if window in self._windows:
-                rows.update(self._read(window, [ROW])[ROW].to_pylist())
-            self._current = (window, rows)
-        return set(self._current[1])
+        found = self._windows.get(window)
+        if found is None or window in self._rows:
+            return set(self._rows.setdefault(window, set()))
+        rows = set(self._read(window, [ROW])[ROW].to_pylist())
+        if not found.whole:
+            self._rows[window] = rows
+        return set(rows)
 
     def carried(self, window: int) -> list[tuple[int, str]]:
         """The blocks that a window hands to the next one."""
