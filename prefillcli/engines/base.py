@@ -84,8 +84,9 @@ class EngineChoice(DraftChoice, Protocol):
 class LoadRequest:
     """What engines need to load; each takes of it what it does need.
 
-    `options` are those of the engine itself. `before` is the plan of an earlier attempt at the job, or empty. A
-    profile gives what was `measured` of the model.
+    `options` are those of the engine itself. `before` is the plan of an earlier attempt at the job, or empty; where it
+    is `planned`, it is another worker's of this attempt, and stands. A profile gives what was `measured` of the model.
+    `share` is the engine's part of the free memory: other workers take the rest.
     """
 
     opened: Opened
@@ -93,6 +94,8 @@ class LoadRequest:
     options: Mapping[str, Any] = field(default_factory=dict)
     before: Mapping[str, Any] = field(default_factory=dict)
     measured: Measured | None = None
+    share: float = 1.0
+    planned: bool = False
 
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine, covariant=True)

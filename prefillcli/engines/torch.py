@@ -32,8 +32,11 @@ def load(request: LoadRequest) -> Loaded[TorchEngine]:
     opened, choice = request.opened, request.choice
     models.refuse_what_cannot_fit(opened, draft=False)  # it is there by now
     model = load_model(opened.files, opened.device, trust_remote_code=choice.trust_remote_code)
-    budget = budget_of(choice, None if choice.memory else available_memory(opened.device))
-    plan = keep_plan(request.before, plan_packs(opened, choice, budget, request.measured))
+    free = None if choice.memory else int(available_memory(opened.device) * request.share)
+    budget = budget_of(choice, free)
+    plan = dict(request.before)
+    if not request.planned:
+        plan = keep_plan(plan, plan_packs(opened, choice, budget, request.measured))
     engine = TorchEngine(
         model,
         limits=Limits(**plan["limits"]),

@@ -82,13 +82,13 @@ def load(request: LoadRequest) -> Loaded[VllmEngine]:
         opened.files.path,
         dtype=str(opened.files.dtype).removeprefix("torch."),
         max_length=opened.max_length,
-        options={**_cache_on_cpu(opened, request.options), **request.options},
+        options={**_cache_on_cpu(opened, request.options, request.share), **request.options},
         trust_remote_code=request.choice.trust_remote_code,
     )
     return Loaded(engine)
 
 
-def _cache_on_cpu(opened: Opened, options: Mapping[str, Any]) -> dict[str, Any]:
+def _cache_on_cpu(opened: Opened, options: Mapping[str, Any], share: float) -> dict[str, Any]:
     """How large the K,V cache is where nothing says it: by itself vLLM asks for nearly all memory of the machine."""
     from prefillcli.runtime.memory import available_memory
 
@@ -96,7 +96,8 @@ def _cache_on_cpu(opened: Opened, options: Mapping[str, Any]) -> dict[str, Any]:
     if opened.device.type != "cpu" or said:
         return {}
     weights = sum(file.stat().st_size for file in opened.files.path.glob("*.safetensors"))
-    return {"kv_cache_memory_bytes": max(int((available_memory(opened.device) - weights) * CACHE_SHARE), 1 << 20)}
+    free = available_memory(opened.device) * share - weights
+    return {"kv_cache_memory_bytes": max(int(free * CACHE_SHARE), 1 << 20)}
 
 
 def check_vllm(options: Mapping[str, Any]) -> str:

@@ -48,26 +48,28 @@ def load_models(
     before: Mapping[str, Any] = MappingProxyType({}),
     options: Mapping[str, Any] = MappingProxyType({}),
     measured: Measured | None = None,
+    share: float = 1.0,
+    planned: bool = False,
 ) -> Models[Engine]:
     """Load the weights and decide what fits one pack.
 
     `before` is the plan of an earlier attempt, or empty. `keep` is the rate to start with; one that an earlier attempt
-    has chosen stands. `options` are the engine's own. Raises ResourceError where the weights cannot fit, before they
-    are loaded.
+    has chosen stands. `options` are the engine's own. `share` and `planned` as in `LoadRequest`. Raises ResourceError
+    where the weights cannot fit, before they are loaded.
     """
     small = None
     if opened.draft is not None:
         refuse_what_cannot_fit(opened)
         small = load_draft(opened, trust_remote_code=settings.trust_remote_code)
-    loaded = loader.load(LoadRequest(opened, settings, options, before, measured))
+    loaded = loader.load(LoadRequest(opened, settings, options, before, measured, share, planned))
     plan = loaded.plan | {name: before[name] for name in ("keep", "keep_auto") if name in before}
     if small is None:
         return Models(loaded.engine, None, None, plan)
-    same = before.get("asked") == plan["asked"]
     compression = compression_of(settings)
-    plan["draft"] = plan_draft(
-        opened, compression, loaded.budget or 0, settings.chunk_tokens, before.get("draft", {}) if same else {}
-    )
+    if not planned:
+        same = before.get("asked") == plan["asked"]
+        earlier = before.get("draft", {}) if same else {}
+        plan["draft"] = plan_draft(opened, compression, loaded.budget or 0, settings.chunk_tokens, earlier)
     draft = make_draft(opened, small, compression, plan["draft"])
     resources = PickerResources(settings=compression, draft=draft)
     compressor = make_compressor("specprefill", resources, opened, plan.get("keep", keep))

@@ -26,7 +26,7 @@ def free_packs(packs: Sequence[Pack]) -> Iterator[FreePack]:
     for pack in packs:
         if pack.reads:
             pack = _without_idle(pack)
-            keys = frozenset(node.key for node in pack.held)
+            keys = pack.keep | {node.key for node in pack.held}
             refills = [replace(_alone(node.key, by_index), keep=keys) for node in _whole(pack.held)]
             yield FreePack(pack, tuple(refills))
 

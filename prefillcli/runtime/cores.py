@@ -69,6 +69,16 @@ def allowed(root: Path = ROOT, mask: frozenset[int] | None = None) -> int:
     return max(1, min([cores, *(int(quota.cores + 0.5) for quota in quotas(root))]))
 
 
+def core_groups(count: int, root: Path = ROOT, mask: frozenset[int] | None = None) -> list[list[int]]:
+    """The cores of the affinity `mask` (by default the process's), shared out evenly to so many groups, neighbours
+    together. Empty groups where a quota allows fewer cores than the mask has, or there are fewer cores than groups:
+    which cores are free is then for the kernel to say."""
+    cores = sorted(affinity() if mask is None else mask)
+    if allowed(root, frozenset(cores)) < len(cores) or len(cores) < count or not hasattr(os, "sched_setaffinity"):
+        return [[] for _ in range(count)]
+    return [cores[len(cores) * i // count : len(cores) * (i + 1) // count] for i in range(count)]
+
+
 class Left:
     """Looks at what others leave of the cores that this process may use."""
 

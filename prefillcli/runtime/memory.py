@@ -70,6 +70,14 @@ def resident_memory(pid: int | None = None) -> int:
     return int(_process(pid, "statm").read_text().split()[1]) * resource.getpagesize()
 
 
+def proportional_memory(pid: int | None = None) -> int | None:
+    """Bytes of a process, pages that several have divided among them (proportional set size); None off Linux."""
+    with suppress(OSError, ValueError, StopIteration):
+        lines = _process(pid, "smaps_rollup").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("Pss:")).split()[1]) * 1024
+    return None
+
+
 def resident_memory_of(pid: int) -> int:
     """Bytes that another process has in memory; 0 if the system does not tell."""
     with suppress(OSError, ValueError, IndexError):

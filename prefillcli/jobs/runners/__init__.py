@@ -1,0 +1,1 @@
+"""Several workers for one job: processes on this machine, or actors on a cluster."""

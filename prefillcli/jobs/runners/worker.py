@@ -1,0 +1,155 @@
+"""A worker: the models, loaded once, and the tasks that it does with them, one after the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from prefillcli.data.proof.fingerprints import ModelContents
+from prefillcli.engines.base import Answer, Engine
+from prefillcli.engines.registry import loader_of
+from prefillcli.errors import ContentChangedError, brief
+from prefillcli.jobs.load import Models, load_models
+from prefillcli.jobs.runners.tasks import (
+    Answered,
+    AnswerTask,
+    Estimated,
+    EstimateTask,
+    Ready,
+    Result,
+    Task,
+    WorkerReport,
+    WorkerSpec,
+)
+from prefillcli.runtime.memory import peak_memory, proportional_memory
+
+Tell = Callable[[float], None]
+"""Called with the tokens that a step has advanced by."""
+
+
+class Worker:
+    """Lives in a process or an actor of its own. Close it in any case.
+
+    Raises PrefillError as opening and loading the models do; ContentChangedError if they are not those of the job.
+    """
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        settings, loader = spec.settings, loader_of(spec.settings.engine)
+        _require_contents(spec)
+        opened = loader.open_models(settings)
+        self._threads = opened.threads
+        self._models: Models[Engine] = load_models(
+            opened,
+            settings,
+            loader,
+            keep=spec.keep,
+            before=spec.plan,
+            options=settings.engine_options,
+            measured=spec.measured,
+            share=spec.share,
+            planned=spec.planned,
+        )
+        self._number = spec.number
+        self._packs = self._tokens = 0
+        self._seconds = 0.0
+
+    def ready(self) -> Ready:
+        """What the driver has to know of the loaded models."""
+        engine = self._models.engine
+        return Ready(engine.limits, engine.whole_packs, self._models.plan)
+
+    def run(self, task: Task, tell: Tell) -> Result:
+        """Do a task. Raises ResourceError if the engine cannot go on, and what else it raises."""
+        begun = time.monotonic()
+        try:
+            match task:
+                case AnswerTask():
+                    return self._answer(task, tell)
+                case EstimateTask():
+                    return self._estimate(task, tell)
+                case _:
+                    return self._report()
+        finally:
+            self._seconds += time.monotonic() - begun
+
+    def close(self) -> None:
+        """Let go of memory, and of other processes."""
+        self._models.close()
+
+    def _answer(self, task: AnswerTask, tell: Tell) -> Answered:
+        engine, pack = self._models.engine, task.work.pack
+        refilled = 0
+
+        def tick(tokens: float) -> None:
+            self._adjust_threads()
+            tell(tokens)
+
+        def keep_alive(_tokens: float) -> None:
+            tick(0.0)
+
+        self._adjust_threads()
+        for refill in task.work.refills:
+            if refill.block is not None and not engine.holds(refill.block):
+                for _ in engine.answer(refill, _no_labels, keep_alive):
+                    pass
+                refilled += len(refill.tokens)
+        answers: list[Answer] = []
+        for found in engine.answer(pack, lambda prompt: task.labels[task.sets[prompt]], tick):
+            answers += found
+        self._packs += 1
+        self._tokens += sum(answer.computed_tokens for answer in answers) - pack.charged_tokens + refilled
+        return Answered(answers, refilled)
+
+    def _estimate(self, task: EstimateTask, tell: Tell) -> Estimated:
+        draft = self._models.draft
+        if draft is None:
+            raise ValueError("this job has no draft")
+        before, draft.failure = draft.tokens, None
+
+        def tick(_tokens: float) -> None:
+            self._adjust_threads()
+            tell(0.0)
+
+        estimates = draft.estimate(task.prompts, tick)
+        failure = draft.failure
+        if failure is not None:  # other libraries' exceptions may not survive pickling
+            kind = type(failure) if isinstance(failure, MemoryError) else RuntimeError
+            failure = kind(brief(failure))
+        return Estimated(estimates, draft.tokens - before, failure)
+
+    def _report(self) -> WorkerReport:
+        peak, threads = peak_memory(), self._threads
+        return WorkerReport(
+            number=self._number,
+            packs=self._packs,
+            tokens=self._tokens,
+            seconds=self._seconds,
+            host_bytes=peak["host"],
+            device_bytes=peak["device"],
+            own_bytes=proportional_memory(),
+            threads=None if threads is None or not threads.ran else (threads.ran[0], threads.ran[1]),
+        )
+
+    def _adjust_threads(self) -> None:
+        if self._threads is not None:
+            self._threads.adjust()
+
+
+def _no_labels(_prompt: int) -> tuple[tuple[int, ...], ...]:
+    return ()
+
+
+def _require_contents(spec: WorkerSpec) -> None:
+    """Raise ContentChangedError unless the folders of the models hold what the driver has seen."""
+    for folder, digest in spec.digests.items():
+        if not Path(folder).is_dir():
+            raise ContentChangedError(
+                f"{folder}: not found on the machine of worker {spec.number}\n"
+                "the model must have the same path on every machine"
+            )
+        if ModelContents(Path(folder)).model() != digest:
+            raise ContentChangedError(
+                f"{folder}: other contents on the machine of worker {spec.number} than on the driver's\n"
+                "put the same model on every machine"
+            )
