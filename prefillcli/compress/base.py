@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from prefillcli.compress.settings import Compression
 from prefillcli.data.rows import Int64Array, Prompt
+from prefillcli.plan.trie import TokenArray
 
 Float32Array = npt.NDArray[np.float32]
 Tick = Callable[[float], None]
@@ -28,6 +29,22 @@ class ImportanceEstimate:
     reason: str | None = None
     seconds: float = 0.0
     """The prompt's share of the time that the estimates took."""
+
+
+class Estimator(Protocol):
+    """A draft model, or several at work in other processes."""
+
+    tokens: int
+    """Tokens computed so far."""
+    failure: BaseException | None
+    """What it failed with last."""
+
+    def estimate(self, prompts: Sequence[TokenArray], tick: Tick) -> list[ImportanceEstimate]:
+        """One estimate for each prompt, int32 [tokens] each. A failure concerns the prompts that were computed
+        together: they get it as their reason."""
+
+    def close(self) -> None:
+        """Let go of memory."""
 
 
 class Picker(Protocol):

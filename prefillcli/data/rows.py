@@ -55,6 +55,7 @@ class ErrorCode(StrEnum):
     NULL_ID = "null_id", "the id is null or missing"
     DUPLICATE_ID = "duplicate_id", "an earlier row has the same id"
     LABEL_NOT_ONE_TOKEN = "label_not_one_token", "after this prompt, a label is not exactly one token"
+    WORKER_LOST = "worker_lost", "the worker process ended each time that it scored this row, at last by itself"
     NONFINITE_SCORE = "nonfinite_score", "the model returned a score that is not a finite number"
 
 

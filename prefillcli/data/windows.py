@@ -115,6 +115,11 @@ class Prefetcher(Iterator[T]):
             raise value
         raise StopIteration
 
+    @property
+    def ready(self) -> bool:
+        """Whether the next item, or the end, is there."""
+        return self._stopped.is_set() or not self._ready.empty()
+
     def close(self) -> None:
         self._stopped.set()
         self._room.release()

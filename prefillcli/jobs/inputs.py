@@ -9,10 +9,12 @@ from pathlib import Path
 
 from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.builder import PromptBuilder
+from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.settings import DEFAULT_COLUMN, PromptSettings
 from prefillcli.data.proof.fingerprints import ModelContents
 from prefillcli.data.reading.selection import BATCH_ROWS
 from prefillcli.data.reading.source import Source
+from prefillcli.data.rows import Int64Array
 from prefillcli.data.windows import MAX_ROWS
 from prefillcli.errors import UsageError
 from prefillcli.models.open import Opened
@@ -58,10 +60,31 @@ class LocalModels:
             self._contents[path] = ModelContents(path)
         return self._contents[path]
 
+    @property
+    def digests(self) -> dict[str, str]:
+        """Digests of what each folder computes, by its path."""
+        return {str(path): contents.model() for path, contents in self._contents.items()}
+
     def require_unchanged(self) -> None:
         """Raise ContentChangedError unless every folder is what it was."""
         for contents in self._contents.values():
             contents.require_unchanged()
+
+
+@dataclass(frozen=True, slots=True)
+class JobInputs:
+    """What a job reads, opened: rows and how they become prompts, the models' files, and what all of that held."""
+
+    source: Source
+    builder: PromptBuilder
+    labels: Labels
+    opened: Opened
+    models: LocalModels
+
+    def require_unchanged(self, rows: Int64Array | None) -> None:
+        """Raise ContentChangedError unless the models and the sources of these rows (None: of all) are unchanged."""
+        self.models.require_unchanged()
+        self.source.require_unchanged(rows)
 
 
 def carried_columns(settings: ScoreSettings, source: Source | None = None) -> list[str]:

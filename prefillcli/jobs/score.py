@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from prefillcli.compress.audit_draw import AuditDraw
 from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.heartbeat import Heartbeat
 from prefillcli.data.output.sink import Sink
-from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.reading.source import Source
-from prefillcli.data.rows import Int64Array, Window
+from prefillcli.data.rows import Window
 from prefillcli.data.windows import Prefetcher, windows
-from prefillcli.engines.base import Engine
 from prefillcli.engines.registry import ENGINES, loader_of
 from prefillcli.errors import (
     OutputBusyError,
@@ -34,6 +31,7 @@ from prefillcli.jobs.identity import fingerprint, selection
 from prefillcli.jobs.inputs import (
     USUAL,
     Granularity,
+    JobInputs,
     LocalModels,
     carried_columns,
     open_source,
@@ -41,11 +39,10 @@ from prefillcli.jobs.inputs import (
     refuse_idle_draft,
     refuse_unlike_partitions,
 )
-from prefillcli.jobs.load import Models, load_models
 from prefillcli.jobs.paths import default_output, default_report, refuse_among_inputs
 from prefillcli.jobs.recorder import Recorder
 from prefillcli.jobs.shell import conclude, shell
-from prefillcli.jobs.window_scoring import Finished, ScoringOptions, score_window
+from prefillcli.jobs.window_loop import WindowLoop, keep_rate
 from prefillcli.models.open import Opened
 from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import shown, shown_report
@@ -85,22 +82,6 @@ def score_job(settings: ScoreSettings, granularity: Granularity = USUAL) -> dict
     return report.summary()
 
 
-@dataclass(frozen=True, slots=True)
-class _Inputs:
-    """What the job reads, opened: rows and how they become prompts, the models' files, and what all of that held."""
-
-    source: Source
-    builder: PromptBuilder
-    labels: Labels
-    opened: Opened
-    models: LocalModels
-
-    def require_unchanged(self, rows: Int64Array | None) -> None:
-        """Raise ContentChangedError unless the models and the sources of these rows (None: of all) are unchanged."""
-        self.models.require_unchanged()
-        self.source.require_unchanged(rows)
-
-
 class _ScoreJob:
     """One run of `prefill score`. It writes into the report, and reads nothing back from it."""
 
@@ -110,7 +91,7 @@ class _ScoreJob:
         self.report = report
         self._granularity = granularity
         self._loader = loader_of(settings.engine)
-        self._inputs: _Inputs | None = None
+        self._inputs: JobInputs | None = None
         self._sink: Sink | None = None
         self._scored_before = 0  # rows that an earlier run has scored
         self._forecast: RemainingTime | None = None
@@ -140,7 +121,7 @@ class _ScoreJob:
                 report.audit = _audit(sink.counts, inputs.labels)
         conclude(report, sink.counts, max_error_rate=settings.max_error_rate, skip_empty=settings.skip_empty)
 
-    def _open_inputs(self, output: str, stop: Stop) -> _Inputs:
+    def _open_inputs(self, output: str, stop: Stop) -> JobInputs:
         settings, clock = self.settings, self.clock
         with clock.phase("read"):
             source = open_source(settings, carried_columns(settings))
@@ -153,7 +134,7 @@ class _ScoreJob:
             opened = self._loader.open_models(settings)
             builder = prompt_builder(settings, opened, source, carried_columns(settings, source))
         labels = Labels(opened.tokenizer, parse_labels(settings.labels))
-        return _Inputs(source, builder, labels, opened, models)
+        return JobInputs(source, builder, labels, opened, models)
 
     def _refuse_among_inputs(self, output: str, source: Source) -> None:
         refuse_among_inputs(output, source)
@@ -177,7 +158,7 @@ class _ScoreJob:
             print(f"prefill: no prediction: {why}", file=sys.stderr)
         return profile
 
-    def _open_sink(self, output: str, inputs: _Inputs, digests: dict[str, str]) -> Sink:
+    def _open_sink(self, output: str, inputs: JobInputs, digests: dict[str, str]) -> Sink:
         """The output. Where it must not be touched, neither must the report that lies beside it."""
         settings, source = self.settings, inputs.source
         try:
@@ -199,7 +180,7 @@ class _ScoreJob:
             self.report.report = None
             raise
 
-    def _score(self, inputs: _Inputs, sink: Sink, profile: Profile | None, stop: Stop) -> None:
+    def _score(self, inputs: JobInputs, sink: Sink, profile: Profile | None, stop: Stop) -> None:
         settings, clock, forecast, source = self.settings, self.clock, self._forecast, inputs.source
         ended: list[int] = []
         coming = Prefetcher(
@@ -235,16 +216,14 @@ class _ScoreJob:
                 forecast=forecast,
                 flush_seconds=self._granularity.flush_seconds,
             )
-            scorer: Callable[[Window, set[int]], Iterator[Finished]] | None = None
-            for window in self._waiting(coming, stop):
-                if scorer is None:
-                    inputs.labels.check(window)
-                    with clock.phase("load"), stop.at_once():
-                        models = self._load(inputs.opened, sink, profile)
-                    loaded.callback(models.close)
-                    scorer = self._scorer(inputs, models, sink, recorder)
-                done = sink.done(window.index)
-                recorder.record(window, done, scorer(window, done))
+            waiting = self._waiting(coming, stop)
+            if (first := next(waiting, None)) is not None:
+                inputs.labels.check(first)
+                loop = WindowLoop(settings, self._granularity, inputs, sink, recorder, profile, clock, stop, loaded)
+                if settings.uses_workers:
+                    self.report.workers = loop.run_with_workers(chain([first], waiting), lambda: coming.ready)
+                else:
+                    loop.run_here(chain([first], waiting))
             with clock.phase("write"):
                 inputs.require_unchanged(None)
                 (count,) = ended  # told at the end of the input
@@ -258,52 +237,6 @@ class _ScoreJob:
             if window is None:
                 return
             yield window
-
-    def _load(self, opened: Opened, sink: Sink, profile: Profile | None) -> Models[Engine]:
-        settings = self.settings
-        models = load_models(
-            opened,
-            settings,
-            self._loader,
-            keep=self._keep(sink),
-            before=sink.plan,
-            options=settings.engine_options,
-            measured=profile,
-        )
-        sink.plan = models.plan
-        return models
-
-    def _keep(self, sink: Sink) -> float:
-        """The job's keep rate: given or chosen; 1 until it is."""
-        keep = self.settings.keep
-        rate: float = sink.plan.get("keep", 1.0 if keep == "auto" else keep)
-        return rate
-
-    def _scorer(
-        self, inputs: _Inputs, models: Models[Engine], sink: Sink, recorder: Recorder
-    ) -> Callable[[Window, set[int]], Iterator[Finished]]:
-        """What scores a window of this job whose rows of these numbers are done."""
-        settings, source, threads = self.settings, inputs.source, inputs.opened.threads
-        options = ScoringOptions(
-            labels=inputs.labels,
-            schedule=settings.schedule,
-            block_tokens=self._granularity.block_tokens if models.compressor is None else 0,
-            audit=AuditDraw(settings.audit, source.selection(), source.count()) if settings.audit else None,
-            adjust_threads=(lambda: None) if threads is None else threads.adjust,
-        )
-        compressor = None
-        if models.compressor is not None:
-            from prefillcli.compress.window_compressor import AutoKeep, WindowCompressor  # takes torch along
-
-            auto = None
-            if settings.keep == "auto" and "keep" not in sink.plan:
-                auto = AutoKeep(settings.max_flips, settings.audit)
-            compressor = WindowCompressor(
-                models.compressor, models.engine, inputs.labels, auto=auto, methods=sink.counts.tallies.methods
-            )
-        return lambda window, done: score_window(
-            window, done, sink.carried_into(window.index), models.engine, compressor, options, recorder
-        )
 
     def finish_report(self) -> None:
         """Put the numbers of the run into the report."""
@@ -325,7 +258,10 @@ class _ScoreJob:
             if opened.threads is not None and opened.threads.ran:
                 report.threads = ThreadCounts(min=opened.threads.ran[0], max=opened.threads.ran[1])
             if self.settings.compresses and self._sink is not None:
-                report.keep, report.keep_auto = self._keep(self._sink), self._sink.plan.get("keep_auto")
+                report.keep, report.keep_auto = (
+                    keep_rate(self.settings, self._sink.plan),
+                    self._sink.plan.get("keep_auto"),
+                )
             seconds.read += source.seconds
             seconds.render, seconds.tokenize = builder.render_seconds, builder.tokenize_seconds
         seconds.total = total

@@ -76,6 +76,19 @@ class ThreadCounts(BaseModel):
     max: int
 
 
+class WorkerCounts(BaseModel):
+    """What a worker did in this run."""
+
+    number: int
+    packs: int
+    tokens: int  # computed
+    seconds: float  # in which it worked on packs, not waited
+    host_bytes: int  # its peak
+    device_bytes: int
+    own_bytes: int | None  # at the end, with pages that several processes share divided among them
+    threads: tuple[int, int] | None  # fewest and most that computed
+
+
 class Histogram(BaseModel):
     """Rows in each bin, by series: bin i goes from edges[i] up to, not including, edges[i + 1]."""
 
@@ -146,6 +159,7 @@ class RunReport(BaseModel):
     tokens_per_second: float = 0.0
     peak_memory_bytes: PeakMemory = Field(default_factory=PeakMemory)
     packs: int = 0
+    workers: list[WorkerCounts] = Field(default_factory=list)  # of the run's last ones, where there are several
     threads: ThreadCounts | None = None  # None where another process computes, or nothing was computed
     settings: dict[str, Any] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)

@@ -22,6 +22,11 @@ class Stop:
         self._waiting = False
         self._before: dict[int, Any] = {}
 
+    @property
+    def asked(self) -> bool:
+        """Whether a signal came."""
+        return self._signum is not None
+
     def check(self) -> None:
         """A safe point: raises Interrupted if a signal came."""
         if self._signum is not None:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:  # the pickers import what takes seconds; their names should not wait for it
-    from prefillcli.compress.base import Picker
-    from prefillcli.compress.draft import Draft
+    from prefillcli.compress.base import Estimator, Picker
     from prefillcli.compress.settings import Compression
     from prefillcli.data.prompts.spans import Spans
     from prefillcli.data.rows import Prompt
@@ -24,7 +23,7 @@ class PickerResources:
 
     settings: Compression
     seed: int = 0
-    draft: Draft | None = None
+    draft: Estimator | None = None
     spans: Callable[[Prompt], Spans | None] | None = None
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prefillcli.compress.base import ImportanceEstimate, Tick
-from prefillcli.compress.draft import Draft
+from prefillcli.compress.base import Estimator, ImportanceEstimate, Tick
 from prefillcli.compress.selection import select_all
 from prefillcli.compress.settings import Compression
 from prefillcli.data.rows import Int64Array, Prompt
@@ -16,7 +15,7 @@ class SpecPrefill:
 
     method = "specprefill"
 
-    def __init__(self, draft: Draft) -> None:
+    def __init__(self, draft: Estimator) -> None:
         self._draft = draft
 
     @property

@@ -22,11 +22,15 @@ MOST_LOST = 20
 
 @dataclass(eq=False, slots=True)
 class Item:
-    """A task on its way. `cost` is what it is predicted to take, in any unit. `mark` is the caller's own."""
+    """A task on its way. `cost` is what it is predicted to take, in any unit.
+
+    `took` hears what becomes of it, `begun` that a worker begins to do it.
+    """
 
     task: Task
     cost: float
-    mark: Any = None
+    took: Callable[[Outcome], None] = lambda outcome: None
+    begun: Callable[[], None] = lambda: None
     losses: int = 0
 
     @property
@@ -34,10 +38,11 @@ class Item:
         """Tokens that are computed for it, if its K,V are at hand."""
         return len(self.task.work.pack.tokens) if isinstance(self.task, AnswerTask) else 0
 
-    def missing(self, held: frozenset[Key]) -> int:
-        """Tokens that a worker with these K,V computes again for it."""
+    def lacks(self, held: frozenset[Key]) -> tuple[int, int]:
+        """Tokens that a worker with these K,V computes again for it, and, negative, those that it need not."""
         refills = self.task.work.refills if isinstance(self.task, AnswerTask) else ()
-        return sum(len(refill.tokens) for refill in refills if refill.block not in held)
+        missing = sum(len(refill.tokens) for refill in refills if refill.block not in held)
+        return missing, missing - sum(len(refill.tokens) for refill in refills)
 
     def leaves(self, held: frozenset[Key]) -> frozenset[Key]:
         """The K,V that such a worker has when it is done."""
@@ -53,6 +58,8 @@ class Group:
     """Items that hold K,V of one another, in order: one worker does them, unless another has nothing else to do."""
 
     items: deque[Item]
+    batch: int
+    """Groups of earlier batches are begun first."""
     owner: int | None = None
 
     @property
@@ -88,16 +95,12 @@ class Outcome:
 class Dispatcher:
     """Gives tasks to the workers of a crew, and again to others where a worker is lost.
 
-    `spec` makes what a worker is begun with; it is called again when one is begun again. `begun` is called with each
-    item that a worker begins to do.
+    `spec` makes what a worker is begun with; it is called again when one is begun again.
     """
 
-    def __init__(
-        self, crew: Crew, spec: Callable[[int], WorkerSpec], *, begun: Callable[[Item], None] = lambda item: None
-    ) -> None:
+    def __init__(self, crew: Crew, spec: Callable[[int], WorkerSpec]) -> None:
         self._crew = crew
         self._spec = spec
-        self._begun = begun
         self._seats: dict[int, _Seat] = {}
         self._groups: list[Group] = []
         self._advanced: dict[int, float] = {}  # by worker: tokens of its first item
@@ -122,11 +125,10 @@ class Dispatcher:
         """Whether there is nothing to do."""
         return not self._groups and not any(seat.sent for seat in self._seats.values())
 
-    def add(self, items: Sequence[Item]) -> None:
-        """Items that should be done by one worker, in this order."""
-        if items:
-            self._groups.append(Group(deque(items)))
-            self._dispatch()
+    def add(self, groups: Iterable[Sequence[Item]], batch: int) -> None:
+        """Groups of items; those of a group should be done by one worker, in this order."""
+        self._groups += [Group(deque(items), batch) for items in groups if items]
+        self._dispatch()
 
     def wait(self, timeout: float) -> tuple[list[Outcome], list[Ready]]:
         """What has become of items, and which workers are ready since; waits at most so many seconds.
@@ -186,7 +188,7 @@ class Dispatcher:
             outcomes.append(Outcome(first, tokens=undone, lost=f"worker {worker} {why}", given_up=given_up))
             items = items[1:] if given_up else items
             if items:
-                self._groups.insert(0, Group(deque(items)))
+                self._groups.append(Group(deque(items), -1))
         for group in self._groups:
             group.owner = None if group.owner == worker else group.owner
         self.lost += 1
@@ -220,21 +222,18 @@ class Dispatcher:
 
     def _begin_next(self, worker: int) -> None:
         sent = self._seats[worker].sent
-        if sent and not isinstance(sent[0].task, ReportTask):
-            self._begun(sent[0])
+        if sent:
+            sent[0].begun()
 
     def _next(self, worker: int) -> Item | None:
         """What a worker does next: of its own group, of one that nobody has, or of one that it takes over."""
         held = self._seats[worker].held
         groups = [group for group in self._groups if group.items]
         own = next((group for group in groups if group.owner == worker), None)
-        if own is None:
-            free = [group for group in groups if group.owner is None]
-            own = min(free, key=lambda group: group.items[0].missing(held), default=None)
-            if own is not None and (least := own.items[0].missing(held)):
-                # none goes on with what the worker has: the largest of the oldest
-                alike = [group for group in free if group.items[0].missing(held) <= least] or free
-                own = max(alike, key=lambda group: group.cost)
+        if own is None and (free := [group for group in groups if group.owner is None]):
+            oldest = min(group.batch for group in free)
+            free = [group for group in free if group.batch == oldest]
+            own = min(free, key=lambda group: (*group.items[0].lacks(held), -group.cost))
         if own is None:
             own = self._take_over(worker, [group for group in groups if group.owner is not None])
         if own is None:
@@ -252,9 +251,9 @@ class Dispatcher:
         while largest.items and (not half or cost + largest.items[-1].cost <= rest / 2):
             half.appendleft(largest.items.pop())
             cost += half[0].cost
-        if half[0].missing(self._seats[worker].held) > sum(item.tokens for item in half):
+        if half[0].lacks(self._seats[worker].held)[0] > sum(item.tokens for item in half):
             largest.items.extend(half)
             return None
-        group = Group(half, worker)
+        group = Group(half, largest.batch, worker)
         self._groups.append(group)
         return group

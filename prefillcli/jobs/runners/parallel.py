@@ -1,0 +1,165 @@
+"""Windows scored by several workers: planned here, a few ahead, answered there, and recorded here by one writer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from prefillcli.compress.answers import plan_requests
+from prefillcli.data.output.sink import Sink
+from prefillcli.data.rows import ErrorCode, RowError, Window
+from prefillcli.jobs.recorder import Recorder
+from prefillcli.jobs.runners.dispatcher import MOST_LOSSES, Item, Outcome
+from prefillcli.jobs.runners.pool import Pool, answer_task
+from prefillcli.jobs.window_scoring import Finished, ScoringOptions, WindowWork, begin_window
+from prefillcli.plan.blocks import CarriedBlock
+from prefillcli.plan.plan import Plan
+from prefillcli.plan.refills import FreePack, free_packs
+from prefillcli.runtime.clock import Clock
+
+if TYPE_CHECKING:  # takes torch along
+    from prefillcli.compress.window_compressor import WindowCompressor
+
+AHEAD = 2
+"""Packs for each worker that wait at least, while there are more windows."""
+
+
+@dataclass(slots=True)
+class _OpenWindow:
+    window: Window
+    work: WindowWork
+    left: int = 0
+    """Items that are not done."""
+
+
+class ParallelScoring:
+    """Scores the windows of a job with the workers of a pool."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        sink: Sink,
+        recorder: Recorder,
+        clock: Clock,
+        compressor: WindowCompressor | None,
+        options: ScoringOptions,
+    ) -> None:
+        self._pool = pool
+        self._sink = sink
+        self._recorder = recorder
+        self._clock = clock
+        self._compressor = compressor
+        self._options = options
+        self._open = 0  # windows
+        self._packs = 0  # planned so far: their numbers are unique in the job
+        self._carried: tuple[int, tuple[CarriedBlock, ...]] = (-1, ())  # of the window that was planned last
+
+    def score(self, windows: Iterator[Window], ready: Callable[[], bool]) -> None:
+        """Score and record all `windows`; `ready` tells whether the next one can be had at once.
+
+        As many are begun as it takes for every worker to have something to do. Whatever stops this, finished rows are
+        written.
+        """
+        dispatcher, more = self._pool.dispatcher, True
+        with self._recorder.written_if_stopped():
+            while more or self._open:
+                hungry = more and dispatcher.waiting < AHEAD * self._pool.size
+                if hungry and (dispatcher.idle or ready()):
+                    if (window := next(windows, None)) is None:
+                        more = False
+                    else:
+                        self._begin(window)
+                else:
+                    with self._clock.phase("model"):
+                        self._pool.pump(0.05 if hungry else 0.5)
+
+    def _begin(self, window: Window) -> None:
+        sink, recorder, options = self._sink, self._recorder, self._options
+        done = sink.done(window.index)
+        before, carried = self._carried
+        if before != window.index - 1:  # that one was scored by an earlier run
+            carried = tuple(sink.carried_into(window.index))
+        recorder.begin(window, done)
+        work, finished = begin_window(window, done, carried, self._pool, self._compressor, options, recorder)
+        self._carried = window.index, work.plan.carried
+        recorder.take(window, finished)
+        opened = _OpenWindow(window, work)
+        self._open += 1
+        free = list(self._free_packs(work))
+        recorder.planned([each.pack for each in free], len(window.rows) - len(done))
+        opened.left = len(free)
+        self._pool.add(self._grouped(opened, free))
+        self._end_if_done(opened)
+
+    def _free_packs(self, work: WindowWork) -> Iterator[FreePack]:
+        """What is to be answered, with numbers that no other window's packs have."""
+        plan, done = work.plan, set(work.done_prompts)
+        packs = [pack.shifted(self._packs) for pack in [*plan.given, *plan.packs]]
+        self._packs += len(packs)
+        for each in free_packs(packs):
+            if not done.issuperset(each.pack.prompts):
+                yield each
+
+    def _grouped(self, opened: _OpenWindow, packs: list[FreePack]) -> Iterator[list[Item]]:
+        """Packs that hold K,V of one another follow each other in a group."""
+        group: list[Item] = []
+        kept: set[object] = set()
+        for each in packs:
+            if group and kept.isdisjoint(refill.block for refill in each.refills):
+                yield group
+                group, kept = [], set()
+            group.append(self._item(opened, each))
+            kept |= each.pack.keep
+        yield group
+
+    def _item(self, opened: _OpenWindow, each: FreePack) -> Item:
+        work, pack, sets = opened.work, each.pack, self._options.labels.sets
+        task = answer_task(each, lambda prompt: sets[work.requests[prompt].prompt.labels])
+        begun = partial(self._recorder.pack_begins, pack)
+        return self._pool.item(task, Plan([pack], 0), partial(self._take, opened, each), begun)
+
+    def _take(self, opened: _OpenWindow, each: FreePack, outcome: Outcome) -> None:
+        """What became of a pack."""
+        work, pack, recorder = opened.work, each.pack, self._recorder
+        if outcome.tokens and pack.prompts:
+            rows, tokens = work.share(pack)
+            recorder.step(pack, rows * outcome.tokens, tokens * outcome.tokens, outcome.tokens / len(pack.tokens))
+        if outcome.result is not None:
+            finished = work.take(outcome.result.answers)
+            finished.tokens.computed += outcome.result.refilled_tokens - pack.charged_tokens
+            recorder.pack_ends(pack)
+            self._finish(opened, finished)
+        elif outcome.given_up:
+            recorder.pack_ends(pack)
+            if len(pack.prompts) == 1:
+                self._finish(opened, work.fail(pack.prompts[0], _lost(outcome)))
+            else:
+                self._isolate(opened, pack.prompts)
+                self._finish(opened, Finished())
+
+    def _isolate(self, opened: _OpenWindow, prompts: list[int]) -> None:
+        """Score rows one by one: what one of them does to a worker is no harm to the others."""
+        for prompt in prompts:
+            plan = plan_requests([opened.work.requests[prompt]], self._pool.limits)
+            pack = plan.packs[0].shifted(self._packs)
+            self._packs += 1
+            item = self._item(opened, FreePack(replace(pack, reads=[(pack.reads[0][0], (prompt,))])))
+            item.losses = MOST_LOSSES - 1
+            opened.left += 1
+            self._pool.add([[item]])
+
+    def _finish(self, opened: _OpenWindow, finished: Finished) -> None:
+        self._recorder.take(opened.window, finished)
+        opened.left -= 1
+        self._end_if_done(opened)
+
+    def _end_if_done(self, opened: _OpenWindow) -> None:
+        if not opened.left:
+            self._recorder.end(opened.window)
+            self._open -= 1
+
+
+def _lost(outcome: Outcome) -> RowError:
+    return RowError(ErrorCode.WORKER_LOST, f"{outcome.lost} whenever this row was scored, at last by itself")

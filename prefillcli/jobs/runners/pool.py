@@ -1,0 +1,179 @@
+"""The workers of a job as one engine and one draft, for what the driver does itself: planning and compressing."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from prefillcli.compress.fallbacks import FAILED
+from prefillcli.engines.base import Answer, LabelTokens
+from prefillcli.errors import ResourceError
+from prefillcli.jobs.runners.crew import Crew
+from prefillcli.jobs.runners.dispatcher import Dispatcher, Item, Outcome
+from prefillcli.jobs.runners.tasks import AnswerTask, Estimated, EstimateTask, Ready, WorkerReport, WorkerSpec
+from prefillcli.plan.pack import Key, Limits, Pack
+from prefillcli.plan.plan import Plan, make_plan
+from prefillcli.plan.refills import FreePack
+from prefillcli.runtime.signals import Stop
+
+if TYPE_CHECKING:  # takes torch along
+    from prefillcli.compress.base import ImportanceEstimate, Tick
+    from prefillcli.plan.trie import TokenArray
+
+Cost = Callable[[Plan], float]
+"""What a plan is predicted to take, in any unit."""
+_POLL_SECONDS = 0.5  # between two looks for a signal
+_REPORT_SECONDS = 5.0
+
+
+class Pool:
+    """Workers that have begun, and the items they do. Close it in any case.
+
+    It is an `Engine` for one pack at a time, and has what `SpecPrefill` needs of a draft.
+    """
+
+    whole_packs: bool
+    waits = True
+
+    def __init__(
+        self, crew: Crew, spec: WorkerSpec, spec_of: Callable[[WorkerSpec, int], WorkerSpec], *, cost: Cost, stop: Stop
+    ) -> None:
+        self.size = crew.size
+        self.tokens = 0
+        """Tokens that drafts have computed so far."""
+        self.failure: BaseException | None = None
+        """What a draft failed with last."""
+        self.refilled_tokens = 0
+        """Tokens that were computed again for K,V that a worker did not have."""
+        self._crew = crew
+        self._cost = cost
+        self._stop = stop
+        self._batch = 0
+        self._spec = spec
+        self.dispatcher = Dispatcher(crew, lambda number: spec_of(self._spec, number))
+
+    def begin(self, pack_tokens: int) -> None:
+        """Wait until the first worker is ready, which plans for all; then begin the others.
+
+        Engines that take packs of any size get some of `pack_tokens`.
+        """
+        self.dispatcher.start([0])
+        started: list[Ready] = []
+        while not started:
+            started = self.pump()
+        ready = started[0]
+        self.plan = ready.plan
+        self.whole_packs = ready.whole_packs
+        self.limits: Limits = ready.limits
+        if not ready.whole_packs:
+            self.limits = replace(ready.limits, tokens=min(ready.limits.tokens, pack_tokens))
+        self._spec = replace(self._spec, plan=ready.plan, planned=True)
+        self.dispatcher.start(range(1, self.size))
+
+    def pump(self, seconds: float = _POLL_SECONDS) -> list[Ready]:
+        """Wait for what happens next, and let it have its effects. Raises Interrupted after a signal."""
+        with self._stop.at_once():
+            outcomes, started = self.dispatcher.wait(seconds)
+        for outcome in outcomes:
+            if outcome.lost is not None and not self._stop.asked:
+                again = "its rows are scored one by one" if outcome.given_up else "its rows are scored again"
+                print(f"prefill: warning: {outcome.lost}; {again}", file=sys.stderr)
+            outcome.item.took(outcome)
+        self._stop.check()
+        return started
+
+    def item(
+        self,
+        task: AnswerTask | EstimateTask,
+        plan: Plan,
+        took: Callable[[Outcome], None],
+        begun: Callable[[], None] = lambda: None,
+    ) -> Item:
+        """A task for which this plan is computed."""
+        return Item(task, self._cost(plan), took, begun)
+
+    def add(self, groups: Iterable[Sequence[Item]]) -> None:
+        """Give the workers groups of items, behind those that they were given before."""
+        self._batch += 1
+        self.dispatcher.add(groups, self._batch)
+
+    def reports(self) -> list[WorkerReport]:
+        """What every worker has done, as far as they say it soon."""
+        self.dispatcher.ask_for_reports()
+        end = time.monotonic() + _REPORT_SECONDS
+        with suppress(Exception):  # the rows are safe by now
+            while not self.dispatcher.idle and time.monotonic() < end:
+                self.dispatcher.wait(0.1)
+        return [report for _, report in sorted(self.dispatcher.reports.items())]
+
+    def close(self) -> None:
+        self._crew.close()
+
+    # As an engine.
+
+    def answer(
+        self, pack: Pack, labels: Callable[[int], LabelTokens], tick: Callable[[float], None]
+    ) -> Iterator[list[Answer]]:
+        found: list[Answer] = []
+
+        def took(outcome: Outcome) -> None:
+            if outcome.given_up:
+                raise _given_up(outcome)
+            if outcome.result is not None:
+                found.extend(outcome.result.answers)
+            tick(max(outcome.tokens, 0.0))
+
+        self.add([[self.item(answer_task(FreePack(pack), labels), Plan([pack], 0), took)]])
+        while not found:
+            self.pump()
+        yield found
+
+    def holds(self, key: Key) -> bool:
+        return False
+
+    # As a draft.
+
+    def estimate(self, prompts: Sequence[TokenArray], tick: Tick) -> list[ImportanceEstimate]:
+        """As `Draft.estimate`: each of the draft's packs is a task."""
+        from prefillcli.compress.base import ImportanceEstimate
+
+        limits = Limits(**self.plan["draft"]["limits"])
+        most = limits.max_tokens if limits.read_tokens is None else min(limits.max_tokens, limits.read_tokens)
+        able = [number for number, tokens in enumerate(prompts) if len(tokens) <= most]
+        plan = make_plan([prompts[number] for number in able], limits)
+        parts = [([able[prompt] for prompt in pack.prompts], Plan([pack], 0)) for pack in plan.packs]
+        if too_long := sorted(set(range(len(prompts))) - set(able)):
+            parts.append((too_long, Plan([], 0)))  # the draft says why
+        estimates: dict[int, ImportanceEstimate] = {}
+
+        def took(own: list[int], outcome: Outcome) -> None:
+            if isinstance(outcome.result, Estimated):
+                estimates.update(zip(own, outcome.result.estimates, strict=True))
+                self.tokens += outcome.result.draft_tokens
+                self.failure = outcome.result.failure or self.failure
+            elif outcome.given_up:
+                self.failure = _given_up(outcome)
+                estimates.update((number, ImportanceEstimate(reason=FAILED)) for number in own)
+            tick(0.0)
+
+        tasks = [(own, part, EstimateTask([prompts[number] for number in own])) for own, part in parts]
+        self.add([self.item(task, part, partial(took, own))] for own, part, task in tasks)
+        while len(estimates) < len(prompts):
+            self.pump()
+        return [estimates[number] for number in range(len(prompts))]
+
+
+def answer_task(work: FreePack, labels: Callable[[int], LabelTokens]) -> AnswerTask:
+    """The task of a pack, with the label tokens that its prompts have."""
+    own = {prompt: labels(prompt) for prompt in work.pack.prompts}
+    sets = tuple(dict.fromkeys(own.values()))
+    return AnswerTask(work, sets, {prompt: sets.index(each) for prompt, each in own.items()})
+
+
+def _given_up(outcome: Outcome) -> ResourceError:
+    return ResourceError(f"{outcome.lost}, and so were others on the same rows\nthe rows so far are kept")

@@ -1,0 +1,114 @@
+"""The windows of a job, one after the other in this process, or several at a time with workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from prefillcli.compress.audit_draw import AuditDraw
+from prefillcli.data.output.sink import Sink
+from prefillcli.data.rows import Window
+from prefillcli.engines.base import Engine
+from prefillcli.engines.registry import loader_of
+from prefillcli.jobs.inputs import Granularity, JobInputs
+from prefillcli.jobs.load import load_models
+from prefillcli.jobs.recorder import Recorder
+from prefillcli.jobs.window_scoring import ScoringOptions, score_window
+from prefillcli.options.score import ScoreSettings
+from prefillcli.report.run import WorkerCounts
+from prefillcli.runtime.clock import Clock
+from prefillcli.runtime.signals import Stop
+
+if TYPE_CHECKING:  # these take torch along
+    from prefillcli.compress.compressor import Compressor
+    from prefillcli.compress.window_compressor import WindowCompressor
+    from prefillcli.forecast.profile import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class WindowLoop:
+    """What scores and records the windows of a job. What it opens is closed with `loaded`."""
+
+    settings: ScoreSettings
+    granularity: Granularity
+    inputs: JobInputs
+    sink: Sink
+    recorder: Recorder
+    profile: Profile | None
+    clock: Clock
+    stop: Stop
+    loaded: ExitStack
+
+    def run_here(self, windows: Iterator[Window]) -> None:
+        """Load the models, and score with them in this process."""
+        settings, sink = self.settings, self.sink
+        with self.clock.phase("load"), self.stop.at_once():
+            models = load_models(
+                self.inputs.opened,
+                settings,
+                loader_of(settings.engine),
+                keep=keep_rate(settings, sink.plan),
+                before=sink.plan,
+                options=settings.engine_options,
+                measured=self.profile,
+            )
+        self.loaded.callback(models.close)
+        sink.plan = models.plan
+        compressor, options = self._window_compressor(models.compressor, models.engine), self._options()
+        for window in windows:
+            done, carried = sink.done(window.index), sink.carried_into(window.index)
+            scored = score_window(window, done, carried, models.engine, compressor, options, self.recorder)
+            self.recorder.record(window, done, scored)
+
+    def run_with_workers(self, windows: Iterator[Window], ready: Callable[[], bool]) -> list[WorkerCounts]:
+        """Begin the workers, and score with them; `ready` tells whether the next window can be had at once."""
+        from prefillcli.jobs.runners.parallel import ParallelScoring
+        from prefillcli.jobs.runners.start import pool_compressor, start_pool
+
+        settings, sink, opened = self.settings, self.sink, self.inputs.opened
+        keep = keep_rate(settings, sink.plan)
+        with self.clock.phase("load"):
+            pool = start_pool(
+                settings,
+                opened,
+                self.stop,
+                keep=keep,
+                before=sink.plan,
+                profile=self.profile,
+                digests=self.inputs.models.digests,
+            )
+        self.loaded.callback(pool.close)
+        sink.plan = pool.plan
+        compressor = self._window_compressor(pool_compressor(settings, opened, pool, keep), pool)
+        ParallelScoring(pool, sink, self.recorder, self.clock, compressor, self._options()).score(windows, ready)
+        return [WorkerCounts(**asdict(report)) for report in pool.reports()]
+
+    def _options(self) -> ScoringOptions:
+        settings, source, threads = self.settings, self.inputs.source, self.inputs.opened.threads
+        return ScoringOptions(
+            labels=self.inputs.labels,
+            schedule=settings.schedule,
+            block_tokens=0 if settings.compresses else self.granularity.block_tokens,
+            audit=AuditDraw(settings.audit, source.selection(), source.count()) if settings.audit else None,
+            adjust_threads=(lambda: None) if threads is None else threads.adjust,
+        )
+
+    def _window_compressor(self, compressor: Compressor | None, engine: Engine) -> WindowCompressor | None:
+        """What compresses the windows of this job, if anything does."""
+        if compressor is None:
+            return None
+        from prefillcli.compress.window_compressor import AutoKeep, WindowCompressor  # takes torch along
+
+        auto = None
+        if self.settings.keep == "auto" and "keep" not in self.sink.plan:
+            auto = AutoKeep(self.settings.max_flips, self.settings.audit)
+        methods = self.sink.counts.tallies.methods
+        return WindowCompressor(compressor, engine, self.inputs.labels, auto=auto, methods=methods)
+
+
+def keep_rate(settings: ScoreSettings, plan: Mapping[str, Any]) -> float:
+    """A job's keep rate: given or, by its plan, chosen; 1 until it is."""
+    rate: float = plan.get("keep", 1.0 if settings.keep == "auto" else settings.keep)
+    return rate
