@@ -19,6 +19,7 @@ from prefillcli.options.option import (
     MODEL,
     PROMPTS,
     RUN,
+    WORKERS,
     Settings,
     argument,
     option,
@@ -304,3 +305,19 @@ class PriceOptions(Settings):
         "Price of an hour on this machine, to predict costs.",
         RUN, changes="report", metavar="PRICE", needs="forecast", ge=0, allow_inf_nan=False,
     )  # fmt: skip
+
+
+class WorkerOptions(Settings):
+    """How many processes compute, and where they run."""
+
+    workers: int = option(
+        1,
+        "Processes that compute: each has a CUDA device, or a part of the cores, for itself.",
+        WORKERS, changes="speed", metavar="N", ge=1,
+    )  # fmt: skip
+    runner: Literal["local"] = option("local", "Where the workers run: on this machine.", WORKERS, changes="speed")
+
+    @property
+    def uses_workers(self) -> bool:
+        """Whether other processes than this one compute."""
+        return self.workers > 1 or self.runner != "local"

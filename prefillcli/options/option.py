@@ -11,13 +11,14 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from prefillcli.engines.registry import Capability
 from prefillcli.options.requirements import Requirement
 
-FILES, MODEL, PROMPTS, ANSWERS, RUN, MEMORY, COMPRESSION, BENCH, PROFILE, REPLAY = (
+FILES, MODEL, PROMPTS, ANSWERS, RUN, MEMORY, WORKERS, COMPRESSION, BENCH, PROFILE, REPLAY = (
     "Files",
     "Model",
     "Prompts",
     "Answers",
     "Run",
     "Memory and speed",
+    "Several processes",
     "Compression (SpecPrefill)",
     "What is compared",
     "What is measured",

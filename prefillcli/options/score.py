@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from prefillcli.data.output.formats import FILE_ENDINGS
 from prefillcli.engines.registry import ENGINES, Capability, refuse
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
-from prefillcli.options.groups import PriceOptions, RunOptions, ScheduledOptions, check_keep
-from prefillcli.options.option import COMPRESSION, FILES, MEMORY, MODEL, RUN, details_of, option, require
+from prefillcli.options.groups import PriceOptions, RunOptions, ScheduledOptions, WorkerOptions, check_keep
+from prefillcli.options.option import COMPRESSION, FILES, MODEL, RUN, details_of, option, require
 from prefillcli.options.requirements import Requirement
 from prefillcli.options.values import EngineName, KeyValues, NameList
 
 
-class ScoreSettings(PriceOptions, RunOptions, ScheduledOptions):
+class ScoreSettings(WorkerOptions, PriceOptions, RunOptions, ScheduledOptions):
     """Everything `prefill score` can be told."""
 
     output: str | None = option(
@@ -57,13 +55,6 @@ class ScoreSettings(PriceOptions, RunOptions, ScheduledOptions):
         MODEL, changes="scores", metavar="KEY=VALUE", repeatable=True, needs="options",
     )  # fmt: skip
 
-    workers: int = option(
-        1,
-        "Processes that compute: one for each CUDA device, or with a part of the cores each.",
-        MEMORY, changes="speed", metavar="N", ge=1,
-    )  # fmt: skip
-    runner: Literal["local"] = option("local", "Where the workers run: on this machine.", MEMORY, changes="speed")
-
     audit: int = option(
         0,
         "Also read N random compressed rows in full, and report how many answers flip.",
@@ -98,11 +89,6 @@ class ScoreSettings(PriceOptions, RunOptions, ScheduledOptions):
     @property
     def computes_here(self) -> bool:
         return "threads" in ENGINES[self.engine].can and not self.uses_workers
-
-    @property
-    def uses_workers(self) -> bool:
-        """Whether other processes than this one compute."""
-        return self.workers > 1 or self.runner != "local"
 
     @classmethod
     def required(cls) -> dict[str, list[Requirement]]:

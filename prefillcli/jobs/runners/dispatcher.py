@@ -54,7 +54,7 @@ class Item:
 
 
 @dataclass(eq=False, slots=True)
-class Group:
+class ItemGroup:
     """Items that hold K,V of one another, in order: one worker does them, unless another has nothing else to do."""
 
     items: deque[Item]
@@ -102,7 +102,7 @@ class Dispatcher:
         self._crew = crew
         self._spec = spec
         self._seats: dict[int, _Seat] = {}
-        self._groups: list[Group] = []
+        self._groups: list[ItemGroup] = []
         self._advanced: dict[int, float] = {}  # by worker: tokens of its first item
         self._lost_in_a_row = 0
         self.reports: dict[int, WorkerReport] = {}
@@ -127,7 +127,7 @@ class Dispatcher:
 
     def add(self, groups: Iterable[Sequence[Item]], batch: int) -> None:
         """Groups of items; those of a group should be done by one worker, in this order."""
-        self._groups += [Group(deque(items), batch) for items in groups if items]
+        self._groups += [ItemGroup(deque(items), batch) for items in groups if items]
         self._dispatch()
 
     def wait(self, timeout: float) -> tuple[list[Outcome], list[Ready]]:
@@ -188,7 +188,7 @@ class Dispatcher:
             outcomes.append(Outcome(first, tokens=undone, lost=f"worker {worker} {why}", given_up=given_up))
             items = items[1:] if given_up else items
             if items:
-                self._groups.append(Group(deque(items), -1))
+                self._groups.append(ItemGroup(deque(items), -1))
         for group in self._groups:
             group.owner = None if group.owner == worker else group.owner
         self.lost += 1
@@ -241,7 +241,7 @@ class Dispatcher:
         own.owner = worker
         return own.items.popleft()
 
-    def _take_over(self, worker: int, groups: Sequence[Group]) -> Group | None:
+    def _take_over(self, worker: int, groups: Sequence[ItemGroup]) -> ItemGroup | None:
         """The second half of what is left of the largest group, where that is worth computing its prefix again."""
         largest = max(groups, key=lambda group: group.cost, default=None)
         if largest is None:
@@ -254,6 +254,6 @@ class Dispatcher:
         if half[0].lacks(self._seats[worker].held)[0] > sum(item.tokens for item in half):
             largest.items.extend(half)
             return None
-        group = Group(half, largest.batch, worker)
+        group = ItemGroup(half, largest.batch, worker)
         self._groups.append(group)
         return group
