@@ -15,10 +15,11 @@ from prefillcli import __version__
 from prefillcli.errors import PrefillError
 from prefillcli.options.bench import BenchSettings
 from prefillcli.options.commands import COMMANDS
-from prefillcli.options.groups import JobOptions
+from prefillcli.options.groups import ModelOptions
 from prefillcli.options.inspect import InspectSettings
 from prefillcli.options.load import load_settings
-from prefillcli.options.option import RUN
+from prefillcli.options.merge import MergeSettings
+from prefillcli.options.option import RUN, Settings
 from prefillcli.options.parameters import parameters_of
 from prefillcli.options.profile import ProfileSettings
 from prefillcli.options.score import ScoreSettings
@@ -26,7 +27,7 @@ from prefillcli.redaction import shown
 from prefillcli.runtime.streams import survive_closed_streams
 from prefillcli.runtime.threads import prepare
 
-AnyOptions = TypeVar("AnyOptions", bound=JobOptions)
+AnyOptions = TypeVar("AnyOptions", bound=Settings)
 Summary = dict[str, Any]
 
 app = typer.Typer(
@@ -78,12 +79,12 @@ def _root(
 
 
 def _job(run: Callable[[AnyOptions], Summary]) -> Callable[[AnyOptions], Summary]:
-    """Make `run` a command of its name: inputs, `--recipe` and one option for each field of its settings."""
+    """Make `run` a command of its name: `--recipe`, and an argument or an option for each field of its settings."""
     name = run.__name__.strip("_")
     kind = cast("type[AnyOptions]", COMMANDS[name])
 
-    def command(inputs: list[str] | None, recipe: str | None, **flags: Any) -> None:
-        _finish(run(_load(kind, inputs, recipe, flags)))
+    def command(recipe: str | None, **given: Any) -> None:
+        _finish(run(_load(kind, recipe, given)))
 
     parameters = parameters_of(kind)
     command.__doc__ = run.__doc__
@@ -138,6 +139,17 @@ def inspect_(settings: InspectSettings) -> Summary:
     return inspect_job(settings)
 
 
+@_job
+def merge(settings: MergeSettings) -> Summary:
+    """Join the shards of OUTPUT, which prefill score --shard has left beside it, to the output of the whole job.
+
+    Every row must be there exactly once. The last line on stdout is one JSON object that sums it up.
+    """
+    from prefillcli.jobs.merge import merge_job
+
+    return merge_job(settings)
+
+
 _Output = Annotated[str, typer.Argument(metavar="OUTPUT", help="What prefill score wrote: a file, a folder or a URL.")]
 _Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Warnings and errors only.", rich_help_panel=RUN)]
 
@@ -170,16 +182,14 @@ def status(output: _Output, quiet: _Quiet = False) -> None:
     _finish(status_job(output, quiet=quiet))
 
 
-def _load(kind: type[AnyOptions], inputs: list[str] | None, recipe: str | None, flags: dict[str, Any]) -> AnyOptions:
-    given = {name: value for name, value in flags.items() if value is not None}
-    if inputs:
-        given["inputs"] = inputs
+def _load(kind: type[AnyOptions], recipe: str | None, flags: dict[str, Any]) -> AnyOptions:
+    given = {name: value for name, value in flags.items() if value not in (None, [])}
     try:
         settings = load_settings(kind, given, recipe=recipe)
     except PrefillError as error:
         print(f"prefill: {error}", file=sys.stderr)
         _finish({"status": "failed", "exit_code": error.exit_code, "error": str(error)})
-    if settings.computes_here:
+    if isinstance(settings, ModelOptions) and settings.computes_here:
         prepare(settings.threads)
     return settings
 

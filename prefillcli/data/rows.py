@@ -92,6 +92,20 @@ class RowBatch:
     nbytes: int
     """Size in bytes of what was read for these rows."""
 
+    def only(self, positions: Int64Array) -> RowBatch:
+        """The rows at these positions, ascending."""
+        rows = self.rows[positions]
+        chosen = positions.tolist()
+        kept = set(rows.tolist())
+        return RowBatch(
+            first_row=self.first_row,
+            rows=rows,
+            columns={name: [values[at] for at in chosen] for name, values in self.columns.items()},
+            carried=self.carried.take(pa.array(positions)),
+            errors={row: error for row, error in self.errors.items() if row in kept},
+            nbytes=self.nbytes * len(rows) // max(len(self.rows), 1),
+        )
+
 
 @dataclass(slots=True)
 class Prompt:
@@ -119,6 +133,8 @@ class Window:
     prompts: list[Prompt]
     errors: dict[int, RowError]
     carried: pa.Table
+    whole_rows: Int64Array | None = None
+    """In a shard of a job, the row numbers of the job's whole window; `rows` are some of them."""
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
+from prefillcli.data.dealing import ShardRows
 from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.reading.ids import SeenIds
@@ -33,14 +34,16 @@ def windows(
     max_bytes: int = MAX_BYTES,
     batch_rows: int = BATCH_ROWS,
     skip: Callable[[int, Int64Array], bool] | None = None,
+    only: ShardRows | None = None,
     ended: Callable[[int], None] | None = None,
 ) -> Iterator[Window]:
     """Windows that close at `max_rows` rows or `max_bytes` bytes, with the batch of at most `batch_rows` that brings
     them, cut the same way every time.
 
     A row whose id is null or was seen before is an error row. A window whose index and row numbers `skip` accepts
-    (one that is scored already) is read for its ids, but neither tokenised nor yielded. At the end of the input
-    `ended` is called with the number of windows.
+    (one that is scored already) is read for its ids, but neither tokenised nor yielded. With `only` the windows are
+    cut the same way, but have the rows of one shard; one that has none of them is not yielded. At the end of the
+    input `ended` is called with the number of windows.
     """
     seen = SeenIds(json=source.kind == "jsonl")
     count = 0
@@ -50,8 +53,15 @@ def windows(
                 for row, error in seen.check(batch.rows, batch.carried.column(id_column)).items():
                     batch.errors.setdefault(row, error)
         count = index + 1
-        if skip is None or not skip(index, np.concatenate([batch.rows for batch in batches])):
-            yield _window(index, batches, builder, labels)
+        whole = None
+        if only is not None:
+            whole = _rows(batches)
+            batches = [batch.only(own) for batch, own in zip(batches, only.of(batches), strict=True)]
+        rows = _rows(batches)
+        if not (skip is not None and skip(index, rows)) and len(rows):
+            window = _window(index, batches, builder, labels)
+            window.whole_rows = whole
+            yield window
     if ended is not None:
         ended(count)
 
@@ -70,10 +80,14 @@ def _groups(batches: Iterable[RowBatch], max_rows: int, max_bytes: int) -> Itera
         yield group
 
 
+def _rows(batches: list[RowBatch]) -> Int64Array:
+    return np.concatenate([batch.rows for batch in batches])
+
+
 def _window(index: int, batches: list[RowBatch], builder: PromptBuilder, labels: Labels) -> Window:
     window = Window(
         index=index,
-        rows=np.concatenate([batch.rows for batch in batches]),
+        rows=_rows(batches),
         prompts=[],
         errors={},
         carried=pa.concat_tables([batch.carried for batch in batches]),

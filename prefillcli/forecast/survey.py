@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from prefillcli.compress.settings import Compression
+from prefillcli.data.dealing import ShardRows
 from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.reading.selection import BATCH_ROWS
@@ -37,21 +38,22 @@ def survey(
     block_tokens: int = BLOCK_TOKENS,
     profile: Profile | None = None,
     price_per_hour: float | None = None,
+    only: ShardRows | None = None,
     tick: Callable[[int, int], None] = lambda rows, tokens: None,
 ) -> Survey:
     """Read the rows of `source`, make prompts of them with the `builder`, and plan them as a job with these `settings`
     would.
 
     `free` bytes are what the loaded weights will leave, where `--memory` does not say what may be used. `profile`
-    sizes packs and predicts their time, as in the job. `window_rows` and `block_tokens` are the job's. `tick` is
-    called with the rows and prompt tokens of each window, and may raise. Raises what the job raises before it loads
-    weights.
+    sizes packs and predicts their time, as in the job. `window_rows` and `block_tokens` are the job's, and `only` are
+    the rows of its shard. `tick` is called with the rows and prompt tokens of each window, and may raise. Raises what
+    the job raises before it loads weights.
     """
     labels = Labels(opened.tokenizer, parse_labels(settings.labels))
     plans = Alternatives(settings, opened, compression, free=free, profile=profile, block_tokens=block_tokens)
     found = InputStatistics()
     clock = Clock()
-    cut = windows(source, builder, labels, id_column=id_column, max_rows=window_rows, batch_rows=batch_rows)
+    cut = windows(source, builder, labels, id_column=id_column, max_rows=window_rows, batch_rows=batch_rows, only=only)
     with Prefetcher(cut, cancel=builder.close) as coming:
         for number, window in enumerate(coming):
             if number == 0:

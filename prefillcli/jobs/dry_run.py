@@ -6,6 +6,7 @@ import sys
 from datetime import UTC, datetime
 from typing import Any
 
+from prefillcli.data.dealing import ShardRows
 from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.store import put_text
 from prefillcli.data.proof.fingerprints import hash_model
@@ -56,7 +57,7 @@ def _run(settings: ScoreSettings, report: DryRunReport, granularity: Granularity
     from prefillcli.forecast.survey import survey
 
     report.output = settings.output or default_output(settings.inputs[0], partition=settings.partition)
-    report.report = dry_run_report(report.output, settings.report)
+    report.report = dry_run_report(report.output, settings.report, settings.shard_of)
     carried = carried_columns(settings)
     with stop.at_once():
         source = open_source(settings, carried)
@@ -70,13 +71,15 @@ def _run(settings: ScoreSettings, report: DryRunReport, granularity: Granularity
             raise UsageError(f"--price-per-hour: no time is predicted, so there is no price: {report.no_prediction}")
         free = _free(settings, opened)
     report.profile = name if profile is not None else None
-    progress = Progress(source.selected_rows, interval=settings.progress_interval, quiet=settings.quiet)
+    shard, builder = settings.shard_of, prompt_builder(settings, opened, source, carried)
+    total = source.selected_rows if shard is None else None
+    progress = Progress(total, interval=settings.progress_interval, quiet=settings.quiet)
     with progress, stop.at_once():
         found = report.survey = survey(
             settings,
             opened,
             source,
-            prompt_builder(settings, opened, source, carried),
+            builder,
             compression_of(settings),
             free=free,
             id_column=settings.id_column,
@@ -85,6 +88,7 @@ def _run(settings: ScoreSettings, report: DryRunReport, granularity: Granularity
             block_tokens=granularity.block_tokens,
             profile=profile,
             price_per_hour=settings.price_per_hour,
+            only=None if shard is None else ShardRows(shard, builder),
             tick=progress.advance,
         )
     rows = found.rows

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from prefillcli.data.output.formats import FILE_ENDINGS
 from prefillcli.data.paths import split_path
 from prefillcli.data.reading.discovery import CODECS, KINDS
+from prefillcli.data.shard import Shard
 from prefillcli.errors import UsageError
 from prefillcli.redaction import without_secrets
 
@@ -58,9 +59,18 @@ def default_report(output: str) -> str:
     return f"{base}.run.json"
 
 
-def dry_run_report(output: str, report: str | None) -> str:
-    """`data.scores.run.json` -> `data.scores.dry-run.json`, so that the report of a run stays."""
+def report_path(output: str, report: str | None, shard: Shard | None) -> str:
+    """Where run.json goes; with a `shard` under a name of its own: `data.scores.shard-2-of-4.run.json`."""
     path = report or default_report(output)
+    if shard is None:
+        return path
+    ending = ".run.json" if path.endswith(".run.json") else ".json" if path.endswith(".json") else ""
+    return path.removesuffix(ending) + shard.ending + ending
+
+
+def dry_run_report(output: str, report: str | None, shard: Shard | None = None) -> str:
+    """`data.scores.run.json` -> `data.scores.dry-run.json`, so that the report of a run stays."""
+    path = report_path(output, report, shard)
     return path.removesuffix(".json").removesuffix(".run") + ".dry-run.json"
 
 

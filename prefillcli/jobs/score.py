@@ -10,8 +10,10 @@ from datetime import UTC, datetime
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from prefillcli.data.dealing import ShardRows
 from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.heartbeat import Heartbeat
+from prefillcli.data.output.shard_sink import ShardSink
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.reading.source import Source
@@ -39,7 +41,7 @@ from prefillcli.jobs.inputs import (
     refuse_idle_draft,
     refuse_unlike_partitions,
 )
-from prefillcli.jobs.paths import default_output, default_report, refuse_among_inputs
+from prefillcli.jobs.paths import default_output, refuse_among_inputs, report_path
 from prefillcli.jobs.recorder import Recorder
 from prefillcli.jobs.shell import conclude, shell
 from prefillcli.jobs.window_loop import WindowLoop, keep_rate
@@ -92,6 +94,7 @@ class _ScoreJob:
         self._granularity = granularity
         self._loader = loader_of(settings.engine)
         self._inputs: JobInputs | None = None
+        self._shards = settings.shard_of.count if settings.shard_of is not None else 1
         self._sink: Sink | None = None
         self._scored_before = 0  # rows that an earlier run has scored
         self._forecast: RemainingTime | None = None
@@ -100,8 +103,8 @@ class _ScoreJob:
     def run(self, stop: Stop) -> None:
         settings, report = self.settings, self.report
         output = settings.output or default_output(settings.inputs[0], partition=settings.partition)
-        report.output = output
-        report.report = settings.report or default_report(output)
+        report.output, report.shard = output, settings.shard
+        report.report = report_path(output, settings.report, settings.shard_of)
         inputs = self._inputs = self._open_inputs(output, stop)
         with self.clock.phase("read"), stop.at_once():
             digests = report.fingerprint = fingerprint(
@@ -109,17 +112,21 @@ class _ScoreJob:
             )
         with self._open_sink(output, inputs, digests) as sink:
             self._sink = sink
+            report.output = sink.location
             self._scored_before = sink.counts.scored
             report.resumed = sink.counts.total > 0
             if not sink.complete:
                 profile = self._profile(inputs.opened, digests["model"])
                 if profile is not None:
-                    rows = inputs.source.selection().count(inputs.source.count())
+                    rows = inputs.source.selection().count(inputs.source.count()) // self._shards
                     self._forecast = RemainingTime(profile.seconds, rows)
                 self._score(inputs, sink, profile, stop)
             if settings.audit:
                 report.audit = _audit(sink.counts, inputs.labels)
-        conclude(report, sink.counts, max_error_rate=settings.max_error_rate, skip_empty=settings.skip_empty)
+            # A shard's share of errors says nothing of the whole: prefill merge judges that.
+            most = settings.max_error_rate if settings.shard is None else 1.0
+            skip = settings.skip_empty and sink.empty_input
+        conclude(report, sink.counts, max_error_rate=most, skip_empty=skip)
 
     def _open_inputs(self, output: str, stop: Stop) -> JobInputs:
         settings, clock = self.settings, self.clock
@@ -162,7 +169,7 @@ class _ScoreJob:
         """The output. Where it must not be touched, neither must the report that lies beside it."""
         settings, source = self.settings, inputs.source
         try:
-            return Sink.open(
+            return (Sink if settings.shard is None else ShardSink).open(
                 output,
                 fingerprint=digests,
                 selection=selection(settings),
@@ -175,6 +182,7 @@ class _ScoreJob:
                 audit=settings.audit > 0,
                 truth=settings.truth,
                 partitions=source.partitions if settings.partition else None,
+                shard=settings.shard_of,
             )
         except (OutputExistsError, OutputConflictError, OutputBusyError):
             self.report.report = None
@@ -183,6 +191,7 @@ class _ScoreJob:
     def _score(self, inputs: JobInputs, sink: Sink, profile: Profile | None, stop: Stop) -> None:
         settings, clock, forecast, source = self.settings, self.clock, self._forecast, inputs.source
         ended: list[int] = []
+        shard = settings.shard_of
         coming = Prefetcher(
             windows(
                 source,
@@ -192,12 +201,13 @@ class _ScoreJob:
                 max_rows=self._granularity.window_rows,
                 batch_rows=self._granularity.batch_rows,
                 skip=sink.finished,
+                only=None if shard is None else ShardRows(shard, inputs.builder),
                 ended=ended.append,
             ),
             cancel=inputs.builder.close,
         )
         progress = Progress(
-            source.selected_rows,
+            source.selected_rows if shard is None else None,
             interval=settings.progress_interval,
             quiet=settings.quiet,
             seconds_left=(lambda: None) if forecast is None else forecast.seconds_left,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from prefillcli.options.bench import BenchSettings
-from prefillcli.options.groups import JobOptions
 from prefillcli.options.inspect import InspectSettings
+from prefillcli.options.merge import MergeSettings
+from prefillcli.options.option import Settings
 from prefillcli.options.profile import ProfileSettings
 from prefillcli.options.score import ScoreSettings
 
-COMMANDS: dict[str, type[JobOptions]] = {
+COMMANDS: dict[str, type[Settings]] = {
     "score": ScoreSettings,
     "profile": ProfileSettings,
     "bench": BenchSettings,
     "inspect": InspectSettings,
+    "merge": MergeSettings,
 }
 """The commands that take options, by name."""

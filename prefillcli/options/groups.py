@@ -321,3 +321,23 @@ class WorkerOptions(Settings):
     def uses_workers(self) -> bool:
         """Whether other processes than this one compute."""
         return self.workers > 1 or self.runner != "local"
+
+
+class EndingOptions(Settings):
+    """What is written at the end of a job, and how it is judged."""
+
+    overwrite: bool = option(False, "Replace an existing output.", FILES, changes="files")
+    report: str | None = option(
+        None,
+        "Where run.json goes; its page goes beside it, as .html. (default: OUTPUT.run.json beside the output)",
+        FILES, changes="files", metavar="PATH",
+    )  # fmt: skip
+    metrics_file: str | None = option(
+        None,
+        "Also write metrics for the Prometheus textfile collector to this file, e.g. prefill.prom.",
+        FILES, changes="files", metavar="PATH",
+    )  # fmt: skip
+    max_error_rate: float = option(
+        0.0, "Share of error rows above which the exit code is 3.", RUN, changes="report", metavar="RATE", ge=0, le=1
+    )
+    skip_empty: bool = option(False, "Exit 99 if the input has no rows.", RUN, changes="report")

@@ -58,8 +58,12 @@ def load_settings(
     for name, other in (("resume", "overwrite"), ("overwrite", "resume")):
         if flags.get(name) and other not in flags:  # the flag wins over a recipe with the other
             given.values.pop(other, None)
-    if not given.values.get("inputs") and kind.model_fields["inputs"].is_required():
-        raise UsageError("no INPUT given: name a Parquet or JSONL file, a directory or a glob")
+    place = kind.given_by_place()
+    if not given.values.get(place) and kind.model_fields[place].is_required():
+        what = (
+            "a Parquet or JSONL file, a directory or a glob" if place == "inputs" else "what prefill score was given"
+        )
+        raise UsageError(f"no {'INPUT' if place == 'inputs' else 'OUTPUT'} given: name {what}")
     settings = given.settings(kind)
     settings.check()
     while ignored := settings.ignored():
@@ -109,7 +113,7 @@ class _Merged:
             return False
         alone = {key: value for key, value in self._recipe.items() if key in kind.model_fields}
         try:
-            return name in kind.model_validate({"inputs": ("INPUT",)} | alone).ignored()
+            return name in kind.model_validate({kind.given_by_place(): ("INPUT",)} | alone).ignored()
         except ValidationError:
             return False  # the recipe is wrong by itself; a flag or the environment put it right
 

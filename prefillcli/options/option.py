@@ -119,6 +119,12 @@ class Settings(BaseModel):
         """Whether the option was given on the command line of this run."""
         return name in self._flags
 
+    @classmethod
+    def given_by_place(cls) -> str:
+        """The field that the command line has without a flag."""
+        (name,) = [name for name in cls.model_fields if not details_of(cls, name).panel]
+        return name
+
     def check(self) -> None:
         """Raise UsageError for options that contradict one another."""
 

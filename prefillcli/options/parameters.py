@@ -11,13 +11,18 @@ from prefillcli.options.option import RUN, Settings, details_of
 
 
 def parameters_of(settings: type[Settings]) -> list[inspect.Parameter]:
-    """The inputs, an option for each other field of `settings`, and `--recipe`. None stands for "not given"."""
-    inputs = settings.model_fields["inputs"]
-    metavar = "INPUT..." if inputs.is_required() else "[INPUT]..."
+    """What is given by its place, an option for each other field of `settings`, and `--recipe`.
+
+    None stands for "not given".
+    """
+    place = settings.given_by_place()
+    field = settings.model_fields[place]
+    kind: Any = str if field.annotation is str else list[str]
+    metavar = "OUTPUT" if kind is str else "INPUT..." if field.is_required() else "[INPUT]..."
     recipe = typer.Option("--recipe", metavar="FILE", help="YAML with options by name.", rich_help_panel=RUN)
     return [
-        _parameter("inputs", list[str], typer.Argument(metavar=metavar, help=inputs.description)),
-        *(_option(settings, name) for name in settings.model_fields if name != "inputs"),
+        _parameter(place, kind, typer.Argument(metavar=metavar, help=field.description)),
+        *(_option(settings, name) for name in settings.model_fields if name != place),
         _parameter("recipe", str, recipe),
     ]
 

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 from prefillcli.data.output.formats import FILE_ENDINGS
+from prefillcli.data.shard import Shard
 from prefillcli.engines.registry import ENGINES, Capability, refuse
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
-from prefillcli.options.groups import PriceOptions, RunOptions, ScheduledOptions, WorkerOptions, check_keep
+from prefillcli.options.groups import (
+    EndingOptions,
+    PriceOptions,
+    RunOptions,
+    ScheduledOptions,
+    WorkerOptions,
+    check_keep,
+)
 from prefillcli.options.option import COMPRESSION, FILES, MODEL, RUN, details_of, option, require
 from prefillcli.options.requirements import Requirement
-from prefillcli.options.values import EngineName, KeyValues, NameList
+from prefillcli.options.values import EngineName, KeyValues, NameList, ShardName
 
 
-class ScoreSettings(WorkerOptions, PriceOptions, RunOptions, ScheduledOptions):
+class ScoreSettings(EndingOptions, WorkerOptions, PriceOptions, RunOptions, ScheduledOptions):
     """Everything `prefill score` can be told."""
 
     output: str | None = option(
         None,
         f"Where the scores go: {', '.join(FILE_ENDINGS)}, or a folder (ending in /). (default: INPUT.scores.parquet)",
         FILES, changes="files", short="-o", metavar="PATH",
-    )  # fmt: skip
-    report: str | None = option(
-        None,
-        "Where run.json goes; its page goes beside it, as .html. (default: OUTPUT.run.json beside the output)",
-        FILES, changes="files", metavar="PATH",
-    )  # fmt: skip
-    metrics_file: str | None = option(
-        None,
-        "Also write metrics for the Prometheus textfile collector to this file, e.g. prefill.prom.",
-        FILES, changes="files", metavar="PATH",
     )  # fmt: skip
     id_column: str | None = option(
         None,
@@ -41,8 +39,12 @@ class ScoreSettings(WorkerOptions, PriceOptions, RunOptions, ScheduledOptions):
     partition: bool = option(
         False, "Write the scores into folders named like the input's: day=2026-01-01/.", FILES, changes="columns"
     )
+    shard: ShardName | None = option(
+        None,
+        "Score the I-th of N shares of the rows, on one of N machines; prefill merge makes the output of all.",
+        FILES, changes="files", metavar="I/N",
+    )  # fmt: skip
     resume: bool = option(False, "Continue this job where it stopped.", FILES, changes="files")
-    overwrite: bool = option(False, "Replace an existing output.", FILES, changes="files")
 
     engine: EngineName = option(
         "torch",
@@ -71,10 +73,6 @@ class ScoreSettings(WorkerOptions, PriceOptions, RunOptions, ScheduledOptions):
         COMPRESSION, changes="columns", metavar="COLUMN", requires=requirements.AUDIT,
     )  # fmt: skip
 
-    max_error_rate: float = option(
-        0.0, "Share of error rows above which the exit code is 3.", RUN, changes="report", metavar="RATE", ge=0, le=1
-    )
-    skip_empty: bool = option(False, "Exit 99 if the input has no rows.", RUN, changes="report")
     dry_run: bool = option(
         False,
         "Read, tokenise and plan only: lengths, sharing, packs, predicted time. No weights are loaded.",
@@ -102,6 +100,32 @@ class ScoreSettings(WorkerOptions, PriceOptions, RunOptions, ScheduledOptions):
             raise UsageError("--resume continues the output, --overwrite replaces it: give only one of them")
         refuse(self.engine, self._engine_needs())
         check_keep(self.keep, compresses=self.compresses)
+        self._check_shard()
+
+    def _check_shard(self) -> None:
+        """Raise UsageError for what is decided from all rows of a window, of which a shard has some."""
+        if self.shard is None:
+            return
+        if self.keep == "auto":
+            raise UsageError(
+                "--shard: --keep auto would choose another rate in each shard\nchoose it in a run over a sample, then "
+                "give that rate"
+            )
+        if self.audit:
+            raise UsageError(
+                "--shard: --audit draws from all rows of a window, and a shard has some of them\n"
+                "audit a sample of the rows in a job without --shard"
+            )
+        if self.compresses and not (self.compress_per_row and (self.paper or not self.keep_private)):
+            raise UsageError(
+                "--shard: rows that share a prefix keep the same tokens of it, and a shard has some of these rows\n"
+                "give --compress-per-row --no-keep-private, so that a row's tokens follow from the row alone"
+            )
+
+    @property
+    def shard_of(self) -> Shard | None:
+        """The share of the rows that this run scores; None for all."""
+        return None if self.shard is None else Shard.parse(self.shard)
 
     def _engine_needs(self) -> dict[str, Capability]:
         """What the engine must be able to do, by the option that needs it: those that are not at their default."""

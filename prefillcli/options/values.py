@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from prefillcli.data.shard import Shard
 from prefillcli.engines.registry import ENGINES
 from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.runtime.sizes import parse_size
@@ -63,6 +64,10 @@ def _check_engine(name: str) -> str:
     return name
 
 
+def _check_shard(text: str) -> str:
+    return str(Shard.parse(text))
+
+
 def _read_mapping(value: object) -> object:
     """A mapping from texts like `key=value`, or as a recipe has it. The values are YAML."""
     if isinstance(value, dict):
@@ -91,6 +96,7 @@ if TYPE_CHECKING:
 else:
     ScheduleName = Literal[tuple(SCHEDULES)]
 EngineName = Annotated[str, AfterValidator(_check_engine)]
+ShardName = Annotated[str, AfterValidator(_check_shard)]
 KeyValues = Annotated[dict[str, Any], BeforeValidator(_read_mapping)]
 KeepRates = Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], BeforeValidator(_split_numbers)]
 LabelTexts = Annotated[str | tuple[str, ...], BeforeValidator(_labels_as_text)]

@@ -149,6 +149,8 @@ class RunReport(BaseModel):
     report: str | None = None
     page: str | None = None
     resumed: bool = False
+    shard: str | None = None  # of a run with --shard, like 2/4: all counts are of its rows
+    shards: int | None = None  # of a merge: how many it joined
     rows: Rows = Field(default_factory=Rows)
     mean_score: float | None = None
     tokens: Tokens = Field(default_factory=Tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO
@@ -24,6 +25,13 @@ class LocalStore:
         with writing(self.location):
             try:
                 return sorted(name for name in os.listdir(self.location) if not name.endswith(_TEMPORARY))
+            except FileNotFoundError:
+                return []
+
+    def folders(self) -> list[str]:
+        with writing(self.location):
+            try:
+                return sorted(entry.name for entry in os.scandir(self.location) if entry.is_dir())
             except FileNotFoundError:
                 return []
 
@@ -65,6 +73,10 @@ class LocalStore:
     def delete(self, name: str) -> None:
         with writing(self._path(name)), suppress(FileNotFoundError):
             os.unlink(self._path(name))
+
+    def remove(self) -> None:
+        with writing(self.location), suppress(FileNotFoundError):
+            shutil.rmtree(self.location)
 
     def clean(self, ours: Callable[[str], bool], into: Callable[[str], bool] = lambda folder: False) -> None:
         with writing(self.location):

@@ -62,6 +62,10 @@ class Manifest:
     """Set when complete."""
     files: dict[str, str] = field(default_factory=dict)
     """Set when complete: the output's files by name, with their digests (`seals.digest_of`)."""
+    shard: dict[str, Any] | None = None
+    """What a shard's work folder says of itself beside the job (see `shard_folders.ShardRecord`); else None."""
+    merged: list[str] = field(default_factory=list)
+    """The tokens of the shards that the output was made of, if it was."""
     created: str = field(default_factory=lambda: _now())
     updated: str = field(default_factory=lambda: _now())
 
@@ -97,6 +101,7 @@ class Manifest:
         try:
             counts = content["counts"] and Counts.of_json(content["counts"])
             rest = {name: content[name] for name in ("plan", "state", "files", "created", "updated")}
+            rest |= {name: content[name] for name in ("shard", "merged") if name in content}
             return cls(Job.of_json(content), counts=counts, **rest)
         except (KeyError, TypeError, ValueError):
             raise DamagedFileError("it is not a manifest") from None

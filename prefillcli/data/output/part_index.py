@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -49,7 +49,7 @@ class PartIndex:
 
     def add(self, info: PartInfo, rows: Sequence[int] = ()) -> None:
         """Take in a part; `rows` are its row numbers where its window is being written."""
-        window = self._windows.setdefault(info.window, _WindowParts(info.window_rows))
+        window = self._windows.setdefault(info.window, _WindowParts(info.expected_rows))
         window.numbers.append(info.number)
         window.written += info.counts.total
         if info.carried is not None:
@@ -98,11 +98,16 @@ class PartIndex:
             )
         return found.whole
 
-    def require_complete(self, windows: int) -> None:
-        """Raise PrefillError unless each of the input's `windows` windows is there, once and whole."""
+    def require_complete(self, windows: int, without: Container[int] = ()) -> None:
+        """Raise PrefillError unless each of the input's `windows` windows is there, once and whole.
+
+        There must be nothing of those `without` rows of this shard.
+        """
         last = -1
         for window in range(max(windows, max(self._windows, default=-1) + 1)):
             found = self._windows.get(window)
+            if found is None and window in without:
+                continue
             if found is None or not found.whole or found.rows.first <= last or window >= windows:
                 raise PrefillError(
                     f"{self._work.location}: rows of window {window} are missing or doubled\n"

@@ -63,6 +63,15 @@ class PartInfo:
     """Of every JSON column which kinds of values it holds (see json_columns)."""
     carried: list[tuple[int, str]] | None = None
     """The blocks that the window hands to the next one (see `prefillcli.plan.blocks`); None if not known then."""
+    shard: str | None = None
+    """The shard that wrote it, like `2/4`; None where one run scores all rows."""
+    own_rows: WindowRows | None = None
+    """The rows of the window that this shard scores; None where it scores all."""
+
+    @property
+    def expected_rows(self) -> WindowRows:
+        """The rows that the parts of this run have of the window, when they are all there."""
+        return self.own_rows or self.window_rows
 
     @property
     def name(self) -> str:
@@ -73,6 +82,14 @@ class PartInfo:
 def part_name(window: int, number: int) -> str:
     """The file name of a window's part."""
     return f"part-{window:06d}-{number:06d}.parquet"
+
+
+def window_of(name: str) -> int:
+    """The window of a part by its file name."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        raise ValueError(f"{name} is not the name of a part")
+    return int(found[1])
 
 
 def is_part(name: str) -> bool:
@@ -115,6 +132,8 @@ def read_part(store: Store, name: str, columns: Sequence[str] | None = None) -> 
         content = json.loads(table.schema.metadata[JOB_KEY])
         content["job"] = Job.of_json(content["job"])
         content["window_rows"] = WindowRows(**content["window_rows"])
+        if (own := content.get("own_rows")) is not None:
+            content["own_rows"] = WindowRows(**own)
         content["counts"] = Counts.of_json(content["counts"])
         if (carried := content.get("carried")) is not None:
             content["carried"] = [(end, key) for end, key in carried]

@@ -31,6 +31,15 @@ class RemoteStore:
                 return []
             return sorted(split_path(str(e["name"]))[1] for e in entries if e["type"] == "file")
 
+    def folders(self) -> list[str]:
+        with _writing_remote(self.location):
+            self._filesystem.invalidate_cache()
+            try:
+                entries = self._filesystem.ls(self._inner, detail=True)
+            except FileNotFoundError:
+                return []
+            return sorted(split_path(str(e["name"]).rstrip("/"))[1] for e in entries if e["type"] == "directory")
+
     def find(self, into: Callable[[str], bool]) -> list[str]:
         with _writing_remote(self.location):
             self._filesystem.invalidate_cache()
@@ -62,6 +71,9 @@ class RemoteStore:
     def delete(self, name: str) -> None:
         with _writing_remote(f"{self.location}/{name}"), suppress(FileNotFoundError):
             self._filesystem.rm_file(self._path(name))
+
+    def remove(self) -> None:
+        """Nothing to do: the folder is there as long as objects are in it, and the lock goes when it is released."""
 
     def clean(self, ours: Callable[[str], bool], into: Callable[[str], bool] = lambda folder: False) -> None:
         """Nothing to do: an upload that was cut off leaves no object."""

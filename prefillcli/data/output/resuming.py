@@ -15,6 +15,7 @@ from prefillcli.data.output.store import Store
 from prefillcli.data.output.tallies import ROW
 from prefillcli.data.output.target import Published, Target
 from prefillcli.data.rows import Int64Array
+from prefillcli.data.shard import Shard
 from prefillcli.errors import DamagedFileError, OutputConflictError, OutputDamagedError, OutputExistsError
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,38 @@ def find_resumable(target: Target, job: Job, resume: bool, overwrite: bool, *, q
     raise OutputExistsError(f"{target.path} {state}\ngo on with --resume, or replace it with --overwrite")
 
 
+def find_resumable_shard(
+    target: Target, job: Job, resume: bool, overwrite: bool, *, quiet: bool = False
+) -> Manifest | None:
+    """The manifest of a shard's work folder to go on with, or that of the output that the shards were merged to.
+
+    None to begin anew. Raises as `find_resumable`.
+    """
+    if overwrite:
+        return None
+    manifest = _manifest(target.work, job, quiet)
+    if manifest is None:
+        whole = find_resumable(target.whole, job, True, False, quiet=True)
+        if whole is None or whole.state != "complete":
+            return None
+        if resume:
+            return whole
+        raise OutputExistsError(f"{target.path} is complete\nkeep it with --resume, or score again with --overwrite")
+    different = job.differing(manifest.job)
+    name = f"shard {target.shard} of {target.path}"
+    if not different and resume:
+        return manifest
+    if manifest.state != "complete" and not any(map(parts.is_part, target.work.names())):
+        return None
+    if different:
+        raise OutputConflictError(
+            f"{name} belongs to another job: different {', '.join(different)}\n"
+            "choose another --output, or replace it with --overwrite"
+        )
+    state = "is complete" if manifest.state == "complete" else "is there in part"
+    raise OutputExistsError(f"{name} {state}\ngo on with --resume, or replace it with --overwrite")
+
+
 def require_undamaged(target: Target, manifest: Manifest) -> None:
     """Raise OutputDamagedError unless the output is what the job of a complete manifest wrote."""
     damage = target.damage(Published(manifest.job, manifest.files))
@@ -66,32 +99,32 @@ def require_undamaged(target: Target, manifest: Manifest) -> None:
         )
 
 
-def proven_parts(work: Store, job: Job) -> Iterator[PartInfo]:
+def proven_parts(work: Store, job: Job, shard: Shard | None = None) -> Iterator[PartInfo]:
     """The parts of a job that are whole, by window; all others are removed, and their rows are scored again.
 
-    A part is whole, of this job, under its own name, and holds rows that no other part of its window has. All parts
-    of a window whose rows are all there hold exactly the rows of the window.
+    A part is whole, of this job and shard, under its own name, and holds rows that no other part of its window has.
+    All parts of a window whose rows are all there hold exactly the rows of the window, or the shard's rows of it.
     """
-    for _, group in groupby(_whole_parts(work, job), lambda part: part[0].window):
+    for _, group in groupby(_whole_parts(work, job, shard), lambda part: part[0].window):
         found = list(group)
         kept: list[PartInfo] = []
         rows: Int64Array = np.empty(0, np.int64)
         for info, numbers in found:
             together = np.union1d(rows, numbers)
-            fits = info.window_rows == found[0][0].window_rows and len(together) == len(rows) + info.counts.total
+            fits = info.expected_rows == found[0][0].expected_rows and len(together) == len(rows) + info.counts.total
             if fits and len(numbers) == info.counts.total:
                 kept.append(info)
                 rows = together
             else:
                 _drop(work, info.name, "holds rows of other parts")
-        if kept and len(rows) == kept[0].window_rows.count and WindowRows.of(rows) != kept[0].window_rows:
+        if kept and len(rows) == kept[0].expected_rows.count and WindowRows.of(rows) != kept[0].expected_rows:
             for info in kept:
                 _drop(work, info.name, "holds rows of another window")
             kept = []
         yield from kept
 
 
-def _whole_parts(work: Store, job: Job) -> Iterator[tuple[PartInfo, Int64Array]]:
+def _whole_parts(work: Store, job: Job, shard: Shard | None) -> Iterator[tuple[PartInfo, Int64Array]]:
     for name in filter(parts.is_part, work.names()):
         try:
             info, table = parts.read_part(work, name, [ROW])
@@ -101,6 +134,8 @@ def _whole_parts(work: Store, job: Job) -> Iterator[tuple[PartInfo, Int64Array]]
             continue
         if info.job.digest != job.digest:
             _drop(work, name, "belongs to another job")
+        elif info.shard != (str(shard) if shard is not None else None):
+            _drop(work, name, "belongs to another shard")
         else:
             yield info, table[ROW].to_numpy()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import pyarrow as pa
 
@@ -23,6 +23,7 @@ from prefillcli.data.output.tallies import ROW
 from prefillcli.data.output.target import Target
 from prefillcli.data.reading.partitions import Partitions
 from prefillcli.data.rows import Int64Array, RowError, ScoredRow, Window
+from prefillcli.data.shard import Shard
 
 
 class Sink:
@@ -61,8 +62,9 @@ class Sink:
         audit: bool = False,
         truth: str | None = None,
         partitions: Partitions | None = None,
-    ) -> Sink:
-        """Begin the job's output, or go on with it.
+        shard: Shard | None = None,
+    ) -> Self:
+        """Begin the job's output, or go on with it; a `shard` is for a `ShardSink`.
 
         `selection` are the options that say which rows of the input are taken, `carried` is the schema of the id and
         the kept columns (`Source.carried_schema`). With an `audit` the output has its columns; `truth` is the carried
@@ -71,7 +73,7 @@ class Sink:
         own output exists and neither flag is given; OutputConflictError if it is another job's, or damaged;
         ResourceError if another process is working on it.
         """
-        target = Target.parse(output)
+        target = Target.parse(output, shard)
         schema = OutputSchema(
             labels=tuple(label_names),
             id_name=id_name,
@@ -83,12 +85,12 @@ class Sink:
         )
         schema.require_distinct()
         job = Job(fingerprint, selection, id_name)
-        found = find_resumable(target, job, resume, overwrite, quiet=True)  # a refusal leaves no trace
+        found = cls._find(target, job, resume, overwrite, quiet=True)  # a refusal leaves no trace
         if found is not None and found.state == "complete":
-            require_undamaged(target, found)
-        lock = target.work.lock()
+            cls._require_undamaged(target, found)
+        lock = cls._lock_of(target, found)
         try:
-            found = find_resumable(target, job, resume, overwrite)
+            found = cls._find(target, job, resume, overwrite, quiet=False)
             sink = cls(target, found or Manifest(job, {}), lock, schema, partitions)
             sink._begin(fresh=found is None)
         except BaseException:
@@ -96,7 +98,7 @@ class Sink:
             raise
         return sink
 
-    def __enter__(self) -> Sink:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_exception: object) -> None:
@@ -105,6 +107,30 @@ class Sink:
     def close(self) -> None:
         """Give the lock back. What was written stays."""
         self._lock.release()
+
+    @staticmethod
+    def _find(target: Target, job: Job, resume: bool, overwrite: bool, *, quiet: bool) -> Manifest | None:
+        """What to go on with, as `find_resumable`."""
+        return find_resumable(target, job, resume, overwrite, quiet=quiet)
+
+    @staticmethod
+    def _require_undamaged(target: Target, manifest: Manifest) -> None:
+        """Raise OutputDamagedError unless what a complete manifest names is there."""
+        require_undamaged(target, manifest)
+
+    @staticmethod
+    def _lock_of(target: Target, found: Manifest | None) -> Lock:
+        return target.work.lock()
+
+    @property
+    def location(self) -> str:
+        """Where the rows are when it is finished: the output."""
+        return self._target.path
+
+    @property
+    def empty_input(self) -> bool:
+        """Whether the whole input has no rows, as far as is known."""
+        return self.counts.total == 0
 
     @property
     def counts(self) -> Counts:
@@ -165,7 +191,7 @@ class Sink:
         if not results and not errors:
             return
         self._lock.check()
-        schema = self._schema
+        schema, shard = self._schema, self._target.shard
         rows = parts.make_rows(
             window, ResultRows.of(window, results, errors, schema.labels, temperature), schema.audit
         )
@@ -175,7 +201,9 @@ class Sink:
             sequence=self._parts.next_sequence,
             window=window.index,
             number=self._parts.next_number(window.index),
-            window_rows=WindowRows.of(window.rows),
+            window_rows=WindowRows.of(window.rows if window.whole_rows is None else window.whole_rows),
+            own_rows=None if window.whole_rows is None else WindowRows.of(window.rows),
+            shard=None if shard is None else str(shard),
             counts=schema.count(Counts(), rows),
             carried=None if carried is None else list(carried),
             kinds={name: kinds_of(rows[name]) for name in schema.carried.names} if schema.json_carried else {},

@@ -21,6 +21,9 @@ class Store(Protocol):
     def names(self) -> list[str]:
         """Names of the files in it, sorted; none if the folder does not exist."""
 
+    def folders(self) -> list[str]:
+        """Names of the folders in it, sorted; none if it does not exist."""
+
     def find(self, into: Callable[[str], bool]) -> list[str]:
         """Paths of the files in it and in those of its folders whose names `into` accepts, relative to it, sorted."""
 
@@ -38,6 +41,9 @@ class Store(Protocol):
 
     def delete(self, name: str) -> None:
         """Remove a file, if it is there."""
+
+    def remove(self) -> None:
+        """Remove the folder with what is left in it. A lock in it must be held by who calls this."""
 
     def clean(self, ours: Callable[[str], bool], into: Callable[[str], bool] = lambda folder: False) -> None:
         """Remove what killed runs left of half-written files whose name is `ours`, here and in folders like `find`."""

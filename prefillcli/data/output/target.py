@@ -6,7 +6,7 @@ import json
 import os
 import re
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import pyarrow as pa
@@ -19,6 +19,7 @@ from prefillcli.data.output.manifest import Job, with_checksum
 from prefillcli.data.output.store import Store, open_store
 from prefillcli.data.paths import WORK_ENDING, is_url, split_path
 from prefillcli.data.proof.seals import digest_of, seal_of
+from prefillcli.data.shard import Shard
 from prefillcli.errors import DamagedFileError, UsageError
 
 SUCCESS = "_SUCCESS"
@@ -48,13 +49,15 @@ class Target:
     path: str
     """As the user named it; a symbolic link to a local file or folder is followed."""
     format: OutputFormat
+    shard: Shard | None = None
+    """The share of the rows that is worked on; None for all."""
 
     @classmethod
-    def parse(cls, output: str) -> Target:
+    def parse(cls, output: str, shard: Shard | None = None) -> Target:
         """Raises UsageError for an unknown ending."""
         path = _followed(output.rstrip("/"))
         if output.endswith("/") or _is_directory(path):
-            return cls(path, DIRECTORY)
+            return cls(path, DIRECTORY, shard)
         found = format_of(path)
         if found is None and _is_directory(f"{path}{WORK_ENDING}/{OLD}"):
             found = DIRECTORY
@@ -63,7 +66,7 @@ class Target:
                 f"unknown ending of --output {output}\n"
                 f"use {', '.join(FILE_ENDINGS)}, or end it in / for {DIRECTORY.meaning}"
             )
-        return cls(path, found)
+        return cls(path, found, shard)
 
     @property
     def directory(self) -> bool:
@@ -82,8 +85,13 @@ class Target:
 
     @cached_property
     def work(self) -> Store:
-        """The work folder."""
-        return open_store(self.path + WORK_ENDING)
+        """The work folder. Every shard has one of its own."""
+        return open_store(self.path + (self.shard.ending if self.shard else "") + WORK_ENDING)
+
+    @cached_property
+    def whole(self) -> Target:
+        """The same output without a shard."""
+        return replace(self, shard=None)
 
     @property
     def name(self) -> str:

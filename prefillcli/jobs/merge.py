@@ -1,0 +1,91 @@
+"""`prefill merge`: the shards of a job become the output that one process would have written."""
+
+from __future__ import annotations
+
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+from prefillcli.data.output.counts import Counts
+from prefillcli.data.output.joined_shards import JoinedShards
+from prefillcli.data.output.manifest import Manifest
+from prefillcli.data.output.target import Target
+from prefillcli.errors import OutputBusyError, OutputConflictError, OutputDamagedError, OutputExistsError
+from prefillcli.jobs.paths import report_path
+from prefillcli.jobs.shell import conclude, shell
+from prefillcli.options.merge import MergeSettings
+from prefillcli.redaction import shown
+from prefillcli.report.files import write_files
+from prefillcli.report.run import PeakMemory, RunReport, versions
+from prefillcli.runtime.clock import Clock
+from prefillcli.runtime.memory import peak_memory
+from prefillcli.runtime.signals import Stop
+
+
+def merge_job(settings: MergeSettings) -> dict[str, Any]:
+    """Merge; write `run.json` and its page whatever happens; return the summary for the last line on stdout.
+
+    Errors are told on stderr, and become the exit code in the summary.
+    """
+    clock = Clock()
+    report = RunReport(
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+        settings=shown(settings.model_dump(mode="json")),
+        output=settings.output,
+        report=report_path(settings.output, settings.report, None),
+    )
+    with shell(report, debug=settings.debug) as stop:
+        _run(settings, report, clock, stop)
+    for name, value in clock.seconds.items():
+        setattr(report.seconds, name, value)
+    report.seconds.total = clock.total
+    report.peak_memory_bytes, report.versions = PeakMemory(**peak_memory()), versions()
+    write_files(report, settings.metrics_file)
+    if not settings.quiet and report.status == "complete":
+        print(f"prefill: {_sentence(report)}", file=sys.stderr)
+    return report.summary()
+
+
+def _run(settings: MergeSettings, report: RunReport, clock: Clock, stop: Stop) -> None:
+    with JoinedShards(Target.parse(settings.output)) as joined:
+        try:
+            with clock.phase("read"), stop.at_once():
+                joined.open(overwrite=settings.overwrite)
+        except (OutputExistsError, OutputConflictError, OutputBusyError):
+            report.report = None  # it would take the place of another run's
+            raise
+        if joined.merged is not None:
+            counts = _merged_before(joined, joined.merged, report, clock)
+        else:
+            counts = _merge(joined, report, clock, stop)
+    report.take(counts)
+    conclude(report, counts, max_error_rate=settings.max_error_rate, skip_empty=settings.skip_empty)
+
+
+def _merge(joined: JoinedShards, report: RunReport, clock: Clock, stop: Stop) -> Counts:
+    report.shards, report.fingerprint = joined.count, joined.manifest.job.fingerprint
+    with clock.phase("read"), stop.at_once():
+        joined.check()
+    with clock.phase("write"):
+        with stop.at_once():
+            counts = joined.write()
+        joined.remove()
+    return counts
+
+
+def _merged_before(joined: JoinedShards, merged: Manifest, report: RunReport, clock: Clock) -> Counts:
+    """The counts of the output that an earlier merge has made; what that has left of the shards is removed."""
+    report.resumed = True
+    report.shards, report.fingerprint = len(merged.merged), merged.job.fingerprint
+    with clock.phase("read"):
+        if damage := joined.damage():
+            report.report = None
+            raise OutputDamagedError(f"{damage[0]}\nthe shards were merged to it; write it again with --overwrite")
+        joined.remove()
+    return merged.counts or Counts()
+
+
+def _sentence(report: RunReport) -> str:
+    rows = report.rows
+    done = "was merged before" if report.resumed else f"is made of {report.shards} shards"
+    return f"{report.output} {done}: {rows.total:,} rows, {rows.scored:,} scored, {rows.errors:,} with an error"
