@@ -43,6 +43,7 @@ LEAST: dict[str, Values] = {
     "inspect": {"inputs": ["x.parquet"], "row": "0"},
     "bench": {"model": "."},
     "profile": {},
+    "merge": {"output": "o.parquet"},
 }
 #: Of these each option takes the first that it can.
 VALUES = (0.5, 5, 100, "5MiB", "text", True)

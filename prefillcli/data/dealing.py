@@ -23,7 +23,7 @@ from prefillcli.data.shard import Shard
 
 RUN_ROWS = 512
 """Rows of a run, at most."""
-RUNS_PER_SHARD = 4
+RUNS_PER_SHARD = 16
 """A run has at most this fraction of what one shard gets of a window, where cutting it there costs little."""
 _KEY_CHARS = 1 << 16  # of the beginning of a row that are compared
 _LITTLE = 64  # bytes in common that are not worth keeping two rows together
@@ -103,8 +103,8 @@ def cut_runs(
         while reach < last and shared[start] + before[reach + 1] - before[start] <= most:
             reach += 1
         stop = _best_cut(shared, start + 1, reach)
-        if shared[stop] > max(most // 4, _LITTLE):
-            cheap = (at for at in range(reach + 1, last + 1) if shared[at] <= max(most // 4, _LITTLE))
+        if shared[stop] > max(most // 8, _LITTLE):
+            cheap = (at for at in range(reach + 1, last + 1) if shared[at] <= max(most // 8, _LITTLE))
             stop = next(cheap, _best_cut(shared, start + 1, last))
         runs.append((start, stop))
         start = stop

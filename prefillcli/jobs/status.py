@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import datetime
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from prefillcli.data.output import parts
 from prefillcli.data.output.heartbeat import Beat
 from prefillcli.data.output.manifest import Manifest
+from prefillcli.data.output.shard_folders import shards_beside
 from prefillcli.data.output.target import Target
+from prefillcli.data.shard import Shard
 from prefillcli.errors import DamagedFileError, PrefillError, UsageError
 from prefillcli.runtime.clock import duration
+
+_STATES = {"running": "is running", "stopped": "has stopped", "complete": "is complete"}
 
 
 @dataclass
@@ -21,7 +26,7 @@ class Status:
 
     output: str
     status: str = "failed"
-    """`running`, `stopped` or `complete`; `failed` if it cannot be told."""
+    """`running`, `stopped`, `unmerged` or `complete`; `failed` if it cannot be told."""
     exit_code: int = 0
     rows: dict[str, int | None] = field(default_factory=lambda: {"done": None, "total": None})
     rows_per_second: float | None = None
@@ -30,6 +35,9 @@ class Status:
     """When the job gave its last sign of life, or was complete."""
     owner: str | None = None
     """The process that runs the job, or ran it last."""
+    shards: list[dict[str, Any]] = field(default_factory=list)
+    """The same of every shard beside the output, under `shard`; where the output has no job of its own, the rest is
+    their sum."""
     error: str | None = None
 
 
@@ -40,13 +48,52 @@ def status_job(output: str, *, quiet: bool = False) -> dict[str, Any]:
     """
     status = Status(output)
     try:
-        _find_out(Target.parse(output), status)
+        target = Target.parse(output)
+        shards = [_of_shard(target, folder.shard) for folder in shards_beside(target)]
+        status.shards = [{"shard": str(shard), **_shown(each)} for shard, each in shards]
+        try:
+            _find_out(target, status)
+        except UsageError:
+            if not shards:
+                raise
+            _add_up([each for _, each in shards], shards[0][0].count, status)
         if not quiet:
             print(f"prefill: {_sentence(status)}", file=sys.stderr)
     except PrefillError as error:
         status.status, status.exit_code, status.error = "failed", error.exit_code, str(error)
         print(f"prefill: {error}", file=sys.stderr)
     return {name: value for name, value in vars(status).items() if name != "error" or value is not None}
+
+
+def _of_shard(target: Target, shard: Shard) -> tuple[Shard, Status]:
+    """The state of a shard beside an output."""
+    status = Status(f"shard {shard}")
+    _find_out(Target(target.path, target.format, shard), status)
+    return shard, status
+
+
+def _shown(status: Status) -> dict[str, Any]:
+    return {
+        name: value for name, value in vars(status).items() if name not in ("output", "exit_code", "shards", "error")
+    }
+
+
+def _add_up(shards: Sequence[Status], count: int, status: Status) -> None:
+    """The state of a job of so many shards, of which these have begun."""
+    states = {each.status for each in shards}
+    status.status = "running" if "running" in states else "stopped"
+    if states == {"complete"} and len(shards) == count:
+        status.status = "unmerged"
+    done = [each.rows["done"] for each in shards]
+    status.rows["done"] = sum(each or 0 for each in done)
+    if status.status == "unmerged":
+        status.rows["total"] = status.rows["done"]
+    rates = [each.rows_per_second for each in shards if each.rows_per_second is not None]
+    status.rows_per_second = sum(rates) if rates else None
+    ends = [each.expected_end for each in shards if each.status == "running"]
+    if ends and None not in ends:
+        status.expected_end = max(end for end in ends if end is not None)
+    status.updated = max((each.updated for each in shards if each.updated is not None), default=None)
 
 
 def _find_out(target: Target, status: Status) -> None:
@@ -60,12 +107,12 @@ def _find_out(target: Target, status: Status) -> None:
     running = beat is not None and beat.alive() if held is None else held
     if running:
         status.status = "running"
-    elif manifest is not None and manifest.state == "complete" and target.exists():
+    elif manifest is not None and manifest.state == "complete" and (target.shard is not None or target.exists()):
         status.status, status.updated = "complete", manifest.updated
         total = manifest.counts.total if manifest.counts is not None else None
         status.rows = {"done": total, "total": total}
         return
-    elif begun or beat is not None:
+    elif begun or beat is not None or target.shard is not None:
         status.status = "stopped"
         status.rows["done"] = _rows_in_parts(target)
     elif target.published() is not None:
@@ -102,6 +149,8 @@ def _rows_in_parts(target: Target) -> int:
 def _sentence(status: Status) -> str:
     done, total = status.rows["done"], status.rows["total"]
     text = f"{status.output} is {status.status}"
+    if status.status == "unmerged":
+        text = f"all shards of {status.output} are complete, and are to be joined with prefill merge"
     if status.status == "stopped":
         text = f"the job of {status.output} has stopped"
     if done is not None:
@@ -114,4 +163,7 @@ def _sentence(status: Status) -> str:
         text += f", to end about {end.astimezone().isoformat(timespec='seconds')} (in {duration(max(left, 0))})"
     if status.status != "complete" and status.owner is not None:
         text += f"\n{status.owner}, last seen {status.updated}"
+    for shard in status.shards:
+        rows = shard["rows"]["done"]
+        text += f"\nshard {shard['shard']} {_STATES[shard['status']]}" + ("" if rows is None else f": {rows:,} rows")
     return text + ("\ngo on with --resume" if status.status == "stopped" else "")

@@ -96,8 +96,12 @@ class LocalStore:
     def lock(self) -> Lock:
         path = self._path(LOCK)
         with writing(path):
-            make_folder(self.location)
-            return FileLock(path, self.location)
+            while True:
+                make_folder(self.location)
+                lock = FileLock(path, self.location)
+                if lock.stands:
+                    return lock
+                lock.release()
 
     def _path(self, name: str) -> str:
         return os.path.join(self.location, name)

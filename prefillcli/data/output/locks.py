@@ -101,6 +101,11 @@ class FileLock:
             raise
         self._handle: int | None = handle
 
+    @property
+    def stands(self) -> bool:
+        """Whether its file is still there; a folder may be removed by who held the lock before."""
+        return self._handle is not None and os.fstat(self._handle).st_nlink > 0
+
     def check(self) -> None:
         """Nothing to do: no other process can take it."""
 
