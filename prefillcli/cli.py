@@ -141,7 +141,7 @@ def inspect_(settings: InspectSettings) -> Summary:
 
 @_job
 def merge(settings: MergeSettings) -> Summary:
-    """Join the shards of OUTPUT, which prefill score --shard has left beside it, to the output of the whole job.
+    """Join the shards that lie beside OUTPUT to the output that one process would have written.
 
     Every row must be there exactly once. The last line on stdout is one JSON object that sums it up.
     """

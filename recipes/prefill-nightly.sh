@@ -10,6 +10,7 @@
 # SCORING_HOME     folder to run in; paths are relative to it (default: the one above this script)
 # SCORING_COMMAND  the command (default: .venv/bin/prefill)
 # SCORING_DAY      the day in the output's name, to finish an earlier night (default: today)
+# PREFILL_SHARD    on N machines, the share of the rows that is scored here, like 2/4; log and lock have it in their names
 set -uo pipefail
 
 [ $# -ge 1 ] || { echo "usage: $0 RECIPE [INPUT | OPTION]..." >&2; exit 2; }
@@ -17,6 +18,7 @@ cd "${SCORING_HOME:-$(dirname "$0")/..}" && mkdir -p out || exit 5
 recipe=$1; shift
 name=$(basename "${recipe%.*}")
 output=out/$name.${SCORING_DAY:-$(date +%F)}.parquet
+name=$name${PREFILL_SHARD:+.shard-${PREFILL_SHARD/\//-of-}}
 log=out/$name.log
 
 # prefill locks its output, but if last night's run still goes on, it writes another output. This lock is on the open

@@ -37,12 +37,12 @@ class ShardSink(Sink):
             return self.counts.total == 0
         return self._record.windows == 0
 
-    def carried_into(self, window: int) -> list[tuple[int, str]]:
-        """The blocks that were written with the shard's last window before."""
+    def window_before(self, window: int) -> int:
+        """The last window before this one that has rows of the shard."""
         before = window - 1
         while before in self._without:
             before -= 1
-        return self._parts.carried(before)
+        return before
 
     def finished(self, window: int, rows: Int64Array) -> bool:
         """Whether all of these rows, which the shard has of a window, are in its parts. Raises as in a `Sink`."""

@@ -158,7 +158,11 @@ class Sink:
 
     def carried_into(self, window: int) -> list[tuple[int, str]]:
         """The blocks that were written with the window before."""
-        return self._parts.carried(window - 1)
+        return self._parts.carried(self.window_before(window))
+
+    def window_before(self, window: int) -> int:
+        """The window that is scored before this one."""
+        return window - 1
 
     def finished(self, window: int, rows: Int64Array) -> bool:
         """Whether every row of a window is in its parts; for `windows(skip=...)`.

@@ -79,7 +79,7 @@ class ParallelScoring:
         sink, recorder, options = self._sink, self._recorder, self._options
         done = sink.done(window.index)
         before, carried = self._carried
-        if before != window.index - 1:  # that one was scored by an earlier run
+        if before != sink.window_before(window.index):  # that one was scored by an earlier run
             carried = tuple(sink.carried_into(window.index))
         recorder.begin(window, done)
         work, finished = begin_window(window, done, carried, self._pool, self._compressor, options, recorder)
