@@ -90,10 +90,10 @@ class Airflow:
 
     def __init__(self, folder: Path) -> None:
         self.home = folder / "job"
-        self._dags = folder / "airflow" / "dags"
+        self.dags = folder / "airflow" / "dags"
         self.environment = os.environ | {
             "AIRFLOW_HOME": str(folder / "airflow"),
-            "AIRFLOW__CORE__DAGS_FOLDER": str(self._dags),
+            "AIRFLOW__CORE__DAGS_FOLDER": str(self.dags),
             "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
             "AIRFLOW_VAR_PREFILL_HOME": str(self.home),
             "AIRFLOW_VAR_PREFILL_COMMAND": "./prefill",
@@ -101,7 +101,7 @@ class Airflow:
             "AIRFLOW_VAR_PREFILL_INPUT": "in/DATE.parquet",
             "PREFILL_PACK_TOKENS": PACK_TOKENS,  # of the worker: reaches the command
         }
-        self._dags.mkdir(parents=True)
+        self.dags.mkdir(parents=True)
         self.call("db", "migrate")
 
     def call(self, *arguments: str) -> str:
@@ -122,9 +122,9 @@ class Airflow:
         shipped = (ROOT / "recipes" / "airflow_dag.py").read_text()
         seconds = {"retry_delay": 1} | changes
         changed = "".join(f"score.{name} = timedelta(seconds={value})\n" for name, value in seconds.items())
-        (self._dags / "airflow_dag.py").write_text(f"{shipped}\n{changed}")
+        (self.dags / "airflow_dag.py").write_text(f"{shipped}\n{changed}")
         log = self.call("dags", "test", "prefill_nightly", day)
-        with sqlite3.connect(self._dags.parent / "airflow.db") as database:
+        with sqlite3.connect(self.dags.parent / "airflow.db") as database:
             found = "from {} t join dag_run r using (dag_id, run_id) where r.logical_date like ?"
             tasks = database.execute(
                 f"select task_id, t.state, try_number {found.format('task_instance')}", [f"{day}%"]
