@@ -145,9 +145,9 @@ class _ScoreJob:
 
     def _refuse_among_inputs(self, output: str, source: Source) -> None:
         refuse_among_inputs(output, source)
-        if self.settings.report is not None:
+        if self.settings.report is not None and self.report.report is not None:
             try:
-                refuse_among_inputs(self.settings.report, source, option="--report")
+                refuse_among_inputs(self.report.report, source, option="--report")
             except UsageError:
                 self.report.report = None
                 raise
