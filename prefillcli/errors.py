@@ -62,6 +62,10 @@ class ResourceError(PrefillError):
     exit_code = 5
 
 
+class EngineDiedError(ResourceError):
+    """The processes of an engine have ended: it has to be loaded again."""
+
+
 class OutputBusyError(ResourceError):
     """Another process is writing the output."""
 

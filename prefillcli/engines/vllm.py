@@ -20,7 +20,7 @@ import numpy as np
 from prefillcli.engines.base import Answer, EngineChoice, LabelTokens, Loaded, LoadRequest, sequences
 from prefillcli.engines.engine_options import check_options
 from prefillcli.engines.guard import Guard
-from prefillcli.errors import PrefillError, ResourceError, UsageError, brief
+from prefillcli.errors import EngineDiedError, PrefillError, ResourceError, UsageError, brief
 from prefillcli.models import open as models
 from prefillcli.models.open import Opened
 from prefillcli.plan.pack import Key, Limits, Pack
@@ -202,7 +202,7 @@ class VllmEngine:
                 outputs = [output for output in self._engine.step() if output.finished]
             except self._dead as error:
                 tick(0)  # the signal that ends this run may have ended vLLM first
-                raise ResourceError(
+                raise EngineDiedError(
                     "vLLM has died; what it wrote above says why\nthe rows so far are kept: --resume goes on with them"
                 ) from error
             except ValueError as error:

@@ -61,6 +61,11 @@ class Command:
         self._process = _CONTEXT.Process(target=_run, args=(words, os.getcwd(), hold, seconds_per_pack, block_tokens))
         self._process.start()
 
+    @property
+    def pid(self) -> int:
+        assert self._process.pid
+        return self._process.pid
+
     def wait_until_held(self) -> None:
         self.wait_until(Path(_REACHED).exists)
 

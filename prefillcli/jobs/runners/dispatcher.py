@@ -204,12 +204,14 @@ class Dispatcher:
         return outcomes
 
     def _dispatch(self) -> None:
-        """Send what waits to workers that can begin it. With much to do, each has its next item at hand."""
-        depth = 2 if self.waiting > 2 * len(self._seats) else 1
-        for level in range(depth):
-            for number, seat in self._seats.items():
-                if seat.ready and len(seat.sent) <= level and (item := self._next(number)) is not None:
-                    self._send(number, item)
+        """Send what waits to workers that can begin it; those that soon need more get it before they ask."""
+        for number, seat in self._seats.items():
+            if seat.ready and not seat.sent and (item := self._next(number)) is not None:
+                self._send(number, item)
+        share = sum(group.cost for group in self._groups) / len(self._seats)
+        for number, seat in self._seats.items():
+            if len(seat.sent) == 1 and seat.sent[0].cost < share / 2 and (item := self._next(number)) is not None:
+                self._send(number, item)
         self._groups = [group for group in self._groups if group.items]
 
     def _send(self, worker: int, item: Item) -> None:

@@ -52,7 +52,9 @@ class ParallelScoring:
         self._clock = clock
         self._compressor = compressor
         self._options = options
-        self._open = 0  # windows
+        self.most_open = 0
+        """Windows that were open at a time, at most."""
+        self._open = 0
         self._packs = 0  # planned so far: their numbers are unique in the job
         self._carried: tuple[int, tuple[CarriedBlock, ...]] = (-1, ())  # of the window that was planned last
 
@@ -87,6 +89,7 @@ class ParallelScoring:
         recorder.take(window, finished)
         opened = _OpenWindow(window, work)
         self._open += 1
+        self.most_open = max(self.most_open, self._open)
         free = list(self._free_packs(work))
         recorder.planned([each.pack for each in free], len(window.rows) - len(done))
         opened.left = len(free)

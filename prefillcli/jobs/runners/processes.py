@@ -17,13 +17,15 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from prefillcli.errors import PrefillError, ResourceError, brief, out_of_resource
+from prefillcli.errors import EngineDiedError, PrefillError, ResourceError, brief, out_of_resource
 from prefillcli.jobs.runners.crew import Advanced, Done, Event, Failed, Lost, Started
 from prefillcli.jobs.runners.tasks import Task, WorkerSpec
 from prefillcli.runtime.cores import allowed, core_groups
 
 _PRELOADED = ["prefillcli.jobs.runners.worker", "prefillcli.engines.torch", "prefillcli.compress.draft"]
 _TELL_SECONDS = 0.2  # between two messages on how far a worker is
+ENGINE_DIED = 75
+"""Exit code of a worker whose engine has died."""
 _END_SECONDS = 5.0  # for a worker that was told to end
 
 
@@ -149,6 +151,8 @@ def _work(pipe: Connection, spec: bytes, cores: Sequence[int], environment: Mapp
         while True:
             task = tasks.get()
             pipe.send(("done", worker.run(task, _Teller(pipe))))
+    except EngineDiedError:
+        os._exit(ENGINE_DIED)  # a worker that is begun again loads it again
     except BaseException as error:
         with suppress(OSError):
             pipe.send(("failed", _portable(error)))
@@ -193,7 +197,7 @@ def _portable(error: BaseException) -> Exception:
 def _why_ended(code: int | None) -> str:
     if code is not None and code < 0:
         return f"was ended by signal {-code} ({signal.Signals(-code).name})"
-    return f"ended with exit code {code}"
+    return "ended because its engine had died" if code == ENGINE_DIED else f"ended with exit code {code}"
 
 
 def usable_devices(device: str) -> int | None:

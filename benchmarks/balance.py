@@ -1,0 +1,144 @@
+"""`python -m benchmarks.balance`: how evenly a large job is shared out among many workers, on a simulated clock.
+
+The driver's part is real: windows are planned, grouped and dispatched. The workers take one simulated second for each
+token. The table goes to stdout.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import numpy as np
+import pyarrow as pa
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.console import log
+from benchmarks.simulated_crew import SimulatedCrew
+from prefillcli.data.rows import Int32Array, Prompt, Window
+from prefillcli.data.windows import MAX_ROWS
+from prefillcli.jobs.recorder import Recorder
+from prefillcli.jobs.runners.parallel import ParallelScoring
+from prefillcli.jobs.runners.pool import Pool
+from prefillcli.jobs.runners.tasks import WorkerSpec
+from prefillcli.jobs.window_scoring import ScoringOptions
+from prefillcli.models.law import PACK_TOKENS
+from prefillcli.options.load import load_settings
+from prefillcli.options.score import ScoreSettings
+from prefillcli.plan.blocks import BLOCK_TOKENS
+from prefillcli.plan.pack import Limits
+from prefillcli.plan.plan import Plan
+from prefillcli.runtime.clock import Clock
+from prefillcli.runtime.progress import Progress
+from prefillcli.runtime.signals import Stop
+
+_VOCABULARY = 32_000
+
+
+class _NoLabels:
+    """The labels of prompts that nobody reads."""
+
+    sets = (((1,), (2,)),)
+
+
+class _NoSink:
+    """Keeps nothing."""
+
+    def done(self, window: int) -> set[int]:
+        return set()
+
+    def carried_into(self, window: int) -> list[tuple[int, str]]:
+        return []
+
+    def write(self, *_arguments: Any, **_options: Any) -> None:
+        pass
+
+
+def _short(draw: np.random.Generator) -> Iterator[Int32Array]:
+    while True:
+        yield draw.integers(0, _VOCABULARY, draw.integers(20, 200), dtype=np.int32)
+
+
+def _instruction(draw: np.random.Generator) -> Iterator[Int32Array]:
+    start = draw.integers(0, _VOCABULARY, 300, dtype=np.int32)
+    for own in _short(draw):
+        yield np.concatenate([start, own])
+
+
+def _users(draw: np.random.Generator) -> Iterator[Int32Array]:
+    while True:
+        history = draw.integers(0, _VOCABULARY, draw.integers(200, 4_000), dtype=np.int32)
+        for _ in range(draw.integers(5, 100)):
+            yield np.concatenate([history, draw.integers(0, _VOCABULARY, 40, dtype=np.int32)])
+
+
+WORKLOADS: dict[str, Callable[[np.random.Generator], Iterator[Int32Array]]] = {
+    "20 to 200 tokens": _short,
+    "the same behind one instruction of 300": _instruction,
+    "5 to 100 posts behind histories of 200 to 4,000": _users,
+}
+
+
+def _windows(rows: int, workload: str) -> Iterator[Window]:
+    tokens = WORKLOADS[workload](np.random.default_rng(0))
+    for index, start in enumerate(range(0, rows, MAX_ROWS)):
+        numbers = np.arange(start, min(start + MAX_ROWS, rows))
+        prompts = [Prompt(int(row), next(tokens), 0) for row in numbers]
+        yield Window(index, numbers, prompts, {}, pa.table({}))
+
+
+def _measure(rows: int, workers: int, pack_tokens: int, workload: str) -> list[str]:
+    crew = SimulatedCrew(workers, limits=Limits(pack_tokens, 1 << 30, held_tokens=1 << 20))
+    settings = load_settings(ScoreSettings, {"inputs": ["rows.parquet"]}, environment={})
+    clock, sink, labels = Clock(), _NoSink(), _NoLabels()
+    begun = time.process_time()
+    with Stop() as stop:
+        pool = Pool(
+            crew, WorkerSpec(0, settings), lambda spec, number: WorkerSpec(number, settings),
+            cost=_tokens, stop=stop,
+        )  # fmt: skip
+        pool.begin(pack_tokens)
+        recorder = Recorder(
+            sink, clock, Progress(rows, interval=60, quiet=True), stop,  # type: ignore[arg-type]
+            temperature=1.0, unchanged=lambda rows: None, flush_seconds=15.0,
+        )  # fmt: skip
+        options = ScoringOptions(labels, "prefix-tree", BLOCK_TOKENS)  # type: ignore[arg-type]
+        scoring = ParallelScoring(pool, sink, recorder, clock, None, options)  # type: ignore[arg-type]
+        scoring.score(_windows(rows, workload), lambda: True)
+    least = (sum(crew.busy) - crew.refilled) / workers
+    return [
+        workload,
+        f"{sum(crew.busy) / 1e6:,.0f} M",
+        f"{crew.now / least:.3f}",
+        f"{crew.refilled / sum(crew.busy):.2%}",
+        str(scoring.most_open),
+        f"{time.process_time() - begun:,.0f} s",
+        f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:,.0f} MiB",
+    ]
+
+
+def _tokens(plan: Plan) -> float:
+    return float(plan.computed_tokens)
+
+
+def main(
+    rows: Annotated[int, typer.Option(help="Rows of the job.")] = 1_000_000,
+    workers: Annotated[int, typer.Option(help="Simulated workers.")] = 64,
+    pack_tokens: Annotated[int, typer.Option(help="Tokens of a pack.")] = PACK_TOKENS["cuda"],
+) -> None:
+    """Share out jobs of different kinds. The memory is that of the process so far."""
+    table = Table(
+        "rows", "tokens", "time over best balance", "computed again", "windows open", "processor time", "peak memory"
+    )
+    for workload in WORKLOADS:
+        log(workload)
+        table.add_row(*_measure(rows, workers, pack_tokens, workload))
+    Console(width=150).print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
