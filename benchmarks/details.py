@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.methods import layer_walk, plan_for, windowed_walk
+from benchmarks.methods import layer_walk, plan_for, walk_plan, windowed_walk
 from benchmarks.models import SHAPES, random_llama
 from benchmarks.spread import Spread
 from benchmarks.workloads import short_rows
@@ -22,7 +22,7 @@ from prefillcli.bench.measure import interleaved
 from prefillcli.models.flops import answer_flops, walk_flops
 from prefillcli.plan.blocks import BLOCK_TOKENS
 from prefillcli.plan.pack import Limits
-from prefillcli.plan.plan import make_plans
+from prefillcli.plan.plan import make_plan, make_plans
 from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.products import Shift, attend_by_products
@@ -114,6 +114,29 @@ def shapes(times: int = 8, rows: int = 60) -> None:
         begun = time.process_time()
         layer_walk(network, prompts)
         table.add_row(f"{seed * rows:,}", mebibytes(resident("cpu")), f"{time.process_time() - begun:.2f}")
+    Console(width=120).print(table)
+
+
+@app.command()
+def packs(rounds: int = 5, model: str = "25M", dtype: str = "bfloat16") -> None:
+    """What smaller packs cost: time of the walk, as a multiple of that with packs of 65,536 tokens."""
+    network = random_llama(model, getattr(torch, dtype))
+    vocabulary: int = network.config.vocab_size
+    table = Table("prompts", "packs of", "time", "tokens computed")
+    for name, prompts in (
+        ("400 of 20 to 500 tokens", short_rows(400, 20, 500, vocabulary)),
+        ("20 users x 20 posts of 100 behind 2,000", prompts_with_histories(20, 20, 2_000, 100, vocabulary)),
+    ):
+        plans = {
+            tokens: make_plan(prompts, Limits(tokens, 1 << 30, held_tokens=1 << 30))
+            for tokens in (65_536, 32_768, 16_384, 8_192)
+        }
+        seconds = interleaved(
+            {str(tokens): partial(walk_plan, network, plan) for tokens, plan in plans.items()}, rounds
+        )
+        for tokens, plan in plans.items():
+            ratios = [own / base for own, base in zip(seconds[str(tokens)], seconds["65536"], strict=True)]
+            table.add_row(name, f"{tokens:,}", str(Spread.of(ratios)), f"{plan.computed_tokens:,}")
     Console(width=120).print(table)
 
 

@@ -44,17 +44,23 @@ def layer_walk(
     positions: Sequence[TokenArray | None] | None = None,
 ) -> torch.Tensor:
     """Plan and walk, as `prefill score` does. Float32 [prompts, vocabulary]."""
+    return walk_plan(model, plan_for(model, prompts, positions), chunk_tokens)
+
+
+def walk_plan(model: PreTrainedModel, plan: Plan, chunk_tokens: int | None = None) -> torch.Tensor:
+    """Walk the packs of a plan. Float32 [prompts, vocabulary]."""
     model.set_attn_implementation(ATTENTION)
     kind = model.get_input_embeddings().weight.device.type
     walk = LayerWalk(model, chunk_tokens=chunk_tokens or CHUNK_TOKENS[kind])
     try:
         rows: dict[int, torch.Tensor] = {}
-        for pack in plan_for(model, prompts, positions).packs:
-            logits = torch.cat(list(walk.read_logits(pack)))
-            rows |= {n: logits[i] for i, (_, numbers) in enumerate(pack.reads) for n in numbers}
+        for pack in plan.packs:
+            if pack.reads:
+                logits = torch.cat(list(walk.read_logits(pack)))
+                rows |= {n: logits[i] for i, (_, numbers) in enumerate(pack.reads) for n in numbers}
     finally:
         walk.close()
-    return torch.stack([rows[n] for n in range(len(prompts))])
+    return torch.stack([rows[n] for n in range(len(rows))])
 
 
 def windowed_walk(model: PreTrainedModel, windows: Sequence[Sequence[TokenArray]], block_tokens: int) -> int:
