@@ -101,7 +101,7 @@ def _measure(rows: int, workers: int, pack_tokens: int, workload: str) -> list[s
             crew, WorkerSpec(0, settings), lambda spec, number: WorkerSpec(number, settings),
             cost=_tokens, stop=stop,
         )  # fmt: skip
-        pool.begin(pack_tokens)
+        pool.begin(pack_tokens, plans=True)
         recorder = Recorder(
             sink, clock, Progress(rows, interval=60, quiet=True), stop,  # type: ignore[arg-type]
             temperature=1.0, unchanged=lambda rows: None, flush_seconds=15.0,

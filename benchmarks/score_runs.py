@@ -29,10 +29,12 @@ WORDS = [
 ]
 
 
-def score_file(data: Path, output: Path, model: str) -> dict[str, Any]:
-    """Score `data` with a sample model ("target" or "draft") in a new process; return its `run.json`."""
-    command = [sys.executable, "-m", "prefillcli", "score", str(data), "-m", str(SAMPLES / "models" / model)]
-    command += ["-o", str(output), "--report", f"{output}.json", "--quiet"]
+def score_file(data: Path, output: Path, model: str | Path, *options: str) -> dict[str, Any]:
+    """Score `data` in a new process with a sample model ("target" or "draft") or that of a folder; return its
+    `run.json`."""
+    folder = SAMPLES / "models" / model  # a whole path stays one
+    command = [sys.executable, "-m", "prefillcli", "score", str(data), "-m", str(folder)]
+    command += ["-o", str(output), "--report", f"{output}.json", "--quiet", *options]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # noqa: S603 - our own command line
     report: dict[str, Any] = json.loads(Path(f"{output}.json").read_text())
     return report

@@ -26,6 +26,7 @@ try:
 except ImportError:
     psutil = None
 
+from prefillcli.models.law import PACK_TOKENS
 from tests.score.jobs import Reference, read_output, read_report, score, texts, write_jsonl, write_parquet
 from tests.score.models import save_model
 
@@ -330,3 +331,17 @@ def test_the_engine_is_easy_to_call(shared: Any, llama: Path) -> None:
         probabilities = reference._probabilities(tuple(prompt.tolist()))
         wanted = torch.stack([probabilities[8], probabilities[9] + probabilities[10]]).log().numpy()
         assert np.abs(found[number] - wanted).max() < FLOAT32
+
+
+def test_two_workers_have_a_vllm_each(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same rows as from one process, with half of the cores for each."""
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    monkeypatch.setitem(PACK_TOKENS, "cpu", 200)
+    rows = write_parquet("rows.parquet", prompt=texts(200))
+    given = {"model": llama, "engine": "vllm", "engine_options": FAST, "dtype": "float32"}
+    assert score(rows, "two.parquet", workers=2, **given)["exit_code"] == 0
+    reference = Reference(llama)
+    for row, text in zip(read_output("two.parquet"), texts(200), strict=True):
+        assert row["error"] is None
+        assert abs(row["score"] - reference.answer(text).score) < FLOAT32
+    assert read_report("two.run.json")["workers"]

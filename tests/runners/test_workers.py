@@ -25,6 +25,7 @@ from tests.score.jobs import (
     write_jsonl,
     write_parquet,
 )
+from tests.score.models import save_model
 from tests.score.processes import Command, cut_small_windows
 
 PACK_TOKENS = 64
@@ -252,3 +253,39 @@ def test_what_workers_cannot_load_is_said_as_by_one_process(rows: Path, model: P
     one, two = (score(rows, **flags(Path("broken"), workers=workers)) for workers in (1, 2))
     assert two["exit_code"] == one["exit_code"] == 2
     assert two["error"] == one["error"]
+
+
+def mapped_weights(pids: list[int], file: Path) -> tuple[int, int]:
+    """Bytes of a file that processes have in memory: each for itself, and all together (proportional set size)."""
+    resident = proportional = 0
+    for pid in pids:
+        own = ""
+        for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+            if "-" in line.split()[0]:
+                own = line
+            elif own.endswith(str(file)):
+                name, _, rest = line.partition(":")
+                resident += int(rest.split()[0]) * 1024 if name == "Rss" else 0
+                proportional += int(rest.split()[0]) * 1024 if name == "Pss" else 0
+    return resident, proportional
+
+
+def test_workers_share_the_weights(tmp_path: Path) -> None:
+    """Two processes have the file's pages in memory once."""
+    folder = save_model(tmp_path / "wide", hidden=512, layers=2)
+    weights = folder / "model.safetensors"
+    size = weights.stat().st_size
+    rows = write_parquet("rows.parquet", prompt=texts(1000))
+    line = ["score", rows, "--model", folder, "--pack-tokens", PACK_TOKENS, "-o", "out.parquet", "--quiet"]
+    command = Command(*line, "--workers", 2)
+
+    def shared() -> bool:
+        """Each has most of the pages, and both together have few more."""
+        resident, proportional = mapped_weights(worker_processes(command.pid), weights)
+        return resident > 1.6 * size and proportional < 1.1 * size
+
+    try:
+        command.wait_until(shared)
+    finally:
+        command.send(signal.SIGKILL)
+        command.end()

@@ -57,12 +57,15 @@ class Pool:
         self._spec = spec
         self.dispatcher = Dispatcher(crew, lambda number: spec_of(self._spec, number))
 
-    def begin(self, pack_tokens: int) -> None:
-        """Wait until the first worker is ready, which plans for all; then begin the others.
+    def begin(self, pack_tokens: int, *, plans: bool) -> None:
+        """Begin the workers, and wait until one is ready.
 
-        Engines that take packs of any size get some of `pack_tokens`.
+        Where the engine `plans` packs, the first worker does so for all, before the others begin. Other engines get
+        packs of `pack_tokens`.
         """
-        self.dispatcher.start([0])
+        first = 1 if plans else self.size
+        with self._stop.at_once():
+            self.dispatcher.start(range(first))
         started: list[Ready] = []
         while not started:
             started = self.pump()
@@ -73,7 +76,8 @@ class Pool:
         if not ready.whole_packs:
             self.limits = replace(ready.limits, tokens=min(ready.limits.tokens, pack_tokens))
         self._spec = replace(self._spec, plan=ready.plan, planned=True)
-        self.dispatcher.start(range(1, self.size))
+        with self._stop.at_once():
+            self.dispatcher.start(range(first, self.size))
 
     def pump(self, seconds: float = _POLL_SECONDS) -> list[Ready]:
         """Wait for what happens next, and let it have its effects. Raises Interrupted after a signal."""

@@ -66,8 +66,12 @@ class ProcessCrew:
         process = self._context.Process(
             target=_work, args=(there, pickle.dumps(spec), cores, environment), name=f"prefill-worker-{spec.number}"
         )
-        process.start()
-        there.close()
+        try:
+            process.start()
+        except (OSError, EOFError) as error:  # EOFError: the server was killed
+            raise ResourceError(f"cannot begin worker {spec.number}: {brief(error)}") from error
+        finally:
+            there.close()
         self._running[spec.number] = _Process(process, here)
 
     def send(self, worker: int, task: Task) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from prefillcli.engines.registry import ENGINES
 from prefillcli.jobs.load import compression_of
 from prefillcli.jobs.runners.pool import Cost, Pool
 from prefillcli.jobs.runners.registry import RUNNERS
@@ -51,7 +52,8 @@ def start_pool(
     )
     pool = Pool(crew, spec, lambda spec, number: replace(spec, number=number), cost=_cost(opened, profile), stop=stop)
     try:
-        pool.begin(PACK_TOKENS[opened.device.type if opened.device is not None else "cpu"])
+        tokens = PACK_TOKENS[opened.device.type if opened.device is not None else "cpu"]
+        pool.begin(tokens, plans="packs" in ENGINES[settings.engine].can)
     except BaseException:
         pool.close()
         raise
