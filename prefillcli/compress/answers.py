@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from prefillcli.compress.base import Tick
 from prefillcli.compress.request import Request
-from prefillcli.engines.base import Engine, LabelTokens
+from prefillcli.engines.base import LabelTokens, PlanEngine
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
@@ -35,7 +35,7 @@ def plan_requests(
 
 
 def answer(
-    engine: Engine,
+    engine: PlanEngine,
     requests: Sequence[Request],
     labels: Sequence[LabelTokens],
     tick: Tick = lambda tokens: None,
@@ -46,7 +46,7 @@ def answer(
     `tick` as in `Engine.answer`. Raises ResourceError if the engine cannot go on.
     """
     found: dict[int, npt.NDArray[np.float64]] = {}
-    for pack in plan_requests(requests, engine.limits, schedule).packs:
-        for answers in engine.answer(pack, lambda i: labels[requests[i].prompt.labels], tick):
-            found |= {each.prompt: each.logprobs for each in answers}
+    plan = plan_requests(requests, engine.limits, schedule)
+    for answers in engine.answer_all(plan.packs, lambda i: labels[requests[i].prompt.labels], tick):
+        found |= {each.prompt: each.logprobs for each in answers}
     return np.stack([found[number] for number in range(len(requests))])

@@ -10,7 +10,7 @@ from prefillcli.compress.base import ImportanceEstimate, Tick
 from prefillcli.compress.compressor import Compressor
 from prefillcli.compress.request import Request
 from prefillcli.data.rows import Prompt
-from prefillcli.engines.base import Engine, LabelTokens
+from prefillcli.engines.base import LabelTokens, PlanEngine
 from prefillcli.stats.audit import flip_bound, rows_for
 
 RATES = (0.1, 0.2, 0.3, 0.5, 0.7)
@@ -45,7 +45,7 @@ def sample_rows(max_flips: float) -> int:
 
 def choose_keep(
     compressor: Compressor,
-    engine: Engine,
+    engine: PlanEngine,
     prompts: Sequence[Prompt],
     estimates: Sequence[ImportanceEstimate],
     chosen: Sequence[int],

@@ -16,7 +16,7 @@ from prefillcli.compress.reasons import why_in_full, why_no_rate
 from prefillcli.compress.request import Request
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.rows import Window
-from prefillcli.engines.base import Engine
+from prefillcli.engines.base import PlanEngine
 from prefillcli.errors import PrefillError, ResourceError, brief, out_of_resource
 
 ALMOST_ALL = 0.95
@@ -55,7 +55,7 @@ class WindowCompressor:
     def __init__(
         self,
         compressor: Compressor,
-        engine: Engine,
+        engine: PlanEngine,
         labels: Labels,
         *,
         auto: AutoKeep | None = None,

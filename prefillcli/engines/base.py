@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -34,13 +34,35 @@ class Answer:
     seconds: float
 
 
-class Engine(Protocol):
-    """Answers packs, one after the other, in the order of a plan."""
+class PlanEngine(Protocol):
+    """Answers all packs of a plan: an engine, or several at work in other processes."""
 
     limits: Limits
     """What a pack for this engine holds."""
     whole_packs: bool
     """A pack is one pass over the model: a resumed run makes the same packs again. Else it plans what is left."""
+
+    def answer_all(
+        self, packs: Sequence[Pack], labels: Callable[[int], LabelTokens], tick: Callable[[float], None]
+    ) -> Iterator[list[Answer]]:
+        """One answer for each prompt of a plan's `packs`, as they are ready. `labels` and `tick` as in
+        `Engine.answer`."""
+
+
+class PackByPack:
+    """An engine's `answer_all`."""
+
+    def answer_all(
+        self: Engine, packs: Sequence[Pack], labels: Callable[[int], LabelTokens], tick: Callable[[float], None]
+    ) -> Iterator[list[Answer]]:
+        """As `PlanEngine`: one pack after the other."""
+        for pack in packs:
+            yield from self.answer(pack, labels, tick)
+
+
+class Engine(PlanEngine, Protocol):
+    """Answers packs, one after the other, in the order of a plan."""
+
     waits: bool
     """It waits for other processes: a signal may end `answer` anywhere."""
 

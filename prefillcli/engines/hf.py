@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from prefillcli.engines.base import Answer, EngineChoice, LabelTokens, Loaded, LoadRequest, sequences
+from prefillcli.engines.base import Answer, EngineChoice, LabelTokens, Loaded, LoadRequest, PackByPack, sequences
 from prefillcli.engines.engine_options import check_options
 from prefillcli.engines.torch import label_logprobs
 from prefillcli.models import open as models
@@ -40,7 +40,7 @@ def load(request: LoadRequest) -> Loaded[HfEngine]:
     return Loaded(HfEngine(model, max_length=opened.max_length))
 
 
-class HfEngine:
+class HfEngine(PackByPack):
     """Scores prompts one after the other with a transformers model, as it is. `max_length` is in tokens."""
 
     whole_packs = False

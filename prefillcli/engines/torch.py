@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from prefillcli.engines.base import Answer, EngineChoice, LabelTokens, Loaded, LoadRequest
+from prefillcli.engines.base import Answer, EngineChoice, LabelTokens, Loaded, LoadRequest, PackByPack
 from prefillcli.engines.memory_plan import budget_of, keep_plan, plan_packs
 from prefillcli.models import open as models
 from prefillcli.models.load import load_model
@@ -46,7 +46,7 @@ def load(request: LoadRequest) -> Loaded[TorchEngine]:
     return Loaded(engine, plan, budget)
 
 
-class TorchEngine:
+class TorchEngine(PackByPack):
     """Walks packs through a transformers model on one device."""
 
     whole_packs = True

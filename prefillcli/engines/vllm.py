@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from prefillcli.engines.base import Answer, EngineChoice, LabelTokens, Loaded, LoadRequest, sequences
+from prefillcli.engines.base import Answer, EngineChoice, LabelTokens, Loaded, LoadRequest, PackByPack, sequences
 from prefillcli.engines.engine_options import check_options
 from prefillcli.engines.guard import Guard
 from prefillcli.errors import EngineDiedError, PrefillError, ResourceError, UsageError, brief
@@ -130,7 +130,7 @@ def _whole_number(value: object) -> int:
     return value
 
 
-class VllmEngine:
+class VllmEngine(PackByPack):
     """Scores prompts with vLLM, which runs in processes of its own. Close it in any case.
 
     `model` is a directory, `max_length` the longest prompt in tokens, `options` are those of vLLM's `EngineArgs`.

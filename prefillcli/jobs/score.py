@@ -119,7 +119,7 @@ class _ScoreJob:
                 profile = self._profile(inputs.opened, digests["model"])
                 if profile is not None:
                     rows = inputs.source.selection().count(inputs.source.count()) // self._shards
-                    self._forecast = RemainingTime(profile.seconds, rows)
+                    self._forecast = RemainingTime(profile.seconds, rows, settings.workers)
                 self._score(inputs, sink, profile, stop)
             if settings.audit:
                 report.audit = _audit(sink.counts, inputs.labels)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from prefillcli.compress.audit_draw import AuditDraw
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.rows import Window
-from prefillcli.engines.base import Engine
+from prefillcli.engines.base import PlanEngine
 from prefillcli.engines.registry import loader_of
 from prefillcli.jobs.inputs import Granularity, JobInputs
 from prefillcli.jobs.load import load_models
@@ -95,7 +95,7 @@ class WindowLoop:
             adjust_threads=(lambda: None) if threads is None else threads.adjust,
         )
 
-    def _window_compressor(self, compressor: Compressor | None, engine: Engine) -> WindowCompressor | None:
+    def _window_compressor(self, compressor: Compressor | None, engine: PlanEngine) -> WindowCompressor | None:
         """What compresses the windows of this job, if anything does."""
         if compressor is None:
             return None

@@ -12,7 +12,7 @@ from prefillcli.compress.audit_draw import AuditDraw
 from prefillcli.compress.request import Request
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.rows import ErrorCode, Float64Array, RowError, ScoredRow, Window
-from prefillcli.engines.base import Answer, Engine
+from prefillcli.engines.base import Answer, Engine, PlanEngine
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Pack
 from prefillcli.plan.plan import Plan, packs_to_run
@@ -99,7 +99,7 @@ def begin_window(
     window: Window,
     done: set[int],
     carried: Sequence[CarriedBlock],
-    engine: Engine,
+    engine: PlanEngine,
     compressor: WindowCompressor | None,
     options: ScoringOptions,
     listener: Listener,
@@ -229,7 +229,7 @@ def _fitting(requests: Sequence[Request], most: int) -> tuple[list[Request], dic
     return fitting, errors
 
 
-def _audited(window: Window, requests: Sequence[Request], engine: Engine, options: ScoringOptions) -> list[int]:
+def _audited(window: Window, requests: Sequence[Request], engine: PlanEngine, options: ScoringOptions) -> list[int]:
     """Numbers of the requests whose prompts are read in full as well."""
     if options.audit is None:
         return []

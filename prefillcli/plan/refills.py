@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from prefillcli.plan.pack import Held, Key, Pack
@@ -29,6 +29,20 @@ def free_packs(packs: Sequence[Pack]) -> Iterator[FreePack]:
             keys = pack.keep | {node.key for node in pack.held}
             refills = [replace(_alone(node.key, by_index), keep=keys) for node in _whole(pack.held)]
             yield FreePack(pack, tuple(refills))
+
+
+def groups_of(packs: Iterable[FreePack]) -> Iterator[list[FreePack]]:
+    """Neighbours that hold K,V of one another, together."""
+    group: list[FreePack] = []
+    kept: set[Key] = set()
+    for each in packs:
+        if group and kept.isdisjoint(node.key for node in each.pack.held):
+            yield group
+            group, kept = [], set()
+        group.append(each)
+        kept |= each.pack.keep
+    if group:
+        yield group
 
 
 def _without_idle(pack: Pack) -> Pack:

@@ -11,7 +11,7 @@ from zlib import crc32
 import numpy as np
 from tokenizers import Tokenizer
 
-from prefillcli.engines.base import Answer, EngineChoice, LabelTokens, Loaded, LoadRequest, sequences
+from prefillcli.engines.base import Answer, EngineChoice, LabelTokens, Loaded, LoadRequest, PackByPack, sequences
 from prefillcli.engines.registry import EngineKind
 from prefillcli.models.open import Opened
 from prefillcli.plan.pack import Key, Limits, Pack
@@ -54,7 +54,7 @@ def load(request: LoadRequest) -> Loaded[FakeEngine]:
     return Loaded(FakeEngine())
 
 
-class FakeEngine:
+class FakeEngine(PackByPack):
     """Answers three prompts at a time."""
 
     whole_packs = False

@@ -17,7 +17,7 @@ from prefillcli.options.load import load_settings
 from prefillcli.options.score import ScoreSettings
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.plan.refills import FreePack, free_packs
+from prefillcli.plan.refills import FreePack, free_packs, groups_of
 
 
 def spec(number: int) -> WorkerSpec:
@@ -34,15 +34,10 @@ class Work:
     def __init__(self, prompts: list[list[int]], limits: Limits) -> None:
         plan = make_plan([np.asarray(prompt, np.int32) for prompt in prompts], limits)
         self.outcomes: list[Outcome] = []
-        self.groups: list[list[Item]] = []
-        kept: set[object] = set()
-        for each in free_packs(plan.packs):
-            item = Item(answer_task(each, labels), float(len(each.pack.tokens)), self.outcomes.append)
-            if not self.groups or kept.isdisjoint(refill.block for refill in each.refills):
-                self.groups.append([])
-                kept = set()
-            self.groups[-1].append(item)
-            kept |= each.pack.keep
+        self.groups = [[self.item(each) for each in group] for group in groups_of(free_packs(plan.packs))]
+
+    def item(self, each: FreePack) -> Item:
+        return Item(answer_task(each, labels), float(len(each.pack.tokens)), self.outcomes.append)
 
     @property
     def items(self) -> list[Item]:

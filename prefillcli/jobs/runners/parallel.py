@@ -16,7 +16,7 @@ from prefillcli.jobs.runners.pool import Pool, answer_task
 from prefillcli.jobs.window_scoring import Finished, ScoringOptions, WindowWork, begin_window
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.plan import Plan
-from prefillcli.plan.refills import FreePack, free_packs
+from prefillcli.plan.refills import FreePack, free_packs, groups_of
 from prefillcli.runtime.clock import Clock
 
 if TYPE_CHECKING:  # takes torch along
@@ -55,7 +55,6 @@ class ParallelScoring:
         self.most_open = 0
         """Windows that were open at a time, at most."""
         self._open = 0
-        self._packs = 0  # planned so far: their numbers are unique in the job
         self._carried: tuple[int, tuple[CarriedBlock, ...]] = (-1, ())  # of the window that was planned last
 
     def score(self, windows: Iterator[Window], ready: Callable[[], bool]) -> None:
@@ -93,29 +92,15 @@ class ParallelScoring:
         free = list(self._free_packs(work))
         recorder.planned([each.pack for each in free], len(window.rows) - len(done))
         opened.left = len(free)
-        self._pool.add(self._grouped(opened, free))
+        self._pool.add([self._item(opened, each) for each in group] for group in groups_of(free))
         self._end_if_done(opened)
 
     def _free_packs(self, work: WindowWork) -> Iterator[FreePack]:
         """What is to be answered, with numbers that no other window's packs have."""
         plan, done = work.plan, set(work.done_prompts)
-        packs = [pack.shifted(self._packs) for pack in [*plan.given, *plan.packs]]
-        self._packs += len(packs)
-        for each in free_packs(packs):
+        for each in free_packs(self._pool.numbered([*plan.given, *plan.packs])):
             if not done.issuperset(each.pack.prompts):
                 yield each
-
-    def _grouped(self, opened: _OpenWindow, packs: list[FreePack]) -> Iterator[list[Item]]:
-        """Packs that hold K,V of one another follow each other in a group."""
-        group: list[Item] = []
-        kept: set[object] = set()
-        for each in packs:
-            if group and kept.isdisjoint(refill.block for refill in each.refills):
-                yield group
-                group, kept = [], set()
-            group.append(self._item(opened, each))
-            kept |= each.pack.keep
-        yield group
 
     def _item(self, opened: _OpenWindow, each: FreePack) -> Item:
         work, pack, sets = opened.work, each.pack, self._options.labels.sets
@@ -146,8 +131,7 @@ class ParallelScoring:
         """Score rows one by one: what one of them does to a worker is no harm to the others."""
         for prompt in prompts:
             plan = plan_requests([opened.work.requests[prompt]], self._pool.limits)
-            pack = plan.packs[0].shifted(self._packs)
-            self._packs += 1
+            (pack,) = self._pool.numbered(plan.packs)
             item = self._item(opened, FreePack(replace(pack, reads=[(pack.reads[0][0], (prompt,))])))
             item.losses = MOST_LOSSES - 1
             opened.left += 1

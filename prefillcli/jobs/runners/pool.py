@@ -16,9 +16,9 @@ from prefillcli.errors import ResourceError
 from prefillcli.jobs.runners.crew import Crew
 from prefillcli.jobs.runners.dispatcher import Dispatcher, Item, Outcome
 from prefillcli.jobs.runners.tasks import AnswerTask, Estimated, EstimateTask, Ready, WorkerReport, WorkerSpec
-from prefillcli.plan.pack import Key, Limits, Pack
+from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import Plan, make_plan
-from prefillcli.plan.refills import FreePack
+from prefillcli.plan.refills import FreePack, free_packs, groups_of
 from prefillcli.runtime.signals import Stop
 
 if TYPE_CHECKING:  # takes torch along
@@ -34,11 +34,11 @@ _REPORT_SECONDS = 5.0
 class Pool:
     """Workers that have begun, and the items they do. Close it in any case.
 
-    It is an `Engine` for one pack at a time, and has what `SpecPrefill` needs of a draft.
+    It is a `PlanEngine`, and what `SpecPrefill` needs of a draft.
     """
 
     whole_packs: bool
-    waits = True
+    limits: Limits
 
     def __init__(
         self, crew: Crew, spec: WorkerSpec, spec_of: Callable[[WorkerSpec, int], WorkerSpec], *, cost: Cost, stop: Stop
@@ -48,12 +48,11 @@ class Pool:
         """Tokens that drafts have computed so far."""
         self.failure: BaseException | None = None
         """What a draft failed with last."""
-        self.refilled_tokens = 0
-        """Tokens that were computed again for K,V that a worker did not have."""
         self._crew = crew
         self._cost = cost
         self._stop = stop
         self._batch = 0
+        self._packs = 0
         self._spec = spec
         self.dispatcher = Dispatcher(crew, lambda number: spec_of(self._spec, number))
 
@@ -72,7 +71,7 @@ class Pool:
         ready = started[0]
         self.plan = ready.plan
         self.whole_packs = ready.whole_packs
-        self.limits: Limits = ready.limits
+        self.limits = ready.limits
         if not ready.whole_packs:
             self.limits = replace(ready.limits, tokens=min(ready.limits.tokens, pack_tokens))
         self._spec = replace(self._spec, plan=ready.plan, planned=True)
@@ -118,27 +117,36 @@ class Pool:
     def close(self) -> None:
         self._crew.close()
 
+    def numbered(self, packs: Sequence[Pack]) -> list[Pack]:
+        """The packs of a plan, with numbers that no other plan's packs have: workers hold K,V by them."""
+        first, self._packs = self._packs, self._packs + len(packs)
+        return [pack.shifted(first) for pack in packs]
+
     # As an engine.
 
-    def answer(
-        self, pack: Pack, labels: Callable[[int], LabelTokens], tick: Callable[[float], None]
+    def answer_all(
+        self, packs: Sequence[Pack], labels: Callable[[int], LabelTokens], tick: Callable[[float], None]
     ) -> Iterator[list[Answer]]:
-        found: list[Answer] = []
+        """As `PlanEngine`. Raises ResourceError where workers are lost on a pack over and over."""
+        ready: list[list[Answer]] = []
 
         def took(outcome: Outcome) -> None:
             if outcome.given_up:
                 raise _given_up(outcome)
             if outcome.result is not None:
-                found.extend(outcome.result.answers)
-            tick(max(outcome.tokens, 0.0))
+                ready.append(outcome.result.answers)
+            tick(outcome.tokens)
 
-        self.add([[self.item(answer_task(FreePack(pack), labels), Plan([pack], 0), took)]])
-        while not found:
-            self.pump()
-        yield found
-
-    def holds(self, key: Key) -> bool:
-        return False
+        free = list(free_packs(self.numbered(packs)))
+        items = {each.pack.index: answer_task(each, labels) for each in free}
+        self.add(
+            [self.item(items[each.pack.index], Plan([each.pack], 0), took) for each in group]
+            for group in groups_of(free)
+        )
+        for _ in free:
+            while not ready:
+                self.pump()
+            yield ready.pop()
 
     # As a draft.
 
