@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -39,3 +40,19 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session")
+def _s3_server() -> Iterator[Any]:
+    from tests.s3_server import serving
+
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def s3_server(_s3_server: Any) -> Iterator[Any]:
+    """A real S3 server, without faults at first."""
+    _s3_server.reset()
+    yield _s3_server
+    _s3_server.reset()

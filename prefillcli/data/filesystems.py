@@ -6,15 +6,30 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import fsspec
 import pyarrow.fs
 
+from prefillcli.data.failures import Failure, explained
 from prefillcli.data.paths import is_url
 from prefillcli.errors import PrefillError, ResourceError, UsageError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Package(NamedTuple):
+    """What an object store needs beside fsspec."""
+
+    name: str
+    """Of the package."""
+    extra: str
+    """Of prefillcli, that installs it."""
+
+
+_S3, _GCS, _AZURE = Package("s3fs", "s3"), Package("gcsfs", "gcs"), Package("adlfs", "azure")
+PACKAGES = {"s3": _S3, "s3a": _S3, "gs": _GCS, "gcs": _GCS, "abfs": _AZURE, "abfss": _AZURE, "az": _AZURE}
+"""By protocol."""
 
 
 def is_local(filesystem: Any) -> bool:
@@ -25,14 +40,20 @@ def is_local(filesystem: Any) -> bool:
 def filesystem_of(path: str) -> tuple[Any, str]:
     """The fsspec filesystem of a path or URL, and the path inside it.
 
-    A protocol without an installed fsspec package is tried through pyarrow (s3, gs, hdfs). Raises UsageError
-    if neither knows it.
+    Raises UsageError if no package for its protocol is installed. Protocols beside those of the object stores are then
+    tried through pyarrow (hdfs).
     """
     if not is_url(path):
         return fsspec.filesystem("file"), os.path.abspath(os.path.expanduser(path))
     try:
         filesystem, inner = fsspec.core.url_to_fs(path)
     except (ImportError, ValueError) as error:
+        package = PACKAGES.get(path.partition("://")[0].rpartition("::")[2])
+        if isinstance(error, ImportError) and package is not None:
+            raise UsageError(
+                f"cannot open {path}: the package {package.name} is not installed\n"
+                f"pip install {package.name} (or prefillcli[{package.extra}])"
+            ) from None
         try:
             arrow, inner = pyarrow.fs.FileSystem.from_uri(path)
         except Exception:  # Arrow does not know it either; fsspec's message says more
@@ -49,15 +70,19 @@ def filesystem_of(path: str) -> tuple[Any, str]:
 def reading(path: str) -> Iterator[None]:
     """Turn what goes wrong while reading `path` into an error that names it.
 
-    Raises UsageError where reading is not allowed, else PrefillError.
+    Raises UsageError where reading a local file is not allowed, else PrefillError.
     """
     try:
         yield
     except PrefillError:
         raise
     except PermissionError as error:
+        if is_url(path):
+            raise PrefillError(f"cannot read {path}: {explained(error)}") from error
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
     except Exception as error:  # Arrow, zlib and the clients of object stores raise anything
+        if is_url(path) and Failure.of(error) in (Failure.PASSING, Failure.REFUSED):
+            raise PrefillError(f"cannot read {path}: {explained(error)}") from error
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise PrefillError(
             f"cannot read {path}: {reason}\nthe file may be damaged or incomplete: check it, then run again"

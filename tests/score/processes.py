@@ -10,12 +10,13 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from prefillcli.jobs.inputs import Granularity
@@ -24,10 +25,16 @@ from tests.score import jobs
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["prefillcli.cli", "prefillcli.jobs.score", "prefillcli.engines.torch", "transformers.models.llama.modeling_llama"]
+    [
+        "prefillcli.cli",
+        "prefillcli.jobs.score",
+        "prefillcli.engines.torch",
+        "transformers.models.llama.modeling_llama",
+        "s3fs",
+    ]
 )
 _PATIENCE = 60.0
-_REACHED = "reached"
+_REACHED, _LET_GO = "reached", "let go"
 
 
 SMALL = Granularity(batch_rows=10, window_rows=20)
@@ -36,7 +43,7 @@ SMALL = Granularity(batch_rows=10, window_rows=20)
 
 @dataclass(frozen=True)
 class Hold:
-    """Never go beyond the `call`th call of a function, among those whose last argument ends in `ending`."""
+    """Stay at the `call`th call of a function, among those whose last argument ends in `ending`, until let go."""
 
     function: str
     call: int = 1
@@ -46,7 +53,8 @@ class Hold:
 class Command:
     """`prefill` with these arguments in another process, every pack flushed when it is done.
 
-    `seconds_per_pack` slows it down. `block_tokens` as in `Granularity`.
+    `seconds_per_pack` slows it down. `block_tokens` as in `Granularity`. `environment` is added to its own. Its stdout
+    and stderr are files of these names with `log` before them.
     """
 
     def __init__(
@@ -55,10 +63,15 @@ class Command:
         hold: Hold | None = None,
         seconds_per_pack: float = 0.0,
         block_tokens: int = SMALL.block_tokens,
+        environment: Mapping[str, str] | None = None,
+        log: str = "",
     ) -> None:
-        Path(_REACHED).unlink(missing_ok=True)
+        for name in (_REACHED, _LET_GO):
+            Path(name).unlink(missing_ok=True)
         words = [str(argument) for argument in arguments]
-        self._process = _CONTEXT.Process(target=_run, args=(words, os.getcwd(), hold, seconds_per_pack, block_tokens))
+        changes = (dict(environment or {}), hold, seconds_per_pack, block_tokens)
+        self._log = log
+        self._process = _CONTEXT.Process(target=_run, args=(words, os.getcwd(), log, *changes))
         self._process.start()
 
     @property
@@ -69,13 +82,21 @@ class Command:
     def wait_until_held(self) -> None:
         self.wait_until(Path(_REACHED).exists)
 
+    def let_go(self) -> None:
+        """Let a held process go on."""
+        Path(_LET_GO).touch()
+
     def wait_until(self, condition: Callable[[], Any]) -> None:
         """Wait until the condition holds; fail if the process ends before that."""
         end = time.monotonic() + _PATIENCE
         while not condition():
-            assert self._process.is_alive(), Path("stderr").read_text()
+            assert self._process.is_alive(), self.stderr
             assert time.monotonic() < end, "waited too long"
             time.sleep(0.005)
+
+    @property
+    def stderr(self) -> str:
+        return Path(f"{self._log}stderr").read_text()
 
     def send(self, signum: int) -> None:
         assert self._process.pid
@@ -109,9 +130,19 @@ def flush_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.score.jobs.granularity", replace(jobs.granularity, flush_seconds=0.0))
 
 
-def _run(arguments: list[str], folder: str, hold: Hold | None, seconds_per_pack: float, block_tokens: int) -> None:
+def _run(
+    arguments: list[str],
+    folder: str,
+    log: str,
+    environment: dict[str, str],
+    hold: Hold | None,
+    seconds_per_pack: float,
+    block_tokens: int,
+) -> None:
     os.chdir(folder)
-    for number, name in ((1, "stdout"), (2, "stderr")):
+    os.environ |= environment
+    fsspec.config.set_conf_env(fsspec.config.conf)  # read once, when the server that this is forked from imported it
+    for number, name in ((1, f"{log}stdout"), (2, f"{log}stderr")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     changes = pytest.MonkeyPatch()
@@ -153,7 +184,8 @@ def _hold_at(changes: pytest.MonkeyPatch, hold: Hold) -> None:
         if calls < hold.call:
             return function(*arguments, **options)
         Path(_REACHED).touch()
-        while True:
-            time.sleep(1)
+        while not Path(_LET_GO).exists():
+            time.sleep(0.01)
+        return function(*arguments, **options)
 
     changes.setattr(owner, name, held)

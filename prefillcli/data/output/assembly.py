@@ -21,15 +21,16 @@ def write_output(
     *,
     json_columns: tuple[str, ...] = (),
     partitions: Partitions | None = None,
+    new: bool = False,
 ) -> dict[str, str]:
     """Write the tables, which have this schema, as the output of a job; returns its files by name, with their digests.
 
     The values of `json_columns` are JSON already. With `partitions` the files of a directory lie in folders named like
-    those of the input.
+    those of the input. With `new` a file replaces none (`Store.create`).
     """
     if target.directory:
         return _write_directory(target, job, schema, tables, json_columns, partitions)
-    with target.store.create(target.name) as file:
+    with target.store.create(target.name, new=new) as file:
         return {target.name: target.file_format.write(file, schema, tables, json_columns)}
 
 

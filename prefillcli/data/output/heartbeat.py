@@ -10,13 +10,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from prefillcli.data.output.local_store import LocalStore
 from prefillcli.data.output.locks import Owner
 from prefillcli.data.output.store import Store
 from prefillcli.runtime.progress import Pace
 
 NAME = "heartbeat.json"
-_LOCAL_SECONDS, _REMOTE_SECONDS = 5.0, 30.0  # a request of an object store costs money
 _MISSED = 3  # beats that may be late before a run counts as dead
 
 
@@ -37,8 +35,7 @@ class Beat:
     def last(cls, store: Store) -> Beat | None:
         """The last sign of life in a work folder; None if there is none that can be read."""
         try:
-            with store.read(NAME) as file:
-                content = json.load(file)
+            content = json.loads(store.read_bytes(NAME))
             owner = Owner.of_json(content["owner"])
             if owner is None:
                 return None
@@ -72,7 +69,7 @@ class Heartbeat:
     def __init__(self, store: Store, pace: Callable[[], Pace], *, seconds: float | None = None) -> None:
         self._store = store
         self._pace = pace
-        self._seconds = seconds or (_LOCAL_SECONDS if isinstance(store, LocalStore) else _REMOTE_SECONDS)
+        self._seconds = seconds or store.beat_seconds
         self._owner = Owner.this()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._work, name="prefill-heartbeat", daemon=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO
 
@@ -16,7 +16,12 @@ _TEMPORARY = ".prefill-tmp"
 
 
 class LocalStore:
-    """A folder on a local disk: temporary file, fsync, rename, fsync of the folder."""
+    """A folder on a local disk: temporary file, fsync, rename, fsync of the folder.
+
+    The operating system holds its lock, so that no other run writes here: `new` files need no care of their own.
+    """
+
+    beat_seconds = 5.0
 
     def __init__(self, location: str) -> None:
         self.location = location
@@ -44,11 +49,18 @@ class LocalStore:
                 found += [os.path.normpath(os.path.join(inner, n)) for n in names if not n.endswith(_TEMPORARY)]
         return sorted(found)
 
+    def exists(self, name: str) -> bool:
+        return os.path.lexists(self._path(name))
+
     def read(self, name: str) -> IO[bytes]:
         return open(self._path(name), "rb")
 
+    def read_bytes(self, name: str) -> bytes:
+        with self.read(name) as file:
+            return file.read()
+
     @contextmanager
-    def create(self, name: str) -> Iterator[IO[bytes]]:
+    def create(self, name: str, *, new: bool = False) -> Iterator[IO[bytes]]:
         path = self._path(name)
         folder, base = split_path(path)
         temporary = os.path.join(folder, f".{base}{_TEMPORARY}")
@@ -66,7 +78,7 @@ class LocalStore:
                 os.unlink(temporary)
             raise
 
-    def put_bytes(self, name: str, data: bytes) -> None:
+    def put_bytes(self, name: str, data: bytes, *, new: bool = False) -> None:
         with self.create(name) as file:
             file.write(data)
 
@@ -77,6 +89,10 @@ class LocalStore:
     def remove(self) -> None:
         with writing(self.location), suppress(FileNotFoundError):
             shutil.rmtree(self.location)
+
+    def delete_all(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.delete(name)
 
     def clean(self, ours: Callable[[str], bool], into: Callable[[str], bool] = lambda folder: False) -> None:
         with writing(self.location):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import fcntl
-import inspect
 import json
 import os
 import socket
@@ -20,14 +19,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from fsspec import AbstractFileSystem
-from fsspec.asyn import AsyncFileSystem
-
-from prefillcli.data.paths import split_path
+from prefillcli.data.failures import Failure, patiently
+from prefillcli.data.output.conditional_writes import exclusive_put
 from prefillcli.errors import OutputBusyError, PrefillError
 from prefillcli.runtime.processes import process_space, start_of
 
 LOCK = "lock"
+_HOPELESS = {Failure.PASSING, Failure.REFUSED, Failure.MISSING}  # no other write would succeed either
 _PATIENCE = 0.5  # seconds: a process that only checks for a run holds the lock for an instant
 
 
@@ -142,7 +140,7 @@ class ObjectLock:
         holder = self.holder(filesystem, path)
         if holder is not None and holder.alive() is False:
             self._delete()  # this may delete a new lock of another run, whose `check` finds out
-        create = _exclusive(filesystem)
+        create = exclusive_put(filesystem)
         if create is None:
             self._refuse_if_held()
         if create is None or not self._create(create):
@@ -157,7 +155,7 @@ class ObjectLock:
         """The owner that a lock names; None if there is no lock."""
         try:
             filesystem.invalidate_cache()
-            owner = Owner.of_json(json.loads(filesystem.cat_file(path)))
+            owner = Owner.of_json(json.loads(patiently(lambda: filesystem.cat_file(path))))
         except FileNotFoundError:
             return None
         except ValueError:
@@ -184,20 +182,24 @@ class ObjectLock:
     def _create(self, create: Callable[[str, bytes], None]) -> bool:
         """Take the lock. False if the store cannot refuse; raises OutputBusyError if another run holds it."""
         data = json.dumps(asdict(self._owner)).encode()
-        with suppress(Exception):
-            self._filesystem.makedirs(split_path(self._path)[0], exist_ok=True)
-        with suppress(Exception):  # whatever a client raises to refuse: what counts is whose object is there
-            create(self._path, data)
-        if not self._mine():
+        failed = self._attempt(create, data)
+        if not self._mine():  # whatever a client raises to refuse: what counts is whose object is there
             self._refuse_if_held()
+            if failed is not None and Failure.of(failed) in _HOPELESS:
+                raise failed
             return False
-        try:
-            create(self._path, data)
-        except Exception:  # it refuses
+        if self._attempt(create, data) is not None:  # it refuses
             self._held = True
             return True
         self._delete()
         return False
+
+    def _attempt(self, create: Callable[[str, bytes], None], data: bytes) -> Exception | None:
+        try:
+            patiently(lambda: create(self._path, data))
+        except Exception as error:
+            return error
+        return None
 
     def _refuse_if_held(self) -> None:
         holder = self.holder(self._filesystem, self._path)
@@ -215,22 +217,6 @@ class ObjectLock:
     def _delete(self) -> None:
         with suppress(Exception):
             self._filesystem.rm_file(self._path)
-
-
-def _exclusive(filesystem: Any) -> Callable[[str, bytes], None] | None:
-    """Creates an object unless it exists, in one step; None if the filesystem cannot do that."""
-    kind = type(filesystem)
-    if isinstance(filesystem, AsyncFileSystem):
-        own = kind._pipe_file is not AsyncFileSystem._pipe_file and "mode" in _parameters(kind._pipe_file)
-    else:  # fsspec's own looks first and then writes: two runs may both find nothing
-        own = kind.pipe_file is not AbstractFileSystem.pipe_file and "mode" in _parameters(kind.pipe_file)
-    if not own:
-        return None
-    return lambda path, data: filesystem.pipe_file(path, data, mode="create")
-
-
-def _parameters(function: Any) -> set[str]:
-    return set(inspect.signature(function).parameters)
 
 
 def _locked(handle: int, kind: int, patience: float) -> bool:

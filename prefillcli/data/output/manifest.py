@@ -83,8 +83,7 @@ class Manifest:
         Raises DamagedFileError if it has changed since, OutputConflictError if another version wrote it.
         """
         try:
-            with store.read(NAME) as file:
-                content = json.load(file)
+            content = json.loads(store.read_bytes(NAME))
             checksum = content.pop("checksum", None)
             version = content["schema_version"]
         except FileNotFoundError:

@@ -121,8 +121,11 @@ def read_part(store: Store, name: str, columns: Sequence[str] | None = None) -> 
     PrefillError if it cannot be read now.
     """
     try:
-        with store.read(name) as file:
-            data = io.BytesIO(file.read())
+        data = io.BytesIO(store.read_bytes(name))
+    except FileNotFoundError:
+        raise DamagedFileError(f"{store.location}/{name} is gone") from None
+    except PrefillError:
+        raise
     except Exception as error:  # the clients of object stores raise what they like
         kind = DamagedFileError if getattr(error, "errno", None) == errno.EIO else PrefillError
         raise kind(f"cannot read {store.location}/{name}: {brief(error)}") from error

@@ -24,7 +24,10 @@ class Publication(Protocol):
         """A new file of the output; its name may begin with folders of partitions."""
 
     def publish(self, published: Published) -> None:
-        """Show the output, which has these files, in place of an older one."""
+        """Show the output, which has these files, in place of an older one.
+
+        Raises OutputBusyError if another run has published one meanwhile, where the store can tell.
+        """
 
 
 def publication(target: Target) -> Publication:
@@ -87,21 +90,22 @@ class _InPlace:
         self._target = target
         self._store = store
         self._begun = False
+        self._older: set[str] = set()
 
     @contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
         if not self._begun:
+            older = self._target.published()
+            self._older = set() if older is None else set(older.files)
             self._store.delete(SUCCESS)
             self._begun = True
         with self._store.create(name) as file:
             yield file
 
     def publish(self, published: Published) -> None:
-        self._store.delete(SUCCESS)
-        for name in self._target.files():
-            if name not in published.files:
-                self._store.delete(name)
-        self._store.put_bytes(SUCCESS, published.to_json())
+        there = self._older | set(self._target.files())  # a listing may not show what an older output had
+        self._store.delete_all(sorted(there - published.files.keys() - {SUCCESS}))
+        self._store.put_bytes(SUCCESS, published.to_json(), new=True)
 
 
 def _shared(target: Target, place: str) -> bool:

@@ -2,102 +2,259 @@
 
 from __future__ import annotations
 
+import io
+import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import IO, Any
 
+from prefillcli.data.failures import Failure, explained, patiently
 from prefillcli.data.filesystems import writing
+from prefillcli.data.output.conditional_writes import exclusive_put
 from prefillcli.data.output.locks import LOCK, Lock, ObjectLock
 from prefillcli.data.paths import split_path
-from prefillcli.errors import PrefillError
+from prefillcli.errors import OutputBusyError, PrefillError
 from prefillcli.redaction import without_secrets
+
+_S3 = {"s3", "s3a"}
+_FOLDERLESS = _S3 | {"gs", "gcs", "abfs", "abfss", "az", "hf"}  # here, making a folder may mean making a bucket
+_READ_BLOCK = 8 << 20  # bytes
+_TAIL = 1 << 16  # bytes compared to tell one file from another
+_AT_ONCE = 8  # requests
+_BEAT_SECONDS, _COMMIT_BEAT_SECONDS = 30.0, 600.0  # a request costs money, a commit also a line of history
 
 
 class RemoteStore:
-    """A folder of an object store, where an object appears when its upload is complete."""
+    """A folder of an object store, where an object appears when its upload is complete.
+
+    Requests that fail for a moment are sent again. What this object has written or deleted itself is not looked up in
+    listings, which may lag behind.
+    """
 
     def __init__(self, filesystem: Any, inner: str, location: str) -> None:
         self.location = without_secrets(location)
-        self._filesystem = filesystem
+        self._protocols = {filesystem.protocol} if isinstance(filesystem.protocol, str) else set(filesystem.protocol)
+        self._reading = filesystem
+        self._filesystem = _client(filesystem) if self._protocols & _S3 else filesystem
         self._inner = inner
+        self._written: set[str] = set()
+        self._deleted: set[str] = set()
+        self.beat_seconds = _COMMIT_BEAT_SECONDS if self._commits else _BEAT_SECONDS
 
     def names(self) -> list[str]:
-        with _writing_remote(self.location):
+        def listed() -> list[str]:
             self._filesystem.invalidate_cache()
-            try:
-                entries = self._filesystem.ls(self._inner, detail=True)
-            except FileNotFoundError:
-                return []
-            return sorted(split_path(str(e["name"]))[1] for e in entries if e["type"] == "file")
+            entries = self._filesystem.ls(self._inner, detail=True)
+            return [split_path(str(e["name"]))[1] for e in entries if e["type"] == "file"]
+
+        return [name for name in self._corrected(listed) if "/" not in name]
 
     def folders(self) -> list[str]:
-        with _writing_remote(self.location):
+        def listed() -> list[str]:
             self._filesystem.invalidate_cache()
-            try:
-                entries = self._filesystem.ls(self._inner, detail=True)
-            except FileNotFoundError:
-                return []
-            return sorted(split_path(str(e["name"]).rstrip("/"))[1] for e in entries if e["type"] == "directory")
+            entries = self._filesystem.ls(self._inner, detail=True)
+            return [split_path(str(e["name"]).rstrip("/"))[1] for e in entries if e["type"] == "directory"]
+
+        with _requesting(self.location), suppress(FileNotFoundError):
+            return sorted(patiently(listed))
+        return []
 
     def find(self, into: Callable[[str], bool]) -> list[str]:
-        with _writing_remote(self.location):
+        root = str(self._filesystem._strip_protocol(self._inner)).rstrip("/") + "/"
+
+        def listed() -> list[str]:
             self._filesystem.invalidate_cache()
-            root = str(self._filesystem._strip_protocol(self._inner)).rstrip("/") + "/"
-            try:
-                found = sorted(str(name).removeprefix(root) for name in self._filesystem.find(self._inner))
-            except FileNotFoundError:
-                return []
-        return [name for name in found if all(map(into, name.split("/")[:-1]))]
+            return [str(name).removeprefix(root) for name in self._filesystem.find(self._inner)]
+
+        return [name for name in self._corrected(listed) if all(map(into, name.split("/")[:-1]))]
+
+    def exists(self, name: str) -> bool:
+        with _requesting(f"{self.location}/{name}"):
+            return self._size(name) is not None
 
     def read(self, name: str) -> IO[bytes]:
-        file: IO[bytes] = self._filesystem.open(self._path(name), "rb")
+        path = self._path(name)
+        with _requesting(f"{self.location}/{name}", may_miss=True):
+            self._reading.invalidate_cache(path)
+            file: IO[bytes] = patiently(lambda: self._reading.open(path, "rb", block_size=_READ_BLOCK))
         return file
 
+    def read_bytes(self, name: str) -> bytes:
+        with _requesting(f"{self.location}/{name}", may_miss=True):
+            return bytes(patiently(lambda: self._filesystem.cat_file(self._path(name))))
+
     @contextmanager
-    def create(self, name: str) -> Iterator[IO[bytes]]:
+    def create(self, name: str, *, new: bool = False) -> Iterator[IO[bytes]]:
+        path = self._path(name)
         with writing(f"{self.location}/{name}"), tempfile.NamedTemporaryFile(prefix="prefill-") as file:
             yield file
             file.flush()
-            with _writing_remote(f"{self.location}/{name}"):
-                self._filesystem.makedirs(split_path(self._path(name))[0], exist_ok=True)
-                self._filesystem.put_file(file.name, self._path(name))
+            size, tail = os.path.getsize(file.name), _tail(file)
 
-    def put_bytes(self, name: str, data: bytes) -> None:
-        with _writing_remote(f"{self.location}/{name}"):
-            self._filesystem.makedirs(self._inner, exist_ok=True)
-            self._filesystem.pipe_file(self._path(name), data)
+            def arrived() -> bool:
+                return self._size(name) == size and self._filesystem.tail(path, _TAIL) == tail
+
+            put = exclusive_put(self._filesystem, "put_file") if new else None
+            with _requesting(f"{self.location}/{name}"):
+                self._put(name, put, self._filesystem.put_file, (file.name, path), arrived)
+                if (found := self._size(name)) != size:
+                    raise PrefillError(
+                        f"{self.location}/{name} has {found} bytes in the store, but {size} were written\n"
+                        "another program writes there, or the store is damaged: go on with --resume"
+                    )
+            self._note(name)
+
+    def put_bytes(self, name: str, data: bytes, *, new: bool = False) -> None:
+        path = self._path(name)
+        put = exclusive_put(self._filesystem) if new else None
+        with _requesting(f"{self.location}/{name}"):
+            overwrite = self._filesystem.pipe_file
+            self._put(name, put, overwrite, (path, data), lambda: self._filesystem.cat_file(path) == data)
+        self._note(name)
 
     def delete(self, name: str) -> None:
-        with _writing_remote(f"{self.location}/{name}"), suppress(FileNotFoundError):
-            self._filesystem.rm_file(self._path(name))
+        with _requesting(f"{self.location}/{name}"), suppress(FileNotFoundError):
+            patiently(lambda: self._filesystem.rm_file(self._path(name)))
+        self._written.discard(name)
+        self._deleted.add(name)
+
+    def delete_all(self, names: Iterable[str]) -> None:
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            list(pool.map(self.delete, names))
 
     def remove(self) -> None:
         """Nothing to do: the folder is there as long as objects are in it, and the lock goes when it is released."""
 
     def clean(self, ours: Callable[[str], bool], into: Callable[[str], bool] = lambda folder: False) -> None:
-        """Nothing to do: an upload that was cut off leaves no object."""
+        """Give up uploads in several parts that a killed run has begun: S3 charges for their parts until then.
+
+        Other stores drop them by themselves, and an upload of one request that was cut off leaves nothing.
+        """
+        if not self._protocols & _S3:
+            return
+        with suppress(Exception):  # the right to list uploads is seldom given, and nothing depends on it
+            bucket, folder, _ = self._filesystem.split_path(self._inner)
+            folder = f"{folder.rstrip('/')}/" if folder else ""
+            request = self._filesystem.call_s3
+            found = request("list_multipart_uploads", Bucket=bucket, Prefix=folder)
+            for upload in found.get("Uploads", []):
+                name = str(upload["Key"]).removeprefix(folder)
+                if ours(name) and all(map(into, name.split("/")[:-1])):
+                    request("abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
 
     def in_use(self) -> bool | None:
-        with _writing_remote(self.location):
+        with _requesting(self.location):
             holder = ObjectLock.holder(self._filesystem, self._path(LOCK))
         return None if holder is None else holder.alive()
 
     def lock(self) -> Lock:
-        with _writing_remote(self.location):
+        with _requesting(self.location):
             return ObjectLock(self._filesystem, self._path(LOCK), self.location)
+
+    @property
+    def _commits(self) -> bool:
+        """Whether each write is a commit of a git repository."""
+        return "hf" in self._protocols and not self._inner.removeprefix("hf://").startswith("buckets/")
+
+    def _put(
+        self,
+        name: str,
+        exclusive: Callable[[Any, Any], None] | None,
+        overwrite: Callable[[Any, Any], None],
+        arguments: tuple[Any, Any],
+        arrived: Callable[[], bool],
+    ) -> None:
+        """Write an object, with `exclusive` if it is given and the store knows it.
+
+        Whatever answer comes, or none: the object is written if it has `arrived`. Raises OutputBusyError if
+        another one is there.
+        """
+
+        def put() -> None:
+            try:
+                (exclusive or overwrite)(*arguments)
+            except Exception as error:
+                failure = Failure.of(error)
+                if failure is Failure.REFUSED:
+                    raise
+                if failure is Failure.MISSING and not self._protocols & _FOLDERLESS:
+                    self._filesystem.makedirs(split_path(self._path(name))[0], exist_ok=True)
+                    overwrite(*arguments)
+                    return
+                with suppress(Exception):  # what cannot be looked at is not known to be there
+                    if (exclusive is not None or failure is not Failure.OTHER) and arrived():
+                        return
+                if exclusive is None or failure is Failure.PASSING:
+                    raise
+                if self._size(name) is not None:
+                    raise OutputBusyError(
+                        f"{self.location}/{name} was written by another run meanwhile, and is left as it is\n"
+                        "see which run that was; `prefill status` shows its state"
+                    ) from error
+                overwrite(*arguments)  # a store that knows no conditional writes
+
+        patiently(put)
+
+    def _size(self, name: str) -> int | None:
+        """Bytes of an object, asked for now; None if there is none."""
+
+        def ask() -> int | None:
+            self._filesystem.invalidate_cache(self._path(name))
+            try:
+                found = self._filesystem.info(self._path(name))
+            except FileNotFoundError:
+                return None
+            return int(found["size"]) if found["type"] == "file" else None
+
+        return patiently(ask)
+
+    def _corrected(self, listed: Callable[[], list[str]]) -> list[str]:
+        """A listing with what this object knows better."""
+        names: list[str] = []
+        with _requesting(self.location), suppress(FileNotFoundError):
+            names = patiently(listed)
+        return sorted((set(names) - self._deleted) | self._written)
+
+    def _note(self, name: str) -> None:
+        self._written.add(name)
+        self._deleted.discard(name)
 
     def _path(self, name: str) -> str:
         return f"{self._inner}/{name}"
 
 
+def _client(filesystem: Any) -> Any:
+    """The same S3 without memory of listings, where tries are botocore's and ours, not also those of s3fs.
+
+    Without requests beside each other an object is got by one request, not by two, and of a file that is sent in parts
+    one part is in memory, not ten.
+    """
+    options = filesystem.storage_options | {"use_listings_cache": False, "max_concurrency": 1}
+    own = type(filesystem)(*filesystem.storage_args, **options)
+    own.retries = 1
+    return own
+
+
+def _tail(file: IO[bytes]) -> bytes:
+    """The last bytes of a file that is open for reading."""
+    end = file.seek(0, io.SEEK_END)
+    file.seek(max(end - _TAIL, 0))
+    return file.read()
+
+
 @contextmanager
-def _writing_remote(path: str) -> Iterator[None]:
-    """The same for the clients of object stores, which have exceptions of their own."""
+def _requesting(path: str, *, may_miss: bool = False) -> Iterator[None]:
+    """Turn what the clients of object stores raise into errors that say what to do.
+
+    Where the object `may_miss`, FileNotFoundError stays.
+    """
     try:
-        with writing(path):
-            yield
+        yield
     except PrefillError:
         raise
     except Exception as error:
-        raise PrefillError(f"cannot use {path}: {type(error).__name__}: {error}") from error
+        if may_miss and isinstance(error, FileNotFoundError):
+            raise
+        raise PrefillError(f"cannot use {path}: {explained(error)}") from error

@@ -45,6 +45,7 @@ class Sink:
         self._partitions = partitions
         self._parts = PartIndex(target.work)
         self._final: Counts | None = None  # of a complete output
+        self._replaces = True  # an output that was there
 
     @classmethod
     def open(
@@ -233,6 +234,7 @@ class Sink:
             self._tables(schema, final),
             json_columns=self._schema.json_columns,
             partitions=self._partitions,
+            new=not self._replaces,
         )
         manifest.state, manifest.counts = "complete", final
         manifest.save(self.work)
@@ -249,6 +251,7 @@ class Sink:
         self.work.clean(lambda name: True)
         recover_publication(self._target)
         self._target.clean()
+        self._replaces = self._target.exists()
         if fresh:
             self._delete_parts()
             self._manifest.save(self.work)
@@ -260,6 +263,5 @@ class Sink:
                 self._parts.add(info)
 
     def _delete_parts(self) -> None:
-        for name in filter(parts.is_part, self.work.names()):
-            self.work.delete(name)
-        self.work.delete(heartbeat.NAME)
+        names = set(filter(parts.is_part, self.work.names())) | set(self._parts.names())
+        self.work.delete_all([*sorted(names), heartbeat.NAME])

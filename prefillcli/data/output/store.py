@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import IO, Protocol
 
@@ -17,6 +17,8 @@ class Store(Protocol):
     """A folder. Errors name the path: ResourceError for a full disk or a held lock, else PrefillError."""
 
     location: str
+    beat_seconds: float
+    """Seconds between two signs of life that a run leaves in it."""
 
     def names(self) -> list[str]:
         """Names of the files in it, sorted; none if the folder does not exist."""
@@ -27,23 +29,33 @@ class Store(Protocol):
     def find(self, into: Callable[[str], bool]) -> list[str]:
         """Paths of the files in it and in those of its folders whose names `into` accepts, relative to it, sorted."""
 
+    def exists(self, name: str) -> bool:
+        """Whether a file is there now."""
+
     def read(self, name: str) -> IO[bytes]:
         """A file, open for reading. Raises FileNotFoundError."""
 
-    def create(self, name: str) -> AbstractContextManager[IO[bytes]]:
+    def read_bytes(self, name: str) -> bytes:
+        """A whole file. Raises FileNotFoundError."""
+
+    def create(self, name: str, *, new: bool = False) -> AbstractContextManager[IO[bytes]]:
         """A file to write and read back; it appears (and replaces an older one) when the block ends without exception.
 
-        Folders in `name` are made.
+        Folders in `name` are made. A `new` file replaces none: where another run may have written one, and the store
+        has conditional writes, OutputBusyError is raised.
         """
 
-    def put_bytes(self, name: str, data: bytes) -> None:
-        """Write a whole file."""
+    def put_bytes(self, name: str, data: bytes, *, new: bool = False) -> None:
+        """Write a whole file; `new` as in `create`."""
 
     def delete(self, name: str) -> None:
         """Remove a file, if it is there."""
 
     def remove(self) -> None:
         """Remove the folder with what is left in it. A lock in it must be held by who calls this."""
+
+    def delete_all(self, names: Iterable[str]) -> None:
+        """Remove files."""
 
     def clean(self, ours: Callable[[str], bool], into: Callable[[str], bool] = lambda folder: False) -> None:
         """Remove what killed runs left of half-written files whose name is `ours`, here and in folders like `find`."""

@@ -105,8 +105,9 @@ class Target:
 
     def files(self) -> list[str]:
         """The files of the output that are there, by their names in `store`."""
-        names = self.store.find(is_partition) if self.directory else self.store.names()
-        return list(filter(self.is_ours, names))
+        if not self.directory:  # not looked up among all that lie beside it
+            return [self.name] if self.store.exists(self.name) else []
+        return list(filter(self.is_ours, self.store.find(is_partition)))
 
     def clean(self) -> None:
         """Remove what killed runs left of half-written files of the output."""
@@ -116,7 +117,7 @@ class Target:
             self.store.clean(self.is_ours)
 
     def exists(self) -> bool:
-        return bool(self.files())
+        return (self.directory and self.store.exists(SUCCESS)) or bool(self.files())
 
     def published(self) -> Published | None:
         """What the output says of itself; None if it says nothing that can be read, or its format says nothing."""
@@ -124,8 +125,7 @@ class Target:
             return None
         try:
             if self.directory:
-                with self.store.read(SUCCESS) as file:
-                    content = json.load(file)
+                content = json.loads(self.store.read_bytes(SUCCESS))
                 return Published(Job.of_json(content), dict(content["files"]))
             with self.store.read(self.name) as file:
                 return Published(Job.of_json(self.file_format.job_of(file)), {self.name: seal_of(file)})
@@ -135,21 +135,20 @@ class Target:
     def damage(self, published: Published) -> list[str]:
         """What is wrong with the bytes of the output, if this is how it was published; empty if nothing is."""
         found = []
-        there = self.files()
         for name, digest in published.files.items():
-            if name not in there:
+            try:
+                if self._digest(name) != digest:
+                    found.append(f"{self._shown(name)} is not as it was written")
+            except FileNotFoundError:
                 found.append(f"{self._shown(name)} is missing")
-            elif self._digest(name) != digest:
-                found.append(f"{self._shown(name)} is not as it was written")
-        others = [name for name in there if name not in published.files]
         if self.directory:
-            if SUCCESS not in there:
+            try:
+                if self.store.read_bytes(SUCCESS) != published.to_json():
+                    found.append(f"{self._shown(SUCCESS)} is not as it was written")
+            except FileNotFoundError:
                 found.append(f"{self._shown(SUCCESS)} is missing")
-            else:
-                others.remove(SUCCESS)
-                with self.store.read(SUCCESS) as file:
-                    if file.read() != published.to_json():
-                        found.append(f"{self._shown(SUCCESS)} is not as it was written")
+        others = [name for name in self.files() if name not in published.files and name != SUCCESS]
+        others = list(filter(self.store.exists, others))  # a listing may show what was deleted
         return found + [f"{self._shown(name)} is not one of its files" for name in others]
 
     def _digest(self, name: str) -> str | None:

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from prefillcli.data.failures import patiently
 from prefillcli.data.filesystems import is_local
 
 SETTLED_NS = 5_000_000_000
@@ -14,7 +15,7 @@ SETTLED_NS = 5_000_000_000
 the clock of a file server may be a little off."""
 
 # What stands for the content of an object, by the names that fsspec's filesystems give it.
-_VERSIONS = ("ETag", "etag", "generation", "md5Hash", "blob_id", "sha")
+_VERSIONS = ("ETag", "etag", "generation", "md5Hash", "blob_id", "xet_hash", "sha")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ def stamp_of(filesystem: Any, inner: str, *, fresh: bool = False) -> Stamp:
         return Stamp(found.st_size, identity, found.st_ctime_ns)
     if fresh:
         filesystem.invalidate_cache(inner)
-    info = filesystem.info(inner)
+    info = patiently(lambda: filesystem.info(inner))
     size = int(info.get("size") or 0)
     version = next((f"{name} {info[name]}" for name in _VERSIONS if _proves(info.get(name))), None)
     if version is not None:

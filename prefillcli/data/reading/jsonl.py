@@ -18,6 +18,7 @@ from prefillcli.data.rows import MAX_ROW_BYTES, ErrorCode, RowBatch, RowError, r
 
 MAX_BYTES = 8 << 20
 _BLOCK = 1 << 18
+_REMOTE_BLOCK = 8 << 20  # bytes read ahead from an object store
 _BOM = b"\xef\xbb\xbf"
 
 _decode = json.JSONDecoder(parse_constant=lambda _name: None).decode  # NaN and Infinity are no JSON: null
@@ -57,7 +58,10 @@ class JsonlInput:
 
     def _open(self) -> BinaryIO:
         found = self._found
-        raw: Any = io.FileIO(found.inner) if found.local else found.filesystem.open(found.inner, "rb")
+        if found.local:
+            raw: Any = io.FileIO(found.inner)
+        else:
+            raw = found.filesystem.open(found.inner, "rb", block_size=_REMOTE_BLOCK)
         stream = raw if found.codec is None else pa.CompressedInputStream(raw, found.codec)
         return io.BufferedReader(stream, _BLOCK)
 

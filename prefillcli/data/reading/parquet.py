@@ -26,6 +26,9 @@ _MAX_PAGE_BYTES = 128 << 20  # DuckDB's pages have up to 100 MB, others' 1 MiB
 _MAX_LEFT_BYTES = 1 << 16  # of an id or kept value, in a row that is too large
 _HEADER_BUFFER = 1 << 16  # bytes read at a time from a remote file for the headers of pages
 _BUFFER = 1 << 20  # bytes read ahead per column, so that a large row group is not loaded whole
+# Of remote files. Columns are read in turns, so blocks of each stay in memory: reading ahead would drop and get them
+# again.
+_BLOCKS: dict[str, Any] = {"block_size": 4 << 20, "cache_type": "blockcache", "cache_options": {"maxblocks": 16}}
 _READING: dict[str, Any] = {"buffer_size": _BUFFER, "pre_buffer": False}
 
 
@@ -137,9 +140,13 @@ class _GroupReader:
             yield pa.record_batch([pa.nulls(min(BATCH_ROWS, rows - at), f.type) for f in fields], self._names)
 
 
-def _open_parquet(found: InputFile, **options: Any) -> pq.ParquetFile:
-    source = found.inner if found.local else found.filesystem.open(found.inner, "rb")
-    file = pq.ParquetFile(source, **_READING, **options)
+def _open_parquet(found: InputFile, metadata: pq.FileMetaData | None = None, **options: Any) -> pq.ParquetFile:
+    """A file for its rows, or without `metadata` for its footer alone."""
+    source: Any = found.inner
+    if not found.local:
+        blocks = {"block_size": _HEADER_BUFFER} if metadata is None else _BLOCKS
+        source = found.filesystem.open(found.inner, "rb", **blocks)
+    file = pq.ParquetFile(source, metadata=metadata, **_READING, **options)
     require_same(found)  # what is open now is what was found
     return file
 
