@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import random
-import time
 from collections.abc import Callable, Iterator
 from enum import Enum
+from time import monotonic, sleep
 from typing import TypeVar
 
 from prefillcli.errors import brief
@@ -90,15 +90,15 @@ def patiently(request: Callable[[], T], *, patience: float | None = None) -> T:
     themselves adds to it once. Raises what the last try raised.
     """
     patience = PATIENCE if patience is None else patience
-    began = time.monotonic()
+    began = monotonic()
     for wait in _waits():
         try:
             return request()
         except Exception as error:
-            if Failure.of(error) is not Failure.PASSING or time.monotonic() + wait - began > patience:
+            if Failure.of(error) is not Failure.PASSING or monotonic() + wait - began > patience:
                 raise
             log.warning("%s; tried again in %.1f seconds", without_secrets(brief(error)), wait)
-        time.sleep(wait)
+        sleep(wait)
     raise AssertionError("the waits have no end")
 
 
