@@ -1,0 +1,124 @@
+"""`python -m benchmarks.object_store`: what `prefill score` asks of S3, and what that costs beside a local disk.
+
+The store is moto's S3 server on this machine, whose answers wait for `--latency` as those of a store far away do. Runs
+from disk to disk and from S3 to S3 take turns, each in its own process. Progress goes to stderr, a table and one line
+of JSON to stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import parse_qs
+from urllib.request import Request, urlopen
+
+import typer
+from moto.server import DomainDispatcherApplication, create_backend_app
+from rich.console import Console
+from rich.table import Table
+from werkzeug.serving import WSGIRequestHandler, make_server
+
+from benchmarks.console import log
+from benchmarks.score_runs import SAMPLES, write_short_rows
+
+_BUCKET = "bench-bucket"
+_KINDS = ("PUT", "GET", "HEAD", "LIST", "DELETE")
+
+
+def main(
+    rows: Annotated[int, typer.Option(help="Short rows of the input.")] = 12_000,
+    rounds: Annotated[int, typer.Option(help="Runs of each kind.")] = 3,
+    latency: Annotated[float, typer.Option(help="Seconds that each answer of the store waits.")] = 0.03,
+    model: Annotated[str, typer.Option(help="A sample model: target or draft.")] = "target",
+) -> None:
+    """Count the requests of a run from S3 to S3, and compare its time with that of a local run."""
+    seconds: dict[str, list[float]] = {"local": [], "s3": []}
+    with tempfile.TemporaryDirectory() as folder, _store(latency) as (url, asked):
+        data = Path(folder) / "rows.jsonl"
+        write_short_rows(data, rows)
+        environment = os.environ | {"AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
+        _put(f"{url}/{_BUCKET}")
+        _put(f"{url}/{_BUCKET}/rows.jsonl", data.read_bytes())
+        for number in range(rounds):
+            log(f"round {number + 1} of {rounds}")
+            seconds["local"].append(_score(str(data), f"{folder}/out-{number}.parquet", model, environment))
+            asked.clear()
+            place = f"s3://{_BUCKET}"
+            seconds["s3"].append(_score(f"{place}/rows.jsonl", f"{place}/out-{number}.parquet", model, environment))
+    parts = sum("part-" in key for kind, key in asked if kind == "PUT")
+    counts = Counter(kind for kind, _ in asked)
+    of_parts = Counter(kind for kind, key in asked if "part-" in key)
+    medians = {place: statistics.median(found) for place, found in seconds.items()}
+    table = Table("requests", *_KINDS, "all")
+    table.add_row("of the whole run", *(str(counts[kind]) for kind in _KINDS), str(counts.total()))
+    table.add_row("of its parts themselves", *(str(of_parts[kind]) for kind in _KINDS), str(of_parts.total()))
+    console = Console(width=100)
+    console.print(table)
+    console.print(
+        f"{parts} parts; {medians['local']:.1f} s from disk to disk, {medians['s3']:.1f} s from S3 to S3 with answers "
+        f"after {latency * 1000:.0f} ms"
+    )
+    print(json.dumps({"rows": rows, "parts": parts, "latency": latency, "requests": counts, "seconds": seconds}))
+
+
+def _score(source: str, output: str, model: str, environment: dict[str, str]) -> float:
+    """Seconds of `prefill score` in a new process; all rows have a score."""
+    command = [sys.executable, "-m", "prefillcli", "score", source, "-m", str(SAMPLES / "models" / model)]
+    began = time.perf_counter()
+    done = subprocess.run([*command, "-o", output, "--quiet"], check=True, capture_output=True, env=environment)  # noqa: S603
+    seconds = time.perf_counter() - began
+    if not json.loads(done.stdout)["rows"]["scored"]:
+        raise RuntimeError(f"no row of {source} was scored")
+    return seconds
+
+
+@contextmanager
+def _store(latency: float) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """The address of an S3 server in a thread, and what it was asked for: kind and key, in order."""
+    moto = DomainDispatcherApplication(create_backend_app)
+    asked: list[tuple[str, str]] = []
+
+    def serve(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
+        listing = "list-type" in parse_qs(environ.get("QUERY_STRING", ""))
+        asked.append(("LIST" if listing else environ["REQUEST_METHOD"], environ["PATH_INFO"]))
+        time.sleep(latency)
+        return moto(environ, start_response)
+
+    http = make_server("127.0.0.1", 0, serve, threaded=True, request_handler=_Quiet)
+    http.daemon_threads = True
+    thread = threading.Thread(target=http.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{http.server_port}", asked
+    finally:
+        http.shutdown()
+        thread.join()
+
+
+def _put(url: str, data: bytes = b"") -> None:
+    headers = {
+        "Authorization": "AWS4-HMAC-SHA256 Credential=k/20260101/us-east-1/s3/aws4_request",
+        "Content-Type": "application/octet-stream",
+    }
+    with urlopen(Request(url, data, headers, method="PUT")) as answer:  # noqa: S310 - our own server
+        answer.read()
+
+
+class _Quiet(WSGIRequestHandler):  # type: ignore[misc]
+    def log(self, *_arguments: Any) -> None:
+        """Nothing on stderr."""
+
+
+if __name__ == "__main__":
+    typer.run(main)
