@@ -43,7 +43,7 @@ def main(
     model: Annotated[str, typer.Option(help="A sample model: target or draft.")] = "target",
 ) -> None:
     """Count the requests of a run from S3 to S3, and compare its time with that of a local run."""
-    seconds: dict[str, list[float]] = {"local": [], "s3": []}
+    seconds: dict[str, list[dict[str, float]]] = {"disk": [], "S3": []}
     with tempfile.TemporaryDirectory() as folder, _store(latency) as (url, asked):
         data = Path(folder) / "rows.jsonl"
         write_short_rows(data, rows)
@@ -52,34 +52,36 @@ def main(
         _put(f"{url}/{_BUCKET}/rows.jsonl", data.read_bytes())
         for number in range(rounds):
             log(f"round {number + 1} of {rounds}")
-            seconds["local"].append(_score(str(data), f"{folder}/out-{number}.parquet", model, environment))
-            asked.clear()
-            place = f"s3://{_BUCKET}"
-            seconds["s3"].append(_score(f"{place}/rows.jsonl", f"{place}/out-{number}.parquet", model, environment))
+            for name, place in (("disk", folder), ("S3", f"s3://{_BUCKET}")):
+                asked.clear()
+                output, report = f"{place}/out-{number}.parquet", f"{folder}/report.json"
+                seconds[name].append(_score(f"{place}/rows.jsonl", output, report, model, environment))
     parts = sum("part-" in key for kind, key in asked if kind == "PUT")
     counts = Counter(kind for kind, _ in asked)
     of_parts = Counter(kind for kind, key in asked if "part-" in key)
-    medians = {place: statistics.median(found) for place, found in seconds.items()}
     table = Table("requests", *_KINDS, "all")
     table.add_row("of the whole run", *(str(counts[kind]) for kind in _KINDS), str(counts.total()))
     table.add_row("of its parts themselves", *(str(of_parts[kind]) for kind in _KINDS), str(of_parts.total()))
     console = Console(width=100)
     console.print(table)
-    console.print(
-        f"{parts} parts; {medians['local']:.1f} s from disk to disk, {medians['s3']:.1f} s from S3 to S3 with answers "
-        f"after {latency * 1000:.0f} ms"
-    )
+    console.print(f"{parts} parts, answers after {latency * 1000:.0f} ms")
+    times = Table("seconds, median", "read", "waiting", "write", "total")
+    for name, found in seconds.items():
+        medians = [statistics.median(each[phase] for each in found) for phase in ("read", "waiting", "write", "total")]
+        times.add_row(f"from {name} to {name}", *(f"{each:.2f}" for each in medians))
+    console.print(times)
     print(json.dumps({"rows": rows, "parts": parts, "latency": latency, "requests": counts, "seconds": seconds}))
 
 
-def _score(source: str, output: str, model: str, environment: dict[str, str]) -> float:
-    """Seconds of `prefill score` in a new process; all rows have a score."""
+def _score(source: str, output: str, report: str, model: str, environment: dict[str, str]) -> dict[str, float]:
+    """The seconds of `prefill score` in a new process, by phase."""
     command = [sys.executable, "-m", "prefillcli", "score", source, "-m", str(SAMPLES / "models" / model)]
-    began = time.perf_counter()
-    done = subprocess.run([*command, "-o", output, "--quiet"], check=True, capture_output=True, env=environment)  # noqa: S603
-    seconds = time.perf_counter() - began
-    if not json.loads(done.stdout)["rows"]["scored"]:
+    command += ["-o", output, "--report", report, "--quiet"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)  # noqa: S603 - our own command line
+    found = json.loads(Path(report).read_text())
+    if not found["rows"]["scored"]:
         raise RuntimeError(f"no row of {source} was scored")
+    seconds: dict[str, float] = found["seconds"]
     return seconds
 
 

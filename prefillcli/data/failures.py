@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from enum import Enum
 from time import monotonic, sleep
 from typing import TypeVar
@@ -48,6 +51,9 @@ _REFUSED_KINDS = {
 
 T = TypeVar("T")
 
+_patience: ContextVar[float] = ContextVar("patience", default=PATIENCE)
+_outage = threading.Event()
+
 
 class Failure(Enum):
     """Kinds of failures, by what can be done about them."""
@@ -83,23 +89,41 @@ class Failure(Enum):
         return cls.OTHER
 
 
-def patiently(request: Callable[[], T], *, patience: float | None = None) -> T:
+def patiently(request: Callable[[], T]) -> T:
     """The result of a request that may be sent more than once; it is sent again while its failures are passing.
 
-    No try begins later than `patience` seconds after the first one, so the waiting of clients that try again by
-    themselves adds to it once. Raises what the last try raised.
+    No try begins later than `PATIENCE` seconds after the first one, so the waiting of clients that try again by
+    themselves adds to it once. After a store was waited for in vain, requests are sent once until one succeeds: what
+    follows an outage, such as the report of a failed run, does not wait for it again. Raises what the last try raised.
     """
-    patience = PATIENCE if patience is None else patience
+    patience = 0.0 if _outage.is_set() else _patience.get()
     began = monotonic()
     for wait in _waits():
         try:
-            return request()
+            result = request()
         except Exception as error:
-            if Failure.of(error) is not Failure.PASSING or monotonic() + wait - began > patience:
+            if Failure.of(error) is not Failure.PASSING:
+                raise
+            if monotonic() + wait - began > patience:
+                if patience:
+                    _outage.set()
                 raise
             log.warning("%s; tried again in %.1f seconds", without_secrets(brief(error)), wait)
+        else:
+            _outage.clear()
+            return result
         sleep(wait)
     raise AssertionError("the waits have no end")
+
+
+@contextmanager
+def impatiently() -> Iterator[None]:
+    """For requests of this thread that may as well fail: they are sent once."""
+    before = _patience.set(0.0)
+    try:
+        yield
+    finally:
+        _patience.reset(before)
 
 
 def explained(error: BaseException) -> str:

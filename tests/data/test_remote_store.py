@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from huggingface_hub import HfFileSystem
 
 from prefillcli.data import failures
-from prefillcli.data.failures import Failure, explained, patiently
+from prefillcli.data.failures import Failure, explained, impatiently, patiently
 from prefillcli.data.filesystems import filesystem_of
 from prefillcli.data.output.conditional_writes import exclusive_put
 from prefillcli.data.output.locks import Owner
@@ -42,6 +43,7 @@ def bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setattr(failures, "_outage", threading.Event())
     monkeypatch.setattr(failures, "_FIRST_WAIT", 0.001)
     monkeypatch.setattr(failures, "_LONGEST_WAIT", 0.001)
     return s3_server.new_bucket()
@@ -279,6 +281,7 @@ def test_trying_again_ends_in_bounded_time_and_what_cannot_succeed_is_tried_once
 ) -> None:
     now = 0.0
     waits: list[float] = []
+    monkeypatch.setattr(failures, "_outage", threading.Event())
 
     def sleep(seconds: float) -> None:
         nonlocal now
@@ -298,10 +301,23 @@ def test_trying_again_ends_in_bounded_time_and_what_cannot_succeed_is_tried_once
     assert 30 < sum(waits) <= failures.PATIENCE
     assert all(wait < later * 2.1 for wait, later in itertools.pairwise(waits))
     waits.clear()
+    patiently(lambda: None)
     with pytest.raises(TimeoutError):
         patiently(lambda: busy(40.0))  # a client that has tried for long by itself
     assert len(waits) == 1
     waits.clear()
+    with pytest.raises(TimeoutError):
+        patiently(lambda: busy(0.0))
+    assert waits == [], "it was waited for in vain already"
+    patiently(lambda: None)
+    with pytest.raises(TimeoutError), impatiently():
+        patiently(lambda: busy(0.0))
+    assert waits == []
+    with pytest.raises(TimeoutError):
+        patiently(lambda: busy(0.0))
+    assert waits, "it has answered since"
+    waits.clear()
+    patiently(lambda: None)
     with pytest.raises(PermissionError):
         patiently(lambda: (_ for _ in ()).throw(PermissionError("no")))
     assert waits == []

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,6 +142,17 @@ def test_verify_and_status_know_an_output_on_s3(bucket: Bucket, run: Run, s3_ser
     assert tell("verify")["exit_code"] == 1
 
 
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "FSSPEC_S3_ENDPOINT_URL"])
+def test_the_environment_says_where_s3_is(bucket: Bucket, s3_server: S3Server, name: str) -> None:
+    environment = s3_server.environment
+    environment[name] = environment.pop("AWS_ENDPOINT_URL")
+    words = [sys.executable, "-m", "prefillcli", "status", f"{bucket.url}/out/o.parquet"]
+    done = subprocess.run(words, env=os.environ | environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"no run of prefill is known for {bucket.url}/out/o.parquet" in done.stderr
+    assert s3_server.requests
+
+
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_a_put_whose_answer_is_lost_is_one_put(
     bucket: Bucket, run: Run, expected: list[dict[str, Any]], output: str, s3_server: S3Server
@@ -214,8 +228,10 @@ def test_credentials_that_expire_stop_the_run_and_new_ones_finish_it(
     bucket: Bucket, run: Run, expected: list[dict[str, Any]], output: str, s3_server: S3Server
 ) -> None:
     s3_server.faults.append(expired("first-key", after_puts=3, pattern=PARTS))
-    stopped = run(output)
+    stopped = run(output, "--debug")
     assert stopped.end() == 1
+    assert "Traceback" in stopped.stderr
+    assert "first-secret" not in stopped.stderr
     assert "The provided token has expired.\nthe credentials have expired or do not allow this" in stopped.stderr
     assert "go on with --resume" in stopped.stderr
     assert len(parts_of(bucket, output)) == 3

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from prefillcli.data.failures import impatiently
 from prefillcli.data.output.locks import Owner
 from prefillcli.data.output.store import Store
 from prefillcli.runtime.progress import Pace
@@ -84,7 +85,7 @@ class Heartbeat:
         if kind is not None:
             self._beat(running=False)
             return
-        with suppress(Exception):  # the manifest says it all
+        with suppress(Exception), impatiently():  # the manifest says it all
             self._store.delete(NAME)
 
     def _work(self) -> None:
@@ -93,7 +94,7 @@ class Heartbeat:
             self._stopped.wait(self._seconds)
 
     def _beat(self, *, running: bool) -> None:
-        with suppress(Exception):
+        with suppress(Exception), impatiently():
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             beat = Beat(self._owner, self._pace(), running, now, self._seconds)
             self._store.put_bytes(NAME, json.dumps(asdict(beat)).encode())

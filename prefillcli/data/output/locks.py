@@ -164,9 +164,10 @@ class ObjectLock:
 
     def check(self) -> None:
         mine = True
-        with suppress(Exception):  # a store that cannot be read says so at the next write
-            mine = self._mine()
-        if self._held and not mine:
+        if self._held:
+            with suppress(Exception):  # a store that cannot be read says so at the next write
+                mine = self._mine()
+        if not mine:
             self._held = False
             raise OutputBusyError(
                 f"the lock of {self._location} was taken away while this run held it\n"

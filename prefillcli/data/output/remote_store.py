@@ -88,7 +88,8 @@ class RemoteStore:
     @contextmanager
     def create(self, name: str, *, new: bool = False) -> Iterator[IO[bytes]]:
         path = self._path(name)
-        with writing(f"{self.location}/{name}"), tempfile.NamedTemporaryFile(prefix="prefill-") as file:
+        place = f"{tempfile.gettempdir()} (for {self.location}/{name}, before its upload)"
+        with writing(place), tempfile.NamedTemporaryFile(prefix="prefill-") as file:
             yield file
             file.flush()
             size, tail = os.path.getsize(file.name), _tail(file)
@@ -121,7 +122,7 @@ class RemoteStore:
         self._deleted.add(name)
 
     def delete_all(self, names: Iterable[str]) -> None:
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
+        with ThreadPoolExecutor(1 if self._commits else _AT_ONCE) as pool:
             list(pool.map(self.delete, names))
 
     def remove(self) -> None:
@@ -177,16 +178,16 @@ class RemoteStore:
                 (exclusive or overwrite)(*arguments)
             except Exception as error:
                 failure = Failure.of(error)
-                if failure is Failure.REFUSED:
+                if failure in (Failure.PASSING, Failure.REFUSED):
                     raise
                 if failure is Failure.MISSING and not self._protocols & _FOLDERLESS:
                     self._filesystem.makedirs(split_path(self._path(name))[0], exist_ok=True)
                     overwrite(*arguments)
                     return
                 with suppress(Exception):  # what cannot be looked at is not known to be there
-                    if (exclusive is not None or failure is not Failure.OTHER) and arrived():
+                    if arrived():
                         return
-                if exclusive is None or failure is Failure.PASSING:
+                if exclusive is None:
                     raise
                 if self._size(name) is not None:
                     raise OutputBusyError(
