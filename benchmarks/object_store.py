@@ -1,4 +1,5 @@
-"""`python -m benchmarks.object_store`: what `prefill score` asks of S3, and what that costs beside a local disk.
+"""`python -m benchmarks.object_store`: `score` counts what a run asks of S3 and compares it with a local disk, `reading`
+how much of an input is got.
 
 The store is moto's S3 server on this machine, whose answers wait for `--latency` as those of a store far away do. Runs
 from disk to disk and from S3 to S3 take turns, each in its own process. Progress goes to stderr, a table and one line
@@ -23,6 +24,9 @@ from typing import Annotated, Any
 from urllib.parse import parse_qs
 from urllib.request import Request, urlopen
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import typer
 from moto.server import DomainDispatcherApplication, create_backend_app
 from rich.console import Console
@@ -31,12 +35,16 @@ from werkzeug.serving import WSGIRequestHandler, make_server
 
 from benchmarks.console import log
 from benchmarks.score_runs import SAMPLES, write_short_rows
+from prefillcli.data.reading.source import Source
 
 _BUCKET = "bench-bucket"
 _KINDS = ("PUT", "GET", "HEAD", "LIST", "DELETE")
 
+app = typer.Typer(add_completion=False)
 
-def main(
+
+@app.command()
+def score(
     rows: Annotated[int, typer.Option(help="Short rows of the input.")] = 12_000,
     rounds: Annotated[int, typer.Option(help="Runs of each kind.")] = 3,
     latency: Annotated[float, typer.Option(help="Seconds that each answer of the store waits.")] = 0.03,
@@ -44,7 +52,7 @@ def main(
 ) -> None:
     """Count the requests of a run from S3 to S3, and compare its time with that of a local run."""
     seconds: dict[str, list[dict[str, float]]] = {"disk": [], "S3": []}
-    with tempfile.TemporaryDirectory() as folder, _store(latency) as (url, asked):
+    with tempfile.TemporaryDirectory() as folder, _store(latency) as (url, asked, _):
         data = Path(folder) / "rows.jsonl"
         write_short_rows(data, rows)
         environment = os.environ | {"AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
@@ -73,6 +81,40 @@ def main(
     print(json.dumps({"rows": rows, "parts": parts, "latency": latency, "requests": counts, "seconds": seconds}))
 
 
+@app.command()
+def reading(
+    rows: Annotated[int, typer.Option(help="Rows of 6 kB of text, an id and a kept column.")] = 16_000,
+    latency: Annotated[float, typer.Option(help="Seconds that each answer of the store waits.")] = 0.03,
+) -> None:
+    """Read a Parquet file and the same rows as JSON Lines; count requests and bytes."""
+    rng = np.random.default_rng(0)
+    columns = {"id": 90, "prompt": 6000, "kept": 60}
+    table = pa.table({name: [rng.bytes(size // 2).hex() for _ in range(rows)] for name, size in columns.items()})
+    results = []
+    with tempfile.TemporaryDirectory() as folder, _store(latency) as (url, asked, sent):
+        os.environ |= {"AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
+        _put(f"{url}/{_BUCKET}")
+        pq.write_table(table, f"{folder}/rows.parquet", compression="none", use_dictionary=False)
+        Path(f"{folder}/rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+        for name in ("rows.parquet", "rows.jsonl"):
+            data = Path(folder, name).read_bytes()
+            _put(f"{url}/{_BUCKET}/{name}", data)
+            asked.clear()
+            sent.clear()
+            began = time.perf_counter()
+            source = Source.open([f"s3://{_BUCKET}/{name}"], columns=["prompt"], carried=["id", "kept"])
+            if sum(len(batch.rows) for batch in source.batches()) != rows:
+                raise RuntimeError(f"not all rows of {name} were read")
+            gets = [kind for kind, _ in asked].count("GET")
+            seconds = time.perf_counter() - began
+            results.append({"file": name, "MB": len(data) / 1e6, "got": sum(sent) / 1e6, "GETs": gets, "s": seconds})
+    shown = Table("input", "size MB", "got MB", "GETs", "seconds")
+    for each in results:
+        shown.add_row(*(f"{value:.1f}" if isinstance(value, float) else str(value) for value in each.values()))
+    Console(width=100).print(shown)
+    print(json.dumps(results))
+
+
 def _score(source: str, output: str, report: str, model: str, environment: dict[str, str]) -> dict[str, float]:
     """The seconds of `prefill score` in a new process, by phase."""
     command = [sys.executable, "-m", "prefillcli", "score", source, "-m", str(SAMPLES / "models" / model)]
@@ -86,23 +128,26 @@ def _score(source: str, output: str, report: str, model: str, environment: dict[
 
 
 @contextmanager
-def _store(latency: float) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """The address of an S3 server in a thread, and what it was asked for: kind and key, in order."""
+def _store(latency: float) -> Iterator[tuple[str, list[tuple[str, str]], list[int]]]:
+    """The address of an S3 server in a thread, what it was asked for (kind and key, in order), and bytes it sent."""
     moto = DomainDispatcherApplication(create_backend_app)
     asked: list[tuple[str, str]] = []
+    sent: list[int] = []
 
     def serve(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
         listing = "list-type" in parse_qs(environ.get("QUERY_STRING", ""))
         asked.append(("LIST" if listing else environ["REQUEST_METHOD"], environ["PATH_INFO"]))
         time.sleep(latency)
-        return moto(environ, start_response)
+        answer = [bytes(piece) for piece in moto(environ, start_response)]
+        sent.append(sum(map(len, answer)))
+        return answer
 
     http = make_server("127.0.0.1", 0, serve, threaded=True, request_handler=_Quiet)
     http.daemon_threads = True
     thread = threading.Thread(target=http.serve_forever, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{http.server_port}", asked
+        yield f"http://127.0.0.1:{http.server_port}", asked, sent
     finally:
         http.shutdown()
         thread.join()
@@ -123,4 +168,4 @@ class _Quiet(WSGIRequestHandler):  # type: ignore[misc]
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()
