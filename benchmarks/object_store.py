@@ -1,5 +1,5 @@
-"""`python -m benchmarks.object_store`: `score` counts what a run asks of S3 and compares it with a local disk, `reading`
-how much of an input is got.
+"""`python -m benchmarks.object_store`: what a run asks of S3, beside one on a local disk (`score`), and how much of an
+input is got (`reading`).
 
 The store is moto's S3 server on this machine, whose answers wait for `--latency` as those of a store far away do. Runs
 from disk to disk and from S3 to S3 take turns, each in its own process. Progress goes to stderr, a table and one line
