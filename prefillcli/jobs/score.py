@@ -112,7 +112,8 @@ class _ScoreJob:
             )
         with self._open_sink(output, inputs, digests) as sink:
             self._sink = sink
-            report.output = sink.location
+            if settings.shard is not None:  # else as the user named it, with its slash
+                report.output = sink.location
             self._scored_before = sink.counts.scored
             report.resumed = sink.counts.total > 0
             if not sink.complete:

@@ -101,7 +101,7 @@ def test_a_run_from_s3_to_s3_writes_what_a_local_one_does(
     assert run(output, "--metrics-file", metrics, source="in.jsonl").end() == 0
     assert_finished(bucket, expected, output)
     summary = json.loads(Path("stdout").read_text())
-    assert summary["output"].rstrip("/") == f"{bucket.url}/out/{output}".rstrip("/")
+    assert summary["output"] == f"{bucket.url}/out/{output}"
     name = output.rstrip("/").partition(".")[0]
     report = json.loads(bucket.get(f"out/{name}.run.json"))
     assert report["rows"]["total"] == COUNT
