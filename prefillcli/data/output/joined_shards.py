@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import numpy as np
 import pyarrow as pa
@@ -30,6 +30,7 @@ from prefillcli.data.output.target import Published, Target
 from prefillcli.data.shard import Shard
 from prefillcli.errors import (
     DamagedFileError,
+    OutputBusyError,
     OutputConflictError,
     OutputExistsError,
     PrefillError,
@@ -250,9 +251,15 @@ class JoinedShards:
         return counts
 
     def remove(self) -> None:
-        """Remove the shards: the output is there."""
+        """Remove the shards, and what a merge that was killed here has left of their folders: the output is there."""
         for folder in self._folders:
             folder.delete()
+        for folder in shards_beside(self._target, empty=True):
+            with suppress(OutputBusyError):  # a shard that begins anew
+                lock = folder.work.lock()
+                if not folder.begun():
+                    folder.work.remove()
+                lock.release()
 
     def damage(self) -> list[str]:
         """What is wrong with the output that was merged before."""

@@ -78,15 +78,17 @@ class ShardFolder:
         self.work.remove()
 
 
-def shards_beside(target: Target) -> list[ShardFolder]:
-    """The folders of shards that lie beside an output, by count and number; those that nothing is in are left out."""
+def shards_beside(target: Target, *, empty: bool = False) -> list[ShardFolder]:
+    """The folders of shards that lie beside an output, by count and number: those of a job, or the `empty` ones."""
     place, name = split_path(target.path)
     found = []
     for folder in open_store(place).folders():
         named = Shard.of_name(folder.removesuffix(WORK_ENDING)) if folder.endswith(WORK_ENDING) else None
         if named is not None and named[0] == name:
             found.append(folder_of(target, named[1]))
-    return sorted((each for each in found if each.begun()), key=lambda each: (each.shard.count, each.shard.number))
+    return sorted(
+        (each for each in found if each.begun() != empty), key=lambda each: (each.shard.count, each.shard.number)
+    )
 
 
 def folder_of(target: Target, shard: Shard) -> ShardFolder:
