@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +15,6 @@ from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.reading.ids import SeenIds
 from prefillcli.data.reading.selection import BATCH_ROWS
-from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Int64Array, RowBatch, Window
 
 MAX_ROWS = 16_384
@@ -24,8 +23,19 @@ MAX_BYTES = 128 << 20
 T = TypeVar("T")
 
 
+class BatchedRows(Protocol):
+    """Rows in batches: the files of an input, or a table."""
+
+    @property
+    def kind(self) -> str:
+        """`jsonl` if carried values are JSON text."""
+
+    def batches(self, most_rows: int) -> Iterator[RowBatch]:
+        """Batches of at most `most_rows` rows, the same ones every time."""
+
+
 def windows(
-    source: Source,
+    source: BatchedRows,
     builder: PromptBuilder,
     labels: Labels,
     *,

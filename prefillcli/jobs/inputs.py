@@ -12,6 +12,7 @@ from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.settings import DEFAULT_COLUMN, PromptSettings
 from prefillcli.data.proof.fingerprints import ModelContents
+from prefillcli.data.reading.arrow_table import TableRows
 from prefillcli.data.reading.selection import BATCH_ROWS
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Int64Array
@@ -124,7 +125,9 @@ def open_source(settings: JobOptions, carried: Sequence[str]) -> Source:
     return source
 
 
-def prompt_builder(settings: JobOptions, opened: Opened, source: Source, carried: Sequence[str]) -> PromptBuilder:
+def prompt_builder(
+    settings: JobOptions, opened: Opened, source: Source | TableRows, carried: Sequence[str]
+) -> PromptBuilder:
     """What makes prompts of the rows of `source`, which will read the columns for it. Raises UsageError."""
     files = opened.files
     builder = PromptBuilder(
@@ -149,7 +152,7 @@ def prompt_builder(settings: JobOptions, opened: Opened, source: Source, carried
     return builder
 
 
-def refuse_idle_draft(settings: ScoreSettings, source: Source) -> None:
+def refuse_idle_draft(settings: ScoreSettings, source: Source | TableRows) -> None:
     """Raise UsageError if neither the job nor a row says how much a draft is to keep."""
     if settings.draft is not None and "keep" not in settings.model_fields_set and "keep" not in source.available:
         raise UsageError(

@@ -9,21 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefillcli.data.filesystems import reading
 from prefillcli.data.proof.contents import require_same
 from prefillcli.data.reading.discovery import InputFile
-from prefillcli.data.reading.row_groups import MAX_BYTES, RowGroup, UnopenedRows
+from prefillcli.data.reading.record_batches import row_batches
+from prefillcli.data.reading.row_groups import RowGroup, UnopenedRows
 from prefillcli.data.reading.selection import BATCH_ROWS, Selection
 from prefillcli.data.reading.standins import FileWithStandIns
-from prefillcli.data.rows import MAX_ROW_BYTES, ErrorCode, Int64Array, RowBatch, RowError, row_too_large
-from prefillcli.data.values import plain_column, python_values, row_bytes
+from prefillcli.data.rows import MAX_ROW_BYTES, RowBatch
 
 _MAX_PAGE_BYTES = 128 << 20  # DuckDB's pages have up to 100 MB, others' 1 MiB
-_MAX_LEFT_BYTES = 1 << 16  # of an id or kept value, in a row that is too large
 _HEADER_BUFFER = 1 << 16  # bytes read at a time from a remote file for the headers of pages
 _BUFFER = 1 << 20  # bytes read ahead per column, so that a large row group is not loaded whole
 # Of remote files. Columns are read in turns, so blocks of each stay in memory: reading ahead would drop and get them
@@ -61,7 +59,7 @@ class ParquetInput:
                 continue
             pieces, unopened = groups.read(number, start)
             for piece in pieces:
-                yield from _row_batches(
+                yield from row_batches(
                     piece, start, columns, carried, selection, unopened, self.max_row_bytes, most_rows
                 )
                 start += piece.num_rows
@@ -149,80 +147,6 @@ def _open_parquet(found: InputFile, metadata: pq.FileMetaData | None = None, **o
     file = pq.ParquetFile(source, metadata=metadata, **_READING, **options)
     require_same(found)  # what is open now is what was found
     return file
-
-
-def _row_batches(
-    piece: pa.RecordBatch,
-    start: int,
-    columns: Sequence[str],
-    carried: pa.Schema,
-    selection: Selection,
-    unopened: Sequence[UnopenedRows],
-    max_row_bytes: int,
-    most_rows: int,
-) -> Iterator[RowBatch]:
-    rows = selection.within(start, start + piece.num_rows)
-    if len(rows) == 0:
-        return
-    if len(rows) < piece.num_rows:
-        piece = piece.take(pa.array(rows - start))
-    piece, sizes, large = _without_large(piece, max_row_bytes)
-    errors = {int(rows[at]): row_too_large("the row", size, max_row_bytes) for at, size in large.items()}
-    for first, stop, error in unopened:
-        errors |= dict.fromkeys(rows[np.searchsorted(rows, first) : np.searchsorted(rows, stop)].tolist(), error)
-    ends = np.cumsum(sizes)
-    at = 0
-    while at < len(rows):
-        before = int(ends[at - 1]) if at else 0
-        stop = max(at + 1, int(np.searchsorted(ends, before + MAX_BYTES, "right")))
-        stop = min(stop, at + most_rows, len(rows))
-        batch = _row_batch(piece.slice(at, stop - at), rows[at:stop], columns, carried, int(ends[stop - 1]) - before)
-        batch.errors |= {row: error for row, error in errors.items() if rows[at] <= row <= rows[stop - 1]}
-        yield batch
-        at = stop
-
-
-def _without_large(piece: pa.RecordBatch, max_row_bytes: int) -> tuple[pa.RecordBatch, Int64Array, dict[int, int]]:
-    """The rows, without the long values of rows that are too large; the sizes of all rows; those of the large ones."""
-    by_column = [row_bytes(column) for column in piece.columns]
-    sizes = sum(by_column, np.zeros(piece.num_rows, np.int64))
-    large = np.flatnonzero(sizes > max_row_bytes)
-    if len(large) == 0:
-        return piece, sizes, {}
-    found = dict(zip(large.tolist(), sizes[large].tolist(), strict=True))
-    arrays = []
-    for column, lengths in zip(piece.columns, by_column, strict=True):
-        left_out = np.zeros(piece.num_rows, bool)
-        left_out[large] = lengths[large] > _MAX_LEFT_BYTES
-        arrays.append(column.take(pa.array(np.arange(piece.num_rows), mask=left_out)))
-        sizes -= np.where(left_out, lengths, 0)
-    return pa.record_batch(arrays, piece.schema.names), sizes, found
-
-
-def _row_batch(
-    piece: pa.RecordBatch, rows: Int64Array, columns: Sequence[str], carried: pa.Schema, nbytes: int
-) -> RowBatch:
-    errors: dict[int, RowError] = {}
-
-    def note(name: str, bad: dict[int, str]) -> None:
-        for position, what in bad.items():
-            errors.setdefault(int(rows[position]), RowError(ErrorCode.INVALID_UTF8, f"column {name}, {what}"))
-
-    values: dict[str, list[Any]] = {}
-    for name in columns:
-        values[name], bad = python_values(piece.column(name))
-        note(name, bad)
-    kept = []
-    for field in carried:
-        column, bad = plain_column(piece.column(field.name), field.type)
-        note(field.name, bad)
-        kept.append(column)
-    table = pa.Table.from_arrays(kept, schema=carried) if kept else _no_columns(len(rows))
-    return RowBatch(int(rows[0]), rows, values, table, errors, nbytes)
-
-
-def _no_columns(rows: int) -> pa.Table:
-    return pa.table({"": pa.nulls(rows)}).select([])
 
 
 def _is_text_column(kind: pa.DataType) -> bool:

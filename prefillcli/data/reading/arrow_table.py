@@ -1,0 +1,65 @@
+"""Rows out of an Arrow table in memory, as the same table in a Parquet file would give them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from prefillcli.data.reading.record_batches import row_batches
+from prefillcli.data.reading.selection import BATCH_ROWS, Selection, require_columns
+from prefillcli.data.rows import MAX_ROW_BYTES, RowBatch
+
+
+class TableRows:
+    """The rows of a table, numbered from 0. Nothing is carried: who has the table has its columns."""
+
+    kind = "parquet"
+
+    def __init__(self, table: pa.Table) -> None:
+        self.available: tuple[str, ...] = tuple(table.column_names)
+        self._table = table
+        self._columns: tuple[str, ...] = ()
+        self._max_row_bytes = MAX_ROW_BYTES
+
+    def select(
+        self,
+        *,
+        columns: Sequence[str],
+        carried: Sequence[str] = (),
+        optional: Sequence[str] = (),
+        max_row_bytes: int = MAX_ROW_BYTES,
+    ) -> TableRows:
+        """Set the columns to read, as `Source.select`. Raises UsageError naming the first one that is missing."""
+        require_columns([*columns, *carried], self.available, "the table")
+        found = [name for name in optional if name in self.available]
+        self._columns, self._max_row_bytes = tuple(dict.fromkeys([*columns, *found])), max_row_bytes
+        return self
+
+    def batches(self, most_rows: int = BATCH_ROWS) -> Iterator[RowBatch]:
+        """Row batches of at most `most_rows` rows and about 8 MiB."""
+        start, none = 0, pa.schema([])
+        for piece in self._pieces():
+            found = row_batches(
+                piece, start, self._columns, none, Selection(), (), self._max_row_bytes, min(most_rows, BATCH_ROWS)
+            )
+            for batch in found:
+                for name, values in batch.columns.items():
+                    batch.columns[name] = [_plain(value) for value in values]
+                yield batch
+            start += piece.num_rows
+
+    def _pieces(self) -> list[pa.RecordBatch]:
+        if not self._columns:  # a template without columns: only the number of rows matters
+            return [pa.record_batch({"": pa.nulls(self._table.num_rows)})]
+        pieces: list[pa.RecordBatch] = self._table.select(self._columns).combine_chunks().to_batches()
+        return pieces
+
+
+def _plain(value: Any) -> Any:
+    """Tensors, as Ray Data has them, that are not a row of integers come as lists, to be told from token ids."""
+    if isinstance(value, np.ndarray) and (value.ndim != 1 or value.dtype.kind not in "iu"):
+        return value.tolist()
+    return value
