@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,10 +33,11 @@ class Scorer:
 
     def __init__(self, **options: Any) -> None:
         settings = _settings(options)
+        from prefillcli.jobs.runners.ray_actor import memory_share
         from prefillcli.jobs.table_scoring import TableScorer  # takes torch along
 
         self._turn = threading.Lock()  # an actor may be asked by several threads
-        self._scorer = TableScorer(settings, share=_share(settings.device))
+        self._scorer = TableScorer(settings, share=memory_share(settings.device))
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         """The batch with the new columns after its own, rows in the same order."""
@@ -69,16 +69,3 @@ def _settings(options: dict[str, Any]) -> ScoreSettings:
         )
     flags = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
     return load_settings(ScoreSettings, {"inputs": ("batch",), "quiet": True, **flags}, environment={})
-
-
-def _share(device: str) -> float:
-    """The part of its machine's memory that is this actor's: as much as it has of the CPUs, or of a GPU."""
-    ray: Any = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
-        return 1.0
-    context = ray.get_runtime_context()
-    assigned = context.get_assigned_resources()
-    if "GPU" in assigned and device != "cpu":
-        return float(min(assigned["GPU"], 1.0))
-    here = [node["Resources"].get("CPU", 1.0) for node in ray.nodes() if node["NodeID"] == context.get_node_id()]
-    return float(min(assigned.get("CPU", 1.0) / max([*here, 1.0]), 1.0))

@@ -14,18 +14,15 @@ from prefillcli.data.reading.arrow_table import TableRows
 from prefillcli.data.rows import RowError, ScoredRow, Window
 from prefillcli.data.windows import Prefetcher, windows
 from prefillcli.engines.base import Engine
-from prefillcli.engines.registry import ENGINES, loader_of
+from prefillcli.engines.registry import loader_of
 from prefillcli.errors import UsageError
 from prefillcli.jobs.inputs import prompt_builder, refuse_idle_draft
 from prefillcli.jobs.load import Models, load_models
 from prefillcli.jobs.window_scoring import ScoringOptions, score_window
-from prefillcli.models.law import FREE_SHARE
-from prefillcli.models.open import Opened, weights_of
 from prefillcli.options.score import ScoreSettings
 from prefillcli.plan.blocks import BLOCK_TOKENS, CarriedBlock
 from prefillcli.plan.pack import Pack
 from prefillcli.runtime.clock import Phase
-from prefillcli.runtime.memory import available_memory
 
 if TYPE_CHECKING:  # these take torch along
     from prefillcli.compress.auto import KeepChoice
@@ -42,7 +39,7 @@ class TableScorer:
     def __init__(self, settings: ScoreSettings, *, share: float = 1.0) -> None:
         loader = loader_of(settings.engine)
         opened = self._opened = loader.open_models(settings)
-        settings = self._settings = _with_memory(settings, opened, share)
+        self._settings = settings
         self._labels = Labels(opened.tokenizer, parse_labels(settings.labels))
         self._models = load_models(
             opened, settings, loader, keep=float(settings.keep), options=settings.engine_options
@@ -126,9 +123,9 @@ class _Unheard:
 
     def pack_begins(self, pack: Pack) -> None: ...
 
-    def step(self, rows: float, tokens: float, share: float) -> None: ...
+    def step(self, pack: Pack | None, rows: float, tokens: float, share: float) -> None: ...
 
-    def pack_ends(self) -> None: ...
+    def pack_ends(self, pack: Pack) -> None: ...
 
 
 def _compressor(models: Models[Engine], labels: Labels) -> WindowCompressor | None:
@@ -137,11 +134,3 @@ def _compressor(models: Models[Engine], labels: Labels) -> WindowCompressor | No
     from prefillcli.compress.window_compressor import WindowCompressor  # takes torch along
 
     return WindowCompressor(models.compressor, models.engine, labels, methods={})
-
-
-def _with_memory(settings: ScoreSettings, opened: Opened, share: float) -> ScoreSettings:
-    """The settings with a budget from this share of the free memory, less the weights that have to be loaded yet."""
-    if settings.memory is not None or share >= 1 or "memory" not in ENGINES[settings.engine].can:
-        return settings
-    room = available_memory(opened.device) * share - weights_of(opened)
-    return settings.model_copy(update={"memory": str(max(int(room * FREE_SHARE), 1))})

@@ -29,6 +29,7 @@ from prefillcli.options.values import (
     KeepRate,
     LabelTexts,
     OddNumber,
+    Resources,
     ScheduleName,
     ThreadCount,
     TokenThreshold,
@@ -315,7 +316,25 @@ class WorkerOptions(Settings):
         "Processes that compute: each has a CUDA device, or a part of the cores, for itself.",
         WORKERS, changes="speed", metavar="N", ge=1,
     )  # fmt: skip
-    runner: Literal["local"] = option("local", "Where the workers run: on this machine.", WORKERS, changes="speed")
+    runner: Literal["local", "ray"] = option(
+        "local", "Where the workers run: as processes on this machine, or as actors on Ray.", WORKERS, changes="speed"
+    )
+    ray_address: str | None = option(
+        None,
+        "Ray cluster to use, e.g. auto or head:6379. (default: RAY_ADDRESS, else a Ray of its own on this machine)",
+        WORKERS, changes="speed", metavar="ADDRESS", requires=requirements.RAY,
+    )  # fmt: skip
+    worker_resources: Resources = option(
+        {},
+        "What Ray sets aside for each worker: num_cpus, num_gpus, memory or your own resource; repeatable; a mapping "
+        "in a recipe. (default: a GPU where there are any, and an even part of the CPUs)",
+        WORKERS, changes="speed", metavar="NAME=NUMBER", repeatable=True, requires=requirements.RAY, off={},
+    )  # fmt: skip
+    ray_timeout: float = option(
+        300.0,
+        "Seconds to wait until Ray has room for a worker.",
+        WORKERS, changes="speed", metavar="SECONDS", requires=requirements.RAY, gt=0,
+    )  # fmt: skip
 
     @property
     def uses_workers(self) -> bool:

@@ -75,3 +75,4 @@ MADE_WORKLOADS = Requirement(
 REPLAY = Requirement(
     lambda s: "none" not in s.replay, "is for a replay, but --replay is none", "name a workload with --replay"
 )
+RAY = Requirement(lambda s: s.runner == "ray", "is for --runner ray, but that is not given", "give --runner ray")

@@ -85,6 +85,23 @@ def _read_mapping(value: object) -> object:
         raise ValueError("its value is not valid YAML") from None
 
 
+def _check_resources(value: object) -> object:
+    """Amounts by name; memory may be a size."""
+    if not isinstance(value, dict):
+        return value
+    found: dict[str, float] = {}
+    for name, amount in value.items():
+        if name.lower() in ("cpu", "cpus", "num_cpu", "gpu", "gpus", "num_gpu"):
+            raise ValueError(f"{name} is not a resource: use num_cpus or num_gpus")
+        try:
+            found[name] = float(parse_size(str(amount)) if name == "memory" else amount)
+        except (TypeError, ValueError):
+            raise ValueError(f"{name} must be a number") from None
+        if not 0 <= found[name] < float("inf"):
+            raise ValueError(f"{name} must be 0 or more")
+    return found
+
+
 ByteSize = Annotated[str, AfterValidator(_check_size)]
 NameList = Annotated[tuple[str, ...], BeforeValidator(_split_names)]
 KeepRate = Annotated[float | Literal["auto"], BeforeValidator(_number_or_auto)]
@@ -98,6 +115,7 @@ else:
 EngineName = Annotated[str, AfterValidator(_check_engine)]
 ShardName = Annotated[str, AfterValidator(_check_shard)]
 KeyValues = Annotated[dict[str, Any], BeforeValidator(_read_mapping)]
+Resources = Annotated[dict[str, float], BeforeValidator(_check_resources), BeforeValidator(_read_mapping)]
 KeepRates = Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], BeforeValidator(_split_numbers)]
 LabelTexts = Annotated[str | tuple[str, ...], BeforeValidator(_labels_as_text)]
 OddNumber = Annotated[int, AfterValidator(_check_odd)]

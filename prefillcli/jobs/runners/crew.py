@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import dataclass
 from typing import Protocol
 
+from prefillcli.errors import PrefillError, ResourceError, brief, out_of_resource
 from prefillcli.jobs.runners.tasks import Ready, Result, Task, WorkerSpec
 
 
@@ -70,3 +72,19 @@ class Crew(Protocol):
 
     def close(self) -> None:
         """End all workers, at once."""
+
+
+class WorkerError(Exception):
+    """A worker failed, and not for lack of memory: an error in the program. Its traceback is attached as a note."""
+
+
+def portable(error: BaseException) -> Exception:
+    """A worker's error as one that its driver can raise."""
+    if isinstance(error, PrefillError):
+        return error
+    text = f"{type(error).__name__}: {brief(error)}"
+    if out_of_resource(error):
+        return ResourceError(text)
+    failure = WorkerError(text)
+    failure.add_note(f"in the worker:\n{''.join(traceback.format_exception(error))}")
+    return failure

@@ -10,15 +10,14 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from prefillcli.errors import EngineDiedError, PrefillError, ResourceError, brief, out_of_resource
-from prefillcli.jobs.runners.crew import Advanced, Done, Event, Failed, Lost, Started
+from prefillcli.errors import EngineDiedError
+from prefillcli.jobs.runners.crew import Advanced, Done, Event, Failed, Lost, Started, portable
 from prefillcli.jobs.runners.tasks import Task, WorkerSpec
 from prefillcli.runtime.cores import allowed, core_groups
 
@@ -27,10 +26,6 @@ _TELL_SECONDS = 0.2  # between two messages on how far a worker is
 ENGINE_DIED = 75
 """Exit code of a worker whose engine has died."""
 _END_SECONDS = 5.0  # for a worker that was told to end
-
-
-class WorkerError(Exception):
-    """A worker failed, and not for lack of memory: an error in the program. Its traceback is attached as a note."""
 
 
 @dataclass(slots=True)
@@ -159,7 +154,7 @@ def _work(pipe: Connection, spec: bytes, cores: Sequence[int], environment: Mapp
         os._exit(ENGINE_DIED)  # a worker that is begun again loads it again
     except BaseException as error:
         with suppress(OSError):
-            pipe.send(("failed", _portable(error)))
+            pipe.send(("failed", portable(error)))
 
 
 class _Teller:
@@ -184,18 +179,6 @@ def _listen(pipe: Connection, tasks: queue.SimpleQueue[Task]) -> None:
             tasks.put(pipe.recv())
     except BaseException:
         os._exit(0)
-
-
-def _portable(error: BaseException) -> Exception:
-    """An error that the driver can raise."""
-    if isinstance(error, PrefillError):
-        return error
-    text = f"{type(error).__name__}: {brief(error)}"
-    if out_of_resource(error):
-        return ResourceError(text)
-    failure = WorkerError(text)
-    failure.add_note(f"in the worker:\n{''.join(traceback.format_exception(error))}")
-    return failure
 
 
 def _why_ended(code: int | None) -> str:

@@ -35,4 +35,10 @@ def _local(settings: ScoreSettings, opened: Opened) -> Crew:
     return ProcessCrew(settings.workers, device=device, engine=settings.engine, threads=threads)
 
 
-RUNNERS: dict[str, RunnerKind] = {kind.name: kind for kind in (RunnerKind("local", _local),)}
+def _ray(settings: ScoreSettings, opened: Opened) -> Crew:
+    from prefillcli.jobs.runners.ray import RayCrew
+
+    return RayCrew(settings, opened)
+
+
+RUNNERS: dict[str, RunnerKind] = {kind.name: kind for kind in (RunnerKind("local", _local), RunnerKind("ray", _ray))}

@@ -1,0 +1,222 @@
+"""Workers as actors on Ray: of a cluster, or on this machine."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from prefillcli import __version__
+from prefillcli.errors import PrefillError, ResourceError, UsageError, brief
+from prefillcli.jobs.runners.crew import Advanced, Done, Event, Failed, Lost, Started, WorkerError
+from prefillcli.jobs.runners.ray_actor import TELL, WorkerActor
+from prefillcli.jobs.runners.ray_cluster import RayCluster
+from prefillcli.jobs.runners.tasks import Task, WorkerSpec
+from prefillcli.models.open import Opened
+from prefillcli.options.score import ScoreSettings
+from prefillcli.runtime.streams import stdout_to_stderr
+
+_END_SECONDS = 20.0  # for Ray to end
+_SILENCE = 15.0  # seconds of waiting for room before that is said
+_KINDS: dict[str, Callable[[int, Any], Event]] = {"started": Started, "done": Done, "failed": Failed}
+
+
+@dataclass(eq=False, slots=True)
+class _Actor:
+    """A worker's actor. Events of an earlier one of its number do not count."""
+
+    number: int
+    handle: Any
+    begun: float = field(default_factory=time.monotonic)
+    placed: bool = False
+    lost: bool = False
+    done: int = 0
+    """Tasks."""
+
+
+class RayCrew:
+    """Actors that end with this process, however it does. Each gets its tasks from Ray's object store.
+
+    All calls of Ray come from one thread: in the main one Ray would swallow what handlers of signals raise.
+    """
+
+    digests_needed = True
+
+    def __init__(self, settings: ScoreSettings, opened: Opened) -> None:
+        device = settings.device
+        if device.startswith("cuda:"):
+            raise UsageError(f"--device {device}: Ray gives each worker a device of its own\ntake --device cuda")
+        self.size = settings.workers
+        self._cluster = RayCluster(
+            settings.ray_address,
+            settings.worker_resources,
+            workers=settings.workers,
+            device=device,
+            quiet=settings.quiet,
+        )
+        self._dtype = str(opened.files.dtype).removeprefix("torch.")
+        self._patience = settings.ray_timeout
+        self._quiet = settings.quiet
+        self._actors: dict[int, _Actor] = {}
+        self._told: set[int] = set()  # workers of which it was said that there is no room
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._streams = ExitStack()
+        self._streams.enter_context(stdout_to_stderr())  # Ray prints what it and its actors say
+        self._thread = threading.Thread(target=self._call, name="prefill-ray", daemon=True)
+        self._thread.start()
+
+    def start(self, spec: WorkerSpec) -> None:
+        self._calls.put(lambda: self._start(spec))
+
+    def send(self, worker: int, task: Task) -> None:
+        self._calls.put(lambda: self._send(worker, task))
+
+    def wait(self, timeout: float) -> list[Event]:
+        events = []
+        with suppress(queue.Empty):
+            events.append(self._events.get(timeout=timeout))
+            while True:
+                events.append(self._events.get_nowait())
+        self._calls.put(self._look_for_room)
+        return events
+
+    def close(self) -> None:
+        self._calls.put(self._end)
+        self._calls.put(None)
+        self._thread.join(_END_SECONDS)
+        self._streams.close()
+
+    # In the thread that calls Ray.
+
+    def _call(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                call()
+            except PrefillError as error:
+                self._events.put(Failed(-1, error))
+            except Exception as error:  # Ray's own, of many kinds
+                self._events.put(Failed(-1, ResourceError(f"Ray: {brief(error)}")))
+
+    def _start(self, spec: WorkerSpec) -> None:
+        cluster = self._cluster
+        cluster.join()
+        ray = cluster.ray
+        self._kill(spec.number)
+        kind = ray.remote(concurrency_groups={TELL: 1})(WorkerActor)
+        handle = kind.options(max_restarts=0, scheduling_strategy="SPREAD", **cluster.options()).remote()
+        actor = self._actors[spec.number] = _Actor(spec.number, handle)
+        self._hear(actor, handle.place.remote(), self._placed)
+        self._hear(actor, handle.open.remote(ray.put(pickle.dumps(self._anywhere(spec)))), self._said)
+        self._ask(actor)
+
+    def _anywhere(self, spec: WorkerSpec) -> WorkerSpec:
+        """The same for a worker on another machine: whole paths, and the number format that the driver has chosen."""
+        settings = spec.settings
+        changes: dict[str, Any] = {"model": settings.model and os.path.abspath(settings.model), "dtype": self._dtype}
+        changes |= {"draft": settings.draft and os.path.abspath(settings.draft)}
+        digests = {os.path.abspath(folder): digest for folder, digest in spec.digests.items()}
+        return replace(spec, settings=settings.model_copy(update=changes), digests=digests)
+
+    def _send(self, worker: int, task: Task) -> None:
+        actor = self._actors.get(worker)
+        if actor is not None and not actor.lost:
+            stored = self._cluster.ray.put(pickle.dumps(task))
+            self._hear(actor, actor.handle.run.remote(stored), self._said)
+
+    def _ask(self, actor: _Actor) -> None:
+        """Ask how far the actor is; it answers when it has something to say."""
+        if not actor.lost:
+            asked = actor.handle.advanced.options(concurrency_group=TELL).remote()
+            self._hear(actor, asked, self._advanced)
+
+    def _hear(self, actor: _Actor, answer: Any, take: Callable[[_Actor, Any], None]) -> None:
+        """Let `take` have the answer, in this thread, or note that the actor is lost."""
+
+        def ready(future: Any) -> None:  # in a thread of Ray
+            error = future.exception()
+            value = None if error else future.result()
+            self._calls.put(lambda: self._missed(actor, error) if error else take(actor, value))
+
+        answer.future().add_done_callback(ready)
+
+    def _placed(self, actor: _Actor, where: tuple[str, str]) -> None:
+        version, machine = where
+        actor.placed = True
+        if version != __version__:
+            raise ResourceError(f"{machine} has prefillcli {version}, not {__version__}: install the same everywhere")
+
+    def _said(self, actor: _Actor, answer: bytes) -> None:
+        if not actor.lost:
+            kind, value = pickle.loads(answer)  # noqa: S301 - from our own actor
+            actor.done += kind == "done"
+            self._events.put(_KINDS[kind](actor.number, value))
+
+    def _advanced(self, actor: _Actor, told: tuple[int, float]) -> None:
+        task, tokens = told
+        if tokens and task == actor.done + 1 and not actor.lost:
+            self._events.put(Advanced(actor.number, tokens))
+        self._ask(actor)
+
+    def _missed(self, actor: _Actor, error: BaseException) -> None:
+        """An answer that will not come."""
+        if actor.lost:
+            return
+        actor.lost = True
+        self._kill(actor.number)
+        exceptions = self._cluster.ray.exceptions
+        if isinstance(error, exceptions.RayTaskError | exceptions.RuntimeEnvSetupError) or getattr(
+            error, "actor_init_failed", False
+        ):
+            self._events.put(Failed(actor.number, WorkerError(f"worker {actor.number}: {brief(error)}")))
+        else:
+            self._events.put(Lost(actor.number, why_lost(str(error))))
+
+    def _kill(self, number: int) -> None:
+        actor = self._actors.pop(number, None)
+        if actor is not None:
+            actor.lost = True
+            with suppress(Exception):  # it has died by itself
+                self._cluster.ray.kill(actor.handle)
+
+    def _look_for_room(self) -> None:
+        """Say which workers wait for room; where none has any for long, the job cannot go on."""
+        now, actors = time.monotonic(), list(self._actors.values())
+        waiting = [actor for actor in actors if not actor.placed]
+        since = min((actor.begun for actor in waiting), default=now)
+        if len(waiting) == len(actors) and now - since > self._patience:
+            self._kill(waiting[0].number)
+            raise ResourceError(
+                f"Ray has had no room for a worker for {self._patience:g} s: it asks for {self._cluster.wish()}; "
+                f"the cluster is {self._cluster.room()}\ntake less --worker-resources, or a longer --ray-timeout"
+            )
+        for actor in waiting:
+            if now - actor.begun > _SILENCE and actor.number not in self._told and not self._quiet:
+                self._told.add(actor.number)
+                wish = self._cluster.wish()
+                print(f"prefill: worker {actor.number} waits until Ray has room for {wish}", file=sys.stderr)
+
+    def _end(self) -> None:
+        for number in list(self._actors):
+            self._kill(number)
+        self._cluster.leave()
+
+
+def why_lost(text: str) -> str:
+    """What follows the words "worker 2", by Ray's message about an actor."""
+    if re.search(r"low on memory|OutOfMemory|memory monitor", text):
+        return "was ended by Ray, for its machine had too little memory left (RAY_memory_usage_threshold)"
+    if re.search(r"node has died|node died|NodeDied|Node.{0,40}(dead|died)|preempted", text, re.IGNORECASE):
+        return "was lost with its machine"
+    if re.search(r"unavailable", text, re.IGNORECASE):
+        return "cannot be reached"
+    detail = re.search(r"Worker exit detail: (.+?)(?: Some common causes| If the process|\n|$)", text)
+    return f"has ended ({detail.group(1).rstrip('.')})" if detail else f"has ended ({brief(Exception(text))})"
