@@ -6,6 +6,7 @@ import os
 import pickle
 import queue
 import re
+import signal
 import sys
 import threading
 import time
@@ -67,7 +68,7 @@ class RayCrew:
         self._quiet = settings.quiet
         self._actors: dict[int, _Actor] = {}
         self._told: set[int] = set()  # workers of which it was said that there is no room
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams = ExitStack()
         self._streams.enter_context(stdout_to_stderr())  # Ray prints what it and its actors say
@@ -81,13 +82,15 @@ class RayCrew:
         self._calls.put(lambda: self._send(worker, task))
 
     def wait(self, timeout: float) -> list[Event]:
-        events = []
+        events: list[Event | None] = []
         with suppress(queue.Empty):
             events.append(self._events.get(timeout=timeout))
             while True:
                 events.append(self._events.get_nowait())
+        if None in events:
+            take_signals_back()
         self._calls.put(self._look_for_room)
-        return events
+        return [event for event in events if event is not None]
 
     def close(self) -> None:
         self._calls.put(self._end)
@@ -108,7 +111,11 @@ class RayCrew:
 
     def _start(self, spec: WorkerSpec) -> None:
         cluster = self._cluster
-        cluster.join()
+        if cluster.ray is None:
+            try:
+                cluster.join()
+            finally:
+                self._events.put(None)
         ray = cluster.ray
         self._kill(spec.number)
         kind = ray.remote(concurrency_groups={TELL: 1})(WorkerActor)
@@ -208,6 +215,13 @@ class RayCrew:
         for number in list(self._actors):
             self._kill(number)
         self._cluster.leave()
+
+
+def take_signals_back() -> None:
+    """Let Python handle the signals that ask a run to stop. Ray has put a handler before it that ends the process."""
+    if threading.current_thread() is threading.main_thread():
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, signal.getsignal(signum))
 
 
 def why_lost(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from prefillcli.errors import ResourceError, UsageError, brief
 from prefillcli.runtime.cores import allowed
 
 _STORE_BYTES = 256 << 20  # of a Ray of our own: tasks are some MB
+_PATIENCE = 10.0  # seconds for an address to answer
 _VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
@@ -47,12 +49,10 @@ class RayCluster:
         return self.address == "local"
 
     def join(self) -> None:
-        """Join or begin it; once it is joined this does nothing. Raises ResourceError, and UsageError without Ray.
+        """Join or begin it. Raises ResourceError, and UsageError without Ray.
 
-        Called by a thread that is not the main one, it leaves the handlers of signals alone.
+        Called by a thread that is not the main one, it leaves Python's handlers of signals alone.
         """
-        if self.ray is not None:
-            return
         for name, value in {**_VARIABLES, **self._said()}.items():
             os.environ.setdefault(name, value)
         try:
@@ -60,6 +60,7 @@ class RayCluster:
         except ImportError as error:
             raise UsageError(f"--runner ray: {brief(error)}\npip install 'prefillcli[ray]'") from None
         if not ray.is_initialized():
+            self._refuse_silence()
             try:
                 ray.init(**self._arguments())
             except Exception as error:
@@ -88,14 +89,24 @@ class RayCluster:
 
     def wish(self) -> str:
         """What a worker asks for, to be read."""
-        return ", ".join(f"{name}={amount:g}" for name, amount in self._choice().items())
+        return ", ".join(f"{name}={amount:g}" for name, amount in self._choice().items() if amount)
 
     def room(self) -> str:
         """What the machines of the cluster have, to be read."""
         have = self.ray.cluster_resources()
-        shown = {name: have[name] for name in ("CPU", "GPU", "memory", *self._asked) if name in have}
+        shown = {name: have[name] for name in ("CPU", "GPU", *self._asked) if name in have}
         nodes = sum(bool(node["Alive"]) for node in self.ray.nodes())
         return f"{nodes} machines with {', '.join(f'{name} {amount:g}' for name, amount in shown.items())} in all"
+
+    def _refuse_silence(self) -> None:
+        """Ray itself waits for minutes where nothing answers."""
+        host, colon, port = self.address.rpartition(":")
+        if not colon or not port.isdigit():
+            return  # auto, local
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _PATIENCE).close()
+        except (OSError, OverflowError) as error:
+            raise ResourceError(f"--ray-address {self.address}: cannot be joined: {brief(error)}") from None
 
     def _said(self) -> dict[str, str]:
         """What Ray says on stderr by itself: no colours in a file, little when asked to be quiet."""
