@@ -37,6 +37,7 @@ TOLD: dict[str, tuple[Values, Values]] = {
     "INPUT": ({"inputs": ["x.parquet"]}, {"inputs": None}),
     "MADE_WORKLOADS": ({}, {"inputs": ["x.parquet"]}),
     "REPLAY": ({"replay": "credit-verification"}, {"replay": "none"}),
+    "RAY": ({"runner": "ray"}, {"runner": "local"}),
 }
 LEAST: dict[str, Values] = {
     "score": {"inputs": ["x.parquet"]},
@@ -46,7 +47,7 @@ LEAST: dict[str, Values] = {
     "merge": {"output": "o.parquet"},
 }
 #: Of these each option takes the first that it can.
-VALUES = (0.5, 5, 100, "5MiB", "text", True)
+VALUES = (0.5, 5, 100, "5MiB", "text", True, "num_cpus=1")
 CASES = [
     (command, option, NAMES[id(required)])
     for command, kind in COMMANDS.items()

@@ -189,8 +189,8 @@ _DIED = "The actor is dead because its worker process has died. Worker exit type
         ),
         ("The actor 1 is unavailable: The actor is temporarily unavailable", "cannot be reached"),
         (
-            f"{_DIED}SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a connection error code 2. End of "
-            "file. Some common causes include: (1) the process was killed by the OOM killer",
+            f"{_DIED}SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a connection error code 2. "
+            "End of file. Some common causes include: (1) the process was killed by the OOM killer",
             "has ended (Worker unexpectedly exits with a connection error code 2. End of file)",
         ),
     ],
