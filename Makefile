@@ -73,7 +73,8 @@ test-vllm: setup-vllm
 	$(VLLM_VENV)/bin/python -m pytest --no-skips -W ignore::pytest.PytestUnraisableExceptionWarning tests/engines/test_vllm.py
 
 test-ray: setup-ray
-	$(RAY_VENV)/bin/python -m pytest --no-skips tests/runners/test_ray.py tests/runners/test_ray_data.py
+	$(RAY_VENV)/bin/python -m pytest --no-skips tests/runners/test_ray.py tests/runners/test_ray_data.py \
+		tests/runners/test_ray_recipe.py
 
 lint: setup
 	$(BIN)/ruff check .
