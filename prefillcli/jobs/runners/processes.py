@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from prefillcli.errors import EngineDiedError
+from prefillcli.errors import EngineDiedError, ResourceError, brief
 from prefillcli.jobs.runners.crew import Advanced, Done, Event, Failed, Lost, Started, portable
 from prefillcli.jobs.runners.tasks import Task, WorkerSpec
 from prefillcli.runtime.cores import allowed, core_groups

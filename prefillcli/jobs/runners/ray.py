@@ -27,7 +27,7 @@ from prefillcli.runtime.streams import stdout_to_stderr
 
 _END_SECONDS = 20.0  # for Ray to end
 _SILENCE = 15.0  # seconds of waiting for room before that is said
-_KINDS: dict[str, Callable[[int, Any], Event]] = {"started": Started, "done": Done, "failed": Failed}
+_KINDS: dict[str, Callable[[int, Any], Event]] = {"started": Started, "done": Done, "failed": Failed, "lost": Lost}
 
 
 @dataclass(eq=False, slots=True)
@@ -165,6 +165,8 @@ class RayCrew:
         if not actor.lost:
             kind, value = pickle.loads(answer)  # noqa: S301 - from our own actor
             actor.done += kind == "done"
+            if kind == "lost":
+                self._kill(actor.number)
             self._events.put(_KINDS[kind](actor.number, value))
 
     def _advanced(self, actor: _Actor, told: tuple[int, float]) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from prefillcli import __version__
+from prefillcli.errors import EngineDiedError
 from prefillcli.jobs.runners.crew import portable
 
 if TYPE_CHECKING:  # takes torch along
@@ -24,7 +25,8 @@ _ASLEEP = 5.0  # seconds that `advanced` waits at most
 class WorkerActor:
     """Lives as long as its driver. What goes in and out is pickled here: arrays from Ray's store cannot be written to.
 
-    Of `open` and `run` the result is a pair: an event's name as the crew has it, and its value. They raise nothing.
+    Of `open` and `run` the result is a pair: what has happened, in a word of the crew, and its value. They raise
+    nothing.
     """
 
     def __init__(self) -> None:
@@ -96,5 +98,7 @@ def memory_share(device: str) -> float:
 def _answer(name: str, work: Callable[[], object]) -> bytes:
     try:
         return pickle.dumps((name, work()))
+    except EngineDiedError:  # a worker that is begun again loads it again
+        return pickle.dumps(("lost", "ended because its engine had died"))
     except BaseException as error:
         return pickle.dumps(("failed", portable(error)))
