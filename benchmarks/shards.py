@@ -2,7 +2,7 @@
 
 Rows of users, each with a history of 8,000 characters behind which 1 to 60 posts of 400 lie, or short rows without
 histories; in the order of the users, or in random order. Seconds are processor time, for a million rows. Work is in
-characters, where what rows of one shard have in common counts once in a window.
+characters, where what rows of one shard have in common counts once in a window. Merging is timed with made-up scores.
 """
 
 from __future__ import annotations
@@ -23,10 +23,14 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from prefillcli.data.dealing import Dealer, ShardRows
+from prefillcli.data.output.joined_shards import JoinedShards
+from prefillcli.data.output.shard_sink import ShardSink
+from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.prompts.settings import PromptSettings
 from prefillcli.data.reading.source import Source
+from prefillcli.data.rows import Prompt, ScoredRow, Window
 from prefillcli.data.shard import Shard
 from prefillcli.data.windows import windows
 from prefillcli.models.samples import sample_model
@@ -95,6 +99,46 @@ def _work(table: pa.Table, count: int) -> Iterator[list[int]]:
         yield [*work, sum(map(len, set(histories))) + sum(map(len, posts))]
 
 
+def _merge(folder: str, windows: int, shards: int) -> tuple[float, float]:
+    """Processor seconds for a million rows to merge so many shards, and to merge a single one."""
+    seconds = []
+    for count in (shards, 1):
+        output = f"{folder}/{count}.parquet"
+        for number in range(count):
+            _write_shard(output, Shard(number + 1, count), windows)
+        begun = time.process_time()
+        with JoinedShards(Target.parse(output)) as joined:
+            joined.open(overwrite=False)
+            joined.check()
+            joined.write()
+            joined.remove()
+        seconds.append((time.process_time() - begun) * 1e6 / (windows * WINDOW))
+    return seconds[0], seconds[1]
+
+
+def _write_shard(output: str, shard: Shard, windows: int) -> None:
+    labels, logprobs = ("Yes", "No"), np.log(np.array([0.6, 0.3]))
+    with ShardSink.open(
+        output,
+        fingerprint={"input": "made up"},
+        selection={},
+        resume=False,
+        overwrite=False,
+        label_names=labels,
+        id_name=None,
+        jsonl_input=False,
+        shard=shard,
+    ) as sink:
+        for index in range(windows):
+            whole = np.arange(index * WINDOW, (index + 1) * WINDOW)
+            rows = whole[shard.number - 1 :: shard.count]
+            prompts = [Prompt(row, np.zeros(9, np.int32), 0) for row in rows.tolist()]
+            scores = [ScoredRow(row, logprobs, 0, 9, 9, 0.1) for row in rows.tolist()]
+            carried = pa.table({"": pa.nulls(len(rows))}).select([])
+            sink.write(Window(index, rows, prompts, {}, carried, whole), scores, {}, temperature=1.0)
+        sink.finish(windows)
+
+
 def main(
     rows: Annotated[int, typer.Option(help="Of each input.")] = 16_384,
     tokenised: Annotated[int, typer.Option(help="The first rows of each input, of which prompts are made.")] = 512,
@@ -118,6 +162,8 @@ def main(
                 for _ in range(rounds)
             ]
             times.add_row(name, *(f"{each:,.0f}" for each in np.median(seconds, axis=0)))
+    with tempfile.TemporaryDirectory() as folder:
+        merged, alone = _merge(folder, max(rows // WINDOW, 1), 8)
     shares = Table("shards", *(f"{name}: {what}" for name in inputs for what in ("largest", "sum")))
     for count in (2, 4, 8, 16, 64):
         cells = []
@@ -127,6 +173,7 @@ def main(
         shares.add_row(str(count), *cells)
     console = Console(width=160)
     console.print(times)
+    console.print(f"to merge 1,000,000 rows of 8 shards: {merged:,.1f} s; of one shard: {alone:,.1f} s")
     console.print(shares)
     console.print("largest: the largest share over the mean one; sum: all shares over the work of one process")
 

@@ -71,8 +71,7 @@ class ShardFolder:
 
     def delete(self) -> None:
         """Remove it, the manifest after the parts: a run that is killed here leaves what says that it was merged."""
-        for name in filter(parts.is_part, self.work.names()):
-            self.work.delete(name)
+        self.work.delete_all(filter(parts.is_part, self.work.names()))
         self.work.delete(heartbeat.NAME)
         self.work.delete(NAME)
         self.work.remove()
