@@ -21,6 +21,8 @@ from tests.s3_server import SLOW_DOWN, Bucket, LostAnswer, S3Server, every, expi
 from tests.score.jobs import TOLERANCE, read_output, score, texts, write_jsonl, write_parquet
 from tests.score.processes import Command, Hold, cut_small_windows
 
+pytestmark = pytest.mark.slow
+
 COUNT = 90
 WRITE_PART = "prefillcli.data.output.parts:write_part"
 PARTS = r"\.prefill/part-"

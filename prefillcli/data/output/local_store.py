@@ -22,6 +22,7 @@ class LocalStore:
     """
 
     beat_seconds = 5.0
+    at_once = 1
 
     def __init__(self, location: str) -> None:
         self.location = location

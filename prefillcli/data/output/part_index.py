@@ -136,10 +136,8 @@ class PartIndex:
 
     def _read(self, window: int, columns: Sequence[str] | None = None) -> pa.Table:
         """The rows in the parts of a window. Raises DamagedFileError if a part is damaged."""
-        numbers = self._windows[window].numbers
+        names = [parts.part_name(window, number) for number in self._windows[window].numbers]
         try:
-            return pa.concat_tables(
-                [parts.read_part(self._work, parts.part_name(window, number), columns)[1] for number in numbers]
-            )
+            return pa.concat_tables([part.result()[1] for _, part in parts.read_parts(self._work, names, columns)])
         except DamagedFileError as error:
             raise DamagedFileError(f"{error}\nrun again with --resume: its rows are scored again") from None

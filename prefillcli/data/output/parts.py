@@ -7,7 +7,8 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -148,3 +149,14 @@ def read_part(store: Store, name: str, columns: Sequence[str] | None = None) -> 
     if info.name != name:
         raise DamagedFileError(f"{store.location}/{name} is a copy of {info.name}")
     return info, table.replace_schema_metadata(None)
+
+
+def read_parts(
+    store: Store, names: Iterable[str], columns: Sequence[str] | None = None
+) -> Iterator[tuple[str, Future[tuple[PartInfo, pa.Table]]]]:
+    """The names with what `read_part` gives or raises for each; from an object store several are read at a time."""
+    pool = ThreadPoolExecutor(store.at_once, thread_name_prefix="prefill-parts")
+    try:
+        yield from [(name, pool.submit(read_part, store, name, columns)) for name in names]
+    finally:
+        pool.shutdown(cancel_futures=True)

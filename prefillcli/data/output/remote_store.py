@@ -42,6 +42,7 @@ class RemoteStore:
         self._written: set[str] = set()
         self._deleted: set[str] = set()
         self.beat_seconds = _COMMIT_BEAT_SECONDS if self._commits else _BEAT_SECONDS
+        self.at_once = 1 if self._commits else _AT_ONCE
 
     def names(self) -> list[str]:
         def listed() -> list[str]:
@@ -122,7 +123,7 @@ class RemoteStore:
         self._deleted.add(name)
 
     def delete_all(self, names: Iterable[str]) -> None:
-        with ThreadPoolExecutor(1 if self._commits else _AT_ONCE) as pool:
+        with ThreadPoolExecutor(self.at_once) as pool:
             list(pool.map(self.delete, names))
 
     def remove(self) -> None:

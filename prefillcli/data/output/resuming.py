@@ -125,9 +125,9 @@ def proven_parts(work: Store, job: Job, shard: Shard | None = None) -> Iterator[
 
 
 def _whole_parts(work: Store, job: Job, shard: Shard | None) -> Iterator[tuple[PartInfo, Int64Array]]:
-    for name in filter(parts.is_part, work.names()):
+    for name, part in parts.read_parts(work, filter(parts.is_part, work.names()), [ROW]):
         try:
-            info, table = parts.read_part(work, name, [ROW])
+            info, table = part.result()
         except DamagedFileError as error:
             log.warning("%s: its rows are scored again", error)
             work.delete(name)

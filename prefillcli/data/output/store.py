@@ -19,6 +19,8 @@ class Store(Protocol):
     location: str
     beat_seconds: float
     """Seconds between two signs of life that a run leaves in it."""
+    at_once: int
+    """Files that are read or removed at a time where there are many: in an object store, waiting takes the time."""
 
     def names(self) -> list[str]:
         """Names of the files in it, sorted; none if the folder does not exist."""
