@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import nn
 
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan, packs_to_run
+from prefillcli.plan.refills import free_packs
 from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.prefill.forest import ATTENTION
 from prefillcli.prefill.walk import LayerWalk
@@ -105,3 +107,43 @@ def test_blocks_that_are_computed_again_give_the_same_bits(family: str) -> None:
     again, _ = walked(model, chosen, afresh=(1,), done=(0,))
     assert torch.equal(again[1][1:], whole[1][1:])
     assert torch.equal(again[2], whole[2])
+
+
+def dealt(model: nn.Module, plans: list[Plan], workers: int, seed: int) -> tuple[torch.Tensor, int]:
+    """Logits of all windows' prompts, and the tokens that were computed, if packs that stand alone go to several walks
+    at random and in another order."""
+    rng = np.random.default_rng(seed)
+    model.set_attn_implementation(ATTENTION)
+    models = [model, *(copy.deepcopy(model) for _ in range(workers - 1))]
+    walks = [LayerWalk(each, chunk_tokens=64) for each in models]
+    logits, computed, first, before = torch.zeros(sum(map(len, windows())), VOCABULARY), 0, 0, 0
+    for prompts, plan in zip(windows(), plans, strict=True):
+        packs = [pack.shifted(first) for pack in [*plan.given, *plan.packs]]
+        free = list(free_packs(packs))
+        for at in rng.permutation(len(free)):
+            walk, each = walks[rng.integers(workers)], free[at]
+            for refill in each.refills:
+                if not walk.holds(refill.block):
+                    assert not list(walk.read_logits(refill))
+                    computed += len(refill.tokens)
+            for row, (_, numbers) in zip(torch.cat(list(walk.read_logits(each.pack))), each.pack.reads, strict=True):
+                logits[[before + number for number in numbers]] = row
+            computed += len(each.pack.tokens)
+        first, before = first + len(packs), before + len(prompts)
+    for walk in walks:
+        walk.close()
+    return logits, computed
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("schedule", ["prefix-tree", "srjf"])
+def test_packs_that_stand_alone_give_the_same_logits_wherever_they_run(family: str, schedule: str) -> None:
+    model = model_of(family)
+    limits = replace(LIMITS, tokens=80)
+    chosen = plans(limits, schedule)
+    assert any(node.start for plan in chosen for pack in plan.packs for node in pack.held)
+    wanted = eager(model, [prompt for prompts in windows() for prompt in prompts])
+    for seed in range(4):
+        found, computed = dealt(model, chosen, 1 + seed, seed)
+        assert_equal(found, wanted)
+        assert computed >= sum(plan.computed_tokens for plan in chosen)

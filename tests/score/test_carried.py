@@ -160,3 +160,18 @@ def test_a_dry_run_plans_what_the_run_computes(model: Path, prefix_kv: str) -> N
         score("in.parquet", overwrite=True, **{**more, **choice})
         report = read_report()
         assert (plan["computed_tokens"], plan["packs"]) == (report["tokens"]["computed"], report["packs"]), choice
+
+
+def test_workers_share_what_windows_hand_on(model: Path) -> None:
+    """The same columns as of one process; each worker computes a history at most once more."""
+    make_input()
+    assert score("in.parquet", **flags(model))["exit_code"] == 0
+    one = rows_of()
+    assert score("in.parquet", "two.parquet", workers=2, **flags(model))["exit_code"] == 0
+    for own, other in zip(rows_of("two.parquet"), one, strict=True):
+        assert abs(own.pop("score") - other.pop("score")) < 1e-6
+        for name in [name for name, value in other.items() if isinstance(value, float)]:
+            assert abs(own.pop(name) - other.pop(name)) < 1e-5
+        assert own == other
+    alone, together = (read_report(name)["tokens"]["computed"] for name in ("out.run.json", "two.run.json"))
+    assert alone <= together < 1.6 * alone
