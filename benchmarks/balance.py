@@ -24,6 +24,7 @@ from prefillcli.data.windows import MAX_ROWS
 from prefillcli.jobs.recorder import Recorder
 from prefillcli.jobs.runners.parallel import ParallelScoring
 from prefillcli.jobs.runners.pool import Pool
+from prefillcli.jobs.runners.start import PACK_SHARE
 from prefillcli.jobs.runners.tasks import WorkerSpec
 from prefillcli.jobs.window_scoring import ScoringOptions
 from prefillcli.models.law import PACK_TOKENS
@@ -92,7 +93,7 @@ def _windows(rows: int, workload: str) -> Iterator[Window]:
 
 
 def _measure(rows: int, workers: int, pack_tokens: int, workload: str) -> list[str]:
-    crew = SimulatedCrew(workers, limits=Limits(pack_tokens, 1 << 30, held_tokens=1 << 20))
+    crew = SimulatedCrew(workers, limits=Limits(PACK_TOKENS["cuda"], 1 << 30, held_tokens=1 << 20))
     settings = load_settings(ScoreSettings, {"inputs": ["rows.parquet"]}, environment={})
     clock, sink, labels = Clock(), _NoSink(), _NoLabels()
     begun = time.process_time()
@@ -101,7 +102,7 @@ def _measure(rows: int, workers: int, pack_tokens: int, workload: str) -> list[s
             crew, WorkerSpec(0, settings), lambda spec, number: WorkerSpec(number, settings),
             cost=_tokens, stop=stop,
         )  # fmt: skip
-        pool.begin(pack_tokens, plans=True)
+        pool.begin(plans=True, pack_tokens=pack_tokens)
         recorder = Recorder(
             sink, clock, Progress(rows, interval=60, quiet=True), stop,  # type: ignore[arg-type]
             temperature=1.0, unchanged=lambda rows: None, flush_seconds=15.0,
@@ -128,7 +129,7 @@ def _tokens(plan: Plan) -> float:
 def main(
     rows: Annotated[int, typer.Option(help="Rows of the job.")] = 1_000_000,
     workers: Annotated[int, typer.Option(help="Simulated workers.")] = 64,
-    pack_tokens: Annotated[int, typer.Option(help="Tokens of a pack.")] = PACK_TOKENS["cuda"],
+    pack_tokens: Annotated[int, typer.Option(help="Tokens of a pack.")] = int(PACK_TOKENS["cuda"] * PACK_SHARE),
 ) -> None:
     """Share out jobs of different kinds. The memory is that of the process so far."""
     table = Table(

@@ -336,7 +336,7 @@ def test_the_engine_is_easy_to_call(shared: Any, llama: Path) -> None:
 def test_two_workers_have_a_vllm_each(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same rows as from one process, with half of the cores for each."""
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
-    monkeypatch.setitem(PACK_TOKENS, "cpu", 200)
+    monkeypatch.setitem(PACK_TOKENS, "cpu", 800)
     rows = write_parquet("rows.parquet", prompt=texts(200))
     given = {"model": llama, "engine": "vllm", "engine_options": FAST, "dtype": "float32"}
     assert score(rows, "two.parquet", workers=2, **given)["exit_code"] == 0

@@ -82,6 +82,7 @@ class ParallelScoring:
         before, carried = self._carried
         if before != sink.window_before(window.index):  # that one was scored by an earlier run
             carried = tuple(sink.carried_into(window.index))
+        self._pool.fit(max((len(prompt.tokens) for prompt in window.prompts), default=0))
         recorder.begin(window, done)
         work, finished = begin_window(window, done, carried, self._pool, self._compressor, options, recorder)
         self._carried = window.index, work.plan.carried

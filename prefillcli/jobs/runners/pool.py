@@ -56,11 +56,11 @@ class Pool:
         self._spec = spec
         self.dispatcher = Dispatcher(crew, lambda number: spec_of(self._spec, number))
 
-    def begin(self, pack_tokens: int, *, plans: bool) -> None:
+    def begin(self, *, plans: bool, pack_tokens: int | None) -> None:
         """Begin the workers, and wait until one is ready.
 
-        Where the engine `plans` packs, the first worker does so for all, before the others begin. Other engines get
-        packs of `pack_tokens`.
+        Where the engine `plans` packs, the first worker does so for all, before the others begin. With `pack_tokens`
+        packs have no more than that, or twice the longest prompt: with many small packs, all workers end together.
         """
         first = 1 if plans else self.size
         with self._stop.at_once():
@@ -69,14 +69,17 @@ class Pool:
         while not started:
             started = self.pump()
         ready = started[0]
-        self.plan = ready.plan
-        self.whole_packs = ready.whole_packs
-        self.limits = ready.limits
-        if not ready.whole_packs:
-            self.limits = replace(ready.limits, tokens=min(ready.limits.tokens, pack_tokens))
+        self.plan, self.whole_packs = ready.plan, ready.whole_packs
+        self.limits = self._most = ready.limits
+        self._pack_tokens = pack_tokens
         self._spec = replace(self._spec, plan=ready.plan, planned=True)
         with self._stop.at_once():
             self.dispatcher.start(range(first, self.size))
+
+    def fit(self, longest: int) -> None:
+        """Limit the packs that are planned next, of prompts with at most `longest` tokens."""
+        if self._pack_tokens is not None:
+            self.limits = replace(self._most, tokens=min(self._most.tokens, max(self._pack_tokens, 2 * longest)))
 
     def pump(self, seconds: float = _POLL_SECONDS) -> list[Ready]:
         """Wait for what happens next, and let it have its effects. Raises Interrupted after a signal."""

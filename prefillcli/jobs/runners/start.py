@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from prefillcli.forecast.profile import Profile
 
 
+PACK_SHARE = 1 / 4
+"""Size of the packs of several workers, as a share of a single process's."""
+
+
 def start_pool(
     settings: ScoreSettings,
     opened: Opened,
@@ -52,8 +56,9 @@ def start_pool(
     )
     pool = Pool(crew, spec, lambda spec, number: replace(spec, number=number), cost=_cost(opened, profile), stop=stop)
     try:
-        tokens = PACK_TOKENS[opened.device.type if opened.device is not None else "cpu"]
-        pool.begin(tokens, plans="packs" in ENGINES[settings.engine].can)
+        kind = opened.device.type if opened.device is not None else "cpu"
+        tokens = None if settings.pack_tokens else int(PACK_TOKENS[kind] * PACK_SHARE)
+        pool.begin(plans="packs" in ENGINES[settings.engine].can, pack_tokens=tokens)
     except BaseException:
         pool.close()
         raise
