@@ -75,8 +75,8 @@ def main(
             for number in range(rounds):
                 for count, reports in found.items():
                     log(f"{name}, round {number + 1}, {count} workers")
-                    options = ("--threads", "1", "--workers", str(count), "--prompt-column", "prompt_token_ids")
-                    options += ("--max-error-rate", "1")  # behind random tokens a label may be none
+                    options = ["--threads", "1", "--workers", str(count), "--prompt-column", "prompt_token_ids"]
+                    options += ["--max-error-rate", "1"]  # behind random tokens a label may be none
                     output = folder / "out.parquet"
                     reports.append(
                         score_file(folder / "in.parquet", output, folder / "model", *options, "--overwrite")

@@ -82,7 +82,7 @@ class ModelOptions(Settings):
 
     @property
     def computes_here(self) -> bool:
-        """Whether this process runs the model, with so many threads."""
+        """Whether this process, or workers of it, run the model with so many threads."""
         return True
 
 

@@ -86,7 +86,7 @@ class ScoreSettings(EndingOptions, WorkerOptions, PriceOptions, RunOptions, Sche
 
     @property
     def computes_here(self) -> bool:
-        return "threads" in ENGINES[self.engine].can and not self.uses_workers
+        return "threads" in ENGINES[self.engine].can
 
     @classmethod
     def required(cls) -> dict[str, list[Requirement]]:
