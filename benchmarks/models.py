@@ -18,6 +18,7 @@ SHAPES = {
         "num_attention_heads": 10,
         "num_key_value_heads": 10,
     },
+    "600M": {"hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 17, "num_attention_heads": 12},
 }
 
 

@@ -32,6 +32,7 @@ TOLD: dict[str, tuple[Values, Values]] = {
     "RANDOM": ({"inputs": ["x.parquet"], "sample": "9"}, {"sample": None}),
     "HUB_MODEL": ({"model": "someone/some-model"}, {"model": "."}),
     "FORECAST": ({"dry_run": "true"}, {"dry_run": "false"}),
+    "STREAMABLE": ({"weights": "stream"}, {"weights": "resident"}),
     "PROGRESS": ({"quiet": "false"}, {"quiet": "true"}),
     "NO_TEMPLATE": ({}, {"template": "{{ text }}"}),
     "INPUT": ({"inputs": ["x.parquet"]}, {"inputs": None}),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from prefillcli.engines.memory_plan import Measured, MemoryChoice
+from prefillcli.engines.memory_plan import RESIDENT, Measured, MemoryChoice, PlacementChoice
 from prefillcli.models.open import DraftChoice, Opened
 from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.plan.trie import TokenArray
@@ -32,6 +32,23 @@ class Answer:
     shared_tokens: int
     computed_tokens: int
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsReport:
+    """How an engine keeps its weights, and what reading them has cost while packs ran.
+
+    `bytes` are those of the whole model in its dtype, `memory_bytes` those on the device at a time, at most.
+    `weights_over_memory` is `bytes` over all memory of the device. In `seconds_waited` nothing was computed, because a
+    layer was not there yet.
+    """
+
+    mode: Literal["resident", "stream"]
+    bytes: int
+    memory_bytes: int
+    weights_over_memory: float
+    bytes_read: int = 0
+    seconds_waited: float = 0.0
 
 
 class PlanEngine(Protocol):
@@ -78,6 +95,9 @@ class Engine(PlanEngine, Protocol):
     def holds(self, key: Key) -> bool:
         """Whether the K,V that are held by this key are at hand, from a pack that was answered before."""
 
+    def weights_report(self) -> WeightsReport | None:
+        """How it keeps its weights; None where it does not know."""
+
     def close(self) -> None:
         """Let go of memory, and of other processes."""
 
@@ -108,7 +128,8 @@ class LoadRequest:
 
     `options` are those of the engine itself. `before` is the plan of an earlier attempt at the job, or empty; where it
     is `planned`, it is another worker's of this attempt, and stands. A profile gives what was `measured` of the model.
-    `share` is the engine's part of the free memory: other workers take the rest.
+    `share` is the engine's part of the free memory: other workers take the rest. `placement` says what may be kept
+    outside the device.
     """
 
     opened: Opened
@@ -118,6 +139,7 @@ class LoadRequest:
     measured: Measured | None = None
     share: float = 1.0
     planned: bool = False
+    placement: PlacementChoice = RESIDENT
 
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine, covariant=True)
@@ -128,12 +150,14 @@ class Loaded(Generic[AnyEngine]):
     """An engine, ready to answer.
 
     `plan` is what a resumed run must take over to cut the same packs; empty where the engine plans by itself.
-    `budget` is the number of bytes that packs may take, where prefill decides it.
+    `budget` is the number of bytes that packs may take, where prefill decides it. No pack takes less than
+    `pack_seconds`: so long are the weights read for it.
     """
 
     engine: AnyEngine
     plan: dict[str, Any] = field(default_factory=dict)
     budget: int | None = None
+    pack_seconds: float = 0.0
 
 
 class Loader(Protocol):

@@ -64,6 +64,9 @@ class HfEngine(PackByPack):
     def holds(self, key: Key) -> bool:
         return False
 
+    def weights_report(self) -> None:
+        return None
+
     def close(self) -> None:
         del self.model
 

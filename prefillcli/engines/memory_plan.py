@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from prefillcli.models.open import WeightsChoice
 from prefillcli.runtime.sizes import parse_size
 
 if TYPE_CHECKING:
+    import torch
+
     from prefillcli.models.open import Opened
 
 PACK_SECONDS = 60.0
@@ -26,6 +29,26 @@ class MemoryChoice(Protocol):
     def chunk_tokens(self) -> int | None: ...
     @property
     def prefix_kv(self) -> str: ...
+
+
+class PlacementChoice(WeightsChoice, Protocol):
+    """What of a model and a pack may be kept outside the device."""
+
+    @property
+    def hidden(self) -> Literal["auto", "device", "host"]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A `PlacementChoice` by its values."""
+
+    weights: Literal["auto", "resident", "stream"] = "resident"
+    weights_memory: str | None = None
+    hidden: Literal["auto", "device", "host"] = "device"
+
+
+RESIDENT = Placed()
+"""All on the device."""
 
 
 class Measured(Protocol):
@@ -46,20 +69,33 @@ def budget_of(choice: MemoryChoice, free: int | None) -> int:
     return parse_size(choice.memory) if choice.memory else int((free or 0) * FREE_SHARE)
 
 
-def plan_packs(opened: Opened, choice: MemoryChoice, budget: int, measured: Measured | None = None) -> dict[str, Any]:
+def plan_packs(
+    opened: Opened,
+    choice: MemoryChoice,
+    budget: int,
+    measured: Measured | None = None,
+    *,
+    least_tokens: int = 0,
+    hidden_on_host: bool = False,
+) -> dict[str, Any]:
     """What fits one pack of the model in `budget` bytes, as the part of a job's plan that says so.
 
-    `measured` says what a token takes and how long a pack. Raises ResourceError where not even a small prompt fits.
+    `measured` says what a token takes and how long a pack. Packs of less than `least_tokens` would wait for streamed
+    weights, so they are as large where they fit. Raises ResourceError where not even a small prompt fits.
     """
     from prefillcli.models.law import PACK_TOKENS, choose_chunk, memory_law, pack_limits
 
     law = memory_law(opened.files.config, opened.files.dtype)
+    if hidden_on_host:
+        law = law.with_hidden_on_host()
     chunk_tokens = choice.chunk_tokens or choose_chunk(law, budget, opened.device)
     pack_tokens = choice.pack_tokens or PACK_TOKENS[opened.device.type]
     if measured is not None:
         law = law.measured(measured.token_bytes)
         if choice.pack_tokens is None:
             pack_tokens = max(chunk_tokens, measured.tokens_within(PACK_SECONDS, most=pack_tokens))
+    if choice.pack_tokens is None:
+        pack_tokens = max(pack_tokens, least_tokens)
     limits = pack_limits(
         law,
         budget=budget,
@@ -70,6 +106,13 @@ def plan_packs(opened: Opened, choice: MemoryChoice, budget: int, measured: Meas
     )
     asked = [choice.memory, choice.pack_tokens, choice.chunk_tokens, choice.prefix_kv]
     return {"asked": asked, "chunk_tokens": chunk_tokens, "limits": asdict(limits)}
+
+
+def hidden_on_host(choice: PlacementChoice, device: torch.device, *, streamed: bool) -> bool:
+    """Whether the residual stream is kept in host memory. On a CPU it is there anyway."""
+    if device.type == "cpu":
+        return False
+    return choice.hidden == "host" or (choice.hidden == "auto" and streamed)
 
 
 def keep_plan(before: Mapping[str, Any], plan: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from prefillcli.engines.base import Loader
 
 #: What options of a job ask of an engine, and how that is said to the user.
-Capability = Literal["compression", "packs", "memory", "forecast", "options", "threads"]
+Capability = Literal["compression", "packs", "memory", "forecast", "options", "threads", "streaming"]
 CAPABILITIES: dict[Capability, str] = {
     "compression": "compression",
     "packs": "packs to size",
@@ -21,6 +21,7 @@ CAPABILITIES: dict[Capability, str] = {
     "forecast": "dry runs and predictions",
     "options": "options of its own",
     "threads": "threads in this process",
+    "streaming": "weights or hidden states outside the device",
 }
 
 
@@ -43,7 +44,9 @@ ENGINES: dict[str, EngineKind] = {
     kind.name: kind
     for kind in (
         EngineKind(
-            "torch", "prefillcli.engines.torch", frozenset({"compression", "packs", "memory", "forecast", "threads"})
+            "torch",
+            "prefillcli.engines.torch",
+            frozenset({"compression", "packs", "memory", "forecast", "threads", "streaming"}),
         ),
         EngineKind("hf", "prefillcli.engines.hf", frozenset({"options", "threads"})),
         EngineKind(

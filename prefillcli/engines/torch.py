@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -11,15 +12,26 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from prefillcli.engines.base import Answer, EngineChoice, LabelTokens, Loaded, LoadRequest, PackByPack
-from prefillcli.engines.memory_plan import budget_of, keep_plan, plan_packs
+from prefillcli.engines.base import (
+    Answer,
+    EngineChoice,
+    LabelTokens,
+    Loaded,
+    LoadRequest,
+    PackByPack,
+    WeightsReport,
+)
+from prefillcli.engines.memory_plan import budget_of, hidden_on_host, keep_plan, plan_packs
 from prefillcli.models import open as models
-from prefillcli.models.load import load_model
+from prefillcli.models.load import load_model, load_streamed
 from prefillcli.models.open import Opened
+from prefillcli.models.stream_speed import measure_speed
+from prefillcli.models.streaming import StreamedLayers
+from prefillcli.models.weights import plan_weights
 from prefillcli.plan.account import account
 from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.prefill.walk import LayerWalk
-from prefillcli.runtime.memory import available_memory
+from prefillcli.runtime.memory import available_memory, device_capacity
 
 
 def open_models(choice: EngineChoice) -> Opened:
@@ -30,20 +42,41 @@ def open_models(choice: EngineChoice) -> Opened:
 def load(request: LoadRequest) -> Loaded[TorchEngine]:
     """As `Loader`. Packs are sized by what is free when the weights are there, unless `--memory` says it."""
     opened, choice = request.opened, request.choice
-    models.refuse_what_cannot_fit(opened, draft=False)  # it is there by now
-    model = load_model(opened.files, opened.device, trust_remote_code=choice.trust_remote_code)
-    free = None if choice.memory else int(available_memory(opened.device) * request.share)
+    # The draft is there by now.
+    weights = plan_weights(opened, request.placement, draft=False, share=request.share)
+    on_host = hidden_on_host(request.placement, opened.device, streamed=weights.streamed)
+    source: StreamedLayers | None = None
+    if weights.streamed:
+        model, source = load_streamed(
+            opened.files, opened.device, memory=weights.memory, trust_remote_code=choice.trust_remote_code
+        )
+    else:
+        model = load_model(opened.files, opened.device, trust_remote_code=choice.trust_remote_code)
+    free = None
+    if not choice.memory:
+        free = int(available_memory(opened.device) * request.share) - (0 if source is None else source.memory_bytes)
     budget = budget_of(choice, free)
+    speed = None if source is None else measure_speed(source)
     plan = dict(request.before)
     if not request.planned:
-        plan = keep_plan(plan, plan_packs(opened, choice, budget, request.measured))
+        least = 0 if speed is None else speed.hiding_tokens
+        packs = plan_packs(opened, choice, budget, request.measured, least_tokens=least, hidden_on_host=on_host)
+        plan = keep_plan(plan, packs)
     engine = TorchEngine(
         model,
         limits=Limits(**plan["limits"]),
         chunk_tokens=plan["chunk_tokens"],
         offload_held=choice.prefix_kv == "offload",
+        hidden_on_host=on_host,
+        layers=source,
+        weights=WeightsReport(
+            mode="resident" if source is None else "stream",
+            bytes=weights.bytes,
+            memory_bytes=weights.bytes if source is None else source.resident_bytes + source.memory_bytes,
+            weights_over_memory=weights.bytes / device_capacity(opened.device),
+        ),
     )
-    return Loaded(engine, plan, budget)
+    return Loaded(engine, plan, budget, 0.0 if speed is None else speed.read_seconds)
 
 
 class TorchEngine(PackByPack):
@@ -53,17 +86,36 @@ class TorchEngine(PackByPack):
     waits = False
 
     def __init__(
-        self, model: PreTrainedModel, *, limits: Limits, chunk_tokens: int, offload_held: bool = False
+        self,
+        model: PreTrainedModel,
+        *,
+        limits: Limits,
+        chunk_tokens: int,
+        offload_held: bool = False,
+        hidden_on_host: bool = False,
+        layers: StreamedLayers | None = None,
+        weights: WeightsReport | None = None,
     ) -> None:
         self.limits = limits
         self.model = model
-        self._walk = LayerWalk(model, chunk_tokens=chunk_tokens, offload_held=offload_held)
+        self._layers = layers
+        self._weights = weights
+        self._waited_before = 0.0 if layers is None else layers.seconds_waited  # to measure its speed
+        self._walk = LayerWalk(
+            model,
+            chunk_tokens=chunk_tokens,
+            offload_held=offload_held,
+            hidden_on_host=hidden_on_host,
+            layers=layers,
+        )
         self._block_seconds = 0.0  # of packs without answers since the last one with some
 
     def answer(
         self, pack: Pack, labels: Callable[[int], LabelTokens], tick: Callable[[float], None]
     ) -> Iterator[list[Answer]]:
         begun = time.monotonic()
+        if self._layers is not None:
+            self._layers.expect(len(pack.tokens), len(pack.reads))
         logprobs: dict[int, npt.NDArray[np.float64]] = {}
         at = 0
         for logits in self._walk.read_logits(pack, tick):
@@ -82,8 +134,16 @@ class TorchEngine(PackByPack):
     def holds(self, key: Key) -> bool:
         return self._walk.holds(key)
 
+    def weights_report(self) -> WeightsReport | None:
+        if self._weights is None or self._layers is None:
+            return self._weights
+        waited = self._layers.seconds_waited - self._waited_before
+        return replace(self._weights, bytes_read=self._layers.bytes_read, seconds_waited=waited)
+
     def close(self) -> None:
         self._walk.close()
+        if self._layers is not None:
+            self._layers.close()
 
 
 def label_logprobs(logits: Tensor, rows: list[int], labels: list[LabelTokens]) -> npt.NDArray[np.float64]:

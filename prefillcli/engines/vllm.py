@@ -242,6 +242,9 @@ class VllmEngine(PackByPack):
     def holds(self, key: Key) -> bool:
         return False
 
+    def weights_report(self) -> None:
+        return None
+
     def close(self) -> None:
         self._open.close()
 

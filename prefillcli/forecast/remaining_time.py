@@ -22,6 +22,8 @@ class RemainingTime:
     def __init__(self, predict: Predict, rows: int | None, workers: int = 1) -> None:
         self.ran = 0.0
         """Seconds that were predicted for the packs that are done."""
+        self.least_pack = 0.0
+        """Seconds that a pack takes at least: in which its weights are read."""
         self._predict = predict
         self._rows_left = rows
         self._workers = workers
@@ -41,12 +43,15 @@ class RemainingTime:
         """A window of `rows` rows will run as `packs`."""
         self.skip(rows)
         self._rows += rows
-        self._planned += self._predict(Plan(packs, 0))
+        self._planned += sum(map(self._seconds, packs)) if self.least_pack else self._predict(Plan(packs, 0))
         self._other += draft_seconds
 
     def begin(self, pack: Pack) -> None:
         """A pack starts."""
-        self._running[pack.index] = self._predict(Plan([pack], 0)), time.monotonic()
+        self._running[pack.index] = self._seconds(pack), time.monotonic()
+
+    def _seconds(self, pack: Pack) -> float:
+        return max(self._predict(Plan([pack], 0)), self.least_pack)
 
     def step(self, pack: Pack, share: float) -> None:
         """A further `share` of the pack is done, 0 to 1."""

@@ -16,7 +16,7 @@ from prefillcli.jobs.inputs import Granularity, carried_columns, open_source, pr
 from prefillcli.jobs.load import compression_of
 from prefillcli.jobs.paths import default_output, dry_run_report, refuse_among_inputs
 from prefillcli.jobs.shell import conclude, shell
-from prefillcli.models.open import Opened, open_models, refuse_what_cannot_fit, weights_of
+from prefillcli.models.open import Opened, open_models, weights_of
 from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import shown, shown_report
 from prefillcli.report.dry_run import DryRunReport, print_dry_run
@@ -98,13 +98,16 @@ def _run(settings: ScoreSettings, report: DryRunReport, granularity: Granularity
 
 def _free(settings: ScoreSettings, opened: Opened) -> int | None:
     """What the weights will leave; None where `--memory` says what may be used, whatever this machine has."""
+    from prefillcli.models.weights import draft_bytes, plan_weights
+
     if settings.memory is None:
         from prefillcli.runtime.memory import available_memory
 
-        refuse_what_cannot_fit(opened)
-        return max(available_memory(opened.device) - weights_of(opened), 0)
+        weights = plan_weights(opened, settings)
+        taken = weights.memory + draft_bytes(opened) if weights.streamed else weights_of(opened)
+        return max(available_memory(opened.device) - taken, 0)
     try:
-        refuse_what_cannot_fit(opened)
+        plan_weights(opened, settings)
     except ResourceError as error:
         print(f"prefill: warning: a run would fail here: {error}", file=sys.stderr)
     return None

@@ -132,7 +132,8 @@ class _InspectJob:
             labels.check(found.window)
             if found.row in found.window.errors:
                 raise self._error(found.window.errors[found.row])
-            loaded = load_walk(opened, settings, keep=1.0 if settings.keep == "auto" else settings.keep)
+            keep = 1.0 if settings.keep == "auto" else settings.keep
+            loaded = load_walk(opened, settings, keep=keep, placement=settings)
         try:
             return self._inspect(opened, loaded, labels, found.window.prompts)
         finally:

@@ -11,9 +11,9 @@ from prefillcli.compress.load import load_draft, make_compressor, make_draft, pl
 from prefillcli.compress.pickers.registry import PickerResources
 from prefillcli.compress.settings import PAPER, Compression
 from prefillcli.engines.base import Engine, Loader, LoadRequest
-from prefillcli.engines.memory_plan import Measured
+from prefillcli.engines.memory_plan import RESIDENT, Measured, PlacementChoice
 from prefillcli.engines.registry import loader_of
-from prefillcli.models.open import Opened, refuse_what_cannot_fit
+from prefillcli.models.open import Opened
 from prefillcli.options.groups import CompressionOptions, LoadingOptions
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class Models(Generic[AnyEngine]):
     compressor: Compressor | None
     draft: Draft | None
     plan: dict[str, Any]
+    pack_seconds: float = 0.0  # as of `Loaded`
 
     def close(self) -> None:
         self.engine.close()
@@ -50,21 +51,25 @@ def load_models(
     measured: Measured | None = None,
     share: float = 1.0,
     planned: bool = False,
+    placement: PlacementChoice = RESIDENT,
 ) -> Models[Engine]:
     """Load the weights and decide what fits one pack.
 
     `before` is the plan of an earlier attempt, or empty. `keep` is the rate to start with; one that an earlier attempt
-    has chosen stands. `options` are the engine's own. `share` and `planned` as in `LoadRequest`. Raises ResourceError
-    where the weights cannot fit, before they are loaded.
+    has chosen stands. `options` are the engine's own. `share` and `planned` as in `LoadRequest`. `placement` says what
+    of the model may be kept outside the device; the draft is on it. Raises ResourceError where the weights cannot fit,
+    before they are loaded.
     """
     small = None
     if opened.draft is not None:
-        refuse_what_cannot_fit(opened)
+        from prefillcli.models.weights import plan_weights  # takes torch along
+
+        plan_weights(opened, placement)  # raises ResourceError
         small = load_draft(opened, trust_remote_code=settings.trust_remote_code)
-    loaded = loader.load(LoadRequest(opened, settings, options, before, measured, share, planned))
+    loaded = loader.load(LoadRequest(opened, settings, options, before, measured, share, planned, placement))
     plan = loaded.plan | {name: before[name] for name in ("keep", "keep_auto") if name in before}
     if small is None:
-        return Models(loaded.engine, None, None, plan)
+        return Models(loaded.engine, None, None, plan, loaded.pack_seconds)
     compression = compression_of(settings)
     if not planned:
         same = before.get("asked") == plan["asked"]
@@ -73,12 +78,14 @@ def load_models(
     draft = make_draft(opened, small, compression, plan["draft"])
     resources = PickerResources(settings=compression, draft=draft)
     compressor = make_compressor("specprefill", resources, opened, plan.get("keep", keep))
-    return Models(loaded.engine, compressor, draft, plan)
+    return Models(loaded.engine, compressor, draft, plan, loaded.pack_seconds)
 
 
-def load_walk(opened: Opened, settings: LoadingOptions, *, keep: float) -> Models[TorchEngine]:
+def load_walk(
+    opened: Opened, settings: LoadingOptions, *, keep: float, placement: PlacementChoice = RESIDENT
+) -> Models[TorchEngine]:
     """`load_models` with the layer walk, as a job begins."""
-    models = load_models(opened, settings, loader_of("torch"), keep=keep)
+    models = load_models(opened, settings, loader_of("torch"), keep=keep, placement=placement)
     return cast("Models[TorchEngine]", models)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.rows import Int64Array, RowError, ScoredRow, Window
+from prefillcli.engines.base import WeightsReport
 from prefillcli.errors import Interrupted, ResourceError
 from prefillcli.forecast.remaining_time import RemainingTime
 from prefillcli.jobs.window_scoring import Finished
@@ -56,6 +57,7 @@ class Recorder:
     ) -> None:
         self.tokens = Tokens()
         self.packs = 0
+        self.weights: Callable[[], WeightsReport | None] = lambda: None
         self._sink = sink
         self._clock = clock
         self._progress = progress
@@ -85,6 +87,12 @@ class Recorder:
             for unwritten in list(self._open.values()):
                 self._flush(unwritten)
             raise
+
+    def loaded(self, weights: Callable[[], WeightsReport | None], pack_seconds: float) -> None:
+        """The model is there. `weights` says what becomes of its weights; no pack takes less than `pack_seconds`."""
+        self.weights = weights
+        if self._forecast is not None:
+            self._forecast.least_pack = pack_seconds
 
     def begin(self, window: Window, done: set[int]) -> None:
         """A window is scored from now on; these of its rows are written."""

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -49,7 +50,7 @@ from prefillcli.models.open import Opened
 from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import shown, shown_report
 from prefillcli.report.files import write_files
-from prefillcli.report.run import MemoryTrace, PeakMemory, RunReport, ThreadCounts, Tokens, versions
+from prefillcli.report.run import MemoryTrace, PeakMemory, RunReport, ThreadCounts, Tokens, WeightsUse, versions
 from prefillcli.report.run_table import print_table
 from prefillcli.runtime.clock import Clock, MemoryWatch
 from prefillcli.runtime.memory import peak_memory
@@ -232,7 +233,10 @@ class _ScoreJob:
                 inputs.labels.check(first)
                 loop = WindowLoop(settings, self._granularity, inputs, sink, recorder, profile, clock, stop, loaded)
                 if settings.uses_workers:
-                    self.report.workers = loop.run_with_workers(chain([first], waiting), lambda: coming.ready)
+                    workers = self.report.workers = loop.run_with_workers(
+                        chain([first], waiting), lambda: coming.ready
+                    )
+                    self.report.weights = WeightsUse.of_workers([each.weights for each in workers if each.weights])
                 else:
                     loop.run_here(chain([first], waiting))
             with clock.phase("write"):
@@ -264,6 +268,8 @@ class _ScoreJob:
         if self._recorder is not None:
             tokens, report.packs = self._recorder.tokens, self._recorder.packs
             report.tokens = tokens
+            if (weights := self._recorder.weights()) is not None:
+                report.weights = WeightsUse(**asdict(weights))
         if self._inputs is not None:
             source, builder, opened = self._inputs.source, self._inputs.builder, self._inputs.opened
             if opened.threads is not None and opened.threads.ran:

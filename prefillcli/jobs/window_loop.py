@@ -53,7 +53,9 @@ class WindowLoop:
                 before=sink.plan,
                 options=settings.engine_options,
                 measured=self.profile,
+                placement=settings,
             )
+        self.recorder.loaded(models.engine.weights_report, models.pack_seconds)
         self.loaded.callback(models.close)
         sink.plan = models.plan
         compressor, options = self._window_compressor(models.compressor, models.engine), self._options()

@@ -39,11 +39,17 @@ class MemoryLaw:
     transient: int  # what a layer makes for one token of a chunk
     vocabulary: int
     beyond: int = 0  # a token's bytes that were measured and are none of these
+    host: int = 0  # a token's bytes in host memory, where the residual stream is kept there
 
     @property
     def token(self) -> int:
         """Bytes per token that last as long as the pack."""
         return self.residual + self.key_value + self.rotary + self.beyond
+
+    def with_hidden_on_host(self) -> MemoryLaw:
+        """The law of a device that holds only the residual rows of a few chunks; the host holds them all."""
+        rows = 3 * self.residual  # of a chunk: read ahead, computed, written back
+        return replace(self, residual=0, host=self.residual, transient=self.transient + rows)
 
     def measured(self, token: float | None) -> MemoryLaw:
         """The law with the measured bytes of a token, where they are more; None if they were not measured."""
@@ -93,6 +99,8 @@ def pack_limits(
         raise ValueError(f"{prefix_kv!r} is not a --prefix-kv: use auto, discard, keep or offload")
     room = budget - law.constant(chunk_tokens)
     most = room // law.token
+    if law.host:
+        most = min(most, int(available_memory(torch.device("cpu")) * FREE_SHARE) // law.host)
     if most < 16:
         need = law.constant(chunk_tokens) + 16 * law.token
         smaller = " or lower --chunk-tokens" if law.transient * chunk_tokens > need / 2 else ""

@@ -40,6 +40,15 @@ class DraftChoice(ModelChoice, Protocol):
     def draft(self) -> str | None: ...
 
 
+class WeightsChoice(Protocol):
+    """Whether weights are loaded whole, and how much memory they may take."""
+
+    @property
+    def weights(self) -> Literal["auto", "resident", "stream"]: ...
+    @property
+    def weights_memory(self) -> str | None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Opened:
     """The files of a model and its draft, checked; no weights. `max_length` is the longest prompt in tokens.

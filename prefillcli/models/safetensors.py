@@ -34,7 +34,7 @@ def check_weights(folder: Path, files: Sequence[Path], config: Any) -> None:
     elif index.is_file():
         headers = {place: headers[place] for place in _check_index(index, headers)}
     tensors = {name: tensor for header in headers.values() for name, tensor in header.items()}
-    numbered = {number for name in tensors if (number := _layer(name)) is not None}
+    numbered = {number for name in tensors if (number := layer_number(name)) is not None}
     layers = getattr(config, "num_hidden_layers", None)
     if numbered and isinstance(layers, int) and layers > max(numbered) + 1:
         raise UsageError(f"{folder}: config.json says {layers:,} layers, the weights have {max(numbered) + 1:,}")
@@ -81,6 +81,12 @@ def read_header(file: Path) -> dict[str, Any]:
     return header
 
 
+def data_start(file: Path) -> int:
+    """Where the tensors' bytes begin in a safetensors file that `read_header` has taken."""
+    with file.open("rb") as stream:
+        return 8 + int.from_bytes(stream.read(8), "little")
+
+
 def _check_index(index: Path, headers: dict[str, dict[str, Any]]) -> set[str]:
     """The files that an index names."""
     content = read_json(index)
@@ -107,6 +113,6 @@ def _end_of(name: str, tensor: dict[str, Any]) -> int:
     return int(end)
 
 
-def _layer(name: str) -> int | None:
+def layer_number(name: str) -> int | None:
     """The first number in a tensor's name: which layer it is of."""
     return next((int(part) for part in name.split(".") if part.isdecimal() and len(part) < 10), None)

@@ -1,15 +1,35 @@
-"""The memory that a model's weights take, from the headers of their files."""
+"""The memory that a model's weights take, from the headers of their files, and whether they are loaded or streamed."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from dataclasses import dataclass
 from math import prod
 
 import torch
 
+from prefillcli.errors import ResourceError
+from prefillcli.models.families import VERIFIED
 from prefillcli.models.find import ModelFiles
-from prefillcli.models.safetensors import read_header, weight_files
+from prefillcli.models.open import Opened, WeightsChoice, refuse_what_cannot_fit
+from prefillcli.models.safetensors import layer_number, read_header, weight_files
+from prefillcli.runtime import memory
+from prefillcli.runtime.sizes import parse_size
+
+STREAMED_SHARE = 1 / 4  # of the free memory, for streamed weights where no --weights-memory is given
+
+_ALIGNMENT_BYTES = 1 << 20  # for the gaps between the tensors of two layers
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsPlan:
+    """How a model's weights are kept: `bytes` are all of them, `memory` those on the device at a time, at most."""
+
+    streamed: bool
+    bytes: int
+    memory: int
 
 
 def weight_bytes(files: ModelFiles, device: torch.device) -> int:
@@ -28,3 +48,55 @@ def weight_bytes(files: ModelFiles, device: torch.device) -> int:
             elif saved not in (None, files.dtype):
                 total += prod(tensor["shape"]) * files.dtype.itemsize
     return total
+
+
+def plan_weights(opened: Opened, choice: WeightsChoice, *, draft: bool = True, share: float = 1.0) -> WeightsPlan:
+    """Whether the weights are loaded or streamed, and in how much memory.
+
+    `auto` streams where they do not fit in the device's memory, or in `--weights-memory`, if the family can be
+    streamed. With `draft` those of the draft, which stay in memory, have to fit as well. `share` is the part of the
+    memory that streamed weights may take: other workers take the rest. Raises ResourceError where it is certain that
+    the device has no room.
+    """
+    sizes = _layer_bytes(opened.files)
+    total, most = sum(sizes.values()), memory.loadable_memory(opened.device)
+    small = draft_bytes(opened) if draft else 0
+    free = None if most is None else max(most - small, 0)
+    allowed = parse_size(choice.weights_memory) if choice.weights_memory else None
+    limit = min((each for each in (allowed, free) if each is not None), default=total)
+    quantised = getattr(opened.files.config, "quantization_config", None) is not None
+    streamable = opened.files.family in VERIFIED and not quantised
+    if choice.weights == "resident" or (choice.weights == "auto" and (total <= limit or not streamable)):
+        refuse_what_cannot_fit(opened, draft=draft)
+        return WeightsPlan(False, total, total)
+    given = None if allowed is None else int(allowed * share)  # resident weights are shared between workers
+    layers = sorted((size for number, size in sizes.items() if number is not None), reverse=True)
+    least = sizes.get(None, 0) + sum(layers[:1]) * min(2, len(layers))
+    if free is not None and max(least, given or 0) > free:
+        dtype = str(opened.files.dtype).removeprefix("torch.")
+        asked = f"--weights-memory {choice.weights_memory}" if given else "embedding, head and two layers"
+        and_draft = " beside the draft" if small else ""
+        raise ResourceError(
+            f"{opened.files.path}: the weights take {total / 2**30:.1f} GiB in {dtype}, and even streamed, {asked} "
+            f"take more than the {free / 2**30:.1f} GiB that {opened.device} has free{and_draft}\n"
+            "take a smaller model, or another --dtype or --device"
+        )
+    enough = least + least // 50 + _ALIGNMENT_BYTES
+    most_memory = given or max(enough, int((free or 0) * STREAMED_SHARE * share))
+    return WeightsPlan(True, total, min(most_memory, max(total, enough)))
+
+
+def draft_bytes(opened: Opened) -> int:
+    """Bytes of the device's free memory that the draft's weights take, at least; 0 without a draft."""
+    return 0 if opened.draft is None else weight_bytes(opened.draft, opened.device)
+
+
+def _layer_bytes(files: ModelFiles) -> dict[int | None, int]:
+    """Bytes of the weights in the model's dtype, by the number of their layer; None for all others."""
+    found: dict[int | None, int] = defaultdict(int)
+    for path in weight_files(files.path):
+        for name, tensor in read_header(path).items():
+            begin, end = tensor["data_offsets"]
+            taken = prod(tensor["shape"]) * files.dtype.itemsize if tensor["dtype"] in _FLOATS else end - begin
+            found[layer_number(name)] += taken
+    return dict(found)

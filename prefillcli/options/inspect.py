@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from prefillcli.errors import UsageError
-from prefillcli.options.groups import JobOptions, RunOptions, check_keep
+from prefillcli.options.groups import JobOptions, RunOptions, WeightsOptions, check_keep
 from prefillcli.options.option import COMPRESSION, FILES, option
 from prefillcli.options.values import KeepRate
 
 
-class InspectSettings(RunOptions, JobOptions):
+class InspectSettings(RunOptions, WeightsOptions, JobOptions):
     """Everything `prefill inspect` can be told."""
 
     keep: KeepRate = option(

@@ -56,6 +56,11 @@ FORECAST = Requirement(
     "give --dry-run",
     recipe_may_keep=True,
 )
+STREAMABLE = Requirement(
+    lambda s: s.weights != "resident",
+    "is for weights that may be streamed, but --weights is resident",
+    "give --weights stream or auto",
+)
 PROGRESS = Requirement(
     lambda s: not s.quiet,
     "is for progress lines, but --quiet turns them off",

@@ -12,6 +12,7 @@ from prefillcli.options.groups import (
     PriceOptions,
     RunOptions,
     ScheduledOptions,
+    WeightsOptions,
     WorkerOptions,
     check_keep,
 )
@@ -20,7 +21,7 @@ from prefillcli.options.requirements import Requirement
 from prefillcli.options.values import EngineName, KeyValues, NameList, ShardName
 
 
-class ScoreSettings(EndingOptions, WorkerOptions, PriceOptions, RunOptions, ScheduledOptions):
+class ScoreSettings(EndingOptions, WorkerOptions, PriceOptions, RunOptions, WeightsOptions, ScheduledOptions):
     """Everything `prefill score` can be told."""
 
     output: str | None = option(

@@ -25,6 +25,7 @@ from prefillcli.prefill.forest import ForestAttention, KeysStored, UnsupportedMo
 from prefillcli.prefill.layer_calls import CallBuffers, LayerCall, Recording
 from prefillcli.prefill.layers import LayerSource, ResidentLayers
 from prefillcli.prefill.layout import Chunk, IntArray, LastTokens, Tree, split_evenly
+from prefillcli.prefill.residual import ResidualRows
 
 LOGIT_BYTES = 16 << 20  # float32 logits of this size at a time
 
@@ -79,7 +80,7 @@ class LayerWalk:
     `model` must be loaded with the forest attention (`prefillcli.prefill.forest.ATTENTION`) and be in eval mode. Its
     layers stay what they are; while the walk exists, stand-ins take their places in the model. The layers that are
     called come from `layers`, by default those of the model. `chunk_tokens` are computed by one call of a layer.
-    `offload_held` keeps the K,V held between packs in host memory.
+    `offload_held` keeps the K,V held between packs in host memory, `hidden_on_host` the residual stream of a pack.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class LayerWalk:
         *,
         chunk_tokens: int,
         offload_held: bool = False,
+        hidden_on_host: bool = False,
         layers: LayerSource | None = None,
     ) -> None:
         self.model = model
@@ -96,6 +98,7 @@ class LayerWalk:
         self._own_layers: list[nn.Module] = list(decoder.layers)
         self.layers: LayerSource = layers or ResidentLayers(self._own_layers)
         self.device: torch.device = model.get_input_embeddings().weight.device
+        self._residual = ResidualRows(self.device, on_host=hidden_on_host)
         decoder.layers = nn.ModuleList(_StandIn(layer, i, self) for i, layer in enumerate(self._own_layers))
         self._decoder = decoder
         self._recording: Recording | None = None
@@ -181,13 +184,14 @@ class LayerWalk:
     ) -> None:
         """Bring all chunks through one layer; its output overwrites its input. The last layer computes only K,V."""
         last = index == len(self.layers) - 1
-        for chunk, call in zip(state.chunks, state.calls, strict=True):
+        spans = [(chunk.start, chunk.end) for chunk in state.chunks]
+        rows_of_chunks = self._residual.each(state.hidden, spans)
+        for chunk, call, rows in zip(state.chunks, state.calls, rows_of_chunks, strict=True):
             attention.chunk(chunk, keys_only=last)
-            rows = state.hidden[:, chunk.start : chunk.end]
             if last:
                 self._store_keys(layer, rows, call[index], attention)
             else:
-                state.hidden[:, chunk.start : chunk.end] = self.call(layer, rows, call[index], attention)
+                self._residual.write(state.hidden, chunk.start, self.call(layer, rows, call[index], attention))
             tick((chunk.end - chunk.start) / len(self.layers))
 
     def call(self, layer: nn.Module, rows: Tensor, call: LayerCall, attention: ForestAttention) -> Tensor:
@@ -213,7 +217,7 @@ class LayerWalk:
             at = torch.as_tensor(last.tokens)
             recording = self.record(state.tokens[at], state.tree.positions[last.tokens])
             attention.last_tokens(last)
-            hidden = state.hidden[:, at.to(self.device)]
+            hidden = self._residual.pick(state.hidden, at)
             rows.append(self.call(layer, hidden, recording.calls[-1], attention))
         return torch.cat(rows, dim=1)[:, torch.as_tensor(np.argsort(in_order), device=self.device)]
 
@@ -256,8 +260,8 @@ class LayerWalk:
         """Ask the rule after layer `index` which reads go on; take out the others and what only they needed."""
         if not state.reads:
             return
-        ends = torch.as_tensor(state.last_tokens, device=self.device)
-        going = list(exits(index, state.reads, state.hidden[0, ends]))
+        ends = torch.as_tensor(state.last_tokens)
+        going = list(exits(index, state.reads, self._residual.pick(state.hidden, ends)[0]))
         if going == list(state.reads):
             return
         if not set(going) <= set(state.reads):
@@ -275,9 +279,10 @@ class LayerWalk:
         state.tokens, state.tree = state.tokens[torch.as_tensor(left.tokens)], Tree(left.pack)
         state.chunks, state.calls = self._chunks(state.tree, len(left.tokens)), []
         attention.resize(left.pack.held_tokens + len(left.tokens))
-        at = torch.as_tensor(left.tokens, device=self.device)
+        at = torch.as_tensor(left.tokens)
         for chunk in state.chunks:  # in place: a row's new place is never behind its old one
-            state.hidden[:, chunk.start : chunk.end] = state.hidden[:, at[chunk.start : chunk.end]]
+            rows = self._residual.pick(state.hidden, at[chunk.start : chunk.end])
+            self._residual.write(state.hidden, chunk.start, rows)
         state.hidden = state.hidden[:, : len(left.tokens)]
         buffers = CallBuffers(len(left.tokens))
         state.calls = [self._arguments(state.tokens, chunk, buffers)[1] for chunk in state.chunks]
@@ -293,8 +298,8 @@ class LayerWalk:
         for chunk in chunks:
             rows, call = self._arguments(tokens, chunk, buffers)
             if hidden is None:
-                hidden = torch.empty((1, len(tokens), rows.shape[-1]), dtype=rows.dtype, device=self.device)
-            hidden[:, chunk.start : chunk.end] = rows
+                hidden = self._residual.empty(len(tokens), rows)
+            self._residual.write(hidden, chunk.start, rows)
             calls.append(call)
             del rows  # before the next chunk's are made
         if hidden is None:

@@ -76,6 +76,30 @@ class ThreadCounts(BaseModel):
     max: int
 
 
+class WeightsUse(BaseModel):
+    """How the model's weights were kept: `resident` in memory, or as a `stream` from the files."""
+
+    mode: Literal["resident", "stream"]
+    bytes: int  # of all weights, in the dtype they are used in
+    memory_bytes: int  # of those on the device at a time, at most
+    weights_over_memory: float  # all weights over all memory of the device
+    bytes_read: int = 0  # of layers, from the files
+    seconds_waited: float = 0.0  # in which nothing was computed because a layer was not there yet
+
+    @classmethod
+    def of_workers(cls, used: Sequence[WeightsUse]) -> WeightsUse | None:
+        """What several workers took together; None without any. Of their waiting, the longest."""
+        if not used:
+            return None
+        return used[0].model_copy(
+            update={
+                "memory_bytes": sum(each.memory_bytes for each in used),
+                "bytes_read": sum(each.bytes_read for each in used),
+                "seconds_waited": max(each.seconds_waited for each in used),
+            }
+        )
+
+
 class WorkerCounts(BaseModel):
     """What a worker did in this run."""
 
@@ -87,6 +111,7 @@ class WorkerCounts(BaseModel):
     device_bytes: int
     own_bytes: int | None  # at the end, with pages that several processes share divided among them
     threads: tuple[int, int] | None  # fewest and most that computed
+    weights: WeightsUse | None = None  # None where its engine does not say
 
 
 class Histogram(BaseModel):
@@ -163,6 +188,7 @@ class RunReport(BaseModel):
     packs: int = 0
     workers: list[WorkerCounts] = Field(default_factory=list)  # of the run's last ones, where there are several
     threads: ThreadCounts | None = None  # None where another process computes, or nothing was computed
+    weights: WeightsUse | None = None  # None where the engine does not say, or nothing was loaded
     settings: dict[str, Any] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)
     fingerprint: dict[str, str] = Field(default_factory=dict)

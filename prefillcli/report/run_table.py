@@ -52,5 +52,12 @@ def run_lines(report: RunReport) -> Iterator[tuple[str, str]]:
         "peak memory",
         f"{mebibytes(peak.host)} MiB host" + (f", {mebibytes(peak.device)} MiB device" if peak.device else ""),
     )
+    if report.weights is not None and report.weights.mode == "stream":
+        used = report.weights
+        yield (
+            "weights",
+            f"{mebibytes(used.bytes)} MiB streamed in {mebibytes(used.memory_bytes)} MiB; {mebibytes(used.bytes_read)} "
+            f"MiB read, {used.seconds_waited:.1f} seconds waited for them",
+        )
     yield "output", report.output or "none"
     yield "report", ", ".join(filter(None, (report.report, report.page))) or "none"

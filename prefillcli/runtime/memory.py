@@ -57,6 +57,18 @@ def loadable_memory(device: torch.device) -> int | None:
     return most
 
 
+def device_capacity(device: torch.device) -> int:
+    """All memory of the device, or of the host within the limit of its control group."""
+    if device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[1])
+    most = total_memory()
+    with suppress(OSError, ValueError):
+        most = min(most, _group("memory.max"))
+    return most
+
+
 def process_memory(field: str, pid: int | None = None) -> int:
     """A line of /proc/PID/status, such as VmRSS, VmHWM or VmData. Raises OSError where there is none."""
     for line in _process(pid, "status").read_text().splitlines():

@@ -76,6 +76,9 @@ class FakeEngine(PackByPack):
     def holds(self, key: Key) -> bool:
         return False
 
+    def weights_report(self) -> None:
+        return None
+
     def close(self) -> None:
         pass
 

@@ -31,6 +31,9 @@ ASKING: dict[str, Any] = {
     "pack_tokens": 1000,
     "chunk_tokens": 100,
     "prefix_kv": "offload",
+    "weights": "stream",
+    "weights_memory": "8GiB",
+    "hidden": "host",
     "dry_run": True,
     "price_per_hour": 2.0,
 }

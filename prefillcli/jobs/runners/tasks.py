@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from prefillcli.engines.base import Answer, LabelTokens
+from prefillcli.engines.base import Answer, LabelTokens, WeightsReport
 from prefillcli.engines.memory_plan import Measured
 from prefillcli.options.score import ScoreSettings
 from prefillcli.plan.pack import Limits
@@ -99,6 +99,7 @@ class WorkerReport:
     device_bytes: int
     own_bytes: int | None
     threads: tuple[int, int] | None
+    weights: WeightsReport | None = None
 
 
 Task = AnswerTask | EstimateTask | ReportTask

@@ -49,6 +49,7 @@ class Worker:
             measured=spec.measured,
             share=spec.share,
             planned=spec.planned,
+            placement=settings,
         )
         self._number = spec.number
         self._packs = self._tokens = 0
@@ -128,6 +129,7 @@ class Worker:
             host_bytes=peak["host"],
             device_bytes=peak["device"],
             own_bytes=proportional_memory(),
+            weights=self._models.engine.weights_report(),
             threads=None if threads is None or not threads.ran else (threads.ran[0], threads.ran[1]),
         )
 
