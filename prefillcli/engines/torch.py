@@ -26,7 +26,7 @@ from prefillcli.models import open as models
 from prefillcli.models.load import load_model, load_streamed
 from prefillcli.models.open import Opened
 from prefillcli.models.stream_speed import measure_speed
-from prefillcli.models.streaming import StreamedLayers
+from prefillcli.models.streamed_layers import StreamedLayers
 from prefillcli.models.weights import plan_weights
 from prefillcli.plan.account import account
 from prefillcli.plan.pack import Key, Limits, Pack

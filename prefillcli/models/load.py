@@ -17,7 +17,7 @@ from prefillcli.models.families import VERIFIED
 from prefillcli.models.find import ModelFiles
 from prefillcli.models.placement import Placement, layers_prefix, place_weights
 from prefillcli.models.rehearsal import rehearse
-from prefillcli.models.streaming import ROLLING_SLOTS, StreamedLayers, slot_bytes
+from prefillcli.models.streamed_layers import ROLLING_SLOTS, StreamedLayers, slot_bytes
 from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError, register
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from prefillcli.models.streaming import StreamedLayers
+from prefillcli.models.streamed_layers import StreamedLayers
 
 _ROWS = 512
 _ROUNDS = 3

@@ -24,7 +24,7 @@ from prefillcli.models.families import VERIFIED
 from prefillcli.models.find import ModelFiles, read_model_files
 from prefillcli.models.load import load_model, load_streamed
 from prefillcli.models.stream_speed import StreamSpeed, measure_speed
-from prefillcli.models.streaming import StreamedLayers, spread
+from prefillcli.models.streamed_layers import StreamedLayers, spread
 from prefillcli.models.weight_files import WeightFiles
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
