@@ -18,6 +18,14 @@ SHAPES = {
         "num_attention_heads": 10,
         "num_key_value_heads": 10,
     },
+    "narrow": {
+        "hidden_size": 128,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 8_000,
+    },
     "600M": {"hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 17, "num_attention_heads": 12},
 }
 

@@ -30,6 +30,10 @@ ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
+#: Families whose position encodings stay float32, whatever the model's dtype.
+FLOAT32_ROTARY = frozenset({"olmo2"})
+
+
 def refusal(whole: Any, text: Any, *, causal: bool, walk: bool) -> str | None:
     """Why a model cannot be scored, or not be walked if `walk`; None if its configuration gives no reason.
 

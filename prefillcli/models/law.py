@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from prefillcli.errors import ResourceError
+from prefillcli.models.families import FLOAT32_ROTARY
 from prefillcli.models.shape import Shape
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.walk import LOGIT_BYTES
@@ -25,6 +26,7 @@ MIN_CHUNK_TOKENS = 64
 CHUNK_SHARE = 1 / 8  # of the budget, at most, for what a layer makes of one chunk
 FREE_SHARE = 0.7  # of the free memory, taken where no budget is given
 VOTES_SHARE = 0.25  # of a draft's budget, for the importance of tokens
+POSITION_BYTES = 8
 HELD_SHARE = 0.5  # of the budget, at most, for K,V kept from pack to pack
 
 
@@ -34,7 +36,7 @@ class MemoryLaw:
 
     residual: int  # a token's row of the residual stream
     key_value: int  # a token's K,V in one layer
-    rotary: int  # a token's position encoding
+    rotary: int  # a token's position, and its encoding
     layers: int
     transient: int  # what a layer makes for one token of a chunk
     vocabulary: int
@@ -66,11 +68,12 @@ def memory_law(config: Any, dtype: torch.dtype) -> MemoryLaw:
     # Normed rows in float32 and rows in dtype; q, k, v before and after rotation and the output twice; gate, up,
     # their product and its activation.
     rows = shape.hidden * (3 * 4 + 3 * size)
+    rotary = torch.float32.itemsize if config.model_type in FLOAT32_ROTARY else size
     attention = 4 * (shape.heads + shape.kv_heads) * shape.head_width
     return MemoryLaw(
         residual=shape.hidden * size,
         key_value=2 * shape.kv_heads * shape.head_width * size,
-        rotary=2 * shape.head_width * size,
+        rotary=2 * shape.head_width * shape.ropes * rotary + POSITION_BYTES,
         layers=shape.layers,
         transient=rows + size * (attention + 4 * shape.inner),
         vocabulary=shape.vocabulary,

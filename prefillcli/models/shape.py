@@ -83,6 +83,12 @@ class Shape:
         return [window if kind == "sliding_attention" else None for kind in kinds]
 
     @property
+    def ropes(self) -> int:
+        """How many rotary encodings the layers have: one each for some kinds of layers, or one for all."""
+        parameters = getattr(self._config, "rope_parameters", None) or {}
+        return max(1, sum(isinstance(each, dict) for each in parameters.values()))
+
+    @property
     def inner(self) -> int:
         """Inner width of the MLP: of a dense one, or of a token's experts with an input row for each."""
         width = self._first("intermediate_size") or 4 * self.hidden

@@ -14,10 +14,14 @@ from benchmarks.models import random_llama
 from prefillcli.errors import ResourceError
 from prefillcli.models.law import choose_chunk, memory_law, pack_limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill.forest import ATTENTION
+from prefillcli.prefill import walk as walk_module
+from prefillcli.prefill.forest import ATTENTION, register
+from prefillcli.prefill.layer_calls import CallBuffers
 from prefillcli.prefill.walk import LayerWalk
 from prefillcli.profile.prompts import prompts_with_histories, random_prompt
 from prefillcli.runtime.memory import available_memory
+from tests.prefill.families import FAMILIES, make_model
+from tests.prefill.test_walk import ONE_PACK, mixed
 
 CPU = torch.device("cpu")
 CHUNK = 512
@@ -35,6 +39,42 @@ def test_the_law_of_an_8b_llama_is_12_kib_a_token() -> None:
     law = memory_law(LLAMA_8B, torch.bfloat16)
     assert law.residual + law.key_value == 12 * 1024
     assert law.key_value * law.layers == 128 * 1024, "what keeping all layers' K,V would take"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_law_counts_what_the_layers_are_called_with(
+    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[CallBuffers] = []
+
+    class Watched(CallBuffers):
+        def __init__(self, tokens: int) -> None:
+            super().__init__(tokens)
+            made.append(self)
+
+    monkeypatch.setattr(walk_module, "CallBuffers", Watched)
+    register()
+    model = make_model(family, dtype)
+    model.set_attn_implementation(ATTENTION)
+    (pack,) = make_plan(mixed(), ONE_PACK).packs
+    walk = LayerWalk(model, chunk_tokens=97)
+    state = walk.begin(pack)
+    law, tokens = memory_law(model.config, dtype), len(pack.tokens)
+    assert state.hidden.nbytes == law.residual * tokens
+    taken = sum(buffer.nbytes for buffer in made[0]._buffers.values())
+    half = 0.5 if family == "gpt_oss" else 1  # whose tables have each number once
+    assert half * (law.rotary - 8) <= taken / tokens - 8 <= law.rotary - 8
+
+
+def test_on_the_host_the_residual_stream_takes_nothing_of_the_device() -> None:
+    law = memory_law(LLAMA_8B, torch.bfloat16)
+    other = law.with_hidden_on_host()
+    assert other.token == law.token - 8 * 1024
+    assert other.host == 8 * 1024
+    assert other.constant(CHUNK) == law.constant(CHUNK) + 3 * CHUNK * 8 * 1024
+    limits = pack_limits(other, budget=1 << 40, device=CPU, chunk_tokens=CHUNK, pack_tokens=1 << 30)
+    assert limits.max_tokens <= available_memory(CPU) / other.host, "the host's memory ends it"
 
 
 def test_limits_follow_from_the_budget() -> None:
