@@ -152,7 +152,12 @@ def _confirm(pipe: Connection, folder: Path, tokens: int, streamed: bool, stretc
     with closing(LayerWalk(load_model(files, cpu), chunk_tokens=chunk)) as walk:
         list(walk.read_logits(short))  # what is set up once is not the prompt's
     begun = time.monotonic()
-    result = {"tokens": length, "streamed": streamed, "budget_bytes": budget, "weights_bytes": _size(folder)}
+    result: dict[str, Any] = {
+        "tokens": length,
+        "streamed": streamed,
+        "budget_bytes": budget,
+        "weights_bytes": _size(folder),
+    }
     with closing(LayerWalk(model, chunk_tokens=chunk, layers=layers)) as walk, enforced("cpu", budget):
         try:
             peak = peak_bytes(partial(_run, walk, pack), "cpu")

@@ -56,8 +56,8 @@ def run_lines(report: RunReport) -> Iterator[tuple[str, str]]:
         used = report.weights
         yield (
             "weights",
-            f"{mebibytes(used.bytes)} MiB streamed in {mebibytes(used.memory_bytes)} MiB; {mebibytes(used.bytes_read)} "
-            f"MiB read, {used.seconds_waited:.1f} seconds waited for them",
+            f"{mebibytes(used.bytes)} MiB streamed in {mebibytes(used.memory_bytes)} MiB; "
+            f"{mebibytes(used.bytes_read)} MiB read, {used.seconds_waited:.1f} seconds waited for them",
         )
     yield "output", report.output or "none"
     yield "report", ", ".join(filter(None, (report.report, report.page))) or "none"
