@@ -65,6 +65,7 @@ def test_no_page_names_an_option_that_does_not_exist(page: Path) -> None:
     known |= {"--install-completion", "--show-completion"}
     known |= {"--case", "--dtype", "--model", "--rounds", "--scale"}  # of python -m benchmarks
     known |= {"--document", "--questions"}  # of python -m benchmarks.details windows
+    known |= {"--confirm"}  # of python -m benchmarks.longest
     known |= {"--workload", "--try", "--no-try"}  # of python -m benchmarks.peers
     assert options(page.read_text()) <= known
 
