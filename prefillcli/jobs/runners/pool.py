@@ -61,6 +61,7 @@ class Pool:
 
         Where the engine `plans` packs, the first worker does so for all, before the others begin. With `pack_tokens`
         packs have no more than that, or twice the longest prompt: with many small packs, all workers end together.
+        Packs for streamed weights stay as they are planned.
         """
         first = 1 if plans else self.size
         with self._stop.at_once():
@@ -71,7 +72,7 @@ class Pool:
         ready = started[0]
         self.plan, self.whole_packs = ready.plan, ready.whole_packs
         self.limits = self._most = ready.limits
-        self._pack_tokens = pack_tokens
+        self._pack_tokens = None if ready.streams else pack_tokens
         self._spec = replace(self._spec, plan=ready.plan, planned=True)
         with self._stop.at_once():
             self.dispatcher.start(range(first, self.size))

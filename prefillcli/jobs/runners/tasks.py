@@ -38,11 +38,15 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A worker has loaded its models. `limits`, `whole_packs` and `plan` are those of its engine."""
+    """A worker has loaded its models. `limits`, `whole_packs` and `plan` are those of its engine.
+
+    Where it `streams` weights, small packs would wait for them.
+    """
 
     limits: Limits
     whole_packs: bool
     plan: dict[str, Any]
+    streams: bool = False
 
 
 @dataclass(frozen=True, slots=True)

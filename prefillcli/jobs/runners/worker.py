@@ -58,7 +58,9 @@ class Worker:
     def ready(self) -> Ready:
         """What the driver has to know of the loaded models."""
         engine = self._models.engine
-        return Ready(engine.limits, engine.whole_packs, self._models.plan)
+        weights = engine.weights_report()
+        streams = weights is not None and weights.mode == "stream"
+        return Ready(engine.limits, engine.whole_packs, self._models.plan, streams)
 
     def run(self, task: Task, tell: Tell) -> Result:
         """Do a task. Raises ResourceError if the engine cannot go on, and what else it raises."""
