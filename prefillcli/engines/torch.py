@@ -48,7 +48,11 @@ def load(request: LoadRequest) -> Loaded[TorchEngine]:
     source: StreamedLayers | None = None
     if weights.streamed:
         model, source = load_streamed(
-            opened.files, opened.device, memory=weights.memory, trust_remote_code=choice.trust_remote_code
+            opened.files,
+            opened.device,
+            memory=weights.memory,
+            share=request.share,
+            trust_remote_code=choice.trust_remote_code,
         )
     else:
         model = load_model(opened.files, opened.device, trust_remote_code=choice.trust_remote_code)

@@ -131,3 +131,20 @@ def test_the_residual_stream_on_the_host_gives_the_same_rows(deep: Path) -> None
     assert score("in.parquet", "b.parquet", model=deep, pack_tokens=128, hidden="host")["exit_code"] == 0
     assert rows_of("a.parquet") == rows_of("b.parquet")
     assert json.loads(Path("b.run.json").read_text())["settings"]["hidden"] == "host"
+
+
+def test_workers_stream_each_for_themselves(deep: Path) -> None:
+    flags = {"model": deep, "pack_tokens": 128, "weights": "stream"}
+    assert score("in.parquet", "one.parquet", weights_memory="2MiB", **flags)["exit_code"] == 0
+    little = score("in.parquet", "two.parquet", weights_memory="3MiB", workers=2, **flags)
+    assert little["exit_code"] == 5
+    assert "1.5 MiB for each worker is too little" in little["error"]
+    assert "give 4MiB or more" in little["error"]
+    assert score("in.parquet", "two.parquet", weights_memory="4MiB", workers=2, **flags)["exit_code"] == 0
+    for own, other in zip(rows_of("two.parquet"), rows_of("one.parquet"), strict=True):
+        assert own["error"] is None
+        assert abs(own["score"] - other["score"]) < 1e-6
+    weights = read_report("two.run.json")["weights"]
+    assert weights["mode"] == "stream"
+    assert weights["memory_bytes"] <= 4 << 20
+    assert weights["bytes_read"] > 0
