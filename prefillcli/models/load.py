@@ -68,9 +68,9 @@ def load_streamed(
 ) -> tuple[PreTrainedModel, StreamedLayers]:
     """The model on `device` without the weights of its decoder layers, and the source that reads these from the files.
 
-    At most `memory` bytes of weights will be on the device, this process's `share` of what all may take. Raises ResourceError, with what it takes, where that is
-    too little; UnsupportedModelError for a family that is not verified, and for files that cannot be read layer by
-    layer.
+    At most `memory` bytes of weights will be on the device, this process's `share` of what all may take. Raises
+    ResourceError, with what it takes, where that is too little; UnsupportedModelError for a family that is not
+    verified, and for files that cannot be read layer by layer.
     """
     register()
     if files.family not in VERIFIED:
@@ -92,10 +92,11 @@ def load_streamed(
     sizes = [slot_bytes(parts, device) for parts in placement.layers]
     least = around + min(ROLLING_SLOTS, len(sizes)) * max(sizes)
     if memory < least:
+        each = " for each worker" if share < 1 else ""
         raise ResourceError(
-            f"--weights-memory: {memory / 2**20:,.1f} MiB{' for each worker' if share < 1 else ''} is too little for "
-            f"{files.path}: embedding and head take {around / 2**20:,.1f} MiB and a layer {max(sizes) / 2**20:,.1f} MiB"
-            f"\ngive {math.ceil(least / share / 2**20)}MiB or more, which is room for two layers"
+            f"--weights-memory: {memory / 2**20:,.1f} MiB{each} is too little for {files.path}: embedding and head take "
+            f"{around / 2**20:,.1f} MiB and a layer {max(sizes) / 2**20:,.1f} MiB\n"
+            f"give {math.ceil(least / share / 2**20)}MiB or more, which is room for two layers"
         )
     per_token = getattr(files.config, "num_experts_per_tok", None) or 0
     return model, StreamedLayers(
