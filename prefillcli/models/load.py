@@ -92,9 +92,9 @@ def load_streamed(
     sizes = [slot_bytes(parts, device) for parts in placement.layers]
     least = around + min(ROLLING_SLOTS, len(sizes)) * max(sizes)
     if memory < least:
-        each = " for each worker" if share < 1 else ""
+        given = f"{memory / 2**20:,.1f} MiB{' for each worker' if share < 1 else ''}"
         raise ResourceError(
-            f"--weights-memory: {memory / 2**20:,.1f} MiB{each} is too little for {files.path}: embedding and head take "
+            f"--weights-memory: {given} is too little for {files.path}: embedding and head take "
             f"{around / 2**20:,.1f} MiB and a layer {max(sizes) / 2**20:,.1f} MiB\n"
             f"give {math.ceil(least / share / 2**20)}MiB or more, which is room for two layers"
         )
