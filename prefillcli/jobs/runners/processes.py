@@ -98,6 +98,8 @@ class ProcessCrew:
             return (), {"device": f"cuda:{number}"}, {}
         cores = core_groups(self.size)[number]
         threads = self._threads or len(cores) or max(1, allowed() // self.size)
+        if threads == 1 and self._engine != "vllm":
+            return (), {"threads": 1}, {}  # the kernel moves it when another program takes its core
         if self._engine == "vllm":
             bind = ",".join(map(str, cores))
             return cores, {}, {"VLLM_CPU_OMP_THREADS_BIND": bind} if bind else {}
