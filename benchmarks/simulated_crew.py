@@ -37,14 +37,18 @@ class SimulatedCrew:
         self._speed = speed or {}
         self._waiting: dict[int, deque[Task]] = {}
         self._held: dict[int, set[Key]] = {}
+        self._dead: set[int] = set()  # not begun again yet
         self._events: list[tuple[float, int, Event]] = []  # a heap
         self._count = 0
 
     def start(self, spec: WorkerSpec) -> None:
         self._waiting[spec.number], self._held[spec.number] = deque(), set()
+        self._dead.discard(spec.number)
         self._later(0.0, Started(spec.number, Ready(self._limits, True, {})))
 
     def send(self, worker: int, task: Task) -> None:
+        if worker in self._dead:
+            return  # `wait` will say so
         self._waiting[worker].append(task)
         if len(self._waiting[worker]) == 1:
             self._begin(worker)
@@ -65,7 +69,7 @@ class SimulatedCrew:
     def _begin(self, worker: int) -> None:
         task = self._waiting[worker][0]
         if self._dies(worker, task):
-            self._waiting[worker].clear()
+            self._dead.add(worker)
             self._later(0.5, Lost(worker, "was ended by signal 9 (SIGKILL)"))
         elif isinstance(task, AnswerTask):
             pack, held = task.work.pack, self._held[worker]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from benchmarks.simulated_crew import SimulatedCrew
@@ -141,6 +141,7 @@ def test_workers_that_are_lost_over_and_over_end_the_run() -> None:
         run(SimulatedCrew(2, dies=lambda worker, task: True), work.groups)
 
 
+@example(prompts=[[0], [0] * 6], tokens=5, workers=2, deaths={0})
 @given(
     prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=30),
     tokens=st.integers(5, 40),
