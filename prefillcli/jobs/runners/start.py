@@ -41,6 +41,7 @@ def start_pool(
     """
     from prefillcli.models.law import PACK_TOKENS
 
+    kind = opened.device.type if opened.device is not None else "cpu"
     crew = RUNNERS[settings.runner].crew(settings, opened)
     folders = {"model": str(opened.files.path), "revision": None}
     if opened.draft is not None:
@@ -49,14 +50,13 @@ def start_pool(
         number=0,
         settings=settings.model_copy(update=folders),
         keep=keep,
-        share=1.0 if settings.device.startswith("cuda") else 1 / crew.size,
+        share=1.0 if kind == "cuda" else 1 / crew.size,
         plan=before,
         measured=profile,
         digests=digests if crew.digests_needed else {},
     )
     pool = Pool(crew, spec, lambda spec, number: replace(spec, number=number), cost=_cost(opened, profile), stop=stop)
     try:
-        kind = opened.device.type if opened.device is not None else "cpu"
         tokens = None if settings.pack_tokens else int(PACK_TOKENS[kind] * PACK_SHARE)
         pool.begin(plans="packs" in ENGINES[settings.engine].can, pack_tokens=tokens)
     except BaseException:
