@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from benchmarks.balance import WORKLOADS, share_out
 from benchmarks.simulated_crew import SimulatedCrew
 from prefillcli.engines.base import LabelTokens
 from prefillcli.errors import ResourceError
@@ -96,6 +97,14 @@ def test_a_long_prefix_is_not_computed_twice_for_a_short_rest() -> None:
     crew = SimulatedCrew(2)
     run(crew, work.groups)
     assert crew.refilled == 0
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_a_job_of_several_windows_is_shared_out_evenly(workload: str) -> None:
+    """On the simulated clock, so the numbers are the same on every machine."""
+    found = share_out(40_000, 8, 8_192, workload)
+    assert found.ratio < 1.1
+    assert found.windows <= 3
 
 
 def test_a_slow_worker_keeps_nobody_waiting() -> None:
