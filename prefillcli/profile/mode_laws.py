@@ -17,7 +17,7 @@ from prefillcli.models.law import memory_law
 from prefillcli.models.shape import Shape
 from prefillcli.prefill.walk import LOGIT_BYTES
 
-_IDS = 16  # token id and position, int64 each
+_IDS = 8  # token id, int64; the position is in the law
 
 
 @dataclass(frozen=True, slots=True)

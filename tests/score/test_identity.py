@@ -96,6 +96,7 @@ OTHER: dict[str, Any] = {
     "engine_options": {"attn_implementation": "eager"},
     "device": "cpu",
     "shard": "2/4",
+    "worker_resources": {"num_cpus": 2},
 }
 VALUES = (0.5, 5, "5MiB", "text", True, False)
 #: What else there must be to see a change.
