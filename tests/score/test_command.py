@@ -56,14 +56,14 @@ def assert_stable_report(path: str) -> dict:
 @pytest.mark.parametrize("arguments", [["--help"], ["score", "--help"]])
 def test_help_answers_at_once(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "prefillcli", *arguments]
-    seconds = []  # of the processor; the least, because busy neighbours make each instruction slower
+    seconds = []  # of the processor: others may be busy with it too
     for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert "score" in shown
-    assert min(seconds) < HELP_SECONDS
+    assert statistics.median(seconds) < HELP_SECONDS
 
 
 def test_help_and_wrong_options_import_no_torch() -> None:
