@@ -16,6 +16,7 @@ from prefillcli.errors import PrefillError
 from prefillcli.options.bench import BenchSettings
 from prefillcli.options.commands import COMMANDS
 from prefillcli.options.groups import ModelOptions
+from prefillcli.options.help_page import GroupedCommand
 from prefillcli.options.inspect import InspectSettings
 from prefillcli.options.load import load_settings
 from prefillcli.options.merge import MergeSettings
@@ -34,7 +35,8 @@ app = typer.Typer(
     name="prefill",
     help="Offline, prefill-only LLM scoring: one probability per row.",
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},  # commands take it over
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},  # commands take it over
+    rich_markup_mode=None,  # help pages are plain text: see GroupedCommand
     pretty_exceptions_enable=False,
 )
 
@@ -90,7 +92,7 @@ def _job(run: Callable[[AnyOptions], Summary]) -> Callable[[AnyOptions], Summary
     command.__doc__ = run.__doc__
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
     command.__annotations__ = {each.name: each.annotation for each in parameters}
-    app.command(name)(command)
+    app.command(name, cls=GroupedCommand)(command)
     return run
 
 
@@ -154,11 +156,11 @@ _Output = Annotated[str, typer.Argument(metavar="OUTPUT", help="What prefill sco
 _Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Warnings and errors only.", rich_help_panel=RUN)]
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 def verify(
     output: _Output,
     inputs: Annotated[
-        list[str] | None, typer.Argument(metavar="INPUT...", help="What it was made of; its rows are compared.")
+        list[str] | None, typer.Argument(metavar="INPUT", help="What it was made of; its rows are compared.")
     ] = None,
     quiet: _Quiet = False,
 ) -> None:
@@ -171,7 +173,7 @@ def verify(
     _finish(verify_job(output, inputs or (), quiet=quiet))
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 def status(output: _Output, quiet: _Quiet = False) -> None:
     """Tell whether the job of OUTPUT is running, with its rate and expected end, has stopped, or is complete.
 

@@ -18,7 +18,7 @@ def parameters_of(settings: type[Settings]) -> list[inspect.Parameter]:
     place = settings.given_by_place()
     field = settings.model_fields[place]
     kind: Any = str if field.annotation is str else list[str]
-    metavar = "OUTPUT" if kind is str else "INPUT..." if field.is_required() else "[INPUT]..."
+    metavar = "OUTPUT" if kind is str else "INPUT"
     recipe = typer.Option("--recipe", metavar="FILE", help="YAML with options by name.", rich_help_panel=RUN)
     return [
         _parameter(place, kind, typer.Argument(metavar=metavar, help=field.description)),

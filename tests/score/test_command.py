@@ -88,7 +88,7 @@ def test_help_groups_every_option() -> None:
     for name in ("--output", "--labels", "--resume", "--overwrite", "--recipe", "--on-long", "--schedule"):
         assert name in shown
     for panel in ("Files", "Model", "Prompts", "Answers", "Memory and speed", "Run"):
-        assert f" {panel} " in shown
+        assert f"\n{panel}:\n" in shown
 
 
 def test_version_is_data() -> None:
