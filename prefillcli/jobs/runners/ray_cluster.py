@@ -10,6 +10,7 @@ from typing import Any
 
 from prefillcli.errors import ResourceError, UsageError, brief
 from prefillcli.runtime.cores import allowed
+from prefillcli.runtime.extras import require_extra
 
 _STORE_BYTES = 256 << 20  # of a Ray of our own: tasks are some MB
 _PATIENCE = 10.0  # seconds for an address to answer
@@ -55,10 +56,11 @@ class RayCluster:
         """
         for name, value in {**_VARIABLES, **self._said()}.items():
             os.environ.setdefault(name, value)
+        require_extra("ray", "--runner ray")
         try:
             import ray
-        except ImportError as error:
-            raise UsageError(f"--runner ray: {brief(error)}\npip install 'prefillcli[ray]'") from None
+        except ImportError as error:  # a package that Ray needs
+            raise UsageError(f"--runner ray: Ray cannot be imported: {brief(error)}") from None
         if not ray.is_initialized():
             self._refuse_silence()
             try:

