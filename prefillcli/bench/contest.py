@@ -29,8 +29,9 @@ from prefillcli.compress.pickers.registry import PICKERS
 from prefillcli.data.prompts.spans import Spans, spans_of
 from prefillcli.data.rows import Float64Array
 from prefillcli.errors import PrefillError
-from prefillcli.stats.audit import auc, audit_of, flip_interval
+from prefillcli.stats.audit import audit_of, flip_interval
 from prefillcli.stats.probabilities import label_probabilities
+from prefillcli.stats.ranking import auc
 
 _STEADY = 1.5  # longest round of a method over its shortest: above it, the machine was busy
 _MEASURABLE = 0.5  # seconds; shorter rounds always differ

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict
 
+from prefillcli.stats.intervals import check_confidence, exact_interval, exact_upper
+from prefillcli.stats.ranking import auc
+
 _THRESHOLD = 0.5  # of two labels, the one above it is the answer
 
 
@@ -93,14 +96,13 @@ def flip_interval(flips: int, rows: int, confidence: float = 0.95) -> tuple[floa
     Raises ValueError unless 0 <= flips <= rows and 0 < confidence < 1.
     """
     _check(flips, rows, confidence)
-    tail = (1 - confidence) / 2
-    return _lower(flips, rows, tail), _upper(flips, rows, tail)
+    return exact_interval(flips, rows, confidence)
 
 
 def flip_bound(flips: int, rows: int, confidence: float = 0.95) -> float:
     """The one-sided exact upper bound of the flip rate; 1 without rows. Raises ValueError like `flip_interval`."""
     _check(flips, rows, confidence)
-    return _upper(flips, rows, 1 - confidence)
+    return exact_upper(flips, rows, 1 - confidence)
 
 
 def rows_for(max_flips: float, flips: int = 0, confidence: float = 0.95) -> int:
@@ -123,41 +125,10 @@ def rows_for(max_flips: float, flips: int = 0, confidence: float = 0.95) -> int:
     return enough
 
 
-def auc(scores: Sequence[float], positive: Sequence[bool]) -> float | None:
-    """The area under the ROC curve of finite scores, from the rank sum (Mann and Whitney); a tie counts half.
-
-    None unless there are both positive and negative rows. Raises ValueError if the lengths differ.
-    """
-    from scipy.stats import rankdata
-
-    if len(scores) != len(positive):
-        raise ValueError(f"{len(scores)} scores for {len(positive)} answers")
-    positives = sum(map(bool, positive))
-    negatives = len(positive) - positives
-    if not positives or not negatives:
-        return None
-    ranks = rankdata(scores)
-    above = sum(float(rank) for rank, right in zip(ranks, positive, strict=True) if right)
-    return (above - positives * (positives + 1) / 2) / (positives * negatives)
-
-
-def _lower(flips: int, rows: int, tail: float) -> float:
-    from scipy.special import betaincinv
-
-    return 0.0 if flips == 0 else float(betaincinv(flips, rows - flips + 1, tail))
-
-
-def _upper(flips: int, rows: int, tail: float) -> float:
-    from scipy.special import betaincinv
-
-    return 1.0 if flips == rows else float(betaincinv(flips + 1, rows - flips, 1 - tail))
-
-
 def _check(flips: int, rows: int, confidence: float) -> None:
     if not 0 <= flips <= rows:
         raise ValueError(f"{flips} flips of {rows} rows")
-    if not 0 < confidence < 1:
-        raise ValueError(f"a confidence is between 0 and 1, not {confidence}")
+    check_confidence(confidence)
 
 
 def _percent(share: float) -> str:

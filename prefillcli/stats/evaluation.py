@@ -1,0 +1,383 @@
+"""What scores are worth beside the right answers: accuracy, ranking, calibration, thresholds, and their intervals.
+
+The figures equal scikit-learn's of the same rows. Arrays in, an `Evaluation` out: where the arrays come from, and
+which rows are shown, is for others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict
+
+from prefillcli.stats.intervals import (
+    Estimate,
+    Figure,
+    Float64Array,
+    Int64Array,
+    Interval,
+    by_chance,
+    mean_estimate,
+    percentile_interval,
+    resampled,
+    share_estimate,
+)
+from prefillcli.stats.ranking import PrecisionRecallCurve, Ranking, RocCurve, ThresholdFigures
+from prefillcli.stats.reliability import (
+    BINS,
+    Binning,
+    ReliabilityBin,
+    brier_losses,
+    brier_score,
+    expected_calibration_error,
+    inner_edges,
+    log_losses,
+    reliability,
+)
+
+BoolArray = npt.NDArray[np.bool_]
+
+_MOST_GROUPS = 1000
+"""More distinct scores than these are resampled in groups of neighbours."""
+
+
+class LabelFigures(BaseModel):
+    """One label against all others."""
+
+    model_config = ConfigDict(frozen=True)
+
+    label: str
+    rows: int  # whose right answer it is
+    predicted: int  # rows
+    precision: Estimate  # share of those predicted that are right
+    recall: Estimate  # share of its rows that are predicted
+    f1: float | None
+    auc: Estimate
+    average_precision: float | None
+    brier: float | None
+
+
+class WantedPrecision(BaseModel):
+    """The lowest threshold that gives a precision, and so the largest recall with it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    wanted: float
+    reached: ThresholdFigures | None
+    best: ThresholdFigures | None  # the most precise threshold, where none reaches it
+    reason: str | None = None  # why none does
+
+
+class Evaluation(BaseModel):
+    """What scores are worth. Probabilities and shares are from 0 to 1; None is a figure that the rows do not tell.
+
+    Of two labels `auc`, `average_precision`, the thresholds and the curves are of the first one, the positive one. Of
+    more labels `auc` is the mean over the labels, each against the rest, and the thresholds and curves are None.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    rows: int = 0  # with a score and a known right answer
+    without_truth: int = 0  # with a score, but without a right answer that is a label
+    errors: int = 0  # without a score
+    confidence: float = 0.95  # of all intervals
+    labels: list[str] = []
+    accuracy: Estimate = Estimate()
+    auc: Estimate = Estimate()
+    average_precision: Estimate = Estimate()
+    brier: Estimate = Estimate()
+    log_loss: Estimate = Estimate()
+    calibration_error: Estimate = Estimate()  # over bins of equal width
+    calibration_error_equal_mass: Estimate = Estimate()
+    bins: int = BINS
+    confusion: list[list[int]] = []  # rows by right answer, then by prediction, in the order of the labels
+    by_label: list[LabelFigures] = []
+    best_f1: ThresholdFigures | None = None
+    wanted_precision: WantedPrecision | None = None
+    reliability: list[ReliabilityBin] = []  # of two labels of the positive one, of more of the predicted one
+    reliability_equal_mass: list[ReliabilityBin] = []
+    roc: RocCurve | None = None
+    precision_recall: PrecisionRecallCurve | None = None
+
+
+def evaluate(
+    scores: Float64Array,
+    truth: BoolArray,
+    labels: Sequence[str] = ("Yes", "No"),
+    *,
+    wanted_precision: float | None = None,
+    confidence: float = 0.95,
+    without_truth: int = 0,
+    errors: int = 0,
+) -> Evaluation:
+    """The figures of two labels: `scores` [rows] are probabilities of the first, `truth` [rows] whether it is right.
+
+    A row is predicted to be the first label from a score of 0.5. `without_truth` and `errors` count the
+    other rows. Raises ValueError if the lengths differ, or a score is not from 0 to 1.
+    """
+    _check(scores, truth, labels, dimensions=1)
+    ranking, predicted = Ranking.of(scores, truth), scores >= 0.5
+    confusion = _confusion((~truth).astype(np.int64), (~predicted).astype(np.int64), 2)
+    wanted = None if wanted_precision is None else _wanted(ranking, wanted_precision)
+    precision = [each.average_precision for each in (ranking, Ranking.of(1 - scores, ~truth))]
+    area = _area(ranking, labels[0], confidence)
+    brier = mean_estimate(brier_losses(scores, truth), confidence)
+    return Evaluation(
+        rows=len(scores),
+        confidence=confidence,
+        labels=list(labels),
+        accuracy=share_estimate(int((predicted == truth).sum()), len(scores), confidence),
+        auc=area,
+        brier=brier,
+        log_loss=mean_estimate(log_losses(scores, truth), confidence),
+        **_resampled_estimates(scores, truth, ranking, confidence),
+        confusion=confusion.tolist(),
+        by_label=[
+            _label_figures(label, confusion, at, area, precision[at], brier.value, confidence)
+            for at, label in enumerate(labels)
+        ],
+        best_f1=ranking.best_f1(),
+        wanted_precision=wanted,
+        reliability=reliability(scores, truth),
+        reliability_equal_mass=reliability(scores, truth, binning="equal-mass"),
+        roc=ranking.roc_curve(),
+        precision_recall=ranking.precision_recall_curve(),
+        without_truth=without_truth,
+        errors=errors,
+    )
+
+
+def evaluate_labels(
+    probabilities: Float64Array,
+    truth: Int64Array,
+    labels: Sequence[str],
+    *,
+    confidence: float = 0.95,
+    without_truth: int = 0,
+    errors: int = 0,
+) -> Evaluation:
+    """The figures of several labels: `probabilities` [rows, labels] and the number of the right label [rows].
+
+    Brier score and log loss are of all labels: the Brier score is the sum over them, 0 to 2. The calibration error is
+    of the likeliest label: how often it is right beside how probable it is. `without_truth` and
+    `errors` count the other rows. Raises ValueError if the lengths differ, or a probability is not from 0 to 1.
+    """
+    _check(probabilities, truth, labels, dimensions=2)
+    rows, predicted = len(truth), _likeliest(probabilities)
+    right, sureness = predicted == truth, probabilities.max(axis=1, initial=0.0)
+    confusion, said = _confusion(truth, predicted, len(labels)), probabilities[np.arange(rows), truth]
+    squares = (probabilities**2).sum(axis=1) - said**2 + (1 - said) ** 2
+    estimates = _resampled_estimates(sureness, right, Ranking.of(sureness, right), confidence)
+    by_label = []
+    for at, label in enumerate(labels):
+        is_label, scores = truth == at, np.ascontiguousarray(probabilities[:, at])
+        ranking = Ranking.of(scores, is_label)
+        brier = brier_score(scores, is_label) if rows else None
+        area = _area(ranking, label, confidence)
+        by_label.append(_label_figures(label, confusion, at, area, ranking.average_precision, brier, confidence))
+    return Evaluation(
+        rows=rows,
+        confidence=confidence,
+        labels=list(labels),
+        accuracy=share_estimate(int(right.sum()), rows, confidence),
+        auc=_mean_over_labels([each.auc.value for each in by_label]),
+        average_precision=_mean_over_labels([each.average_precision for each in by_label]),
+        brier=mean_estimate(squares, confidence),
+        log_loss=mean_estimate(log_losses(said, np.ones(rows, np.bool_)), confidence),
+        calibration_error=estimates["calibration_error"],
+        calibration_error_equal_mass=estimates["calibration_error_equal_mass"],
+        confusion=confusion.tolist(),
+        by_label=by_label,
+        reliability=reliability(sureness, right),
+        reliability_equal_mass=reliability(sureness, right, binning="equal-mass"),
+        without_truth=without_truth,
+        errors=errors,
+    )
+
+
+def surest_wrong(probabilities: Float64Array, truth: Int64Array, most: int) -> list[int]:
+    """The wrongly predicted rows with the most probable predictions, those first; at most so many.
+
+    `probabilities` [rows, labels] and the number of the right label [rows].
+    """
+    wrong = np.flatnonzero(_likeliest(probabilities) != truth)
+    return _first(wrong, -probabilities[wrong].max(axis=1, initial=0.0), most)
+
+
+def nearest(scores: Float64Array, threshold: float, most: int) -> list[int]:
+    """The rows whose scores are nearest to a threshold, those first; at most so many."""
+    return _first(np.arange(len(scores)), np.abs(scores - threshold), most)
+
+
+def closest_call(probabilities: Float64Array, most: int) -> list[int]:
+    """The rows whose two likeliest labels differ least, those first; at most so many.
+
+    `probabilities` [rows, labels].
+    """
+    two = np.partition(probabilities, -2, axis=1)[:, -2:]
+    return _first(np.arange(len(two)), np.abs(two[:, 1] - two[:, 0]), most)
+
+
+def _first(places: npt.NDArray[Any], keys: Float64Array, most: int) -> list[int]:
+    """The places with the smallest keys; of equal keys the first places."""
+    if len(places) > most:
+        limit = np.partition(keys, most - 1)[most - 1]
+        near = keys <= limit
+        places, keys = places[near], keys[near]
+    found: list[int] = places[np.argsort(keys, kind="stable")[:most]].tolist()
+    return found
+
+
+def _likeliest(probabilities: Float64Array) -> Int64Array:
+    """The first of the likeliest labels [rows]."""
+    best: Int64Array = probabilities.argmax(axis=1)
+    return best
+
+
+def _confusion(truth: Int64Array, predicted: Int64Array, labels: int) -> Int64Array:
+    counts: Int64Array = np.bincount(truth * labels + predicted, minlength=labels * labels).reshape(labels, labels)
+    return counts
+
+
+def _label_figures(
+    label: str,
+    confusion: Int64Array,
+    at: int,
+    area: Estimate,
+    average_precision: float | None,
+    brier: float | None,
+    confidence: float,
+) -> LabelFigures:
+    right, rows, predicted = int(confusion[at, at]), int(confusion[at].sum()), int(confusion[:, at].sum())
+    return LabelFigures(
+        label=label,
+        rows=rows,
+        predicted=predicted,
+        precision=share_estimate(right, predicted, confidence),
+        recall=share_estimate(right, rows, confidence),
+        f1=2 * right / (rows + predicted) if rows + predicted else None,
+        auc=area,
+        average_precision=average_precision,
+        brier=brier,
+    )
+
+
+def _area(ranking: Ranking, label: str, confidence: float) -> Estimate:
+    if not ranking.positives and not ranking.negatives:
+        return Estimate(reason="there are no such rows")
+    if not ranking.positives or not ranking.negatives:
+        share = "every" if ranking.positives else "no"
+        return Estimate(reason=f"{label} is the right answer of {share} row")
+    return Estimate(value=ranking.area, interval=ranking.area_interval(confidence))
+
+
+def _mean_over_labels(values: Sequence[float | None]) -> Estimate:
+    known = [value for value in values if value is not None]
+    if not known:
+        return Estimate(reason="no label has right and wrong rows")
+    return Estimate(value=sum(known) / len(known))
+
+
+def _wanted(ranking: Ranking, wanted: float) -> WantedPrecision:
+    reached = ranking.lowest_with_precision(wanted)
+    if reached is not None:
+        return WantedPrecision(wanted=wanted, reached=reached, best=None)
+    best = ranking.most_precise()
+    reason = "there are no positive rows" if best is None else f"the most precise threshold gives {best.precision:.4g}"
+    return WantedPrecision(wanted=wanted, reached=None, best=best, reason=reason)
+
+
+def _resampled_estimates(
+    scores: Float64Array, truth: BoolArray, ranking: Ranking, confidence: float
+) -> dict[str, Estimate]:
+    """Average precision and both calibration errors, with the intervals of a bootstrap over groups of near scores.
+
+    What grouping moves is taken back.
+    """
+    names = ("average_precision", "calibration_error", "calibration_error_equal_mass")
+    if not len(scores):
+        return dict.fromkeys(names, Estimate(reason="there are no such rows"))
+    binnings: tuple[Binning, ...] = ("equal-width", "equal-mass")
+    edges = [inner_edges(scores, binning=binning) for binning in binnings]
+    tops, means, positives, negatives = _groups(scores, truth, ranking, edges)
+    places = [np.searchsorted(inner, tops) for inner in edges]
+    figures: list[Figure] = [_average_precisions, *(_calibration_errors(each, means) for each in places)]
+    drawn = resampled(positives, negatives, figures)
+    drawn -= [figure(positives[None], negatives[None]) for figure in figures]
+    rows = positives + negatives
+    mean = (positives * means[0] + negatives * means[1]) / rows
+    chance = by_chance(rows, mean, [_calibration_errors(each, np.stack([mean, mean])) for each in places])
+    value = ranking.average_precision
+    found = {names[0]: Estimate(reason="there are no positive rows")}
+    if value is not None:
+        found[names[0]] = Estimate(value=value, interval=percentile_interval(drawn[0] + value, confidence))
+    for at, binning in enumerate(binnings):
+        error = expected_calibration_error(scores, truth, binning=binning)
+        found[names[1 + at]] = Estimate(
+            value=error, interval=_error_interval(error, drawn[1 + at], chance[at], confidence)
+        )
+    return found
+
+
+def _error_interval(error: float, moved: Float64Array, chance: Float64Array, confidence: float) -> Interval:
+    """The interval of a calibration error; it holds the error.
+
+    Chance makes the error of rows too large, and that of rows drawn from them larger again. So what a draw has
+    `moved` it counts the other way, and the lower end is as much lower as calibrated scores show by `chance`. It is 0
+    where they may show as much as these.
+    """
+    low, high = percentile_interval(error - moved, confidence) or (error, error)
+    low = min(low, error - float(chance.mean())) if error > np.quantile(chance, confidence) else 0.0
+    return max(low, 0.0), min(max(high, error), 1.0)
+
+
+def _groups(
+    scores: Float64Array, truth: BoolArray, ranking: Ranking, edges: Sequence[Float64Array]
+) -> tuple[Float64Array, Float64Array, Int64Array, Int64Array]:
+    """The scores in groups, highest first: largest score, mean scores [2, groups] of positive and negative, counts."""
+    distinct = ranking.thresholds[::-1]
+    tops = distinct
+    if len(distinct) > _MOST_GROUPS:
+        shares = np.linspace(0, 1, _MOST_GROUPS + 1)
+        cuts = np.concatenate([np.quantile(scores, shares), *edges])
+        # a group's top is a score that exists, so that it lies in the bins of the group's rows
+        tops = distinct[np.unique(np.searchsorted(distinct, cuts, side="right").clip(1) - 1)]
+    places = len(tops) - 1 - np.searchsorted(tops, scores)
+    positives, negatives = (np.bincount(places[kind], minlength=len(tops)) for kind in (truth, ~truth))
+    sums = [np.bincount(places[kind], weights=scores[kind], minlength=len(tops)) for kind in (truth, ~truth)]
+    means = np.array([total / np.maximum(rows, 1) for total, rows in zip(sums, (positives, negatives), strict=True)])
+    return tops[::-1], means, positives, negatives
+
+
+def _average_precisions(positives: Int64Array, negatives: Int64Array) -> Float64Array:
+    found = positives.cumsum(axis=1)
+    above = np.maximum(found + negatives.cumsum(axis=1), 1)
+    total = found[:, -1]
+    with np.errstate(invalid="ignore"):
+        values: Float64Array = (positives * (found / above)).sum(axis=1) / np.where(total, total, np.nan)
+    return values
+
+
+def _calibration_errors(places: Int64Array, means: Float64Array) -> Figure:
+    """For groups in these bins with these mean scores [2, groups] of positive and negative rows."""
+    in_bin = (places[:, None] == np.unique(places)).astype(np.float64)
+
+    def errors(positives: Int64Array, negatives: Int64Array) -> Float64Array:
+        excess = positives * (means[0] - 1) + negatives * means[1]
+        rows = positives.sum(axis=1) + negatives.sum(axis=1)
+        values: Float64Array = np.abs(excess @ in_bin).sum(axis=1) / rows
+        return values
+
+    return errors
+
+
+def _check(probabilities: Float64Array, truth: npt.NDArray[Any], labels: Sequence[str], *, dimensions: int) -> None:
+    if probabilities.ndim != dimensions or len(probabilities) != len(truth):
+        raise ValueError(f"probabilities {probabilities.shape} for {len(truth)} answers")
+    if dimensions == 2 and probabilities.shape[1] != len(labels):
+        raise ValueError(f"{probabilities.shape[1]} probabilities a row for {len(labels)} labels")
+    if not ((probabilities >= 0) & (probabilities <= 1)).all():
+        raise ValueError("a probability is from 0 to 1")

@@ -1,0 +1,289 @@
+"""What scores are worth: the figures are scikit-learn's, and the intervals hold what they say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import binomtest, norm
+from sklearn.calibration import calibration_curve
+from sklearn.metrics import (
+    accuracy_score,
+    average_precision_score,
+    brier_score_loss,
+    confusion_matrix,
+    f1_score,
+    log_loss,
+    precision_recall_curve,
+    precision_recall_fscore_support,
+    roc_auc_score,
+    roc_curve,
+)
+
+from prefillcli.stats.evaluation import closest_call, evaluate, evaluate_labels, nearest, surest_wrong
+from prefillcli.stats.intervals import exact_interval, mean_estimate
+from prefillcli.stats.ranking import Ranking
+from prefillcli.stats.reliability import expected_calibration_error, reliability
+
+SCORES = st.one_of(st.sampled_from([0.0, 0.25, 0.5, 1 / 3, 1.0]), st.floats(0, 1))
+ROWS = st.lists(st.tuples(SCORES, st.booleans()), min_size=1, max_size=60)
+BOTH = ROWS.filter(lambda rows: len({right for _, right in rows}) == 2)
+
+
+def arrays(rows: list[tuple[float, bool]]) -> tuple[np.ndarray, np.ndarray]:
+    return np.array([score for score, _ in rows]), np.array([right for _, right in rows])
+
+
+def simulated(rows: int, seed: int, shift: float = 1.5) -> tuple[np.ndarray, np.ndarray]:
+    """Scores of which the positive ones are larger, too sure of themselves; 40 % are positive."""
+    draws = np.random.default_rng(seed)
+    truth = draws.random(rows) < 0.4
+    return 1 / (1 + np.exp(-2 * (draws.normal(size=rows) + shift * (truth - 0.4)))), truth
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=BOTH)
+def test_the_figures_are_those_of_scikit_learn(rows: list[tuple[float, bool]]) -> None:
+    scores, truth = arrays(rows)
+    found = evaluate(scores, truth)
+    assert found.rows == len(rows)
+    assert found.accuracy.value == pytest.approx(accuracy_score(truth, scores >= 0.5))
+    assert found.auc.value == pytest.approx(roc_auc_score(truth, scores))
+    assert found.average_precision.value == pytest.approx(average_precision_score(truth, scores))
+    assert found.brier.value == pytest.approx(brier_score_loss(truth, scores))
+    assert found.log_loss.value == pytest.approx(log_loss(truth, scores))
+    assert found.confusion == confusion_matrix(~truth, ~(scores >= 0.5), labels=[False, True]).tolist()
+    expected = precision_recall_fscore_support(truth, scores >= 0.5, labels=[True, False], zero_division=0)
+    for at, label in enumerate(found.by_label):
+        assert label.rows == expected[3][at]
+        assert (label.precision.value or 0, label.recall.value or 0) == pytest.approx(
+            (expected[0][at], expected[1][at])
+        )
+        assert label.f1 == pytest.approx(expected[2][at])
+        assert label.auc.value == pytest.approx(roc_auc_score(truth, scores))
+    assert found.by_label[1].average_precision == pytest.approx(average_precision_score(~truth, 1 - scores))
+
+
+@pytest.mark.parametrize(("binning", "strategy"), [("equal-width", "uniform"), ("equal-mass", "quantile")])
+@settings(max_examples=60, deadline=None)
+@given(rows=ROWS, bins=st.integers(2, 20))
+def test_the_reliability_bins_are_those_of_scikit_learn(
+    binning: str, strategy: str, rows: list[tuple[float, bool]], bins: int
+) -> None:
+    scores, truth = arrays(rows)
+    shares, means = (
+        calibration_curve(truth, scores, n_bins=bins, strategy=strategy, pos_label=True)
+        if len(set(truth.tolist())) == 2
+        else (None, None)
+    )
+    found = reliability(scores, truth, bins, binning)
+    assert sum(each.rows for each in found) == len(rows)
+    if shares is not None:
+        assert [each.share for each in found] == pytest.approx(shares.tolist())
+        assert [each.mean_probability for each in found] == pytest.approx(means.tolist())
+        error = sum(each.rows * abs(m - s) for each, m, s in zip(found, means, shares, strict=True)) / len(rows)
+        assert expected_calibration_error(scores, truth, bins, binning) == pytest.approx(error)
+    for each in found:
+        assert each.low - 1e-12 <= each.mean_probability <= each.high + 1e-12
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=BOTH)
+def test_the_best_threshold_is_the_best_of_all(rows: list[tuple[float, bool]]) -> None:
+    scores, truth = arrays(rows)
+    best = evaluate(scores, truth).best_f1
+    every = {threshold: f1_score(truth, scores >= threshold) for threshold in set(scores.tolist())}
+    assert best.f1 == pytest.approx(max(every.values()))
+    assert best.f1 == pytest.approx(every[best.threshold])
+    assert best.rows == (scores >= best.threshold).sum()
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=BOTH, wanted=st.floats(0.01, 1))
+def test_the_wanted_precision_is_reached_with_the_largest_recall(
+    rows: list[tuple[float, bool]], wanted: float
+) -> None:
+    scores, truth = arrays(rows)
+    found = evaluate(scores, truth, wanted_precision=wanted).wanted_precision
+    precision, recall, thresholds = precision_recall_curve(truth, scores)
+    reaching = [(float(t), p, r) for p, r, t in zip(precision, recall, thresholds, strict=False) if p >= wanted]
+    if reaching:
+        lowest, precise, recalled = min(reaching)
+        reached = found.reached
+        assert (reached.threshold, reached.precision, reached.recall) == pytest.approx((lowest, precise, recalled))
+        assert found.reason is None
+    else:
+        assert found.reached is None
+        assert found.best.precision == pytest.approx(max(precision[:-1]))
+        assert "most precise threshold" in found.reason
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), labels=st.integers(3, 5), rows=st.integers(1, 40))
+def test_the_figures_of_several_labels_are_those_of_scikit_learn(data: st.DataObject, labels: int, rows: int) -> None:
+    weights = st.lists(st.floats(0.01, 1), min_size=labels, max_size=labels)
+    raw = np.array(data.draw(st.lists(weights, min_size=rows, max_size=rows)))
+    truth = np.array(data.draw(st.lists(st.integers(0, labels - 1), min_size=rows, max_size=rows)))
+    probabilities, names = raw / raw.sum(axis=1, keepdims=True), [f"label {at}" for at in range(labels)]
+    found, every = evaluate_labels(probabilities, truth, names), list(range(labels))
+    predicted = probabilities.argmax(axis=1)
+    assert found.accuracy.value == pytest.approx(accuracy_score(truth, predicted))
+    assert found.confusion == confusion_matrix(truth, predicted, labels=every).tolist()
+    assert found.log_loss.value == pytest.approx(log_loss(truth, probabilities, labels=every))
+    brier = brier_score_loss(truth, probabilities, labels=every, scale_by_half=False)
+    assert found.brier.value == pytest.approx(brier)
+    known = []
+    for at, label in enumerate(found.by_label):
+        of_label = truth == at
+        assert label.label == names[at]
+        assert label.brier == pytest.approx(((probabilities[:, at] - of_label) ** 2).mean())
+        if 0 < of_label.sum() < rows:
+            known.append(roc_auc_score(of_label, probabilities[:, at]))
+            assert label.auc.value == pytest.approx(known[-1])
+            assert label.average_precision == pytest.approx(average_precision_score(of_label, probabilities[:, at]))
+        else:
+            assert label.auc.value is None
+            assert names[at] in label.auc.reason
+    assert found.auc.value == (pytest.approx(np.mean(known)) if known else None)
+    sureness = probabilities.max(axis=1)
+    assert found.calibration_error.value == pytest.approx(expected_calibration_error(sureness, predicted == truth))
+
+
+def test_the_curves_of_many_rows_are_drawn_by_some_of_their_points() -> None:
+    scores, truth = simulated(5000, seed=1)
+    found = evaluate(scores, truth)
+    false_positives, true_positives, _ = roc_curve(truth, scores, drop_intermediate=False)
+    every = set(zip(false_positives.tolist(), true_positives.tolist(), strict=True))
+    drawn = list(zip(found.roc.false_positive_rate, found.roc.true_positive_rate, strict=True))
+    assert set(drawn) <= every
+    assert (drawn[0], drawn[-1], len(drawn) <= 201) == ((0, 0), (1, 1), True)
+    area = np.trapezoid(found.roc.true_positive_rate, found.roc.false_positive_rate)
+    assert area == pytest.approx(roc_auc_score(truth, scores), abs=0.002)
+    precision, recall, _ = precision_recall_curve(truth, scores)
+    pairs = set(zip(recall.tolist(), precision.tolist(), strict=True))
+    curve = found.precision_recall
+    assert set(zip(curve.recall, curve.precision, strict=True)) <= pairs
+    assert curve.recall[-1] == 1
+
+
+@pytest.mark.parametrize("truth", [True, False])
+def test_of_one_kind_of_rows_there_is_no_area_but_a_reason(truth: bool) -> None:
+    found = evaluate(np.array([0.2, 0.6, 0.9]), np.full(3, truth), ("good", "bad"), wanted_precision=0.9)
+    assert found.auc.value is None
+    assert found.auc.reason == f"good is the right answer of {'every' if truth else 'no'} row"
+    assert (found.roc, found.accuracy.value) == (None, pytest.approx(2 / 3 if truth else 1 / 3))
+    assert found.brier.value is not None
+    if not truth:
+        assert (found.best_f1, found.average_precision.value, found.wanted_precision.reached) == (None, None, None)
+        assert found.wanted_precision.reason == "there are no positive rows"
+
+
+def test_of_no_rows_there_is_nothing_but_reasons() -> None:
+    for found in (
+        evaluate(np.zeros(0), np.zeros(0, bool), without_truth=4, errors=2),
+        evaluate_labels(np.zeros((0, 3)), np.zeros(0, np.int64), list("abc"), without_truth=4, errors=2),
+    ):
+        assert (found.rows, found.without_truth, found.errors) == (0, 4, 2)
+        for estimate in (found.accuracy, found.auc, found.brier, found.log_loss, found.calibration_error):
+            assert estimate.value is None
+            assert estimate.reason
+        assert (found.reliability, found.best_f1, found.roc) == ([], None, None)
+
+
+@given(trials=st.integers(1, 400), share=st.floats(0, 1), confidence=st.sampled_from([0.8, 0.95, 0.99]))
+def test_shares_have_the_exact_interval(trials: int, share: float, confidence: float) -> None:
+    successes = round(share * trials)
+    expected = binomtest(successes, trials).proportion_ci(confidence, method="exact")
+    assert exact_interval(successes, trials, confidence) == pytest.approx((expected.low, expected.high), abs=1e-9)
+
+
+def test_accuracy_has_the_exact_interval() -> None:
+    scores, truth = simulated(300, seed=3)
+    right = int(((scores >= 0.5) == truth).sum())
+    expected = binomtest(right, 300).proportion_ci(0.95, method="exact")
+    assert evaluate(scores, truth).accuracy.interval == pytest.approx((expected.low, expected.high))
+
+
+def test_rows_that_are_perfectly_separated_leave_the_area_uncertain() -> None:
+    low, high = Ranking.of(np.array([0.1, 0.2, 0.3, 0.8, 0.9]), np.array([0, 0, 0, 1, 1], bool)).area_interval()
+    assert high == 1
+    assert low == pytest.approx(binomtest(2, 2).proportion_ci(0.95, method="exact").low)
+    many = Ranking.of(np.arange(2000) / 2000, np.arange(2000) >= 1000).area_interval()
+    assert 0.995 < many[0] < 1
+
+
+def covered(intervals: list[tuple[float, float]], value: float) -> float:
+    return float(np.mean([low <= value <= high for low, high in intervals]))
+
+
+@pytest.mark.parametrize(("rows", "shift"), [(40, 1.5), (300, 0.3), (300, 2.5)])
+def test_the_interval_of_the_area_holds_it(rows: int, shift: float) -> None:
+    true = float(norm.cdf(shift / np.sqrt(2)))
+    rankings = [Ranking.of(*simulated(rows, seed, shift)) for seed in range(600)]
+    share = covered([ranking.area_interval() for ranking in rankings if ranking.area is not None], true)
+    assert 0.93 <= share <= 0.98
+
+
+def test_the_bootstrap_holds_average_precision_and_calibration_error() -> None:
+    scores, truth = simulated(1_000_000, seed=0)
+    whole, parts = evaluate(scores, truth), []
+    for at in range(150):
+        rows = slice(100 * at, 100 * at + 100)
+        parts.append(evaluate(scores[rows], truth[rows]))
+    for name in ("average_precision", "brier", "log_loss", "calibration_error", "calibration_error_equal_mass"):
+        share = covered([getattr(part, name).interval for part in parts], getattr(whole, name).value)
+        assert 0.88 <= share <= 0.99, name
+
+
+def test_the_calibration_error_of_calibrated_scores_may_be_nothing() -> None:
+    found = []
+    for seed in range(60):
+        draws = np.random.default_rng(seed)
+        scores = draws.random(300)
+        found.append(evaluate(scores, draws.random(300) < scores))
+    assert np.mean([each.calibration_error.value for each in found]) > 0.03, "chance alone makes it that large"
+    for name in ("calibration_error", "calibration_error_equal_mass"):
+        assert np.mean([getattr(each, name).interval[0] == 0 for each in found]) >= 0.88
+
+
+def test_groups_of_scores_give_the_intervals_of_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores, truth = simulated(4000, seed=7)
+    grouped = evaluate(scores, truth)
+    monkeypatch.setattr("prefillcli.stats.evaluation._MOST_GROUPS", 10_000)
+    single = evaluate(scores, truth)
+    for name in ("average_precision", "calibration_error", "calibration_error_equal_mass"):
+        one, other = getattr(grouped, name), getattr(single, name)
+        assert one.value == other.value
+        width = other.interval[1] - other.interval[0]
+        assert one.interval == pytest.approx(other.interval, abs=0.15 * width), name
+
+
+def test_the_intervals_are_the_same_every_time() -> None:
+    scores, truth = simulated(500, seed=9)
+    assert evaluate(scores, truth) == evaluate(scores.copy(), truth.copy())
+
+
+def test_the_mean_of_one_value_has_no_interval() -> None:
+    assert mean_estimate(np.array([0.25])).model_dump() == {"value": 0.25, "interval": None, "reason": None}
+
+
+def test_the_surest_wrong_rows_come_first() -> None:
+    scores = np.array([0.9, 0.99, 0.2, 0.6, 0.005, 0.7])
+    probabilities, truth = np.stack([scores, 1 - scores], axis=1), np.array([1, 1, 0, 0, 0, 0])
+    assert surest_wrong(probabilities, truth, 3) == [4, 1, 0]
+    assert surest_wrong(probabilities, truth, 10) == [4, 1, 0, 2]
+    assert surest_wrong(probabilities, probabilities.argmax(axis=1), 10) == []
+
+
+def test_of_equally_near_rows_the_first_are_taken() -> None:
+    scores = np.array([0.5, 0.4, 0.6, 0.5, 0.1, 0.5])
+    assert nearest(scores, 0.5, 2) == [0, 3]
+    assert nearest(scores, 0.5, 4)[:3] == [0, 3, 5]
+    assert closest_call(np.array([[0.8, 0.1, 0.1], [0.4, 0.35, 0.25], [0.3, 0.3, 0.4]]), 2) == [1, 2]
+
+
+@pytest.mark.parametrize("scores", [[0.1, 1.5], [0.1, -0.1], [0.1, float("nan")], [0.1]])
+def test_what_is_no_probability_is_refused(scores: list[float]) -> None:
+    with pytest.raises(ValueError, match="probabilit"):
+        evaluate(np.array(scores), np.array([True, False]))
