@@ -1,0 +1,184 @@
+"""A calibration: from label log-probabilities to probabilities that hold as often as they say. It needs numpy alone.
+
+It reads the log-probabilities as the model gives them, so `--temperature` has no part in it. Within two labels no
+calibration changes the order of rows: a row with a higher score never gets a lower probability.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from prefillcli.stats.probabilities import Float64Array
+
+SCHEMA_VERSION = 1
+_LEAST = -745.0  # logarithm of the smallest double: below it, a probability is 0
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Rising = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TemperatureScaling(_Part):
+    """The label log-probabilities are divided by `temperature`."""
+
+    method: Literal["temperature"] = "temperature"
+    temperature: Positive
+
+    def apply(self, log_shares: Float64Array) -> Float64Array:
+        """Probabilities [rows, labels] of `log_shares_of` [rows, labels]."""
+        return softmax(log_shares / self.temperature)
+
+
+class PlattScaling(_Part):
+    """The label log-probabilities are multiplied by `slope`, and each label's `biases` [labels] is added.
+
+    Of two labels it is the logistic function of the score's logit, as in Platt (1999).
+    """
+
+    method: Literal["platt"] = "platt"
+    slope: Rising
+    biases: tuple[Finite, ...]
+
+    def apply(self, log_shares: Float64Array) -> Float64Array:
+        """Probabilities [rows, labels] of `log_shares_of` [rows, labels]."""
+        return softmax(self.slope * log_shares + np.array(self.biases))
+
+
+class ContentFreeScaling(_Part):
+    """Each label's probability is divided by what it is after a prompt without content: W = diag(p_cf)^-1.
+
+    `content_free` [labels] are the logarithms of these (Zhao et al., Calibrate Before Use, 2021).
+    """
+
+    method: Literal["contextual"] = "contextual"
+    content_free: tuple[Finite, ...]
+
+    def apply(self, log_shares: Float64Array) -> Float64Array:
+        """Probabilities [rows, labels] of `log_shares_of` [rows, labels]."""
+        return softmax(log_shares - np.array(self.content_free))
+
+
+class IsotonicSteps(_Part):
+    """The score is looked up among `scores`, ascending, and `probabilities`, which never fall; linear in between.
+
+    For two labels.
+    """
+
+    method: Literal["isotonic"] = "isotonic"
+    scores: tuple[Share, ...] = Field(min_length=1)
+    probabilities: tuple[Share, ...]
+
+    @model_validator(mode="after")
+    def _check(self) -> IsotonicSteps:
+        if len(self.scores) != len(self.probabilities):
+            raise ValueError("as many scores as probabilities are needed")
+        if np.any(np.diff(self.scores) <= 0) or np.any(np.diff(self.probabilities) < 0):
+            raise ValueError("scores must rise, and probabilities must not fall")
+        return self
+
+    def apply(self, log_shares: Float64Array) -> Float64Array:
+        """Probabilities [rows, 2] of `log_shares_of` [rows, 2]."""
+        first = np.interp(np.exp(log_shares[..., 0]), self.scores, self.probabilities)
+        return np.stack([first, 1 - first], axis=-1)
+
+
+Scaling = Annotated[
+    TemperatureScaling | PlattScaling | ContentFreeScaling | IsotonicSteps, Field(discriminator="method")
+]
+
+
+class HeldOut(_Part):
+    """How good probabilities are on rows that they were not fitted on: the mean over the folds."""
+
+    log_loss: float
+    log_loss_spread: float
+    """Standard deviation of the log loss over the folds."""
+    brier: float
+    ece: float
+    """Expected calibration error, of all held-out rows together."""
+    accuracy: float
+    auc: float | None
+
+
+class FittedOn(_Part):
+    """What a calibration was fitted on."""
+
+    scores: str
+    """The output of `prefill score`, as it was named."""
+    truth: str
+    """The column with the right answers."""
+    rows: int
+    rows_by_label: dict[str, int]
+    left_out: dict[str, int] = {}
+    """Rows that were not used, by reason."""
+    job: dict[str, str] = {}
+    """The fingerprint of the scoring job; empty where the scores do not say it."""
+
+
+class Calibration(_Part):
+    """The content of `calibration.json`."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    labels: tuple[str, ...] = Field(min_length=2)
+    """The positive one first."""
+    scaling: Scaling
+    fitted_on: FittedOn | None = None
+    """None where it needs no right answers."""
+    held_out: dict[str, HeldOut] = {}
+    """By method, what cross-validation found; `none` are the scores as they are."""
+    folds: int | None = None
+    seed: int | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Calibration:
+        scaling, labels = self.scaling, len(self.labels)
+        counts = {"biases": labels, "content_free": labels}
+        for name, count in counts.items():
+            if len(getattr(scaling, name, range(count))) != count:
+                raise ValueError(f"{count} {name} are needed, one for each label")
+        if isinstance(scaling, IsotonicSteps) and labels != 2:
+            raise ValueError("isotonic is for two labels")
+        return self
+
+    def probabilities(self, logprobs: Float64Array) -> Float64Array:
+        """Probability of each label among the labels, float64 [rows, labels]; `logprobs` [rows, labels] are finite or
+        -inf, and not all of a row are -inf."""
+        return self.scaling.apply(log_shares_of(logprobs))
+
+    def digest(self) -> str:
+        """Digest of what decides on the probabilities."""
+        text = json.dumps([list(self.labels), self.scaling.model_dump(mode="json")], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def log_shares_of(logprobs: Float64Array) -> Float64Array:
+    """Logarithm of each label's probability among the labels, float64 [rows, labels]; finite, also where that is 0."""
+    top = logprobs - logprobs.max(axis=-1, keepdims=True)
+    shares: Float64Array = np.maximum(top - np.log(np.exp(top).sum(axis=-1, keepdims=True)), _LEAST)
+    return shares
+
+
+def softmax(logits: Float64Array) -> Float64Array:
+    """Probabilities that are proportional to exp(logits), float64 [..., labels]."""
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    shares: Float64Array = weights / weights.sum(axis=-1, keepdims=True)
+    return shares
+
+
+def content_free_calibration(labels: Sequence[str], logprobs: Float64Array) -> Calibration:
+    """The contextual calibration of prompts without content, whose label log-probabilities are `logprobs`
+    [prompts, labels]: the mean of their probabilities counts."""
+    mean = np.exp(log_shares_of(logprobs)).mean(axis=0)
+    logarithms = np.log(np.maximum(mean, np.exp(_LEAST)))
+    return Calibration(labels=tuple(labels), scaling=ContentFreeScaling(content_free=tuple(logarithms.tolist())))
