@@ -14,6 +14,7 @@ import typer
 from prefillcli import __version__
 from prefillcli.errors import PrefillError
 from prefillcli.options.bench import BenchSettings
+from prefillcli.options.calibrate import CalibrateSettings
 from prefillcli.options.commands import COMMANDS
 from prefillcli.options.groups import ModelOptions
 from prefillcli.options.help_page import GroupedCommand
@@ -150,6 +151,17 @@ def merge(settings: MergeSettings) -> Summary:
     from prefillcli.jobs.merge import merge_job
 
     return merge_job(settings)
+
+
+@_job
+def calibrate(settings: CalibrateSettings) -> Summary:
+    """Fit probabilities to SCORES with right answers: temperature, Platt or isotonic, chosen by cross-validation.
+
+    A table goes to stderr; the last line on stdout is one JSON object that sums it up.
+    """
+    from prefillcli.jobs.calibrate import calibrate_job
+
+    return calibrate_job(settings)
 
 
 _Output = Annotated[str, typer.Argument(metavar="OUTPUT", help="What prefill score wrote: a file, a folder or a URL.")]

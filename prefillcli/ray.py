@@ -53,11 +53,13 @@ class Scorer:
 
 def _settings(options: dict[str, Any]) -> ScoreSettings:
     """The options as `prefill score` would take them. Raises UsageError."""
+    from prefillcli.options.calibrate import ProbabilityOptions
     from prefillcli.options.groups import LoadingOptions, PromptOptions
     from prefillcli.options.load import load_settings
     from prefillcli.options.score import ScoreSettings
 
     known = {*LoadingOptions.model_fields, *PromptOptions.model_fields, "schedule", "engine", "engine_options"}
+    known |= ProbabilityOptions.model_fields.keys()
     for name in options:
         if name not in known and name in ScoreSettings.model_fields:
             raise UsageError(f"Scorer has no option {name!r}: in a pipeline, Ray Data reads and writes the rows")

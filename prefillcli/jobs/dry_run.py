@@ -9,9 +9,11 @@ from typing import Any
 from prefillcli.data.dealing import ShardRows
 from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.store import put_text
+from prefillcli.data.prompts.labels import parse_labels
 from prefillcli.data.proof.fingerprints import hash_model
 from prefillcli.errors import PrefillError, ResourceError, UsageError
 from prefillcli.forecast.profile import find_profile
+from prefillcli.jobs.calibration_file import calibration_of
 from prefillcli.jobs.inputs import Granularity, carried_columns, open_source, prompt_builder, refuse_unlike_partitions
 from prefillcli.jobs.load import compression_of
 from prefillcli.jobs.paths import default_output, dry_run_report, refuse_among_inputs
@@ -60,6 +62,7 @@ def _run(settings: ScoreSettings, report: DryRunReport, granularity: Granularity
     report.report = dry_run_report(report.output, settings.report, settings.shard_of)
     carried = carried_columns(settings)
     with stop.at_once():
+        calibration_of(settings, parse_labels(settings.labels))
         source = open_source(settings, carried)
         refuse_unlike_partitions(settings, source, report.output)
         opened = open_models(settings)

@@ -19,6 +19,7 @@ from prefillcli.models.files import brings_code
 from prefillcli.models.open import Opened
 from prefillcli.options.option import COMPRESSION, details_of
 from prefillcli.options.score import ScoreSettings
+from prefillcli.stats.calibration import Calibration
 
 STANDS_FOR = {
     "input": ("inputs", "limit", "sample", "seed"),
@@ -27,6 +28,7 @@ STANDS_FOR = {
     "prompt": ("prompt_column", "template", "chat", "system", "max_length", "on_long", "literal", "max_row_bytes"),
     "labels": ("labels",),
     "engine": ("engine", "engine_options"),
+    "calibration": ("calibration",),
 }
 """Parts of the fingerprint that are not made of the values of options, and the options that they stand for."""
 
@@ -46,6 +48,7 @@ def fingerprint(
     source: Source,
     builder: PromptBuilder,
     labels: Labels,
+    calibration: Calibration | None = None,
 ) -> dict[str, str]:
     """Digests of all that makes the job, by part. Waits until the contents of the files are hashed.
 
@@ -63,6 +66,8 @@ def fingerprint(
     }
     if settings.engine != "torch":
         found["engine"] = hash_engine(settings)
+    if calibration is not None:
+        found["calibration"] = calibration.digest()
     if opened.draft is not None:
         found["draft"] = models.of(opened.draft.path).model()
     if settings.compresses:

@@ -15,7 +15,7 @@ from prefillcli.data.proof.fingerprints import ModelContents
 from prefillcli.data.reading.arrow_table import TableRows
 from prefillcli.data.reading.selection import BATCH_ROWS
 from prefillcli.data.reading.source import Source
-from prefillcli.data.rows import Int64Array
+from prefillcli.data.rows import Int64Array, Prompt
 from prefillcli.data.windows import MAX_ROWS
 from prefillcli.errors import UsageError
 from prefillcli.models.open import Opened
@@ -25,6 +25,7 @@ from prefillcli.options.score import ScoreSettings
 from prefillcli.plan.blocks import BLOCK_TOKENS
 from prefillcli.redaction import without_secrets
 from prefillcli.runtime.sizes import parse_size
+from prefillcli.stats.calibration import Calibration
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,10 @@ class JobInputs:
     labels: Labels
     opened: Opened
     models: LocalModels
+    calibration: Calibration | None = None
+    """What `--calibration` names."""
+    content_free: Sequence[Prompt] = ()
+    """The prompts of `--calibrate-with`."""
 
     def require_unchanged(self, rows: Int64Array | None) -> None:
         """Raise ContentChangedError unless the models and the sources of these rows (None: of all) are unchanged."""

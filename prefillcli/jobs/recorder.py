@@ -20,6 +20,7 @@ from prefillcli.report.run import Tokens
 from prefillcli.runtime.clock import Clock, Phase
 from prefillcli.runtime.progress import Progress
 from prefillcli.runtime.signals import Stop
+from prefillcli.stats.calibration import Calibration
 
 if TYPE_CHECKING:  # takes torch along
     from prefillcli.compress.auto import KeepChoice
@@ -51,6 +52,7 @@ class Recorder:
         stop: Stop,
         *,
         temperature: float,
+        calibration: Calibration | None = None,
         unchanged: Callable[[Int64Array], None],
         forecast: RemainingTime | None = None,
         flush_seconds: float,
@@ -58,6 +60,8 @@ class Recorder:
         self.tokens = Tokens()
         self.packs = 0
         self.weights: Callable[[], WeightsReport | None] = lambda: None
+        self.calibration = calibration
+        """What makes the rows' probabilities; set before the first row is taken."""
         self._sink = sink
         self._clock = clock
         self._progress = progress
@@ -121,7 +125,14 @@ class Recorder:
         window, rows, errors = unwritten.window, unwritten.rows, unwritten.errors
         with self._clock.phase("write"):
             self._unchanged(window.rows)  # a part would be reused by a later run under the same fingerprint
-            self._sink.write(window, rows, errors, temperature=self._temperature, carried=unwritten.carried)
+            self._sink.write(
+                window,
+                rows,
+                errors,
+                temperature=self._temperature,
+                calibration=self.calibration,
+                carried=unwritten.carried,
+            )
         unwritten.rows, unwritten.errors = [], {}
         self._flushed = time.monotonic()
 

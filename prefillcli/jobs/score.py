@@ -29,6 +29,8 @@ from prefillcli.errors import (
 )
 from prefillcli.forecast.profile import find_profile
 from prefillcli.forecast.remaining_time import RemainingTime
+from prefillcli.jobs.calibration_file import calibration_of, require_fitting
+from prefillcli.jobs.content_free import content_free_prompts
 from prefillcli.jobs.dry_run import dry_run_job
 from prefillcli.jobs.identity import fingerprint, selection
 from prefillcli.jobs.inputs import (
@@ -109,8 +111,16 @@ class _ScoreJob:
         inputs = self._inputs = self._open_inputs(output, stop)
         with self.clock.phase("read"), stop.at_once():
             digests = report.fingerprint = fingerprint(
-                settings, inputs.opened, inputs.models, inputs.source, inputs.builder, inputs.labels
+                settings,
+                inputs.opened,
+                inputs.models,
+                inputs.source,
+                inputs.builder,
+                inputs.labels,
+                inputs.calibration,
             )
+            if settings.calibration is not None and inputs.calibration is not None:
+                require_fitting(inputs.calibration, settings.calibration, digests)
         with self._open_sink(output, inputs, digests) as sink:
             self._sink = sink
             if settings.shard is not None:  # else as the user named it, with its slash
@@ -133,6 +143,8 @@ class _ScoreJob:
     def _open_inputs(self, output: str, stop: Stop) -> JobInputs:
         settings, clock = self.settings, self.clock
         with clock.phase("read"):
+            wanted = parse_labels(settings.labels)
+            calibration = calibration_of(settings, wanted)
             source = open_source(settings, carried_columns(settings))
             self._refuse_among_inputs(output, source)
             refuse_unlike_partitions(settings, source, output)
@@ -142,8 +154,9 @@ class _ScoreJob:
         with clock.phase("load"), stop.at_once():
             opened = self._loader.open_models(settings)
             builder = prompt_builder(settings, opened, source, carried_columns(settings, source))
-        labels = Labels(opened.tokenizer, parse_labels(settings.labels))
-        return JobInputs(source, builder, labels, opened, models)
+            labels = Labels(opened.tokenizer, wanted)
+            content_free = content_free_prompts(settings, source, builder, labels)
+        return JobInputs(source, builder, labels, opened, models, calibration, content_free)
 
     def _refuse_among_inputs(self, output: str, source: Source) -> None:
         refuse_among_inputs(output, source)
@@ -183,6 +196,7 @@ class _ScoreJob:
                 jsonl_input=source.kind == "jsonl",
                 audit=settings.audit > 0,
                 truth=settings.truth,
+                calibrated=settings.calibrates,
                 partitions=source.partitions if settings.partition else None,
                 shard=settings.shard_of,
             )
@@ -224,6 +238,7 @@ class _ScoreJob:
                 progress,
                 stop,
                 temperature=settings.temperature,
+                calibration=inputs.calibration,
                 unchanged=inputs.require_unchanged,
                 forecast=forecast,
                 flush_seconds=self._granularity.flush_seconds,

@@ -16,6 +16,8 @@ from prefillcli.data.windows import Prefetcher, windows
 from prefillcli.engines.base import Engine
 from prefillcli.engines.registry import loader_of
 from prefillcli.errors import UsageError
+from prefillcli.jobs.calibration_file import calibration_of
+from prefillcli.jobs.content_free import content_free_prompts, contextual_calibration
 from prefillcli.jobs.inputs import prompt_builder, refuse_idle_draft
 from prefillcli.jobs.load import Models, load_models
 from prefillcli.jobs.window_scoring import ScoringOptions, score_window
@@ -37,10 +39,12 @@ class TableScorer:
     """
 
     def __init__(self, settings: ScoreSettings, *, share: float = 1.0) -> None:
+        wanted = parse_labels(settings.labels)
+        self._calibration = calibration_of(settings, wanted)
         loader = loader_of(settings.engine)
         opened = self._opened = loader.open_models(settings)
         self._settings = settings
-        self._labels = Labels(opened.tokenizer, parse_labels(settings.labels))
+        self._labels = Labels(opened.tokenizer, wanted)
         self._models = load_models(
             opened, settings, loader, keep=float(settings.keep), options=settings.engine_options
         )
@@ -53,14 +57,14 @@ class TableScorer:
         Its rows are planned together, in windows of a bounded size. Raises UsageError if the table has such a column
         already or lacks one that the prompt needs, or if the labels fail after every prompt of the first table.
         """
-        names = self._labels.names
-        for name in result_schema(names).names:
+        schema = result_schema(self._labels.names, calibrated=self._settings.calibrates)
+        for name in schema.names:
             if name in table.column_names:
                 raise UsageError(f"the table has a column {name!r} already, which scoring adds\nrename or drop it")
         rows = TableRows(table)
         first = self._builder is None
         builder = self._prepared(rows)
-        found = [pa.table([[] for _ in result_schema(names)], schema=result_schema(names))]
+        found = [pa.table([[] for _ in schema], schema=schema)]
         carried: tuple[CarriedBlock, ...] = ()
         with Prefetcher(windows(rows, builder, self._labels, id_column=None)) as coming:
             for window in coming:
@@ -87,6 +91,9 @@ class TableScorer:
             refuse_idle_draft(self._settings, rows)
             builder = self._builder = prompt_builder(self._settings, self._opened, rows, ())
         rows.select(columns=builder.columns, optional=builder.optional, max_row_bytes=builder.max_row_bytes)
+        if self._settings.calibrate_with and self._calibration is None:
+            prompts = content_free_prompts(self._settings, rows, builder, self._labels)
+            self._calibration = contextual_calibration(prompts, self._labels, self._models.engine)
         return builder
 
     def _score(self, window: Window, carried: tuple[CarriedBlock, ...]) -> tuple[pa.Table, tuple[CarriedBlock, ...]]:
@@ -107,8 +114,11 @@ class TableScorer:
             results += finished.rows
             errors |= finished.errors
             handed = handed if finished.carried is None else finished.carried
-        done = ResultRows.of(window, results, errors, self._labels.names, self._settings.temperature)
-        return pa.Table.from_arrays(result_arrays(done), schema=result_schema(self._labels.names)), handed
+        done = ResultRows.of(
+            window, results, errors, self._labels.names, self._settings.temperature, self._calibration
+        )
+        schema = result_schema(self._labels.names, calibrated=self._settings.calibrates)
+        return pa.Table.from_arrays(result_arrays(done), schema=schema), handed
 
 
 class _Unheard:

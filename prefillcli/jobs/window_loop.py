@@ -12,6 +12,7 @@ from prefillcli.data.output.sink import Sink
 from prefillcli.data.rows import Window
 from prefillcli.engines.base import PlanEngine
 from prefillcli.engines.registry import loader_of
+from prefillcli.jobs.content_free import contextual_calibration
 from prefillcli.jobs.inputs import Granularity, JobInputs
 from prefillcli.jobs.load import load_models
 from prefillcli.jobs.recorder import Recorder
@@ -20,11 +21,14 @@ from prefillcli.options.score import ScoreSettings
 from prefillcli.report.run import WorkerCounts
 from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.signals import Stop
+from prefillcli.stats.calibration import Calibration
 
 if TYPE_CHECKING:  # these take torch along
     from prefillcli.compress.compressor import Compressor
     from prefillcli.compress.window_compressor import WindowCompressor
     from prefillcli.forecast.profile import Profile
+
+_CONTENT_FREE = "content_free"  # in the plan of a job
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,7 @@ class WindowLoop:
             )
         self.recorder.loaded(models.engine.weights_report, models.pack_seconds)
         self.loaded.callback(models.close)
-        sink.plan = models.plan
+        self._begin(models.plan, models.engine)
         compressor, options = self._window_compressor(models.compressor, models.engine), self._options()
         for window in windows:
             done, carried = sink.done(window.index), sink.carried_into(window.index)
@@ -82,10 +86,27 @@ class WindowLoop:
                 digests=self.inputs.models.digests,
             )
         self.loaded.callback(pool.close)
-        sink.plan = pool.plan
+        self._begin(pool.plan, pool)
         compressor = self._window_compressor(pool_compressor(settings, opened, pool, keep), pool)
         ParallelScoring(pool, sink, self.recorder, self.clock, compressor, self._options()).score(windows, ready)
         return [WorkerCounts(**asdict(report)) for report in pool.reports()]
+
+    def _begin(self, plan: Mapping[str, Any], engine: PlanEngine) -> None:
+        """Store the plan of the job, with what the prompts without content say: rows of one job share that."""
+        inputs, found = self.inputs, self.sink.plan.get(_CONTENT_FREE)
+        if not inputs.content_free:
+            self.sink.plan = dict(plan)
+            return
+        if found is None:
+            with self.clock.phase("model"):
+                calibration = contextual_calibration(inputs.content_free, inputs.labels, engine, self._tick)
+        else:
+            calibration = Calibration.model_validate(found)
+        self.recorder.calibration = calibration
+        self.sink.plan = {**plan, _CONTENT_FREE: calibration.model_dump(mode="json")}
+
+    def _tick(self, tokens: float) -> None:
+        self.stop.check()
 
     def _options(self) -> ScoringOptions:
         settings, source, threads = self.settings, self.inputs.source, self.inputs.opened.threads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from prefillcli.options.bench import BenchSettings
+from prefillcli.options.calibrate import CalibrateSettings
 from prefillcli.options.inspect import InspectSettings
 from prefillcli.options.merge import MergeSettings
 from prefillcli.options.option import Settings
@@ -15,5 +16,6 @@ COMMANDS: dict[str, type[Settings]] = {
     "bench": BenchSettings,
     "inspect": InspectSettings,
     "merge": MergeSettings,
+    "calibrate": CalibrateSettings,
 }
 """The commands that take options, by name."""

@@ -16,6 +16,12 @@ from prefillcli.options.option import Settings, details_of
 AnySettings = TypeVar("AnySettings", bound=Settings)
 _From = Literal["recipe", "environment", "flag"]
 
+_PLACES = {
+    "inputs": ("INPUT", "a Parquet or JSONL file, a directory or a glob"),
+    "output": ("OUTPUT", "what prefill score was given"),
+    "scores": ("SCORES", "what prefill score wrote"),
+}
+"""What is given by its place, by the field's name: how the help page calls it, and what it is."""
 ENVIRONMENT_PREFIX = "PREFILL_"
 RECIPE_VARIABLE = ENVIRONMENT_PREFIX + "RECIPE"
 _KUBERNETES_VARIABLE = re.compile(
@@ -60,10 +66,7 @@ def load_settings(
             given.values.pop(other, None)
     place = kind.given_by_place()
     if not given.values.get(place) and kind.model_fields[place].is_required():
-        what = (
-            "a Parquet or JSONL file, a directory or a glob" if place == "inputs" else "what prefill score was given"
-        )
-        raise UsageError(f"no {'INPUT' if place == 'inputs' else 'OUTPUT'} given: name {what}")
+        raise UsageError(f"no {_PLACES[place][0]} given: name {_PLACES[place][1]}")
     settings = given.settings(kind)
     settings.check()
     while ignored := settings.ignored():
@@ -113,7 +116,8 @@ class _Merged:
             return False
         alone = {key: value for key, value in self._recipe.items() if key in kind.model_fields}
         try:
-            return name in kind.model_validate({kind.given_by_place(): ("INPUT",)} | alone).ignored()
+            place = kind.given_by_place()
+            return name in kind.model_validate({place: ("INPUT",) if place == "inputs" else "x"} | alone).ignored()
         except ValidationError:
             return False  # the recipe is wrong by itself; a flag or the environment put it right
 

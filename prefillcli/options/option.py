@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from prefillcli.engines.registry import Capability
 from prefillcli.options.requirements import Requirement
 
-FILES, MODEL, PROMPTS, ANSWERS, RUN, MEMORY, WORKERS, COMPRESSION, BENCH, PROFILE, REPLAY = (
+FILES, MODEL, PROMPTS, ANSWERS, RUN, MEMORY, WORKERS, COMPRESSION, BENCH, PROFILE, REPLAY, FIT = (
     "Files",
     "Model",
     "Prompts",
@@ -23,6 +23,7 @@ FILES, MODEL, PROMPTS, ANSWERS, RUN, MEMORY, WORKERS, COMPRESSION, BENCH, PROFIL
     "What is compared",
     "What is measured",
     "Replay",
+    "Fit",
 )
 
 Change = Literal["scores", "columns", "rows", "speed", "report", "files"]

@@ -18,7 +18,7 @@ def parameters_of(settings: type[Settings]) -> list[inspect.Parameter]:
     place = settings.given_by_place()
     field = settings.model_fields[place]
     kind: Any = str if field.annotation is str else list[str]
-    metavar = "OUTPUT" if kind is str else "INPUT"
+    metavar = "INPUT" if place == "inputs" else place.upper()
     recipe = typer.Option("--recipe", metavar="FILE", help="YAML with options by name.", rich_help_panel=RUN)
     return [
         _parameter(place, kind, typer.Argument(metavar=metavar, help=field.description)),

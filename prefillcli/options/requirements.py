@@ -70,6 +70,20 @@ PROGRESS = Requirement(
 NO_TEMPLATE = Requirement(
     lambda s: s.template is None, "names the prompt's column, but --template makes the prompt", "drop --template"
 )
+TEMPLATE = Requirement(
+    lambda s: s.template is not None,
+    "replaces the columns of a template, but there is none: what of a prompt is content cannot be known",
+    "write the prompt as a --template",
+)
+CALIBRATE_WITH = Requirement(
+    lambda s: bool(s.calibrate_with), "is for --calibrate-with, but that is not given", "give --calibrate-with N/A"
+)
+TRUTH_FROM = Requirement(
+    lambda s: s.truth_from is not None,
+    "is for --truth-from, but that is not given",
+    "give --truth-from FILE",
+    recipe_may_keep=True,
+)
 INPUT = Requirement(lambda s: bool(s.inputs), "is for INPUT, but none is given", "name a file", recipe_may_keep=True)
 MADE_WORKLOADS = Requirement(
     lambda s: not s.inputs,

@@ -7,6 +7,7 @@ from prefillcli.data.shard import Shard
 from prefillcli.engines.registry import ENGINES, Capability, refuse
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
+from prefillcli.options.calibrate import ProbabilityOptions
 from prefillcli.options.groups import (
     EndingOptions,
     PriceOptions,
@@ -21,7 +22,9 @@ from prefillcli.options.requirements import Requirement
 from prefillcli.options.values import EngineName, KeyValues, NameList, ShardName
 
 
-class ScoreSettings(EndingOptions, WorkerOptions, PriceOptions, RunOptions, WeightsOptions, ScheduledOptions):
+class ScoreSettings(
+    ProbabilityOptions, EndingOptions, WorkerOptions, PriceOptions, RunOptions, WeightsOptions, ScheduledOptions
+):
     """Everything `prefill score` can be told."""
 
     output: str | None = option(

@@ -18,6 +18,11 @@ def _split_names(value: object) -> object:
     return tuple(name.strip() for part in parts for name in str(part).split(",") if name.strip())
 
 
+def _as_texts(value: object) -> object:
+    """One text, or several."""
+    return tuple(map(str, value if isinstance(value, list | tuple) else [value]))
+
+
 def _labels_as_text(value: object) -> object:
     """The labels 1 and 0 are numbers in a recipe."""
     return tuple(str(v) if type(v) is int else v for v in value) if isinstance(value, list | tuple) else value
@@ -103,6 +108,7 @@ def _check_resources(value: object) -> object:
 
 
 ByteSize = Annotated[str, AfterValidator(_check_size)]
+TextList = Annotated[tuple[str, ...], BeforeValidator(_as_texts)]
 NameList = Annotated[tuple[str, ...], BeforeValidator(_split_names)]
 KeepRate = Annotated[float | Literal["auto"], BeforeValidator(_number_or_auto)]
 ThreadCount = Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], BeforeValidator(_count_or_auto)]

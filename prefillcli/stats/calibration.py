@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from prefillcli.stats.probabilities import Float64Array
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Final = 1
 _LEAST = -745.0  # logarithm of the smallest double: below it, a probability is 0
 
 Share = Annotated[float, Field(ge=0, le=1)]

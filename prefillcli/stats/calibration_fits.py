@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +16,9 @@ from prefillcli.stats.calibration import (
     TemperatureScaling,
     softmax,
 )
+from prefillcli.stats.evaluation import evaluate, evaluate_labels
 from prefillcli.stats.probabilities import Float64Array
+from prefillcli.stats.reliability import log_losses
 
 Method = Literal["temperature", "platt", "isotonic"]
 METHODS: tuple[Method, ...] = ("temperature", "platt", "isotonic")
@@ -98,7 +99,8 @@ def fit_isotonic(log_shares: Float64Array, truth: IntArray) -> IsotonicSteps:
     regression = IsotonicRegression(y_min=margin, y_max=1 - margin, out_of_bounds="clip")
     regression.fit(np.exp(log_shares[:, 0]), truth == 0)
     return IsotonicSteps(
-        scores=tuple(map(float, regression.X_thresholds_)), probabilities=tuple(map(float, regression.y_thresholds_))
+        scores=tuple(map(float, regression.X_thresholds_)),
+        probabilities=tuple(map(float, np.maximum.accumulate(regression.y_thresholds_))),
     )
 
 
@@ -108,3 +110,60 @@ def _smoothed(truth: IntArray, labels: int) -> Float64Array:
     wanted = np.repeat(1 / (counts[truth] + labels)[:, None], labels, axis=1)
     wanted[np.arange(len(truth)), truth] = (counts[truth] + 1) / (counts[truth] + labels)
     return wanted
+
+
+def cross_validate(
+    log_shares: Float64Array,
+    truth: IntArray,
+    before: Float64Array,
+    labels: Sequence[str],
+    *,
+    folds: int,
+    seed: int,
+) -> dict[str, HeldOut]:
+    """What each method makes of rows that it was not fitted on; `none` are the probabilities `before` [rows, labels].
+
+    The folds have equal shares of every label. Raises ValueError if a label is right in fewer rows than there are
+    folds.
+    """
+    from sklearn.model_selection import StratifiedKFold
+
+    splitter = StratifiedKFold(n_splits=folds, shuffle=True, random_state=seed)
+    parts = list(splitter.split(log_shares, truth))
+    held = [rest for _, rest in parts]
+    found = {"none": _held_out(before, truth, labels, held)}
+    for method in methods_for(len(labels)):
+        probabilities = np.empty_like(log_shares)
+        for fitted, rest in parts:
+            scaling = fit_scaling(method, log_shares[fitted], truth[fitted])
+            probabilities[rest] = scaling.apply(log_shares[rest])
+        found[method] = _held_out(probabilities, truth, labels, held)
+    return found
+
+
+def best_method(found: Mapping[str, HeldOut]) -> Method:
+    """The method with the smallest log loss on held-out rows; of equal ones the first."""
+    return min((method for method in METHODS if method in found), key=lambda method: found[method].log_loss)
+
+
+def _held_out(
+    probabilities: Float64Array, truth: IntArray, labels: Sequence[str], held: Sequence[IntArray]
+) -> HeldOut:
+    said = probabilities[np.arange(len(truth)), truth]
+    losses = [float(log_losses(said[rest], np.ones(len(rest), np.bool_)).mean()) for rest in held]
+    figures = figures_of(probabilities, truth, labels)
+    return HeldOut(log_loss=float(np.mean(losses)), log_loss_spread=float(np.std(losses, ddof=1)), **figures)
+
+
+def figures_of(probabilities: Float64Array, truth: IntArray, labels: Sequence[str]) -> dict[str, Any]:
+    """Brier score, expected calibration error, accuracy and AUC of probabilities [rows, labels]."""
+    if len(labels) == 2:
+        found = evaluate(np.ascontiguousarray(probabilities[:, 0]), truth == 0, labels)
+    else:
+        found = evaluate_labels(probabilities, truth, labels)
+    return {
+        "brier": found.brier.value,
+        "ece": found.calibration_error.value,
+        "accuracy": found.accuracy.value,
+        "auc": found.auc.value,
+    }

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from prefillcli.data.rows import ErrorCode, Float64Array, Int64Array, Prompt, RowError, ScoredRow, Window
+from prefillcli.stats.calibration import Calibration
 from prefillcli.stats.probabilities import label_mass, label_probabilities
 
 ROW_COLUMN = "row"
@@ -40,6 +41,8 @@ class ResultRows:
     audited: list[Float64Array | None]
     """`probabilities` as the whole prompt gives them, for compressed rows of the audit [scored]."""
     labels: tuple[str, ...]
+    calibrated: Float64Array | None = None
+    """Calibrated probability of every label [scored, labels]; None where nothing is calibrated."""
 
     @classmethod
     def of(
@@ -49,6 +52,7 @@ class ResultRows:
         errors: dict[int, RowError],
         labels: Sequence[str],
         temperature: float,
+        calibration: Calibration | None = None,
     ) -> ResultRows:
         """Made of some rows of a window. A result that is not a finite number becomes an error."""
         results = sorted(results, key=lambda scored: scored.row)
@@ -73,6 +77,7 @@ class ResultRows:
             probabilities=probabilities[finite],
             audited=[None if each.audit is None else label_probabilities(each.audit, temperature) for each in results],
             labels=tuple(labels),
+            calibrated=None if calibration is None else calibration.probabilities(logprobs[finite]),
         )
 
     def of_scored(self, values: Sequence[Any] | npt.NDArray[Any]) -> ObjectArray:
@@ -95,6 +100,10 @@ class Column(NamedTuple):
     """Whether `Counts.add_rows` needs it."""
     audit: bool = False
     """Whether only an output with an audit has it."""
+    calibrated: bool = False
+    """Whether only an output with calibrated probabilities has it."""
+    least_labels: int = 0
+    """Only an output with so many labels has it."""
 
 
 def _best(rows: ResultRows, probabilities: Iterable[Float64Array | None]) -> list[str | None]:
@@ -107,9 +116,16 @@ def _of_result(name: str) -> Callable[[ResultRows], ObjectArray]:
     return lambda rows: rows.of_scored([getattr(scored, name) for scored in rows.scored])
 
 
+def _calibrated(rows: ResultRows) -> ObjectArray:
+    """Calibrated probabilities of the labels [rows, labels]."""
+    return rows.of_scored(np.empty((0, len(rows.labels))) if rows.calibrated is None else rows.calibrated)
+
+
 COLUMNS = (
     Column("score", pa.float64(), lambda rows: rows.of_scored(rows.probabilities[:, 0]), counted=True),
+    Column("probability", pa.float64(), lambda rows: _calibrated(rows)[:, 0], calibrated=True),
     Column("logprob_<label>", pa.float64(), lambda rows: rows.of_scored(rows.logprobs)),
+    Column("probability_<label>", pa.float64(), _calibrated, calibrated=True, least_labels=3),
     Column("label_mass", pa.float64(), lambda rows: rows.of_scored(label_mass(rows.logprobs))),
     Column("prediction", pa.string(), lambda rows: rows.of_scored(_best(rows, rows.probabilities)), counted=True),
     Column("prompt_tokens", pa.int64(), lambda rows: [p and len(p.tokens) for p in rows.prompts], counted=True),
@@ -140,15 +156,16 @@ COLUMNS = (
 COLUMN_TYPES = {column.name: column.type for column in COLUMNS}
 
 
-def result_schema(labels: Sequence[str], audit: bool = False) -> pa.Schema:
+def result_schema(labels: Sequence[str], audit: bool = False, calibrated: bool = False) -> pa.Schema:
     """Names and types of the columns that scoring adds."""
-    return pa.schema([(name, column.type) for column in _columns(audit) for name in _names(column, labels)])
+    columns = _columns(len(labels), audit, calibrated)
+    return pa.schema([(name, column.type) for column in columns for name in _names(column, labels)])
 
 
 def result_arrays(rows: ResultRows, audit: bool = False) -> list[pa.Array]:
-    """The columns of `result_schema` for these rows."""
+    """The columns of `result_schema` for these rows, with those of a calibration where they have one."""
     arrays = []
-    for column in _columns(audit):
+    for column in _columns(len(rows.labels), audit, rows.calibrated is not None):
         values = column.values(rows)
         if "<label>" in column.name:
             arrays += [pa.array(of_label, column.type) for of_label in np.asarray(values).T]
@@ -157,8 +174,12 @@ def result_arrays(rows: ResultRows, audit: bool = False) -> list[pa.Array]:
     return arrays
 
 
-def _columns(audit: bool) -> list[Column]:
-    return [column for column in COLUMNS if audit or not column.audit]
+def _columns(labels: int, audit: bool, calibrated: bool) -> list[Column]:
+    return [
+        column
+        for column in COLUMNS
+        if (audit or not column.audit) and (calibrated or not column.calibrated) and labels >= column.least_labels
+    ]
 
 
 def _names(column: Column, labels: Sequence[str]) -> list[str]:

@@ -34,11 +34,13 @@ class OutputSchema:
     """Whether there are the columns of an audit."""
     truth: str | None
     """The carried column with the right answers."""
+    calibrated: bool = False
+    """Whether there are calibrated probabilities."""
 
     def require_distinct(self) -> None:
         """Raise UsageError if a carried column has the name of another column of the output."""
         row = [ROW_COLUMN] if self.id_name is None else []
-        taken = [*row, *result_schema(self.labels, self.audit).names, ROW]
+        taken = [*row, *self._results.names, ROW]
         for name in self.carried.names:
             if name in taken:
                 option = {self.truth: "--truth", self.id_name: "--id-column"}.get(name, "--keep-columns")
@@ -59,7 +61,7 @@ class OutputSchema:
         else:
             carried.sort(key=lambda field: field.name != self.id_name)
         metadata = {JOB_KEY: json.dumps(job.to_json()).encode()}
-        return pa.schema([*carried, *result_schema(self.labels, self.audit)], metadata=metadata)
+        return pa.schema([*carried, *self._results], metadata=metadata)
 
     def table(self, rows: pa.Table, schema: pa.Schema) -> pa.Table:
         """Rows of parts as rows of the output, whose `arrow` schema is given."""
@@ -70,6 +72,11 @@ class OutputSchema:
                 column = typed_column(column, field.type)
             columns.append(column)
         return pa.Table.from_arrays(columns, schema=schema)
+
+    @property
+    def _results(self) -> pa.Schema:
+        """The columns that scoring adds."""
+        return result_schema(self.labels, self.audit, self.calibrated)
 
     @property
     def _typed(self) -> bool:

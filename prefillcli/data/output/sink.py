@@ -24,6 +24,7 @@ from prefillcli.data.output.target import Target
 from prefillcli.data.reading.partitions import Partitions
 from prefillcli.data.rows import Int64Array, RowError, ScoredRow, Window
 from prefillcli.data.shard import Shard
+from prefillcli.stats.calibration import Calibration
 
 
 class Sink:
@@ -62,6 +63,7 @@ class Sink:
         carried: pa.Schema | None = None,
         audit: bool = False,
         truth: str | None = None,
+        calibrated: bool = False,
         partitions: Partitions | None = None,
         shard: Shard | None = None,
     ) -> Self:
@@ -69,10 +71,11 @@ class Sink:
 
         `selection` are the options that say which rows of the input are taken, `carried` is the schema of the id and
         the kept columns (`Source.carried_schema`). With an `audit` the output has its columns; `truth` is the carried
-        column with the right answers. With `partitions`, whose keys are carried columns, the files of a directory lie
-        in folders that hold them. Raises UsageError for an unknown ending, a clash of column names, or if the job's
-        own output exists and neither flag is given; OutputConflictError if it is another job's, or damaged;
-        ResourceError if another process is working on it.
+        column with the right answers. With `calibrated` it has probabilities, and `write` needs the calibration. With
+        `partitions`, whose keys are carried columns, the files of a directory lie in folders that hold them. Raises
+        UsageError for an unknown ending, a clash of column names, or if the job's own output exists and neither flag
+        is given; OutputConflictError if it is another job's, or damaged; ResourceError if another process is working
+        on it.
         """
         target = Target.parse(output, shard)
         schema = OutputSchema(
@@ -83,6 +86,7 @@ class Sink:
             json_text=target.file_format.json_text,
             audit=audit,
             truth=truth,
+            calibrated=calibrated,
         )
         schema.require_distinct()
         job = Job(fingerprint, selection, id_name)
@@ -179,6 +183,7 @@ class Sink:
         errors: dict[int, RowError],
         *,
         temperature: float,
+        calibration: Calibration | None = None,
         carried: Sequence[tuple[int, str]] | None = None,
     ) -> None:
         """Write rows of a window as one part, safe on disk when this returns.
@@ -197,9 +202,8 @@ class Sink:
             return
         self._lock.check()
         schema, shard = self._schema, self._target.shard
-        rows = parts.make_rows(
-            window, ResultRows.of(window, results, errors, schema.labels, temperature), schema.audit
-        )
+        found = ResultRows.of(window, results, errors, schema.labels, temperature, calibration)
+        rows = parts.make_rows(window, found, schema.audit)
         info = parts.PartInfo(
             job=self._manifest.job,
             plan=self.plan,

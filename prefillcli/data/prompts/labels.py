@@ -76,6 +76,24 @@ def _unescape(text: str) -> str:
     return re.sub(r"\\([,|=\\])", r"\1", text)
 
 
+def right_label(answer: object, labels: Sequence[Label]) -> int | None:
+    """The number of the label that a right answer, as a data set has it, stands for; None if that is no label.
+
+    It may be a label's name or one of its spellings. True or 1 is the first label; of two labels false or 0 is the
+    second.
+    """
+    if not isinstance(answer, str | int | float):
+        return None
+    whole = isinstance(answer, float) and answer.is_integer()
+    text = str(int(answer) if whole else answer).strip()
+    for number, label in enumerate(labels):
+        if text in (label.name, *(spelling.strip() for spelling in label.variants or ())):
+            return number
+    if answer == 1:
+        return 0
+    return 1 if answer == 0 and len(labels) == 2 else None
+
+
 def tail_of(text: str) -> str:
     """The end of a prompt that decides how the next word is tokenised, cut where a line or a word starts."""
     end = text[-_TAIL_CHARS:]
@@ -107,14 +125,10 @@ class Labels:
 
         It may be a label's name or one of its spellings, else true or false, 1 or 0.
         """
-        if answer is None:
-            return None
-        whole = isinstance(answer, float) and answer.is_integer()
-        text = str(int(answer) if whole else answer).strip()
-        for number, label in enumerate(self.labels):
-            if text in (label.name, *(spelling.strip() for spelling in label.variants or ())):
-                return number == 0
-        return bool(answer) if answer in (0, 1) else None
+        number = right_label(answer, self.labels)
+        if number is None and answer in (0, 1):  # not the first, whichever of several it is
+            return False
+        return None if number is None else number == 0
 
     def check(self, window: Window) -> None:
         """Raise the LabelError if the labels fail after every prompt of the job's first window."""

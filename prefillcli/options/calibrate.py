@@ -1,0 +1,81 @@
+"""Everything `prefill calibrate` can be told, and the options of `prefill score` that make probabilities."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from prefillcli.errors import UsageError
+from prefillcli.options import requirements
+from prefillcli.options.option import ANSWERS, FILES, FIT, RUN, Settings, argument, option
+from prefillcli.options.values import NameList, TextList
+
+
+class ProbabilityOptions(Settings):
+    """Which probabilities are written beside the scores."""
+
+    calibration: str | None = option(
+        None,
+        "File of prefill calibrate: adds the column probability beside score.",
+        ANSWERS, changes="columns", metavar="PATH",
+    )  # fmt: skip
+    calibrate_with: TextList = option(
+        (),
+        "Text without content, like N/A: what the model answers to the template with it is divided out, in the column "
+        "probability; repeatable.",
+        ANSWERS, changes="columns", metavar="TEXT", repeatable=True, requires=requirements.TEMPLATE,
+    )  # fmt: skip
+    calibrate_columns: NameList = option(
+        (),
+        "Columns of the template that --calibrate-with replaces, comma-separated. (default: all that hold text)",
+        ANSWERS, changes="columns", metavar="NAMES", requires=requirements.CALIBRATE_WITH,
+    )  # fmt: skip
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether the output has probabilities beside the scores."""
+        return self.calibration is not None or bool(self.calibrate_with)
+
+    def check(self) -> None:
+        super().check()
+        if self.calibration is not None and self.calibrate_with:
+            raise UsageError("--calibration and --calibrate-with both make the probability: give only one of them")
+
+
+class CalibrateSettings(Settings):
+    """Everything `prefill calibrate` can be told."""
+
+    scores: str = argument(
+        ..., "Scores of rows with right answers: what prefill score wrote.", changes="report", min_length=1
+    )
+    truth: str | None = option(
+        None,
+        "Column with the right answer: a label, or true or false, 1 or 0 for two labels.",
+        FILES, changes="report", metavar="COLUMN",
+    )  # fmt: skip
+    truth_from: str | None = option(
+        None,
+        "File with the right answers, where the scores have none: rows are found by id, or by their number.",
+        FILES, changes="report", metavar="PATH",
+    )  # fmt: skip
+    id_column: str | None = option(
+        None,
+        "Column with the ids, in the scores and in --truth-from. (default: the one that the scores were made with)",
+        FILES, changes="report", metavar="NAME", requires=requirements.TRUTH_FROM,
+    )  # fmt: skip
+    output: str = option(
+        "calibration.json", "Where the calibration goes.", FILES, changes="files", short="-o", metavar="PATH"
+    )
+    method: Literal["auto", "temperature", "platt", "isotonic"] = option(
+        "auto",
+        "What is fitted; auto: what has the smallest log loss in cross-validation. Isotonic is for two labels.",
+        FIT, changes="report",
+    )  # fmt: skip
+    folds: int = option(5, "Parts of the cross-validation.", FIT, changes="report", metavar="N", ge=2, le=100)
+    seed: int = option(0, "Seed for the parts.", FIT, changes="report", metavar="N", ge=0, lt=2**32)
+    quiet: bool = option(False, "Warnings and errors only.", RUN, changes="report", short="-q")
+    debug: bool = option(False, "Show tracebacks.", RUN, changes="report")
+
+    def check(self) -> None:
+        super().check()
+        if self.truth is None:
+            raise UsageError("no --truth given: name the column with the right answer")
