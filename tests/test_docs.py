@@ -32,7 +32,7 @@ def options_of(command: str) -> set[str]:
     fields = COMMANDS[command].model_fields
     no = {"--no-chat", "--allow-special"} if "chat" in fields else set()
     no |= {"--no-keep-private"} if "keep_private" in fields else set()
-    return {"--" + name.replace("_", "-") for name in fields if name != "inputs"} | {"--recipe"} | no
+    return {"--" + name.replace("_", "-") for name in fields if name not in ("inputs", "scores")} | {"--recipe"} | no
 
 
 @pytest.mark.parametrize("command", COMMANDS)

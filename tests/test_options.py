@@ -35,6 +35,9 @@ TOLD: dict[str, tuple[Values, Values]] = {
     "STREAMABLE": ({"weights": "stream"}, {"weights": "resident"}),
     "PROGRESS": ({"quiet": "false"}, {"quiet": "true"}),
     "NO_TEMPLATE": ({}, {"template": "{{ text }}"}),
+    "TEMPLATE": ({"template": "{{ text }}"}, {"template": None}),
+    "CALIBRATE_WITH": ({"template": "{{ text }}", "calibrate_with": "N/A"}, {"calibrate_with": None}),
+    "TRUTH_FROM": ({"truth_from": "t.parquet"}, {"truth_from": None}),
     "INPUT": ({"inputs": ["x.parquet"]}, {"inputs": None}),
     "MADE_WORKLOADS": ({}, {"inputs": ["x.parquet"]}),
     "REPLAY": ({"replay": "credit-verification"}, {"replay": "none"}),
@@ -46,6 +49,7 @@ LEAST: dict[str, Values] = {
     "bench": {"model": "."},
     "profile": {},
     "merge": {"output": "o.parquet"},
+    "calibrate": {"scores": "s.parquet", "truth": "answer"},
 }
 #: Of these each option takes the first that it can.
 VALUES = (0.5, 5, 100, "5MiB", "text", True, "num_cpus=1")
@@ -81,7 +85,7 @@ def value_of(command: str, option: str) -> Any:
         return not field.default
     for value in (*VALUES, *get_args(field.annotation)):
         try:
-            kind.model_validate({"inputs": ["x.parquet"], option: value})
+            kind.model_validate({**LEAST[command], option: value})
         except ValidationError:
             continue
         return value

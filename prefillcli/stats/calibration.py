@@ -25,11 +25,11 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Rising = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class _Part(BaseModel):
+class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class TemperatureScaling(_Part):
+class TemperatureScaling(_Frozen):
     """The label log-probabilities are divided by `temperature`."""
 
     method: Literal["temperature"] = "temperature"
@@ -40,7 +40,7 @@ class TemperatureScaling(_Part):
         return softmax(log_shares / self.temperature)
 
 
-class PlattScaling(_Part):
+class PlattScaling(_Frozen):
     """The label log-probabilities are multiplied by `slope`, and each label's `biases` [labels] is added.
 
     Of two labels it is the logistic function of the score's logit, as in Platt (1999).
@@ -55,7 +55,7 @@ class PlattScaling(_Part):
         return softmax(self.slope * log_shares + np.array(self.biases))
 
 
-class ContentFreeScaling(_Part):
+class ContentFreeScaling(_Frozen):
     """Each label's probability is divided by what it is after a prompt without content: W = diag(p_cf)^-1.
 
     `content_free` [labels] are the logarithms of these (Zhao et al., Calibrate Before Use, 2021).
@@ -69,7 +69,7 @@ class ContentFreeScaling(_Part):
         return softmax(log_shares - np.array(self.content_free))
 
 
-class IsotonicSteps(_Part):
+class IsotonicSteps(_Frozen):
     """The score is looked up among `scores`, ascending, and `probabilities`, which never fall; linear in between.
 
     For two labels.
@@ -98,7 +98,7 @@ Scaling = Annotated[
 ]
 
 
-class HeldOut(_Part):
+class HeldOut(_Frozen):
     """How good probabilities are on rows that they were not fitted on: the mean over the folds."""
 
     log_loss: float
@@ -111,7 +111,7 @@ class HeldOut(_Part):
     auc: float | None
 
 
-class FittedOn(_Part):
+class FittedOn(_Frozen):
     """What a calibration was fitted on."""
 
     scores: str
@@ -126,7 +126,7 @@ class FittedOn(_Part):
     """The fingerprint of the scoring job; empty where the scores do not say it."""
 
 
-class Calibration(_Part):
+class Calibration(_Frozen):
     """The content of `calibration.json`."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
