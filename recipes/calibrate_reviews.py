@@ -84,6 +84,8 @@ def probabilities(
     table = pq.read_table(scores[1])
     logprobs = np.stack([table[f"logprob_{label}"].to_numpy() for label in question.labels], axis=1)
     found = {"none": table["score"].to_numpy(), "contextual": table["probability"].to_numpy()}
+    share = np.mean(pq.read_table(paths[0])["truth"].to_numpy(zero_copy_only=False) == question.labels[0])
+    found["the same for all"] = np.full(len(table), share)
     for method in METHODS:
         path = folder / f"{question.name}.{method}.json"
         run("calibrate", scores[0], "--truth", "truth", "--method", method, "-o", path)
@@ -111,7 +113,7 @@ def main() -> int:
         print(f"\n`{question.asked}` {', '.join(question.labels)}; {len(truth)} rows, {truth.mean():.1%} positive\n")
         print(f"| | log loss | Brier | ECE (95 % interval) | accuracy | AUC | says {question.labels[0]} |")
         print("| --- | --- | --- | --- | --- | --- | --- |")
-        for method in ("none", "contextual", *METHODS):
+        for method in ("none", "contextual", *METHODS, "the same for all"):
             values = np.asarray(found[method])
             name = ("scores as they are" if method == "none" else method) + (" (chosen)" if method == chosen else "")
             print(line(name, evaluate(values, truth, question.labels), float(np.mean(values >= 0.5))), flush=True)

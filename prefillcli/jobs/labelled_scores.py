@@ -14,7 +14,7 @@ import numpy as np
 from prefillcli.data.output.columns import ROW_COLUMN
 from prefillcli.data.output.manifest import Job, Manifest
 from prefillcli.data.output.target import Target
-from prefillcli.data.prompts.labels import Label, right_label
+from prefillcli.data.prompts.labels import Label, label_of
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Float64Array, Int64Array
 from prefillcli.errors import PrefillError, UsageError
@@ -23,6 +23,7 @@ from prefillcli.stats.probabilities import label_probabilities
 
 _LOGPROB = "logprob_"
 _SAME = 1e-6
+_PLAIN = (str, int, float, bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ def _collect(source: Source, labels: Sequence[str], key: str, answers: dict[str,
     truth: list[int] = []
     for score, row_logprobs, value in _rows(source, labels, key, left_out):
         answer = value if answers is None else answers.get(_key(value))
-        number = right_label(answer, names)
+        number = label_of(answer, names) if isinstance(answer, _PLAIN) else None
         if score is None:
             left_out["without a score"] += 1
         elif not 0 <= score <= 1 or any(math.isnan(each) or each == math.inf for each in row_logprobs):

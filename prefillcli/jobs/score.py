@@ -282,6 +282,8 @@ class _ScoreJob:
         tokens = Tokens()
         if self._recorder is not None:
             tokens, report.packs = self._recorder.tokens, self._recorder.packs
+            if self._recorder.calibration is not None:
+                report.calibration = self._recorder.calibration.use()
             report.tokens = tokens
             if (weights := self._recorder.weights()) is not None:
                 report.weights = WeightsUse(**asdict(weights))

@@ -13,6 +13,7 @@ from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.tallies import LENGTH_EDGES, SCORE_BINS
 from prefillcli.redaction import shown_report
 from prefillcli.stats.audit import Audit
+from prefillcli.stats.calibration import CalibrationUse
 
 SCHEMA_VERSION = 1
 
@@ -192,6 +193,7 @@ class RunReport(BaseModel):
     settings: dict[str, Any] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)
     fingerprint: dict[str, str] = Field(default_factory=dict)
+    calibration: CalibrationUse | None = None  # what made the column probability
     keep: float | None = None  # the job's keep rate, chosen or given, where there is a draft
     keep_auto: dict[str, Any] | None = None  # what --keep auto tried
     audit: Audit | None = None

@@ -27,6 +27,8 @@ def run_lines(report: RunReport) -> Iterator[tuple[str, str]]:
     yield "rows", counts
     if report.mean_score is not None:
         yield "mean score", f"{report.mean_score:.4f}"
+    if report.calibration is not None:
+        yield "probability", report.calibration.sentence()
     if tokens.prompt:
         yield (
             "tokens",

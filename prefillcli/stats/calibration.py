@@ -126,6 +126,23 @@ class FittedOn(_Frozen):
     """The fingerprint of the scoring job; empty where the scores do not say it."""
 
 
+class CalibrationUse(_Frozen):
+    """How a run has made its probabilities."""
+
+    method: str
+    rows: int | None = None
+    """That the calibration was fitted on; None where it needs no right answers."""
+    content_free: dict[str, float] | None = None
+    """Of each label, the probability after the prompts without content; None for other methods."""
+
+    def sentence(self) -> str:
+        """It in a line."""
+        if self.content_free is None:
+            return self.method if self.rows is None else f"{self.method}, fitted on {self.rows:,} rows"
+        shares = ", ".join(f"{label} {share:.4f}" for label, share in self.content_free.items())
+        return f"{self.method}; without content: {shares}"
+
+
 class Calibration(_Frozen):
     """The content of `calibration.json`."""
 
@@ -155,6 +172,14 @@ class Calibration(_Frozen):
         """Probability of each label among the labels, float64 [rows, labels]; `logprobs` [rows, labels] are finite or
         -inf, and not all of a row are -inf."""
         return self.scaling.apply(log_shares_of(logprobs))
+
+    def use(self) -> CalibrationUse:
+        """What a run tells of it."""
+        scaling, fitted = self.scaling, self.fitted_on
+        free = None
+        if isinstance(scaling, ContentFreeScaling):
+            free = dict(zip(self.labels, np.exp(scaling.content_free).tolist(), strict=True))
+        return CalibrationUse(method=scaling.method, rows=fitted and fitted.rows, content_free=free)
 
     def digest(self) -> str:
         """Digest of what decides on the probabilities."""

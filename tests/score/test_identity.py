@@ -107,8 +107,9 @@ BESIDE: dict[str, dict[str, Any]] = {
     "engine_options": {"engine": "hf"},
     "partition": {"inputs": ("day=1", "day=2")},
 }
-#: Other contents are another job: tests/data/test_fingerprints.py. Code of the model: below.
-FILES = {"inputs", "model", "revision", "draft", "trust_remote_code"}
+#: Other contents are another job: tests/data/test_fingerprints.py, tests/score/test_calibrated.py. Code of the model:
+#: below.
+FILES = {"inputs", "model", "revision", "draft", "trust_remote_code", "calibration"}
 
 
 @pytest.fixture(autouse=True)

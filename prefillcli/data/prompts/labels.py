@@ -48,6 +48,32 @@ def parse_labels(labels: str | Sequence[str]) -> tuple[Label, ...]:
     return parsed
 
 
+def label_of(answer: str | int | float | bool | None, labels: Sequence[Label]) -> int | None:
+    """The number of the label that a right answer of a data set stands for; None if it is not a label.
+
+    It may be a label's name or one of its spellings. Of two labels true and 1 are else the first, false and 0 the
+    second.
+    """
+    number = _named(answer, labels)
+    if number is None and len(labels) == 2 and answer in (0, 1):
+        return int(not answer)
+    return number
+
+
+def _named(answer: str | int | float | bool | None, labels: Sequence[Label]) -> int | None:
+    """The number of the label of which this is the name or a spelling; true and 1, false and 0 are the same."""
+    if answer is None:
+        return None
+    texts = [str(int(answer) if isinstance(answer, float) and answer.is_integer() else answer).strip()]
+    if answer in (0, 1):
+        texts += [str(bool(answer)), str(bool(answer)).lower(), str(int(answer))]
+    for text in texts:
+        for number, label in enumerate(labels):
+            if text in (label.name, *(spelling.strip() for spelling in label.variants or ())):
+                return number
+    return None
+
+
 def _parse_label(item: str) -> Label:
     name, *spellings = _split(item, "=", 1)
     label = Label(_unescape(name.strip()))
@@ -74,24 +100,6 @@ def _split(text: str, mark: str, most: int = 0) -> list[str]:
 
 def _unescape(text: str) -> str:
     return re.sub(r"\\([,|=\\])", r"\1", text)
-
-
-def right_label(answer: object, labels: Sequence[Label]) -> int | None:
-    """The number of the label that a right answer, as a data set has it, stands for; None if that is no label.
-
-    It may be a label's name or one of its spellings. True or 1 is the first label; of two labels false or 0 is the
-    second.
-    """
-    if not isinstance(answer, str | int | float):
-        return None
-    whole = isinstance(answer, float) and answer.is_integer()
-    text = str(int(answer) if whole else answer).strip()
-    for number, label in enumerate(labels):
-        if text in (label.name, *(spelling.strip() for spelling in label.variants or ())):
-            return number
-    if answer == 1:
-        return 0
-    return 1 if answer == 0 and len(labels) == 2 else None
 
 
 def tail_of(text: str) -> str:
@@ -125,10 +133,10 @@ class Labels:
 
         It may be a label's name or one of its spellings, else true or false, 1 or 0.
         """
-        number = right_label(answer, self.labels)
-        if number is None and answer in (0, 1):  # not the first, whichever of several it is
-            return False
-        return None if number is None else number == 0
+        number = _named(answer, self.labels)
+        if number is not None:
+            return number == 0
+        return bool(answer) if answer in (0, 1) else None
 
     def check(self, window: Window) -> None:
         """Raise the LabelError if the labels fail after every prompt of the job's first window."""
