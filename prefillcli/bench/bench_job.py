@@ -144,7 +144,7 @@ def _compare(
         print(f"prefill: {report.notes[-1]}", file=sys.stderr)
     report.machine = {
         "model": without_secrets(settings.model or "sample model"),
-        "draft": "none" if opened.draft is None else opened.draft.path.name if settings.model else "sample draft",
+        "draft": "none" if opened.draft is None else opened.draft.origin.name if settings.model else "sample draft",
         "device": torch.cuda.get_device_name(opened.device) if opened.device.type == "cuda" else opened.device.type,
         "dtype": str(opened.files.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),

@@ -21,6 +21,7 @@ from prefillcli.engines.engine_options import check_options
 from prefillcli.engines.guard import Guard
 from prefillcli.errors import EngineDiedError, PrefillError, ResourceError, UsageError, brief
 from prefillcli.models import open as models
+from prefillcli.models.find import with_weights
 from prefillcli.models.open import Opened
 from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.runtime.extras import require_extra
@@ -73,7 +74,12 @@ def open_models(choice: EngineChoice) -> Opened:
 
 def load(request: LoadRequest) -> Loaded[VllmEngine]:
     """As `Loader`. vLLM decides by itself what fits."""
-    opened = request.opened
+    opened = replace(request.opened, files=with_weights(request.opened.files))
+    if not opened.files.saved:
+        raise ResourceError(
+            f"{opened.files.origin}: vLLM reads a GGUF model's weights from the cache, which has no room for them\n"
+            "make room, set XDG_CACHE_HOME to a larger disk, or take --engine torch"
+        )
     engine = VllmEngine(
         opened.files.path,
         dtype=str(opened.files.dtype).removeprefix("torch."),

@@ -68,7 +68,7 @@ def _run(settings: ScoreSettings, report: DryRunReport, granularity: Granularity
         opened = open_models(settings)
         refuse_among_inputs(report.output, source)
         profile, name, report.no_prediction = find_profile(
-            settings.profile, hash_model(opened.files.path), opened.files.dtype, opened.device
+            settings.profile, hash_model(opened.files.origin), opened.files.dtype, opened.device
         )
         if profile is None and settings.is_flag("price_per_hour"):
             raise UsageError(f"--price-per-hour: no time is predicted, so there is no price: {report.no_prediction}")

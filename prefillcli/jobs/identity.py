@@ -54,7 +54,7 @@ def fingerprint(
 
     Raises ContentChangedError if a file has changed meanwhile, and what reading it raises.
     """
-    model = models.of(opened.files.path)
+    model = models.of(opened.files.origin)
     values = _values(settings, opened, compression=False)
     found = {
         "input": source.fingerprint(),
@@ -69,7 +69,7 @@ def fingerprint(
     if calibration is not None:
         found["calibration"] = calibration.digest()
     if opened.draft is not None:
-        found["draft"] = models.of(opened.draft.path).model()
+        found["draft"] = models.of(opened.draft.origin).model()
     if settings.compresses:
         values = _values(settings, opened, compression=True)
         found["compression"] = hash_value(

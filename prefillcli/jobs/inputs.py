@@ -12,6 +12,7 @@ from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.settings import DEFAULT_COLUMN, PromptSettings
 from prefillcli.data.proof.fingerprints import ModelContents
+from prefillcli.data.proof.gguf_parts import gguf_parts
 from prefillcli.data.reading.arrow_table import TableRows
 from prefillcli.data.reading.selection import BATCH_ROWS
 from prefillcli.data.reading.source import Source
@@ -46,18 +47,18 @@ USUAL = Granularity()
 class LocalModels:
     """The contents of the model and the draft, from before anything of them is read: their hashing begins at once.
 
-    A name on the hub has a folder only when it is opened, in `of`.
+    A name on the hub has a folder only when it is opened, in `of`. Raises UsageError for incomplete GGUF models.
     """
 
     def __init__(self, settings: LoadingOptions) -> None:
         names = (settings.model or sample_model(), settings.draft)
         paths = [Path(name).expanduser() for name in names if name is not None]
-        self._contents = {path: ModelContents(path) for path in paths if path.is_dir()}
+        self._contents = {path: ModelContents(path) for path in paths if path.is_dir() or gguf_parts(path)}
         for contents in self._contents.values():
             contents.begin()
 
     def of(self, path: Path) -> ModelContents:
-        """Those of an opened model's folder."""
+        """Those of an opened model's folder or GGUF file."""
         if path not in self._contents:
             self._contents[path] = ModelContents(path)
         return self._contents[path]

@@ -165,7 +165,7 @@ class _InspectJob:
         return Inspection(
             row=prompt.row,
             row_id=str(prompt.row) if summary.id is None else summary.id,
-            model=settings.model or str(opened.files.path),
+            model=settings.model or str(opened.files.origin),
             draft=settings.draft,
             labels=list(labels.names),
             tokens=_views(Encoder(opened.tokenizer), read),

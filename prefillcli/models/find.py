@@ -1,8 +1,8 @@
-"""A model's directory: found, and checked by what its files say before any weight is read."""
+"""A model's directory or GGUF file: found, and checked by what its files say before any weight is read."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +10,39 @@ import torch
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from prefillcli.errors import UsageError, brief
+from prefillcli.data.proof.gguf_parts import gguf_parts
+from prefillcli.errors import ResourceError, UsageError, brief
 from prefillcli.models.families import longest_prompt, refusal
 from prefillcli.models.files import check_config
-from prefillcli.models.safetensors import check_weights
+from prefillcli.models.gguf import GgufModel, dequantise_gguf, describe_gguf, find_dequantised, open_gguf
+from prefillcli.models.safetensors import check_weights, weight_files
 from prefillcli.prefill.forest import UnsupportedModelError
+from prefillcli.runtime.memory import loadable_memory
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model directory as its JSON files describe it. `config` is the text model's configuration."""
+    """A model as its files describe it. `config` is the text model's configuration.
+
+    `path` is its directory. For a model in GGUF format, this is a directory that prefill keeps of it, with
+    configuration and tokenizer, and with the weights once they are `saved` there.
+    """
 
     path: Path
     family: str
     config: Any
     dtype: torch.dtype
+    gguf: GgufModel | None = None
+
+    @property
+    def origin(self) -> Path:
+        """The directory or GGUF file that the user knows."""
+        return self.path if self.gguf is None else self.gguf.origin
+
+    @property
+    def saved(self) -> bool:
+        """Whether the weights are in `path` as safetensors."""
+        return self.gguf is None or bool(weight_files(self.path))
 
     @property
     def max_length(self) -> int:
@@ -33,13 +51,16 @@ class ModelFiles:
 
 
 def find_model(name: str, revision: str | None = None, *, option: str = "--model") -> Path:
-    """The directory of `name`: itself if it is one, else a snapshot of the hub model (configuration, tokenizer and
-    safetensors only). Raises UsageError that names the `option`."""
+    """The directory or GGUF file of `name`: itself if it is one, else a snapshot of the hub model (configuration,
+    tokenizer and safetensors only). Raises UsageError that names the `option`."""
     path = Path(name).expanduser()
-    if path.is_dir():
+    if path.is_dir() or (path.is_file() and path.suffix.lower() == ".gguf"):
         return path
+    if path.is_file():
+        raise UsageError(f"{option} {name}: a model is a directory or a .gguf file, and this is neither")
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise UsageError(f"{option} {name}: no such directory")
+        what = "file" if path.suffix.lower() == ".gguf" else "directory"
+        raise UsageError(f"{option} {name}: no such {what}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -57,26 +78,65 @@ def read_model_files(
 
     Raises UsageError for a directory that is none, UnsupportedModelError for an architecture that is refused.
     """
-    if not (path / "config.json").is_file():
-        raise UsageError(f"{path}: no config.json, so this is not a model directory")
-    weights = sorted(path.glob("*.safetensors"))
-    if not weights:
-        others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for p in path.glob(pattern))
-        found = f" (found {', '.join(others[:3])}, which is not read: only safetensors are)" if others else ""
-        raise UsageError(f"{path}: no .safetensors file{found}")
-    check_config(path / "config.json")
+    gguf = _open_gguf(path)
+    folder = path if gguf is None else describe_gguf(gguf)
+    weights = [] if gguf is not None else _find_weights(folder)
+    check_config(folder / "config.json")
     try:
-        whole = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        whole = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # each family has checks of its own, or none
-        raise UsageError(f"{path}/config.json: {brief(error)}") from None
+        raise UsageError(f"{folder}/config.json: {brief(error)}") from None
     config = whole.get_text_config()
     causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or trust_remote_code
     if why := refusal(whole, config, causal=causal, walk=walk):
         elsewhere = refusal(whole, config, causal=causal, walk=False) is None
         other = " (prefill score --engine hf or vllm may)" if elsewhere else ""
         raise UnsupportedModelError(f"{config.model_type} {why}; it cannot be walked layer by layer{other}")
-    chosen = getattr(torch, dtype) if dtype != "auto" else (config.dtype or whole.dtype or torch.float32)
+    own = config.dtype or whole.dtype or torch.float32 if gguf is None else gguf.dtype
+    chosen = getattr(torch, dtype) if dtype != "auto" else own
     if dtype == "auto" and device == "cpu" and chosen == torch.float16:
         chosen = torch.float32  # float16 is slow and inexact on CPUs
-    check_weights(path, weights, config)
-    return ModelFiles(path, config.model_type, config, chosen)
+    if gguf is not None:
+        folder = find_dequantised(gguf, chosen) or folder
+    else:
+        check_weights(folder, weights, config)
+    return ModelFiles(folder, config.model_type, config, chosen, gguf)
+
+
+def with_weights(files: ModelFiles) -> ModelFiles:
+    """The same model with its weights saved in its directory, where the cache has room for those of a GGUF file.
+
+    Raises ResourceError where the host has no memory to dequantise them, and UsageError.
+    """
+    if files.gguf is None or files.saved:
+        return files
+    need = files.dtype.itemsize * sum(tensor.numbers for tensor in files.gguf.tensors)
+    most = loadable_memory(torch.device("cpu"))
+    if most is not None and need > most:
+        raise ResourceError(
+            f"{files.origin}: dequantised once, the weights take {need / 2**30:.1f} GiB of memory in "
+            f"{str(files.dtype).removeprefix('torch.')}, and {most / 2**30:.1f} GiB are free\n"
+            "take another --dtype, or the model as safetensors"
+        )
+    folder = dequantise_gguf(files.gguf, files.path, files.dtype)
+    return files if folder is None else replace(files, path=folder)
+
+
+def _open_gguf(path: Path) -> GgufModel | None:
+    """The model of a GGUF file or a folder with one; None for other folders. Raises UsageError."""
+    parts = gguf_parts(path)
+    return open_gguf(path, parts) if parts else None
+
+
+def _find_weights(folder: Path) -> list[Path]:
+    """The safetensors files of a model directory. Raises UsageError for another directory."""
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"{folder}: no config.json, so this is not a model directory")
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        if gguf := sorted(folder.glob("*.gguf")):
+            raise UsageError(f"{folder}: no .safetensors file\ngive the GGUF file itself: {gguf[0]}")
+        others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
+        found = f" (found {', '.join(others[:3])}, which is not read: only safetensors and GGUF are)" if others else ""
+        raise UsageError(f"{folder}: no .safetensors file{found}")
+    return weights

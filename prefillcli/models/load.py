@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from prefillcli.errors import ResourceError, UsageError, brief
 from prefillcli.models.families import VERIFIED
-from prefillcli.models.find import ModelFiles
+from prefillcli.models.find import ModelFiles, with_weights
+from prefillcli.models.gguf import load_gguf, refuse_missing
 from prefillcli.models.placement import Placement, layers_prefix, place_weights
 from prefillcli.models.rehearsal import rehearse
 from prefillcli.models.streamed_layers import ROLLING_SLOTS, StreamedLayers, slot_bytes
+from prefillcli.models.transformers_log import quiet_transformers
 from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError, register
 
 
@@ -39,9 +38,13 @@ def load_model(files: ModelFiles, device: torch.device, *, trust_remote_code: bo
 def load_weights(
     files: ModelFiles, device: torch.device, *, attention: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The model on `device` as transformers makes it, from safetensors only; `attention` as it is called there (None:
-    what transformers takes by itself). Raises UsageError."""
-    with _quiet_transformers():
+    """The model on `device` as transformers makes it, from safetensors or GGUF only; `attention` as it is called there
+    (None: what transformers takes by itself). Raises UsageError."""
+    files = with_weights(files)
+    with quiet_transformers():
+        if files.gguf is not None and not files.saved:
+            model, info = load_gguf(files.gguf, files.path, files.dtype, attention)
+            return _placed(files, model, info, device)
         try:
             model, info = AutoModelForCausalLM.from_pretrained(
                 files.path,
@@ -57,10 +60,14 @@ def load_weights(
             if "ignore_mismatched_sizes" in str(error):
                 raise UsageError(f"{files.path}: the shapes of the weights are not those of config.json") from None
             raise UsageError(f"{files.path}: cannot load the weights: {brief(error)}") from None
-    _refuse_missing(files, info)
-    model = model.to(device).eval()
-    model.requires_grad_(False)
-    return model
+    return _placed(files, model, info, device)
+
+
+def _placed(files: ModelFiles, model: Any, info: dict[str, Any], device: torch.device) -> PreTrainedModel:
+    refuse_missing(files.origin, info)
+    placed: PreTrainedModel = model.to(device).eval()
+    placed.requires_grad_(False)
+    return placed
 
 
 def load_streamed(
@@ -78,7 +85,13 @@ def load_streamed(
             f"{files.family} is not among the verified families, so its own forward must be compared with the walk's, "
             f"which needs all weights in memory\ntake --weights resident; verified are {', '.join(sorted(VERIFIED))}"
         )
-    with _quiet_transformers():
+    with quiet_transformers():
+        files = with_weights(files)
+        if not files.saved:
+            raise ResourceError(
+                f"{files.origin}: weights are streamed from the cache, which has no room for them\n"
+                "make room, set XDG_CACHE_HOME to a larger disk, or take --weights resident"
+            )
         model, placement = _load_around_layers(files, trust_remote_code)
     decoder = model.get_decoder()
     layers = decoder.layers
@@ -94,7 +107,7 @@ def load_streamed(
     if memory < least:
         given = f"{memory / 2**20:,.1f} MiB{' for each worker' if share < 1 else ''}"
         raise ResourceError(
-            f"--weights-memory: {given} is too little for {files.path}: embedding and head take "
+            f"--weights-memory: {given} is too little for {files.origin}: embedding and head take "
             f"{around / 2**20:,.1f} MiB and a layer {max(sizes) / 2**20:,.1f} MiB\n"
             f"give {math.ceil(least / share / 2**20)}MiB or more, which is room for two layers"
         )
@@ -142,7 +155,7 @@ def _load_around_layers(files: ModelFiles, trust_remote_code: bool) -> tuple[Pre
         )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise UsageError(f"{files.path}: cannot load the weights: {brief(error)}") from None
-    _refuse_missing(files, info)
+    refuse_missing(files.origin, info)
     for layer, parts in zip(model.get_decoder().layers, placement.layers, strict=True):
         for name in parts.tensors:
             parts.tensors[name] = _empty_out(layer, name)
@@ -168,24 +181,3 @@ def _keep_buffers(layer: nn.Module, streamed: set[str], device: torch.device) ->
         for name, buffer in module._buffers.items():
             if buffer is not None and f"{prefix}.{name}".removeprefix(".") not in streamed:
                 module._buffers[name] = buffer.to(device)
-
-
-def _refuse_missing(files: ModelFiles, info: dict[str, Any]) -> None:
-    if info["missing_keys"]:
-        missing = sorted(info["missing_keys"])
-        raise UsageError(f"{files.path}: the weights lack {len(missing)} tensors, {missing[0]} among them")
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """No progress bars or advice from transformers while it loads; errors are raised."""
-    level = transformers_logging.get_verbosity()
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
-        if bars:
-            transformers_logging.enable_progress_bar()

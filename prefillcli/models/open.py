@@ -112,7 +112,7 @@ def _load_tokenizer(files: ModelFiles, trust_remote_code: bool) -> Any:
     try:
         return AutoTokenizer.from_pretrained(files.path, trust_remote_code=trust_remote_code)
     except Exception as error:  # the tokenizers library raises plain ones
-        raise UsageError(f"{files.path}: cannot load the tokenizer: {brief(error)}") from None
+        raise UsageError(f"{files.origin}: cannot load the tokenizer: {brief(error)}") from None
 
 
 def weights_of(opened: Opened, *, draft: bool = True) -> int:
@@ -131,7 +131,7 @@ def refuse_what_cannot_fit(opened: Opened, *, draft: bool = True) -> None:
     if most is not None and need > most:
         and_draft = " and those of the draft" if draft and opened.draft is not None else ""
         raise ResourceError(
-            f"{opened.files.path}: the weights{and_draft} take "
+            f"{opened.files.origin}: the weights{and_draft} take "
             f"{need / 2**30:.1f} GiB in {str(opened.files.dtype).removeprefix('torch.')}, and {opened.device} has "
             f"{most / 2**30:.1f} GiB free; take a smaller model, or another --dtype or --device"
         )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -32,6 +34,15 @@ class WeightsPlan:
     memory: int
 
 
+class _SavedTensor(NamedTuple):
+    """A tensor in a file; `dtype` is None for one that stays as it is saved, whatever the model's dtype."""
+
+    name: str
+    dtype: torch.dtype | None
+    numbers: int
+    bytes: int
+
+
 def weight_bytes(files: ModelFiles, device: torch.device) -> int:
     """Bytes of the device's free memory that the loaded weights take, at least.
 
@@ -39,14 +50,11 @@ def weight_bytes(files: ModelFiles, device: torch.device) -> int:
     weights take any.
     """
     total = 0
-    for path in weight_files(files.path):
-        for tensor in read_header(path).values():
-            begin, end = tensor["data_offsets"]
-            saved = _FLOATS.get(tensor["dtype"])
-            if device.type != "cpu":
-                total += prod(tensor["shape"]) * files.dtype.itemsize if saved else end - begin
-            elif saved not in (None, files.dtype):
-                total += prod(tensor["shape"]) * files.dtype.itemsize
+    for tensor in _saved_tensors(files):
+        if device.type != "cpu":
+            total += tensor.numbers * files.dtype.itemsize if tensor.dtype else tensor.bytes
+        elif tensor.dtype not in (None, files.dtype):
+            total += tensor.numbers * files.dtype.itemsize
     return total
 
 
@@ -77,7 +85,7 @@ def plan_weights(opened: Opened, choice: WeightsChoice, *, draft: bool = True, s
         asked = f"--weights-memory {choice.weights_memory}" if given else "embedding, head and two layers"
         and_draft = " beside the draft" if small else ""
         raise ResourceError(
-            f"{opened.files.path}: the weights take {total / 2**30:.1f} GiB in {dtype}, and even streamed, {asked} "
+            f"{opened.files.origin}: the weights take {total / 2**30:.1f} GiB in {dtype}, and even streamed, {asked} "
             f"take more than the {free / 2**30:.1f} GiB that {opened.device} has free{and_draft}\n"
             "take a smaller model, or another --dtype or --device"
         )
@@ -94,9 +102,18 @@ def draft_bytes(opened: Opened) -> int:
 def _layer_bytes(files: ModelFiles) -> dict[int | None, int]:
     """Bytes of the weights in the model's dtype, by the number of their layer; None for all others."""
     found: dict[int | None, int] = defaultdict(int)
+    for tensor in _saved_tensors(files):
+        found[layer_number(tensor.name)] += tensor.numbers * files.dtype.itemsize if tensor.dtype else tensor.bytes
+    return dict(found)
+
+
+def _saved_tensors(files: ModelFiles) -> Iterator[_SavedTensor]:
+    """The tensors in a model's files; of GGUF files as they will be in the cache."""
+    if files.gguf is not None and not files.saved:
+        for each in files.gguf.tensors:
+            yield _SavedTensor(each.name, files.dtype, each.numbers, each.numbers * files.dtype.itemsize)
+        return
     for path in weight_files(files.path):
         for name, tensor in read_header(path).items():
             begin, end = tensor["data_offsets"]
-            taken = prod(tensor["shape"]) * files.dtype.itemsize if tensor["dtype"] in _FLOATS else end - begin
-            found[layer_number(name)] += taken
-    return dict(found)
+            yield _SavedTensor(name, _FLOATS.get(tensor["dtype"]), prod(tensor["shape"]), end - begin)

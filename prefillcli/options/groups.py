@@ -63,7 +63,7 @@ class ModelOptions(Settings):
 
     model: str | None = option(
         None,
-        "A model directory or a hub name. (default: the shipped sample model)",
+        "A model directory, a GGUF file or a hub name. (default: the shipped sample model)",
         MODEL, changes="scores", short="-m", metavar="MODEL",
     )  # fmt: skip
     revision: str | None = option(

@@ -91,6 +91,7 @@ def _measure(settings: ProfileSettings, given: Input | None, announce: Callable[
     import torch
 
     from prefillcli.forecast.machine import this_machine
+    from prefillcli.models.find import with_weights
     from prefillcli.profile.children import Subject
     from prefillcli.profile.lengths import Search
 
@@ -99,8 +100,9 @@ def _measure(settings: ProfileSettings, given: Input | None, announce: Callable[
     else:
         Threads(settings.threads)
         files, device = open_model(settings)
+    files = with_weights(files)  # here, or each measuring process would dequantise them
     subject = Subject(
-        path=files.path,
+        path=files.path if files.saved else files.origin,
         dtype=str(files.dtype).removeprefix("torch."),
         device=str(device),
         trust_remote_code=settings.trust_remote_code,
@@ -113,8 +115,8 @@ def _measure(settings: ProfileSettings, given: Input | None, announce: Callable[
     busy = _busy_with(subject.threads)
     subject = replace(subject, chunk_tokens=chunk)
     profile = Profile(
-        model=hash_model(files.path),
-        model_name=settings.model or str(files.path),
+        model=hash_model(files.origin),
+        model_name=settings.model or str(files.origin),
         family=files.family,
         dtype=subject.dtype,
         device=subject.device,

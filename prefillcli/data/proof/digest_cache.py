@@ -8,10 +8,10 @@ import json
 import os
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 from prefillcli.data.proof.stamps import Stamp
+from prefillcli.runtime.user_cache import cache_folder
 
 MOST = 4096
 
@@ -24,7 +24,7 @@ class DigestCache:
     """
 
     def __init__(self, most: int = MOST) -> None:
-        self._path = _path()
+        self._path = cache_folder() / "digests.json"
         self._most = most
         self._entries: dict[str, list[Any]] | None = None
         self._new: dict[str, list[Any]] = {}
@@ -72,12 +72,6 @@ class DigestCache:
             return entries if content["check"] == _check(entries) else {}
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return {}
-
-
-def _path() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~/.cache"))
-    return root / "prefillcli" / "digests.json"
 
 
 def _key(path: str, stamp: Stamp) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from prefillcli.data.filesystems import filesystem_of, reading
 from prefillcli.data.proof.contents import FileContents
+from prefillcli.data.proof.gguf_parts import gguf_parts
 from prefillcli.data.proof.stamps import Stamp, stamp_of
 from prefillcli.errors import UsageError
 
@@ -43,18 +44,22 @@ def hash_value(value: Any) -> str:
 
 
 def hash_model(folder: str | Path) -> str:
-    """Digest of what a model folder computes: its configuration, code and weights, whole.
+    """Digest of what a model computes: of a folder its configuration, code and weights, or of GGUF files, whole.
 
-    Raises UsageError if the folder has no config.json.
+    Raises UsageError if there is no model.
     """
     return ModelContents(folder).model()
 
 
 class ModelContents:
-    """The files of a model folder, with their contents as they were when this was made."""
+    """The files of a model folder or a GGUF model, with their contents as they were when this was made.
+
+    Raises UsageError as `gguf_parts` does.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         self._root = Path(folder)
+        self._gguf = bool(gguf_parts(self._root))
         self._files = [_ModelFile.find(path) for path in self._find()]
         self._contents = FileContents(self._files, "model", lambda: [str(path) for path in self._find()])
 
@@ -63,13 +68,20 @@ class ModelContents:
         self._contents.begin()
 
     def model(self) -> str:
-        """Digest of what the model computes. Raises as `FileContents.digests`, and UsageError for another folder."""
+        """Digest of what the model computes. Raises as `FileContents.digests`, and UsageError for another folder.
+
+        GGUF files are known by their contents alone, wherever they are and whatever they are called.
+        """
+        if self._gguf:
+            return hash_value(["gguf", *self._contents.digests()])
         if not (self._root / "config.json").is_file():
             raise UsageError(f"{self._root} is not a model folder: it has no config.json")
         return self._digest(_MODEL_FILES)
 
     def tokenizer(self) -> str:
         """Digest of the tokenizer and its chat templates. Raises as `FileContents.digests`."""
+        if self._gguf:
+            return hash_value(["gguf tokenizer", *self._contents.digests()])
         return self._digest(_TOKENIZER_FILES)
 
     def require_unchanged(self) -> None:
@@ -77,7 +89,7 @@ class ModelContents:
         self._contents.require_unchanged()
 
     def _find(self) -> list[Path]:
-        return _matching(self._root, (*_MODEL_FILES, *_TOKENIZER_FILES))
+        return gguf_parts(self._root) or _matching(self._root, (*_MODEL_FILES, *_TOKENIZER_FILES))
 
     def _digest(self, patterns: Iterable[str]) -> str:
         chosen = {str(path) for path in _matching(self._root, patterns)}

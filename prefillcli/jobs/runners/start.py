@@ -43,9 +43,9 @@ def start_pool(
 
     kind = opened.device.type if opened.device is not None else "cpu"
     crew = RUNNERS[settings.runner].crew(settings, opened)
-    folders = {"model": str(opened.files.path), "revision": None}
+    folders = {"model": str(opened.files.origin), "revision": None}
     if opened.draft is not None:
-        folders["draft"] = str(opened.draft.path)
+        folders["draft"] = str(opened.draft.origin)
     spec = WorkerSpec(
         number=0,
         settings=settings.model_copy(update=folders),

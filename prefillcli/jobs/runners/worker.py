@@ -147,7 +147,7 @@ def _no_labels(_prompt: int) -> tuple[tuple[int, ...], ...]:
 def _require_contents(spec: WorkerSpec) -> None:
     """Raise ContentChangedError unless the folders of the models hold what the driver has seen."""
     for folder, digest in spec.digests.items():
-        if not Path(folder).is_dir():
+        if not Path(folder).exists():
             raise ContentChangedError(
                 f"{folder}: not found on the machine of worker {spec.number}\n"
                 "the model must have the same path on every machine"

@@ -1,0 +1,13 @@
+"""Where prefill keeps what it can make again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/prefillcli`, or `~/.cache/prefillcli`. It need not be there yet."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    root = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~/.cache"))
+    return root / "prefillcli"

@@ -1,0 +1,115 @@
+"""Tiny GGUF files, written with llama.cpp's own package from random models, as its converter would write them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+_CONTROL, _NORMAL = 3, 1
+
+
+def write_gguf(
+    path: Path,
+    folder: Path,
+    *,
+    kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+    architecture: str = "llama",
+    settings: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, np.ndarray] | None = None,
+    parts: int = 1,
+) -> Path:
+    """The model of a folder in GGUF format at `path`, matrices quantised as `kind`; the first file where it is split.
+
+    `settings` of the family replace those of the model, or drop them where they are None; `tensors` are added to its.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    names = [path] if parts == 1 else [part_of(path, number, parts) for number in range(1, parts + 1)]
+    arrays = [*_tensors(model, architecture), *(tensors or {}).items()]
+    for number, file in enumerate(names):
+        writer = GGUFWriter(file, architecture)
+        if number == 0:
+            _write_settings(writer, model.config, architecture, settings or {})
+            _write_tokenizer(writer, folder)
+        if parts > 1:
+            writer.add_uint16("split.no", number)
+            writer.add_uint16("split.count", parts)
+            writer.add_int32("split.tensors.count", len(arrays))
+        for name, array in arrays[number::parts]:
+            chosen = kind if array.ndim > 1 else GGMLQuantizationType.F32
+            writer.add_tensor(name, gguf.quantize(array, chosen), raw_dtype=chosen)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return names[0]
+
+
+def part_of(path: Path, number: int, parts: int) -> Path:
+    """What llama.cpp calls a part, counted from 1."""
+    return path.with_name(f"{path.stem}-{number:05}-of-{parts:05}.gguf")
+
+
+def rotary_factors(model: PreTrainedModel) -> np.ndarray:
+    """What llama.cpp saves of scaled rotary frequencies: what they are divided by."""
+    rope = model.config.rope_parameters
+    width = model.config.head_dim
+    plain = 1.0 / rope["rope_theta"] ** (np.arange(0, width, 2) / width)
+    return (plain / model.get_decoder().rotary_emb.inv_freq.numpy()).astype(np.float32)
+
+
+def _tensors(model: PreTrainedModel, architecture: str) -> Iterator[tuple[str, np.ndarray]]:
+    layers = model.config.num_hidden_layers
+    names = gguf.get_tensor_name_map(next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == architecture), layers)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        array = tensor.numpy()
+        heads = {"q_proj": model.config.num_attention_heads, "k_proj": model.config.num_key_value_heads}
+        for part, count in heads.items():
+            if architecture == "llama" and f".{part}." in name:  # llama.cpp rotates neighbouring numbers
+                array = array.reshape(count, 2, -1, array.shape[-1]).swapaxes(1, 2).reshape(array.shape)
+        yield names.get_name(name, try_suffixes=(".weight", ".bias")), np.ascontiguousarray(array)
+
+
+def _write_settings(writer: GGUFWriter, config: Any, architecture: str, changes: Mapping[str, Any]) -> None:
+    values = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "rope.dimension_count": config.head_dim,
+        "vocab_size": config.vocab_size,
+        **changes,
+    }
+    for name, value in values.items():
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        if value is not None:
+            add[type(value)](f"{architecture}.{name}", value)
+
+
+def _write_tokenizer(writer: GGUFWriter, folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda each: each[1])
+    special = set(tokenizer.all_special_ids)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([token for token, _ in vocabulary])
+    writer.add_token_types([_CONTROL if number in special else _NORMAL for _, number in vocabulary])
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    writer.add_token_merges([" ".join(each) for each in merges])
+    writer.add_bos_token_id(tokenizer.bos_token_id)
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    if tokenizer.chat_template:
+        writer.add_chat_template(tokenizer.chat_template)
