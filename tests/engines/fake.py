@@ -45,7 +45,8 @@ class FakeTokenizer:
 def open_models(choice: EngineChoice) -> Opened:
     path = Path(str(choice.model))
     tokenizer = FakeTokenizer(path)
-    files: Any = SimpleNamespace(path=path, dtype="fake", config=SimpleNamespace(vocab_size=len(tokenizer)))
+    sizes = SimpleNamespace(vocab_size=len(tokenizer))
+    files: Any = SimpleNamespace(path=path, origin=path, dtype="fake", config=sizes)
     device: Any = None
     return Opened(files, device, tokenizer, None, MAX_LENGTH)
 

@@ -362,5 +362,3 @@ def test_random_weights_differ_in_the_quantisations(chat_model: Path) -> None:
 def answer_scores(kind: Kind, folder: Path) -> list[float]:
     file = write_gguf(Path(f"{kind.name}.gguf").absolute(), folder, kind=kind)
     return [answer.score for answer in answers(file)]
-
-
