@@ -28,7 +28,7 @@ TOLD: dict[str, tuple[Values, Values]] = {
     "COMPRESSION": ({"draft": "d"}, {"draft": None}),
     "SPECPREFILL": ({"method": "specprefill"}, {"method": "hf"}),
     "KEEP_AUTO": ({"draft": "d", "keep": "auto"}, {"keep": "0.5"}),
-    "AUDIT": ({"draft": "d", "audit": "5"}, {"audit": "0"}),
+    "TRUTH": ({"truth": "answer"}, {"truth": None}),
     "RANDOM": ({"inputs": ["x.parquet"], "sample": "9"}, {"sample": None}),
     "HUB_MODEL": ({"model": "someone/some-model"}, {"model": "."}),
     "FORECAST": ({"dry_run": "true"}, {"dry_run": "false"}),
@@ -140,7 +140,7 @@ def test_a_flag_may_take_the_effect_from_an_option_of_the_recipe() -> None:
     flags = {"keep": 0.3, "audit": 0, "model": ".", "template": "{{ text }}"}
     settings = load("score", LEAST["score"], flags, recipe)
     assert settings.model_fields_set >= {"draft", "keep", "query_window"}
-    assert not settings.model_fields_set & {"max_flips", "truth", "revision", "prompt_column"}
+    assert not settings.model_fields_set & {"max_flips", "revision", "prompt_column"}
     with pytest.raises(UsageError, match="--max-flips"):
         load("score", LEAST["score"], {**flags, "max_flips": 0.1}, recipe)
 

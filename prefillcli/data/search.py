@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
+import numpy as np
+
+from prefillcli.data.output.scored_truth import id_texts
 from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.reading.source import Source
-from prefillcli.data.rows import Int64Array, RowBatch, Window
+from prefillcli.data.rows import Int64Array, Prompt, RowBatch, Window
 from prefillcli.data.values import to_python
 from prefillcli.data.windows import windows
 from prefillcli.errors import UsageError
@@ -39,6 +42,35 @@ def find_row(source: Source, builder: PromptBuilder, labels: Labels, *, row: str
             where = f"column {id_column!r} of the {search.rows:,} rows read"
         raise UsageError(f"--row {row}: no such row in {where}")
     return FoundRow(search.row, search.id, found)
+
+
+def find_prompts(
+    source: Source,
+    builder: PromptBuilder,
+    labels: Labels,
+    *,
+    named: Collection[int | str | None],
+    id_column: str | None,
+) -> dict[int | str | None, Prompt]:
+    """The prompts of the rows with these numbers, or with `id_column` with these ids as text.
+
+    Reads the input up to the last of them, and tokenises no other row. Rows without a prompt are left out; of an id
+    that occurs twice it is the first row's.
+    """
+    wanted, found = set(named), {}
+    for batch in source.batches():
+        if not wanted:
+            break
+        names: list[Any] = batch.rows.tolist()
+        if id_column is not None:
+            names = id_texts(batch.carried[id_column], json_text=source.kind == "jsonl")
+        positions = [at for at, name in enumerate(names) if name in wanted]
+        wanted -= {names[at] for at in positions}
+        prompts, _ = builder.build(batch.only(np.array(positions, np.int64)), labels)
+        by_row = {row: names[at] for at in reversed(positions) for row in [int(batch.rows[at])]}
+        for prompt in reversed(prompts):
+            found[by_row[prompt.row]] = prompt
+    return found
 
 
 class _Search:

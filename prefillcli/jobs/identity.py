@@ -98,12 +98,17 @@ def _values(settings: ScoreSettings, opened: Opened, *, compression: bool) -> di
     values = {
         name: getattr(settings, name)
         for name in names
-        if (details_of(ScoreSettings, name).panel == COMPRESSION) == compression
+        if _is_of_compression(settings, name) == compression
     }
     if not compression:
         values["dtype"] = str(opened.files.dtype)
         values["trust_remote_code"] = settings.trust_remote_code and _replaces_code(opened)
     return values
+
+
+def _is_of_compression(settings: ScoreSettings, name: str) -> bool:
+    """Whether the digest of the compression has the option. Once only an audit could have a --truth."""
+    return details_of(ScoreSettings, name).panel == COMPRESSION or (name == "truth" and settings.compresses)
 
 
 def _added(values: Mapping[str, Any], always: Sequence[str]) -> list[list[Any]]:

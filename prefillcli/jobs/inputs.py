@@ -110,8 +110,9 @@ def refuse_unlike_partitions(settings: ScoreSettings, source: Source, output: st
         raise UsageError("--partition: no folder of the input is named like day=2026-01-01\nleave --partition out")
     if not Target.parse(output).directory:
         raise UsageError(f"--partition: --output {output} is one file\nend it in / for a folder")
-    if settings.id_column in keys:
-        raise UsageError(f"--id-column {settings.id_column}: with --partition it names folders\nchoose another column")
+    for option, column in (("--id-column", settings.id_column), ("--truth", settings.truth)):
+        if column in keys:
+            raise UsageError(f"{option} {column}: with --partition it names folders\nchoose another column")
 
 
 def open_source(settings: JobOptions, carried: Sequence[str]) -> Source:

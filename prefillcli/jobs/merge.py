@@ -11,6 +11,7 @@ from prefillcli.data.output.joined_shards import JoinedShards
 from prefillcli.data.output.manifest import Manifest
 from prefillcli.data.output.target import Target
 from prefillcli.errors import OutputBusyError, OutputConflictError, OutputDamagedError, OutputExistsError
+from prefillcli.jobs.evaluation import EVALUATION, EvaluationPlan, evaluate_output
 from prefillcli.jobs.paths import report_path
 from prefillcli.jobs.shell import conclude, shell
 from prefillcli.options.merge import MergeSettings
@@ -58,7 +59,12 @@ def _run(settings: MergeSettings, report: RunReport, clock: Clock, stop: Stop) -
             counts = _merged_before(joined, joined.merged, report, clock)
         else:
             counts = _merge(joined, report, clock, stop)
-    report.take(counts)
+        report.take(counts)
+        manifest = joined.merged or joined.manifest
+        plan = EvaluationPlan.of_json(manifest.plan.get(EVALUATION))
+        if plan is not None:
+            with clock.phase("evaluate"), stop.at_once():
+                report.evaluation = evaluate_output(settings.output, plan, manifest.job.id_name)
     conclude(report, counts, max_error_rate=settings.max_error_rate, skip_empty=settings.skip_empty)
 
 

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ from prefillcli.forecast.remaining_time import RemainingTime
 from prefillcli.jobs.calibration_file import calibration_of, require_fitting
 from prefillcli.jobs.content_free import content_free_prompts
 from prefillcli.jobs.dry_run import dry_run_job
+from prefillcli.jobs.evaluation import EVALUATION, EvaluationPlan, evaluate_output, require_labels, with_texts
 from prefillcli.jobs.identity import fingerprint, selection
 from prefillcli.jobs.inputs import (
     USUAL,
@@ -100,11 +101,13 @@ class _ScoreJob:
         self._shards = settings.shard_of.count if settings.shard_of is not None else 1
         self._sink: Sink | None = None
         self._scored_before = 0  # rows that an earlier run has scored
+        self._evaluation: EvaluationPlan | None = None
         self._forecast: RemainingTime | None = None
         self._recorder: Recorder | None = None
 
     def run(self, stop: Stop) -> None:
         settings, report = self.settings, self.report
+        self._evaluation = EvaluationPlan.of(settings)
         output = settings.output or default_output(settings.inputs[0], partition=settings.partition)
         report.output, report.shard = output, settings.shard
         report.report = report_path(output, settings.report, settings.shard_of)
@@ -135,6 +138,9 @@ class _ScoreJob:
                 self._score(inputs, sink, profile, stop)
             if settings.audit:
                 report.audit = _audit(sink.counts, inputs.labels)
+            if self._evaluation is not None and settings.shard is None:  # prefill merge evaluates shards
+                with self.clock.phase("evaluate"), stop.at_once():
+                    self._evaluate(self._evaluation, sink.location, inputs)
             # A shard's share of errors says nothing of the whole: prefill merge judges that.
             most = settings.max_error_rate if settings.shard is None else 1.0
             skip = settings.skip_empty and sink.empty_input
@@ -246,6 +252,8 @@ class _ScoreJob:
             waiting = self._waiting(coming, stop)
             if (first := next(waiting, None)) is not None:
                 inputs.labels.check(first)
+                if self._evaluation is not None and first.index == 0:
+                    require_labels(first, self._evaluation, json_text=source.kind == "jsonl")
                 loop = WindowLoop(settings, self._granularity, inputs, sink, recorder, profile, clock, stop, loaded)
                 if settings.uses_workers:
                     workers = self.report.workers = loop.run_with_workers(
@@ -257,6 +265,8 @@ class _ScoreJob:
             with clock.phase("write"):
                 inputs.require_unchanged(None)
                 (count,) = ended  # told at the end of the input
+                if self._evaluation is not None and settings.shard is not None:
+                    sink.plan = sink.plan | {EVALUATION: self._evaluation.to_json()}
                 sink.finish(count)
 
     def _waiting(self, coming: Iterator[Window], stop: Stop) -> Iterator[Window]:
@@ -267,6 +277,15 @@ class _ScoreJob:
             if window is None:
                 return
             yield window
+
+    def _evaluate(self, plan: EvaluationPlan, output: str, inputs: JobInputs) -> None:
+        settings, report = self.settings, self.report
+        report.evaluation = evaluate_output(output, plan, settings.id_column)
+        if settings.show_text:
+            carried = carried_columns(settings, inputs.source)
+            builder = prompt_builder(settings, inputs.opened, inputs.source, carried)  # the first one is closed
+            report.evaluation = with_texts(report.evaluation, replace(inputs, builder=builder), settings.id_column)
+            builder.close()
 
     def finish_report(self) -> None:
         """Put the numbers of the run into the report."""

@@ -11,11 +11,26 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from prefillcli.engines.registry import Capability
 from prefillcli.options.requirements import Requirement
 
-FILES, MODEL, PROMPTS, ANSWERS, RUN, MEMORY, WORKERS, COMPRESSION, BENCH, PROFILE, REPLAY, FIT = (
+(
+    FILES,
+    MODEL,
+    PROMPTS,
+    ANSWERS,
+    EVALUATION,
+    RUN,
+    MEMORY,
+    WORKERS,
+    COMPRESSION,
+    BENCH,
+    PROFILE,
+    REPLAY,
+    FIT,
+) = (
     "Files",
     "Model",
     "Prompts",
     "Answers",
+    "Evaluation",
     "Run",
     "Memory and speed",
     "Several processes",

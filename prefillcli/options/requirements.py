@@ -40,7 +40,9 @@ SPECPREFILL = Requirement(
     "give --method specprefill",
 )
 KEEP_AUTO = Requirement(lambda s: s.keep == "auto", "is for --keep auto, but that is not given", "give --keep auto")
-AUDIT = Requirement(lambda s: s.audit > 0, "is for the audit, but there is none", "give --audit N")
+TRUTH = Requirement(
+    lambda s: s.truth is not None, "is for the evaluation, but there is none", "name the right answers with --truth"
+)
 RANDOM = Requirement(
     lambda s: s.is_random,
     "is for random draws, but nothing is drawn",

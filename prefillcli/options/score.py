@@ -17,7 +17,7 @@ from prefillcli.options.groups import (
     WorkerOptions,
     check_keep,
 )
-from prefillcli.options.option import COMPRESSION, FILES, MODEL, RUN, details_of, option, require
+from prefillcli.options.option import COMPRESSION, EVALUATION, FILES, MODEL, RUN, details_of, option, require
 from prefillcli.options.requirements import Requirement
 from prefillcli.options.values import EngineName, KeyValues, NameList, ShardName
 
@@ -61,6 +61,22 @@ class ScoreSettings(
         MODEL, changes="scores", metavar="KEY=VALUE", repeatable=True, needs="options",
     )  # fmt: skip
 
+    truth: str | None = option(
+        None,
+        "Column with the right answer; kept in the output. The report says what the scores are worth.",
+        EVALUATION, changes="columns", metavar="COLUMN",
+    )  # fmt: skip
+    wanted_precision: float | None = option(
+        None,
+        "Report the lowest threshold with this precision, e.g. 0.9, and its recall; for two labels.",
+        EVALUATION, changes="report", metavar="SHARE", requires=requirements.TRUTH, gt=0, le=1,
+    )  # fmt: skip
+    show_text: bool = option(
+        False,
+        "Put the text of the rows that the evaluation names into the report; without it, none is.",
+        EVALUATION, changes="report", requires=requirements.TRUTH,
+    )  # fmt: skip
+
     audit: int = option(
         0,
         "Also read N random compressed rows in full, and report how many answers flip.",
@@ -70,11 +86,6 @@ class ScoreSettings(
         0.01,
         "Share of flipped answers that --keep auto may cause, at 95 % confidence.",
         COMPRESSION, changes="scores", metavar="RATE", requires=requirements.KEEP_AUTO, gt=0, lt=1,
-    )  # fmt: skip
-    truth: str | None = option(
-        None,
-        "Column with the right answer, for the audit; kept in the output.",
-        COMPRESSION, changes="columns", metavar="COLUMN", requires=requirements.AUDIT,
     )  # fmt: skip
 
     dry_run: bool = option(

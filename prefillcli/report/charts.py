@@ -57,6 +57,8 @@ class Plot:
     boxes: list[Box] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     """Points as SVG wants them."""
+    first_line: int = 0
+    """The series of the first line; boxes have those before it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.tallies import LENGTH_EDGES, SCORE_BINS
 from prefillcli.redaction import shown_report
+from prefillcli.report.evaluated import RunEvaluation
 from prefillcli.stats.audit import Audit
 from prefillcli.stats.calibration import CalibrationUse
 
@@ -61,6 +62,7 @@ class Seconds(BaseModel):
     draft: float = 0.0
     model: float = 0.0
     write: float = 0.0
+    evaluate: float = 0.0
 
 
 class PeakMemory(BaseModel):
@@ -197,6 +199,7 @@ class RunReport(BaseModel):
     keep: float | None = None  # the job's keep rate, chosen or given, where there is a draft
     keep_auto: dict[str, Any] | None = None  # what --keep auto tried
     audit: Audit | None = None
+    evaluation: RunEvaluation | None = None  # with --truth
     methods: dict[str, int] = Field(default_factory=dict)  # scored rows by method
     histograms: Histograms = Field(default_factory=Histograms)
     slowest: list[SlowRow] = Field(default_factory=list)
@@ -231,6 +234,9 @@ class RunReport(BaseModel):
             "report": safe.report,
             "page": safe.page,
         }
+        if self.evaluation is not None:
+            own = self.evaluation
+            line["evaluation"] = {"rows": own.rows, "accuracy": own.accuracy.value, "auc": own.auc.value}
         return line | ({"error": self.error} if self.error else {})
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from prefillcli.compress.fallbacks import FULL, is_fallback
 from prefillcli.data.rows import ErrorCode
 from prefillcli.report.charts import Bar, bars, length_plot, memory_plot, score_plot
+from prefillcli.report.evaluation_view import evaluation_view
 from prefillcli.report.html import render_page
 from prefillcli.report.numbers import minutes_and_seconds, three_digits
 from prefillcli.report.run import Histogram, RunReport
@@ -21,6 +22,7 @@ _PHASES = {
     "draft": "draft",
     "model": "model",
     "write": "write",
+    "evaluate": "evaluate",
     "read": "read",
     "render": "render",
     "tokenize": "tokenise",
@@ -57,6 +59,7 @@ def run_html(report: RunReport) -> str:
         methods=_methods(report),
         flips=_flips(report),
         audit=audit_lines(report.audit) if report.audit is not None else [],
+        evaluation=evaluation_view(report.evaluation),
         trials=(report.keep_auto or {}).get("trials", ()),
         settings={name: _text(value) for name, value in report.settings.items() if value not in (None, [], False, "")},
     )

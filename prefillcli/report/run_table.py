@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from prefillcli.report.evaluation_lines import evaluation_lines
 from prefillcli.report.numbers import mebibytes
 from prefillcli.report.run import RunReport
 from prefillcli.report.tables import pairs_table, stderr_console
@@ -43,6 +44,8 @@ def run_lines(report: RunReport) -> Iterator[tuple[str, str]]:
         )
     if report.audit is not None:
         yield from audit_lines(report.audit)
+    if report.evaluation is not None:
+        yield from evaluation_lines(report.evaluation)
     phases = {k: v for k, v in seconds.model_dump().items() if k != "total" and v >= 0.05}
     detail = ", ".join(f"{name} {value:.1f}" for name, value in phases.items())
     yield "seconds", f"{seconds.total:.1f}" + (f" ({detail})" if detail else "")

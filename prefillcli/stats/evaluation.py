@@ -313,7 +313,9 @@ def _resampled_estimates(
     value = ranking.average_precision
     found = {names[0]: Estimate(reason="there are no positive rows")}
     if value is not None:
-        found[names[0]] = Estimate(value=value, interval=percentile_interval(drawn[0] + value, confidence))
+        found[names[0]] = Estimate(
+            value=value, interval=percentile_interval((drawn[0] + value).clip(0, 1), confidence)
+        )
     for at, binning in enumerate(binnings):
         error = expected_calibration_error(scores, truth, binning=binning)
         found[names[1 + at]] = Estimate(

@@ -56,8 +56,6 @@ def settings(recipe: str | None = None, environment: dict[str, str] | None = Non
         ({"keep": "half", "draft": "d"}, ["--keep", "'half'"]),
         ({"audit": 10}, ["--audit", "--draft"]),
         ({"audit": -1, "draft": "d"}, ["--audit"]),
-        ({"truth": "answer"}, ["--truth", "--audit"]),
-        ({"truth": "answer", "draft": "d", "keep": 0.5}, ["--truth", "--audit"]),
         ({"pool": 4}, ["--pool", "odd"]),
         ({"pool": 0}, ["--pool"]),
         ({"paper": True, "query_window": 8, "keep_private": True}, ["--paper", "--query-window", "--keep-private"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -36,6 +37,8 @@ from prefillcli.errors import (
     PrefillError,
     UsageError,
 )
+
+_KEPT = ("evaluation",)  # of a shard's plan, in the output's
 
 
 class JoinedShards:
@@ -231,7 +234,7 @@ class JoinedShards:
         for name in filter(parts.is_part, target.work.names()):
             target.work.delete(name)
         target.work.delete(heartbeat.NAME)
-        manifest = Manifest(job, {})
+        manifest = Manifest(job, self._kept_plan())
         manifest.save(target.work)
         schema = to_schema(record.schema, json_text=target.file_format.json_text)
         arrow, counts = schema.arrow(job, self._kinds), Counts()
@@ -249,6 +252,10 @@ class JoinedShards:
         manifest.merged = [record.token for record in self._records]
         manifest.save(target.work)
         return counts
+
+    def _kept_plan(self) -> dict[str, Any]:
+        """What the shards have stored for this, in all of them alike."""
+        return {name: value for name, value in self.manifest.plan.items() if name in _KEPT}
 
     def remove(self) -> None:
         """Remove the shards, and what a merge that was killed here has left of their folders: the output is there."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -162,13 +163,16 @@ class Target:
     def count(self, id_name: str | None = None) -> Counts:
         """Count the rows of the output, whose ids are in the column `id_name`."""
         counts = Counts()
-        names = [*(column.name for column in COLUMNS if column.counted), id_name or ROW_COLUMN]
-        for name in self.files():
+        for table in self.tables([*(column.name for column in COLUMNS if column.counted), id_name or ROW_COLUMN]):
+            counts.add_rows(table, id_name=id_name)
+        return counts
+
+    def tables(self, names: Sequence[str]) -> Iterator[pa.Table]:
+        """These columns of the output, piece by piece, always in the same order. Raises as `FileFormat`'s reading."""
+        for name in sorted(self.files()):
             if name != SUCCESS:
                 with self.store.read(name) as file:
-                    for table in self.file_format.read(file, names):
-                        counts.add_rows(table, id_name=id_name)
-        return counts
+                    yield from self.file_format.read(file, names)
 
     def _shown(self, name: str) -> str:
         return f"{self.path}/{name}" if self.directory else self.path
