@@ -95,11 +95,7 @@ def _values(settings: ScoreSettings, opened: Opened, *, compression: bool) -> di
     """The options that the fingerprint has by their value, those of compression or all others."""
     elsewhere = {name for names in STANDS_FOR.values() for name in names}
     names = [name for name in settings.changing("scores", "columns", "rows") if name not in elsewhere]
-    values = {
-        name: getattr(settings, name)
-        for name in names
-        if _is_of_compression(settings, name) == compression
-    }
+    values = {name: getattr(settings, name) for name in names if _is_of_compression(settings, name) == compression}
     if not compression:
         values["dtype"] = str(opened.files.dtype)
         values["trust_remote_code"] = settings.trust_remote_code and _replaces_code(opened)
