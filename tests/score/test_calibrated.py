@@ -276,12 +276,14 @@ def contextual(reference: Reference, prompt: str, without_content: list[str]) ->
     return float(found[0] / found.sum())
 
 
-@pytest.mark.parametrize("runner", [{}, {"workers": 2}], ids=["here", "workers"])
+@pytest.mark.parametrize("runner", [{}, {"workers": 2}, {"engine": "hf"}], ids=["here", "workers", "hf"])
 def test_what_the_model_says_without_content_is_divided_out(
     model: Path, reference: Reference, runner: dict[str, Any]
 ) -> None:
     make_posts()
     options: dict[str, Any] = {"template": TEMPLATE, "calibrate_columns": "post", **flags(model), **runner}
+    if "engine" in runner:
+        del options["pack_tokens"], options["memory"]
     assert score("posts.parquet", calibrate_with=("N/A", "fox"), **options)["exit_code"] == 0
     free = [f"{SHOTS} {text} Answer:" for text in ("N/A", "fox")]
     rows = read_output("out.parquet")
