@@ -298,3 +298,32 @@ def test_a_calibration_that_brings_nothing_says_so(capsys: pytest.CaptureFixture
     assert "every row gets the same probability" in capsys.readouterr().err
     write_parquet("s.parquet", **table | {"answer": truth})
     assert calibrate()["exit_code"] == 0
+
+
+def test_scores_and_calibration_may_be_in_an_object_store() -> None:
+    import fsspec
+
+    write_parquet("s.parquet", **columns())
+    calibrate()
+    with fsspec.open("memory://calibrate/s.parquet", "wb") as file:
+        file.write(Path("s.parquet").read_bytes())
+    done = calibrate("memory://calibrate/s.parquet", output="memory://calibrate/c.json")
+    assert done["exit_code"] == 0
+    with fsspec.open("memory://calibrate/c.json") as file:
+        assert Calibration.model_validate_json(file.read()).scaling == written().scaling
+
+
+def test_a_right_answer_may_be_what_a_folder_names() -> None:
+    table = columns()
+    answers = table.pop("answer")
+    write_parquet("wanted.parquet", **table, answer=answers)
+    calibrate("wanted.parquet", output="wanted.json")
+    for label in ("Yes", "No"):
+        Path(f"out/answer={label}").mkdir(parents=True)
+        own = {name: [each for each, own in zip(values, answers, strict=True) if own == label]
+               for name, values in table.items()}  # fmt: skip
+        write_parquet(f"out/answer={label}/part.parquet", **own)
+    assert calibrate("out", method="platt")["exit_code"] == 0
+    found, wanted = written().scaling, written("wanted.json").held_out["none"]
+    assert found.method == "platt"
+    assert written().held_out["none"].auc == pytest.approx(wanted.auc)
