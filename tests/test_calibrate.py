@@ -235,7 +235,7 @@ def without(name: str) -> dict[str, list[Any]]:
     [
         (without("score"), {}, "not an output of prefill score"),
         (without("logprob_No"), {}, "not an output of prefill score"),
-        (without("answer"), {}, "no column 'answer'\nkeep it with prefill score --keep-columns answer"),
+        (without("answer"), {}, "no column 'answer'\nscore with --truth answer, which keeps it"),
         (columns() | {"answer": ["Yes"] * ROWS}, {}, "No is the right answer of 0 rows; at least 10 rows"),
         (columns(12), {}, "at least 10 rows of each label are needed"),
         (columns(60), {"folds": 50}, "at least 50 rows of each label are needed"),

@@ -59,7 +59,7 @@ def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
     if settings.truth_from is None:
         if truth_name not in source.available:
             raise UsageError(
-                f"{path}: no column {truth_name!r}\nkeep it with prefill score --keep-columns {truth_name}, or name "
+                f"{path}: no column {truth_name!r}\nscore with --truth {truth_name}, which keeps it, or name "
                 "the file that has it with --truth-from"
             )
         answers, key = None, truth_name
