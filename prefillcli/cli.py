@@ -98,7 +98,7 @@ def _job(run: Callable[[AnyOptions], Summary]) -> Callable[[AnyOptions], Summary
 
 
 @_job
-def score(settings: ScoreSettings) -> Summary:
+def score_(settings: ScoreSettings) -> Summary:
     """Score every row of INPUT and write one row for each: a probability, or an error with a stable code.
 
     The last line on stdout is one JSON object that sums the run up; everything else goes to stderr.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import errno
 from collections.abc import Iterable
+from typing import Any
 
 from prefillcli.redaction import without_secrets
 
@@ -54,6 +55,19 @@ class ContentChangedError(PrefillError):
     """A file of the input or of the model differs from the job's fingerprint, or has changed since."""
 
     exit_code = 4
+
+
+class FailedRowsError(PrefillError):
+    """Rows have an error instead of a score, and the caller wants that to be an exception.
+
+    `table` has all rows: the scores of the others are not lost.
+    """
+
+    exit_code = TOO_MANY_ERRORS
+
+    def __init__(self, message: str, table: Any) -> None:
+        super().__init__(message)
+        self.table = table
 
 
 class ResourceError(PrefillError):

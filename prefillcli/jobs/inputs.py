@@ -136,8 +136,17 @@ def prompt_builder(
     settings: JobOptions, opened: Opened, source: Source | TableRows, carried: Sequence[str]
 ) -> PromptBuilder:
     """What makes prompts of the rows of `source`, which will read the columns for it. Raises UsageError."""
+    builder = make_builder(settings, opened, source.available)
+    source.select(
+        columns=builder.columns, carried=carried, optional=builder.optional, max_row_bytes=builder.max_row_bytes
+    )
+    return builder
+
+
+def make_builder(settings: JobOptions, opened: Opened, available: Sequence[str]) -> PromptBuilder:
+    """What makes prompts of rows with these columns. Raises UsageError."""
     files = opened.files
-    builder = PromptBuilder(
+    return PromptBuilder(
         opened.tokenizer,
         PromptSettings(
             prompt_column=settings.prompt_column,
@@ -151,12 +160,8 @@ def prompt_builder(
             max_row_bytes=parse_size(settings.max_row_bytes) if settings.max_row_bytes else None,
             compression=opened.draft is not None,
         ),
-        source.available,
+        available,
     )
-    source.select(
-        columns=builder.columns, carried=carried, optional=builder.optional, max_row_bytes=builder.max_row_bytes
-    )
-    return builder
 
 
 def refuse_idle_draft(settings: ScoreSettings, source: Source | TableRows) -> None:

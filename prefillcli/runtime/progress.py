@@ -38,7 +38,8 @@ class Pace:
 class Progress:
     """Counts rows and prompt tokens. `total` rows may not be known.
 
-    `seconds_left` predicts the end better than the rows so far do, where it gives a number.
+    `live` says whether there is a bar or lines; by default a terminal has a bar. `seconds_left` predicts the end
+    better than the rows so far do, where it gives a number.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Progress:
         *,
         interval: float,
         quiet: bool = False,
+        live: bool | None = None,
         seconds_left: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._total = total
@@ -58,7 +60,7 @@ class Progress:
         self._tokens = 0.0
         self._begun = self._last_line = time.monotonic()
         self._bar: tqdm[Never] | None = None
-        if not quiet and sys.stderr.isatty():
+        if not quiet and (sys.stderr.isatty() if live is None else live):
             shape = "{n:,.0f} rows [{elapsed}{postfix}]"
             if total:
                 shape = "{l_bar}{bar}| {n:,.0f}/{total:,.0f} rows [{elapsed}{postfix}]"
@@ -110,14 +112,18 @@ class Progress:
             left = max(self._total - self._rows, 0) * seconds / done
         return left
 
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        if self._bar is not None:
+            self._bar.close()
+
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self.close()
 
 
 class StepLog:

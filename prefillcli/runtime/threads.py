@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Literal
 
 from prefillcli.runtime.cores import Left, allowed, quotas
@@ -58,6 +59,13 @@ class Threads:
         """Of what has been computed, the fewest threads and the most; empty before."""
         _limit_arrow(self.most)
 
+    def resume(self) -> None:
+        """As many as may run, where something else has set another number since."""
+        import torch
+
+        torch.set_num_threads(self.most)
+        _limit_arrow(self.most)
+
     def adjust(self) -> None:
         """Choose for what is computed next; at most every half second this changes anything."""
         import torch
@@ -67,6 +75,20 @@ class Threads:
             torch.set_num_threads(threads_for(cores, self.most))
         now = torch.get_num_threads()
         self.ran = [min([now, *self.ran]), max([now, *self.ran])]
+
+
+@contextmanager
+def left_as_found() -> Iterator[None]:
+    """For a library: afterwards torch and Arrow have as many threads as before, whatever was set inside."""
+    import pyarrow
+    import torch
+
+    computing, reading = torch.get_num_threads(), pyarrow.cpu_count()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(computing)
+        pyarrow.set_cpu_count(reading)
 
 
 def _free() -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -99,12 +100,12 @@ def test_token_ids_may_come_as_arrays_and_other_arrays_are_error_rows(model: Pat
 def test_wrong_options_are_refused_by_name(model: Path) -> None:
     with pytest.raises(UsageError, match="no option 'modle'; did you mean 'model'"):
         Scorer(modle=model)
-    for name in ("output", "resume", "id_column", "limit", "inputs", "max_error_rate"):
-        with pytest.raises(UsageError, match=f"no option '{name}': in a pipeline"):
+    for name in ("id_column", "limit"):
+        with pytest.raises(UsageError, match=f"no option '{name}': it is for files"):
             Scorer(model=model, **{name: "x"})
     with pytest.raises(UsageError, match="keep='auto' chooses one rate for a whole job"):
         Scorer(model=model, keep="auto")
-    with pytest.raises(UsageError, match="--lookahead is for a draft model"):
+    with pytest.raises(UsageError, match="lookahead is for a draft model"):
         Scorer(model=model, lookahead=4)
 
 
@@ -114,8 +115,15 @@ def test_tables_that_do_not_fit_are_refused(model: Path) -> None:
         scorer(pa.table({"prompt": ["x"], "score": [1.0]}))
     with pytest.raises(UsageError, match="no column 'prompt' in the table\navailable: text"):
         scorer(pa.table({"text": ["x"]}))
-    with pytest.raises(UsageError, match='dict: give batch_format="pyarrow"'):
-        scorer({"prompt": np.array(["x"])})
+    with pytest.raises(UsageError, match="column 'image': its values have no type in common"):
+        scorer({"prompt": np.array(["x"]), "image": np.zeros((1, 2, 2))})
+
+
+def test_batches_of_other_formats_are_scored_too(model: Path) -> None:
+    scorer = Scorer(model=model)
+    wanted = compared(scorer(pa.table({"prompt": texts(3)})))
+    assert compared(scorer({"prompt": np.array(texts(3))})) == wanted
+    assert compared(scorer(pd.DataFrame({"prompt": texts(3)}))) == wanted
 
 
 def test_the_environment_of_an_actor_changes_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

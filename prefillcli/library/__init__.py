@@ -1,0 +1,1 @@
+"""Scoring from Python: `prefillcli.score` and `prefillcli.Scorer`."""

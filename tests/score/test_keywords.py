@@ -1,0 +1,156 @@
+"""The keyword arguments of `prefillcli.Scorer` and `prefillcli.score` are the options of `prefill score`."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import pytest
+
+import prefillcli
+from prefillcli.options.keywords import REFUSED, FileOptions, ScoreOptions, ScorerOptions, StrPath, as_keywords
+from prefillcli.options.score import ScoreSettings
+
+ROOT = Path(__file__).parents[2]
+OF_SCORER, OF_FILES = get_type_hints(ScorerOptions), get_type_hints(FileOptions)
+# Types that are wider, or narrower, than what the command line's texts become
+OWN_TYPES: dict[str, Any] = {
+    "template": StrPath | None,
+    "draft": StrPath | None,
+    "labels": str | Sequence[str],
+    "keep_columns": str | Sequence[str],
+    "schedule": str,
+    "engine_options": Mapping[str, Any],
+    "keep": float,
+    "memory": str | int | None,
+    "weights_memory": str | int | None,
+    "max_row_bytes": str | int | None,
+}
+
+
+def plain(annotation: Any) -> Any:
+    """A type without what validates it."""
+    if get_origin(annotation) is Annotated:
+        return plain(get_args(annotation)[0])
+    if get_origin(annotation) is Literal or not get_args(annotation):
+        return annotation
+    if get_origin(annotation) not in (Union, UnionType):
+        return annotation
+    first, *others = map(plain, get_args(annotation))
+    for each in others:
+        first = first | each
+    return first
+
+
+def test_every_option_is_taken_or_refused_with_a_reason() -> None:
+    taken = [{"model"}, set(OF_SCORER), set(OF_FILES), set(REFUSED) - {"recipe"}]
+    assert set().union(*taken) == set(ScoreSettings.model_fields)
+    assert sum(map(len, taken)) == len(ScoreSettings.model_fields)
+
+
+@pytest.mark.parametrize("name", [*OF_SCORER, *OF_FILES])
+def test_types_are_those_of_the_settings(name: str) -> None:
+    hint = get_type_hints(ScoreOptions)[name]
+    assert hint == OWN_TYPES.get(name, plain(ScoreSettings.model_fields[name].annotation))
+
+
+def test_signatures_list_the_options_with_their_defaults() -> None:
+    for function, own, options in (
+        (prefillcli.Scorer, {"model"}, OF_SCORER),
+        (prefillcli.Scorer.score, {"self", "rows", "progress", "on_error"}, OF_FILES),
+        (prefillcli.score, {"rows", "model", "progress", "on_error"}, OF_SCORER | OF_FILES),
+    ):
+        parameters = inspect.signature(function).parameters  # type: ignore[arg-type]
+        assert set(parameters) == own | set(options)
+        for name in options:
+            assert parameters[name].default == ScoreSettings.model_fields[name].default
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_option_without_meaning_is_refused_with_the_reason(name: str) -> None:
+    for call in (prefillcli.Scorer, lambda model, **options: prefillcli.score(["x"], model, **options)):
+        with pytest.raises(prefillcli.UsageError) as error:
+            call("models/judge", **{name: 1})
+        assert str(error.value).startswith(f"{'Scorer' if call is prefillcli.Scorer else 'score()'} has no option")
+        assert REFUSED[name] in str(error.value)
+
+
+def test_other_names_are_refused_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(prefillcli.UsageError, match=r"score\(\) has no option 'tempalte'; did you mean 'template'\?"):
+        prefillcli.score(["x"], tempalte="x")  # type: ignore[call-arg]
+    with pytest.raises(prefillcli.UsageError, match="keep='auto' chooses one rate for a whole job"):
+        prefillcli.Scorer(keep="auto")  # type: ignore[arg-type]
+
+
+def test_the_environment_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFILL_MODEL", "none")
+    monkeypatch.setenv("PREFILL_KEEP", "0.2")
+    with pytest.raises(prefillcli.UsageError, match="other"):
+        prefillcli.Scorer("other")
+
+
+@pytest.mark.parametrize(
+    ("message", "keywords"),
+    [
+        ("give --draft and --keep", "give draft and keep"),
+        ("--keep 0.2 needs --draft: a model", "keep=0.2 needs draft: a model"),
+        ("--weights stream is refused: give --weights auto", "weights='stream' is refused: give weights='auto'"),
+        ("--no-chat, --no-keep-private or --allow-special", "chat=False, keep_private=False or literal=False"),
+        ("take prefill score --keep auto --workers 2", "take prefill score keep='auto' --workers 2"),
+        ("--max-length: a smaller one", "max_length: a smaller one"),
+        ("--engine vllm: not installed; --engine-options a=1", "engine='vllm': not installed; engine_options a=1"),
+        ("one -- two --neither", "one -- two --neither"),
+    ],
+)
+def test_flags_in_messages_become_keywords(message: str, keywords: str) -> None:
+    assert as_keywords(message) == keywords
+
+
+SCRIPT = """
+import pyarrow as pa
+from pathlib import Path
+import prefillcli
+
+with prefillcli.Scorer(Path("judge"), template="{{ post }}", labels=["Yes", "No"], memory=1 << 30) as scorer:
+    table: pa.Table = scorer.score([{"post": "x"}], progress=True)
+    files = scorer.score("posts.parquet", id_column="id", limit=10)
+try:
+    prefillcli.score(pa.table({"prompt": ["x"]}), "judge", keep=0.2, draft="small", on_error="raise")
+except prefillcli.FailedRowsError as error:
+    print(error.table)
+prefillcli.score(["x"], lables="Yes,No")
+prefillcli.score(["x"], on_long="cut")
+prefillcli.Scorer("judge", limit=3)
+scorer.score(3)
+prefillcli.scores
+"""
+CONFIGURATION = """
+[mypy]
+strict = True
+[mypy-prefillcli.*,pyarrow.*]
+follow_imports = skip
+ignore_missing_imports = True
+[mypy-prefillcli,prefillcli.library.session,prefillcli.library.given_rows,prefillcli.options.keywords,prefillcli.errors]
+follow_imports = silent
+"""
+
+
+@pytest.mark.slow
+def test_a_users_script_is_checked_by_mypy(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "mypy.ini").write_text(CONFIGURATION)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--no-error-summary", "--cache-dir", os.devnull, "script.py"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    lines = SCRIPT.splitlines()
+    wrong = {int(line.split(":")[1]) for line in done.stdout.splitlines() if ": error:" in line}
+    assert done.stderr == ""
+    assert [lines[number - 1] for number in sorted(wrong)] == lines[-5:], done.stdout
+    assert {line.partition("error: ")[0] for line in done.stdout.splitlines() if "prefillcli/" in line} == set()
