@@ -141,7 +141,6 @@ follow_imports = silent
 """
 
 
-@pytest.mark.slow
 def test_a_users_script_is_checked_by_mypy(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "mypy.ini").write_text(CONFIGURATION)
