@@ -446,6 +446,16 @@ def test_an_interrupted_load_leaves_nothing(model: Path, monkeypatch: pytest.Mon
     assert closed.wait(60)
 
 
+def test_an_actor_plans_with_its_share_of_the_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def longest(share: float) -> int:
+        monkeypatch.setattr("prefillcli.jobs.runners.ray_actor.memory_share", lambda device: share)
+        with prefillcli.Scorer(model) as scorer:
+            assert scorer._tables is not None
+            return scorer._tables._models.engine.limits.max_tokens
+
+    assert longest(0.25) < 0.5 * longest(1.0)
+
+
 def test_a_forked_process_is_told_to_make_its_own(scorer: prefillcli.Scorer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getpid", lambda: -1)  # a real fork beside torch's threads may hang
     with pytest.raises(prefillcli.UsageError, match="make one in each process"):
