@@ -51,9 +51,9 @@ def read_rows(rows: Any, text_column: str) -> GivenRows:
         if isinstance(rows, Mapping):
             return pa.table({name: _column(name, values) for name, values in rows.items()})
     except (pa.ArrowException, TypeError, ValueError, NotImplementedError) as error:
-        raise UsageError(f"cannot read rows from a {_kind(rows)}: {brief(error)}\n{_TAKEN}") from None
+        raise UsageError(f"cannot read rows of the type {_kind(rows)}: {brief(error)}\n{_TAKEN}") from None
     if isinstance(rows, bytes) or not isinstance(rows, Iterable):
-        raise UsageError(f"cannot read rows from a {_kind(rows)}\n{_TAKEN}")
+        raise UsageError(f"cannot read rows of the type {_kind(rows)}\n{_TAKEN}")
     return _of_items(list(rows), text_column)
 
 
@@ -86,7 +86,7 @@ def _of_items(items: list[Any], text_column: str) -> GivenRows:
     mapped = any(isinstance(each, Mapping) for each in items)
     for number, each in enumerate(items):
         if (mapped or not isinstance(each, str | None)) and not isinstance(each, Mapping):
-            raise UsageError(f"cannot read rows from a list with a {_kind(each)}, item {number}\n{_TAKEN}")
+            raise UsageError(f"cannot read rows from a list whose item {number} has the type {_kind(each)}\n{_TAKEN}")
     names = dict.fromkeys(name for row in items for name in row)  # later rows may have more
     return pa.table({str(name): _column(name, [row.get(name) for row in items]) for name in names})
 

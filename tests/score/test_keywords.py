@@ -23,6 +23,9 @@ OF_SCORER, OF_FILES = get_type_hints(ScorerOptions), get_type_hints(FileOptions)
 OWN_TYPES: dict[str, Any] = {
     "template": StrPath | None,
     "draft": StrPath | None,
+    "calibration": StrPath | None,
+    "calibrate_with": str | Sequence[str],
+    "calibrate_columns": str | Sequence[str],
     "labels": str | Sequence[str],
     "keep_columns": str | Sequence[str],
     "schedule": str,

@@ -176,16 +176,16 @@ def test_no_rows_give_an_empty_table_with_all_columns(scorer: prefillcli.Scorer,
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (7, "cannot read rows from a int"),
-        (b"text", "cannot read rows from a bytes"),
-        ([1, 2], "cannot read rows from a list with a int, item 0"),
-        (["text", {"prompt": "x"}], "cannot read rows from a list with a str, item 0"),
-        ([[1, 2], [3]], "cannot read rows from a list with a list, item 0"),
+        (7, "cannot read rows of the type int"),
+        (b"text", "cannot read rows of the type bytes"),
+        ([1, 2], "item 0 has the type int"),
+        (["text", {"prompt": "x"}], "item 0 has the type str"),
+        ([[1, 2], [3]], "item 0 has the type list"),
         ({"prompt": "one text"}, "column 'prompt' is one text; for one row give a list of one dict"),
-        ({"prompt": ["a", "b"], "n": [1]}, "cannot read rows from a dict"),
+        ({"prompt": ["a", "b"], "n": [1]}, "cannot read rows of the type dict"),
         ([{"prompt": "a", "n": 1}, {"prompt": "b", "n": "two"}], "column 'n': its values have no type in common"),
         (pa.array([1, 2]), "it is a column of int64, not of texts"),
-        (pl.Series([1, 2]), "cannot read rows from a polars Series"),
+        (pl.Series([1, 2]), "cannot read rows of the type polars Series"),
     ],
 )
 def test_other_things_are_refused_with_what_can_be_given(scorer: prefillcli.Scorer, rows: Any, message: str) -> None:
@@ -215,6 +215,17 @@ def test_a_path_gives_what_the_command_would_write(
     assert without_seconds(scored) == without_seconds(wanted)
     assert scored.schema.metadata is None
     assert sorted(Path().rglob("*")) == before
+
+
+def test_probabilities_are_those_of_the_command(model: Path) -> None:
+    write_parquet("in.parquet", post=["fox", "dog", "Yes"])
+    options: dict[str, Any] = {"template": "{{ post }} Answer:", "calibrate_with": ["N/A", ""]}
+    assert score("in.parquet", model=model, **options)["exit_code"] == 0
+    with prefillcli.Scorer(model, **options) as calibrated:
+        for rows in ("in.parquet", pq.read_table("in.parquet")):
+            found = calibrated.score(rows)["probability"].to_pylist()
+            assert found == pytest.approx(pq.read_table("out.parquet")["probability"].to_pylist(), abs=1e-6)
+        assert calibrated.score([])["probability"].type == pa.float64()
 
 
 def test_globs_folders_urls_and_lists_of_paths(scorer: prefillcli.Scorer, reference: Reference) -> None:
