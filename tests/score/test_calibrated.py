@@ -11,9 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from scipy.special import expit, softmax
+from sklearn.metrics import log_loss
+from typer.testing import CliRunner
 
+from prefillcli.cli import app
 from prefillcli.errors import UsageError
 from prefillcli.jobs.calibrate import calibrate_job
+from prefillcli.models.samples import sample_model
 from prefillcli.options.calibrate import CalibrateSettings
 from prefillcli.options.load import load_settings
 from prefillcli.ray import Scorer
@@ -358,3 +362,29 @@ def test_isotonic_steps_are_looked_up_by_the_score(model: Path) -> None:
     rows = [row for row in read_output("out.parquet") if row["error"] is None]
     wanted = np.interp([row["score"] for row in rows], steps.scores, steps.probabilities)
     assert [row["probability"] for row in rows] == pytest.approx(wanted.tolist(), abs=1e-9)
+
+
+def test_from_labelled_rows_to_probabilities_with_the_sample_model() -> None:
+    """The commands as a user types them."""
+    samples = Path(sample_model()).parent.parent
+    options = ["--model", sample_model(), "--no-chat", "--labels", "No,Yes", "--quiet", "--id-column", "id"]
+    rows = str(samples / "labeling.parquet")
+    runner = CliRunner()
+    fitted = ["score", rows, *options, "--limit", "200", "--truth", "answer", "-o", "fit.parquet"]
+    assert runner.invoke(app, fitted).exit_code == 0
+    done = runner.invoke(app, ["calibrate", "fit.parquet", "--truth", "answer", "--quiet", "-o", "c.json"])
+    assert done.exit_code == 0
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert line["rows"] == 200
+    other = ["score", rows, *options, "--sample", "300", "--keep-columns", "answer", "--calibration", "c.json"]
+    assert runner.invoke(app, [*other, "-o", "new.parquet"]).exit_code == 0
+    fit_ids = set(pq.read_table("fit.parquet")["id"].to_pylist())
+    new = [row for row in read_output("new.parquet") if row["id"] not in fit_ids]
+    assert len(new) > 200
+    no = [row["answer"] == "No" for row in new]
+    before, after = (log_loss(no, [row[name] for row in new]) for name in ("score", "probability"))
+    assert after < max(before, 0.1)
+    wanted = pq.read_table("fit.parquet")
+    twice = runner.invoke(app, [*fitted[:-1], "again.parquet", "--calibration", "c.json"])
+    assert twice.exit_code == 0
+    assert pq.read_table("again.parquet")["score"].to_pylist() == wanted["score"].to_pylist()
