@@ -11,13 +11,13 @@ from prefillcli.data.output.scored_truth import ScoredTruth, read_scored_truth, 
 from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.labels import Label, label_of, parse_labels
-from prefillcli.data.rows import Int32Array, Window
+from prefillcli.data.rows import Float64Array, Int32Array, Window
 from prefillcli.data.search import find_prompts
 from prefillcli.errors import UsageError
 from prefillcli.jobs.inputs import JobInputs
 from prefillcli.options.score import ScoreSettings
 from prefillcli.plan.trie import common_prefix
-from prefillcli.report.evaluated import EvaluatedRow, RunEvaluation, TruthValue
+from prefillcli.report.evaluated import CalibratedFigures, EvaluatedRow, RunEvaluation, TruthValue
 from prefillcli.stats.evaluation import Evaluation, closest_call, evaluate, evaluate_labels, nearest, surest_wrong
 
 EVALUATION = "evaluation"
@@ -40,6 +40,8 @@ class EvaluationPlan:
     labels: tuple[Label, ...]
     temperature: float
     wanted_precision: float | None
+    calibrated: bool
+    """Whether the output has calibrated probabilities."""
 
     @classmethod
     def of_json(cls, content: Any) -> EvaluationPlan | None:
@@ -64,7 +66,7 @@ class EvaluationPlan:
                 f"--wanted-precision is for two labels, and --labels has {len(labels)}\n"
                 "it would be ignored: leave it out"
             )
-        return cls(settings.truth, labels, settings.temperature, settings.wanted_precision)
+        return cls(settings.truth, labels, settings.temperature, settings.wanted_precision, settings.calibrates)
 
     @property
     def names(self) -> list[str]:
@@ -79,11 +81,17 @@ def evaluate_output(output: str, plan: EvaluationPlan, id_name: str | None) -> R
     """
     target = Target.parse(output)
     pairs = read_scored_truth(
-        target, plan.truth, plan.names, lambda answer: label_of(answer, plan.labels), temperature=plan.temperature
+        target,
+        plan.truth,
+        plan.names,
+        lambda answer: label_of(answer, plan.labels),
+        temperature=plan.temperature,
+        calibrated=plan.calibrated,
     )
     if not len(pairs.truth) and pairs.found.values:
         raise _no_label(plan, {value: rows for value, (_, rows) in pairs.found.values.items()})
-    figures = _figures(pairs, plan)
+    figures = _figures(pairs, pairs.scores, plan)
+    calibrated = None if pairs.calibrated is None else _figures(pairs, pairs.calibrated, plan)
     threshold = _threshold(figures)
     wrong = surest_wrong(pairs.probabilities, pairs.truth, MOST_ROWS)
     if threshold is None:
@@ -94,6 +102,7 @@ def evaluate_output(output: str, plan: EvaluationPlan, id_name: str | None) -> R
     return RunEvaluation(
         **dict(figures),
         truth=plan.truth,
+        calibrated=None if calibrated is None else CalibratedFigures.of(calibrated),
         truth_values=_truth_values(pairs, plan),
         surest_wrong=[_evaluated_row(pairs, at, plan, names, id_name) for at in wrong],
         near_threshold=[_evaluated_row(pairs, at, plan, names, id_name) for at in near],
@@ -158,13 +167,11 @@ def _no_label(plan: EvaluationPlan, found: Mapping[str, int]) -> UsageError:
     )
 
 
-def _figures(pairs: ScoredTruth, plan: EvaluationPlan) -> Evaluation:
-    if pairs.scores.ndim == 2:
-        return evaluate_labels(
-            pairs.scores, pairs.truth, plan.names, without_truth=pairs.without_truth, errors=pairs.errors
-        )
+def _figures(pairs: ScoredTruth, scores: Float64Array, plan: EvaluationPlan) -> Evaluation:
+    if scores.ndim == 2:
+        return evaluate_labels(scores, pairs.truth, plan.names, without_truth=pairs.without_truth, errors=pairs.errors)
     return evaluate(
-        pairs.scores,
+        scores,
         pairs.truth == 0,
         plan.names,
         wanted_precision=plan.wanted_precision,

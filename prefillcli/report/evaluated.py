@@ -5,6 +5,8 @@ from __future__ import annotations
 from pydantic import BaseModel, Field
 
 from prefillcli.stats.evaluation import Evaluation
+from prefillcli.stats.intervals import Estimate
+from prefillcli.stats.reliability import ReliabilityBin
 
 
 class TruthValue(BaseModel):
@@ -27,10 +29,27 @@ class EvaluatedRow(BaseModel):
     text: str | None = None  # the end of what the model read, where it was asked for
 
 
+class CalibratedFigures(BaseModel):
+    """The figures that a calibration changes, of the calibrated probabilities."""
+
+    accuracy: Estimate
+    brier: Estimate
+    log_loss: Estimate
+    calibration_error: Estimate
+    calibration_error_equal_mass: Estimate
+    reliability: list[ReliabilityBin]
+
+    @classmethod
+    def of(cls, found: Evaluation) -> CalibratedFigures:
+        """Those of an evaluation of calibrated probabilities."""
+        return cls(**{name: getattr(found, name) for name in cls.model_fields})
+
+
 class RunEvaluation(Evaluation):
     """An evaluation with the rows behind it."""
 
     truth: str  # the column
+    calibrated: CalibratedFigures | None = None  # with --calibration or --calibrate-with; all else is of the scores
     truth_values: list[TruthValue] = Field(default_factory=list)  # the most frequent ones
     surest_wrong: list[EvaluatedRow] = Field(default_factory=list)  # the most probable predictions that are wrong
     near_threshold: list[EvaluatedRow] = Field(default_factory=list)  # the closest calls

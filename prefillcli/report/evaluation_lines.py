@@ -28,6 +28,10 @@ def evaluation_lines(found: RunEvaluation) -> Iterator[tuple[str, str]]:
         "calibration",
         f"error {_with_interval(found.calibration_error, found.confidence)}, {found.bins} bins of equal width",
     )
+    if (calibrated := found.calibrated) is not None:
+        error = _with_interval(calibrated.calibration_error, found.confidence)
+        others = f"Brier score {calibrated.brier.value:.3f}, accuracy {100 * (calibrated.accuracy.value or 0):.1f} %"
+        yield "calibrated", f"error {error}, {others}"
     if found.best_f1 is not None:
         yield "best F1", f"{found.best_f1.f1:.3f} {_at(found.best_f1)}"
     if found.wanted_precision is not None:

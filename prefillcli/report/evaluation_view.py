@@ -80,6 +80,9 @@ def _charts(found: RunEvaluation) -> list[tuple[str, str, Plot | None]]:
             reliability_plot(found.reliability, what),
         )
     ]
+    if found.calibrated is not None:
+        note = "The same of the calibrated probabilities."
+        charts.append(("Reliability, calibrated", note, reliability_plot(found.calibrated.reliability, what)))
     if found.roc is not None:
         area = [("ROC", f"AUC {_number(found.auc.value)}"), ("chance", "")]
         points = found.roc.false_positive_rate, found.roc.true_positive_rate

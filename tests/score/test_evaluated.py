@@ -10,10 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sklearn.metrics import accuracy_score, average_precision_score, brier_score_loss, confusion_matrix, roc_auc_score
+from sklearn.metrics import (
+    accuracy_score,
+    average_precision_score,
+    brier_score_loss,
+    confusion_matrix,
+    log_loss,
+    roc_auc_score,
+)
 
+from prefillcli.stats.calibration import PlattScaling
 from tests.score.jobs import read_output, read_report, score, texts, write_jsonl, write_parquet
 from tests.score.processes import Command, Hold, cut_small_windows
+from tests.score.test_calibrated import save
 from tests.score.test_shards import merge
 
 ROWS = 70
@@ -134,11 +143,12 @@ def test_answers_of_one_kind_have_no_area(model: Path, capsys: pytest.CaptureFix
     assert "none: Yes is the right answer of no row" in " ".join(capsys.readouterr().err.split())
 
 
-def test_several_labels_are_evaluated_each_against_the_rest(model: Path) -> None:
+@pytest.mark.parametrize("output", ["out.parquet", "out.jsonl"])
+def test_several_labels_are_evaluated_each_against_the_rest(model: Path, output: str) -> None:
     labels = ["Yes", "No", "yes"]
     truth = [random.Random(at).choice(labels) for at in range(ROWS)]
-    found = evaluated(make_input("jsonl", truth), model, labels="Yes,No,yes= yes", temperature=2.0)
-    rows = [row for at, row in enumerate(read_output("out.parquet")) if at not in BAD]
+    found = evaluated(make_input("jsonl", truth), model, output, labels="Yes,No,yes= yes", temperature=2.0)
+    rows = [row for at, row in enumerate(read_output(output)) if at not in BAD]
     right = np.array([labels.index(row["truth"]) for row in rows])
     raw = np.array([[row[f"logprob_{label}"] / 2 for label in labels] for row in rows])
     probabilities = np.exp(raw) / np.exp(raw).sum(axis=1, keepdims=True)
@@ -270,6 +280,40 @@ def test_merged_shards_are_evaluated_like_one_output(
         assert again["auc"]["value"] == pytest.approx(whole["auc"]["value"])
         assert again["log_loss"]["value"] == pytest.approx(whole["log_loss"]["value"], abs=1e-5)
         assert [row["id"] for row in again["surest_wrong"]] == [row["id"] for row in whole["surest_wrong"]]
+
+
+def test_calibrated_probabilities_are_evaluated_beside_the_scores(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = evaluated(make_input(), model, calibration=save(), quiet=False)
+    known = [row for at, row in enumerate(read_output("out.parquet")) if at not in (*BAD, *UNKNOWN)]
+    truth = np.array([row["truth"] == "Yes" for row in known])
+    probabilities = np.array([row["probability"] for row in known])
+    assert_equals_scikit_learn(found, read_output("out.parquet"), ["Yes"])
+    calibrated = found["calibrated"]
+    assert calibrated["brier"]["value"] == pytest.approx(brier_score_loss(truth, probabilities))
+    assert calibrated["log_loss"]["value"] == pytest.approx(log_loss(truth, probabilities))
+    assert calibrated["accuracy"]["value"] == pytest.approx(accuracy_score(truth, probabilities >= 0.5))
+    assert sum(each["rows"] for each in calibrated["reliability"]) == len(known)
+    assert calibrated["brier"]["value"] != found["brier"]["value"]
+    assert "calibrated error 0." in " ".join(capsys.readouterr().err.split())
+    assert "<h3>Reliability, calibrated</h3>" in Path("out.run.html").read_text()
+
+
+def test_merged_shards_of_several_labels_are_evaluated_calibrated_too(model: Path) -> None:
+    labels = ("Yes", "No", "yes")
+    scaling = PlattScaling(slope=0.5, biases=(0.7, 0.0, -0.3))
+    source, calibration = make_input(), save(scaling=scaling, labels=labels)
+    for number in (1, 2):
+        flags = {"labels": labels, "calibration": calibration, "shard": f"{number}/2"}
+        assert score(source, model=model, truth="truth", max_error_rate=0.5, **flags)["exit_code"] == 0
+    assert merge()["exit_code"] == 0
+    known = [row for at, row in enumerate(read_output("out.parquet")) if at not in (*BAD, *UNKNOWN)]
+    truth = [labels.index(row["truth"]) for row in known]
+    probabilities = np.array([[row[f"probability_{label}"] for label in labels] for row in known])
+    calibrated = read_report()["evaluation"]["calibrated"]
+    assert calibrated["accuracy"]["value"] == pytest.approx(accuracy_score(truth, probabilities.argmax(axis=1)))
+    assert calibrated["log_loss"]["value"] == pytest.approx(log_loss(truth, probabilities, labels=[0, 1, 2]))
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,8 @@ class ScoredTruth:
 
     scores: Float64Array
     """The probability of the first label, or with more than two labels of every label [rows] or [rows, labels]."""
+    calibrated: Float64Array | None
+    """The same after the calibration; None without one."""
     truth: Int64Array
     """The number of the right label [rows]."""
     places: Int64Array
@@ -61,19 +63,22 @@ class ScoredTruth:
 
 
 def read_scored_truth(
-    target: Target, truth: str, labels: Sequence[str], label_of: LabelOf, *, temperature: float
+    target: Target, truth: str, labels: Sequence[str], label_of: LabelOf, *, temperature: float, calibrated: bool
 ) -> ScoredTruth:
     """Read the scores of an output and its column `truth`, in 24 bytes a row for two labels.
 
-    Raises what pyarrow raises, or ValueError, if the output is damaged.
+    `calibrated`: the output has calibrated probabilities too, which take 8 bytes more. Raises what pyarrow raises, or
+    ValueError, if the output is damaged.
     """
     several = len(labels) > 2
     logprobs = [f"logprob_{label}" for label in labels] if several else []
+    calibrations = [f"probability_{label}" for label in labels] if several else ["probability"]
     scores: list[Float64Array] = []
+    probabilities: list[Float64Array] = []
     answers: list[Int64Array] = []
     places: list[Int64Array] = []
     counts, rows, errors, unknown = TruthCounts(), 0, 0, 0
-    for table in target.tables(["score", truth, *logprobs]):
+    for table in target.tables(["score", truth, *logprobs, *(calibrations if calibrated else [])]):
         scored = pc.is_valid(table["score"]).to_numpy()
         numbers = _labels_of(table[truth], scored, label_of, counts, json_text=target.file_format.json_text)
         known = scored & (numbers != _UNKNOWN)
@@ -81,15 +86,19 @@ def read_scored_truth(
         unknown += int(scored.sum() - known.sum())
         answers.append(numbers[known])
         places.append(np.flatnonzero(known) + rows)
-        columns = [table[name].fill_null(-np.inf).to_numpy()[known] for name in logprobs]
+        columns = [_floats(table[name], known, -np.inf) for name in logprobs]
         values = (
             label_probabilities(np.stack(columns, axis=1), temperature) if several else _floats(table["score"], known)
         )
         scores.append(values)
+        if calibrated:
+            found = np.stack([_floats(table[name], known) for name in calibrations], axis=1)
+            probabilities.append(found if several else found[:, 0])
         rows += len(table)
     empty = np.empty((0, len(labels)) if several else 0)
     return ScoredTruth(
         scores=np.concatenate([empty, *scores]),
+        calibrated=np.concatenate([empty, *probabilities]) if calibrated else None,
         truth=np.concatenate([np.empty(0, np.int64), *answers]),
         places=np.concatenate([np.empty(0, np.int64), *places]),
         without_truth=unknown,
@@ -125,8 +134,9 @@ def _as_json(column: pa.ChunkedArray, *, json_text: bool) -> list[str]:
     return [json.dumps(value, ensure_ascii=False, separators=(",", ":")) for value in values]
 
 
-def _floats(column: pa.ChunkedArray, known: np.ndarray[Any, np.dtype[np.bool_]]) -> Float64Array:
-    values: Float64Array = column.fill_null(0.0).to_numpy()[known]
+def _floats(column: pa.ChunkedArray, known: np.ndarray[Any, np.dtype[np.bool_]], null: float = 0.0) -> Float64Array:
+    """The numbers of known rows; of labels they may come as JSON text. JSON has no infinity: it is null there."""
+    values: Float64Array = column.cast(pa.float64()).fill_null(null).to_numpy()[known]
     return values
 
 
