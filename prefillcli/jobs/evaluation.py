@@ -13,6 +13,7 @@ from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.labels import Label, label_of, parse_labels
 from prefillcli.data.rows import Float64Array, Int32Array, Window
 from prefillcli.data.search import find_prompts
+from prefillcli.data.values import to_python
 from prefillcli.errors import UsageError
 from prefillcli.jobs.inputs import JobInputs
 from prefillcli.options.score import ScoreSettings
@@ -116,7 +117,7 @@ def require_labels(window: Window, plan: EvaluationPlan, *, json_text: bool) -> 
     `json_text`: carried columns hold JSON, as those from JSON Lines do.
     """
     found: dict[str, int] = {}
-    for value in window.carried[plan.truth].to_pylist():
+    for value in to_python(window.carried[plan.truth]):
         known = json.loads(value) if json_text and value is not None else value
         if known is None:
             continue
