@@ -15,9 +15,11 @@ from prefillcli.cli import app
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
 from prefillcli.options.commands import COMMANDS
+from prefillcli.options.keywords import REFUSED, FileOptions, ScorerOptions
 from prefillcli.options.load import load_settings
 from prefillcli.options.option import COMPRESSION, RUN, Settings, details_of, option
 from prefillcli.options.requirements import Requirement
+from prefillcli.options.score import ScoreSettings
 
 Values = dict[str, Any]
 
@@ -203,3 +205,9 @@ def test_an_option_must_say_what_it_changes() -> None:
 
         class Silent(Settings):
             inputs: tuple[str, ...] = Field(())
+
+
+def test_from_python_every_option_of_score_is_taken_or_refused_with_a_reason() -> None:
+    taken = [{"model"}, {*ScorerOptions.__annotations__}, {*FileOptions.__annotations__}, {*REFUSED} - {"recipe"}]
+    assert set().union(*taken) == set(ScoreSettings.model_fields)
+    assert sum(map(len, taken)) == len(ScoreSettings.model_fields)

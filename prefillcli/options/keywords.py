@@ -106,17 +106,18 @@ _ONE_PROCESS = (
 )
 _PLANS = "it is for planning a job: take prefill score --dry-run"
 _AUDITS = "it is for the report of a job: take prefill score --audit"
+_EVALUATES = "it is for the report of a job: take prefill score --truth, or compare the columns score and prediction"
 REFUSED = {
     **dict.fromkeys(("output", "overwrite", "resume", "report", "metrics_file", "partition"), _WRITES),
     **dict.fromkeys(("workers", "runner", "ray_address", "worker_resources", "ray_timeout"), _ONE_PROCESS),
     **dict.fromkeys(("dry_run", "profile", "price_per_hour"), _PLANS),
     **dict.fromkeys(("audit", "max_flips"), _AUDITS),
+    **dict.fromkeys(("truth", "wanted_precision", "show_text"), _EVALUATES),
     **dict.fromkeys(("quiet", "progress_interval"), "it says nothing unless score() is given progress=True"),
     "shard": "it scores all rows that it is given\nto share files among machines take prefill score --shard",
     "max_error_rate": "error rows are rows of the table\ngive score() on_error='raise' to make them an exception",
     "skip_empty": "without rows the table is empty",
     "debug": "an exception shows where it was raised",
-    "truth": "it is for the report of a job\ncompare the column prediction with the right answers",
     "inputs": "the rows are the first argument of score()",
     "recipe": "recipes are for the command\ngive its options by name",
 }

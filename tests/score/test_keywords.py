@@ -51,12 +51,6 @@ def plain(annotation: Any) -> Any:
     return first
 
 
-def test_every_option_is_taken_or_refused_with_a_reason() -> None:
-    taken = [{"model"}, set(OF_SCORER), set(OF_FILES), set(REFUSED) - {"recipe"}]
-    assert set().union(*taken) == set(ScoreSettings.model_fields)
-    assert sum(map(len, taken)) == len(ScoreSettings.model_fields)
-
-
 @pytest.mark.parametrize("name", [*OF_SCORER, *OF_FILES])
 def test_types_are_those_of_the_settings(name: str) -> None:
     hint = get_type_hints(ScoreOptions)[name]
