@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from prefillcli.compress.answers import answer, plan_requests
+from prefillcli.compress.base import ImportanceEstimate
 from prefillcli.compress.compressor import Compressor
 from prefillcli.compress.load import make_compressor
 from prefillcli.compress.pickers.registry import PickerResources
@@ -50,6 +52,7 @@ class MethodRun:
     requests: list[Request]
     drafted: list[TokenArray] = field(default_factory=list)
     draft_tokens: int = 0  # computed by the draft
+    reused_seconds: float = 0.0  # of the estimates, where another run made them
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,10 @@ class Contender(ABC):
     def run(self, prompts: Sequence[Prompt]) -> MethodRun:
         """Answer the prompts. This is what is timed."""
 
+    def first_run(self, prompts: Sequence[Prompt]) -> MethodRun:
+        """Answer the prompts; what another method has found out about them already may be used again."""
+        return self.run(prompts)
+
     def cost(self, run: MethodRun) -> Cost:
         """What a run computed, by the plans that it must have made."""
         equipment = self._equipment
@@ -198,26 +205,59 @@ class Hybrid(Contender):
         return MethodRun(self._equipment.walk([requests]), requests)
 
 
-class Compressed(Contender):
-    """The layer walk over what a picker keeps. `compressor` compresses as that of `prefill score` does."""
+@dataclass(slots=True)
+class PickedOnce:
+    """What a picker found in prompts, for several keep rates. `tokens` are those that the draft computed."""
 
-    def __init__(self, equipment: Equipment, compressor: Compressor, keep: float) -> None:
+    wanted: list[bool] = field(default_factory=list)  # which prompts have a keep rate
+    estimates: list[ImportanceEstimate] = field(default_factory=list)
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+class Compressed(Contender):
+    """The layer walk over what a picker keeps. `compressor` compresses as that of `prefill score` does.
+
+    Contenders with the same `picked` share the estimates of their first runs.
+    """
+
+    def __init__(
+        self, equipment: Equipment, compressor: Compressor, keep: float, picked: PickedOnce | None = None
+    ) -> None:
         super().__init__(compressor.picker.method, equipment, keep)
         self._compressor = compressor
+        self._picked = picked or PickedOnce()
 
     def run(self, prompts: Sequence[Prompt]) -> MethodRun:
-        compressor = self._compressor
-        before = compressor.picker.tokens
-        keeps = compressor.keeps(prompts, self.keep)
-        estimates = compressor.estimate(prompts, keeps, lambda tokens: None)
-        requests = compressor.select(prompts, keeps, estimates)
-        computed = compressor.picker.tokens - before
+        keeps = self._compressor.keeps(prompts, self.keep)
+        return self._read(prompts, keeps, self._pick(prompts, keeps))
+
+    def first_run(self, prompts: Sequence[Prompt]) -> MethodRun:
+        keeps, picked = self._compressor.keeps(prompts, self.keep), self._picked
+        wanted = [keep is not None for keep in keeps]
+        reused = picked.wanted == wanted
+        if not reused:
+            found = self._pick(prompts, keeps)
+            picked.wanted, picked.estimates = wanted, found.estimates
+            picked.tokens, picked.seconds = found.tokens, found.seconds
+        run = self._read(prompts, keeps, picked)
+        run.reused_seconds = picked.seconds if reused else 0.0
+        return run
+
+    def _pick(self, prompts: Sequence[Prompt], keeps: Sequence[float | None]) -> PickedOnce:
+        picker, begun = self._compressor.picker, time.perf_counter()
+        before = picker.tokens
+        estimates = self._compressor.estimate(prompts, keeps, lambda tokens: None)
+        return PickedOnce([], estimates, picker.tokens - before, time.perf_counter() - begun)
+
+    def _read(self, prompts: Sequence[Prompt], keeps: Sequence[float | None], picked: PickedOnce) -> MethodRun:
+        requests = self._compressor.select(prompts, keeps, picked.estimates)
         drafted = [
             prompt.tokens
-            for prompt, estimate in zip(prompts, estimates, strict=True)
-            if computed and estimate.importance is not None
+            for prompt, estimate in zip(prompts, picked.estimates, strict=True)
+            if picked.tokens and estimate.importance is not None
         ]
-        return MethodRun(self._equipment.walk([requests]), requests, drafted, computed)
+        return MethodRun(self._equipment.walk([requests]), requests, drafted, picked.tokens)
 
     def predictions(self, run: MethodRun) -> tuple[float, float] | None:
         equipment, keep = self._equipment, self.keep or 1.0

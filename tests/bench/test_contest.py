@@ -108,6 +108,20 @@ def test_what_keeps_all_flips_nothing(result: WorkloadResult) -> None:
     assert next(each for each in result.methods if each.method == "hybrid").answers.audit is None
 
 
+def test_the_first_runs_of_all_rates_share_what_the_draft_found(stage: tuple[Equipment, Material]) -> None:
+    equipment, material = stage
+    methods = contenders(["specprefill"], [0.3, 0.5], equipment, material, seed=0)
+    small, large = (each for each in methods if isinstance(each, Compressed))
+    first, second = small.first_run(material.prompts), large.first_run(material.prompts)
+    assert first.reused_seconds == 0.0 < second.reused_seconds
+    assert second.draft_tokens == first.draft_tokens > 0  # its cost has them, though nothing was computed again
+    alone = large.run(material.prompts)
+    assert [request.positions.tolist() for request in second.requests] == [
+        request.positions.tolist() for request in alone.requests
+    ]
+    np.testing.assert_array_equal(second.logprobs, alone.logprobs)
+
+
 def test_only_the_draft_reads_in_the_drafts_name(result: WorkloadResult) -> None:
     by_name = {each.method: each for each in result.methods}
     assert by_name["specprefill@0.3"].draft_tokens == by_name["hybrid"].target_tokens
