@@ -1,91 +1,105 @@
-"""What compression costs on a real model: the sentiment of drug reviews, sixteen examples before each.
+"""What compression costs and gains on a real model: the sentiment of drug reviews, after many examples or two.
 
-python -m recipes.bench_reviews [FOLDER]
+    python -m recipes.bench_reviews                    # all runs: hours on one thread
+    python -m recipes.bench_reviews shared.self        # one of them
+    python -m recipes.bench_reviews --table            # what the runs that were made have found
 
-SmolLM2-135M is its own draft, so nothing becomes faster: `prefill bench` compares the answers at a keep rate of 0.3,
-as it comes and with --paper. In the files `own.*` every row has examples of its own, in `shared.*` ten rows share
-theirs. Defaults were chosen on the files `*.chosen`; what is compared are those held out.
+`self`: SmolLM2-135M is its own draft, which picks as well as a draft can, and saves no time. `draft`: the draft of
+`recipes.distill_draft`, which is made if it is not there. `simple`: what needs no draft and shares no prefix. `speed`
+measures the draft in rounds. The rows are the held-out ones of `recipes.review_rows`.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+from prefillcli.report.numbers import percent_interval
+from recipes.distill_draft import main as distill_draft
+from recipes.real_model import FOLDER, real_model
+from recipes.review_rows import write_rows
 
-from recipes.real_model import FOLDER, Review, real_model, reviews
-
-SHOTS, ROWS, TOGETHER = 16, 80, 10  # examples of a prompt; rows of a file; rows with the same examples
-COMPARED = 40  # rows of a file
-METHODS = "specprefill,random,ends,bm25"
+HEADER = ("run", "method", "kept", "flips", "95 % interval", "mean difference", "accuracy", "AUC", "speedup")
 
 
-def write_rows(folder: Path) -> dict[str, Path]:
-    """The files by name. Reviews that are asked about are of the test split, examples of the training split.
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One `prefill bench`: so many rows of a file, a draft, methods, keep rates. 0 `rounds`: only answers count."""
 
-    Both are halved: no review is in a file that defaults were chosen on and in one that was held out.
-    """
-    rng = Random(0)
-    asked = _balanced(rng, reviews("Test", folder), 2 * ROWS)
-    by_sentiment = [[each for each in asked if each.sentiment == name] for name in ("positive", "negative")]
-    pool = reviews("Train", folder)
-    rng.shuffle(pool)
-    files = {}
-    for number, half in enumerate(("chosen", "held")):
-        rows = [each for own in by_sentiment for each in own[number * ROWS // 2 : (number + 1) * ROWS // 2]]
-        rng.shuffle(rows)
-        examples = pool[number * len(pool) // 2 : (number + 1) * len(pool) // 2]
-        for kind, together in (("own", 1), ("shared", TOGETHER)):
-            prompts: list[str] = []
-            for at in range(0, ROWS, together):
-                shots = "".join(f"{_ask(each)} {each.sentiment}\n\n" for each in _balanced(rng, examples, SHOTS))
-                prompts += [shots + _ask(each) for each in rows[at : at + together]]
-            table = pa.table({"prompt": prompts, "sentiment": [each.sentiment for each in rows]})
-            files[f"{kind}.{half}"] = folder / f"{kind}.{half}.parquet"
-            pq.write_table(table, files[f"{kind}.{half}"])
-    return files
+    rows: str
+    draft: str | None
+    limit: int
+    methods: str = "specprefill"
+    keep: str = "0.1,0.2,0.3,0.5"
+    rounds: int = 0
 
 
-def _ask(review: Review) -> str:
-    return f"Review: {review.text}\nSentiment:"
+RUNS = {
+    "shared.self": Run("shared", "model", 48, "specprefill,ends"),
+    "shared.draft": Run("shared", "draft", 48),
+    "shared.simple": Run("shared", None, 48, "random,bm25", "0.1,0.2,0.3"),
+    "long.self": Run("long", "model", 54, "specprefill,random,ends,bm25"),
+    "long.draft": Run("long", "draft", 54),
+    "own.self": Run("own", "model", 12, "specprefill,random,ends,bm25", "0.2,0.5"),
+    "own.draft": Run("own", "draft", 12, keep="0.2,0.5"),
+    "shared.speed": Run("shared", "draft", 24, keep="0.2", rounds=3),
+    "own.speed": Run("own", "draft", 4, keep="0.2", rounds=3),
+}
 
 
-def _balanced(rng: Random, pool: list[Review], count: int) -> list[Review]:
-    """`count` of the reviews in random order, half of them positive."""
-    positive, negative = ([each for each in pool if each.sentiment == name] for name in ("positive", "negative"))
-    found = rng.sample(positive, count // 2) + rng.sample(negative, count // 2)
-    rng.shuffle(found)
-    return found
+def bench_command(run: Run, folder: Path, output: Path) -> list[str]:
+    """The command line of a run."""
+    command = [sys.executable, "-m", "prefillcli", "bench", str(folder / f"{run.rows}.held.parquet"), "--no-chat"]
+    command += ["--model", str(folder / "model"), "--labels", "positive,negative"]
+    command += [] if run.draft is None else ["--draft", str(folder / run.draft)]
+    command += ["--truth", "sentiment", "--keep", run.keep, "--method", run.methods, "--limit", str(run.limit)]
+    return [*command, "--rounds", str(run.rounds), "--output", str(output)]
 
 
-def main() -> int:
+def table_lines(folder: Path) -> Iterator[str]:
+    """What the finished runs in `folder` found, as a table in Markdown."""
+    yield "| " + " | ".join(HEADER) + " |"
+    yield "| " + " | ".join("---" for _ in HEADER) + " |"
+    for name in RUNS:
+        if not (path := folder / f"{name}.json").exists():
+            continue
+        for each in json.loads(path.read_text())["workloads"][0]["methods"]:
+            answers, audit = each["answers"], each["answers"]["audit"]
+            cells = ["", "", ""]
+            if audit is not None:
+                cells[0] = f"{audit['flips']} of {audit['rows']} ({audit['flip_rate']:.1%})"
+                cells[1:] = [percent_interval(tuple(audit["interval"])), f"{audit['mean_difference']:.3f}"]
+            right = f"{answers['accuracy']:.1%}", f"{answers['auc']:.3f}", f"{each['speedup']['median']:.2f}"
+            yield "| " + " | ".join([name, each["method"], f"{each['kept']:.1%}", *cells, *right]) + " |"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
-    model = str(real_model(folder))
-    files = write_rows(folder)
-    for name in ("shared.held", "own.held"):
-        for setting, options in (
-            ("default", ["--method", METHODS]),
-            ("paper", ["--method", "specprefill", "--paper"]),
-        ):
-            command = [sys.executable, "-m", "prefillcli", "bench", str(files[name]), "--model", model, "--no-chat"]
-            command += ["--draft", model, "--keep", "0.3", "--labels", "positive,negative", "--truth", "sentiment"]
-            command += [
-                "--limit",
-                str(COMPARED),
-                "--rounds",
-                "0",
-                "--output",
-                str(folder / f"{name}.{setting}.json"),
-                *options,
-            ]
-            done = subprocess.run(command, check=False)  # noqa: S603 - our own command line
-            if done.returncode:
-                return done.returncode
+    parser = argparse.ArgumentParser(description="Measure compression on a real model and real reviews.")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help=f"of {', '.join(RUNS)}; all by default")
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    parser.add_argument("--table", action="store_true", help="print what was found before, and run nothing")
+    args = parser.parse_args(arguments)
+    if unknown := [name for name in args.runs if name not in RUNS]:
+        parser.error(f"there is no run {unknown[0]}; there are {', '.join(RUNS)}")
+    results = args.folder / "bench"
+    if not args.table:
+        real_model(args.folder)
+        write_rows(args.folder)
+        results.mkdir(exist_ok=True)
+    for name in [] if args.table else args.runs or RUNS:
+        run = RUNS[name]
+        if run.draft == "draft" and not (args.folder / "draft" / "config.json").exists():
+            distill_draft(["--folder", str(args.folder)])
+        done = subprocess.run(bench_command(run, args.folder, results / f"{name}.json"), check=False)  # noqa: S603 - ours
+        if done.returncode:
+            return done.returncode
+    print("\n".join(table_lines(results)))
     return 0
 
 

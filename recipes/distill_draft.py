@@ -35,7 +35,7 @@ SHOTS = 20  # examples of a training prompt
 ASKED = 8  # examples of a prompt whose queries vote
 MORE = 64  # other tokens of a prompt whose next token counts
 WARM_UP = 4  # steps
-HELD_BACK = 4  # prompts that only measure the loss
+HELD_BACK = 2  # prompts that only measure the loss
 WATCHED = "watched"  # the attention function's name
 _RULES = Compression()
 
@@ -206,41 +206,56 @@ def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description="Cut a draft from the real model and train it on the model's outputs."
-    )
-    parser.add_argument("--folder", type=Path, default=FOLDER)
-    parser.add_argument("--output", type=Path, help="by default FOLDER/draft")
-    parser.add_argument("--layers", type=int, default=6, help="layers of the draft")
-    parser.add_argument("--train", type=int, default=2, help="how many of them are trained, from the last; 0: none")
-    parser.add_argument("--prompts", type=int, default=24)
-    parser.add_argument("--steps", type=int, default=48)
-    parser.add_argument("--rate", type=float, default=3e-4)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(arguments)
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How a draft is made: of its `layers`, the last `train` learn, in `steps` over `prompts` lessons."""
+
+    layers: int = 6
+    train: int = 2
+    prompts: int = 8
+    steps: int = 16
+    rate: float = 3e-4
+    seed: int = 0
+
+
+def distill(source: Path, output: Path, pool: Sequence[Review], course: Course) -> None:
+    """Write the draft of the model in `source`, which learns from prompts of the reviews in `pool`."""
     watch_attention()
-    torch.manual_seed(args.seed)
-    folder = real_model(args.folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    torch.manual_seed(course.seed)
+    tokenizer = AutoTokenizer.from_pretrained(source)
     teacher: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, attn_implementation=WATCHED
+        source, dtype=torch.bfloat16, attn_implementation=WATCHED
     ).eval()
-    draft = cut_model(teacher, args.layers)
-    rng, pool = Random(args.seed), [each for each in draft_reviews(args.folder) if len(each.text) <= SHORT]
-    count = HELD_BACK + args.prompts if args.train else HELD_BACK
+    draft = cut_model(teacher, course.layers)
+    rng = Random(course.seed)
     lessons = []
-    for number in range(count):
+    for _ in range(HELD_BACK + (course.prompts if course.train else 0)):
         lessons.append(make_lesson(teacher, tokenizer, pool, rng))
-        log(f"prompt {number + 1} of {count}: {len(lessons[-1].tokens)} tokens")
+        log(f"prompt {len(lessons)}: {len(lessons[-1].tokens):,} tokens")
     log("before: {:.3f} words, {:.3f} looks".format(*measure(draft, lessons[:HELD_BACK])))
-    train(draft, lessons[HELD_BACK:], layers=args.train, steps=args.steps, rate=args.rate)
+    train(draft, lessons[HELD_BACK:], layers=course.train, steps=course.steps, rate=course.rate)
     log("after: {:.3f} words, {:.3f} looks".format(*measure(draft, lessons[:HELD_BACK])))
-    output = args.output or args.folder / "draft"
     draft.to(torch.bfloat16).save_pretrained(output)
     tokenizer.save_pretrained(output)
-    print(output)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    usual = Course()
+    parser = argparse.ArgumentParser(description="Cut a draft from the real model and train it on its outputs.")
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    parser.add_argument("--output", type=Path, help="by default FOLDER/draft")
+    parser.add_argument("--layers", type=int, default=usual.layers, help="layers of the draft")
+    parser.add_argument("--train", type=int, default=usual.train, help="how many of them learn, the last; 0: none")
+    parser.add_argument("--prompts", type=int, default=usual.prompts)
+    parser.add_argument("--steps", type=int, default=usual.steps)
+    parser.add_argument("--rate", type=float, default=usual.rate)
+    parser.add_argument("--seed", type=int, default=usual.seed)
+    given = vars(parser.parse_args(arguments))
+    folder, output = given.pop("folder"), given.pop("output")
+    pool = [each for each in draft_reviews(folder) if len(each.text) <= SHORT]
+    distill(real_model(folder), output or folder / "draft", pool, Course(**given))
+    print(output or folder / "draft")
     return 0
 
 
