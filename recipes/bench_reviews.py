@@ -41,13 +41,10 @@ class Run:
 
 RUNS = {
     "shared.self": Run("shared", "model", 48, "specprefill,ends"),
-    "shared.draft": Run("shared", "draft", 48),
-    "shared.simple": Run("shared", None, 48, "random,bm25", "0.1,0.2,0.3"),
-    "long.self": Run("long", "model", 54, "specprefill,random,ends,bm25"),
-    "long.draft": Run("long", "draft", 54),
-    "own.self": Run("own", "model", 12, "specprefill,random,ends,bm25", "0.2,0.5"),
-    "own.draft": Run("own", "draft", 12, keep="0.2,0.5"),
-    "shared.speed": Run("shared", "draft", 24, keep="0.2", rounds=3),
+    "shared.draft": Run("shared", "draft", 48, keep="0.2,0.5"),
+    "shared.simple": Run("shared", None, 48, "random,bm25", "0.2"),
+    "long.self": Run("long", "model", 24, "specprefill,random,ends,bm25", "0.2,0.5"),
+    "shared.speed": Run("shared", "draft", 12, keep="0.2", rounds=3),
     "own.speed": Run("own", "draft", 4, keep="0.2", rounds=3),
 }
 
