@@ -65,13 +65,16 @@ def table_lines(folder: Path) -> Iterator[str]:
     for name in RUNS:
         if not (path := folder / f"{name}.json").exists():
             continue
-        for each in json.loads(path.read_text())["workloads"][0]["methods"]:
+        (workload,) = json.loads(path.read_text())["workloads"]
+        for each in workload["methods"]:
             answers, audit = each["answers"], each["answers"]["audit"]
             cells = ["", "", ""]
             if audit is not None:
                 cells[0] = f"{audit['flips']} of {audit['rows']} ({audit['flip_rate']:.1%})"
                 cells[1:] = [percent_interval(tuple(audit["interval"])), f"{audit['mean_difference']:.3f}"]
-            right = f"{answers['accuracy']:.1%}", f"{answers['auc']:.3f}", f"{each['speedup']['median']:.2f}"
+            speedup = f"{each['speedup']['median']:.2f}" if workload["rounds"] else ""  # a single run says little
+            auc = "" if answers["auc"] is None else f"{answers['auc']:.3f}"
+            right = f"{answers['accuracy']:.1%}", auc, speedup
             yield "| " + " | ".join([name, each["method"], f"{each['kept']:.1%}", *cells, *right]) + " |"
 
 

@@ -93,12 +93,13 @@ def test_the_table_has_a_line_for_each_method_of_a_finished_run(tmp_path: Path) 
     ]
     for each, found in zip(methods, (None, audit), strict=True):
         each["answers"]["audit"] = found  # type: ignore[index]
-    (tmp_path / "long.self.json").write_text(json.dumps({"workloads": [{"methods": methods}]}))
-    _, _, reference, compressed = table_lines(tmp_path)
-    assert reference == "| long.self | hybrid | 100.0% |  |  |  | 75.0% | 0.800 | 1.00 |"
-    assert (
-        compressed == "| long.self | ends@0.2 | 25.0% | 3 of 48 (6.2%) | 1.3-17.2 % | 0.050 | 50.0% | 0.600 | 2.50 |"
-    )
+    for name, rounds in (("long.self", 0), ("own.speed", 3)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"workloads": [{"rounds": rounds, "methods": methods}]}))
+    _, _, reference, compressed, _, timed = table_lines(tmp_path)
+    assert reference == "| long.self | hybrid | 100.0% |  |  |  | 75.0% | 0.800 |  |"
+    cells = " | ".join(["ends@0.2", "25.0%", "3 of 48 (6.2%)", "1.3-17.2 %", "0.050", "50.0%", "0.600"])
+    assert compressed == f"| long.self | {cells} |  |"
+    assert timed == f"| own.speed | {cells} | 2.50 |"
 
 
 def test_the_overlap_of_two_picks_is_a_share_of_the_first() -> None:
