@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -465,6 +466,11 @@ def test_an_actor_plans_with_its_share_of_the_memory(model: Path, monkeypatch: p
             return scorer._tables._models.engine.limits.max_tokens
 
     assert longest(0.25) < 0.5 * longest(1.0)
+
+
+def test_a_module_that_is_only_called_ray_is_no_cluster(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    assert prefillcli.score(PROMPTS, model).num_rows == 6
 
 
 def test_a_forked_process_is_told_to_make_its_own(scorer: prefillcli.Scorer, monkeypatch: pytest.MonkeyPatch) -> None:

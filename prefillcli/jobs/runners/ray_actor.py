@@ -85,7 +85,7 @@ def memory_share(device: str) -> float:
     1 in a process that is no actor.
     """
     ray: Any = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
+    if not hasattr(ray, "is_initialized") or not ray.is_initialized():  # vLLM leaves an empty module of this name
         return 1.0
     context = ray.get_runtime_context()
     assigned = context.get_assigned_resources()
