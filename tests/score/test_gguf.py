@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoModelForCausalLM
 
 from prefillcli.data.proof.fingerprints import ModelContents
+from prefillcli.errors import ResourceError
 from prefillcli.runtime.user_cache import cache_folder
-from tests.gguf_files import part_of, write_gguf
+from tests.gguf_files import GgufReference, part_of, rotary_factors, write_gguf
 from tests.score.jobs import (
     Reference,
     assert_scored,
@@ -31,20 +32,6 @@ from tests.score.models import save_model
 
 PROMPTS = texts(12)
 LABELS = "Yes= Yes,No= No"
-
-
-class GgufReference(Reference):
-    """A GGUF file as transformers reads it, in float32."""
-
-    def __init__(self, file: Path) -> None:
-        self.tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        self._model = AutoModelForCausalLM.from_pretrained(
-            file.parent,
-            gguf_file=file.name,
-            quantization_config=GgufConfig(dequantize=True),
-            dtype=torch.float32,
-            attn_implementation="eager",
-        ).eval()
 
 
 @pytest.fixture(autouse=True)
@@ -150,8 +137,6 @@ def test_texts_begin_with_bos_where_the_file_says_so(model: Path, reference: Ref
 
 def test_rotary_factors_are_taken_over(model: Path) -> None:
     """As in the files of Llama 3.1, where the oracle is the model that the file was made of."""
-    from tests.gguf_files import rotary_factors
-
     folder = Path(shutil.copytree(model, "scaled"))
     config = json.loads((folder / "config.json").read_text())
     config["rope_parameters"] = {
@@ -362,3 +347,48 @@ def test_random_weights_differ_in_the_quantisations(chat_model: Path) -> None:
 def answer_scores(kind: Kind, folder: Path) -> list[float]:
     file = write_gguf(Path(f"{kind.name}.gguf").absolute(), folder, kind=kind)
     return [answer.score for answer in answers(file)]
+
+
+def open_for_vllm(file: Path) -> Any:
+    from prefillcli.engines.base import LoadRequest
+    from prefillcli.models.open import open_models
+    from prefillcli.options.load import load_settings
+    from prefillcli.options.score import ScoreSettings
+
+    given = {"inputs": ["in.parquet"], "model": str(file), "engine": "vllm", "dtype": "float32"}
+    settings = load_settings(ScoreSettings, given, environment={})
+    return LoadRequest(open_models(settings, walk=False), settings, {"kv_cache_memory_bytes": 1 << 20})
+
+
+def test_vllm_is_handed_a_folder_of_safetensors(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from prefillcli.engines import vllm
+
+    handed: list[Path] = []
+    monkeypatch.setattr(vllm, "VllmEngine", lambda path, **options: handed.append(path))
+    vllm.load(open_for_vllm(file))
+    (folder,) = handed
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {each.name for each in folder.iterdir()}
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.float32
+
+
+def test_vllm_is_refused_where_the_cache_has_no_room(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from prefillcli.engines import vllm
+
+    usage = shutil.disk_usage(".")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(ResourceError, match="the cache, which has no room"):
+        vllm.load(open_for_vllm(file))
+
+
+def test_a_row_is_inspected(file: Path) -> None:
+    from prefillcli.jobs.inspect import inspect_job
+    from prefillcli.options.inspect import InspectSettings
+    from prefillcli.options.load import load_settings
+
+    source = write_parquet("in.parquet", prompt=PROMPTS)
+    given = {"inputs": [str(source)], "model": str(file), "row": "3", "labels": LABELS, "chat": False, "quiet": True}
+    settings = load_settings(InspectSettings, {**given, "dtype": "float32"}, environment={})
+    summary = inspect_job(settings)
+    assert summary["exit_code"] == 0, summary
+    assert summary["score"] == pytest.approx(GgufReference(file).answer(PROMPTS[3]).score, abs=1e-5)
