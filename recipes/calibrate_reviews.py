@@ -36,11 +36,14 @@ class Question(NamedTuple):
     name: str
     asked: str
     labels: tuple[str, str]
+    order: tuple[str, str] = ("positive", "negative")
+    """Of the examples."""
 
 
 QUESTIONS = (
     Question("sentiment", "Sentiment:", ("positive", "negative")),
     Question("satisfied", "Is the patient satisfied? Answer:", ("Yes", "No")),
+    Question("satisfied-last", "Is the patient satisfied? Answer:", ("Yes", "No"), ("negative", "positive")),
 )
 
 
@@ -49,7 +52,7 @@ def write_rows(folder: Path, question: Question) -> tuple[Path, Path]:
     are short enough."""
     train, test = reviews("Train", folder), reviews("Test", folder)
     examples = []
-    for sentiment in ("positive", "negative"):
+    for sentiment in question.order:
         examples.append(
             next(each for each in train if each.sentiment == sentiment and len(each.text) < LONGEST_EXAMPLE)
         )
@@ -110,7 +113,8 @@ def main() -> int:
     for question in QUESTIONS:
         found, truth = probabilities(folder, question)
         chosen = json.loads((folder / f"{question.name}.auto.json").read_text())["scaling"]["method"]
-        print(f"\n`{question.asked}` {', '.join(question.labels)}; {len(truth)} rows, {truth.mean():.1%} positive\n")
+        print(f"\n`{question.asked}` {', '.join(question.labels)}; the {question.order[1]} example is the last one")
+        print(f"{len(truth)} rows, {truth.mean():.1%} positive\n")
         print(f"| | log loss | Brier | ECE (95 % interval) | accuracy | AUC | says {question.labels[0]} |")
         print("| --- | --- | --- | --- | --- | --- | --- |")
         for method in ("none", "contextual", *METHODS, "the same for all"):
