@@ -45,7 +45,7 @@ RUNS = {
     "shared.simple": Run("shared", None, 48, "random,bm25", "0.2"),
     "long.self": Run("long", "model", 24, "specprefill,random,ends,bm25", "0.2,0.5"),
     "shared.speed": Run("shared", "draft", 12, keep="0.2", rounds=3),
-    "own.speed": Run("own", "draft", 4, keep="0.2", rounds=3),
+    "own.speed": Run("own", "draft", 2, keep="0.2", rounds=3),
 }
 
 
