@@ -24,6 +24,7 @@ from rich.table import Table
 
 from benchmarks.console import log, log_run
 from benchmarks.models import random_llama
+from benchmarks.reviews import review_prompts
 from benchmarks.runners import Runner, Scores, Settings
 from benchmarks.spread import Spread
 from benchmarks.workloads import short_rows
@@ -31,6 +32,7 @@ from prefillcli.bench.measure import interleaved
 from prefillcli.plan.trie import TokenArray
 from prefillcli.profile.prompts import prompts_with_histories, random_prompt
 from prefillcli.report.numbers import mebibytes
+from recipes.real_model import real_model
 
 WALK, PLAIN, PADDED, VLLM = "torch walk", "plain loop", "padded batches", "vLLM"
 CORES = os.environ.get("VLLM_CPU_OMP_THREADS_BIND") or f"0-{(os.cpu_count() or 1) - 1}"
@@ -111,13 +113,30 @@ def many(vocabulary: int, scale: float) -> RaceRows:
     )
 
 
-WORKLOADS: Mapping[str, Callable[[int, float], RaceRows]] = {"shared": shared, "single": one, "short": many}
+def real(_: int, scale: float) -> RaceRows:
+    """Reviews behind two examples, for the real model and its tokenizer."""
+    rows = max(2, int(400 * scale))
+    return RaceRows(
+        f"{rows} reviews behind two examples, SmolLM2-135M",
+        review_prompts(rows),
+        {VLLM: ">= 1.2"},
+        {PADDED: {"batch_tokens": 2048}, VLLM: _vllm(8192, 32)},
+    )
+
+
+REVIEWS = "reviews"
+WORKLOADS: Mapping[str, Callable[[int, float], RaceRows]] = {
+    "shared": shared, "single": one, "short": many, REVIEWS: real,
+}  # fmt: skip
 
 
 def main(
     model: Annotated[str, typer.Option(help="Size of the random Llama: 25M or 100M.")] = "25M",
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
-    workload: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(WORKLOADS)}; repeatable.")] = None,
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(help=f"One of {', '.join(WORKLOADS)}; repeatable. {REVIEWS} brings its own model."),
+    ] = None,
     rounds: Annotated[int, typer.Option(help="Rounds after the warm-up.")] = 3,
     scale: Annotated[float, typer.Option(help="Shrinks prompts and rows, for a quick look.")] = 1.0,
     trial: Annotated[bool, typer.Option("--try/--no-try", help="Find the peers' best settings first.")] = False,
@@ -135,7 +154,8 @@ def main(
         del network
         for which in workload or list(WORKLOADS):
             log(f"{which}, {model}, {dtype}")
-            results[which] = race(WORKLOADS[which](vocabulary, scale), names, Path(folder), dtype, rounds, trial)
+            home = real_model() if which == REVIEWS else Path(folder)
+            results[which] = race(WORKLOADS[which](vocabulary, scale), names, home, dtype, rounds, trial)
     for result in results.values():
         _print(result)
     print(json.dumps({"model": model, "dtype": dtype, "cores": os.cpu_count(), "workloads": results}))

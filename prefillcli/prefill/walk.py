@@ -22,6 +22,7 @@ from prefillcli.plan.pack import Held, Key, Pack
 from prefillcli.prefill.attention import longest_batched
 from prefillcli.prefill.exits import ExitRule, remainder
 from prefillcli.prefill.forest import ForestAttention, KeysStored, UnsupportedModelError, WatchedLayer
+from prefillcli.prefill.fusion import fused
 from prefillcli.prefill.layer_calls import CallBuffers, LayerCall, Recording
 from prefillcli.prefill.layers import LayerSource, ResidentLayers
 from prefillcli.prefill.layout import Chunk, IntArray, LastTokens, Tree, split_evenly
@@ -174,7 +175,8 @@ class LayerWalk:
         for index in range(len(self.layers)):
             if not state.chunks:
                 return
-            with self.layers.use(index) as layer:
+            most = max(chunk.end - chunk.start for chunk in state.chunks)
+            with self.layers.use(index) as layer, fused(layer, most):
                 attention.start_layer([self._held_part(index, node) for node in state.pack.held])
                 self.through_layer(state, index, layer, attention, tick)
                 yield index, layer

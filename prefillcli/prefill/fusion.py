@@ -1,0 +1,186 @@
+"""Linear layers and gated MLPs of a layer in fewer passes over memory, on CPUs.
+
+A product is faster with weights in the layout that oneDNN computes in, and it can apply an activation and multiply
+with another tensor while its result is in a core's cache. torch's compiler uses the same operators. The layout is made
+when a layer's turn comes and lasts as long as its turn, so it takes memory for one layer; that pays for packs with many
+tokens.
+
+The modules stay what they are: during its turn a module is called through another function, which computes the same.
+A kind of MLP is fused only after a small instance of its class has agreed with its own forward. Results differ from
+the modules' in rounding alone: activations are not rounded to the dtype before they are multiplied.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LEAST_TOKENS = 512  # of a chunk: with fewer, making the layout takes longer than it saves
+COPY_SHARE = 3  # numbers of weights at most, for each output of a linear layer and token of a chunk
+TOLERANCE = 1e-5  # of the largest number, in float32, between a fused MLP and its own forward
+
+_DTYPES = (torch.bfloat16, torch.float32)
+_GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+#: The activations that a product can apply, as (attribute, algorithm) of the operator.
+_ACTIVATIONS: dict[str, tuple[str, str]] = {
+    "SiLU": ("swish", ""),
+    "SiLUActivation": ("swish", ""),
+    "GELUTanh": ("gelu", "tanh"),
+    "GELUActivation": ("gelu", "none"),
+}
+
+Forward = Callable[[Tensor], Tensor]
+
+
+def copy_pays(weights: int, outputs: int, chunk_tokens: int) -> bool:
+    """Whether a layer's weights are copied into another layout for chunks of so many tokens.
+
+    `weights` are the numbers of its linear layers, `outputs` those that they give for one token. The copy is then
+    about as large as what the layer makes of a chunk, at most.
+    """
+    return chunk_tokens >= LEAST_TOKENS and weights <= COPY_SHARE * outputs * chunk_tokens
+
+
+@contextmanager
+def fused(layer: nn.Module, chunk_tokens: int) -> Iterator[None]:
+    """While this lasts, what can be fused of `layer` is, if it pays for chunks of `chunk_tokens` tokens."""
+    linear = [each for each in layer.modules() if type(each) is nn.Linear and _fits(each)]
+    weights, outputs = (sum(numbers) for numbers in zip(*map(_sizes, linear), strict=True)) if linear else (0, 0)
+    if not linear or not _operators_work() or not copy_pays(weights, outputs, chunk_tokens):
+        yield
+        return
+    with ExitStack() as stack:
+        prepared = {id(each): _laid_out(each, chunk_tokens) for each in linear}
+        mlps = [each for each in layer.modules() if _is_gated(each, prepared)]
+        for each in linear:
+            stack.enter_context(_called_through(each, _linear(each, prepared[id(each)])))
+        for each in mlps:
+            stack.enter_context(_called_through(each, _gated(each, prepared)))
+        yield
+
+
+def _sizes(linear: nn.Linear) -> tuple[int, int]:
+    return linear.weight.numel(), linear.out_features
+
+
+def _fits(linear: nn.Linear) -> bool:
+    weight = linear.weight
+    return weight.device.type == "cpu" and weight.dtype in _DTYPES and not linear._forward_hooks
+
+
+@contextmanager
+def _called_through(module: nn.Module, forward: Forward) -> Iterator[None]:
+    """Let calls of `module` go to `forward`. One that is called through something else already is left alone."""
+    if "forward" in vars(module):
+        yield
+        return
+    module.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del module.forward
+
+
+def _laid_out(linear: nn.Linear, rows: int) -> Tensor:
+    weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(linear.weight, rows)
+    return weight
+
+
+def _linear(linear: nn.Linear, weight: Tensor) -> Forward:
+    bias, multiply = linear.bias, torch.ops.mkldnn._linear_pointwise
+    return lambda rows: multiply(rows, weight, bias, "none", [], "")
+
+
+def _gated(mlp: nn.Module, prepared: dict[int, Tensor]) -> Forward:
+    """`down(act(gate(x)) * up(x))` in three products."""
+    parts: Any = mlp
+    gate, up, down = parts.gate_proj, parts.up_proj, parts.down_proj
+    gate_weight, up_weight, down_weight = (prepared[id(each)] for each in (gate, up, down))
+    activation, algorithm = _ACTIVATIONS[type(parts.act_fn).__name__]
+    multiply = torch.ops.mkldnn._linear_pointwise
+
+    def forward(rows: Tensor) -> Tensor:
+        gates = multiply(rows, gate_weight, gate.bias, activation, [], algorithm)
+        inner = multiply.binary(rows, gates, up_weight, up.bias, "mul")
+        out: Tensor = multiply(inner, down_weight, down.bias, "none", [], "")
+        return out
+
+    return forward
+
+
+def _is_gated(module: nn.Module, prepared: dict[int, Tensor]) -> bool:
+    """Whether a module is an MLP that `_gated` computes."""
+    children = dict(module.named_children())
+    if children.keys() != _GATED or type(children["act_fn"]).__name__ not in _ACTIVATIONS:
+        return False
+    linear = [each for name, each in children.items() if name != "act_fn"]
+    return all(id(each) in prepared for each in linear) and _agrees(module)
+
+
+_known: dict[tuple[type, type], bool] = {}  # classes of an MLP and its activation
+
+
+def _agrees(mlp: nn.Module) -> bool:
+    """Whether a small instance of an MLP's class computes what `_gated` does; found out once a class."""
+    parts: Any = mlp
+    kind = type(mlp), type(parts.act_fn)
+    if kind not in _known:
+        _known[kind] = False
+        with suppress(Exception):  # whatever it is, the class stays as it is
+            _known[kind] = _difference(_small(mlp)) <= TOLERANCE
+    return _known[kind]
+
+
+def _small(mlp: nn.Module) -> nn.Module:
+    """A copy of a gated MLP, cut down to a few numbers, in float32."""
+    parts: Any = mlp
+    linear = {"gate_proj": (48, 32), "up_proj": (48, 32), "down_proj": (32, 48)}
+    memo: dict[int, Any] = {}
+    generator = torch.Generator().manual_seed(0)
+    for name, (outputs, inputs) in linear.items():
+        own = getattr(parts, name)
+        cut = nn.Linear(inputs, outputs, bias=own.bias is not None)
+        for each in cut.parameters():
+            each.requires_grad_(False).copy_(torch.randn(each.shape, generator=generator) * 0.3)
+        memo[id(own)] = cut
+    return copy.deepcopy(mlp, memo)
+
+
+@torch.inference_mode()
+def _difference(mlp: nn.Module) -> float:
+    """The largest difference between a module's own forward and the fused one, over the largest number."""
+    parts: Any = mlp
+    rows = torch.randn(1, 24, parts.gate_proj.in_features, generator=torch.Generator().manual_seed(1))
+    wanted: Tensor = mlp(rows)
+    prepared = {id(each): _laid_out(each, 24) for each in (parts.gate_proj, parts.up_proj, parts.down_proj)}
+    found = _gated(mlp, prepared)(rows)
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+@cache
+def _operators_work() -> bool:
+    """Whether this torch has the operators, and they compute on this machine in both dtypes what is expected."""
+    generator = torch.Generator().manual_seed(0)
+    linear = nn.Linear(32, 48)
+    with suppress(Exception), torch.inference_mode():  # an older torch, or one without oneDNN
+        for dtype, tolerance in ((torch.float32, TOLERANCE), (torch.bfloat16, 2e-2)):
+            cut = linear.to(dtype)
+            rows, other = (torch.randn(1, 24, width, generator=generator).to(dtype) for width in (32, 48))
+            weight = _laid_out(cut, 24)
+            plain = _linear(cut, weight)(rows)
+            times = torch.ops.mkldnn._linear_pointwise.binary(rows, other, weight, cut.bias, "mul")
+            wanted = cut(rows)
+            if not _close(plain, wanted, tolerance) or not _close(times, wanted * other, tolerance):
+                return False
+        return True
+    return False
+
+
+def _close(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
+    return float((found.float() - wanted.float()).abs().max()) <= tolerance * float(wanted.float().abs().max())
