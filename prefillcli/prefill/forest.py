@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from prefillcli.errors import UsageError
 from prefillcli.prefill.attention import apply_sinks, attend, longest_batched, merge_into
+from prefillcli.prefill.kernel import LANES, ForestKernel, forest_kernel, takes
 from prefillcli.prefill.layout import Chunk, Group, IntArray, LastTokens, Span, group_runs, split_by_length
 from prefillcli.prefill.products import Shift, fast_products
 
@@ -190,7 +191,8 @@ class ForestAttention:
     def receive(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> None:
         """Put aside what is needed of a call: a chunk's K,V. Raises KeysStored if no more is needed."""
         if isinstance(self._computed, Chunk):
-            self.include_keys([*(keys for keys, _ in self._held), key], scoring)
+            if not self._by_kernel(query, key, value, scoring):
+                self.include_keys([*(keys for keys, _ in self._held), key], scoring)
             self._store(self._computed, key, value)
             self._watch(self._computed, query)
             if self._keys_only:
@@ -199,6 +201,9 @@ class ForestAttention:
     def compute(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
         """What the queries of a call see: output [1, heads, tokens, width] and log-sum-exp [1, heads, tokens]."""
         if isinstance(self._computed, Chunk):
+            kernel = self._by_kernel(query, key, value, scoring)
+            if kernel is not None:
+                return self._attend_by_kernel(kernel, self._computed, query, scoring)
             return self._attend_chunk(self._computed, query, key, value, scoring, self.shift)
         if self._computed is None:
             raise RuntimeError("say what is computed before a layer is called")
@@ -237,6 +242,19 @@ class ForestAttention:
         if buffer is None or buffer.shape != shape or buffer.dtype != like.dtype:
             return torch.empty(shape, dtype=like.dtype, device=like.device)
         return buffer
+
+    def _by_kernel(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> ForestKernel | None:
+        """The kernel, where it computes such a chunk."""
+        return forest_kernel() if takes(query, value, key.shape[1], scoring.softcap) else None
+
+    def _attend_by_kernel(
+        self, kernel: ForestKernel, chunk: Chunk, query: Tensor, scoring: Scoring
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = self.keys_values
+        blocks, runs = chunk.blocks(scoring.window, LANES * keys.shape[1] // query.shape[1])
+        out, lse = _room_for_output(query, values)
+        kernel.attend(query, keys, values, blocks, runs, scale=scoring.scale, window=scoring.window, out=out, lse=lse)
+        return out, lse
 
     def _attend_chunk(
         self, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, shift: Shift | None

@@ -102,6 +102,20 @@ class Tree:
         runs.extend((first, last) for first, last, _ in reversed(self.attach[node]))
         return runs[::-1]
 
+    def path_with_depths(self, node: int) -> list[tuple[int, int, int]]:
+        """What the end of `node` sees, as (start, end) in the buffer and the depth of the first, root first."""
+        runs = [(self.held + self.offsets[node], self.held + self.offsets[node + 1], self.starts[node])]
+        while (parent := self.parents[node]) >= 0:
+            node = parent
+            runs.append((self.held + self.offsets[node], self.held + self.offsets[node + 1], self.starts[node]))
+        joined: list[tuple[int, int, int]] = []
+        for start, end, depth in [*self.attach[node], *reversed(runs)]:
+            if joined and joined[-1][1] == start and joined[-1][2] + start - joined[-1][0] == depth:
+                joined[-1] = (joined[-1][0], end, joined[-1][2])
+            else:
+                joined.append((start, end, depth))
+        return joined
+
     def nodes_over(self, start: int, end: int) -> list[int]:
         """Nodes with tokens or descendants in `start:end`, parents first."""
         first = bisect_right(self.offsets, start) - 1
@@ -121,6 +135,7 @@ class Chunk:
     device: torch.device
     batched: int  # pieces up to this length are batched
     _views: dict[int | None, View] = field(default_factory=dict)
+    _blocks: dict[tuple[int | None, int], tuple[IntArray, IntArray]] = field(default_factory=dict)
 
     @property
     def positions(self) -> IntArray:
@@ -135,6 +150,31 @@ class Chunk:
         if window not in self._views:
             self._views[window] = self._look(window)
         return self._views[window]
+
+    def blocks(self, window: int | None, rows: int) -> tuple[IntArray, IntArray]:
+        """What is seen, for `kernel.ForestKernel.attend`: blocks of at most `rows` tokens, and their runs of keys."""
+        if (window, rows) not in self._blocks:
+            self._blocks[window, rows] = self._cut(window, rows)
+        return self._blocks[window, rows]
+
+    def _cut(self, window: int | None, rows: int) -> tuple[IntArray, IntArray]:
+        tree, a, b = self.tree, self.start, self.end
+        blocks: list[tuple[int, ...]] = []
+        runs: list[tuple[int, int, int]] = []
+        for node in range(bisect_right(tree.offsets, a) - 1, len(tree.parents)):
+            start, end = max(a, tree.offsets[node]), min(b, tree.offsets[node + 1])
+            if start >= b:
+                break
+            if start == end:
+                continue
+            seen = tree.path_with_depths(node)
+            for at in range(start, end, rows):
+                if window or at == start:
+                    first, oldest = len(runs), int(tree.depths[at]) - (window or len(tree.depths) + tree.held) + 1
+                    runs += [run for each in seen if (run := _without_older(each, oldest)) is not None]
+                own = min(rows, end - at)
+                blocks.append((at - a, own, tree.held + at, int(tree.depths[at]), first, len(runs)))
+        return np.array(blocks, np.int64).reshape(-1, 6), np.array(runs, np.int64).reshape(-1, 3)
 
     def _look(self, window: int | None) -> View:
         tree, a, b = self.tree, self.start, self.end
@@ -263,6 +303,13 @@ class _Spans:
             span.k_depth + cut,
             masked=last > span.k_depth + cut,
         )
+
+
+def _without_older(run: tuple[int, int, int], oldest: int) -> tuple[int, int, int] | None:
+    """A run of keys (start, end, depth of the first) from the depth `oldest` on, or None if nothing is left."""
+    start, end, depth = run
+    cut = max(0, oldest - depth)
+    return (start + cut, end, depth + cut) if start + cut < end else None
 
 
 def split_by_length(runs: list[tuple[int, int]], most: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

@@ -1,0 +1,155 @@
+"""Attention of a chunk over its forest as one call of a compiled kernel, on CPUs with AVX512-BF16.
+
+`forest_attention.cpp` computes what the products do, without writing scores to memory: a tile of keys is scored, raised
+to powers of two and multiplied with its values while it is in a core's cache. It needs a C++ compiler at the first
+start; without one, on other processors, or where it does not agree with explicit scores, it is not used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import re
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from prefillcli.prefill.attention import attend_blockwise
+from prefillcli.runtime.compiled import load_compiled
+
+LANES = 64  # queries of all heads of a K,V head in one block, as in the source
+WIDEST = 256  # numbers of a head, as in the source
+TOLERANCE = 2e-2  # between it and explicit scores in float32, of outputs around 1
+_SOURCE = Path(__file__).with_name("forest_attention.cpp")
+_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma")
+
+BlockArray = npt.NDArray[np.int64]
+
+
+class ForestKernel:
+    """The compiled kernel."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._call = library.prefill_forest_attention
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self._call.argtypes = [*[pointer] * 6, number, pointer, pointer, ctypes.c_float]
+        self._call.restype = None
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        blocks: BlockArray,
+        runs: BlockArray,
+        *,
+        scale: float,
+        window: int | None,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """Attention of `query` [1, heads, tokens, width] over runs of `key` and `value` [1, kv heads, keys, width].
+
+        `blocks` int64 [blocks, 6]: the first query and how many there are, its place among the keys and its depth, and
+        which of the runs it sees (first and end); at most `LANES` queries of all heads of a K,V head. `runs` int64
+        [runs, 3]: keys (start and end) and the depth of the first. A query sees keys up to its own place, and with a
+        `window` those of the last so many depths. Written are `out` [1, heads, tokens, width] and the natural
+        log-sum-exp of the scaled scores `lse` float32 [1, heads, tokens].
+        """
+        sizes = np.array(
+            [
+                query.shape[1], key.shape[1], query.shape[3], value.shape[3], window or 0,
+                *query.stride()[1:3], *key.stride()[1:3], *value.stride()[1:3], *out.stride()[1:3], lse.stride(1),
+            ],
+            np.int64,
+        )  # fmt: skip
+        tensors = (each.data_ptr() for each in (query, key, value, out, lse))
+        arrays = (each.ctypes.data for each in (runs, sizes))
+        self._call(*tensors, blocks.ctypes.data, len(blocks), *arrays, scale * math.log2(math.e))
+
+
+def takes(query: Tensor, value: Tensor, kv_heads: int, softcap: float | None) -> bool:
+    """Whether the kernel computes attention of these shapes and dtypes, where it is there."""
+    if query.device.type != "cpu" or query.dtype != torch.bfloat16 or softcap is not None:
+        return False
+    widths = query.shape[3], value.shape[3]
+    return (
+        query.stride(3) == value.stride(3) == 1
+        and query.shape[1] % kv_heads == 0
+        and query.shape[1] // kv_heads <= LANES
+        and max(widths) <= WIDEST
+        and not any(width % 16 for width in widths)
+    )
+
+
+@cache
+def forest_kernel() -> ForestKernel | None:
+    """The kernel, if this machine can compile and run it and it computes what it should."""
+    if torch.version.hip or not _has_instructions() or not _share_openmp():
+        return None
+    library = load_compiled(_SOURCE, _FLAGS)
+    if library is None:
+        return None
+    kernel = ForestKernel(library)
+    return kernel if all(_error(kernel, *case) <= TOLERANCE for case in _CASES) else None
+
+
+def _has_instructions() -> bool:
+    able: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # an older torch does not tell
+    return all(able.get(name) for name in ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_bf16"))
+
+
+def _share_openmp() -> bool:
+    """Make the OpenMP that torch has loaded visible to the kernel. False if it is not GNU's."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return False
+    found = sorted(set(re.findall(r"/\S*/libgomp[^/\s]*\.so[^/\s]*", maps)))
+    home = Path(torch.__file__).parent
+    own = [path for path in found if home in Path(path).parents] or found  # scikit-learn brings one, too
+    if len(own) != 1:
+        return False
+    ctypes.CDLL(own[0], mode=ctypes.RTLD_GLOBAL)
+    return True
+
+
+#: Heads, K,V heads, width, tokens, window: several runs, heads that fill no vector, a window that ends inside a tile.
+_CASES = ((6, 2, 32, 70, None), (3, 3, 64, 50, 17), (8, 1, 128, 9, None))
+
+
+def _error(kernel: ForestKernel, heads: int, kv_heads: int, width: int, tokens: int, window: int | None) -> float:
+    """How far the kernel is from explicit scores, for tokens behind a prefix of 57 keys with a gap after it."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(count: int, length: int) -> Tensor:
+        return torch.randn(1, count, length, width, generator=generator).bfloat16()
+
+    prefix, gap = 57, 5
+    query, key, value = drawn(heads, tokens), *(drawn(kv_heads, prefix + gap + tokens) for _ in range(2))
+    rows = LANES // (heads // kv_heads)
+    starts = range(0, tokens, rows)
+    blocks = [[at, min(rows, tokens - at), prefix + gap + at, prefix + at, 0, 2] for at in starts]
+    runs = [[0, prefix, 0], [prefix + gap, prefix + gap + tokens, prefix]]
+    out, lse = torch.empty_like(query), torch.empty(1, heads, tokens)
+    kernel.attend(
+        query, key, value, np.array(blocks, np.int64), np.array(runs, np.int64),
+        scale=width**-0.5, window=window, out=out, lse=lse,
+    )  # fmt: skip
+    seen = torch.cat([torch.arange(prefix), torch.arange(prefix + gap, prefix + gap + tokens)])
+    own = torch.arange(prefix, prefix + tokens)[:, None]
+    ahead = own - torch.arange(prefix + tokens)[None, :]
+    visible = (ahead >= 0) & (ahead < (window or len(seen)))
+    wanted, wanted_lse = attend_blockwise(
+        query.float(),
+        key[:, :, seen].float(),
+        value[:, :, seen].float(),
+        scale=width**-0.5,
+        visible=visible[None, None],
+    )
+    errors = (out.float() - wanted).abs().max(), (lse - wanted_lse).abs().max()
+    return max(map(float, errors))

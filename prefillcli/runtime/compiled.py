@@ -1,0 +1,96 @@
+"""C++ of this project, compiled on the machine that it runs on and kept for the next start."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from prefillcli.runtime.user_cache import cache_folder
+
+COMPILERS = ("c++", "g++")
+SECONDS = 120.0  # that a compiler may take
+_FLAGS = ("-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=c++17")
+
+
+def load_compiled(source: Path, flags: Sequence[str]) -> ctypes.CDLL | None:
+    """The library made of a C++ file, or None where it cannot be had.
+
+    The compiler is what `CXX` names, else the first of `COMPILERS` that is there; with an empty `CXX` nothing is
+    compiled. The library is kept in the user's cache by its source, its flags and the compiler's version. Its OpenMP
+    symbols must be in the process already, so that it shares threads with those that brought them.
+    """
+    compiler = _compiler()
+    if compiler is None:
+        return None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=SECONDS, check=True).stdout  # noqa: S603
+        text = repr((compiler, version, flags, _FLAGS)).encode() + source.read_bytes()
+        name = f"{source.stem}.{hashlib.sha256(text).hexdigest()[:32]}.so"
+        library = _kept(name)
+        if library is not None:
+            return library
+        with tempfile.TemporaryDirectory() as folder:
+            made = _compile(compiler, source, flags, Path(folder))
+            _keep(made, name)
+            return ctypes.CDLL(str(made))
+    return None
+
+
+def _compiler() -> list[str] | None:
+    named = os.environ.get("CXX")
+    if named is not None:
+        words = shlex.split(named)
+        return words if words and shutil.which(words[0]) else None
+    found = next((path for each in COMPILERS if (path := shutil.which(each))), None)
+    return None if found is None else [found]
+
+
+def _compile(compiler: list[str], source: Path, flags: Sequence[str], folder: Path) -> Path:
+    """Two steps, because a linker that knows of OpenMP would bring a second one."""
+    steps = (
+        [*compiler, *_FLAGS, *flags, "-c", str(source), "-o", "made.o"],
+        [*compiler, "-shared", "made.o", "-o", "made.so"],
+    )
+    for step in steps:
+        subprocess.run(step, cwd=folder, capture_output=True, timeout=SECONDS, check=True)  # noqa: S603 - our own words
+    return folder / "made.so"
+
+
+def _place() -> Path:
+    return cache_folder() / "compiled"
+
+
+def _kept(name: str) -> ctypes.CDLL | None:
+    """The library of this name, if it is in the cache and nobody else can have put it there."""
+    path = _place() / name
+    with contextlib.suppress(OSError):
+        for each in (path.parent, path):
+            status = each.stat()
+            if status.st_uid != os.getuid() or status.st_mode & 0o022:
+                return None
+        return ctypes.CDLL(str(path))
+    return None
+
+
+def _keep(made: Path, name: str) -> None:
+    """Put a library into the cache, whole or not at all. A cache that cannot be written stays as it is."""
+    with contextlib.suppress(OSError):
+        place = _place()
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=place, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(made.read_bytes())
+            os.chmod(temporary, 0o700)
+            os.replace(temporary, place / name)
+        except OSError:
+            os.unlink(temporary)
+            raise
