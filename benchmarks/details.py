@@ -3,32 +3,40 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from transformers import PreTrainedModel
 
 from benchmarks.methods import layer_walk, plan_for, walk_plan, windowed_walk
 from benchmarks.models import SHAPES, random_llama
+from benchmarks.peers import REVIEWS, WORKLOADS
 from benchmarks.spread import Spread
 from benchmarks.workloads import short_rows
 from prefillcli.bench.measure import interleaved
+from prefillcli.models.find import read_model_files
 from prefillcli.models.flops import answer_flops, walk_flops
+from prefillcli.models.load import load_model
 from prefillcli.plan.blocks import BLOCK_TOKENS
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan, make_plans
 from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.plan.trie import TokenArray
+from prefillcli.prefill import forest, fusion
 from prefillcli.prefill.products import Shift, attend_by_products
 from prefillcli.profile.budget import resident
-from prefillcli.profile.prompts import prompts_with_histories, random_prompt
+from prefillcli.profile.prompts import prompts_with_histories
 from prefillcli.report.numbers import mebibytes
+from recipes.real_model import real_model
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -142,25 +150,81 @@ def packs(rounds: int = 5, model: str = "25M", dtype: str = "bfloat16") -> None:
 
 @app.command()
 def operators(
-    workload: Annotated[str, typer.Argument(help="shared, single or short, as in the race.")] = "shared",
-    model: str = "25M",
-    dtype: str = "bfloat16",
+    workload: Annotated[str, typer.Argument(help="shared, single, short or reviews, as in the race.")] = "shared",
 ) -> None:
-    """Where the walk's time goes, by operator of torch."""
-    network = random_llama(model, getattr(torch, dtype))
-    vocabulary: int = network.config.vocab_size
-    makers: dict[str, Callable[[], list[TokenArray]]] = {
-        "shared": lambda: prompts_with_histories(2, 40, 2_000, 150, vocabulary),
-        "single": lambda: [random_prompt(16_000, vocabulary)],
-        "short": lambda: short_rows(400, 20, 500, vocabulary),
-    }
-    prompts = makers[workload]()
+    """Where the walk's time goes in bfloat16, by operator of torch. What is no operator of torch is not there."""
+    network, prompts = race_material(workload)
     layer_walk(network, prompts)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as watched:
         layer_walk(network, prompts)
     print(watched.key_averages().table(sort_by="self_cpu_time_total", row_limit=20))
     plan = plan_for(network, prompts)
     print(f"{(walk_flops(network.config, plan) + answer_flops(network.config, plan)) / 1e12:.2f} TFLOP")
+
+
+@app.command()
+def compiled(
+    workload: Annotated[list[str] | None, typer.Argument(help="shared, single, short or reviews.")] = None,
+    rounds: int = 3,
+    scale: Annotated[float, typer.Option(help="Shrinks prompts and rows.")] = 1.0,
+    threads: int = 1,
+) -> None:
+    """What the compiled kernel and fused products bring in bfloat16, in processor seconds, and how near the walk comes
+    to the speed of a plain product. `reviews` is the real model, the others are 25M."""
+    torch.set_num_threads(threads)
+    ways = {"neither": (False, False), "fused products": (True, False), "kernel": (False, True), "both": (True, True)}
+    table = Table("workload", *ways, "neither / both", "TFLOP", "GFLOP/s", "of a product", "share", "difference")
+    rows, weights = torch.randn(2_048, 1_024).bfloat16(), torch.randn(1_024, 1_024).bfloat16()
+    for name in workload or ["shared", "single", "short", "reviews"]:
+        network, prompts = race_material(name, scale)
+        scores: dict[str, torch.Tensor] = {}
+
+        def walk(way: str) -> None:
+            with switched(*ways[way]):
+                scores[way] = torch.softmax(layer_walk(network, prompts)[:, [5, 7]], -1)[:, 0]  # noqa: B023 - at once
+
+        seconds: dict[str, list[float]] = {each: [] for each in [*ways, "product"]}
+        for turn in range(rounds + 1):
+            for each, own in seconds.items():
+                begun = time.process_time()
+                if each != "product":
+                    walk(each)
+                else:
+                    for _ in range(20):
+                        torch.mm(rows, weights)
+                if turn:
+                    own.append(time.process_time() - begun)
+        plan = plan_for(network, prompts)
+        work = walk_flops(network.config, plan) + answer_flops(network.config, plan)
+        best, peak = (float(np.median(seconds[each])) for each in ("both", "product"))
+        rate, product = work / best, 20 * 2 * 2_048 * 1_024 * 1_024 / peak
+        gains = Spread.of([a / b for a, b in zip(seconds["neither"], seconds["both"], strict=True)])
+        table.add_row(
+            name, *(f"{np.median(seconds[way]):.2f}" for way in ways), str(gains), f"{work / 1e12:.2f}",
+            f"{rate / 1e9:.0f}", f"{product / 1e9:.0f}", f"{rate / product:.2f}",
+            f"{float((scores['both'] - scores['neither']).abs().max()):.1e}",
+        )  # fmt: skip
+    Console(width=150).print(table)
+
+
+@contextmanager
+def switched(fused: bool, kernel: bool) -> Iterator[None]:
+    """Turn off what is not wanted, for a comparison."""
+    with ExitStack() as stack:
+        if not fused:
+            stack.enter_context(patch.object(fusion, "copy_pays", lambda *_: False))
+        if not kernel:
+            stack.enter_context(patch.object(forest, "takes", lambda *_: False))
+        yield
+
+
+def race_material(workload: str, scale: float = 1.0) -> tuple[PreTrainedModel, list[TokenArray]]:
+    """The model and the prompts of a race of `benchmarks.peers`, in bfloat16."""
+    if workload == REVIEWS:
+        files = read_model_files(real_model(), dtype="bfloat16")
+        return load_model(files, torch.device("cpu")), WORKLOADS[workload](0, scale).prompts
+    network = random_llama("25M", torch.bfloat16)
+    return network, WORKLOADS[workload](network.config.vocab_size, scale).prompts
 
 
 @app.command()

@@ -60,7 +60,7 @@ def longest(law: MemoryLaw, budget: float, host: float = 0.0) -> int | None:
     if budget <= 0:
         return None
     chunk = choose_chunk(law, int(budget), torch.device("cuda"))
-    most = int(budget - law.constant(chunk)) // law.token
+    most = int(budget - law.constant(chunk, torch.device("cuda"))) // law.token
     if law.host:
         most = min(most, int(host * FREE_SHARE) // law.host)
     return most if most >= 16 else None
@@ -139,7 +139,7 @@ def _confirm(pipe: Connection, folder: Path, tokens: int, streamed: bool, stretc
     make_malloc_exact()
     files, cpu = read_model_files(folder), torch.device("cpu")
     law, chunk = memory_law(files.config, files.dtype), 512
-    budget, layers = law.constant(chunk) + tokens * law.token, None
+    budget, layers = law.constant(chunk, torch.device("cpu")) + tokens * law.token, None
     if streamed:
         model, layers = load_streamed(files, cpu, memory=24 << 20)
         budget += layers.memory_bytes

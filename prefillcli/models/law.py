@@ -16,6 +16,7 @@ from prefillcli.errors import ResourceError
 from prefillcli.models.families import FLOAT32_ROTARY
 from prefillcli.models.shape import Shape
 from prefillcli.plan.pack import Limits
+from prefillcli.prefill.fusion import copy_pays
 from prefillcli.prefill.walk import LOGIT_BYTES
 from prefillcli.runtime.memory import available_memory
 
@@ -40,6 +41,9 @@ class MemoryLaw:
     layers: int
     transient: int  # what a layer makes for one token of a chunk
     vocabulary: int
+    weights: int = 0  # of a layer's linear parts
+    outputs: int = 0  # numbers that those give for one token
+    size: int = 4  # bytes of a number
     beyond: int = 0  # a token's bytes that were measured and are none of these
     host: int = 0  # a token's bytes in host memory, where the residual stream is kept there
 
@@ -57,9 +61,11 @@ class MemoryLaw:
         """The law with the measured bytes of a token, where they are more; None if they were not measured."""
         return replace(self, beyond=max(0, math.ceil((token or 0) - self.token)))
 
-    def constant(self, chunk_tokens: int) -> int:
-        """Bytes per pack whatever its size: a chunk's activations, and logits."""
-        return self.transient * chunk_tokens + 3 * max(LOGIT_BYTES, 4 * self.vocabulary)
+    def constant(self, chunk_tokens: int, device: torch.device) -> int:
+        """Bytes per pack whatever its size: a chunk's activations, logits, and on a CPU a layer's weights laid out."""
+        copied = device.type == "cpu" and copy_pays(self.weights, self.outputs, chunk_tokens)
+        size = self.transient * chunk_tokens + 3 * max(LOGIT_BYTES, 4 * self.vocabulary)
+        return size + (self.weights * self.size if copied else 0)
 
 
 def memory_law(config: Any, dtype: torch.dtype) -> MemoryLaw:
@@ -77,6 +83,9 @@ def memory_law(config: Any, dtype: torch.dtype) -> MemoryLaw:
         layers=shape.layers,
         transient=rows + size * (attention + 4 * shape.inner),
         vocabulary=shape.vocabulary,
+        weights=shape.hidden * (2 * shape.head_width * (shape.heads + shape.kv_heads) + 3 * shape.inner),
+        outputs=shape.head_width * (shape.heads + 2 * shape.kv_heads) + 2 * (shape.hidden + shape.inner),
+        size=size,
     )
 
 
@@ -100,12 +109,12 @@ def pack_limits(
     """What fits one pack in `budget` bytes. Raises ResourceError if not even a small prompt does."""
     if prefix_kv not in ("auto", "discard", "keep", "offload"):
         raise ValueError(f"{prefix_kv!r} is not a --prefix-kv: use auto, discard, keep or offload")
-    room = budget - law.constant(chunk_tokens)
+    room = budget - law.constant(chunk_tokens, device)
     most = room // law.token
     if law.host:
         most = min(most, int(available_memory(torch.device("cpu")) * FREE_SHARE) // law.host)
     if most < 16:
-        need = law.constant(chunk_tokens) + 16 * law.token
+        need = law.constant(chunk_tokens, device) + 16 * law.token
         smaller = " or lower --chunk-tokens" if law.transient * chunk_tokens > need / 2 else ""
         raise ResourceError(
             f"a memory budget of {budget / 2**20:,.0f} MiB is too small: this model needs {need / 2**20:,.0f} MiB "
@@ -132,7 +141,7 @@ def draft_limits(
     With `all_layers` the K,V of every layer are kept until tokens are decoded. Importance takes a float32 for each
     token of each prompt and query. Nothing is held between packs. Raises ResourceError if nothing fits.
     """
-    room = budget - law.constant(chunk_tokens)
+    room = budget - law.constant(chunk_tokens, device)
     votes = int(room * VOTES_SHARE) // (4 * queries)
     token = law.token + (law.key_value * (law.layers - 1) if all_layers else 0)
     most = (room - 4 * queries * max(votes, 0)) // token

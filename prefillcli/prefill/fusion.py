@@ -1,9 +1,8 @@
 """Linear layers and gated MLPs of a layer in fewer passes over memory, on CPUs.
 
-A product is faster with weights in the layout that oneDNN computes in, and it can apply an activation and multiply
-with another tensor while its result is in a core's cache. torch's compiler uses the same operators. The layout is made
-when a layer's turn comes and lasts as long as its turn, so it takes memory for one layer; that pays for packs with many
-tokens.
+A product is faster with weights in the layout that oneDNN computes in. It can also apply an activation, and multiply
+with another tensor, while its result is in a core's cache. torch's compiler uses the same operators. The layout is
+made when a layer's turn comes and lasts as long as its turn, so it takes memory for one layer.
 
 The modules stay what they are: during its turn a module is called through another function, which computes the same.
 A kind of MLP is fused only after a small instance of its class has agreed with its own forward. Results differ from
@@ -16,7 +15,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -50,18 +49,18 @@ def copy_pays(weights: int, outputs: int, chunk_tokens: int) -> bool:
 @contextmanager
 def fused(layer: nn.Module, chunk_tokens: int) -> Iterator[None]:
     """While this lasts, what can be fused of `layer` is, if it pays for chunks of `chunk_tokens` tokens."""
-    linear = [each for each in layer.modules() if type(each) is nn.Linear and _fits(each)]
+    linear = [module for module in layer.modules() if _fits(module)]
     weights, outputs = (sum(numbers) for numbers in zip(*map(_sizes, linear), strict=True)) if linear else (0, 0)
     if not linear or not _operators_work() or not copy_pays(weights, outputs, chunk_tokens):
         yield
         return
     with ExitStack() as stack:
         prepared = {id(each): _laid_out(each, chunk_tokens) for each in linear}
-        mlps = [each for each in layer.modules() if _is_gated(each, prepared)]
+        mlps = [module for module in layer.modules() if _is_gated(module, prepared)]
         for each in linear:
             stack.enter_context(_called_through(each, _linear(each, prepared[id(each)])))
-        for each in mlps:
-            stack.enter_context(_called_through(each, _gated(each, prepared)))
+        for mlp in mlps:
+            stack.enter_context(_called_through(mlp, _gated(mlp, prepared)))
         yield
 
 
@@ -69,9 +68,10 @@ def _sizes(linear: nn.Linear) -> tuple[int, int]:
     return linear.weight.numel(), linear.out_features
 
 
-def _fits(linear: nn.Linear) -> bool:
-    weight = linear.weight
-    return weight.device.type == "cpu" and weight.dtype in _DTYPES and not linear._forward_hooks
+def _fits(module: nn.Module) -> TypeGuard[nn.Linear]:
+    if type(module) is not nn.Linear:  # a subclass may compute something else
+        return False
+    return module.weight.device.type == "cpu" and module.weight.dtype in _DTYPES
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def _called_through(module: nn.Module, forward: Forward) -> Iterator[None]:
     if "forward" in vars(module):
         yield
         return
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
     try:
         yield
     finally:

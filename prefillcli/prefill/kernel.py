@@ -1,8 +1,8 @@
 """Attention of a chunk over its forest as one call of a compiled kernel, on CPUs with AVX512-BF16.
 
-`forest_attention.cpp` computes what the products do, without writing scores to memory: a tile of keys is scored, raised
+`forest_attention.cpp` computes what the products do, but writes no scores to memory. A tile of keys is scored, raised
 to powers of two and multiplied with its values while it is in a core's cache. It needs a C++ compiler at the first
-start; without one, on other processors, or where it does not agree with explicit scores, it is not used.
+start. Without one, on other processors, or where it does not agree with explicit scores, it is not used.
 """
 
 from __future__ import annotations

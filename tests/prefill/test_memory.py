@@ -72,7 +72,7 @@ def test_on_the_host_the_residual_stream_takes_nothing_of_the_device() -> None:
     other = law.with_hidden_on_host()
     assert other.token == law.token - 8 * 1024
     assert other.host == 8 * 1024
-    assert other.constant(CHUNK) == law.constant(CHUNK) + 3 * CHUNK * 8 * 1024
+    assert other.constant(CHUNK, CPU) == law.constant(CHUNK, CPU) + 3 * CHUNK * 8 * 1024
     limits = pack_limits(other, budget=1 << 40, device=CPU, chunk_tokens=CHUNK, pack_tokens=1 << 30)
     assert limits.max_tokens <= available_memory(CPU) / other.host, "the host's memory ends it"
 
@@ -83,7 +83,7 @@ def test_limits_follow_from_the_budget() -> None:
     small, large = (
         pack_limits(law, budget=n * gib, device=CPU, chunk_tokens=CHUNK, pack_tokens=1 << 30) for n in (2, 4)
     )
-    assert small.max_tokens * law.token + law.constant(CHUNK) <= 2 * gib
+    assert small.max_tokens * law.token + law.constant(CHUNK, CPU) <= 2 * gib
     assert large.max_tokens - small.max_tokens == pytest.approx(2 * gib / law.token, abs=1)
     assert small.held_tokens * 128 * 1024 <= gib
     discard = pack_limits(law, budget=2 * gib, device=CPU, chunk_tokens=CHUNK, prefix_kv="discard")

@@ -1,0 +1,137 @@
+"""The compiled kernel attends as explicit scores do, and is used only where it can be trusted."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from prefillcli.plan.pack import Limits
+from prefillcli.prefill import forest, kernel
+from prefillcli.prefill.forest import register
+from prefillcli.runtime import compiled
+from tests.prefill.families import make_model
+from tests.prefill.test_walk import eager, every_family, mixed, p_yes, walked
+
+needs_kernel = pytest.mark.skipif(
+    kernel.forest_kernel() is None, reason="needs AVX512-BF16, GNU's OpenMP and a C++ compiler"
+)
+SOURCE = 'extern "C" int answer() { return ANSWER; }'
+
+
+@needs_kernel
+@every_family
+def test_a_forest_in_bfloat16_is_as_near_the_eager_forward_as_without_the_kernel(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over packs that hold prefixes, windows, sinks and soft caps; the reference is float32 over the same weights."""
+    register()
+    half, exact = make_model(family, torch.bfloat16), make_model(family)
+    exact.load_state_dict({name: weight.float() for name, weight in half.state_dict().items()})
+    limits = Limits(110, 10**6, held_tokens=10**6)
+    wanted = p_yes(eager(exact, mixed()))
+    used = []
+    own = kernel.ForestKernel.attend
+
+    def noted(self: kernel.ForestKernel, *args: object, **options: object) -> None:
+        used.append(options["window"])
+        own(self, *args, **options)
+
+    monkeypatch.setattr(kernel.ForestKernel, "attend", noted)
+    with_kernel = (p_yes(walked(half, mixed(), chunk=97, limits=limits)) - wanted).abs()
+    monkeypatch.setattr(forest, "forest_kernel", lambda: None)
+    without = (p_yes(walked(half, mixed(), chunk=97, limits=limits)) - wanted).abs()
+    assert bool(used) is (family != "gemma2")  # soft caps are not the kernel's
+    assert with_kernel.mean() <= max(1.3 * float(without.mean()), 2e-3)
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "tokens", "window"),
+    [(1, 1, 16, 1, None), (5, 1, 48, 30, 3), (16, 2, 64, 130, 64), (64, 1, 32, 7, None), (2, 2, 256, 200, 150)],
+)
+def test_any_shape_agrees_with_explicit_scores(
+    heads: int, kv_heads: int, width: int, tokens: int, window: int | None
+) -> None:
+    found = kernel.forest_kernel()
+    assert found is not None
+    assert kernel._error(found, heads, kv_heads, width, tokens, window) <= kernel.TOLERANCE
+
+
+def test_other_shapes_and_dtypes_are_left_to_others() -> None:
+    query = torch.zeros(1, 4, 9, 64, dtype=torch.bfloat16)
+    assert kernel.takes(query, query, 2, None)
+    assert not kernel.takes(query, query, 2, 30.0)  # a soft cap
+    assert not kernel.takes(query.float(), query.float(), 2, None)
+    assert not kernel.takes(query[..., :40], query[..., :40], 2, None)
+    assert not kernel.takes(query.transpose(2, 3), query, 2, None)
+    assert not kernel.takes(torch.zeros(1, 2, 9, 512, dtype=torch.bfloat16), query, 2, None)
+    assert not kernel.takes(torch.zeros(1, 65, 9, 64, dtype=torch.bfloat16), query, 1, None)
+
+
+@needs_kernel
+def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wrong = tmp_path / "forest_attention.cpp"
+    wrong.write_text(kernel._SOURCE.read_text().replace("_mm512_mul_ps(sum[k][v], scale)", "sum[k][v]"))
+    monkeypatch.setattr(kernel, "_SOURCE", wrong)
+    kernel.forest_kernel.cache_clear()
+    try:
+        assert kernel.forest_kernel() is None
+    finally:
+        kernel.forest_kernel.cache_clear()
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A library to compile, with a cache of its own."""
+    if compiled._compiler() is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "source.cpp"
+    path.write_text(SOURCE)
+    return path
+
+
+def files(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "cache" / "prefillcli" / "compiled").glob("*"))
+
+
+def test_a_library_is_compiled_once_for_each_source_and_flags(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert compiled.load_compiled(source, ["-DANSWER=42"]).answer() == 42
+    assert compiled.load_compiled(source, ["-DANSWER=43"]).answer() == 43
+    kept = files(tmp_path)
+    assert len(kept) == 2
+    monkeypatch.setattr(compiled, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert compiled.load_compiled(source, ["-DANSWER=42"]).answer() == 42
+    assert files(tmp_path) == kept
+
+
+def test_without_a_compiler_or_with_one_that_fails_there_is_none(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert compiled.load_compiled(source, []) is None  # it does not compile
+    for name in ("", "no-such-compiler", "false"):
+        monkeypatch.setenv("CXX", name)
+        assert compiled.load_compiled(source, ["-DANSWER=42"]) is None
+    assert files(tmp_path) == []
+
+
+def test_what_others_may_have_written_is_not_loaded(source: Path, tmp_path: Path) -> None:
+    compiled.load_compiled(source, ["-DANSWER=42"])
+    (library,) = files(tmp_path)
+    library.write_bytes(b"not a library")
+    os.chmod(library, 0o777)  # noqa: S103 - that is the point
+    assert compiled.load_compiled(source, ["-DANSWER=42"]).answer() == 42
+    os.chmod(library.parent, 0o777)  # noqa: S103
+    assert compiled._kept(library.name) is None
+
+
+def test_a_cache_that_cannot_be_written_costs_a_compilation(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    assert compiled.load_compiled(source, ["-DANSWER=42"]).answer() == 42
