@@ -247,10 +247,10 @@ void attend_block(const Block& block, const Run* runs, int64_t kv_head, const Si
 // query, key, value, out: bfloat16 with the strides in `sizes`; lse: float32 [heads, tokens]. `factor`: scale * log2(e).
 extern "C" void prefill_forest_attention(const void* query, const void* key, const void* value, void* out, float* lse,
                                          const int64_t* blocks, int64_t count, const int64_t* runs,
-                                         const int64_t* sizes, float factor) {
+                                         const int64_t* sizes, int64_t threads, float factor) {
     const Sizes& n = *(const Sizes*)sizes;
     const int64_t units = count * n.kv_heads;
-#pragma omp parallel
+#pragma omp parallel num_threads((int)threads)
     {
         Scratch own;
 #pragma omp for schedule(dynamic, 1)

@@ -36,7 +36,7 @@ class ForestKernel:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._call = library.prefill_forest_attention
         pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self._call.argtypes = [*[pointer] * 6, number, pointer, pointer, ctypes.c_float]
+        self._call.argtypes = [*[pointer] * 6, number, pointer, pointer, number, ctypes.c_float]
         self._call.restype = None
 
     def attend(
@@ -69,7 +69,8 @@ class ForestKernel:
         )  # fmt: skip
         tensors = (each.data_ptr() for each in (query, key, value, out, lse))
         arrays = (each.ctypes.data for each in (runs, sizes))
-        self._call(*tensors, blocks.ctypes.data, len(blocks), *arrays, scale * math.log2(math.e))
+        threads = torch.get_num_threads()
+        self._call(*tensors, blocks.ctypes.data, len(blocks), *arrays, threads, scale * math.log2(math.e))
 
 
 def takes(query: Tensor, value: Tensor, kv_heads: int, softcap: float | None) -> bool:
