@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-import re
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +17,12 @@ import torch
 from torch import Tensor
 
 from prefillcli.prefill.attention import attend_blockwise
-from prefillcli.runtime.compiled import load_compiled
+from prefillcli.runtime.compiled import load_compiled, share_openmp
 
 LANES = 64  # queries of all heads of a K,V head in one block, as in the source
 WIDEST = 256  # numbers of a head, as in the source
 TOLERANCE = 2e-2  # between it and explicit scores in float32, of outputs around 1
-_SOURCE = Path(__file__).with_name("forest_attention.cpp")
+_SOURCE = ("prefillcli.prefill", "forest_attention.cpp")
 _FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma")
 
 BlockArray = npt.NDArray[np.int64]
@@ -90,9 +88,9 @@ def takes(query: Tensor, value: Tensor, kv_heads: int, softcap: float | None) ->
 @cache
 def forest_kernel() -> ForestKernel | None:
     """The kernel, if this machine can compile and run it and it computes what it should."""
-    if torch.version.hip or not _has_instructions() or not _share_openmp():
+    if not _has_instructions() or not share_openmp("torch"):
         return None
-    library = load_compiled(_SOURCE, _FLAGS)
+    library = load_compiled(*_SOURCE, _FLAGS)
     if library is None:
         return None
     kernel = ForestKernel(library)
@@ -102,21 +100,6 @@ def forest_kernel() -> ForestKernel | None:
 def _has_instructions() -> bool:
     able: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # an older torch does not tell
     return all(able.get(name) for name in ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_bf16"))
-
-
-def _share_openmp() -> bool:
-    """Make the OpenMP that torch has loaded visible to the kernel. False if it is not GNU's."""
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return False
-    found = sorted(set(re.findall(r"/\S*/libgomp[^/\s]*\.so[^/\s]*", maps)))
-    home = Path(torch.__file__).parent
-    own = [path for path in found if home in Path(path).parents] or found  # scikit-learn brings one, too
-    if len(own) != 1:
-        return False
-    ctypes.CDLL(own[0], mode=ctypes.RTLD_GLOBAL)
-    return True
 
 
 #: Heads, K,V heads, width, tokens, window: several runs, heads that fill no vector, a window that ends inside a tile.

@@ -6,11 +6,13 @@ import contextlib
 import ctypes
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 
 from prefillcli.runtime.user_cache import cache_folder
@@ -20,8 +22,8 @@ SECONDS = 120.0  # that a compiler may take
 _FLAGS = ("-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=c++17")
 
 
-def load_compiled(source: Path, flags: Sequence[str]) -> ctypes.CDLL | None:
-    """The library made of a C++ file, or None where it cannot be had.
+def load_compiled(package: str, name: str, flags: Sequence[str]) -> ctypes.CDLL | None:
+    """The library made of the C++ file `name` in a package, or None where it cannot be had.
 
     The compiler is what `CXX` names, else the first of `COMPILERS` that is there; with an empty `CXX` nothing is
     compiled. The library is kept in the user's cache by its source, its flags and the compiler's version. Its OpenMP
@@ -32,16 +34,34 @@ def load_compiled(source: Path, flags: Sequence[str]) -> ctypes.CDLL | None:
         return None
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=SECONDS, check=True).stdout  # noqa: S603
-        text = repr((compiler, version, flags, _FLAGS)).encode() + source.read_bytes()
-        name = f"{source.stem}.{hashlib.sha256(text).hexdigest()[:32]}.so"
-        library = _kept(name)
+        source = resources.files(package).joinpath(name).read_bytes()
+        digest = hashlib.sha256(repr((compiler, version, flags, _FLAGS)).encode() + source).hexdigest()
+        file = f"{name}.{digest[:32]}.so"
+        library = _kept(file)
         if library is not None:
             return library
         with tempfile.TemporaryDirectory() as folder:
             made = _compile(compiler, source, flags, Path(folder))
-            _keep(made, name)
+            _keep(made, file)
             return ctypes.CDLL(str(made))
     return None
+
+
+def share_openmp(package: str) -> bool:
+    """Show the OpenMP that a package has loaded to libraries loaded from now on. False if it is not GNU's.
+
+    Others may have brought one, too: scikit-learn does.
+    """
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return False
+    found = sorted(set(re.findall(r"/\S*/libgomp[^/\s]*\.so[^/\s]*", maps)))
+    own = [path for path in found if f"/{package}/" in path] or found
+    if len(own) != 1:
+        return False
+    ctypes.CDLL(own[0], mode=ctypes.RTLD_GLOBAL)
+    return True
 
 
 def _compiler() -> list[str] | None:
@@ -53,10 +73,11 @@ def _compiler() -> list[str] | None:
     return None if found is None else [found]
 
 
-def _compile(compiler: list[str], source: Path, flags: Sequence[str], folder: Path) -> Path:
+def _compile(compiler: list[str], source: bytes, flags: Sequence[str], folder: Path) -> Path:
     """Two steps, because a linker that knows of OpenMP would bring a second one."""
+    (folder / "source.cpp").write_bytes(source)
     steps = (
-        [*compiler, *_FLAGS, *flags, "-c", str(source), "-o", "made.o"],
+        [*compiler, *_FLAGS, *flags, "-c", "source.cpp", "-o", "made.o"],
         [*compiler, "-shared", "made.o", "-o", "made.so"],
     )
     for step in steps:

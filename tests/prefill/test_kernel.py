@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -73,9 +74,11 @@ def test_other_shapes_and_dtypes_are_left_to_others() -> None:
 
 @needs_kernel
 def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    wrong = tmp_path / "forest_attention.cpp"
-    wrong.write_text(kernel._SOURCE.read_text().replace("_mm512_mul_ps(sum[k][v], scale)", "sum[k][v]"))
-    monkeypatch.setattr(kernel, "_SOURCE", wrong)
+    text = resources.files("prefillcli.prefill").joinpath("forest_attention.cpp").read_text()
+    (tmp_path / "wrong_kernel").mkdir()
+    (tmp_path / "wrong_kernel" / "wrong.cpp").write_text(text.replace("_mm512_mul_ps(sum[k][v], scale)", "sum[k][v]"))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(kernel, "_SOURCE", ("wrong_kernel", "wrong.cpp"))
     kernel.forest_kernel.cache_clear()
     try:
         assert kernel.forest_kernel() is None
@@ -84,14 +87,15 @@ def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.M
 
 
 @pytest.fixture
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A library to compile, with a cache of its own."""
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    """A package with C++ to compile, and a cache of its own."""
     if compiled._compiler() is None:
         pytest.skip("no C++ compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    path = tmp_path / "source.cpp"
-    path.write_text(SOURCE)
-    return path
+    (tmp_path / "cpp_sources").mkdir()
+    (tmp_path / "cpp_sources" / "source.cpp").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "cpp_sources", "source.cpp"
 
 
 def files(tmp_path: Path) -> list[Path]:
@@ -99,39 +103,39 @@ def files(tmp_path: Path) -> list[Path]:
 
 
 def test_a_library_is_compiled_once_for_each_source_and_flags(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert compiled.load_compiled(source, ["-DANSWER=42"]).answer() == 42
-    assert compiled.load_compiled(source, ["-DANSWER=43"]).answer() == 43
+    assert compiled.load_compiled(*source, ["-DANSWER=42"]).answer() == 42
+    assert compiled.load_compiled(*source, ["-DANSWER=43"]).answer() == 43
     kept = files(tmp_path)
     assert len(kept) == 2
     monkeypatch.setattr(compiled, "_compile", lambda *_: pytest.fail("compiled again"))
-    assert compiled.load_compiled(source, ["-DANSWER=42"]).answer() == 42
+    assert compiled.load_compiled(*source, ["-DANSWER=42"]).answer() == 42
     assert files(tmp_path) == kept
 
 
 def test_without_a_compiler_or_with_one_that_fails_there_is_none(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert compiled.load_compiled(source, []) is None  # it does not compile
+    assert compiled.load_compiled(*source, []) is None  # it does not compile
     for name in ("", "no-such-compiler", "false"):
         monkeypatch.setenv("CXX", name)
-        assert compiled.load_compiled(source, ["-DANSWER=42"]) is None
+        assert compiled.load_compiled(*source, ["-DANSWER=42"]) is None
     assert files(tmp_path) == []
 
 
-def test_what_others_may_have_written_is_not_loaded(source: Path, tmp_path: Path) -> None:
-    compiled.load_compiled(source, ["-DANSWER=42"])
+def test_what_others_may_have_written_is_not_loaded(source: tuple[str, str], tmp_path: Path) -> None:
+    compiled.load_compiled(*source, ["-DANSWER=42"])
     (library,) = files(tmp_path)
     library.write_bytes(b"not a library")
     os.chmod(library, 0o777)  # noqa: S103 - that is the point
-    assert compiled.load_compiled(source, ["-DANSWER=42"]).answer() == 42
+    assert compiled.load_compiled(*source, ["-DANSWER=42"]).answer() == 42
     os.chmod(library.parent, 0o777)  # noqa: S103
     assert compiled._kept(library.name) is None
 
 
 def test_a_cache_that_cannot_be_written_costs_a_compilation(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
-    assert compiled.load_compiled(source, ["-DANSWER=42"]).answer() == 42
+    assert compiled.load_compiled(*source, ["-DANSWER=42"]).answer() == 42
