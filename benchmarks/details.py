@@ -173,7 +173,6 @@ def compiled(
     to the speed of a plain product. `reviews` is the real model, the others are 25M."""
     torch.set_num_threads(threads)
     ways = {"neither": (False, False), "fused products": (True, False), "kernel": (False, True), "both": (True, True)}
-    table = Table("workload", *ways, "neither / both", "TFLOP", "GFLOP/s", "of a product", "share", "difference")
     rows, weights = torch.randn(2_048, 1_024).bfloat16(), torch.randn(1_024, 1_024).bfloat16()
     for name in workload or ["shared", "single", "short", "reviews"]:
         network, prompts = race_material(name, scale)
@@ -199,12 +198,13 @@ def compiled(
         best, peak = (float(np.median(seconds[each])) for each in ("both", "product"))
         rate, product = work / best, 20 * 2 * 2_048 * 1_024 * 1_024 / peak
         gains = Spread.of([a / b for a, b in zip(seconds["neither"], seconds["both"], strict=True)])
+        table = Table("workload", *ways, "neither / both", "TFLOP", "GFLOP/s", "of a product", "share", "difference")
         table.add_row(
             name, *(f"{np.median(seconds[way]):.2f}" for way in ways), str(gains), f"{work / 1e12:.2f}",
             f"{rate / 1e9:.0f}", f"{product / 1e9:.0f}", f"{rate / product:.2f}",
             f"{float((scores['both'] - scores['neither']).abs().max()):.1e}",
         )  # fmt: skip
-    Console(width=150).print(table)
+        Console(width=150).print(table)
 
 
 @contextmanager
