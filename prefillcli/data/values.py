@@ -38,12 +38,32 @@ def to_python(column: pa.Array | pa.ChunkedArray) -> list[Any]:
     Raises UnicodeDecodeError for a text that is not valid UTF-8.
     """
     try:
+        if _counts_nanoseconds(column.type):  # with pandas installed, `to_pylist` would make its own times of them
+            column = column.cast(_in_microseconds(column.type))
         values: list[Any] = column.to_pylist()
     except UnicodeDecodeError:
         raise
-    except ValueError:
+    except (ValueError, NotImplementedError):
         values = [_scalar(scalar) for scalar in column]
     return values
+
+
+def _counts_nanoseconds(kind: pa.DataType) -> bool:
+    inner = (
+        [kind.value_type] if pa.types.is_dictionary(kind) else [kind.field(at).type for at in range(kind.num_fields)]
+    )
+    return getattr(kind, "unit", None) == "ns" or any(map(_counts_nanoseconds, inner))
+
+
+def _in_microseconds(kind: pa.DataType) -> pa.DataType:
+    """Raises NotImplementedError for a type that holds others."""
+    if pa.types.is_timestamp(kind):
+        return pa.timestamp("us", kind.tz)
+    if pa.types.is_duration(kind):
+        return pa.duration("us")
+    if pa.types.is_time(kind):
+        return pa.time64("us")
+    raise NotImplementedError(kind)
 
 
 def _scalar(scalar: pa.Scalar) -> Any:

@@ -277,16 +277,16 @@ def test_a_file_that_changes_while_the_job_runs_is_noticed(file: Path, monkeypat
     own = Path(shutil.copy(file, "own.gguf")).absolute()
     from prefillcli.engines import torch as engine
 
-    load = engine.load
+    load = engine.load_model
 
-    def load_then_change(request: Any) -> Any:
-        loaded = load(request)
+    def load_then_change(*args: Any, **options: Any) -> Any:
+        loaded = load(*args, **options)
         data = bytearray(own.read_bytes())
         data[-3] ^= 1
         own.write_bytes(data)
         return loaded
 
-    monkeypatch.setattr(engine, "load", load_then_change)
+    monkeypatch.setattr(engine, "load_model", load_then_change)
     done = job(own)
     assert done["exit_code"] == 4
     assert "own.gguf changed while the job ran" in done["error"]
