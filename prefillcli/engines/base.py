@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from prefillcli.engines.memory_plan import RESIDENT, Measured, MemoryChoice, PlacementChoice
+from prefillcli.exits.policy import ExitPolicy
+from prefillcli.exits.readings import Readings
 from prefillcli.models.open import DraftChoice, Opened
 from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.plan.trie import TokenArray
@@ -19,12 +21,36 @@ LabelTokens = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
+class EarlyExits:
+    """Where prompts are read before the last layer.
+
+    With a `policy`, decided prompts leave after its layers. The prompts `in_full` go on to the end all the same, and
+    their answers say what they would have left with. Without a policy all prompts go on, and their answers have what
+    the `observed` layers show.
+    """
+
+    policy: ExitPolicy | None = None
+    in_full: frozenset[int] = frozenset()
+    observed: tuple[int, ...] = ()
+
+
+class EarlyAnswer(NamedTuple):
+    """What a prompt leaves with after a layer: label log-probabilities among the labels alone, float64 [labels]."""
+
+    layer: int
+    logprobs: npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """What an engine says of a prompt of a pack, and what that took.
 
-    `logprobs` are the label log-probabilities over the whole vocabulary, float64 [labels]. `computed_tokens` and
-    `seconds` of all answers add up to what the engine has done; `shared_tokens` of the prompt were computed once for
-    several prompts. What a block took is in the answers of the packs that read it first.
+    `logprobs` are the label log-probabilities over the whole vocabulary, float64 [labels]; those of a prompt that has
+    left after `exit_layer` are among the labels alone. `early` is what a prompt that was read in full would have left
+    with. `computed_tokens` and `seconds` of all answers add up to what the engine has done, `skipped` to what exits
+    spared it, in layers of a token; `shared_tokens` of the prompt were computed once for several prompts. What a block
+    took is in the answers of the packs that read it first. `readings` are what the observed layers show, with one row
+    each.
     """
 
     prompt: int
@@ -32,6 +58,10 @@ class Answer:
     shared_tokens: int
     computed_tokens: int
     seconds: float
+    exit_layer: int | None = None
+    early: EarlyAnswer | None = None
+    skipped: float = 0.0
+    readings: tuple[Readings, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
