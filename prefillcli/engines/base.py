@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prefillcli.engines.memory_plan import RESIDENT, Measured, MemoryChoice, PlacementChoice
+from prefillcli.exits.layer_readings import Readings
 from prefillcli.exits.policy import ExitPolicy
-from prefillcli.exits.readings import Readings
 from prefillcli.models.open import DraftChoice, Opened
 from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.plan.trie import TokenArray

@@ -8,16 +8,16 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from prefillcli.exits.layer_readings import Float64Array, Readings
 from prefillcli.exits.probes import Probe
-from prefillcli.exits.readings import Float64Array, Readings
 
 
 @dataclass(frozen=True, slots=True)
 class ExitLayer:
     """A layer after which rows may leave.
 
-    Layers are numbered from 0. A row leaves if the predicted logit of its likeliest label is ahead of the next one's by
-    `thresholds` of that label or more; infinity: never. With `peek` only the prompts' last tokens go through the layer
+    Layers are numbered from 0. A row leaves if the predicted logit of its likeliest label is ahead of the next one by
+    `thresholds` of that label or more; infinity: never. With `peek` only the last tokens go through the layer
     before that is decided.
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from prefillcli.exits.readings import Float64Array, Readings
+from prefillcli.exits.layer_readings import Float64Array, Readings
 
 
 class Probe(Protocol):

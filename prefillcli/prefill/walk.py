@@ -20,12 +20,12 @@ from transformers import PreTrainedModel
 
 from prefillcli.plan.pack import Held, Key, Pack
 from prefillcli.prefill.attention import longest_batched
-from prefillcli.prefill.exits import ExitRule, remainder
 from prefillcli.prefill.forest import ForestAttention, KeysStored, UnsupportedModelError, WatchedLayer
 from prefillcli.prefill.fusion import fused
 from prefillcli.prefill.layer_calls import CallBuffers, LayerCall, Recording
 from prefillcli.prefill.layers import LayerSource, ResidentLayers
 from prefillcli.prefill.layout import Chunk, IntArray, LastTokens, Tree, split_evenly
+from prefillcli.prefill.leaving import ExitRule, remainder
 from prefillcli.prefill.residual import ResidualRows
 
 LOGIT_BYTES = 16 << 20  # float32 logits of this size at a time

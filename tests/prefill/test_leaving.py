@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill.exits import remainder
 from prefillcli.prefill.forest import ATTENTION
+from prefillcli.prefill.leaving import remainder
 from prefillcli.prefill.walk import LayerWalk
 from tests.prefill.test_walk import (
     ONE_PACK,
