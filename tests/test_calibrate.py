@@ -243,6 +243,7 @@ def without(name: str) -> dict[str, list[Any]]:
         (columns() | {"score": [None] * ROWS}, {}, f"({ROWS} without a score)"),
         (columns() | {"score": ["high"] * ROWS}, {}, f"({ROWS} whose score is no probability)"),
         (columns() | {"score": [1 - each for each in columns()["score"]]}, {}, "score is not the probability of Yes"),
+        (columns() | {"exit_layer": [*[None] * (ROWS - 1), 9]}, {}, "rows left early (--exit)"),
         ({name: values[:0] for name, values in columns().items()}, {}, "it has no rows"),
         (columns(), {"truth": None}, "no --truth given"),
         (columns(), {"output": "c.parquet"}, "end it in .json"),

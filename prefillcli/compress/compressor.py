@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from prefillcli.compress.base import ImportanceEstimate, Picker, Tick
-from prefillcli.compress.fallbacks import FALLBACK, FULL
+from prefillcli.compress.fallbacks import FALLBACK
 from prefillcli.compress.rates import keep_rates
 from prefillcli.compress.request import Request
 from prefillcli.compress.settings import Compression
 from prefillcli.compress.worth import WorthCompressing
+from prefillcli.data.methods import FULL
 from prefillcli.data.rows import Prompt
 
 

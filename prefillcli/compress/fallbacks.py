@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-FULL, FALLBACK = "full", "fallback:"
-"""What the column `method` says of a prompt in full; a reason follows the second."""
+from prefillcli.data.methods import FULL, reading_method
+
+FALLBACK = "fallback:"
+"""What the column `method` begins with where a prompt in full should have been compressed; a reason follows."""
 
 NO_MEMORY, TOO_LONG, VOCABULARY = "draft_memory", "draft_length", "draft_vocabulary"
 NO_VOTE, NOT_FINITE, FAILED = "draft_window", "draft_not_finite", "draft_error"
@@ -40,19 +43,28 @@ def is_fallback(method: str) -> bool:
 
 def compressed_rows(methods: Mapping[str, int]) -> int:
     """Rows that were compressed, of the rows by method."""
-    return sum(rows for method, rows in methods.items() if method != FULL and not is_fallback(method))
+    return sum(rows for method, rows in _readings(methods).items() if method != FULL and not is_fallback(method))
 
 
 def faulty_rows(methods: Mapping[str, int]) -> int:
     """Rows on which the draft was at fault, if no row was compressed, else 0. `methods`: rows by method."""
     if compressed_rows(methods):
         return 0
-    return sum(methods.get(FALLBACK + reason, 0) for reason, row in FALLBACKS.items() if row.fault)
+    readings = _readings(methods)
+    return sum(readings[FALLBACK + reason] for reason, row in FALLBACKS.items() if row.fault)
 
 
 def fallbacks_of_useless_draft(methods: Mapping[str, int]) -> dict[str, int]:
     """Rows by fallback, if no row was compressed and there is a fault or `ENOUGH_ROWS` rows; else empty."""
-    fallbacks = {method: rows for method, rows in sorted(methods.items()) if is_fallback(method)}
+    fallbacks = {method: rows for method, rows in sorted(_readings(methods).items()) if is_fallback(method)}
     if compressed_rows(methods):
         return {}
     return fallbacks if faulty_rows(methods) or sum(fallbacks.values()) >= ENOUGH_ROWS else {}
+
+
+def _readings(methods: Mapping[str, int]) -> Counter[str]:
+    """The rows by how they were read: whether a row left early says nothing of the draft."""
+    readings: Counter[str] = Counter()
+    for method, rows in methods.items():
+        readings[reading_method(method)] += rows
+    return readings

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prefillcli.compress.fallbacks import FULL
+from prefillcli.data.methods import FULL
 from prefillcli.data.rows import Int32Array, Int64Array, Prompt
 
 

@@ -143,11 +143,17 @@ class ScoredRow:
 
     row: int
     logprobs: Float64Array
-    """Log-probability of every label over the whole vocabulary, its variants summed [labels]."""
+    """Log-probability of every label over the whole vocabulary, its variants summed [labels]; of a row that left
+    early, among the labels alone."""
     shared_tokens: int
     computed_tokens: int
     kept_tokens: int
     seconds: float
     method: str = "full"
+    """See `prefillcli.data.methods`."""
     audit: Float64Array | None = None
-    """For a compressed row of the audit: the `logprobs` after the whole prompt."""
+    """For a row of the audit: the `logprobs` after the whole prompt and the last layer. In a job with exits each row
+    of the audit has them, whether or not it would leave."""
+    exit_layer: int | None = None
+    """The layers that the row went through, the first of which is 1; None if it was read to the end. Of a row of the
+    audit: where its `logprobs` are from."""

@@ -43,6 +43,8 @@ class EvaluationPlan:
     wanted_precision: float | None
     calibrated: bool
     """Whether the output has calibrated probabilities."""
+    exits: bool = False
+    """Whether its rows may have left early."""
 
     @classmethod
     def of_json(cls, content: Any) -> EvaluationPlan | None:
@@ -88,6 +90,7 @@ def evaluate_output(output: str, plan: EvaluationPlan, id_name: str | None) -> R
         lambda answer: label_of(answer, plan.labels),
         temperature=plan.temperature,
         calibrated=plan.calibrated,
+        exits=plan.exits,
     )
     if not len(pairs.truth) and pairs.found.values:
         raise _no_label(plan, {value: rows for value, (_, rows) in pairs.found.values.items()})

@@ -22,6 +22,7 @@ from prefillcli.options.calibrate import CalibrateSettings
 from prefillcli.stats.probabilities import label_probabilities
 
 _LOGPROB = "logprob_"
+_EXIT = "exit_layer"
 _SAME = 1e-6
 _PLAIN = (str, int, float, bool)
 
@@ -70,7 +71,8 @@ def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
                 f"{path}: no column {key!r} to find the rows of --truth-from by\nname it with --id-column"
             )
         answers = _answers(settings.truth_from, truth_name, None if key == ROW_COLUMN else key)
-    source.select(columns=["score", *(_LOGPROB + label for label in labels), key], carried=())
+    exits = [_EXIT] if _EXIT in source.available else []
+    source.select(columns=["score", *(_LOGPROB + label for label in labels), key, *exits], carried=())
     found = _collect(source, labels, key, answers)
     _require_order(path, labels, found)
     if len(found.truth) == 0:
@@ -129,6 +131,11 @@ def _rows(
 ) -> Iterator[tuple[float | None, list[float], Any]]:
     """Score (None if there is none), label log-probabilities, and the value of the column `key` of each row."""
     for batch in source.batches():
+        if any(layer is not None for layer in batch.columns.get(_EXIT, ())):
+            raise UsageError(
+                "rows left early (--exit): their label log-probabilities are not known, and those of the rest alone "
+                "make no calibration\nscore some rows without --exit and fit it on those: it holds with --exit too"
+            )
         columns = [batch.columns[name] for name in ("score", *(_LOGPROB + label for label in labels), key)]
         for row, score, *logprobs, value in zip(batch.rows.tolist(), *columns, strict=True):
             if row in batch.errors:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefillcli.compress.fallbacks import FULL, is_fallback
+from prefillcli.compress.fallbacks import is_fallback
+from prefillcli.data.methods import FULL
 from prefillcli.data.rows import ErrorCode
 from prefillcli.report.charts import Bar, bars, length_plot, memory_plot, score_plot
 from prefillcli.report.evaluation_view import evaluation_view

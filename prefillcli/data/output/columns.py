@@ -35,11 +35,12 @@ class ResultRows:
     places: Int64Array
     """Where these are among all rows [scored]."""
     logprobs: Float64Array
-    """Log-probability of every label over the whole vocabulary [scored, labels]."""
+    """Log-probability of every label over the whole vocabulary; of rows that left early, among the labels alone
+    [scored, labels]."""
     probabilities: Float64Array
     """Probability of every label among the labels, after the temperature [scored, labels]."""
     audited: list[Float64Array | None]
-    """`probabilities` as the whole prompt gives them, for compressed rows of the audit [scored]."""
+    """`probabilities` as the whole prompt and all layers give them, for rows of the audit [scored]."""
     labels: tuple[str, ...]
     calibrated: Float64Array | None = None
     """Calibrated probability of every label [scored, labels]; None where nothing is calibrated."""
@@ -100,6 +101,8 @@ class Column(NamedTuple):
     """Whether `Counts.add_rows` needs it."""
     audit: bool = False
     """Whether only an output with an audit has it."""
+    exits: bool = False
+    """Whether only an output of a job with exits has it."""
     calibrated: bool = False
     """Whether only an output with calibrated probabilities has it."""
     least_labels: int = 0
@@ -116,6 +119,14 @@ def _of_result(name: str) -> Callable[[ResultRows], ObjectArray]:
     return lambda rows: rows.of_scored([getattr(scored, name) for scored in rows.scored])
 
 
+def _full_only(rows: ResultRows, values: npt.NDArray[Any]) -> ObjectArray:
+    """What is over the whole vocabulary [scored, ...] for every row [rows, ...]; None where a row left early."""
+    spread = rows.of_scored(values)
+    left = [each.exit_layer is not None for each in rows.scored]
+    spread[rows.places[np.array(left, np.bool_)]] = None
+    return spread
+
+
 def _calibrated(rows: ResultRows) -> ObjectArray:
     """Calibrated probabilities of the labels [rows, labels]."""
     return rows.of_scored(np.empty((0, len(rows.labels))) if rows.calibrated is None else rows.calibrated)
@@ -124,9 +135,16 @@ def _calibrated(rows: ResultRows) -> ObjectArray:
 COLUMNS = (
     Column("score", pa.float64(), lambda rows: rows.of_scored(rows.probabilities[:, 0]), counted=True),
     Column("probability", pa.float64(), lambda rows: _calibrated(rows)[:, 0], calibrated=True),
-    Column("logprob_<label>", pa.float64(), lambda rows: rows.of_scored(rows.logprobs)),
+    Column("logprob_<label>", pa.float64(), lambda rows: _full_only(rows, rows.logprobs)),
     Column("probability_<label>", pa.float64(), _calibrated, calibrated=True, least_labels=3),
-    Column("label_mass", pa.float64(), lambda rows: rows.of_scored(label_mass(rows.logprobs))),
+    Column(
+        "score_<label>",
+        pa.float64(),
+        lambda rows: rows.of_scored(rows.probabilities),
+        exits=True,
+        least_labels=3,
+    ),
+    Column("label_mass", pa.float64(), lambda rows: _full_only(rows, label_mass(rows.logprobs))),
     Column("prediction", pa.string(), lambda rows: rows.of_scored(_best(rows, rows.probabilities)), counted=True),
     Column("prompt_tokens", pa.int64(), lambda rows: [p and len(p.tokens) for p in rows.prompts], counted=True),
     Column("shared_tokens", pa.int64(), _of_result("shared_tokens")),
@@ -134,6 +152,7 @@ COLUMNS = (
     Column("computed_tokens", pa.int64(), _of_result("computed_tokens"), counted=True),
     Column("seconds", pa.float64(), _of_result("seconds"), counted=True),
     Column("method", pa.string(), _of_result("method"), counted=True),
+    Column("exit_layer", pa.int64(), _of_result("exit_layer"), exits=True),
     Column("truncated", pa.bool_(), lambda rows: [p is not None and p.truncated for p in rows.prompts], counted=True),
     Column("error", pa.string(), lambda rows: [error and error.code for error in rows.errors], counted=True),
     Column("error_detail", pa.string(), lambda rows: [error and error.detail for error in rows.errors], counted=True),
@@ -156,16 +175,18 @@ COLUMNS = (
 COLUMN_TYPES = {column.name: column.type for column in COLUMNS}
 
 
-def result_schema(labels: Sequence[str], audit: bool = False, calibrated: bool = False) -> pa.Schema:
+def result_schema(
+    labels: Sequence[str], audit: bool = False, calibrated: bool = False, exits: bool = False
+) -> pa.Schema:
     """Names and types of the columns that scoring adds."""
-    columns = _columns(len(labels), audit, calibrated)
+    columns = _columns(len(labels), audit, calibrated, exits)
     return pa.schema([(name, column.type) for column in columns for name in _names(column, labels)])
 
 
-def result_arrays(rows: ResultRows, audit: bool = False) -> list[pa.Array]:
+def result_arrays(rows: ResultRows, audit: bool = False, exits: bool = False) -> list[pa.Array]:
     """The columns of `result_schema` for these rows, with those of a calibration where they have one."""
     arrays = []
-    for column in _columns(len(rows.labels), audit, rows.calibrated is not None):
+    for column in _columns(len(rows.labels), audit, rows.calibrated is not None, exits):
         values = column.values(rows)
         if "<label>" in column.name:
             arrays += [pa.array(of_label, column.type) for of_label in np.asarray(values).T]
@@ -174,11 +195,14 @@ def result_arrays(rows: ResultRows, audit: bool = False) -> list[pa.Array]:
     return arrays
 
 
-def _columns(labels: int, audit: bool, calibrated: bool) -> list[Column]:
+def _columns(labels: int, audit: bool, calibrated: bool, exits: bool) -> list[Column]:
     return [
         column
         for column in COLUMNS
-        if (audit or not column.audit) and (calibrated or not column.calibrated) and labels >= column.least_labels
+        if (audit or not column.audit)
+        and (calibrated or not column.calibrated)
+        and (exits or not column.exits)
+        and labels >= column.least_labels
     ]
 
 

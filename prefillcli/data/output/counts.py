@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -14,8 +14,16 @@ from prefillcli.data.rows import SKIPPED_CODES
 from prefillcli.data.values import to_python
 
 Audited = tuple[float, float, bool, str | int | float | bool | None]
-"""Score compressed, score in full, whether the prediction differs, and the right answer as the input has it."""
+"""The row's score, its score in full, whether the prediction differs, and the right answer as the input has it."""
 _PLAIN = (str, int, float, bool)
+
+
+class AuditedExits(NamedTuple):
+    """Rows of the audit that have the same label in full: how many there are, have left early, and flipped by that."""
+
+    rows: int
+    left: int
+    flips: int
 
 
 @dataclass
@@ -30,13 +38,17 @@ class Counts:
     errors_by_code: dict[str, int] = field(default_factory=dict)
     score_sum: float = 0.0
     audited: list[Audited] = field(default_factory=list)
-    """Compressed rows that were read in full as well."""
+    """Compressed rows that were read in full as well; in a job with exits every row of the audit."""
+    audited_exits: dict[str, AuditedExits] = field(default_factory=dict)
+    """Rows of the audit by the label that they have in full; empty for an output without exits."""
     tallies: Tallies = field(default_factory=Tallies)
 
     @classmethod
     def of_json(cls, content: dict[str, Any]) -> Counts:
         """The counts that `dataclasses.asdict` and JSON wrote. Raises TypeError for anything else."""
-        return cls(**content | {"tallies": Tallies(**content.get("tallies", {}))})
+        exits = {label: AuditedExits(*found) for label, found in content.get("audited_exits", {}).items()}
+        tallies = Tallies.of_json(content.get("tallies", {}))
+        return cls(**content | {"audited_exits": exits, "tallies": tallies})
 
     @property
     def mean_score(self) -> float | None:
@@ -68,6 +80,10 @@ class Counts:
             audited = rows.filter(pc.is_valid(rows["audit_score"]))
             answers = to_python(audited[truth]) if truth is not None else [None] * len(audited)
             flips = pc.not_equal(audited["prediction"], audited["audit_prediction"]).to_pylist()
+            if "exit_layer" in rows.column_names:
+                left = pc.is_valid(audited["exit_layer"]).to_pylist()
+                for label, gone, flipped in zip(audited["audit_prediction"].to_pylist(), left, flips, strict=True):
+                    self._add_audited(label, AuditedExits(1, gone, gone and flipped))
             scores = zip(audited["score"].to_pylist(), audited["audit_score"].to_pylist(), flips, strict=True)
             for (score, full, flipped), answer in zip(scores, answers, strict=True):
                 known = json.loads(answer) if json_carried and answer is not None else answer
@@ -81,6 +97,12 @@ class Counts:
         self.skipped += other.skipped
         self.score_sum += other.score_sum
         self.audited += other.audited
+        for label, found in other.audited_exits.items():
+            self._add_audited(label, found)
         for code, number in other.errors_by_code.items():
             self.errors_by_code[code] = self.errors_by_code.get(code, 0) + number
         self.tallies.add(other.tallies)
+
+    def _add_audited(self, label: str, found: AuditedExits) -> None:
+        before = self.audited_exits.get(label, AuditedExits(0, 0, 0))
+        self.audited_exits[label] = AuditedExits(*(a + b for a, b in zip(before, found, strict=True)))

@@ -36,6 +36,8 @@ class OutputSchema:
     """The carried column with the right answers."""
     calibrated: bool = False
     """Whether there are calibrated probabilities."""
+    exits: bool = False
+    """Whether there are the columns of a job whose rows may leave early."""
 
     def require_distinct(self) -> None:
         """Raise UsageError if a carried column has the name of another column of the output."""
@@ -76,7 +78,7 @@ class OutputSchema:
     @property
     def _results(self) -> pa.Schema:
         """The columns that scoring adds."""
-        return result_schema(self.labels, self.audit, self.calibrated)
+        return result_schema(self.labels, self.audit, self.calibrated, self.exits)
 
     @property
     def _typed(self) -> bool:

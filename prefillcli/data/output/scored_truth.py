@@ -63,22 +63,30 @@ class ScoredTruth:
 
 
 def read_scored_truth(
-    target: Target, truth: str, labels: Sequence[str], label_of: LabelOf, *, temperature: float, calibrated: bool
+    target: Target,
+    truth: str,
+    labels: Sequence[str],
+    label_of: LabelOf,
+    *,
+    temperature: float,
+    calibrated: bool,
+    exits: bool = False,
 ) -> ScoredTruth:
     """Read the scores of an output and its column `truth`, in 24 bytes a row for two labels.
 
-    `calibrated`: the output has calibrated probabilities too, which take 8 bytes more. Raises what pyarrow raises, or
-    ValueError, if the output is damaged.
+    `calibrated`: the output has calibrated probabilities too, which take 8 bytes more. `exits`: it is of a job with
+    exits, where rows may lack log-probabilities. Raises what pyarrow raises, or ValueError, if the output is damaged.
     """
     several = len(labels) > 2
-    logprobs = [f"logprob_{label}" for label in labels] if several else []
+    # Those of rows that left early are not known, so an output of such rows has each label's score.
+    by_label = [f"{'score' if exits else 'logprob'}_{label}" for label in labels] if several else []
     calibrations = [f"probability_{label}" for label in labels] if several else ["probability"]
     scores: list[Float64Array] = []
     probabilities: list[Float64Array] = []
     answers: list[Int64Array] = []
     places: list[Int64Array] = []
     counts, rows, errors, unknown = TruthCounts(), 0, 0, 0
-    for table in target.tables(["score", truth, *logprobs, *(calibrations if calibrated else [])]):
+    for table in target.tables(["score", truth, *by_label, *(calibrations if calibrated else [])]):
         scored = pc.is_valid(table["score"]).to_numpy()
         numbers = _labels_of(table[truth], scored, label_of, counts, json_text=target.file_format.json_text)
         known = scored & (numbers != _UNKNOWN)
@@ -86,11 +94,12 @@ def read_scored_truth(
         unknown += int(scored.sum() - known.sum())
         answers.append(numbers[known])
         places.append(np.flatnonzero(known) + rows)
-        columns = [_floats(table[name], known, -np.inf) for name in logprobs]
-        values = (
-            label_probabilities(np.stack(columns, axis=1), temperature) if several else _floats(table["score"], known)
-        )
-        scores.append(values)
+        if several:
+            columns = [_floats(table[name], known, 0.0 if exits else -np.inf) for name in by_label]
+            values = np.stack(columns, axis=1)
+            scores.append(values if exits else label_probabilities(values, temperature))
+        else:
+            scores.append(_floats(table["score"], known))
         if calibrated:
             found = np.stack([_floats(table[name], known) for name in calibrations], axis=1)
             probabilities.append(found if several else found[:, 0])

@@ -98,7 +98,7 @@ def folder_of(target: Target, shard: Shard) -> ShardFolder:
 def of_schema(schema: OutputSchema) -> dict[str, Any]:
     """An output's columns as JSON; whether JSON is written as text follows from the format."""
     plain = {name: getattr(schema, name) for name in ("labels", "id_name", "json_carried", "audit", "truth")}
-    plain |= {"calibrated": True} if schema.calibrated else {}
+    plain |= {name: True for name in ("calibrated", "exits") if getattr(schema, name)}
     return plain | {"carried": _packed(schema.carried)}
 
 

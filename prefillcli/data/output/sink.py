@@ -64,6 +64,7 @@ class Sink:
         audit: bool = False,
         truth: str | None = None,
         calibrated: bool = False,
+        exits: bool = False,
         partitions: Partitions | None = None,
         shard: Shard | None = None,
     ) -> Self:
@@ -71,11 +72,11 @@ class Sink:
 
         `selection` are the options that say which rows of the input are taken, `carried` is the schema of the id and
         the kept columns (`Source.carried_schema`). With an `audit` the output has its columns; `truth` is the carried
-        column with the right answers. With `calibrated` it has probabilities, and `write` needs the calibration. With
-        `partitions`, whose keys are carried columns, the files of a directory lie in folders that hold them. Raises
-        UsageError for an unknown ending, a clash of column names, or if the job's own output exists and neither flag
-        is given; OutputConflictError if it is another job's, or damaged; ResourceError if another process is working
-        on it.
+        column with the right answers. With `calibrated` it has probabilities, and `write` needs the calibration; with
+        `exits` it says where rows left. With `partitions`, whose keys are carried columns, the files of a directory
+        lie in folders that hold them. Raises UsageError for an unknown ending, a clash of column names, or if the
+        job's own output exists and neither flag is given; OutputConflictError if it is another job's, or damaged;
+        ResourceError if another process is working on it.
         """
         target = Target.parse(output, shard)
         schema = OutputSchema(
@@ -87,6 +88,7 @@ class Sink:
             audit=audit,
             truth=truth,
             calibrated=calibrated,
+            exits=exits,
         )
         schema.require_distinct()
         job = Job(fingerprint, selection, id_name)
@@ -203,7 +205,7 @@ class Sink:
         self._lock.check()
         schema, shard = self._schema, self._target.shard
         found = ResultRows.of(window, results, errors, schema.labels, temperature, calibration)
-        rows = parts.make_rows(window, found, schema.audit)
+        rows = parts.make_rows(window, found, schema.audit, schema.exits)
         info = parts.PartInfo(
             job=self._manifest.job,
             plan=self.plan,

@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -25,9 +25,18 @@ SCORE_BINS = 50
 """Bins of equal width from 0 to 1."""
 LENGTH_EDGES = tuple(sorted({round(2 ** (step / 16)) for step in range(24 * 16 + 1)}))
 """Lower edges of the bins of prompt lengths in tokens: whole numbers, up to 16 an octave; the last bin is open."""
+TO_THE_END = "full"
+"""The name of rows that went through all layers, among those by exit layer."""
 MOST = 20
 """Rows of each kind that are named."""
 _LONGEST = 200  # characters of an id or a detail
+
+
+class LayerRows(NamedTuple):
+    """Rows that went through the same number of layers, and the tokens of their prompts."""
+
+    rows: int
+    prompt_tokens: int
 
 
 @dataclass
@@ -40,10 +49,18 @@ class Tallies:
     """By kind (scored, truncated, error), rows in each bin that has any, under its lower edge."""
     methods: dict[str, int] = field(default_factory=dict)
     """Scored rows by method."""
+    exit_layers: dict[str, LayerRows] = field(default_factory=dict)
+    """Scored rows by the layers they went through, or `TO_THE_END`; empty for an output without exits."""
     slowest: list[dict[str, Any]] = field(default_factory=list)
     """Slowest first: row, id, seconds, prompt_tokens, computed_tokens, method."""
     failed: list[dict[str, Any]] = field(default_factory=list)
     """Error rows in the order of the input, some of every code: row, id, code, detail."""
+
+    @classmethod
+    def of_json(cls, content: dict[str, Any]) -> Tallies:
+        """The tallies that `dataclasses.asdict` and JSON wrote. Raises TypeError for anything else."""
+        layers = {name: LayerRows(*found) for name, found in content.get("exit_layers", {}).items()}
+        return cls(**content | {"exit_layers": layers})
 
     def add_rows(self, rows: pa.Table, id_name: str | None = None, *, json_id: bool = False) -> None:
         """Tally output rows. `id_name` is the column with their ids, `json_id` whether it holds JSON.
@@ -55,6 +72,7 @@ class Tallies:
                 scores=_score_bins(rows),
                 lengths=_length_bins(rows),
                 methods=_counted(rows["method"]),
+                exit_layers=_exit_layers(rows),
                 slowest=_slowest(rows, id_name, json_id),
                 failed=_failed(rows, id_name, json_id),
             )
@@ -68,6 +86,9 @@ class Tallies:
         for kind, found in other.lengths.items():
             _add(self.lengths.setdefault(kind, {}), found)
         _add(self.methods, other.methods)
+        for name, added in other.exit_layers.items():
+            before = self.exit_layers.get(name, LayerRows(0, 0))
+            self.exit_layers[name] = LayerRows(*(a + b for a, b in zip(before, added, strict=True)))
         self.slowest = sorted(self.slowest + other.slowest, key=lambda row: (-row["seconds"], row["row"] or 0))[:MOST]
         self.failed = _of_every_code(self.failed + other.failed)
 
@@ -79,6 +100,19 @@ def _add(mine: dict[str, int], other: dict[str, int]) -> None:
 
 def _counted(column: pa.ChunkedArray) -> dict[str, int]:
     return {entry["values"]: entry["counts"] for entry in pc.value_counts(column.drop_null()).to_pylist()}
+
+
+def _exit_layers(rows: pa.Table) -> dict[str, LayerRows]:
+    if "exit_layer" not in rows.column_names:
+        return {}
+    scored = rows.filter(pc.is_valid(rows["score"])).select(["exit_layer", "prompt_tokens"])
+    groups = scored.group_by("exit_layer").aggregate([([], "count_all"), ("prompt_tokens", "sum")]).to_pylist()
+    return {
+        TO_THE_END if group["exit_layer"] is None else str(group["exit_layer"]): LayerRows(
+            group["count_all"], group["prompt_tokens_sum"] or 0
+        )
+        for group in sorted(groups, key=lambda group: (group["exit_layer"] is None, group["exit_layer"]))
+    }
 
 
 def _score_bins(rows: pa.Table) -> dict[str, list[int]]:
