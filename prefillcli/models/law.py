@@ -17,7 +17,7 @@ from prefillcli.models.families import FLOAT32_ROTARY
 from prefillcli.models.shape import Shape
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.fusion import copy_pays
-from prefillcli.prefill.walk import LOGIT_BYTES
+from prefillcli.prefill.model_ends import LOGIT_BYTES
 from prefillcli.runtime.memory import available_memory
 
 #: A pack this large keeps every core or tensor core busy; a larger one only loses more work when it is killed.

@@ -77,6 +77,7 @@ class StreamedLayers:
         self._reader = WeightFiles(piece.path for layer in files for piece in layer.pieces)
         self._changed = threading.Condition()
         self._at = 0  # the layer that is in use, or is needed next
+        self._ended = False  # no layer follows in this pass
         self._in_use: _Slot | None = None
         self._tokens: tuple[float, float] = (float("inf"), float("inf"))
         self._failure: BaseException | None = None
@@ -135,8 +136,14 @@ class StreamedLayers:
                 slot.used = torch.cuda.current_stream(self._device).record_event()
             with self._changed:
                 self._in_use = None
-                self._at = (index + 1) % len(self)
+                self._at = 0 if self._ended else (index + 1) % len(self)
                 self._changed.notify_all()
+
+    def end_pass(self) -> None:
+        """As `LayerSource`: the layers that come first in a pass are read from now on."""
+        with self._changed:
+            self._ended, self._at = True, 0
+            self._changed.notify_all()
 
     def close(self) -> None:
         """End the reading, and let go of memory and files."""
@@ -158,7 +165,7 @@ class StreamedLayers:
         with self._changed:
             if self._in_use is not None:
                 raise RuntimeError("one layer is used at a time")
-            self._at = index
+            self._at, self._ended = index, False
             if self._thread is None:
                 self._thread = threading.Thread(target=self._read_ahead, name="weights", daemon=True)
                 self._thread.start()

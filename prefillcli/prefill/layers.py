@@ -17,6 +17,9 @@ class LayerSource(Protocol):
     def use(self, index: int) -> AbstractContextManager[nn.Module]:
         """Layer `index` with its weights on the walk's device. They are not needed any more once the context ends."""
 
+    def end_pass(self) -> None:
+        """No further layer is used in this pass; the next pass begins with the first. Also while one is in use."""
+
 
 class ResidentLayers:
     """Layers whose weights are all on the device already."""
@@ -30,3 +33,5 @@ class ResidentLayers:
     @contextmanager
     def use(self, index: int) -> Iterator[nn.Module]:
         yield self._layers[index]
+
+    def end_pass(self) -> None: ...

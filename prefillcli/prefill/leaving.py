@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -11,10 +12,44 @@ from torch import Tensor
 from prefillcli.plan.pack import Pack
 from prefillcli.prefill.layout import IntArray
 
-ExitRule = Callable[[int, Sequence[int], Tensor], Sequence[int]]
-"""Called after each layer but the last: the layer's number, the reads still on their way (numbers in `pack.reads`,
-ascending), and the residual stream at their last tokens, [reads, hidden]. Returns those of the reads that go on,
-ascending. One that is left out is decided: no further layer is computed for it, and it gets no logits."""
+REGROUP_LAYERS = 0.5  # what laying out a token anew takes, in layers of a token
+
+
+class ExitRule(Protocol):
+    """Which reads of a pack leave between two layers.
+
+    `regroup_cost` is what laying out the rest of a pack anew takes for each of its tokens, in layers of a token; until
+    it pays, tokens that nobody needs any more go on with the others. With 0 they never do.
+    """
+
+    @property
+    def layers(self) -> Collection[int]:
+        """The layers at which it is asked, counted from 0. The last one does not count: nothing is left to save."""
+
+    @property
+    def regroup_cost(self) -> float: ...
+
+    def peeks(self, layer: int) -> bool:
+        """Whether it is asked before the layer is computed for all tokens.
+
+        Then the last tokens alone go through it first. Its K,V are computed twice for what goes on.
+        """
+
+    def __call__(self, layer: int, reads: Sequence[int], before: Tensor, after: Tensor) -> Sequence[int]:
+        """Which of the `reads` go on, ascending.
+
+        `reads` are numbers in `pack.reads`, ascending, of those that are undecided; `before` and `after` the residual
+        stream at their last tokens before and after the layer, [reads, hidden]. One that is left out is decided: it is
+        not asked about again, and it gets no logits. A rule that returns all of them only looks on.
+        """
+
+
+def going_on(rule: ExitRule, layer: int, reads: Sequence[int], before: Tensor, after: Tensor) -> list[int]:
+    """What a rule says, in order. Raises ValueError if reads go on that have left."""
+    going = sorted(rule(layer, reads, before, after))
+    if not set(going) <= set(reads):
+        raise ValueError("an exit rule lets reads go on that have left")
+    return going
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterator, Sequence, Set
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from prefillcli.plan.exit_work import KEYS_SHARE, LayersDone
 from prefillcli.plan.pack import Held, Key, Pack
 from prefillcli.prefill.attention import longest_batched
 from prefillcli.prefill.forest import ForestAttention, KeysStored, UnsupportedModelError, WatchedLayer
@@ -25,44 +24,26 @@ from prefillcli.prefill.fusion import fused
 from prefillcli.prefill.layer_calls import CallBuffers, LayerCall, Recording
 from prefillcli.prefill.layers import LayerSource, ResidentLayers
 from prefillcli.prefill.layout import Chunk, IntArray, LastTokens, Tree, split_evenly
-from prefillcli.prefill.leaving import ExitRule, remainder
+from prefillcli.prefill.leaving import ExitRule, Remainder, going_on, remainder
+from prefillcli.prefill.model_ends import ModelEnds
 from prefillcli.prefill.residual import ResidualRows
-
-LOGIT_BYTES = 16 << 20  # float32 logits of this size at a time
 
 KeyValue = tuple[Tensor, Tensor]
 Tick = Callable[[float], None]
 
 
-class _Recorded(BaseException):
-    """All layers' arguments are recorded."""
-
-
-class _StandIn(nn.Module):
-    """Takes a decoder layer's place in the model: has its attributes, and hands its calls to the walk."""
-
-    def __init__(self, layer: nn.Module, index: int, walk: LayerWalk) -> None:
-        super().__init__()
-        self.layer = layer
-        self._report: Callable[..., Tensor] = lambda *a, **k: walk._reached(index, *a, **k)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("layer"), name)
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return self._report(hidden_states, *args, **kwargs)
-
-
 @dataclass(slots=True)
 class WalkState:
-    """A pack on its way through the layers. Without the reads that have left, and what only they needed."""
+    """A pack on its way through the layers.
 
-    pack: Pack  # what is left of the pack
+    Reads that have left are not in it any more; what only they needed goes on until the rest is laid out anew.
+    """
+
+    whole: Pack  # as it was before the first layer
+    pack: Pack  # what is left of it
     reads: Sequence[int]  # number of each of its reads in the whole pack, ascending
     nodes: Sequence[int]  # of each of its nodes
+    done: LayersDone  # of the whole pack's nodes
     tree: Tree
     tokens: Tensor
     chunks: list[Chunk]
@@ -95,46 +76,46 @@ class LayerWalk:
     ) -> None:
         self.model = model
         self.chunk_tokens = chunk_tokens
-        decoder = model.get_decoder()
-        self._own_layers: list[nn.Module] = list(decoder.layers)
+        self._ends = ModelEnds(model)
+        self._own_layers = self._ends.layers
         self.layers: LayerSource = layers or ResidentLayers(self._own_layers)
-        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.device = self._ends.device
         self._residual = ResidualRows(self.device, on_host=hidden_on_host)
-        decoder.layers = nn.ModuleList(_StandIn(layer, i, self) for i, layer in enumerate(self._own_layers))
-        self._decoder = decoder
-        self._recording: Recording | None = None
-        self._injected: Tensor | None = None
         self._held: list[dict[Key, KeyValue]] = [{} for _ in self._own_layers]  # by `Held.key`
         self._offload_held = offload_held
         self.windows: set[int] = set()  # sliding windows that layers have asked for so far
 
     def close(self) -> None:
         """Give the model its layers back."""
-        self._decoder.layers = nn.ModuleList(self._own_layers)
+        self._ends.close()
         self._held.clear()
 
     @torch.inference_mode()
     def read_logits(
-        self, pack: Pack, tick: Tick = lambda tokens: None, exits: ExitRule | None = None
+        self,
+        pack: Pack,
+        tick: Tick = lambda tokens: None,
+        exits: ExitRule | None = None,
+        done: LayersDone | None = None,
     ) -> Iterator[Tensor]:
         """Walk `pack`; yield float32 logits [reads, vocabulary] in pieces, in the order of `pack.reads`.
 
         `tick` is called after each step with the number of tokens it advanced by, so that they add up to the pack's;
         it may raise to stop the walk. K,V that later packs hold are kept for them. Reads that the rule `exits`
-        lets leave early get no logits.
+        lets leave early get no logits. `done`, of the pack's nodes, counts the layers that they go through.
         """
         for cache in self._held:  # what another plan has left is not in this one's account of memory
             _drop_others(cache, pack.keep | {node.key for node in pack.held})
-        state, hidden = self.begin(pack), None
+        state, hidden = self.begin(pack, done), None
         with ForestAttention(pack.held_tokens + len(pack.tokens)) as attention:
-            for index, layer in self.through_layers(state, attention, tick):
-                self._hold(index, pack, state, attention)
-                if index < len(self.layers) - 1:
-                    if exits is not None:
-                        self._let_leave(index, pack, state, attention, exits, tick)
-                elif state.reads:
+            for index, layer in self.through_layers(state, attention, tick, exits):
+                self._hold(index, state, attention)
+                if index == len(self.layers) - 1 and state.reads:
                     hidden = self.read_last(state, layer, attention)
             self.windows |= attention.windows
+        if not state.chunks:
+            for cache in self._held:  # of the layers that were not computed
+                _drop_others(cache, pack.keep)
         if hidden is not None:
             yield from self.logits(hidden)
 
@@ -156,45 +137,67 @@ class LayerWalk:
 
     # The parts of a walk, also for what follows one.
 
-    def begin(self, pack: Pack) -> WalkState:
-        """`pack` before the first layer."""
+    def begin(self, pack: Pack, done: LayersDone | None = None) -> WalkState:
+        """`pack` before the first layer. `done` will count the layers of its nodes."""
         tokens = torch.as_tensor(pack.tokens, dtype=torch.long)
         tree = Tree(pack)
         chunks = self._chunks(tree, len(tokens))
         hidden, calls = self._embed(tokens, chunks)
-        return WalkState(pack, range(len(pack.reads)), range(len(pack.parents)), tree, tokens, chunks, calls, hidden)
+        return WalkState(
+            whole=pack,
+            pack=pack,
+            reads=range(len(pack.reads)),
+            nodes=range(len(pack.parents)),
+            done=done or LayersDone.none(pack),
+            tree=tree,
+            tokens=tokens,
+            chunks=chunks,
+            calls=calls,
+            hidden=hidden,
+        )
 
     def through_layers(
-        self, state: WalkState, attention: ForestAttention, tick: Tick
+        self, state: WalkState, attention: ForestAttention, tick: Tick, exits: ExitRule | None = None
     ) -> Iterator[tuple[int, nn.Module]]:
         """Bring all chunks through one layer after the other.
 
-        Yields each layer with its number once its K,V are complete; it is in use until the next is asked for. Ends
-        early when there is nothing left to compute.
+        Yields each layer with its number once its K,V are complete; it is in use until the next is asked for. Reads
+        leave as the rule `exits` says. Ends early when there is nothing left to compute.
         """
         for index in range(len(self.layers)):
-            if not state.chunks:
-                return
             most = max(chunk.end - chunk.start for chunk in state.chunks)
+            asked = index < len(self.layers) - 1 and len(state.reads) > 0
+            rule = exits if asked and exits is not None and index in exits.layers else None
             with self.layers.use(index) as layer, fused(layer, most):
-                attention.start_layer([self._held_part(index, node) for node in state.pack.held])
-                self.through_layer(state, index, layer, attention, tick)
-                yield index, layer
+                before = None if rule is None else self._at_last_tokens(state)
+                self._start_layer(index, state, attention)
+                if rule is not None and before is not None and rule.peeks(index):
+                    self._store_keys(state, index, layer, attention, lambda tokens: tick(0.0))
+                    after = self.read_last(state, layer, attention, index)[0]
+                    self._let_leave(index, state, attention, tick, rule, before, after)
+                    self._start_layer(index, state, attention)
+                    rule = None
+                if state.chunks:
+                    self.through_layer(state, index, layer, attention, tick)
+                    yield index, layer
+                if rule is not None and before is not None:
+                    self._let_leave(index, state, attention, tick, rule, before, self._at_last_tokens(state))
+                if not state.chunks:
+                    self.layers.end_pass()
+                    return
 
     def through_layer(
         self, state: WalkState, index: int, layer: nn.Module, attention: ForestAttention, tick: Tick
     ) -> None:
         """Bring all chunks through one layer; its output overwrites its input. The last layer computes only K,V."""
-        last = index == len(self.layers) - 1
-        spans = [(chunk.start, chunk.end) for chunk in state.chunks]
-        rows_of_chunks = self._residual.each(state.hidden, spans)
-        for chunk, call, rows in zip(state.chunks, state.calls, rows_of_chunks, strict=True):
-            attention.chunk(chunk, keys_only=last)
-            if last:
-                self._store_keys(layer, rows, call[index], attention)
-            else:
-                self._residual.write(state.hidden, chunk.start, self.call(layer, rows, call[index], attention))
+        if index == len(self.layers) - 1:
+            self._store_keys(state, index, layer, attention, tick)
+            return
+        for chunk, call, rows in self._each_chunk(state, index):
+            attention.chunk(chunk)
+            self._residual.write(state.hidden, chunk.start, self.call(layer, rows, call, attention))
             tick((chunk.end - chunk.start) / len(self.layers))
+        state.done.full[state.nodes] += 1
 
     def call(self, layer: nn.Module, rows: Tensor, call: LayerCall, attention: ForestAttention) -> Tensor:
         """A layer's output for some rows of its input, [1, tokens, hidden]. Raises UnsupportedModelError."""
@@ -208,8 +211,11 @@ class LayerWalk:
             )
         return out
 
-    def read_last(self, state: WalkState, layer: nn.Module, attention: ForestAttention) -> Tensor:
-        """The last layer's output for the prompts' last tokens alone, [1, reads, hidden]."""
+    def read_last(self, state: WalkState, layer: nn.Module, attention: ForestAttention, index: int = -1) -> Tensor:
+        """A layer's output for the prompts' last tokens alone, [1, reads, hidden]; its K,V must be complete.
+
+        `index` is the layer's, by default that of the last one.
+        """
         ends = [node for node, _ in state.pack.reads]
         in_order = np.argsort(ends, kind="stable")  # neighbours see the same ancestors
         nodes = [ends[at] for at in in_order]
@@ -220,77 +226,103 @@ class LayerWalk:
             recording = self.record(state.tokens[at], state.tree.positions[last.tokens])
             attention.last_tokens(last)
             hidden = self._residual.pick(state.hidden, at)
-            rows.append(self.call(layer, hidden, recording.calls[-1], attention))
+            rows.append(self.call(layer, hidden, recording.calls[index], attention))
         return torch.cat(rows, dim=1)[:, torch.as_tensor(np.argsort(in_order), device=self.device)]
 
-    def record(self, tokens: Tensor, positions: np.typing.NDArray[np.int64]) -> Recording:
+    def record(self, tokens: Tensor, positions: IntArray) -> Recording:
         """What the model's own forward over `tokens` int64 [tokens] hands to its layers."""
-        recording = Recording()
-        with self._staged(recording=recording):
-            try:
-                self.model(
-                    input_ids=tokens[None].to(self.device),
-                    position_ids=torch.as_tensor(positions)[None].to(self.device),
-                    use_cache=False,
-                )
-            except _Recorded:
-                return recording
-        raise UnsupportedModelError("the model's forward does not call all of its layers")
+        return self._ends.record(tokens, positions)
 
     def logits(self, hidden: Tensor) -> Iterator[Tensor]:
         """The model's own norm and head over `hidden` [1, tokens, hidden]: float32 [tokens, vocabulary], in pieces of
         a bounded size."""
-        vocabulary = self.model.get_output_embeddings().weight.shape[0]
-        for start, end in split_evenly(hidden.shape[1], max(1, LOGIT_BYTES // (4 * vocabulary))):
-            yield self._head(hidden[:, start:end])
+        return self._ends.logits(hidden)
+
+    @torch.inference_mode()
+    def label_logits(self, hidden: Tensor, tokens: Sequence[int]) -> Tensor:
+        """The logits of a few tokens, float32 [rows, tokens], after any layer: the model's own norm and head read
+        `hidden` [rows, hidden]. Only these tokens' rows of the head are computed."""
+        return self._ends.label_logits(hidden, tokens)
+
+    def regroup(self, state: WalkState, left: Remainder, attention: ForestAttention) -> None:
+        """Lay out anew what is left of `state.pack`, between two layers.
+
+        Rows of the residual stream move to their new places; positions stay those that `left.pack` gives. What follows
+        computes only these tokens.
+        """
+        at = torch.as_tensor(left.tokens)
+        state.pack, state.nodes = left.pack, [state.nodes[node] for node in left.nodes]
+        state.tokens, state.tree = state.tokens[at], Tree(left.pack)
+        state.chunks, state.calls = self._chunks(state.tree, len(at)), []
+        attention.resize(left.pack.held_tokens + len(at))
+        for chunk in state.chunks:  # in place: a row's new place is never behind its old one
+            rows = self._residual.pick(state.hidden, at[chunk.start : chunk.end])
+            self._residual.write(state.hidden, chunk.start, rows)
+        state.hidden = state.hidden[:, : len(at)]
+        buffers = CallBuffers(len(at))
+        state.calls = [self._arguments(state.tokens, chunk, buffers)[1] for chunk in state.chunks]
+        state.done.regroupings += 1
 
     def _chunks(self, tree: Tree, tokens: int) -> list[Chunk]:
         batched = longest_batched(self.device, self.model.dtype)
         parts = split_evenly(tokens, self.chunk_tokens) if tokens else []
         return [Chunk(tree, start, end, self.device, batched) for start, end in parts]
 
-    def _store_keys(self, layer: nn.Module, rows: Tensor, call: LayerCall, attention: ForestAttention) -> None:
-        try:
-            self.call(layer, rows, call, attention)
-        except KeysStored:
-            return
-        raise UnsupportedModelError(f"a layer of type {type(layer).__name__} does not call the attention interface")
+    def _each_chunk(self, state: WalkState, index: int) -> Iterator[tuple[Chunk, LayerCall, Tensor]]:
+        """The chunks with the arguments of layer `index` and their rows of its input."""
+        spans = [(chunk.start, chunk.end) for chunk in state.chunks]
+        rows_of_chunks = self._residual.each(state.hidden, spans)
+        for chunk, calls, rows in zip(state.chunks, state.calls, rows_of_chunks, strict=True):
+            yield chunk, calls[index], rows
+
+    def _at_last_tokens(self, state: WalkState) -> Tensor:
+        """The residual stream at the reads' last tokens, [reads, hidden]."""
+        return self._residual.pick(state.hidden, torch.as_tensor(state.last_tokens))[0]
+
+    def _start_layer(self, index: int, state: WalkState, attention: ForestAttention) -> None:
+        attention.start_layer([self._held_part(index, node) for node in state.pack.held])
+
+    def _store_keys(
+        self, state: WalkState, index: int, layer: nn.Module, attention: ForestAttention, tick: Tick
+    ) -> None:
+        """A layer's K,V of all chunks, and nothing else of it."""
+        for chunk, call, rows in self._each_chunk(state, index):
+            attention.chunk(chunk, keys_only=True)
+            try:
+                self.call(layer, rows, call, attention)
+            except KeysStored:
+                pass
+            else:
+                name = type(layer).__name__
+                raise UnsupportedModelError(f"a layer of type {name} does not call the attention interface")
+            tick((chunk.end - chunk.start) / len(self.layers))
+        state.done.keys[state.nodes] += 1
 
     def _let_leave(
-        self, index: int, pack: Pack, state: WalkState, attention: ForestAttention, exits: ExitRule, tick: Tick
+        self,
+        index: int,
+        state: WalkState,
+        attention: ForestAttention,
+        tick: Tick,
+        rule: ExitRule,
+        before: Tensor,
+        after: Tensor,
     ) -> None:
-        """Ask the rule after layer `index` which reads go on; take out the others and what only they needed."""
-        if not state.reads:
+        """Ask the rule at layer `index` which reads go on. Take out what only the others needed, where that pays."""
+        going = going_on(rule, index, state.reads, before, after)
+        if len(going) == len(state.reads):
             return
-        ends = torch.as_tensor(state.last_tokens)
-        going = list(exits(index, state.reads, self._residual.pick(state.hidden, ends)[0]))
-        if going == list(state.reads):
-            return
-        if not set(going) <= set(state.reads):
-            raise ValueError("an exit rule lets reads go on that have left")
-        kept = [bisect_left(state.nodes, node) for node in pack.kept_nodes]
-        left = remainder(state.pack, [bisect_left(state.reads, read) for read in going], kept)
-        state.reads, state.pack = going, left.pack
-        gone = len(state.tokens) - len(left.tokens)
-        if not gone:
-            return  # prompts that others begin with
-        if not left.nodes:
-            for cache in self._held[index + 1 :]:  # of the layers that are not computed
-                _drop_others(cache, pack.keep)
-        state.nodes = [state.nodes[node] for node in left.nodes]
-        state.tokens, state.tree = state.tokens[torch.as_tensor(left.tokens)], Tree(left.pack)
-        state.chunks, state.calls = self._chunks(state.tree, len(left.tokens)), []
-        attention.resize(left.pack.held_tokens + len(left.tokens))
-        at = torch.as_tensor(left.tokens)
-        for chunk in state.chunks:  # in place: a row's new place is never behind its old one
-            rows = self._residual.pick(state.hidden, at[chunk.start : chunk.end])
-            self._residual.write(state.hidden, chunk.start, rows)
-        state.hidden = state.hidden[:, : len(left.tokens)]
-        buffers = CallBuffers(len(left.tokens))
-        state.calls = [self._arguments(state.tokens, chunk, buffers)[1] for chunk in state.chunks]
-        tick(gone * (1 - (index + 1) / len(self.layers)))
-
-    # What surrounds the layers: the model's own forward.
+        kept = [bisect_left(state.nodes, node) for node in state.whole.kept_nodes]
+        at = [bisect_left(state.reads, read) for read in going]
+        left = remainder(state.pack, at, kept)
+        through = index if rule.peeks(index) else index + 1  # layers that are behind them
+        state.reads, gone = going, len(state.tokens) - len(left.tokens)
+        ahead = len(self.layers) - 1 - through + KEYS_SHARE
+        if gone * ahead > rule.regroup_cost * len(left.tokens):
+            self.regroup(state, left, attention)
+            tick(gone * (1 - through / len(self.layers)))
+        else:
+            state.pack = replace(state.pack, reads=[state.pack.reads[read] for read in at])
 
     def _embed(self, tokens: Tensor, chunks: list[Chunk]) -> tuple[Tensor, list[list[LayerCall]]]:
         """The residual stream before the first layer, [1, tokens, hidden], and each chunk's layer arguments."""
@@ -313,36 +345,9 @@ class LayerWalk:
         recording = self.record(tokens[chunk.start : chunk.end], chunk.positions)
         return recording.hidden, buffers.keep(recording.calls, chunk.end - chunk.start)
 
-    def _head(self, hidden: Tensor) -> Tensor:
-        """Final norm and head, with whatever scaling the model gives its logits: float32 [tokens, vocabulary]."""
-        with self._staged(injected=hidden):
-            placeholder = torch.zeros(1, hidden.shape[1], dtype=torch.long, device=self.device)
-            logits: Tensor = self.model(input_ids=placeholder, use_cache=False).logits
-        return logits[0].float()
-
-    @contextmanager
-    def _staged(self, *, recording: Recording | None = None, injected: Tensor | None = None) -> Iterator[None]:
-        self._recording, self._injected = recording, injected
-        try:
-            yield
-        finally:
-            self._recording = self._injected = None
-
-    def _reached(self, index: int, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self._recording is not None:
-            if index == 0:
-                self._recording.first = hidden_states
-            self._recording.calls.append((args, kwargs))
-            if index == len(self._own_layers) - 1:
-                raise _Recorded
-            return hidden_states
-        if self._injected is None:
-            raise RuntimeError("the model is being walked; call its layers through the walk")
-        return self._injected
-
-    def _hold(self, index: int, pack: Pack, state: WalkState, attention: ForestAttention) -> None:
-        """Keep this layer's K,V of the nodes of `pack` that later packs hold; drop the others."""
-        cache = self._held[index]
+    def _hold(self, index: int, state: WalkState, attention: ForestAttention) -> None:
+        """Keep this layer's K,V of the pack's nodes that later packs hold; drop the others."""
+        cache, pack = self._held[index], state.whole
         _drop_others(cache, pack.keep)
         place = torch.device("cpu") if self._offload_held else self.device
         keys, values = attention.keys_values

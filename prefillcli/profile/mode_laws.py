@@ -15,7 +15,7 @@ import torch
 
 from prefillcli.models.law import memory_law
 from prefillcli.models.shape import Shape
-from prefillcli.prefill.walk import LOGIT_BYTES
+from prefillcli.prefill.model_ends import LOGIT_BYTES
 
 _IDS = 8  # token id, int64; the position is in the law
 

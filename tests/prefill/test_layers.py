@@ -26,6 +26,7 @@ class LentLayers:
         ]
         self.asked: list[int] = []
         self.in_use = 0
+        self.ended = 0
         for layer in self._layers:
             self._clear(layer)
 
@@ -44,6 +45,9 @@ class LentLayers:
         finally:
             self._clear(layer)
             self.in_use -= 1
+
+    def end_pass(self) -> None:
+        self.ended += 1
 
     def give_back(self) -> None:
         for index, layer in enumerate(self._layers):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from prefillcli.plan.exit_work import LayersDone
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION
@@ -29,62 +31,90 @@ from tests.prefill.test_walk import (
     wanted,
 )
 
-Leaving = dict[int, int]  # the layer after which a prompt leaves
+Leaving = dict[int, int]  # the layer at which a prompt leaves
+NEVER = 10**9
 
 
 class LeaveAfter:
-    """An exit rule: each prompt leaves after its layer. Takes down what it is shown."""
+    """An exit rule: each prompt leaves at its layer. Takes down what it is shown."""
 
-    def __init__(self, leaving: Leaving) -> None:
+    def __init__(self, leaving: Leaving, *, peek: bool = False, regroup_cost: float = 0.0) -> None:
+        self.layers = range(100)
+        self.regroup_cost = regroup_cost
         self._leaving = leaving
+        self._peek = peek
         self.pack: Pack | None = None
-        self.shown: dict[int, dict[int, Tensor]] = {}  # by layer and prompt
+        self.shown: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}  # by layer and prompt
 
-    def __call__(self, layer: int, reads: Sequence[int], hidden: Tensor) -> list[int]:
+    def peeks(self, layer: int) -> bool:
+        return self._peek
+
+    def __call__(self, layer: int, reads: Sequence[int], before: Tensor, after: Tensor) -> list[int]:
         assert self.pack is not None
-        assert len(reads) == len(hidden) > 0
-        for read, row in zip(reads, hidden, strict=True):
+        assert len(reads) == len(before) == len(after) > 0
+        for read, *rows in zip(reads, before, after, strict=True):
             for prompt in self.pack.reads[read][1]:
-                self.shown.setdefault(layer, {})[prompt] = row.clone()
-        return [
-            read
-            for read in reads
-            if any(self._leaving.get(prompt, 10**9) > layer for prompt in self.pack.reads[read][1])
-        ]
+                self.shown.setdefault(layer, {})[prompt] = (rows[0].clone(), rows[1].clone())
+        return [read for read in reads if self.exit_of(read, self.pack) > layer]
+
+    def exit_of(self, read: int, pack: Pack) -> int:
+        """The last layer at which one of a read's prompts leaves."""
+        return max(self._leaving.get(prompt, NEVER) for prompt in pack.reads[read][1])
+
+
+@dataclass
+class Walked:
+    """Logits of the prompts that stayed, and tokens computed by each layer: in full, and K,V alone."""
+
+    logits: dict[int, Tensor]
+    full: list[int]
+    keys: list[int]
+    done: list[tuple[Pack, LayersDone]]
 
 
 def walked(
-    model: nn.Module, prompts: list[Prompt], rule: LeaveAfter, *, chunk: int, limits: Limits = ONE_PACK
-) -> tuple[dict[int, Tensor], list[int]]:
-    """Logits of the prompts that stayed, and the tokens that each layer was called with, the last one left out."""
+    model: nn.Module,
+    prompts: list[Prompt],
+    rule: LeaveAfter | None,
+    *,
+    chunk: int,
+    limits: Limits = ONE_PACK,
+    hidden_on_host: bool = False,
+) -> Walked:
     model.set_attn_implementation(ATTENTION)
-    counts = [0] * len(model.get_decoder().layers)
+    layers = model.get_decoder().layers
+    begun, ended = [0] * len(layers), [0] * len(layers)
 
-    def count(index: int) -> Callable[..., None]:
-        def counted(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def count(counts: list[int], index: int) -> Callable[..., None]:
+        def counted(module: nn.Module, inputs: tuple[Tensor, ...], *output: object) -> None:
             counts[index] += inputs[0].shape[1]
 
         return counted
 
-    hooks = [layer.register_forward_pre_hook(count(i)) for i, layer in enumerate(model.get_decoder().layers)]
-    walk = LayerWalk(model, chunk_tokens=chunk)
+    hooks = [layer.register_forward_pre_hook(count(begun, i)) for i, layer in enumerate(layers)]
+    hooks += [layer.register_forward_hook(count(ended, i)) for i, layer in enumerate(layers)]
+    walk = LayerWalk(model, chunk_tokens=chunk, hidden_on_host=hidden_on_host)
     found: dict[int, Tensor] = {}
+    counts = []
     try:
         for pack in make_plan(prompts, limits).packs:
-            rule.pack = pack
+            if rule is not None:
+                rule.pack = pack
             ticks: list[float] = []
-            pieces = list(walk.read_logits(pack, ticks.append, rule))
+            done = LayersDone.none(pack)
+            pieces = list(walk.read_logits(pack, ticks.append, rule, done))
             assert sum(ticks) == pytest.approx(len(pack.tokens))
-            last = max(layer for layer in [-1, *rule.shown])
+            counts.append((pack, done))
             rows = list(torch.cat(pieces)) if pieces else []
-            stayed = [prompts for _, prompts in pack.reads if any(rule._leaving.get(p, 10**9) > last for p in prompts)]
-            for row, numbers in zip(rows, stayed, strict=True):
+            last = len(layers) - 2  # a rule is not asked after the last layer
+            stay = [each for i, (_, each) in enumerate(pack.reads) if rule is None or rule.exit_of(i, pack) > last]
+            for row, numbers in zip(rows, stay, strict=True):
                 found |= dict.fromkeys(numbers, row)
     finally:
         walk.close()
         for hook in hooks:
             hook.remove()
-    return found, counts[:-1]
+    return Walked(found, ended, [a - b for a, b in zip(begun, ended, strict=True)], counts)
 
 
 def trie_tokens(prompts: list[Prompt]) -> int:
@@ -93,7 +123,7 @@ def trie_tokens(prompts: list[Prompt]) -> int:
 
 def staying(prompts: list[Prompt], leaving: Leaving, layer: int) -> list[Prompt]:
     """The prompts that layer `layer` computes."""
-    return [prompt for number, prompt in enumerate(prompts) if leaving.get(number, 10**9) >= layer]
+    return [prompt for number, prompt in enumerate(prompts) if leaving.get(number, NEVER) >= layer]
 
 
 @every_family
@@ -101,7 +131,7 @@ def staying(prompts: list[Prompt], leaving: Leaving, layer: int) -> list[Prompt]
 def test_those_that_stay_have_the_logits_of_the_eager_forward(family: str, make: Callable[[], list[Prompt]]) -> None:
     prompts = make()
     leaving = {number: number % 2 for number in range(len(prompts)) if number % 3}
-    found, _ = walked(model_of(family), prompts, LeaveAfter(leaving), chunk=41)
+    found = walked(model_of(family), prompts, LeaveAfter(leaving), chunk=41).logits
     stay = [number for number in range(len(prompts)) if number not in leaving]
     assert set(stay) <= set(found)
     assert_equal(torch.stack([found[number] for number in stay]), wanted(family, make)[stay])
@@ -113,15 +143,16 @@ def test_packs_that_hold_a_prefix_of_reads_that_left_are_not_disturbed(family: s
     leaving = {number: number % 2 for number in range(len(prompts)) if number % 3}
     limits = Limits(110, 10**6, held_tokens=10**6)
     assert any(pack.keep for pack in make_plan(prompts, limits).packs)
-    found, _ = walked(model_of(family), prompts, LeaveAfter(leaving), chunk=41, limits=limits)
+    found = walked(model_of(family), prompts, LeaveAfter(leaving), chunk=41, limits=limits).logits
     stay = [number for number in range(len(prompts)) if number not in leaving]
     assert_equal(torch.stack([found[number] for number in stay]), wanted(family, mixed)[stay])
 
 
+@pytest.mark.parametrize("peek", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_rule_sees_the_hidden_states_of_the_eager_forward(family: str) -> None:
+def test_a_rule_sees_the_hidden_states_of_the_eager_forward(family: str, peek: bool) -> None:
     model, prompts = model_of(family), two_levels()
-    rule = LeaveAfter({0: 0, 3: 1})
+    rule = LeaveAfter({0: 0, 3: 1}, peek=peek)
     walked(model, prompts, rule, chunk=33)
     model.set_attn_implementation("eager")
     for number, prompt in enumerate(prompts):
@@ -129,34 +160,41 @@ def test_a_rule_sees_the_hidden_states_of_the_eager_forward(family: str) -> None
         with torch.inference_mode():
             states = model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
         for layer, shown in rule.shown.items():
-            assert (number in shown) == ({0: 0, 3: 1}.get(number, 10**9) >= layer)
+            assert (number in shown) == ({0: 0, 3: 1}.get(number, NEVER) >= layer)
             if number in shown:
-                torch.testing.assert_close(shown[number], states[layer + 1][0, -1], atol=1e-4, rtol=1e-4)
+                for found, expected in zip(shown[number], states[layer : layer + 2], strict=True):
+                    torch.testing.assert_close(found, expected[0, -1], atol=1e-4, rtol=1e-4)
 
 
 def test_a_token_is_computed_until_the_last_read_behind_it_has_left() -> None:
     prompts = three_levels()
     leaving = {**dict.fromkeys(range(4), 0), **dict.fromkeys(range(4, 7), 1), 9: 2}
     model = model_of("gemma3_text")  # seven layers
-    found, counts = walked(model, prompts, LeaveAfter(leaving), chunk=50)
-    assert set(found) == set(range(len(prompts))) - set(leaving)
+    found = walked(model, prompts, LeaveAfter(leaving), chunk=50)
+    counts = found.full[:-1]
+    assert set(found.logits) == set(range(len(prompts))) - set(leaving)
     assert counts == [trie_tokens(staying(prompts, leaving, layer)) for layer in range(len(counts))]
     assert counts[0] > counts[1] > counts[2] > counts[3] == counts[-1]
 
 
 def test_when_all_have_left_no_layer_is_computed() -> None:
     prompts = two_levels()
-    found, counts = walked(model_of("gemma3_text"), prompts, LeaveAfter(dict.fromkeys(range(6), 2)), chunk=50)
-    assert found == {}
-    assert counts == [trie_tokens(prompts)] * 3 + [0] * 3
+    found = walked(model_of("gemma3_text"), prompts, LeaveAfter(dict.fromkeys(range(6), 2)), chunk=50)
+    assert found.logits == {}
+    assert found.full == [trie_tokens(prompts)] * 3 + [0] * 4
 
 
 def test_a_prompt_that_another_begins_with_may_leave_before_it() -> None:
     long = tokens(np.random.default_rng(8), 90)
     prompts = [long, long[:50]]
-    found, counts = walked(model_of("gemma3_text"), prompts, LeaveAfter({1: 0}), chunk=64)
-    assert counts == [90] * 6
-    assert set(found) == {0}
+    found = walked(model_of("gemma3_text"), prompts, LeaveAfter({1: 0}), chunk=64)
+    assert found.full[:-1] == [90] * 6
+    assert set(found.logits) == {0}
+
+
+class BringBack(LeaveAfter):
+    def __call__(self, layer: int, reads: Sequence[int], before: Tensor, after: Tensor) -> list[int]:
+        return [[1, 2], [0, 1]][layer]
 
 
 def test_a_rule_cannot_bring_a_read_back() -> None:
@@ -166,7 +204,7 @@ def test_a_rule_cannot_bring_a_read_back() -> None:
     (pack,) = make_plan(prompts, ONE_PACK).packs
     try:
         with pytest.raises(ValueError, match="have left"):
-            list(walk.read_logits(pack, exits=lambda layer, reads, hidden: [[1, 2], [0, 1]][layer]))
+            list(walk.read_logits(pack, exits=BringBack({})))
     finally:
         walk.close()
 
