@@ -105,10 +105,10 @@ def memory_plot(trace: MemoryTrace) -> Plot | None:
         return None
     end = trace.seconds[-1]
     unit, size = _unit(max(max(values) for _, values in lines))
-    y = _ticks(max(max(values) for _, values in lines) / size)
+    y = round_ticks(max(max(values) for _, values in lines) / size)
     top = y[-1] * size
     return Plot(
-        x=[Tick(100 * at / end, f"{at:g} s") for at in _ticks(end) if at <= end],
+        x=[Tick(100 * at / end, f"{at:g} s") for at in round_ticks(end) if at <= end],
         y=[Tick(100 * at * size / top, f"{at:g} {unit}") for at in y],
         series=[(name, f"{max(values) / size:,.1f} {unit}") for name, values in lines],
         lines=[
@@ -131,7 +131,7 @@ def bars(values: Mapping[str, float], texts: Mapping[str, str], kinds: Mapping[s
 
 def _stacked(stacks: dict[str, list[int]], titles: list[str], x: list[Tick]) -> Plot:
     totals = [sum(column) for column in zip(*stacks.values(), strict=True)]
-    y = _ticks(max(totals, default=0) or 1, whole=True)
+    y = round_ticks(max(totals, default=0) or 1, whole=True)
     width = 100 / max(len(titles), 1)
     boxes = []
     for at, title in enumerate(titles):
@@ -181,7 +181,7 @@ def _coarser(histogram: Histogram) -> tuple[list[float], dict[str, list[int]]]:
     return [*edges[:1], *ends, *(edges[-1:] if (len(edges) - 1) % size else [])], joined
 
 
-def _ticks(top: float, whole: bool = False) -> list[float]:
+def round_ticks(top: float, whole: bool = False) -> list[float]:
     """0 and up to five round numbers more; the last is at or above `top`."""
     raw = top / 4
     size = 10 ** math.floor(math.log10(raw))

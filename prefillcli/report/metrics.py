@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from prefillcli.errors import NOTHING_TO_DO
+from prefillcli.report.exit_use import ExitUse
 from prefillcli.report.run import RunReport
 
 _Sample = tuple[dict[str, str], float]
@@ -36,8 +37,27 @@ def _metrics(report: RunReport, now: float) -> Iterator[tuple[str, str, list[_Sa
     if report.mean_score is not None:
         yield "score_mean", "Mean score of the output.", _one(report.mean_score)
     if report.audit is not None and report.audit.flip_rate is not None:
-        yield "audit_flip_rate", "Share of audited rows that compression flips.", _one(report.audit.flip_rate)
+        yield (
+            "audit_flip_rate",
+            "Share of audited rows that compression or early exits flip.",
+            _one(report.audit.flip_rate),
+        )
+    if report.exits is not None:
+        yield from _exit_metrics(report.exits)
     yield "last_run_timestamp_seconds", "When the last run ended, in Unix time.", _one(now)
+
+
+def _exit_metrics(exits: ExitUse) -> Iterator[tuple[str, str, list[_Sample]]]:
+    layers = {name: own.rows for name, own in exits.by_layer.items()}
+    yield "exit_rows", "Scored rows of the output by the layers that they went through.", _by("layer", layers)
+    if exits.layers_saved is not None:
+        yield "exit_layers_saved", "Share of the tokens' layers that exits spared.", _one(exits.layers_saved)
+    audited = {each.label: each.rows for each in exits.audited}
+    yield "exit_audited_rows", "Audited rows by label in full.", _by("label", audited)
+    flips = {each.label: each.flips for each in exits.audited}
+    yield "exit_audited_flips", "Audited rows that exits flip, by label in full.", _by("label", flips)
+    active = float(exits.status in ("calibrated", "reused"))
+    yield "exit_active", "1 if rows may leave early, 0 if exits were refused or stopped.", _one(active)
 
 
 def _one(value: float) -> list[_Sample]:

@@ -13,6 +13,7 @@ from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.tallies import LENGTH_EDGES, SCORE_BINS
 from prefillcli.redaction import shown_report
 from prefillcli.report.evaluated import RunEvaluation
+from prefillcli.report.exit_use import ExitUse
 from prefillcli.stats.audit import Audit
 from prefillcli.stats.calibration import CalibrationUse
 
@@ -39,6 +40,7 @@ class Tokens(BaseModel):
     kept: int = 0
     draft: int = 0  # computed by the draft
     audit: int = 0  # part of `computed`: for compressed rows that were read in full as well
+    skipped: float = 0.0  # layers of computed tokens that early exits spared
 
     def add(self, other: Tokens) -> None:
         """Count those of another part of the run too."""
@@ -59,6 +61,7 @@ class Seconds(BaseModel):
     waiting: float = 0.0
     plan: float = 0.0
     load: float = 0.0
+    exits: float = 0.0
     draft: float = 0.0
     model: float = 0.0
     write: float = 0.0
@@ -199,6 +202,7 @@ class RunReport(BaseModel):
     keep: float | None = None  # the job's keep rate, chosen or given, where there is a draft
     keep_auto: dict[str, Any] | None = None  # what --keep auto tried
     audit: Audit | None = None
+    exits: ExitUse | None = None  # with early exits
     evaluation: RunEvaluation | None = None  # with --truth
     methods: dict[str, int] = Field(default_factory=dict)  # scored rows by method
     histograms: Histograms = Field(default_factory=Histograms)
@@ -213,6 +217,8 @@ class RunReport(BaseModel):
         rows.errors, rows.skipped = counts.errors, counts.skipped
         rows.errors_by_code = dict(counts.errors_by_code)
         self.mean_score = counts.mean_score
+        if self.exits is not None:
+            self.exits.take(counts)
         self.methods = dict(tallies.methods)
         if tallies.scores:
             edges = [at / SCORE_BINS for at in range(SCORE_BINS + 1)]
@@ -237,6 +243,9 @@ class RunReport(BaseModel):
         if self.evaluation is not None:
             own = self.evaluation
             line["evaluation"] = {"rows": own.rows, "accuracy": own.accuracy.value, "auc": own.auc.value}
+        if self.exits is not None:
+            used = self.exits
+            line["exits"] = {"status": used.status, "left": used.left_early, "layers_saved": used.layers_saved}
         return line | ({"error": self.error} if self.error else {})
 
 

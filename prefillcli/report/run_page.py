@@ -9,6 +9,7 @@ from prefillcli.data.methods import FULL
 from prefillcli.data.rows import ErrorCode
 from prefillcli.report.charts import Bar, bars, length_plot, memory_plot, score_plot
 from prefillcli.report.evaluation_view import evaluation_view
+from prefillcli.report.exit_view import exit_view
 from prefillcli.report.html import render_page
 from prefillcli.report.numbers import minutes_and_seconds, three_digits
 from prefillcli.report.run import Histogram, RunReport
@@ -20,6 +21,7 @@ _PHASES = {
     "load": "load the models",
     "waiting": "wait for prompts",
     "plan": "plan",
+    "exits": "learn the exits",
     "draft": "draft",
     "model": "model",
     "write": "write",
@@ -60,6 +62,7 @@ def run_html(report: RunReport) -> str:
         methods=_methods(report),
         flips=_flips(report),
         audit=audit_lines(report.audit) if report.audit is not None else [],
+        exits=exit_view(report.exits),
         evaluation=evaluation_view(report.evaluation),
         trials=(report.keep_auto or {}).get("trials", ()),
         settings={name: _text(value) for name, value in report.settings.items() if value not in (None, [], False, "")},
@@ -87,6 +90,8 @@ def _tiles(report: RunReport) -> list[tuple[str, str]]:
     if report.tokens_per_second:
         tiles.append(("tokens/s", f"{report.tokens_per_second:,.0f}"))
     tiles.append(("wall time", minutes_and_seconds(report.seconds.total)))
+    if report.exits is not None and report.exits.rows:
+        tiles.append(("left early", f"{report.exits.left_early / report.exits.rows:.1%}"))
     if report.audit is not None and report.audit.flip_rate is not None:
         tiles.append(("audited flips", f"{report.audit.flip_rate:.1%}"))
     return tiles

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prefillcli.report.evaluation_lines import evaluation_lines
+from prefillcli.report.exit_lines import exit_lines
 from prefillcli.report.numbers import mebibytes
 from prefillcli.report.run import RunReport
 from prefillcli.report.tables import pairs_table, stderr_console
@@ -42,6 +43,8 @@ def run_lines(report: RunReport) -> Iterator[tuple[str, str]]:
             f"{tokens.kept:,} tokens kept ({tokens.kept / tokens.prompt:.1%}, keep rate {report.keep:g}), "
             f"{tokens.draft:,} computed by the draft",
         )
+    if report.exits is not None:
+        yield from exit_lines(report.exits)
     if report.audit is not None:
         yield from audit_lines(report.audit)
     if report.evaluation is not None:
