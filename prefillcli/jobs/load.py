@@ -82,10 +82,15 @@ def load_models(
 
 
 def load_walk(
-    opened: Opened, settings: LoadingOptions, *, keep: float, placement: PlacementChoice = RESIDENT
+    opened: Opened,
+    settings: LoadingOptions,
+    *,
+    keep: float,
+    share: float = 1.0,
+    placement: PlacementChoice = RESIDENT,
 ) -> Models[TorchEngine]:
     """`load_models` with the layer walk, as a job begins."""
-    models = load_models(opened, settings, loader_of("torch"), keep=keep, placement=placement)
+    models = load_models(opened, settings, loader_of("torch"), keep=keep, share=share, placement=placement)
     return cast("Models[TorchEngine]", models)
 
 

@@ -56,8 +56,8 @@ class BenchSettings(MeasuringOptions, ScheduledOptions):
     )  # fmt: skip
     method: NameList = option(
         (),
-        "A method to compare: hf, full, hybrid (always), specprefill, random, ends or bm25; repeatable. (default: "
-        "hf, hybrid and, where there is a draft, specprefill and random; with --full all)",
+        "A method to compare: hf, full, hybrid (always), specprefill, random, ends, bm25 or vllm; repeatable. "
+        "(default: hf, hybrid and, where there is a draft, specprefill and random; with --full all but vllm)",
         BENCH, changes="report", metavar="NAME", repeatable=True,
     )  # fmt: skip
     rows: int = option(60, "Rows of a made workload.", BENCH, changes="rows", metavar="N", ge=2)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 
 import pyarrow as pa
@@ -177,7 +178,6 @@ def test_a_model_without_draft_has_two_methods_and_a_note() -> None:
     ("words", "said"),
     [
         (["--method", "early-exit"], "--method early-exit is not there yet; there are hf, full, hybrid"),
-        (["--method", "vllm"], "is not there yet"),
         (["--method", "specprefil"], "did you mean 'specprefill'?"),
         (["--method", "specprefill@0.2"], "did you mean 'specprefill'?"),
         (["--workload", "needles"], "did you mean 'needle'?"),
@@ -200,6 +200,15 @@ def test_wrong_usage_is_told_and_writes_nothing(words: list[str], said: str) -> 
     assert said in result.stderr
     assert "Traceback" not in result.stderr
     assert last_line(result)["status"] == "failed"
+    assert not list(Path().iterdir())
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_without_vllm_the_line_to_type_is_told() -> None:
+    result = bench(*PLAIN, "--method", "vllm")
+    assert result.exit_code == 2, result.output
+    assert "--method vllm: the package vllm is not installed" in result.stderr
+    assert "pip install 'prefillcli[vllm]'" in result.stderr
     assert not list(Path().iterdir())
 
 

@@ -26,7 +26,11 @@ try:
 except ImportError:
     psutil = None
 
+from prefillcli.bench.bench_job import bench_job
+from prefillcli.bench.report import BenchReport
 from prefillcli.models.law import PACK_TOKENS
+from prefillcli.options.bench import BenchSettings
+from prefillcli.plan.plan import make_plan
 from tests.score.jobs import Reference, read_output, read_report, score, texts, write_jsonl, write_parquet
 from tests.score.models import save_model
 
@@ -345,3 +349,34 @@ def test_two_workers_have_a_vllm_each(llama: Path, monkeypatch: pytest.MonkeyPat
         assert row["error"] is None
         assert abs(row["score"] - reference.answer(text).score) < FLOAT32
     assert read_report("two.run.json")["workers"]
+
+
+# ------------------------------------------------------------------------------------------------------------ bench
+
+
+def test_bench_compares_vllm_with_the_walk_on_the_same_rows(started: list[Any], llama: Path) -> None:
+    source = write_parquet("in.parquet", prompt=sharing(40))
+    settings = BenchSettings(
+        inputs=(str(source),), model=str(llama), method=("vllm",), rounds=1, limit=40, dtype="float32", quiet=True
+    )
+    assert bench_job(settings)["exit_code"] == 0
+    (workload,) = BenchReport.model_validate_json(Path("bench.json").read_text(), strict=False).workloads
+    walk, vllm = workload.methods
+    assert (walk.method, vllm.method) == ("hybrid", "vllm")
+    assert vllm.answers.audit.flips == 0
+    assert vllm.answers.audit.max_difference < FLOAT32
+    assert vllm.peak_bytes is None  # it is in other processes
+    assert walk.target_tokens <= vllm.target_tokens < 0.5 * workload.prompt_tokens  # prefixes come from its cache
+    assert any("empty prefix cache" in note for note in workload.notes)
+    (asked,) = started
+    assert asked["max_length"] == max(len(text) for text in Reference(llama).tokenizer(sharing(40))["input_ids"])
+
+
+def test_every_run_of_the_bench_begins_with_an_empty_cache(shared: Any, llama: Path) -> None:
+    prompts = [np.arange(5, 205, dtype=np.int32)]
+    computed = []
+    for _ in range(2):
+        shared.forget()
+        (answers,) = shared.answer_all(make_plan(prompts, shared.limits).packs, lambda _: ((5,), (6,)), lambda _: None)
+        computed.append(answers[0].computed_tokens)
+    assert computed == [200, 200]
