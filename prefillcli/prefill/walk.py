@@ -143,12 +143,14 @@ class LayerWalk:
         tree = Tree(pack)
         chunks = self._chunks(tree, len(tokens))
         hidden, calls = self._embed(tokens, chunks)
+        done = done or LayersDone.none(pack)
+        done.layers = len(self.layers)
         return WalkState(
             whole=pack,
             pack=pack,
             reads=range(len(pack.reads)),
             nodes=range(len(pack.parents)),
-            done=done or LayersDone.none(pack),
+            done=done,
             tree=tree,
             tokens=tokens,
             chunks=chunks,
@@ -318,7 +320,7 @@ class LayerWalk:
         through = index if rule.peeks(index) else index + 1  # layers that are behind them
         state.reads, gone = going, len(state.tokens) - len(left.tokens)
         ahead = len(self.layers) - 1 - through + KEYS_SHARE
-        if gone * ahead > rule.regroup_cost * len(left.tokens):
+        if not left.nodes or gone * ahead > rule.regroup_cost * len(left.tokens):
             self.regroup(state, left, attention)
             tick(gone * (1 - through / len(self.layers)))
         else:

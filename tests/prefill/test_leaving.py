@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import pytest
@@ -12,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from prefillcli.plan.exit_work import LayersDone
+from prefillcli.plan.exit_work import LayersDone, layers_needed
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION
 from prefillcli.prefill.leaving import remainder
 from prefillcli.prefill.walk import LayerWalk
+from tests.prefill.test_layers import LentLayers
 from tests.prefill.test_walk import (
     ONE_PACK,
     Prompt,
@@ -41,7 +43,7 @@ class LeaveAfter:
     def __init__(self, leaving: Leaving, *, peek: bool = False, regroup_cost: float = 0.0) -> None:
         self.layers = range(100)
         self.regroup_cost = regroup_cost
-        self._leaving = leaving
+        self.leaving = leaving
         self._peek = peek
         self.pack: Pack | None = None
         self.shown: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}  # by layer and prompt
@@ -59,7 +61,7 @@ class LeaveAfter:
 
     def exit_of(self, read: int, pack: Pack) -> int:
         """The last layer at which one of a read's prompts leaves."""
-        return max(self._leaving.get(prompt, NEVER) for prompt in pack.reads[read][1])
+        return max(self.leaving.get(prompt, NEVER) for prompt in pack.reads[read][1])
 
 
 @dataclass
@@ -207,6 +209,111 @@ def test_a_rule_cannot_bring_a_read_back() -> None:
             list(walk.read_logits(pack, exits=BringBack({})))
     finally:
         walk.close()
+
+
+few_words = st.lists(st.lists(st.integers(3, 5), min_size=1, max_size=12), min_size=1, max_size=9)
+
+
+@settings(deadline=None, max_examples=40)
+@given(few_words, st.sampled_from([ONE_PACK, Limits(25, 10**6, held_tokens=10**6)]), st.booleans(), st.data())
+def test_the_layers_computed_are_those_of_the_formula(
+    words: list[list[int]], limits: Limits, peek: bool, data: st.DataObject
+) -> None:
+    model, layers = model_of("gemma3_text"), 7
+    prompts = [np.asarray(each, dtype=np.int32) for each in words]
+    exits = data.draw(st.dictionaries(st.integers(0, len(prompts) - 1), st.integers(0, layers - 2)))
+    rule = LeaveAfter(exits, peek=peek)
+    found = walked(model, prompts, rule, chunk=16, limits=limits)
+    full = sum(found.full[:-1])
+    wanted = alone = 0.0
+    for pack, done in found.done:
+        last = [rule.exit_of(read, pack) for read in range(len(pack.reads))]
+        through = [None if layer == NEVER else layer + (not peek) for layer in last]
+        needed = layers_needed(pack, through, layers)
+        wanted += (np.floor(needed) * np.diff(pack.offsets)).sum()
+        alone += peek * sum(min(layer, layers - 2) + 1 for layer in last)  # last tokens that go first
+        assert done.full.tolist() == np.floor(needed).tolist()
+        if not peek:
+            assert done.work.tolist() == needed.tolist()
+    assert full == wanted + alone
+    assert sum(found.keys) == sum(int(done.keys @ np.diff(pack.offsets)) for pack, done in found.done)
+
+
+@cache
+def without_exits(family: str, chunk: int, limits: Limits) -> dict[int, Tensor]:
+    return walked(model_of(family), three_levels(), None, chunk=chunk, limits=limits).logits
+
+
+@every_family
+@settings(deadline=None, max_examples=6)
+@given(st.data())
+def test_whoever_stays_is_not_disturbed_by_those_who_leave(family: str, data: st.DataObject) -> None:
+    prompts, layers = three_levels(), model_of(family).config.num_hidden_layers
+    exits = st.dictionaries(st.integers(0, len(prompts) - 1), st.integers(0, layers - 2), max_size=len(prompts) - 1)
+    chunk = data.draw(st.sampled_from([19, 64, 1000]))
+    limits = data.draw(st.sampled_from([ONE_PACK, Limits(110, 10**6, held_tokens=10**6)]))
+    cost = data.draw(st.sampled_from([0.0, 0.5, 3.0, float("inf")]))
+    rule = LeaveAfter(data.draw(exits), peek=data.draw(st.booleans()), regroup_cost=cost)
+    found = walked(model_of(family), prompts, rule, chunk=chunk, limits=limits).logits
+    plain = without_exits(family, chunk, limits)
+    assert found.keys() == plain.keys() - rule.leaving.keys()
+    for prompt, logits in found.items():
+        torch.testing.assert_close(logits, plain[prompt], atol=1e-5, rtol=1e-5)
+
+
+def test_the_rest_is_laid_out_anew_once_that_saves_more_than_it_costs() -> None:
+    """Two of four prompts leave after the first of seven layers, and one after the fourth."""
+    model, rng = model_of("gemma3_text"), np.random.default_rng(9)
+    prompts = [tokens(rng, 50) for _ in range(4)]
+    leaving = {0: 0, 1: 0, 2: 3}
+    layers = {  # that each prompt goes through
+        0.0: [1, 1, 4, 6],
+        2.1: [1, 1, 4, 6],  # 50 tokens go, 50 are left: 2.125 layers are saved for each
+        5.1: [1, 1, 6, 6],  # 100 go, 100 are left: 5.125 layers for each
+        5.2: [4, 4, 4, 6],  # 150 go, 50 are left: 2.125 layers for each of three times as many
+        6.4: [6, 6, 6, 6],
+    }
+    for cost, expected in layers.items():
+        found = walked(model, prompts, LeaveAfter(leaving, regroup_cost=cost), chunk=64)
+        ((pack, done),) = found.done
+        by_prompt = {prompt: done.full[node] for node, (prompt,) in pack.reads}
+        assert [by_prompt[prompt] for prompt in range(4)] == expected, cost
+        assert done.regroupings == len({*expected}) - 1, cost
+        assert set(found.logits) == {3}
+
+
+def test_nobody_goes_on_alone_for_the_sake_of_those_who_have_left() -> None:
+    rule = LeaveAfter(dict.fromkeys(range(6), 1), regroup_cost=float("inf"))
+    found = walked(model_of("gemma3_text"), two_levels(), rule, chunk=50)
+    assert found.full == [trie_tokens(two_levels())] * 2 + [0] * 5
+
+
+def test_a_peek_that_decides_all_spares_the_layer() -> None:
+    found = walked(model_of("gemma3_text"), two_levels(), LeaveAfter(dict.fromkeys(range(6), 2), peek=True), chunk=50)
+    total = trie_tokens(two_levels())
+    assert found.full == [total + 6, total + 6, 6, 0, 0, 0, 0]
+    assert found.keys == [total] * 3 + [0] * 4
+
+
+@pytest.mark.parametrize("peek", [False, True])
+def test_layers_that_nobody_needs_are_not_asked_for(peek: bool) -> None:
+    model, prompts = model_of("gemma3_text"), two_levels()
+    model.set_attn_implementation(ATTENTION)
+    layers = LentLayers(model.get_decoder().layers)
+    walk = LayerWalk(model, chunk_tokens=50, layers=layers)
+    (pack,) = make_plan(prompts, ONE_PACK).packs
+    rule = LeaveAfter(dict.fromkeys(range(6), 2), peek=peek)
+    rule.pack = pack
+    try:
+        assert list(walk.read_logits(pack, exits=rule)) == []
+        assert (layers.asked, layers.ended) == ([0, 1, 2], 1)
+        rule = LeaveAfter({}, peek=peek)
+        rule.pack = pack
+        assert len(torch.cat(list(walk.read_logits(pack, exits=rule)))) == 6
+        assert (layers.asked[3:], layers.ended) == (list(range(7)), 1)
+    finally:
+        walk.close()
+        layers.give_back()
 
 
 @settings(deadline=None)

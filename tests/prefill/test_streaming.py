@@ -31,6 +31,7 @@ from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.prefill.walk import LayerWalk
 from tests.prefill.families import FAMILIES, make_model
+from tests.prefill.test_leaving import LeaveAfter
 from tests.prefill.test_walk import Prompt, mixed, single, three_levels
 
 CPU = torch.device("cpu")
@@ -181,6 +182,45 @@ def test_a_pass_that_was_stopped_does_not_disturb_the_next(llama: ModelFiles) ->
             with layers.use(index) as layer:
                 assert not any(weight.is_meta for weight in layer.parameters())
         assert torch.equal(walked_twice(walk, prompts), resident(llama, prompts))
+
+
+def walked_with_exits(walk: LayerWalk, prompts: list[Prompt], leaving: dict[int, int], *, peek: bool) -> Tensor:
+    """As `walked_twice`, with reads that leave."""
+    rule, rows = LeaveAfter(leaving, peek=peek), []
+    for pack in make_plan(prompts, SMALL_PACKS).packs * 2:
+        rule.pack = pack
+        rows += list(walk.read_logits(pack, exits=rule))
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("peek", [False, True])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_packs_that_end_early_give_the_same_bits(family: str, peek: bool, tmp_path: Path) -> None:
+    make_model(family, num_hidden_layers=6).save_pretrained(tmp_path)
+    files, prompts = read_model_files(tmp_path), three_levels()
+    leaving = {number: number % 3 for number in range(len(prompts) - 1)}  # only the last pack is read to the end
+    assert len(make_plan(prompts, SMALL_PACKS).packs) > 2
+    with streamed(files) as (walk, _):
+        found = walked_with_exits(walk, prompts, leaving, peek=peek)
+    with closing(LayerWalk(load_model(files, CPU), chunk_tokens=97)) as walk:
+        assert torch.equal(found, walked_with_exits(walk, prompts, leaving, peek=peek))
+
+
+@pytest.mark.parametrize("peek", [False, True])
+def test_a_pack_that_ends_early_leaves_the_other_layers_unread(llama: ModelFiles, peek: bool) -> None:
+    (pack,) = make_plan(single(), Limits(400, 400)).packs
+    rule = LeaveAfter({0: 1}, peek=peek)
+    rule.pack = pack
+    with streamed(llama) as (walk, layers):
+        for passes in range(1, 4):
+            assert list(walk.read_logits(pack, exits=rule)) == []
+            until = time.monotonic() + 20
+            while {slot.layer for slot in layers._slots if slot.loaded} != {0, 1} and time.monotonic() < until:
+                time.sleep(0.001)
+            assert {slot.layer for slot in layers._slots} == {0, 1}, "the layers that the next pass begins with"
+            one = layers.layer_bytes(0)
+            # The third was on its way when all had left: it took the place of the first, which is read again.
+            assert layers.bytes_read in [each * one for each in range(2, 2 + 2 * passes + 1)]
 
 
 def test_waiting_for_a_layer_is_counted(llama: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
