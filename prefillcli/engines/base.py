@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -34,6 +34,28 @@ class EarlyExits:
     observed: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class BetweenLayers:
+    """What happens to prompts between layers, for engines that read layer by layer. It can be pickled.
+
+    `regroup_cost` is as in `prefill.leaving.ExitRule`; None: what is usual.
+    """
+
+    exits: EarlyExits | None = None
+    regroup_cost: float | None = None
+
+    def of(self, prompts: Container[int]) -> BetweenLayers:
+        """What of it concerns these prompts."""
+        if self.exits is None or not self.exits.in_full:
+            return self
+        in_full = frozenset(prompt for prompt in self.exits.in_full if prompt in prompts)
+        return replace(self, exits=replace(self.exits, in_full=in_full))
+
+
+THROUGH = BetweenLayers()
+"""Every prompt goes through all layers as it is."""
+
+
 class EarlyAnswer(NamedTuple):
     """What a prompt leaves with after a layer: label log-probabilities among the labels alone, float64 [labels]."""
 
@@ -48,9 +70,9 @@ class Answer:
     `logprobs` are the label log-probabilities over the whole vocabulary, float64 [labels]; those of a prompt that has
     left after `exit_layer` are among the labels alone. `early` is what a prompt that was read in full would have left
     with. `computed_tokens` and `seconds` of all answers add up to what the engine has done, `skipped` to what exits
-    spared it, in layers of a token; `shared_tokens` of the prompt were computed once for several prompts. What a block
-    took is in the answers of the packs that read it first. `readings` are what the observed layers show, with one row
-    each.
+    spared it, in layers of a token, and `full_seconds` to what it would have taken without exits; `shared_tokens` of
+    the prompt were computed once for several prompts. What a block took is in the answers of the packs that read it
+    first. `readings` are what the observed layers show, with one row each.
     """
 
     prompt: int
@@ -61,6 +83,7 @@ class Answer:
     exit_layer: int | None = None
     early: EarlyAnswer | None = None
     skipped: float = 0.0
+    full_seconds: float = 0.0
     readings: tuple[Readings, ...] = ()
 
 
@@ -90,9 +113,13 @@ class PlanEngine(Protocol):
     """A pack is one pass over the model: a resumed run makes the same packs again. Else it plans what is left."""
 
     def answer_all(
-        self, packs: Sequence[Pack], labels: Callable[[int], LabelTokens], tick: Callable[[float], None]
+        self,
+        packs: Sequence[Pack],
+        labels: Callable[[int], LabelTokens],
+        tick: Callable[[float], None],
+        between: BetweenLayers = THROUGH,
     ) -> Iterator[list[Answer]]:
-        """One answer for each prompt of a plan's `packs`, as they are ready. `labels` and `tick` as in
+        """One answer for each prompt of a plan's `packs`, as they are ready. The other arguments as in
         `Engine.answer`."""
 
 
@@ -100,11 +127,15 @@ class PackByPack:
     """An engine's `answer_all`."""
 
     def answer_all(
-        self: Engine, packs: Sequence[Pack], labels: Callable[[int], LabelTokens], tick: Callable[[float], None]
+        self: Engine,
+        packs: Sequence[Pack],
+        labels: Callable[[int], LabelTokens],
+        tick: Callable[[float], None],
+        between: BetweenLayers = THROUGH,
     ) -> Iterator[list[Answer]]:
         """As `PlanEngine`: one pack after the other."""
         for pack in packs:
-            yield from self.answer(pack, labels, tick)
+            yield from self.answer(pack, labels, tick, between)
 
 
 class Engine(PlanEngine, Protocol):
@@ -114,12 +145,17 @@ class Engine(PlanEngine, Protocol):
     """It waits for other processes: a signal may end `answer` anywhere."""
 
     def answer(
-        self, pack: Pack, labels: Callable[[int], LabelTokens], tick: Callable[[float], None]
+        self,
+        pack: Pack,
+        labels: Callable[[int], LabelTokens],
+        tick: Callable[[float], None],
+        between: BetweenLayers = THROUGH,
     ) -> Iterable[list[Answer]]:
         """One answer for each prompt of `pack`, as they are ready: what comes together may be written together.
 
         `labels` gives a prompt's label tokens. `tick` is called with the tokens each step advanced by (they add up to
-        the pack's) and may raise to stop. Raises ResourceError if the engine cannot go on.
+        the pack's) and may raise to stop. Only engines that can do "exits" are given something to do `between` layers.
+        Raises ResourceError if the engine cannot go on.
         """
 
     def holds(self, key: Key) -> bool:

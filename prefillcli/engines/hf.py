@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from prefillcli.engines.base import Answer, EngineChoice, LabelTokens, Loaded, LoadRequest, PackByPack, sequences
+from prefillcli.engines.base import (
+    THROUGH,
+    Answer,
+    BetweenLayers,
+    EngineChoice,
+    LabelTokens,
+    Loaded,
+    LoadRequest,
+    PackByPack,
+    sequences,
+)
 from prefillcli.engines.engine_options import check_options
 from prefillcli.engines.torch import label_logprobs
 from prefillcli.models import open as models
@@ -51,7 +61,11 @@ class HfEngine(PackByPack):
         self.model = model
 
     def answer(
-        self, pack: Pack, labels: Callable[[int], LabelTokens], tick: Callable[[float], None]
+        self,
+        pack: Pack,
+        labels: Callable[[int], LabelTokens],
+        tick: Callable[[float], None],
+        between: BetweenLayers = THROUGH,
     ) -> Iterator[list[Answer]]:
         step = len(pack.tokens) / len(pack.prompts)
         for prompt, tokens in sequences(pack):

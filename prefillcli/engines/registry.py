@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from prefillcli.engines.base import Loader
 
 #: What options of a job ask of an engine, and how that is said to the user.
-Capability = Literal["compression", "packs", "memory", "forecast", "options", "threads", "streaming"]
+Capability = Literal["compression", "packs", "memory", "forecast", "options", "threads", "streaming", "exits"]
 CAPABILITIES: dict[Capability, str] = {
     "compression": "compression",
     "packs": "packs to size",
@@ -22,6 +22,7 @@ CAPABILITIES: dict[Capability, str] = {
     "options": "options of its own",
     "threads": "threads in this process",
     "streaming": "weights or hidden states outside the device",
+    "exits": "early exits",
 }
 
 
@@ -46,7 +47,7 @@ ENGINES: dict[str, EngineKind] = {
         EngineKind(
             "torch",
             "prefillcli.engines.torch",
-            frozenset({"compression", "packs", "memory", "forecast", "threads", "streaming"}),
+            frozenset({"compression", "packs", "memory", "forecast", "threads", "streaming", "exits"}),
         ),
         EngineKind("hf", "prefillcli.engines.hf", frozenset({"options", "threads"})),
         EngineKind(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from prefillcli.engines.base import (
+    THROUGH,
     Answer,
+    BetweenLayers,
     EngineChoice,
     LabelTokens,
     Loaded,
@@ -21,17 +24,23 @@ from prefillcli.engines.base import (
     PackByPack,
     WeightsReport,
 )
+from prefillcli.engines.exit_reading import PromptExits
 from prefillcli.engines.memory_plan import budget_of, hidden_on_host, keep_plan, plan_packs
 from prefillcli.models import open as models
+from prefillcli.models.flops import keys_share
 from prefillcli.models.load import load_model, load_streamed
 from prefillcli.models.open import Opened
+from prefillcli.models.shape import NoCostModel
 from prefillcli.models.stream_speed import measure_speed
 from prefillcli.models.streamed_layers import StreamedLayers
 from prefillcli.models.weights import plan_weights
-from prefillcli.plan.account import account
+from prefillcli.plan.account import Account, account
+from prefillcli.plan.exit_work import LayersDone
 from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.prefill.walk import LayerWalk
 from prefillcli.runtime.memory import available_memory, device_capacity
+
+USUAL_KEYS_SHARE = 0.115  # of Llama-3.1-8B
 
 
 def open_models(choice: EngineChoice) -> Opened:
@@ -112,28 +121,42 @@ class TorchEngine(PackByPack):
             hidden_on_host=hidden_on_host,
             layers=layers,
         )
+        self._keys_share = _keys_share(model.config.get_text_config())
         self._block_seconds = 0.0  # of packs without answers since the last one with some
 
     def answer(
-        self, pack: Pack, labels: Callable[[int], LabelTokens], tick: Callable[[float], None]
+        self,
+        pack: Pack,
+        labels: Callable[[int], LabelTokens],
+        tick: Callable[[float], None],
+        between: BetweenLayers = THROUGH,
     ) -> Iterator[list[Answer]]:
         begun = time.monotonic()
         if self._layers is not None:
             self._layers.expect(len(pack.tokens), len(pack.reads))
+        exits, done = PromptExits.of(self._walk, pack, labels, between), LayersDone.none(pack)
         logprobs: dict[int, npt.NDArray[np.float64]] = {}
         at = 0
-        for logits in self._walk.read_logits(pack, tick):
-            reads = pack.reads[at : at + len(logits)]
+        for logits in self._walk.read_logits(pack, tick, exits, done):
+            going = range(len(pack.reads)) if exits is None else exits.going
+            reads = [pack.reads[read] for read in going[at : at + len(logits)]]
             at += len(logits)
             prompts = [(row, prompt) for row, (_, numbers) in enumerate(reads) for prompt in numbers]
             found = label_logprobs(logits, [row for row, _ in prompts], [labels(prompt) for _, prompt in prompts])
             logprobs.update(zip((prompt for _, prompt in prompts), found, strict=True))
         seconds = time.monotonic() - begun + self._block_seconds
         self._block_seconds = 0.0 if pack.reads else seconds
-        yield [
-            Answer(part.prompt, logprobs[part.prompt], part.shared_tokens, part.computed_tokens, seconds * part.share)
-            for part in account(pack)
-        ]
+        slower = self._without_exits(exits, begun) / seconds if exits is not None else 1.0
+        yield [_answer(part, logprobs, seconds * part.share, slower, exits) for part in account(pack, done)]
+
+    def _without_exits(self, exits: PromptExits, begun: float) -> float:
+        """Seconds that a pack would have taken if none had left, by the layers before the first exit."""
+        now = time.monotonic()
+        if exits.first_asked is None:
+            return now - begun
+        layer, asked = exits.first_asked
+        share, layers = self._keys_share, len(self._walk.layers)
+        return (asked - begun) / (layer + (share if exits.peeks(layer) else 1.0)) * (layers - 1 + share)
 
     def holds(self, key: Key) -> bool:
         return self._walk.holds(key)
@@ -148,6 +171,43 @@ class TorchEngine(PackByPack):
         self._walk.close()
         if self._layers is not None:
             self._layers.close()
+
+
+def _answer(
+    part: Account,
+    logprobs: Mapping[int, npt.NDArray[np.float64]],
+    seconds: float,
+    slower: float,
+    exits: PromptExits | None,
+) -> Answer:
+    """The answer of a prompt that was `seconds` long computed, without exits `slower` times as long."""
+    prompt = part.prompt
+    answer = Answer(
+        prompt=prompt,
+        logprobs=logprobs[prompt] if exits is None or not exits.has_left(prompt) else exits.early[prompt].logprobs,
+        shared_tokens=part.shared_tokens,
+        computed_tokens=part.computed_tokens,
+        seconds=seconds,
+        full_seconds=seconds * slower,
+    )
+    if exits is None:
+        return answer
+    left, early = exits.has_left(prompt), exits.early.get(prompt)
+    return replace(
+        answer,
+        exit_layer=early.layer if early is not None and left else None,
+        early=None if left else early,
+        skipped=part.skipped,
+        readings=tuple(exits.readings[prompt]),
+    )
+
+
+def _keys_share(config: Any) -> float:
+    """What computing only K,V costs of a layer; about what it is usually, for an architecture without a cost model."""
+    try:
+        return keys_share(config)
+    except NoCostModel:
+        return USUAL_KEYS_SHARE
 
 
 def label_logprobs(logits: Tensor, rows: list[int], labels: list[LabelTokens]) -> npt.NDArray[np.float64]:

@@ -16,7 +16,17 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from prefillcli.engines.base import Answer, EngineChoice, LabelTokens, Loaded, LoadRequest, PackByPack, sequences
+from prefillcli.engines.base import (
+    THROUGH,
+    Answer,
+    BetweenLayers,
+    EngineChoice,
+    LabelTokens,
+    Loaded,
+    LoadRequest,
+    PackByPack,
+    sequences,
+)
 from prefillcli.engines.engine_options import check_options
 from prefillcli.engines.guard import Guard
 from prefillcli.errors import EngineDiedError, PrefillError, ResourceError, UsageError, brief
@@ -202,7 +212,11 @@ class VllmEngine(PackByPack):
             self._open = stack.pop_all()
 
     def answer(
-        self, pack: Pack, labels: Callable[[int], LabelTokens], tick: Callable[[float], None]
+        self,
+        pack: Pack,
+        labels: Callable[[int], LabelTokens],
+        tick: Callable[[float], None],
+        between: BetweenLayers = THROUGH,
     ) -> Iterator[list[Answer]]:
         """As `Engine`. The time between two steps that answer is shared by computed tokens."""
         waiting = sequences(pack)

@@ -23,3 +23,8 @@ class Readings:
     hidden: Float32Array
     logits: Float64Array
     before: Float64Array
+
+    def row(self, number: int) -> Readings:
+        """Those of one of the rows, by itself."""
+        own = slice(number, number + 1)
+        return Readings(self.hidden[own].copy(), self.logits[own].copy(), self.before[own].copy())

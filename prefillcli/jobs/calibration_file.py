@@ -7,15 +7,13 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import ValidationError
 
-from prefillcli.data.filesystems import reading
-from prefillcli.data.output.store import open_file
 from prefillcli.data.prompts.labels import Label
 from prefillcli.errors import UsageError
+from prefillcli.jobs.given_file import read_given
 from prefillcli.options.calibrate import ProbabilityOptions
 from prefillcli.redaction import without_secrets
 from prefillcli.stats.calibration import SCHEMA_VERSION, Calibration
 
-MOST_BYTES = 32 << 20
 REFUSED = {"model": "model", "tokenizer": "tokenizer", "prompt": "prompt settings", "labels": "label spellings"}
 """Parts of a fingerprint that must be those of the scores a calibration was fitted on, as messages call them."""
 WARNED = {"draft": "draft", "compression": "compression", "engine": "engine"}
@@ -25,17 +23,9 @@ WARNED = {"draft": "draft", "compression": "compression", "engine": "engine"}
 def read_calibration(path: str, labels: Sequence[str]) -> Calibration:
     """The calibration at a local path or URL, for a job with these labels. Raises UsageError if it is none."""
     again = "make it with prefill calibrate"
+    content = read_given("--calibration", path, again)
     try:
-        with reading(path), open_file(path) as file:
-            content = file.read(MOST_BYTES + 1)
-    except UsageError:
-        raise
-    except Exception as error:
-        missing = isinstance(error.__cause__, FileNotFoundError)
-        reason = f"no such file\n{again}" if missing else str(error)
-        raise UsageError(f"--calibration {path}: {reason}") from None
-    try:
-        calibration = Calibration.model_validate_json(content[: MOST_BYTES + 1])
+        calibration = Calibration.model_validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

@@ -14,10 +14,11 @@ from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.proof.fingerprints import hash_value
 from prefillcli.data.reading.source import Source
 from prefillcli.engines.registry import ENGINES
+from prefillcli.exits.profile_file import ExitProfile
 from prefillcli.jobs.inputs import LocalModels
 from prefillcli.models.files import brings_code
 from prefillcli.models.open import Opened
-from prefillcli.options.option import COMPRESSION, details_of
+from prefillcli.options.option import COMPRESSION, EARLY_EXIT, details_of
 from prefillcli.options.score import ScoreSettings
 from prefillcli.stats.calibration import Calibration
 
@@ -29,6 +30,7 @@ STANDS_FOR = {
     "labels": ("labels",),
     "engine": ("engine", "engine_options"),
     "calibration": ("calibration",),
+    "exit_profile": ("exit_profile",),
 }
 """Parts of the fingerprint that are not made of the values of options, and the options that they stand for."""
 
@@ -49,13 +51,14 @@ def fingerprint(
     builder: PromptBuilder,
     labels: Labels,
     calibration: Calibration | None = None,
+    exit_profile: ExitProfile | None = None,
 ) -> dict[str, str]:
     """Digests of all that makes the job, by part. Waits until the contents of the files are hashed.
 
     Raises ContentChangedError if a file has changed meanwhile, and what reading it raises.
     """
     model = models.of(opened.files.origin)
-    values = _values(settings, opened, compression=False)
+    values = _values(settings, opened)
     found = {
         "input": source.fingerprint(),
         "model": model.model(),
@@ -71,10 +74,14 @@ def fingerprint(
     if opened.draft is not None:
         found["draft"] = models.of(opened.draft.origin).model()
     if settings.compresses:
-        values = _values(settings, opened, compression=True)
+        values = _values(settings, opened, COMPRESSION)
         found["compression"] = hash_value(
             [*([name, values[name]] for name in COMPRESSION_ORDER), *_added(values, COMPRESSION_ORDER)]
         )
+    if settings.exit:
+        found["exit"] = hash_value(sorted(_values(settings, opened, EARLY_EXIT).items()))
+    if exit_profile is not None:
+        found["exit_profile"] = hash_value(exit_profile.model_dump(mode="json"))
     return found
 
 
@@ -91,20 +98,23 @@ def hash_engine(settings: ScoreSettings) -> str:
     )
 
 
-def _values(settings: ScoreSettings, opened: Opened, *, compression: bool) -> dict[str, Any]:
-    """The options that the fingerprint has by their value, those of compression or all others."""
+def _values(settings: ScoreSettings, opened: Opened, panel: str | None = None) -> dict[str, Any]:
+    """The options that the fingerprint has by their value: those of compression or early exit, or all others."""
     elsewhere = {name for names in STANDS_FOR.values() for name in names}
     names = [name for name in settings.changing("scores", "columns", "rows") if name not in elsewhere]
-    values = {name: getattr(settings, name) for name in names if _is_of_compression(settings, name) == compression}
-    if not compression:
+    values = {name: getattr(settings, name) for name in names if _panel(settings, name) == panel}
+    if panel is None:
         values["dtype"] = str(opened.files.dtype)
         values["trust_remote_code"] = settings.trust_remote_code and _replaces_code(opened)
     return values
 
 
-def _is_of_compression(settings: ScoreSettings, name: str) -> bool:
-    """Whether the digest of the compression has the option. Once only an audit could have a --truth."""
-    return details_of(ScoreSettings, name).panel == COMPRESSION or (name == "truth" and settings.compresses)
+def _panel(settings: ScoreSettings, name: str) -> str | None:
+    """Which digest has the option. Those of compression had some first that others have come to use."""
+    if name in COMPRESSION_ORDER and settings.compresses:
+        return COMPRESSION
+    panel = details_of(ScoreSettings, name).panel
+    return panel if panel in (COMPRESSION, EARLY_EXIT) else None
 
 
 def _added(values: Mapping[str, Any], always: Sequence[str]) -> list[list[Any]]:

@@ -19,6 +19,7 @@ from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Int64Array, Prompt
 from prefillcli.data.windows import MAX_ROWS
 from prefillcli.errors import UsageError
+from prefillcli.exits.profile_file import ExitProfile
 from prefillcli.models.open import Opened
 from prefillcli.models.samples import sample_model
 from prefillcli.options.groups import JobOptions, LoadingOptions
@@ -87,6 +88,8 @@ class JobInputs:
     """What `--calibration` names."""
     content_free: Sequence[Prompt] = ()
     """The prompts of `--calibrate-with`."""
+    exit_profile: ExitProfile | None = None
+    """What `--exit-profile` names."""
 
     def require_unchanged(self, rows: Int64Array | None) -> None:
         """Raise ContentChangedError unless the models and the sources of these rows (None: of all) are unchanged."""

@@ -74,6 +74,11 @@ def dry_run_report(output: str, report: str | None, shard: Shard | None = None) 
     return path.removesuffix(".json").removesuffix(".run") + ".dry-run.json"
 
 
+def exits_path(report: str) -> str:
+    """Where what a job has learnt of exits goes: `data.scores.run.json` -> `data.scores.exit.json`."""
+    return report.removesuffix(".json").removesuffix(".run") + ".exit.json"
+
+
 def require_json(output: str) -> None:
     """Raise UsageError for a name that is not of a JSON file: a recipe or the environment may name the scores so."""
     if not output.endswith(".json"):

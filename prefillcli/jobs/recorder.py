@@ -13,6 +13,7 @@ from prefillcli.data.rows import Int64Array, RowError, ScoredRow, Window
 from prefillcli.engines.base import WeightsReport
 from prefillcli.errors import Interrupted, ResourceError
 from prefillcli.forecast.remaining_time import RemainingTime
+from prefillcli.jobs.job_exits import NO_EXITS, Spared
 from prefillcli.jobs.window_scoring import Finished
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Pack
@@ -58,6 +59,10 @@ class Recorder:
         flush_seconds: float,
     ) -> None:
         self.tokens = Tokens()
+        self.exits = NO_EXITS
+        """The exits of the rows."""
+        self.spared = Spared()
+        """What exits have spared so far."""
         self.packs = 0
         self.weights: Callable[[], WeightsReport | None] = lambda: None
         self.calibration = calibration
@@ -107,6 +112,8 @@ class Recorder:
         """Rows of an open window are finished."""
         unwritten = self._open[window.index]
         self.tokens.add(finished.tokens)
+        if finished.spared is not None:
+            self.spared.add(finished.spared)
         self._progress.advance(len(finished.errors))
         unwritten.rows += finished.rows
         unwritten.errors |= finished.errors

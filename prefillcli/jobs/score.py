@@ -33,6 +33,8 @@ from prefillcli.jobs.calibration_file import calibration_of, require_fitting
 from prefillcli.jobs.content_free import content_free_prompts
 from prefillcli.jobs.dry_run import dry_run_job
 from prefillcli.jobs.evaluation import EVALUATION, EvaluationPlan, evaluate_output, require_labels, with_texts
+from prefillcli.jobs.exit_profile_file import read_exit_profile, require_same_exits
+from prefillcli.jobs.exit_report import exit_use
 from prefillcli.jobs.identity import fingerprint, selection
 from prefillcli.jobs.inputs import (
     USUAL,
@@ -121,9 +123,12 @@ class _ScoreJob:
                 inputs.builder,
                 inputs.labels,
                 inputs.calibration,
+                inputs.exit_profile,
             )
             if settings.calibration is not None and inputs.calibration is not None:
                 require_fitting(inputs.calibration, settings.calibration, digests)
+            if inputs.exit_profile is not None:
+                require_same_exits(inputs.exit_profile, settings, inputs.opened, inputs.labels.names, digests)
         with self._open_sink(output, inputs, digests) as sink:
             self._sink = sink
             if settings.shard is not None:  # else as the user named it, with its slash
@@ -151,6 +156,7 @@ class _ScoreJob:
         with clock.phase("read"):
             wanted = parse_labels(settings.labels)
             calibration = calibration_of(settings, wanted)
+            exit_profile = read_exit_profile(settings)
             source = open_source(settings, carried_columns(settings))
             self._refuse_among_inputs(output, source)
             refuse_unlike_partitions(settings, source, output)
@@ -162,7 +168,7 @@ class _ScoreJob:
             builder = prompt_builder(settings, opened, source, carried_columns(settings, source))
             labels = Labels(opened.tokenizer, wanted)
             content_free = content_free_prompts(settings, source, builder, labels)
-        return JobInputs(source, builder, labels, opened, models, calibration, content_free)
+        return JobInputs(source, builder, labels, opened, models, calibration, content_free, exit_profile)
 
     def _refuse_among_inputs(self, output: str, source: Source) -> None:
         refuse_among_inputs(output, source)
@@ -203,6 +209,7 @@ class _ScoreJob:
                 audit=settings.audit > 0,
                 truth=settings.truth,
                 calibrated=settings.calibrates,
+                exits=settings.exit,
                 partitions=source.partitions if settings.partition else None,
                 shard=settings.shard_of,
             )
@@ -254,7 +261,7 @@ class _ScoreJob:
                 inputs.labels.check(first)
                 if self._evaluation is not None and first.index == 0:
                     require_labels(first, self._evaluation, json_text=source.kind == "jsonl")
-                loop = WindowLoop(settings, self._granularity, inputs, sink, recorder, profile, clock, stop, loaded)
+                loop = self._window_loop(inputs, sink, recorder, profile, stop, loaded)
                 if settings.uses_workers:
                     workers = self.report.workers = loop.run_with_workers(
                         chain([first], waiting), lambda: coming.ready
@@ -268,6 +275,29 @@ class _ScoreJob:
                 if self._evaluation is not None and settings.shard is not None:
                     sink.plan = sink.plan | {EVALUATION: self._evaluation.to_json()}
                 sink.finish(count)
+
+    def _window_loop(
+        self,
+        inputs: JobInputs,
+        sink: Sink,
+        recorder: Recorder,
+        profile: Profile | None,
+        stop: Stop,
+        loaded: ExitStack,
+    ) -> WindowLoop:
+        return WindowLoop(
+            settings=self.settings,
+            granularity=self._granularity,
+            inputs=inputs,
+            sink=sink,
+            recorder=recorder,
+            profile=profile,
+            clock=self.clock,
+            stop=stop,
+            loaded=loaded,
+            digests=self.report.fingerprint,
+            report=self.report.report,
+        )
 
     def _waiting(self, coming: Iterator[Window], stop: Stop) -> Iterator[Window]:
         """The windows, with the time spent waiting for them."""
@@ -291,6 +321,8 @@ class _ScoreJob:
         """Put the numbers of the run into the report."""
         report, seconds, total = self.report, self.report.seconds, self.clock.total
         scored = 0
+        if self._recorder is not None:
+            report.exits = exit_use(self._recorder.exits, self._recorder.spared, self._recorder.tokens)
         if self._sink is not None:
             report.take(self._sink.counts)
             scored = self._sink.counts.scored - self._scored_before

@@ -13,7 +13,9 @@ from prefillcli.data.rows import Window
 from prefillcli.engines.base import PlanEngine
 from prefillcli.engines.registry import loader_of
 from prefillcli.jobs.content_free import contextual_calibration
+from prefillcli.jobs.exit_learning import ExitLearning
 from prefillcli.jobs.inputs import Granularity, JobInputs
+from prefillcli.jobs.job_exits import EXITS, JobExits
 from prefillcli.jobs.load import load_models
 from prefillcli.jobs.recorder import Recorder
 from prefillcli.jobs.window_scoring import ScoringOptions, score_window
@@ -33,7 +35,10 @@ _CONTENT_FREE = "content_free"  # in the plan of a job
 
 @dataclass(frozen=True, slots=True)
 class WindowLoop:
-    """What scores and records the windows of a job. What it opens is closed with `loaded`."""
+    """What scores and records the windows of a job. What it opens is closed with `loaded`.
+
+    `digests` are the job's fingerprint, and `report` is where its `run.json` goes, if anywhere.
+    """
 
     settings: ScoreSettings
     granularity: Granularity
@@ -44,6 +49,8 @@ class WindowLoop:
     clock: Clock
     stop: Stop
     loaded: ExitStack
+    digests: dict[str, str]
+    report: str | None
 
     def run_here(self, windows: Iterator[Window]) -> None:
         """Load the models, and score with them in this process."""
@@ -61,12 +68,13 @@ class WindowLoop:
             )
         self.recorder.loaded(models.engine.weights_report, models.pack_seconds)
         self.loaded.callback(models.close)
-        self._begin(models.plan, models.engine)
-        compressor, options = self._window_compressor(models.compressor, models.engine), self._options()
+        exits = self._begin(models.plan, models.engine, models.compressor)
+        compressor, options = self._window_compressor(models.compressor, models.engine), self._options(exits)
         for window in windows:
             done, carried = sink.done(window.index), sink.carried_into(window.index)
             scored = score_window(window, done, carried, models.engine, compressor, options, self.recorder)
             self.recorder.record(window, done, scored)
+            exits.watch(sink, window.index)
 
     def run_with_workers(self, windows: Iterator[Window], ready: Callable[[], bool]) -> list[WorkerCounts]:
         """Begin the workers, and score with them; `ready` tells whether the next window can be had at once."""
@@ -86,35 +94,61 @@ class WindowLoop:
                 digests=self.inputs.models.digests,
             )
         self.loaded.callback(pool.close)
-        self._begin(pool.plan, pool)
-        compressor = self._window_compressor(pool_compressor(settings, opened, pool, keep), pool)
-        ParallelScoring(pool, sink, self.recorder, self.clock, compressor, self._options()).score(windows, ready)
+        small = pool_compressor(settings, opened, pool, keep)
+        exits = self._begin(pool.plan, pool, small)
+        compressor = self._window_compressor(small, pool)
+        ParallelScoring(pool, sink, self.recorder, self.clock, compressor, self._options(exits)).score(windows, ready)
         return [WorkerCounts(**asdict(report)) for report in pool.reports()]
 
-    def _begin(self, plan: Mapping[str, Any], engine: PlanEngine) -> None:
-        """Store the plan of the job, with what the prompts without content say: rows of one job share that."""
-        inputs, found = self.inputs, self.sink.plan.get(_CONTENT_FREE)
-        if not inputs.content_free:
-            self.sink.plan = dict(plan)
-            return
-        if found is None:
-            with self.clock.phase("model"):
-                calibration = contextual_calibration(inputs.content_free, inputs.labels, engine, self._tick)
-        else:
-            calibration = Calibration.model_validate(found)
-        self.recorder.calibration = calibration
-        self.sink.plan = {**plan, _CONTENT_FREE: calibration.model_dump(mode="json")}
+    def _begin(self, plan: Mapping[str, Any], engine: PlanEngine, compressor: Compressor | None) -> JobExits:
+        """Store the plan of the job, with what is found out before the first window: all attempts at it share that.
+
+        Returns the exits of its rows.
+        """
+        inputs, sink = self.inputs, self.sink
+        before = {name: sink.plan[name] for name in (_CONTENT_FREE, EXITS) if name in sink.plan}
+        sink.plan = {**plan, **before}
+        if inputs.content_free:
+            if _CONTENT_FREE not in before:
+                with self.clock.phase("model"):
+                    found = contextual_calibration(inputs.content_free, inputs.labels, engine, self._tick)
+                sink.plan = sink.plan | {_CONTENT_FREE: found.model_dump(mode="json")}
+            self.recorder.calibration = Calibration.model_validate(sink.plan[_CONTENT_FREE])
+        if not self.settings.exit:
+            return JobExits()
+        with self.clock.phase("exits"):
+            learning = ExitLearning(
+                self.settings,
+                inputs,
+                engine,
+                compressor,
+                sink,
+                self.digests,
+                self.report,
+                self.regroup_cost,
+                self._tick,
+            )
+            exits, tokens = learning.exits()
+        self.recorder.tokens.add(tokens)
+        self.recorder.exits = exits
+        return exits
+
+    @property
+    def regroup_cost(self) -> float | None:
+        """What a profile says of laying out packs anew, if one was made on this machine."""
+        return None if self.profile is None else getattr(self.profile, "regroup_layers", None)
 
     def _tick(self, tokens: float) -> None:
         self.stop.check()
 
-    def _options(self) -> ScoringOptions:
+    def _options(self, exits: JobExits) -> ScoringOptions:
         settings, source, threads = self.settings, self.inputs.source, self.inputs.opened.threads
         return ScoringOptions(
             labels=self.inputs.labels,
             schedule=settings.schedule,
             block_tokens=0 if settings.compresses else self.granularity.block_tokens,
             audit=AuditDraw(settings.audit, source.selection(), source.count()) if settings.audit else None,
+            exits=exits,
             adjust_threads=(lambda: None) if threads is None else threads.adjust,
         )
 

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Protocol
 from prefillcli.compress.answers import plan_requests
 from prefillcli.compress.audit_draw import AuditDraw
 from prefillcli.compress.request import Request
+from prefillcli.data.methods import early_exit_method
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.rows import ErrorCode, Float64Array, RowError, ScoredRow, Window
 from prefillcli.engines.base import Answer, Engine, PlanEngine
+from prefillcli.jobs.job_exits import NO_EXITS, JobExits, Spared
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Pack
 from prefillcli.plan.plan import Plan, packs_to_run
@@ -28,14 +30,15 @@ if TYPE_CHECKING:  # these take torch along
 class ScoringOptions:
     """How windows are scored.
 
-    `audit` says which compressed prompts are read in full as well. `adjust_threads` is called often while something is
-    computed. `block_tokens` as in `make_plan`.
+    `audit` says which compressed prompts, with `exits` which of all, are read in full as well. `adjust_threads` is
+    called often while something is computed. `block_tokens` as in `make_plan`.
     """
 
     labels: Labels
     schedule: str
     block_tokens: int = 0
     audit: AuditDraw | None = None
+    exits: JobExits = NO_EXITS
     adjust_threads: Callable[[], None] = lambda: None
 
 
@@ -43,13 +46,15 @@ class ScoringOptions:
 class Finished:
     """Rows of a window that are finished since the last ones, and the tokens that took.
 
-    `carried` are the blocks that the window hands to the next one; None where that is not said.
+    `carried` are the blocks that the window hands to the next one; None where that is not said. `spared` is what
+    exits have spared a pack, where there are any.
     """
 
     rows: list[ScoredRow] = field(default_factory=list)
     errors: dict[int, RowError] = field(default_factory=dict)
     tokens: Tokens = field(default_factory=Tokens)
     carried: tuple[CarriedBlock, ...] | None = None
+    spared: Spared | None = None
 
 
 class Listener(Protocol):
@@ -111,6 +116,9 @@ def begin_window(
     window's own error rows are not repeated.
     """
     requests, finished = _requests(window, done, compressor, options, listener)
+    known = options.exits.known
+    finished.rows = [known[each.prompt.row] for each in requests if each.prompt.row in known.keys() - done]
+    requests = [request for request in requests if request.prompt.row not in known]
     requests, too_large = _fitting(requests, engine.limits.max_tokens)
     if not engine.whole_packs:
         requests = [request for request in requests if request.prompt.row not in done]
@@ -128,13 +136,18 @@ def begin_window(
 class WindowWork:
     """The requests of a window: first the `ordinary` ones, then those of audited prompts in full.
 
-    An audited row waits in `scored` or `audits` for its other half.
+    Of the prompts that are `audited`, those that are compressed have a second request. Their rows wait in `scored` or
+    `audits` for their other half. The others are read to the end.
     """
 
     def __init__(self, requests: list[Request], audited: Sequence[int], done: set[int]) -> None:
         self.ordinary = len(requests)
-        self.requests = requests + [Request(requests[number].prompt) for number in audited]
-        self.audited = {requests[number].prompt.row for number in audited}
+        compressed = [number for number in audited if requests[number].compressed]
+        self.requests = requests + [Request(requests[number].prompt) for number in compressed]
+        self.audited = {requests[number].prompt.row for number in compressed}
+        second = range(self.ordinary, len(self.requests))
+        self.in_full = frozenset(second) | frozenset(audited).difference(compressed)
+        """The requests that no exit may end."""
         self.done = set(done)
         """Numbers of the rows that need no answer any more."""
         self.scored: dict[int, ScoredRow] = {}
@@ -151,6 +164,7 @@ class WindowWork:
         finished = Finished()
         for answer in answers:
             finished.tokens.computed += answer.computed_tokens
+            finished.tokens.skipped += answer.skipped
             request = self.requests[answer.prompt]
             row = request.prompt.row
             if row in self.done:
@@ -162,10 +176,10 @@ class WindowWork:
                 finished.tokens.prompt += len(request.prompt.tokens)
                 finished.tokens.kept += len(request.tokens)
                 finished.tokens.shared += answer.shared_tokens
-                self.scored[row] = _scored_row(request, answer)
+                self.scored[row] = scored_row(request, answer, audited=answer.prompt in self.in_full)
             if row in self.scored and (row in self.audits or row not in self.audited):
                 scored = self.scored.pop(row)
-                scored.audit = self.audits.pop(row, None)
+                scored.audit = self.audits.pop(row, scored.audit)
                 finished.rows.append(scored)
         return finished
 
@@ -186,15 +200,23 @@ class WindowWork:
         return len(ordinary) / len(pack.tokens), tokens / len(pack.tokens)
 
 
-def _scored_row(request: Request, answer: Answer) -> ScoredRow:
+def scored_row(request: Request, answer: Answer, *, audited: bool = False) -> ScoredRow:
+    """What an answer makes of a row. Of an `audited` one it has what an exit would have given, and the full read."""
+    logprobs, layer, audit = answer.logprobs, answer.exit_layer, None
+    if audited:
+        audit = answer.logprobs
+        if answer.early is not None:
+            layer, logprobs = answer.early
     return ScoredRow(
         row=request.prompt.row,
-        logprobs=answer.logprobs,
+        logprobs=logprobs,
         shared_tokens=answer.shared_tokens,
         computed_tokens=answer.computed_tokens,
         kept_tokens=len(request.tokens),
         seconds=answer.seconds + request.pick_seconds,
-        method=request.method,
+        method=request.method if layer is None else early_exit_method(request.method),
+        exit_layer=None if layer is None else layer + 1,
+        audit=audit,
     )
 
 
@@ -230,12 +252,14 @@ def _fitting(requests: Sequence[Request], most: int) -> tuple[list[Request], dic
 
 
 def _audited(window: Window, requests: Sequence[Request], engine: PlanEngine, options: ScoringOptions) -> list[int]:
-    """Numbers of the requests whose prompts are read in full as well."""
+    """Numbers of the requests whose prompts are read in full as well, or to the end where others may leave."""
     if options.audit is None:
         return []
     most = engine.limits.max_tokens
     able = [
-        number for number, request in enumerate(requests) if request.compressed and len(request.prompt.tokens) <= most
+        number
+        for number, request in enumerate(requests)
+        if (request.compressed or options.exits.asked) and len(request.prompt.tokens) <= most
     ]
     return options.audit.draw(window, able)
 
@@ -254,13 +278,15 @@ def _score_pack(
     sets = options.labels.sets
     # What is computed of a block is counted here, whether or not it is charged to a row of another pack.
     uncounted = len(pack.tokens) if pack.block is not None else -pack.charged_tokens
-    answers = iter(engine.answer(pack, lambda i: sets[work.requests[i].prompt.labels], tick))
+    between = options.exits.between(work.in_full)
+    answers = iter(engine.answer(pack, lambda i: sets[work.requests[i].prompt.labels], tick, between))
     while True:
         with listener.phase("model", waits=engine.waits):
             found = next(answers, None)
         if found is None:
             break
         finished = work.take(found)
+        finished.spared = options.exits.spared(pack, found)
         finished.tokens.computed += uncounted
         uncounted = 0
         yield finished

@@ -99,6 +99,12 @@ def walk_flops(config: Any, plan: Plan) -> float:
     return _flops(config, layers[:-1], tokens, pairs, 0).total + tokens * layers[-1].inputs
 
 
+def keys_share(config: Any) -> float:
+    """The projections to Q, K and V as a share of all products with weights in the layers."""
+    layers = _layers(config)
+    return sum(each.inputs for each in layers) / sum(each.mlp + each.inputs + each.output for each in layers)
+
+
 def answer_flops(config: Any, plan: Plan, *, ahead: int = 0) -> float:
     """The operations that `walk_flops` leaves out, for the last token of each prompt: in the last layer and the head.
 

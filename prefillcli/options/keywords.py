@@ -106,12 +106,14 @@ _ONE_PROCESS = (
 )
 _PLANS = "it is for planning a job: take prefill score --dry-run"
 _AUDITS = "it is for the report of a job: take prefill score --audit"
+_EXITS = "exits are learnt on rows drawn from a whole job: take prefill score --exit"
 _EVALUATES = "it is for the report of a job: take prefill score --truth, or compare the columns score and prediction"
 REFUSED = {
     **dict.fromkeys(("output", "overwrite", "resume", "report", "metrics_file", "partition"), _WRITES),
     **dict.fromkeys(("workers", "runner", "ray_address", "worker_resources", "ray_timeout"), _ONE_PROCESS),
     **dict.fromkeys(("dry_run", "profile", "price_per_hour"), _PLANS),
     **dict.fromkeys(("audit", "max_flips"), _AUDITS),
+    **dict.fromkeys(("exit", "exit_rows", "exit_profile"), _EXITS),
     **dict.fromkeys(("truth", "wanted_precision", "show_text"), _EVALUATES),
     **dict.fromkeys(("quiet", "progress_interval"), "it says nothing unless score() is given progress=True"),
     "shard": "it scores all rows that it is given\nto share files among machines take prefill score --shard",

@@ -39,7 +39,17 @@ SPECPREFILL = Requirement(
     "is for the method specprefill, but only others are compared",
     "give --method specprefill",
 )
-KEEP_AUTO = Requirement(lambda s: s.keep == "auto", "is for --keep auto, but that is not given", "give --keep auto")
+EXIT = Requirement(lambda s: s.exit, "is for rows that leave early, but none does", "give --exit")
+BOUNDED_FLIPS = Requirement(
+    lambda s: s.keep == "auto" or s.exit,
+    "bounds what --keep auto and --exit may flip, but neither is given",
+    "give --exit or --keep auto",
+)
+AUDITABLE = Requirement(
+    lambda s: s.uses_draft or s.exit,
+    "reads rows in full as well, but all rows are read in full",
+    "give --draft and --keep, or --exit",
+)
 TRUTH = Requirement(
     lambda s: s.truth is not None, "is for the evaluation, but there is none", "name the right answers with --truth"
 )

@@ -8,6 +8,7 @@ from prefillcli.engines.registry import ENGINES, Capability, refuse
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
 from prefillcli.options.calibrate import ProbabilityOptions
+from prefillcli.options.early_exit import ExitOptions
 from prefillcli.options.groups import (
     EndingOptions,
     PriceOptions,
@@ -17,13 +18,20 @@ from prefillcli.options.groups import (
     WorkerOptions,
     check_keep,
 )
-from prefillcli.options.option import COMPRESSION, EVALUATION, FILES, MODEL, RUN, details_of, option, require
+from prefillcli.options.option import EARLY_EXIT, EVALUATION, FILES, MODEL, RUN, details_of, option, require
 from prefillcli.options.requirements import Requirement
 from prefillcli.options.values import EngineName, KeyValues, NameList, ShardName
 
 
 class ScoreSettings(
-    ProbabilityOptions, EndingOptions, WorkerOptions, PriceOptions, RunOptions, WeightsOptions, ScheduledOptions
+    ExitOptions,
+    ProbabilityOptions,
+    EndingOptions,
+    WorkerOptions,
+    PriceOptions,
+    RunOptions,
+    WeightsOptions,
+    ScheduledOptions,
 ):
     """Everything `prefill score` can be told."""
 
@@ -79,13 +87,8 @@ class ScoreSettings(
 
     audit: int = option(
         0,
-        "Also read N random compressed rows in full, and report how many answers flip.",
-        COMPRESSION, changes="columns", metavar="N", requires=requirements.DRAFT, off=0, ge=0,
-    )  # fmt: skip
-    max_flips: float = option(
-        0.01,
-        "Share of flipped answers that --keep auto may cause, at 95 % confidence.",
-        COMPRESSION, changes="scores", metavar="RATE", requires=requirements.KEEP_AUTO, gt=0, lt=1,
+        "Also read N random rows in full that are compressed or may leave early, and report how many answers flip.",
+        EARLY_EXIT, changes="columns", metavar="N", requires=requirements.AUDITABLE, off=0, ge=0,
     )  # fmt: skip
 
     dry_run: bool = option(
@@ -115,6 +118,11 @@ class ScoreSettings(
             raise UsageError("--resume continues the output, --overwrite replaces it: give only one of them")
         refuse(self.engine, self._engine_needs())
         check_keep(self.keep, compresses=self.compresses)
+        if self.exit and self.keep == "auto":
+            raise UsageError(
+                "--exit: what is learnt about exits is of one keep rate, and --keep auto has not chosen it yet\n"
+                "choose the rate in a run without --exit, then give it"
+            )
         self._check_shard()
 
     def _check_shard(self) -> None:
@@ -125,6 +133,11 @@ class ScoreSettings(
             raise UsageError(
                 "--shard: --keep auto would choose another rate in each shard\nchoose it in a run over a sample, then "
                 "give that rate"
+            )
+        if self.exit and self.exit_profile is None:
+            raise UsageError(
+                "--shard: each shard would learn other exits from the same rows, but for rounding\n"
+                "learn them in a run over a sample of the rows, then give its --exit-profile to all shards"
             )
         if self.audit:
             raise UsageError(

@@ -11,7 +11,7 @@ from typing import Literal
 
 from prefillcli.runtime.memory import device_memory, peak_resident_memory, resident_memory
 
-Phase = Literal["read", "waiting", "plan", "load", "draft", "model", "write", "evaluate"]
+Phase = Literal["read", "waiting", "plan", "load", "exits", "draft", "model", "write", "evaluate"]
 """What the seconds of a run go to, one after the other; `run.json` has each under its name."""
 
 

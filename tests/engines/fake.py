@@ -11,7 +11,17 @@ from zlib import crc32
 import numpy as np
 from tokenizers import Tokenizer
 
-from prefillcli.engines.base import Answer, EngineChoice, LabelTokens, Loaded, LoadRequest, PackByPack, sequences
+from prefillcli.engines.base import (
+    THROUGH,
+    Answer,
+    BetweenLayers,
+    EngineChoice,
+    LabelTokens,
+    Loaded,
+    LoadRequest,
+    PackByPack,
+    sequences,
+)
 from prefillcli.engines.registry import EngineKind
 from prefillcli.models.open import Opened
 from prefillcli.plan.pack import Key, Limits, Pack
@@ -63,7 +73,11 @@ class FakeEngine(PackByPack):
     limits = Limits(tokens=1 << 62, max_tokens=MAX_LENGTH)
 
     def answer(
-        self, pack: Pack, labels: Callable[[int], LabelTokens], tick: Callable[[float], None]
+        self,
+        pack: Pack,
+        labels: Callable[[int], LabelTokens],
+        tick: Callable[[float], None],
+        between: BetweenLayers = THROUGH,
     ) -> Iterator[list[Answer]]:
         answers = []
         for prompt, tokens in sequences(pack):

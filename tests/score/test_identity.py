@@ -97,6 +97,7 @@ OTHER: dict[str, Any] = {
     "device": "cpu",
     "shard": "2/4",
     "worker_resources": {"num_cpus": 2},
+    "exit_rows": 500,
 }
 VALUES = (0.5, 5, "5MiB", "text", True, False)
 #: What else there must be to see a change.
@@ -104,12 +105,13 @@ BESIDE: dict[str, dict[str, Any]] = {
     "chat": {"model": "chat"},
     "system": {"model": "chat"},
     "seed": {"sample": 2},
+    "exit_rows": {"exit": True},
     "engine_options": {"engine": "hf"},
     "partition": {"inputs": ("day=1", "day=2")},
 }
 #: Other contents are another job: tests/data/test_fingerprints.py, tests/score/test_calibrated.py. Code of the model:
 #: below.
-FILES = {"inputs", "model", "revision", "draft", "trust_remote_code", "calibration"}
+FILES = {"inputs", "model", "revision", "draft", "trust_remote_code", "calibration", "exit_profile"}
 
 
 @pytest.fixture(autouse=True)

@@ -195,6 +195,10 @@ class Source:
                 return
             yield batch
 
+    def rows(self, numbers: Int64Array) -> Iterator[RowBatch]:
+        """The rows with these numbers, ascending; little else is read. Raises PrefillError for a damaged file."""
+        yield from self._files.batches(self._choice, Selection(chosen=numbers), BATCH_ROWS)
+
     def _batches(self, most_rows: int) -> Iterator[RowBatch]:
         yield from self._files.batches(self._choice, self.selection(), most_rows)
 

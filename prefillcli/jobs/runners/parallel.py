@@ -105,7 +105,8 @@ class ParallelScoring:
 
     def _item(self, opened: _OpenWindow, each: FreePack) -> Item:
         work, pack, sets = opened.work, each.pack, self._options.labels.sets
-        task = answer_task(each, lambda prompt: sets[work.requests[prompt].prompt.labels])
+        between = self._options.exits.between(work.in_full)
+        task = answer_task(each, lambda prompt: sets[work.requests[prompt].prompt.labels], between)
         begun = partial(self._recorder.pack_begins, pack)
         return self._pool.item(task, Plan([pack], 0), partial(self._take, opened, each), begun)
 
@@ -117,6 +118,7 @@ class ParallelScoring:
             recorder.step(pack, rows * outcome.tokens, tokens * outcome.tokens, outcome.tokens / len(pack.tokens))
         if outcome.result is not None:
             finished = work.take(outcome.result.answers)
+            finished.spared = self._options.exits.spared(pack, outcome.result.answers)
             finished.tokens.computed += outcome.result.refilled_tokens - pack.charged_tokens
             recorder.pack_ends(pack)
             self._finish(opened, finished)
@@ -147,6 +149,7 @@ class ParallelScoring:
         if not opened.left:
             self._recorder.end(opened.window)
             self._open -= 1
+            self._options.exits.watch(self._sink, opened.window.index)
 
 
 def _lost(outcome: Outcome) -> RowError:

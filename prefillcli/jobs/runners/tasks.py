@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from prefillcli.engines.base import Answer, LabelTokens, WeightsReport
+from prefillcli.engines.base import THROUGH, Answer, BetweenLayers, LabelTokens, WeightsReport
 from prefillcli.engines.memory_plan import Measured
 from prefillcli.options.score import ScoreSettings
 from prefillcli.plan.pack import Limits
@@ -51,11 +51,15 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class AnswerTask:
-    """A pack to answer. `labels` are the sets of label tokens, `sets` says which of them a prompt has."""
+    """A pack to answer. `labels` are the sets of label tokens, `sets` says which of them a prompt has.
+
+    `between` is what happens to the prompts between layers.
+    """
 
     work: FreePack
     labels: tuple[LabelTokens, ...]
     sets: Mapping[int, int]
+    between: BetweenLayers = THROUGH
 
 
 @dataclass(frozen=True, slots=True)

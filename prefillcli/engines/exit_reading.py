@@ -1,0 +1,104 @@
+"""The exits of one pack: its prompts are read between layers, and those that are decided leave."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from prefillcli.engines.base import BetweenLayers, EarlyAnswer, EarlyExits, LabelTokens
+from prefillcli.exits.layer_readings import Readings
+from prefillcli.plan.pack import Pack
+from prefillcli.prefill.leaving import REGROUP_LAYERS
+from prefillcli.prefill.walk import LayerWalk
+
+
+class PromptExits:
+    """The `ExitRule` of a pack's prompts. `exits` says what is read of them, and who leaves."""
+
+    def __init__(
+        self,
+        walk: LayerWalk,
+        pack: Pack,
+        labels: Callable[[int], LabelTokens],
+        exits: EarlyExits,
+        regroup_cost: float,
+    ) -> None:
+        self.layers = exits.observed if exits.policy is None else exits.policy.layers
+        self.regroup_cost = regroup_cost
+        self.going: Sequence[int] = range(len(pack.reads))
+        """Numbers of the reads that go on."""
+        self.early: dict[int, EarlyAnswer] = {}
+        """What decided prompts have left with, or would have, by prompt."""
+        self.readings: dict[int, list[Readings]] = {prompt: [] for prompt in pack.prompts}
+        """What observed layers show of each prompt."""
+        self.first_asked: tuple[int, float] | None = None
+        """The first layer that was read, and when."""
+        self._walk = walk
+        self._pack = pack
+        self._labels = labels
+        self._exits = exits
+
+    @classmethod
+    def of(
+        cls, walk: LayerWalk, pack: Pack, labels: Callable[[int], LabelTokens], between: BetweenLayers
+    ) -> PromptExits | None:
+        """Those of a pack; None where nothing of it is read early."""
+        if between.exits is None or not pack.reads:
+            return None
+        cost = REGROUP_LAYERS if between.regroup_cost is None else between.regroup_cost
+        return cls(walk, pack, labels, between.exits, cost)
+
+    def peeks(self, layer: int) -> bool:
+        """Whether only the prompts' last tokens go through the layer before it is decided who leaves."""
+        return self._exits.policy is not None and self._exits.policy.at(layer).peek
+
+    def __call__(self, layer: int, reads: Sequence[int], before: Tensor, after: Tensor) -> Sequence[int]:
+        prompts = [
+            (row, prompt)
+            for row, read in enumerate(reads)
+            for prompt in self._pack.reads[read][1]
+            if prompt not in self.early
+        ]
+        readings = self._read([row for row, _ in prompts], [prompt for _, prompt in prompts], before, after)
+        self.first_asked = self.first_asked or (layer, time.monotonic())
+        if self._exits.policy is None:
+            for number, (_, prompt) in enumerate(prompts):
+                self.readings[prompt].append(readings.row(number))
+            return reads
+        decided, logprobs = self._exits.policy.decide(layer, readings)
+        for (_, prompt), leaves, own in zip(prompts, decided.tolist(), logprobs, strict=True):
+            if leaves:
+                self.early[prompt] = EarlyAnswer(layer, own)
+        self.going = [read for read in reads if not all(map(self.has_left, self._pack.reads[read][1]))]
+        return self.going
+
+    def has_left(self, prompt: int) -> bool:
+        """Whether a prompt has left, and goes no further."""
+        return prompt in self.early and prompt not in self._exits.in_full
+
+    def _read(self, rows: list[int], prompts: list[int], before: Tensor, after: Tensor) -> Readings:
+        """What some prompts, whose last tokens are these rows of both tensors, show."""
+        hidden = after[torch.as_tensor(rows, device=after.device)].float().cpu().numpy()
+        own = [self._labels(prompt) for prompt in prompts]
+        logits = np.empty((2, len(prompts), len(own[0])))
+        for tokens in dict.fromkeys(own):
+            at = [number for number, each in enumerate(own) if each == tokens]
+            picked = torch.as_tensor([rows[number] for number in at], device=after.device)
+            for side, states in enumerate((after, before)):
+                logits[side, at] = self._label_logits(states[picked], tokens)
+        return Readings(hidden, logits[0], logits[1])
+
+    def _label_logits(self, hidden: Tensor, labels: LabelTokens) -> npt.NDArray[np.float64]:
+        """Label logits by the model's own norm and head, variants summed in probability, float64 [rows, labels]."""
+        ids = [token for variants in labels for token in variants]
+        logits = self._walk.label_logits(hidden, ids).double()
+        parts = torch.split(logits, [len(variants) for variants in labels], dim=1)
+        found: npt.NDArray[np.float64] = (
+            torch.stack([torch.logsumexp(part, dim=1) for part in parts], dim=1).cpu().numpy()
+        )
+        return found

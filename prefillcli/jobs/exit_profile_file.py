@@ -1,0 +1,43 @@
+"""The file of `--exit-profile`: read before anything loads, and held against the job that it is used in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prefillcli.data.proof.fingerprints import hash_value
+from prefillcli.exits.profile_file import ExitProfile, exit_profile_of, require_same_job
+from prefillcli.jobs.given_file import read_given
+from prefillcli.models.open import Opened
+from prefillcli.options.score import ScoreSettings
+from prefillcli.redaction import without_secrets
+
+AGAIN = "leave it out: the exits are then learnt on rows of this job"
+
+
+def read_exit_profile(settings: ScoreSettings) -> ExitProfile | None:
+    """What `--exit-profile` names, if anything. Raises UsageError if that is no profile."""
+    path = settings.exit_profile
+    if path is None:
+        return None
+    return exit_profile_of(read_given("--exit-profile", path, AGAIN), without_secrets(path))
+
+
+def require_same_exits(
+    profile: ExitProfile, settings: ScoreSettings, opened: Opened, labels: tuple[str, ...], digests: Mapping[str, str]
+) -> None:
+    """Raise UsageError if a profile was learnt in another kind of job, or proves less than this one asks."""
+    own = job_of_exits(opened, labels, digests)
+    require_same_job(profile, without_secrets(settings.exit_profile or ""), max_flips=settings.max_flips, **own)
+
+
+def job_of_exits(opened: Opened, labels: tuple[str, ...], digests: Mapping[str, str]) -> dict[str, Any]:
+    """Whose the exits are that a job learns, by its fingerprint: what must be the same where they are used again."""
+    read = ("tokenizer", "prompt", "draft", "compression")
+    return {
+        "model": digests["model"],
+        "prompt": hash_value([digests.get(part) for part in read]),
+        "labels": labels,
+        "label_tokens": digests["labels"],
+        "layers": opened.files.config.get_text_config().num_hidden_layers,
+    }

@@ -1,0 +1,112 @@
+"""The exits of a job while it runs: what is done between layers, what that spares, and when it ends."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from prefillcli.data.output.sink import Sink
+from prefillcli.data.rows import ScoredRow
+from prefillcli.engines.base import THROUGH, Answer, BetweenLayers, EarlyExits
+from prefillcli.exits.calibration_report import ExitFindings
+from prefillcli.exits.policy import ExitPolicy
+from prefillcli.plan.exit_work import carried_by_few
+from prefillcli.plan.pack import Pack
+from prefillcli.stats.drift import drifted_classes
+
+EXITS = "exits"  # in the plan of a job
+
+
+@dataclass(slots=True)
+class Spared:
+    """What exits have spared packs: the seconds that they took, and would have taken without exits.
+
+    `kept_alive` are token-layers of shared prefixes, by how few rows they went on for.
+    """
+
+    seconds: float = 0.0
+    full_seconds: float = 0.0
+    kept_alive: dict[str, float] = field(default_factory=dict)
+
+    def add(self, other: Spared) -> None:
+        """Count those of other packs too."""
+        self.seconds += other.seconds
+        self.full_seconds += other.full_seconds
+        for rows, tokens in other.kept_alive.items():
+            self.kept_alive[rows] = self.kept_alive.get(rows, 0.0) + tokens
+
+
+@dataclass(eq=False, slots=True)
+class JobExits:
+    """What `--exit` does in a job.
+
+    `policy` is None where rows do not leave: none is asked for, none could be proven, or the exits have ended.
+    To learn them, `rows_read` rows were read in full, and those that are `known`, by number, need not be read again.
+    `layers` are those of the model.
+    """
+
+    policy: ExitPolicy | None = None
+    learnt: ExitFindings | None = None
+    """What the policy was made of; None where no exits are asked for."""
+    reused: bool = False
+    """Whether an earlier job has learnt it."""
+    layers: int = 0
+    max_flips: float = 0.0
+    known: Mapping[int, ScoredRow] = field(default_factory=dict)
+    rows_read: int = 0
+    regroup_cost: float | None = None
+    reason: str | None = None
+    """Why there are no exits, or none any more."""
+    stopped_window: int | None = None
+    """The first window without exits, where they have ended before the job did."""
+
+    @property
+    def asked(self) -> bool:
+        """Whether rows may leave in this job, if that can be proven to be right."""
+        return self.learnt is not None
+
+    def between(self, in_full: frozenset[int]) -> BetweenLayers:
+        """What happens between layers; the prompts `in_full` go on to the end."""
+        if self.policy is None:
+            return THROUGH
+        return BetweenLayers(EarlyExits(self.policy, in_full), self.regroup_cost)
+
+    def spared(self, pack: Pack, answers: Sequence[Answer]) -> Spared | None:
+        """What exits have spared a pack, by all of its answers."""
+        if self.policy is None or not answers:
+            return None
+        left = {answer.prompt: answer.exit_layer for answer in answers}
+        through = [_layers_through([left[prompt] for prompt in prompts]) for _, prompts in pack.reads]
+        return Spared(
+            sum(answer.seconds for answer in answers),
+            sum(answer.full_seconds for answer in answers),
+            dict(carried_by_few(pack, through, self.layers)),
+        )
+
+    def watch(self, sink: Sink, window: int) -> None:
+        """End the exits after a `window` where the audited rows that are written show that too many answers flip."""
+        if self.policy is None:
+            return
+        audited = sink.counts.audited_exits
+        drifted = drifted_classes([(found.flips, found.rows) for found in audited.values()], self.max_flips)
+        if not drifted:
+            return
+        label, found = list(audited.items())[drifted[0]]
+        self.policy, self.stopped_window = None, window + 1
+        self.reason = (
+            f"{found.flips:,} of {found.rows:,} audited rows that are {label!r} in full have flipped, more than "
+            f"--max-flips {self.max_flips:g} explains: the rows are not like those that the exits were learnt on"
+        )
+        stopped = {"reason": self.reason, "stopped_window": self.stopped_window}
+        sink.plan = sink.plan | {EXITS: sink.plan[EXITS] | stopped}
+        print(f"prefill: warning: --exit: {self.reason}; all further rows are read in full", file=sys.stderr)
+
+
+NO_EXITS = JobExits()
+
+
+def _layers_through(exit_layers: Sequence[int | None]) -> int | None:
+    """How many layers a read goes through, by the layers after which its prompts leave; None: all."""
+    numbers = [layer for layer in exit_layers if layer is not None]
+    return max(numbers) + 1 if len(numbers) == len(exit_layers) else None
