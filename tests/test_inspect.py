@@ -16,10 +16,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from prefillcli.cli import app
@@ -126,6 +127,36 @@ def test_row_in_full_has_the_score_of_a_job_without_draft(tmp_path: Path, inspec
     assert {token.why for token in inspected[0].tokens} == {"full"}
     assert inspected[0].tokens[0].importance is None
     assert inspected[0].draft is None
+
+
+@pytest.mark.parametrize("row", [3, 151])
+def test_margins_are_what_transformers_reads_after_each_layer(row: int, inspected: list[Inspection]) -> None:
+    line_of(prefill("inspect", POSTS, *MODEL, "--dtype", "float32", "--row", row))
+    (shown,) = inspected
+    model = AutoModelForCausalLM.from_pretrained(
+        SAMPLES / "models" / "target", dtype=torch.float32, attn_implementation="eager"
+    )
+    tokenizer = AutoTokenizer.from_pretrained(SAMPLES / "models" / "target")
+    yes, no = (tokenizer.encode(f" {label}", add_special_tokens=False)[-1] for label in ("Yes", "No"))
+    with torch.inference_mode():
+        states = model(torch.tensor([[token.id for token in shown.tokens]]), output_hidden_states=True).hidden_states
+        normed = [model.model.norm(state[0, -1]) for state in states[:-1]] + [states[-1][0, -1]]  # the last one is
+        logits = [model.lm_head(state)[[yes, no]] for state in normed]
+    assert shown.margins is not None
+    assert shown.margins.what == "Yes over No"
+    wanted = [float(own[0] - own[1]) for own in logits]
+    assert [each.margin for each in shown.margins.layers] == pytest.approx(wanted, abs=1e-4)
+    assert len(wanted) == model.config.num_hidden_layers + 1
+
+
+def test_margins_of_several_labels_are_of_the_answer(inspected: list[Inspection], tmp_path: Path) -> None:
+    line_of(prefill("inspect", POSTS, *MODEL, "--row", 3, "--labels", "Yes,No,read", "--html", tmp_path / "p.html"))
+    (shown,) = inspected
+    assert shown.full is not None
+    assert shown.margins is not None
+    assert shown.margins.what == f"{shown.full.prediction} over the best other label"
+    assert shown.margins.layers[-1].margin > 0
+    assert "Layer by layer" in (tmp_path / "p.html").read_text()
 
 
 WISHES = [

@@ -69,7 +69,9 @@ class EvaluationPlan:
                 f"--wanted-precision is for two labels, and --labels has {len(labels)}\n"
                 "it would be ignored: leave it out"
             )
-        return cls(settings.truth, labels, settings.temperature, settings.wanted_precision, settings.calibrates)
+        return cls(
+            settings.truth, labels, settings.temperature, settings.wanted_precision, settings.calibrates, settings.exit
+        )
 
     @property
     def names(self) -> list[str]:

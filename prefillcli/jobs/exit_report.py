@@ -25,6 +25,7 @@ def exit_use(exits: JobExits, spared: Spared, tokens: Tokens) -> ExitUse | None:
         confidence=learnt.confidence,
         model_layers=exits.layers,
         calibration_rows=exits.rows_read,
+        learnt_rows=len(exits.known),
         classes=[
             JudgedLabel(
                 label=each.label,

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 
-from prefillcli.compress.answers import answer
 from prefillcli.compress.base import Float32Array, ImportanceEstimate, Tick
 from prefillcli.compress.reasons import Neighbour, TokenReason, why_in_full, why_kept, why_no_rate
 from prefillcli.compress.request import Request
@@ -22,8 +21,10 @@ from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.prompts.token_texts import token_texts
 from prefillcli.data.rows import ErrorCode, Prompt, RowError
 from prefillcli.data.search import find_row
-from prefillcli.engines.base import Engine
+from prefillcli.engines.base import Answer, Engine
 from prefillcli.errors import PrefillError, UsageError
+from prefillcli.exits.policy import ExitPolicy
+from prefillcli.jobs.answers_by_layer import answer_by_layer, exit_policy
 from prefillcli.jobs.inputs import open_source, prompt_builder
 from prefillcli.jobs.load import Models, load_walk
 from prefillcli.jobs.shell import shell
@@ -34,6 +35,7 @@ from prefillcli.plan.trie import common_prefix
 from prefillcli.report.inspection import AnswerView, CommonPrefix, Inspection, TokenView
 from prefillcli.report.inspection_page import write_html
 from prefillcli.report.inspection_text import print_inspection
+from prefillcli.report.layer_margins import margin_curve
 from prefillcli.report.visible import visible
 from prefillcli.runtime.progress import Progress
 from prefillcli.runtime.signals import Stop
@@ -116,6 +118,7 @@ class _InspectJob:
         self._settings = settings
         self._summary = summary
         self._stop = stop
+        self._policy: ExitPolicy | None = None
 
     def run(self) -> Inspection:
         """Raises UsageError where the row is not found, PrefillError where it is an error row."""
@@ -132,6 +135,7 @@ class _InspectJob:
             labels.check(found.window)
             if found.row in found.window.errors:
                 raise self._error(found.window.errors[found.row])
+            self._policy = exit_policy(settings, opened, labels)
             keep = 1.0 if settings.keep == "auto" else settings.keep
             loaded = load_walk(opened, settings, keep=keep, placement=settings)
         try:
@@ -161,7 +165,11 @@ class _InspectJob:
             if loaded.compressor is not None:
                 read = self._compress(loaded.compressor, prompts, shared, number, tick)
             summary.method, summary.kept_tokens = read.request.method, len(read.request.tokens)
-            full, compressed = self._answers(loaded, labels, read.request, tick)
+            answers = self._answers(loaded, labels, read.request, opened, tick)
+        full, compressed = (None if own is None else self._view(labels.names, own.logprobs) for own in answers)
+        summary.score = None if full is None else full.score
+        summary.score_compressed = None if compressed is None else compressed.score
+        shown = answers[1] or answers[0]  # as a job reads the row
         return Inspection(
             row=prompt.row,
             row_id=str(prompt.row) if summary.id is None else summary.id,
@@ -174,6 +182,9 @@ class _InspectJob:
             compressed=compressed,
             settings=_shown(settings),
             method=read.request.method,
+            margins=None
+            if shown is None
+            else margin_curve(shown.readings, shown.logprobs, labels.names, self._policy),
         )
 
     def _compress(
@@ -214,10 +225,10 @@ class _InspectJob:
         print(f"prefill: warning: row {self._summary.row} is read in full: {why}", file=sys.stderr)
 
     def _answers(
-        self, loaded: Models[Engine], labels: Labels, request: Request, tick: Tick
-    ) -> tuple[AnswerView | None, AnswerView | None]:
+        self, loaded: Models[Engine], labels: Labels, request: Request, opened: Opened, tick: Tick
+    ) -> tuple[Answer | None, Answer | None]:
         """The answers to the prompt in full, if it fits, and compressed, if it is. Raises PrefillError."""
-        summary, most = self._summary, loaded.engine.limits.max_tokens
+        most = loaded.engine.limits.max_tokens
         wanted = [Request(request.prompt)] + ([request] if request.kept is not None else [])
         able = [each for each in wanted if len(each.tokens) <= most]
         if not able:
@@ -228,14 +239,14 @@ class _InspectJob:
                 f"prefill: warning: the memory budget holds {most:,} tokens: the prompt is not read in full",
                 file=sys.stderr,
             )
-        found = [self._answer(labels.names, own) for own in answer(loaded.engine, able, labels.sets, tick)]
-        full = found[0] if able[0].kept is None else None
-        compressed = found[-1] if able[-1].kept is not None else None
-        summary.score = None if full is None else full.score
-        summary.score_compressed = None if compressed is None else compressed.score
-        return full, compressed
+        layers = opened.files.config.get_text_config().num_hidden_layers
+        found = answer_by_layer(loaded.engine, able, labels.sets, tick, layers)
+        return (
+            found[0] if able[0].kept is None else None,
+            found[-1] if able[-1].kept is not None else None,
+        )
 
-    def _answer(self, names: Sequence[str], logprobs: npt.NDArray[np.float64]) -> AnswerView:
+    def _view(self, names: Sequence[str], logprobs: npt.NDArray[np.float64]) -> AnswerView:
         """What label log-probabilities [labels] say. Raises PrefillError."""
         probabilities = label_probabilities(logprobs, self._settings.temperature)
         if not np.isfinite(probabilities).all():

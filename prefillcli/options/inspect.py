@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefillcli.errors import UsageError
 from prefillcli.options.groups import JobOptions, RunOptions, WeightsOptions, check_keep
-from prefillcli.options.option import COMPRESSION, FILES, option
+from prefillcli.options.option import COMPRESSION, EARLY_EXIT, FILES, option
 from prefillcli.options.values import KeepRate
 
 
@@ -22,6 +22,11 @@ class InspectSettings(RunOptions, WeightsOptions, JobOptions):
     id_column: str | None = option(
         None, "Column that names a row. (default: the row number)", FILES, changes="columns", metavar="NAME"
     )
+    exit_profile: str | None = option(
+        None,
+        "What a job has learnt about early exits (its OUTPUT.exit.json): show where the row would leave.",
+        EARLY_EXIT, changes="files", metavar="FILE",
+    )  # fmt: skip
     html: str | None = option(None, "Also write an HTML page to this file.", FILES, changes="files", metavar="PATH")
 
     def check(self) -> None:

@@ -55,10 +55,12 @@ def _layers(use: ExitUse) -> str:
     expected = {str(each.layer): each.expected for each in use.layers}
     texts = []
     for name, own in use.by_layer.items():
-        share = f"{own.rows / use.rows:.1%}"
+        learnt = use.rows - use.free_rows if name == TO_THE_END else 0
+        share = f"{(own.rows - learnt) / use.free_rows:.1%}"
         wanted = f", {expected[name]:.1%} expected" if name in expected else ""
         texts.append(f"to the end {share}" if name == TO_THE_END else f"after {name} {share}{wanted}")
-    return f"of {use.model_layers}: " + "; ".join(texts)
+    others = f"; without {counted(use.rows - use.free_rows, 'row')} to learn from" if use.free_rows < use.rows else ""
+    return f"of {use.model_layers}: " + "; ".join(texts) + others
 
 
 def _saved(use: ExitUse) -> str | None:

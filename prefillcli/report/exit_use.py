@@ -51,7 +51,7 @@ class UsedExit(BaseModel):
     thresholds: dict[str, float | None]  # by label: how far it must be ahead; None where rows with it stay
     expected: float  # share of the rows that leave here, as the calibration has it
     rows: int = 0  # of the output, that left here
-    share: float | None = None  # of the scored rows
+    share: float | None = None  # of the scored rows, without those that exits were learnt from
 
 
 class LayerCount(BaseModel):
@@ -79,6 +79,7 @@ class ExitUse(BaseModel):
     confidence: float = 0.95
     model_layers: int
     calibration_rows: int = 0  # read in full before the first window
+    learnt_rows: int = 0  # those of them that are rows of the output as they were read then
     classes: list[JudgedLabel] = Field(default_factory=list)
     layers: list[UsedExit] = Field(default_factory=list)
     by_layer: dict[str, LayerCount] = Field(default_factory=dict)  # the layers that rows went through, then "full"
@@ -99,7 +100,7 @@ class ExitUse(BaseModel):
         for each in self.layers:
             own = self.by_layer.get(str(each.layer))
             each.rows = own.rows if own is not None else 0
-            each.share = each.rows / counts.scored if counts.scored else None
+            each.share = each.rows / self.free_rows if self.free_rows else None
         self.audited = [
             AuditedLabel(
                 label=label,
@@ -117,6 +118,12 @@ class ExitUse(BaseModel):
     def left_early(self) -> int:
         """Rows of the output that left before the last layer."""
         return sum(each.rows for name, each in self.by_layer.items() if name != TO_THE_END)
+
+    @property
+    def free_rows(self) -> int:
+        """Scored rows of the output that were not read to learn exits from."""
+        full = self.by_layer.get(TO_THE_END)
+        return self.rows - min(self.learnt_rows, full.rows if full is not None else 0)
 
     @property
     def rows(self) -> int:

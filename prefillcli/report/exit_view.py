@@ -73,6 +73,8 @@ def _by_layer(use: ExitUse) -> list[Bar]:
         for name, own in use.by_layer.items()
     }
     kinds = {names[name]: "s0" if name == TO_THE_END else "s2" for name in values}
+    if use.free_rows < use.rows:
+        texts[names[TO_THE_END]] += f"; {use.rows - use.free_rows:,} rows to learn from"
     return bars({names[name]: value for name, value in values.items()}, texts, kinds)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 
 def render_page(
@@ -14,12 +14,19 @@ def render_page(
 ) -> str:
     """The page that a template in the folder of a package makes of `values`; texts among them are escaped.
 
-    Templates need nothing else: no network, no script, inline CSS for light and dark screens.
+    Templates need nothing else: no network, no script, inline CSS for light and dark screens. They may import macros
+    from templates of the same folder.
     """
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    folder = files(package)
+    environment = Environment(
+        loader=FunctionLoader(lambda name: folder.joinpath(name).read_text(encoding="utf-8")),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     environment.filters.update(filters or {})
-    source = files(package).joinpath(template).read_text(encoding="utf-8")
-    return environment.from_string(source).render(**values)
+    return environment.get_template(template).render(**values)
 
 
 def page_of(path: str) -> str:

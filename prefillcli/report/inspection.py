@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prefillcli.compress.reasons import TokenReason
+from prefillcli.report.layer_margins import MarginCurve
 from prefillcli.report.numbers import counted
 from prefillcli.report.visible import visible
 
@@ -79,6 +80,7 @@ class Inspection:
     compressed: AnswerView | None  # None without compression
     settings: dict[str, Any]
     method: str
+    margins: MarginCurve | None = None  # of the prompt as a job reads it: compressed, if it is
 
 
 @dataclass(frozen=True, slots=True)

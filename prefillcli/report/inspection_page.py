@@ -23,15 +23,18 @@ from prefillcli.report.inspection import (
     importance_of,
     stretches,
 )
+from prefillcli.report.layer_margins import NUMBERS, margin_notes, margin_plot, margin_rows
 from prefillcli.report.visible import preview, visible
 
 
 def inspection_html(inspection: Inspection) -> str:
     """The page of an inspected prompt."""
     _, ranges = heat(inspection.tokens)
+    curve = inspection.margins
     return render_page(
         "prefillcli.report",
         "inspection.html.j2",
+        {"visible": lambda text: visible(str(text), line=True)},
         name=visible(inspection.row_id, line=True),
         facts=facts(inspection),
         heat=HEAT,
@@ -42,6 +45,10 @@ def inspection_html(inspection: Inspection) -> str:
         shared=inspection.shared,
         columns=answer_columns(inspection),
         answers=answer_rows(inspection),
+        margins=None if curve is None else margin_rows(curve),
+        margin_notes=[] if curve is None else margin_notes(curve),
+        margin_plot=None if curve is None else margin_plot(curve),
+        numbers=NUMBERS,
         settings=[(visible(k, line=True), visible(str(v), line=True)) for k, v in inspection.settings.items()],
     )
 

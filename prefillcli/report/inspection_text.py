@@ -23,6 +23,7 @@ from prefillcli.report.inspection import (
     heat,
     stretches,
 )
+from prefillcli.report.layer_margins import NUMBERS, margin_notes, margin_rows
 from prefillcli.report.numbers import counted
 from prefillcli.report.tables import pairs_table
 from prefillcli.report.visible import preview, visible
@@ -85,6 +86,19 @@ def print_inspection(inspection: Inspection, console: Console, *, most_tokens: i
     for name, *values in answer_rows(inspection):
         table.add_row(Text(name), *map(Text, values))
     show(table)
+    if inspection.margins is not None:
+        title("layer by layer")
+        header, *rows = margin_rows(inspection.margins)
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for name in header:
+            table.add_column(
+                Text(name), justify="right" if name in NUMBERS else "left", no_wrap=name in NUMBERS or not name
+            )
+        for row in rows:
+            table.add_row(*map(Text, row))
+        show(table)
+        for note in margin_notes(inspection.margins):
+            show(Text(note, style="dim"))
 
 
 def _legend(inspection: Inspection, coloured: bool) -> Text:

@@ -90,8 +90,8 @@ def _tiles(report: RunReport) -> list[tuple[str, str]]:
     if report.tokens_per_second:
         tiles.append(("tokens/s", f"{report.tokens_per_second:,.0f}"))
     tiles.append(("wall time", minutes_and_seconds(report.seconds.total)))
-    if report.exits is not None and report.exits.rows:
-        tiles.append(("left early", f"{report.exits.left_early / report.exits.rows:.1%}"))
+    if report.exits is not None and report.exits.free_rows:
+        tiles.append(("left early", f"{report.exits.left_early / report.exits.free_rows:.1%}"))
     if report.audit is not None and report.audit.flip_rate is not None:
         tiles.append(("audited flips", f"{report.audit.flip_rate:.1%}"))
     return tiles

@@ -111,6 +111,21 @@ def test_the_table_says_why_there_are_no_exits_or_whose_they_are(changes: dict[s
     assert dict(run_lines(report_with(use_of(**changes))))["exits"].startswith(said)
 
 
+def test_rows_to_learn_from_could_not_leave() -> None:
+    report = report_with(use_of(learnt_rows=60))
+    use = report.exits
+    assert use is not None
+    assert (use.rows, use.free_rows) == (1000, 940)
+    assert [each.share for each in use.layers] == pytest.approx([600 / 940, 300 / 940])
+    assert dict(run_lines(report))["exit layers"] == (
+        "of 30: after 9 63.8%, 55.0% expected; after 22 31.9%, 35.0% expected; to the end 4.3%; "
+        "without 60 rows to learn from"
+    )
+    text = Page(run_html(report)).text
+    assert "100 (10.0%), 20k tokens; 60 rows to learn from" in text
+    assert "95.7%" in text
+
+
 def test_without_exits_nothing_speaks_of_them() -> None:
     report = RunReport()
     report.take(Counts(total=2, scored=2))
