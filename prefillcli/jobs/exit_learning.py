@@ -225,6 +225,11 @@ class ExitLearning:
         return [found[number] for number in range(len(requests))]
 
 
+def forget_exits(sink: Sink) -> None:
+    """Remove what a job that is complete has learnt."""
+    sink.work.delete(FILE)
+
+
 def observed_layers(layers: int) -> tuple[int, ...]:
     """The layers that may become exits, numbered from 0: no more than `MOST_LAYERS`."""
     candidates = range(layers // 4, layers - 1)

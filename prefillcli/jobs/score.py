@@ -33,6 +33,7 @@ from prefillcli.jobs.calibration_file import calibration_of, require_fitting
 from prefillcli.jobs.content_free import content_free_prompts
 from prefillcli.jobs.dry_run import dry_run_job
 from prefillcli.jobs.evaluation import EVALUATION, EvaluationPlan, evaluate_output, require_labels, with_texts
+from prefillcli.jobs.exit_learning import forget_exits
 from prefillcli.jobs.exit_profile_file import read_exit_profile, require_same_exits
 from prefillcli.jobs.exit_report import exit_use
 from prefillcli.jobs.identity import fingerprint, selection
@@ -275,6 +276,7 @@ class _ScoreJob:
                 if self._evaluation is not None and settings.shard is not None:
                     sink.plan = sink.plan | {EVALUATION: self._evaluation.to_json()}
                 sink.finish(count)
+                forget_exits(sink)
 
     def _window_loop(
         self,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from prefillcli.data.output.counts import AuditedExits, Counts
+from prefillcli.data.output.sink import Sink
+from prefillcli.engines.base import THROUGH
+from prefillcli.errors import UsageError
+from prefillcli.exits.policy import ExitPolicy
 from prefillcli.jobs.inputs import Granularity
+from prefillcli.jobs.job_exits import JobExits
+from prefillcli.jobs.merge import merge_job
+from prefillcli.options.load import load_settings
+from prefillcli.options.merge import MergeSettings
 from tests.score import jobs
 from tests.score.jobs import read_output, read_report, score, write_jsonl
 from tests.score.models import save_model
@@ -70,6 +81,10 @@ def exited(data: Path, deep_model: Path, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def assert_same(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
     """Two jobs let the same rows leave at the same layers, with the same answers."""
     for row, other in zip(rows, others, strict=True):
@@ -114,8 +129,6 @@ def test_the_report_says_what_left_where(exited: Path) -> None:
 def test_a_stopped_job_goes_on_with_the_same_exits(
     exited: Path, data: Path, deep_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from prefillcli.data.output.sink import Sink
-
     write, windows = Sink.write, []
 
     def stop_in_the_third(sink: Sink, window: Any, *args: Any, **kwargs: Any) -> None:
@@ -131,3 +144,167 @@ def test_a_stopped_job_goes_on_with_the_same_exits(
     assert score(data, "out.jsonl", model=deep_model, resume=True, **EXITS)["status"] == "complete"
     assert_same(read_output("out.jsonl"), read_output(exited / "out.jsonl"))
     assert json.loads(learnt)["profile"] == json.loads((exited / "out.exit.json").read_text())
+
+
+def test_workers_let_the_same_rows_leave(exited: Path, data: Path, deep_model: Path) -> None:
+    assert score(data, "out.jsonl", model=deep_model, workers=2, **EXITS)["status"] == "complete"
+    assert_same(read_output("out.jsonl"), read_output(exited / "out.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"weights": "stream"}, {"schedule": "srjf"}, {"pack_tokens": 400, "prefix_kv": "discard", "chunk_tokens": 64}],
+    ids=["streamed", "shortest first", "small packs"],
+)
+def test_how_rows_are_computed_changes_no_exit(
+    exited: Path, data: Path, deep_model: Path, flags: dict[str, Any]
+) -> None:
+    assert score(data, "out.jsonl", model=deep_model, **flags, **EXITS)["status"] == "complete"
+    assert_same(read_output("out.jsonl"), read_output(exited / "out.jsonl"))
+
+
+def test_audited_rows_are_read_to_the_end_and_say_what_they_would_have_left_with(
+    exited: Path, data: Path, deep_model: Path, in_full: list[dict[str, Any]]
+) -> None:
+    assert score(data, "out.jsonl", model=deep_model, audit=60, **EXITS)["status"] == "complete"
+    rows = read_output("out.jsonl")
+    assert_same(rows, read_output(exited / "out.jsonl"))
+    audited = [(row, full) for row, full in zip(rows, in_full, strict=True) if row["audit_score"] is not None]
+    assert 40 < len(audited) <= 60
+    assert any(row["exit_layer"] for row, _ in audited)
+    for row, full in audited:
+        assert row["audit_score"] == pytest.approx(full["score"], abs=1e-5)
+        assert row["audit_prediction"] == full["prediction"]
+    report = read_report()
+    assert report["audit"]["rows"] == len(audited)
+    flips = {
+        label: sum(row["prediction"] != label for row, full in audited if full["prediction"] == label)
+        for label in LABELS.split(",")
+    }
+    assert {each["label"]: each["flips"] for each in report["exits"]["audited"]} == flips
+
+
+def test_a_profile_is_used_again_after_a_check(exited: Path, deep_model: Path, tmp_path: Path) -> None:
+    tonight = write_jsonl("tonight.jsonl", [{"prompt": text.replace("fox", "dog")} for text in prompts(100)])
+    flags = EXITS | {"exit_rows": 40}
+    assert score(tonight, model=deep_model, exit_profile=exited / "out.exit.json", **flags)["status"] == "complete"
+    exits = read_report()["exits"]
+    assert (exits["status"], exits["calibration_rows"]) == ("reused", 40)
+    learnt = json.loads((exited / "out.exit.json").read_text())
+    assert [each["layer"] - 1 for each in exits["layers"]] == [each["layer"] for each in learnt["exits"]]
+    assert sum(row["exit_layer"] is not None for row in read_output("out.parquet")) > 30
+    assert not Path("out.exit.json").exists()
+
+
+def test_a_profile_that_fails_its_check_is_not_used(exited: Path, data: Path, deep_model: Path) -> None:
+    learnt = json.loads((exited / "out.exit.json").read_text())
+    for each in learnt["exits"]:
+        bias = each["probe"]["bias"]
+        bias["float32"] = base64.b64encode(np.array([9, 0], "<f4").tobytes()).decode()
+    Path("wrong.json").write_text(json.dumps(learnt))
+    assert score(data, model=deep_model, exit_profile="wrong.json", **EXITS)["status"] == "complete"
+    exits = read_report()["exits"]
+    assert exits["status"] == "none"
+    assert "'t' flip" in exits["reason"]
+    assert {row["method"] for row in read_output("out.parquet")} == {"full"}
+
+
+def test_a_profile_of_another_job_is_refused(exited: Path, data: Path, model: Path, deep_model: Path) -> None:
+    profile = exited / "out.exit.json"
+    other_model = score(data, model=model, exit_profile=profile, **EXITS)
+    assert (other_model["exit_code"], "another model" in other_model["error"]) == (2, True)
+    other_labels = score(data, model=deep_model, exit_profile=profile, **(EXITS | {"labels": "a,b"}))
+    assert (other_labels["exit_code"], "another labels" in other_labels["error"]) == (2, True)
+    stricter = score(data, model=deep_model, exit_profile=profile, **(EXITS | {"max_flips": 0.01}))
+    assert (stricter["exit_code"], "--max-flips" in stricter["error"]) == (2, True)
+    missing = score(data, model=deep_model, exit_profile="none.json", **EXITS)
+    assert (missing["exit_code"], "no such file" in missing["error"]) == (2, True)
+
+
+def test_too_few_rows_prove_nothing(deep_model: Path, in_full: list[dict[str, Any]]) -> None:
+    few = write_jsonl("few.jsonl", [{"prompt": text} for text in prompts()[:30]])
+    assert score(few, model=deep_model, **EXITS)["status"] == "complete"
+    rows, exits = read_output("out.parquet"), read_report()["exits"]
+    assert exits["status"] == "none"
+    assert "calibration rows" in exits["reason"]
+    assert {row["method"] for row in rows} == {"full"}
+    for row, full in zip(rows, in_full, strict=False):
+        assert row["score"] == pytest.approx(full["score"], abs=1e-5)
+
+
+def test_one_row_and_no_row_are_scored(deep_model: Path) -> None:
+    for count in (1, 0):
+        rows = write_jsonl(f"{count}.jsonl", [{"prompt": text} for text in prompts()[:count]])
+        assert score(rows, f"{count}.parquet", model=deep_model, **EXITS)["status"] == "complete"
+        assert len(read_output(f"{count}.parquet")) == count
+
+
+def test_damaged_exits_are_learnt_again(
+    exited: Path, data: Path, deep_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Sink, "finish", interrupted)
+        assert score(data, "out.jsonl", model=deep_model, **EXITS)["status"] != "complete"
+    file = Path("out.jsonl.prefill/exits.json")
+    file.write_bytes(file.read_bytes()[:-100])
+    assert score(data, "out.jsonl", model=deep_model, resume=True, **EXITS)["status"] == "complete"
+    assert_same(read_output("out.jsonl"), read_output(exited / "out.jsonl"))
+    assert not file.exists()
+
+
+def test_other_exits_are_another_job(data: Path, deep_model: Path) -> None:
+    few = write_jsonl("few.jsonl", [{"prompt": text} for text in prompts()[:12]])
+    assert score(few, model=deep_model, labels=LABELS)["exit_code"] == 0
+    with_exits = score(few, model=deep_model, resume=True, **(EXITS | {"dtype": "auto"}))
+    assert (with_exits["exit_code"], "different exit" in with_exits["error"]) == (4, True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ({"engine": "hf"}, "no early exits"),
+        ({"shard": "1/2"}, "--exit-profile"),
+        ({"keep": "auto", "draft": "d"}, "--keep auto has not chosen"),
+        ({"exit": False}, "--exit"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(data: Path, deep_model: Path, flags: dict[str, Any], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        score(data, model=deep_model, **(EXITS | flags))
+
+
+def test_drift_ends_the_exits(capsys: pytest.CaptureFixture[str]) -> None:
+    audited = {"t": AuditedExits(200, 150, 2), "n": AuditedExits(90, 80, 40)}
+    sink: Any = SimpleNamespace(plan={"exits": {"digest": "of the file"}}, counts=Counts(audited_exits=audited))
+    exits = JobExits(policy=ExitPolicy(()), learnt=None, max_flips=FLIPS)
+    exits.watch(sink, window=4)
+    assert exits.policy is None
+    assert exits.between(frozenset()) == THROUGH
+    assert sink.plan["exits"]["stopped_window"] == 5
+    assert "40 of 90 audited rows that are 'n'" in capsys.readouterr().err
+
+
+def test_compressed_rows_leave_too(data: Path, deep_model: Path, draft: Path) -> None:
+    compressed = {"draft": draft, "keep": 0.5, "keep_last": 16, "compress_above": 0, "lookahead": 1}
+    kept = {"labels": LABELS, "dtype": "float32", **compressed}
+    assert score(data, "plain.jsonl", model=deep_model, **kept)["status"] == "complete"
+    assert score(data, "out.jsonl", model=deep_model, audit=50, **(EXITS | compressed))["status"] == "complete"
+    plain, rows = read_output("plain.jsonl"), read_output("out.jsonl")
+    assert {row["method"] for row in rows} >= {"specprefill", "specprefill+early-exit"}
+    for row, other in zip(rows, plain, strict=True):
+        assert row["kept_tokens"] == other["kept_tokens"]
+        if row["exit_layer"] is None:
+            assert row["score"] == pytest.approx(other["score"], abs=1e-5)
+    flips = sum(row["prediction"] != other["prediction"] for row, other in zip(rows, plain, strict=True))
+    assert flips <= FLIPS * ROWS
+    audited = [row for row in rows if row["audit_score"] is not None]
+    assert len(audited) == 50
+
+
+def test_shards_with_a_profile_are_merged(exited: Path, data: Path, deep_model: Path) -> None:
+    flags = EXITS | {"exit_profile": exited / "out.exit.json", "exit_rows": 40}
+    assert score(data, "whole.jsonl", model=deep_model, **flags)["status"] == "complete"
+    for shard in ("1/2", "2/2"):
+        assert score(data, "out.jsonl", model=deep_model, shard=shard, **flags)["status"] == "complete"
+    assert merge_job(load_settings(MergeSettings, {"output": "out.jsonl"}, environment={}))["status"] == "complete"
+    assert_same(read_output("out.jsonl"), read_output("whole.jsonl"))
