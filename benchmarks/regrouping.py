@@ -30,7 +30,7 @@ from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.walk import LayerWalk
 from prefillcli.profile.prompts import prompts_with_histories
-from prefillcli.profile.regrouping import measure_exit_costs
+from prefillcli.profile.regrouping import measure_leaving
 
 #: Prefixes, rows behind each, tokens of a prefix, tokens of a row.
 PACKS = {"reviews": (1, 64, 300, 120), "long prefix": (1, 20, 2000, 150), "short rows": (1, 256, 40, 24)}
@@ -74,7 +74,7 @@ def main(
             log(name)
             prompts = prompts_with_histories(*shape, int(loaded.config.vocab_size))
             (pack,) = make_plan(prompts, Limits(1 << 30, 1 << 30)).packs
-            costs = measure_exit_costs(walk, pack, time.process_time, rounds)
+            costs = measure_leaving(walk, pack, time.process_time, rounds)
             if costs is None:
                 raise SystemExit("a model of one layer has no exits")
             faster = _whole_walks(walk, pack, rounds)

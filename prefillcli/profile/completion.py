@@ -66,7 +66,7 @@ def time_packs(send: Send, subject: Subject, memory: int | None, target: float) 
     """
     from prefillcli.models.law import FREE_SHARE, choose_chunk, memory_law
     from prefillcli.prefill.walk import LayerWalk
-    from prefillcli.profile.regrouping import measure_exit_costs
+    from prefillcli.profile.regrouping import measure_leaving
     from prefillcli.runtime.memory import available_memory
 
     model, files = load_subject(subject)
@@ -81,7 +81,7 @@ def time_packs(send: Send, subject: Subject, memory: int | None, target: float) 
     most = min(files.max_length, int(room / (law.token + law.key_value * law.layers)))
     unit = choose_unit(partial(_first_seconds, run, vocabulary), most, target)
     (several,) = extra_packs(unit, vocabulary)[-1]
-    costs = measure_exit_costs(walk, several, partial(_now, device))
+    costs = measure_leaving(walk, several, partial(_now, device))
     send(Budgeted(budget, chunk, costs and costs.regroup, costs and costs.keys))
     for timings in measure_packs(run, unit, vocabulary, windows):
         send(timings)

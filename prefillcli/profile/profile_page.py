@@ -8,8 +8,8 @@ from prefillcli.forecast.profile import Profile
 from prefillcli.forecast.replay_results import Replay
 from prefillcli.profile.profile_tables import (
     completion_table,
-    exit_costs,
     law_table,
+    leaving_costs,
     length_table,
     no_times,
     profile_headline,
@@ -120,7 +120,7 @@ def profile_html(profile: Profile) -> str:
         "page.html.j2",
         profile=profile,
         headline=profile_headline(profile),
-        exits=exit_costs(profile),
+        exits=leaving_costs(profile),
         remarks=profile_remarks(profile),
         bars=length_bars(profile),
         memory=memory_chart(profile),

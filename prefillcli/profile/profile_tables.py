@@ -194,7 +194,7 @@ def how_good(model: CompletionModel) -> str:
     return text
 
 
-def exit_costs(profile: Profile) -> str:
+def leaving_costs(profile: Profile) -> str:
     """What early exit takes on this machine; empty where that was not measured."""
     if profile.regroup_layers is None or profile.keys_layers is None:
         return ""
@@ -217,9 +217,9 @@ def print_profile(profile: Profile) -> None:
         console.print("How long it takes", style="bold")
         print_numbers(console, seconds_table(profile.completion, longest))
         console.print(f"  {how_good(profile.completion)}\n", style="dim")
-    if exit_costs(profile):
+    if leaving_costs(profile):
         console.print("Early exit", style="bold")
-        console.print(f"  {exit_costs(profile)}\n")
+        console.print(f"  {leaving_costs(profile)}\n")
     for replay in profile.replays:
         console.print(f"What a server would make of {replay.workload}, calculated", style="bold")
         console.print(

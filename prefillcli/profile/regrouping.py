@@ -16,7 +16,7 @@ from prefillcli.prefill.walk import LayerWalk
 ROUNDS = 3
 
 
-class ExitCosts(NamedTuple):
+class LeavingCosts(NamedTuple):
     """In layers of a token, for each token of a pack."""
 
     regroup: float  # laying it out anew between two layers
@@ -24,9 +24,9 @@ class ExitCosts(NamedTuple):
 
 
 @torch.inference_mode()
-def measure_exit_costs(
+def measure_leaving(
     walk: LayerWalk, pack: Pack, clock: Callable[[], float], rounds: int = ROUNDS
-) -> ExitCosts | None:
+) -> LeavingCosts | None:
     """Time a layer in the middle of the model over `pack`, which holds nothing.
 
     Of each step the fastest round counts: other programs can only make it slower. A model of one layer has no middle:
@@ -63,4 +63,4 @@ def measure_exit_costs(
                 step()
                 own.append(clock() - begun)
     alone, keys, both = (min(own) for own in seconds)
-    return ExitCosts(max(0.0, both / alone - 1), keys / alone)
+    return LeavingCosts(max(0.0, both / alone - 1), keys / alone)
