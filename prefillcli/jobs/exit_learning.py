@@ -148,7 +148,7 @@ class ExitLearning:
         layers = observed_layers(self._layers) if policy is None else policy.layers
         if not settings.quiet:
             print(f"prefill: {len(requests):,} rows are read in full first, for --exit", file=sys.stderr)
-        answers = self._answers(requests, layers)
+        answers, unique = self._answers(requests, layers)
         rows = _calibration_rows(requests, answers, layers, len(self.inputs.labels.names))
         if given is not None and policy is not None:
             check = recheck_exits(policy, rows, settings.max_flips, self.inputs.labels.names)
@@ -161,7 +161,7 @@ class ExitLearning:
         # A compressed prompt may keep other tokens beside those that it shares a prefix with.
         known = [] if settings.compresses else [scored_row(*each) for each in zip(requests, answers, strict=True)]
         computed = sum(answer.computed_tokens for answer in answers)
-        return LearntExits(profile, known, len(answers), reason), Tokens(computed=computed)
+        return LearntExits(profile, known, len(answers), reason), Tokens(computed=computed, unique=unique)
 
     def _profile(self, rows: CalibrationRows) -> ExitProfile:
         """The exits that these rows prove."""
@@ -211,10 +211,10 @@ class ExitLearning:
             requests = self.compressor.compress(prompts, self.tick)
         return [request for request in requests if len(request.tokens) <= self.engine.limits.max_tokens]
 
-    def _answers(self, requests: Sequence[Request], layers: Sequence[int]) -> list[Answer]:
-        """What the model answers in full, with what these layers show."""
+    def _answers(self, requests: Sequence[Request], layers: Sequence[int]) -> tuple[list[Answer], int]:
+        """What the model answers in full, with what these layers show, and the tokens of the requests' trie."""
         if not requests:
-            return []
+            return [], 0
         plan = plan_requests(requests, self.engine.limits, self.settings.schedule)
         between, sets = BetweenLayers(EarlyExits(observed=tuple(layers))), self.inputs.labels.sets
         found: dict[int, Answer] = {}
@@ -222,7 +222,7 @@ class ExitLearning:
             plan.packs, lambda i: sets[requests[i].prompt.labels], self.tick, between
         ):
             found |= {answer.prompt: answer for answer in answers}
-        return [found[number] for number in range(len(requests))]
+        return [found[number] for number in range(len(requests))], plan.unique_tokens
 
 
 def forget_exits(sink: Sink) -> None:

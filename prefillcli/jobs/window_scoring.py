@@ -117,7 +117,9 @@ def begin_window(
     """
     requests, finished = _requests(window, done, compressor, options, listener)
     known = options.exits.known
-    finished.rows = [known[each.prompt.row] for each in requests if each.prompt.row in known.keys() - done]
+    finished = _with_known(finished, [each for each in requests if each.prompt.row in known.keys() - done], options)
+    if finished.rows:
+        listener.step(None, len(finished.rows), finished.tokens.prompt, 0)
     requests = [request for request in requests if request.prompt.row not in known]
     requests, too_large = _fitting(requests, engine.limits.max_tokens)
     if not engine.whole_packs:
@@ -131,6 +133,15 @@ def begin_window(
     finished.errors, finished.tokens.unique = too_large, work.plan.unique_tokens
     finished.carried = work.plan.carried
     return work, finished
+
+
+def _with_known(finished: Finished, requests: Sequence[Request], options: ScoringOptions) -> Finished:
+    """What is finished, with the rows of requests that were answered before the first window."""
+    finished.rows = [options.exits.known[each.prompt.row] for each in requests]
+    finished.tokens.prompt = sum(len(each.prompt.tokens) for each in requests)
+    finished.tokens.kept = sum(len(each.tokens) for each in requests)
+    finished.tokens.shared = sum(row.shared_tokens for row in finished.rows)
+    return finished
 
 
 class WindowWork:

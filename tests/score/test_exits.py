@@ -124,6 +124,24 @@ def test_the_report_says_what_left_where(exited: Path) -> None:
     assert {int(name) for name in exits["by_layer"] if name != "full"} == {row["exit_layer"] for row in left}
     assert exits["predicted_gain"] > 1
     assert exits["measured_gain"] > 0
+    for each in exits["layers"]:
+        own = sum(row["exit_layer"] == each["layer"] for row in left)
+        assert (each["rows"], each["share"]) == (own, pytest.approx(own / (ROWS - exits["learnt_rows"])))
+    tokens = report["tokens"]
+    assert tokens["prompt"] == tokens["kept"] == sum(row["prompt_tokens"] for row in rows)
+    assert tokens["unique"] <= tokens["computed"] == sum(row["computed_tokens"] for row in rows)
+
+
+def test_an_evaluation_of_three_labels_has_the_rows_that_left(data: Path, deep_model: Path) -> None:
+    answered = [{"prompt": text, "truth": "n"} for text in prompts()]
+    given = EXITS | {"labels": "n,t,o", "truth": "truth", "max_flips": 0.4, "exit_rows": 180}
+    assert score(write_jsonl("answered.jsonl", answered), "out.jsonl", model=deep_model, **given)["exit_code"] == 0
+    rows, found = read_output("out.jsonl"), read_report("out.run.json")["evaluation"]
+    assert sum(row["exit_layer"] is not None for row in rows) > ROWS / 10
+    assert found["rows"] == ROWS
+    assert found["accuracy"]["value"] == pytest.approx(np.mean([row["prediction"] == "n" for row in rows]))
+    for row in rows:
+        assert sum(row[f"score_{label}"] for label in "nto") == pytest.approx(1)
 
 
 def test_a_stopped_job_goes_on_with_the_same_exits(
