@@ -20,6 +20,7 @@ def exit_use(exits: JobExits, spared: Spared, tokens: Tokens) -> ExitUse | None:
     return ExitUse(
         status=status,
         reason=exits.reason,
+        reused=exits.reused,
         stopped_window=exits.stopped_window,
         max_flips=exits.max_flips,
         confidence=learnt.confidence,

@@ -31,13 +31,14 @@ def threshold_text(ahead: float | None) -> str:
 def _status(use: ExitUse) -> str:
     if use.status == "none":
         return f"none: {visible(use.reason or '', line=True)}"
-    learnt = f"learnt from {counted(use.calibration_rows, 'row')} in full"
-    if use.status == "reused":
-        learnt = f"from --exit-profile, checked on {counted(use.calibration_rows, 'row')} in full"
-    text = (
-        f"{learnt}; of the rows of each label at most {_percent(use.max_flips)} flip "
-        f"({100 * use.confidence:g} % confidence)"
-    )
+    rows, most = counted(use.calibration_rows, "row"), _percent(use.max_flips)
+    sure = f"({100 * use.confidence:g} % confidence)"
+    text = f"learnt from {rows} in full; of the rows of each label at most {most} flip {sure}"
+    if use.reused:
+        text = (
+            f"from --exit-profile, checked on {rows} in full; of the rows that it was learnt from at most {most} of "
+            f"each label flip {sure}"
+        )
     if use.status == "stopped":
         at = "" if use.stopped_window is None else f" at window {use.stopped_window:,}"
         return f"stopped{at}: {visible(use.reason or '', line=True)}; {text}"

@@ -74,6 +74,7 @@ class ExitUse(BaseModel):
 
     status: ExitStatus
     reason: str | None = None  # why there are none, or none any more
+    reused: bool = False  # whether an earlier job has learnt them
     stopped_window: int | None = None  # the first window without them
     max_flips: float
     confidence: float = 0.95

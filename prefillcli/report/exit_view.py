@@ -12,9 +12,15 @@ from prefillcli.report.exit_use import KEPT_ALIVE, ExitUse, JudgedLabel
 from prefillcli.report.numbers import abbreviated, counted, percent_interval, percent_or_nothing
 
 BOUND_NOTE = (
-    "The bound is of the rows that the model answers with that label when it reads all layers. It holds for rows like "
-    "those that were judged, which are drawn from the whole job, and it does not say that the model is right. If "
-    "other rows come it is void: only the audit shows that."
+    "The bound is of the rows that the model answers with that label when it reads all layers, and it does not say "
+    "that the model is right."
+)
+OWN_ROWS_NOTE = (
+    "It holds for rows like those that were judged, which are drawn from the whole job. If others come it is void."
+)
+OTHER_ROWS_NOTE = (
+    "It holds for rows like those of the job that made the exit profile. If tonight's are others, it is void: only "
+    "the audit shows that."
 )
 CURVE_NOTE = (
     "Across: share of the judged rows that flip. Up: how much less is computed, for tokens that no two rows share. "
@@ -38,7 +44,7 @@ def exit_view(use: ExitUse | None) -> dict[str, Any] | None:
         "audited": _audited(use),
         "kept_alive": _kept_alive(use.kept_alive),
         "curve": gain_plot(use),
-        "bound_note": BOUND_NOTE,
+        "bound_note": f"{BOUND_NOTE} {OTHER_ROWS_NOTE if use.reused else OWN_ROWS_NOTE}",
         "curve_note": CURVE_NOTE,
         "alive_note": ALIVE_NOTE,
     }

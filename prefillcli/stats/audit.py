@@ -1,4 +1,4 @@
-"""Rows scored both compressed and in full: how often compression flips an answer, and how certain that rate is.
+"""Rows scored both for less and in full: how often compression or an early exit flips an answer, and how certainly.
 
 Intervals and bounds are exact (Clopper and Pearson, Biometrika 26, 1934): they hold for any number of rows, even
 without a flip. All probabilities and rates are shares (0 to 1).
@@ -84,7 +84,7 @@ def audit_lines(audit: Audit) -> list[tuple[str, str]]:
     ]
     if audit.auc_compressed is not None and audit.auc_full is not None:
         known = f"{_counted(audit.truth_rows, 'row')} with a known answer"
-        lines.append(("audit AUC", f"{audit.auc_compressed:.3f} compressed, {audit.auc_full:.3f} full ({known})"))
+        lines.append(("audit AUC", f"{audit.auc_compressed:.3f} as scored, {audit.auc_full:.3f} in full ({known})"))
     elif audit.truth_rows:
         lines.append(("audit AUC", f"none: the known answers ({audit.truth_rows:,}) are all the same"))
     return lines

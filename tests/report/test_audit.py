@@ -121,7 +121,7 @@ def test_lines_for_the_table() -> None:
             "200 rows also in full: 3 flips (1.5 %, 95 % interval 0.3-4.3 %), "
             "score difference 0.004 mean, 0.62 largest",
         ),
-        ("audit AUC", "0.998 compressed, 0.999 full (200 rows with a known answer)"),
+        ("audit AUC", "0.998 as scored, 0.999 in full (200 rows with a known answer)"),
     ]
 
 

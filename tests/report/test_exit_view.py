@@ -102,7 +102,10 @@ def test_the_table_says_who_left_where_and_what_it_brought() -> None:
     ("changes", "said"),
     [
         ({"status": "none", "reason": "too few rows of\x1b[31m yes"}, "none: too few rows of␛[31m yes"),
-        ({"status": "reused", "calibration_rows": 300}, "from --exit-profile, checked on 300 rows in full; of the"),
+        (
+            {"status": "reused", "reused": True, "calibration_rows": 300},
+            "from --exit-profile, checked on 300 rows in full; of the rows that it was learnt from at most 1 %",
+        ),
         ({"status": "stopped", "reason": "9 of 90 flip", "stopped_window": 1234}, "stopped at window 1,234: 9 of 90"),
         ({"status": "stopped", "reason": "9 of 90 flip"}, "stopped: 9 of 90 flip; learnt from 1,400 rows in full"),
     ],
@@ -124,6 +127,13 @@ def test_rows_to_learn_from_could_not_leave() -> None:
     text = Page(run_html(report)).text
     assert "100 (10.0%), 20k tokens; 60 rows to learn from" in text
     assert "95.7%" in text
+
+
+def test_whose_rows_the_bound_is_of_is_told() -> None:
+    own, other = (Page(run_html(report_with(use_of(reused=reused)))).text for reused in (False, True))
+    assert "drawn from the whole job" in own
+    assert "drawn from the whole job" not in other
+    assert "of the job that made the exit profile" in other
 
 
 def test_without_exits_nothing_speaks_of_them() -> None:

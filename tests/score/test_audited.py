@@ -188,5 +188,5 @@ def test_the_table_tells_the_flips(
     )
     table, report = " ".join(capsys.readouterr().err.split()), read_report()["audit"]
     assert f"{AUDIT} rows also in full: {report['flips']} flip" in table
-    assert f"{report['auc_compressed']:.3f} compressed, {report['auc_full']:.3f} full" in table
+    assert f"{report['auc_compressed']:.3f} as scored, {report['auc_full']:.3f} in full" in table
     assert "computed by the draft" in table
