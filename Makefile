@@ -14,7 +14,7 @@ RAY_VENV := .venv-ray
 TEST_WORKERS ?= 2
 
 .PHONY: setup setup-real setup-airflow setup-vllm setup-ray demo demo-real test test-real test-nightly \
-	test-airflow test-vllm test-ray lint format bench bench-reviews distill-draft bench-peers samples clean
+	test-airflow test-vllm test-ray lint format bench bench-reviews distill-draft bench-peers bench-exits deep-models samples clean
 
 setup: $(VENV)/.ready
 
@@ -121,6 +121,15 @@ bench-peers: setup-vllm
 
 samples: setup
 	$(BIN)/python -m recipes.make_samples
+
+# The deep sample models anew, grown from the target: half an hour on one core
+deep-models: setup
+	$(BIN)/python -m recipes.train_sample_models deep --steps 300 --rate 1e-3 --batch-tokens 1024 --threads 1
+	$(BIN)/python -m recipes.train_sample_models deep-plain --steps 60 --rate 1e-3 --batch-tokens 1024 --threads 1
+
+# What early exit brings, on the real model and on the deep samples. Takes an hour on one core
+bench-exits: setup-real
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.exits --dtype bfloat16
 
 clean:
 	rm -rf $(VENV) $(AIRFLOW_VENV) $(VLLM_VENV) $(RAY_VENV) out build dist

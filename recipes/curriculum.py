@@ -45,6 +45,8 @@ class Curriculum:
     drill: bool = True
     length: float = FIRST_DRILL
     running: float = 0.5
+    longest_share: float = 0.5  # of the batches have the current length, the others less
+    bend: float = 1.0  # lengths below it are log-uniform; from more than 1 on, more of them are short
 
     @property
     def complete(self) -> bool:
@@ -52,10 +54,10 @@ class Curriculum:
         return not self.drill and self.length >= MOST_LINES
 
     def draw(self, rng: Random) -> Lesson:
-        """The next batch: the current length, or log-uniformly below it in half of the batches."""
-        if self.drill or rng.random() < 0.5:
+        """The next batch: the current length, or one below it."""
+        if self.drill or rng.random() < self.longest_share:
             return Lesson(self.drill, round(self.length))
-        return Lesson(False, max(1, round(self.length ** rng.random())))
+        return Lesson(False, max(1, round(self.length ** (rng.random() ** self.bend))))
 
     def record(self, lesson: Lesson, accuracy: float) -> None:
         """Take in a batch's accuracy; only batches at the current length count."""

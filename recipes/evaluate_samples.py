@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -137,17 +138,50 @@ def table(scored: list[ScoredRow]) -> str:
     return "\n".join(text)
 
 
+@torch.inference_mode()
+def right_by_layer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Iterable[Row]
+) -> dict[str, list[list[bool]]]:
+    """Whether each layer's output answers each row, [rows] of [layers] by domain: what the model's own norm and head
+    make of it, the likelier of the two answers."""
+    body: Any = model.base_model
+    head = model.get_output_embeddings()
+    labels = [tokenizer.convert_tokens_to_ids(token) for token in ("ĠYes", "ĠNo")]
+    found: dict[str, list[list[bool]]] = {}
+    for row in rows:
+        ids = tokenizer(row.prompt, return_tensors="pt")["input_ids"].to(model.device)
+        *between, last = body(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states[1:]
+        states = torch.stack([*(body.norm(each[0, -1]) for each in between), last[0, -1]])
+        yes, no = head(states)[:, labels].T
+        found.setdefault(row.domain, []).append(((yes > no) == (row.answer == "Yes")).tolist())
+    return found
+
+
+def layer_table(found: dict[str, list[list[bool]]]) -> str:
+    """Accuracy after each layer, as a Markdown table."""
+    layers = len(next(iter(found.values()))[0])
+    text = [f"| domain | rows | {' | '.join(f'after {at}' for at in range(1, layers + 1))} |"]
+    text.append("| --- " * (layers + 2) + "|")
+    for domain, rows in sorted(found.items()):
+        text.append(f"| {domain} | {len(rows)} | {' | '.join(f'{each:.2f}' for each in np.mean(rows, axis=0))} |")
+    return "\n".join(text)
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", type=Path, default=SAMPLES / "models" / "target")
     parser.add_argument("--fresh", type=int, default=0, help="number of new rows to draw per domain instead")
     parser.add_argument("--seed", type=int, default=1, help="of the new rows and of the gaps")
+    parser.add_argument("--by-layer", action="store_true", help="what every layer's output answers")
     parser.add_argument("--gaps", action="store_true", help="put random gaps into the position ids")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     rows = draw_rows(f"fresh {args.seed}", args.fresh) if args.fresh else sample_rows()
+    if args.by_layer:
+        print(layer_table(right_by_layer(model, tokenizer, rows)))
+        return
     print(table(score(model, tokenizer, rows, Random(args.seed) if args.gaps else None)))
 
 

@@ -2,13 +2,18 @@
 
     python -m recipes.train_sample_models target --minutes 30
     python -m recipes.train_sample_models draft --minutes 15
+    python -m recipes.train_sample_models deep --steps 300 --rate 1e-3 --batch-tokens 1024
+    python -m recipes.train_sample_models deep-plain --steps 60 --rate 1e-3 --batch-tokens 1024
 
-Runs on the CPU or on CUDA. The clock decides when to stop, so two runs differ; the data and the
+The deep ones are grown from the target; `deep` is trained with LayerSkip's loss and layer dropout.
+
+Runs on the CPU or on CUDA. The clock decides when to stop, so two runs differ, or a number of steps; the data and the
 initial weights come from the seed. The best checkpoint so far, judged on held-out prompts in the
 shipped format, is always the one on disk.
 """
 
 import argparse
+import copy
 import os
 import sys
 import tempfile
@@ -23,6 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from prefillcli.bench.sample_text import CASES
 from recipes.curriculum import MOST_LINES, Batch, BatchMaker, Curriculum
+from recipes.deep_model import LayerSkip, grow
 from recipes.evaluate_samples import SAMPLES, Row, ScoredRow, accuracy, draw_rows, nll, score
 from recipes.sample_tokenizer import LONGEST, train_tokenizer
 
@@ -44,11 +50,15 @@ class Shape:
     layers: int
     heads: int
     kv_heads: int
+    grown: bool = False  # from the target, which gives all sizes but the layers
+    early: bool = False  # early layers learn to answer
 
 
 SHAPES = {
     "target": Shape(width=128, feed_forward=256, layers=4, heads=4, kv_heads=2),
     "draft": Shape(width=64, feed_forward=128, layers=3, heads=4, kv_heads=4),
+    "deep": Shape(width=128, feed_forward=256, layers=12, heads=4, kv_heads=2, grown=True, early=True),
+    "deep-plain": Shape(width=128, feed_forward=256, layers=12, heads=4, kv_heads=2, grown=True),
 }
 
 
@@ -88,8 +98,14 @@ def build_model(shape: Shape, tokenizer: PreTrainedTokenizerBase, seed: int) -> 
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a complete transformers directory; each file is replaced in one step."""
+    """Write a complete transformers directory; each file is replaced in one step.
+
+    A model that is grown is saved in bfloat16.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    if SHAPES[folder.name].grown:
+        trained, model = model, LlamaForCausalLM(copy.deepcopy(model.config)).to(torch.bfloat16)
+        model.load_state_dict(trained.state_dict())
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
@@ -97,11 +113,16 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Pa
             os.replace(file, folder / file.name)
 
 
-def learn(model: LlamaForCausalLM, batch: Batch, hint_weight: float) -> tuple[torch.Tensor, torch.Tensor]:
+def learn(
+    model: LlamaForCausalLM, batch: Batch, hint_weight: float, skip: LayerSkip | None, step: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss of a batch, and the share of its answers that are right.
 
-    With a hint weight the asked word itself must predict the answer too, before "? Answer:" has passed.
+    With a hint weight the asked word itself must predict the answer too, before "? Answer:" has passed. With
+    LayerSkip every layer must predict it.
     """
+    if skip is not None:
+        skip.clear()
     device = model.device
     # the mask of ones keeps transformers from reading jumps in the positions as packed sequences
     hidden = model.model(
@@ -112,7 +133,8 @@ def learn(model: LlamaForCausalLM, batch: Batch, hint_weight: float) -> tuple[to
     ).last_hidden_state
     answers, text, targets = batch.answers.to(device), batch.text.to(device), batch.targets.to(device)
     logits = model.lm_head(hidden[answers])
-    loss = F.cross_entropy(logits, targets[answers])
+    known = targets[answers]
+    loss = F.cross_entropy(logits, known) if skip is None else skip.loss(answers, known, step)
     loss = loss + TEXT_WEIGHT * F.cross_entropy(model.lm_head(hidden[text]), targets[text])
     if hint_weight:
         words = answers.roll(-ASKED_BEFORE, dims=1)
@@ -142,6 +164,28 @@ class Best:
         return True
 
 
+class Newest(Best):
+    """The newest validation that is good. For models that have been accurate from the start."""
+
+    def improves(self, scored: list[ScoredRow]) -> bool:
+        """Take in a validation; True if it is good."""
+        return accuracy(scored) >= GOOD
+
+
+def open_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+    """The model to train: from its checkpoint, grown from the target, or new."""
+    shape = SHAPES[args.model]
+    shape = replace(shape, width=args.width or shape.width, layers=args.layers or shape.layers)
+    if args.resume:
+        model = LlamaForCausalLM.from_pretrained(args.out / args.model, dtype=torch.float32)
+    elif shape.grown:
+        torch.manual_seed(args.seed)
+        model = grow(LlamaForCausalLM.from_pretrained(args.out / "target", dtype=torch.float32), shape.layers)
+    else:
+        model = build_model(shape, tokenizer, args.seed)
+    return model.to(args.device).train()
+
+
 def log(text: str) -> None:
     """A progress line on stderr."""
     print(text, file=sys.stderr, flush=True)
@@ -150,17 +194,16 @@ def log(text: str) -> None:
 def train(args: argparse.Namespace) -> None:
     """Train one model until the time is over."""
     shape = SHAPES[args.model]
-    shape = replace(shape, width=args.width or shape.width, layers=args.layers or shape.layers)
     rng = Random(f"training {args.model} {args.seed} {args.resume}")
     tokenizer = train_tokenizer()
     folder = args.out / args.model
     curriculum, best = Curriculum(), Best()
-    if args.resume:
-        model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if shape.grown:  # it reads long histories from the start: most answers for the time are in short ones
+        curriculum, best = Curriculum(drill=False, length=MOST_LINES, longest_share=0.02, bend=2.0), Newest()
+    elif args.resume:
         curriculum = Curriculum(drill=False, length=MOST_LINES)
-    else:
-        model = build_model(shape, tokenizer, args.seed)
-    model.to(args.device).train()
+    model = open_model(args, tokenizer)
+    skip = LayerSkip(model) if shape.early else None
     batches = BatchMaker(tokenizer, rng, args.batch_tokens)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.rate, betas=(0.9, 0.98), weight_decay=0.01)
     rows = draw_rows(f"validation {args.seed}", args.validation_rows)
@@ -169,17 +212,17 @@ def train(args: argparse.Namespace) -> None:
     spent = validated = logged = 0.0  # seconds of training
     step = tokens = 0
     gaps = False
-    while (share := spent / (60 * args.minutes)) < 1:
+    while (share := step / args.steps if args.steps else spent / (60 * args.minutes)) < 1:
         begun = time.monotonic()
         if not gaps and share > args.gaps_from and curriculum.complete:
             # from now on only checkpoints that bear gaps and still read plain prompts well are kept
-            gaps, best = True, Best(accuracy=GOOD)
+            gaps, best = True, best if shape.grown else Best(accuracy=GOOD)
             log(f"step {step}: from here on half of the batches have gaps in their positions")
         lesson = curriculum.draw(rng)
         batch = batches.make(lesson, gaps=gaps and rng.random() < 0.5)
         for group in optimizer.param_groups:
             group["lr"] = args.rate * rate_factor(step, share)
-        loss, right = learn(model, batch, args.hint if lesson.drill else 0.0)
+        loss, right = learn(model, batch, args.hint if lesson.drill else 0.0, skip, step)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -195,6 +238,9 @@ def train(args: argparse.Namespace) -> None:
                 f"{spent / 60:5.1f} min step {step:5d} {what} {curriculum.length:5.1f} "
                 f"running {curriculum.running:.3f} loss {loss.item():.3f} {tokens / spent:,.0f} tokens/s"
             )
+            if skip is not None:
+                shares = skip.accuracies(batch.answers, batch.targets[batch.answers])
+                log(f"right after each layer: {' '.join(f'{share:.2f}' for share in shares)}")
         if spent - validated > args.validate_seconds:
             validated = spent
             validate(model, tokenizer, rows, best, folder)
@@ -226,6 +272,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("model", choices=sorted(SHAPES))
     parser.add_argument("--minutes", type=float, default=30.0, help="time limit")
+    parser.add_argument("--steps", type=int, default=0, help="end after so many steps, whatever the time (0: by time)")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, at full length")
     parser.add_argument("--out", type=Path, default=SAMPLES / "models", help="folder of the checkpoints")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

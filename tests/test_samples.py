@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -12,9 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from prefillcli.bench.sample_text import CASES, ask_fairly, prompt
 from prefillcli.bench.vocabulary import CREDITORS, SUBJECTS, TOPICS
-from recipes.evaluate_samples import SAMPLES, Row, accuracy, auc, sample_rows, score
+from recipes.evaluate_samples import SAMPLES, Row, accuracy, auc, draw_rows, right_by_layer, sample_rows, score
 from recipes.make_samples import CREDIT_FILE, LABEL_FILE, POST_FILE, write_samples
 
+DEEP = SAMPLES / "models" / "deep"
 TARGET, DRAFT = SAMPLES / "models" / "target", SAMPLES / "models" / "draft"
 MIB = 2**20
 
@@ -111,6 +113,17 @@ def test_tokenizer_covers_all_bytes_and_puts_bos_first(tokenizer: PreTrainedToke
 
 def test_both_models_read_the_same_tokens() -> None:
     assert (TARGET / "tokenizer.json").read_bytes() == (DRAFT / "tokenizer.json").read_bytes()
+
+
+def test_the_deep_model_answers_before_its_last_layers(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert (DEEP / "tokenizer.json").read_bytes() == (TARGET / "tokenizer.json").read_bytes()
+    model = AutoModelForCausalLM.from_pretrained(DEEP, dtype=torch.float32).eval()
+    assert model.config.num_hidden_layers == 12
+    found = right_by_layer(model, tokenizer, [row for row in draw_rows("by layer", 40) if row.domain == "labeling"])
+    shares = np.mean(found["labeling"], axis=0)
+    assert shares[-1] >= 0.95
+    assert shares[5] >= 0.95
+    assert shares[0] < 0.8
 
 
 def test_draft_is_several_times_cheaper() -> None:
