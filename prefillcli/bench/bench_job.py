@@ -36,7 +36,7 @@ from prefillcli.runtime.progress import StepLog
 if TYPE_CHECKING:
     from prefillcli.bench.contenders import Equipment
 
-COMING = ("early-exit",)
+_FIRST = {"early-exit": "learning exits", "vllm": "starting vLLM"}  # before a workload
 QUICK_TOKENS = 100_000  # of INPUT's prompts
 QUICK_SECONDS = 60.0  # in which timed rounds begin
 
@@ -94,9 +94,6 @@ def _run(settings: BenchSettings, report: BenchReport, steps: StepLog, most_toke
 
 def _methods(settings: BenchSettings) -> tuple[str, ...]:
     """Names of the methods to compare. Raises UsageError."""
-    for name in settings.method:
-        if name in COMING:
-            raise UsageError(f"--method {name} is not there yet; there are {', '.join(METHODS)}")
     _check_names("--method", settings.method, METHODS)
     for name in settings.method:
         if name in PICKERS and PICKERS[name].needs == "draft" and settings.draft is None:
@@ -180,8 +177,8 @@ def _compare_on(material: Material, names: Sequence[str], equipment: Equipment, 
     settings = equipment.settings
     material.leave_out_longer_than(equipment.limits.max_tokens)
     with ExitStack() as stack:
-        if "vllm" in names:
-            steps.begin("starting vLLM")
+        if first := [text for name, text in _FIRST.items() if name in names]:
+            steps.begin(f"{material.name}: {' and '.join(first)}")
         methods = contenders(names, settings.keep, equipment, material, settings.seed)
         for method in methods:
             stack.callback(method.close)

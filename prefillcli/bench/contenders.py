@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from prefillcli.bench.report import ExitResult
 from prefillcli.compress.answers import answer, plan_requests
 from prefillcli.compress.base import ImportanceEstimate
 from prefillcli.compress.compressor import Compressor
@@ -21,6 +22,7 @@ from prefillcli.compress.settings import Compression
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.spans import Spans
 from prefillcli.data.rows import Float64Array, Prompt
+from prefillcli.engines.base import Answer, BetweenLayers
 from prefillcli.engines.hf import last_logits
 from prefillcli.engines.torch import TorchEngine, label_logprobs
 from prefillcli.jobs.load import Models, compression_of
@@ -54,6 +56,8 @@ class MethodRun:
     draft_tokens: int = 0  # computed by the draft
     reused_seconds: float = 0.0  # of the estimates, where another run made them
     computed_tokens: int = 0  # by a method that plans by itself
+    exit_layers: list[int | None] = field(default_factory=list)  # after which prompts left, numbered from 0
+    skipped: float = 0.0  # layers of a token that exits spared
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +113,18 @@ class Equipment:
             return np.concatenate(
                 [answer(engine, requests, self.labels.sets, schedule=self._schedule) for requests in groups]
             )
+
+    def answers(self, requests: Sequence[Request], between: BetweenLayers) -> list[Answer]:
+        """The layer walk's answers to requests that are planned together, with what happens between layers."""
+        found: dict[int, Answer] = {}
+        sets = self.labels.sets
+        with self._walking() as engine:
+            packs = self.plan(requests).packs
+            for answers in engine.answer_all(
+                packs, lambda i: sets[requests[i].prompt.labels], lambda tokens: None, between
+            ):
+                found |= {each.prompt: each for each in answers}
+        return [found[number] for number in range(len(requests))]
 
     @contextmanager
     def _walking(self) -> Iterator[TorchEngine]:
@@ -171,6 +187,10 @@ class Contender(ABC):
             return Cost(tokens, flops + equipment.draft_flops(run.drafted))
         except NoCostModel as error:
             return Cost(tokens, None, str(error))
+
+    def exits(self, run: MethodRun, full: Float64Array) -> ExitResult | None:
+        """Where prompts left, beside the label log-probabilities `full` [prompts, labels]; None if they cannot."""
+        return None
 
     def predictions(self, run: MethodRun) -> tuple[float, float] | None:
         """Predicted speedups: 1 / (r + keep) at the mean length, and table 5 over all prompts and their kept tokens.

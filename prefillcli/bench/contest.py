@@ -22,6 +22,7 @@ from prefillcli.bench.contenders import (
     PickedOnce,
     Plain,
 )
+from prefillcli.bench.early_exit import learn_exits
 from prefillcli.bench.material import Material
 from prefillcli.bench.measure import interleaved, with_peak
 from prefillcli.bench.report import REFERENCE, Answers, MethodResult, Predicted, Range, WorkloadResult
@@ -67,6 +68,8 @@ def contenders(
     picked = [PickedOnce() for _ in compressors]
     for keep in dict.fromkeys(keeps):
         found += [Compressed(equipment, each, keep, own) for each, own in zip(compressors, picked, strict=True)]
+    if "early-exit" in names and (early := learn_exits(equipment, material)) is not None:
+        found.append(early)
     if "vllm" in names:
         found.append(start_vllm(equipment, material))
     return found
@@ -118,6 +121,7 @@ def compare(
         own = None if entry is reference else full
         answers = _answers(entry, own, material.truths, temperature, result.notes)
         result.methods.append(_measured(entry, seconds, cost.flops, result, answers))
+        result.methods[-1].exits = entry.contender.exits(entry.run, reference.run.logprobs)
         if entry is reference and answers.accuracy_interval is not None:
             result.reference_able = answers.accuracy_interval[0] > 0.5
     unsteady = max((max(own) / min(own) for own in seconds.values() if min(own) > _MEASURABLE), default=1.0)

@@ -37,6 +37,14 @@ class Material:
     truths: list[bool | None]
     notes: list[str] = field(default_factory=list)
 
+    def set_apart(self, count: int, seed: int) -> list[Prompt]:
+        """`count` random prompts, which are no part of it any more."""
+        apart = set(np.random.default_rng(seed).permutation(len(self.prompts))[:count].tolist())
+        taken = [prompt for number, prompt in enumerate(self.prompts) if number in apart]
+        self.truths = [truth for number, truth in enumerate(self.truths) if number not in apart]
+        self.prompts = [prompt for number, prompt in enumerate(self.prompts) if number not in apart]
+        return taken
+
     def leave_out_longer_than(self, most: int) -> None:
         """Drop prompts of more than `most` tokens, with a note. Raises PrefillError if none is left."""
         fits = [len(prompt.tokens) <= most for prompt in self.prompts]

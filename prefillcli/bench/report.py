@@ -21,6 +21,7 @@ UNCOMPRESSED = {
     REFERENCE: "what prefill score does; the others are compared with it",
 }
 NAMED = {
+    "early-exit": "the layer walk, which rows leave when they are decided, as with prefill score --exit",
     "vllm": "vLLM in a process of its own, with a copy of the model; its prefix cache begins empty",
 }
 """Methods that are compared only where they are named: they need more than the model, the rows and a minute."""
@@ -57,6 +58,25 @@ class Answers(BaseModel):
     auc: float | None = None
 
 
+class ClassFlips(BaseModel):
+    """Rows that the reference answers with a label, and how many of them a method answers with another."""
+
+    label: str
+    rows: int
+    flips: int
+    interval: tuple[float, float] | None  # 95 %, Clopper-Pearson; None without rows
+
+
+class ExitResult(BaseModel):
+    """Where rows left the model."""
+
+    max_flips: float
+    rows_read: int  # other rows, which the exits were learnt on
+    left: dict[str, int]  # rows by the layers they went through, then "full"
+    layers_saved: float  # share of the layers of computed tokens
+    classes: list[ClassFlips]
+
+
 class MethodResult(BaseModel):
     """A method on a workload."""
 
@@ -77,6 +97,7 @@ class MethodResult(BaseModel):
         default_factory=dict
     )  # rows read in full although they were to be compressed, by reason
     answers: Answers
+    exits: ExitResult | None = None  # of a method that lets rows leave
 
 
 class WorkloadResult(BaseModel):

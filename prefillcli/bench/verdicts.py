@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefillcli.bench.report import REFERENCE, MethodResult, WorkloadResult
+from prefillcli.bench.report import REFERENCE, ExitResult, MethodResult, WorkloadResult
 from prefillcli.report.numbers import percent_interval, three_digits
 
 
@@ -60,6 +60,8 @@ def workload_remarks(workload: WorkloadResult) -> list[str]:
     for each in workload.methods:
         for reason, count in sorted(each.fallbacks.items()):
             found.append(f"{each.method}: {count:,} rows were read in full ({reason})")
+        if each.exits is not None:
+            found.append(_of_exits(each.method, each.exits, workload.rows))
     if undropped := [each.method for each in workload.methods if dropped_nothing(each)]:
         found.append(
             f"{', '.join(undropped)}: nothing was dropped, so this shows nothing: the prompts are short, and their "
@@ -68,6 +70,22 @@ def workload_remarks(workload: WorkloadResult) -> list[str]:
     if workload.reference_able is False:
         found.append("the model cannot do this task: it is not better than chance, so flips say nothing")
     return found
+
+
+def _of_exits(method: str, exits: ExitResult, rows: int) -> str:
+    """Who left where, and what that changed."""
+    early = {name: count for name, count in exits.left.items() if name != "full"}
+    where = ", ".join(f"{count / rows:.0%} after layer {name}" for name, count in early.items())
+    flips = ", ".join(
+        f"{each.flips:,} of {each.rows:,} {each.label!r}"
+        + (f" ({percent_interval(each.interval)})" if each.interval is not None else "")
+        for each in exits.classes
+    )
+    return (
+        f"{method}: {sum(early.values()) / rows:.0%} of the rows left{f' ({where})' if early else ''} and spared "
+        f"{exits.layers_saved:.0%} of the layers; flips by {REFERENCE}'s answer, for --max-flips {exits.max_flips:g}: "
+        f"{flips}"
+    )
 
 
 def dropped_nothing(method: MethodResult) -> bool:

@@ -143,13 +143,16 @@ class ExitLearning:
     def _learn(self) -> tuple[LearntExits, Tokens]:
         """Read some rows in full, and learn from them; of a given profile, whether it still holds."""
         settings, given = self.settings, self.inputs.exit_profile
-        requests = self._requests(settings.exit_rows or (self._rows_needed() if given is None else CHECKED_ROWS))
+        requests = self._requests(
+            settings.exit_rows
+            or (rows_to_learn(settings.max_flips, len(self.inputs.labels.labels)) if given is None else CHECKED_ROWS)
+        )
         policy = None if given is None else given.policy
         layers = observed_layers(self._layers) if policy is None else policy.layers
         if not settings.quiet:
             print(f"prefill: {len(requests):,} rows are read in full first, for --exit", file=sys.stderr)
         answers, unique = self._answers(requests, layers)
-        rows = _calibration_rows(requests, answers, layers, len(self.inputs.labels.names))
+        rows = calibration_rows(requests, answers, layers, len(self.inputs.labels.names))
         if given is not None and policy is not None:
             check = recheck_exits(policy, rows, settings.max_flips, self.inputs.labels.names)
             profile, reason = given, check.reason
@@ -167,7 +170,11 @@ class ExitLearning:
         """The exits that these rows prove."""
         labels = self.inputs.labels.names
         found = calibrate_exits(
-            rows, layers=self._layers, max_flips=self.settings.max_flips, labels=labels, costs=self._costs()
+            rows,
+            layers=self._layers,
+            max_flips=self.settings.max_flips,
+            labels=labels,
+            costs=exit_costs(self.inputs.opened.files.config, self.regroup_cost),
         )
         return ExitProfile(
             **job_of_exits(self.inputs.opened, labels, self.fingerprint),
@@ -180,19 +187,6 @@ class ExitLearning:
     def _layers(self) -> int:
         layers: int = self.inputs.opened.files.config.get_text_config().num_hidden_layers
         return layers
-
-    def _costs(self) -> ExitCosts:
-        try:
-            repeated = keys_share(self.inputs.opened.files.config)
-        except NoCostModel:
-            return ExitCosts()
-        costs = ExitCosts(repeated=repeated)
-        return costs if self.regroup_cost is None else replace(costs, regroup=self.regroup_cost)
-
-    def _rows_needed(self) -> int:
-        """As many rows as it takes to prove the bound for every answer in spite of a flip, if all are as frequent."""
-        of_label = rows_for(self.settings.max_flips, flips=1)
-        return round(2 * _SPARE * of_label * len(self.inputs.labels.labels))
 
     def _requests(self, count: int) -> list[Request]:
         """How the model reads `count` random rows of the job, or half of its rows if that is less."""
@@ -230,6 +224,20 @@ def forget_exits(sink: Sink) -> None:
     sink.work.delete(FILE)
 
 
+def rows_to_learn(max_flips: float, labels: int) -> int:
+    """How many rows prove the bound for each of the labels in spite of a flip, if all are as frequent."""
+    return round(2 * _SPARE * rows_for(max_flips, flips=1) * labels)
+
+
+def exit_costs(config: Any, regroup: float | None = None) -> ExitCosts:
+    """What exits cost for a model with this configuration; `regroup` as in `ExitRule`, None: what is usual."""
+    try:
+        costs = ExitCosts(repeated=keys_share(config))
+    except NoCostModel:
+        return ExitCosts()
+    return costs if regroup is None else replace(costs, regroup=regroup)
+
+
 def observed_layers(layers: int) -> tuple[int, ...]:
     """The layers that may become exits, numbered from 0: no more than `MOST_LAYERS`."""
     candidates = range(layers // 4, layers - 1)
@@ -243,9 +251,10 @@ def _drawn(rows: Int64Array, count: int) -> Int64Array:
     return rows[np.sort(draw)]
 
 
-def _calibration_rows(
+def calibration_rows(
     requests: Sequence[Request], answers: Sequence[Answer], layers: Sequence[int], labels: int
 ) -> CalibrationRows:
+    """Requests that were answered in full, with what `layers` show of them; each answer has `labels`."""
     shown = {layer: [answer.readings[number] for answer in answers] for number, layer in enumerate(layers)}
     return CalibrationRows(
         readings={layer: _joined(readings) for layer, readings in shown.items() if readings},

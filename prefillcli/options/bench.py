@@ -56,9 +56,20 @@ class BenchSettings(MeasuringOptions, ScheduledOptions):
     )  # fmt: skip
     method: NameList = option(
         (),
-        "A method to compare: hf, full, hybrid (always), specprefill, random, ends, bm25 or vllm; repeatable. "
-        "(default: hf, hybrid and, where there is a draft, specprefill and random; with --full all but vllm)",
+        "A method to compare: hf, full, hybrid (always), specprefill, random, ends, bm25, early-exit or vllm; "
+        "repeatable. (default: hf, hybrid and, where there is a draft, specprefill and random; with --full all but "
+        "early-exit and vllm)",
         BENCH, changes="report", metavar="NAME", repeatable=True,
+    )  # fmt: skip
+    max_flips: float = option(
+        0.01,
+        "Share of each answer that the method early-exit may flip, at 95 % confidence.",
+        BENCH, changes="scores", metavar="RATE", requires=requirements.EXIT_METHOD, gt=0, lt=1,
+    )  # fmt: skip
+    exit_rows: int | None = option(
+        None,
+        "Other rows that the method early-exit is learnt on. (default: what --max-flips takes, at most half of INPUT)",
+        BENCH, changes="scores", metavar="N", requires=requirements.EXIT_METHOD, ge=20,
     )  # fmt: skip
     rows: int = option(60, "Rows of a made workload.", BENCH, changes="rows", metavar="N", ge=2)
     tokens: int | None = option(
@@ -103,7 +114,7 @@ class BenchSettings(MeasuringOptions, ScheduledOptions):
 
     def compares(self, method: str) -> bool:
         """Whether a method that drops tokens is compared: if it was named, or by default where there is a draft."""
-        if self.method:
+        if self.method or method in ("early-exit", "vllm"):
             return method in self.method
         return (self.draft is not None or self.model is None) and (self.full or method in _QUICK)
 

@@ -50,6 +50,11 @@ AUDITABLE = Requirement(
     "reads rows in full as well, but all rows are read in full",
     "give --draft and --keep, or --exit",
 )
+EXIT_METHOD = Requirement(
+    lambda s: s.compares("early-exit"),
+    "is for the method early-exit, but it is not compared",
+    "give --method early-exit",
+)
 TRUTH = Requirement(
     lambda s: s.truth is not None, "is for the evaluation, but there is none", "name the right answers with --truth"
 )
