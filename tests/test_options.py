@@ -30,6 +30,7 @@ TOLD: dict[str, tuple[Values, Values]] = {
     "COMPRESSION": ({"draft": "d"}, {"draft": None}),
     "SPECPREFILL": ({"method": "specprefill"}, {"method": "hf"}),
     "EXIT": ({"exit": "true"}, {"exit": "false"}),
+    "EXIT_METHOD": ({"method": "early-exit"}, {"method": "hf"}),
     "BOUNDED_FLIPS": ({"draft": "d", "keep": "auto"}, {"keep": "0.5"}),
     "AUDITABLE": ({"exit": "true"}, {"exit": "false"}),
     "TRUTH": ({"truth": "answer"}, {"truth": None}),

@@ -1,0 +1,110 @@
+"""Rows that may leave early: of the real model and real reviews, and of the deep sample models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from benchmarks.score_runs import SAMPLES
+from prefillcli.bench.sample_text import CASES, ask, post_case, prompt
+from recipes.real_model import FOLDER, real_model, reviews
+from recipes.review_passages import write_passages
+from recipes.review_rows import SHORT, many_shot
+
+TOGETHER = 20  # rows behind one prefix
+REVIEW_PREFIXES, SHOTS = 40, 28  # about 2,000 tokens of examples; reviews have about 100 tokens, passages about 30
+READERS, LINES = 80, 100  # about 2,000 tokens of history
+MESSAGES = 4_000
+
+
+@dataclass(frozen=True, slots=True)
+class ExitCase:
+    """A model and rows for it. `rows` writes them into a folder, as the columns `prompt` and the true answer's.
+
+    The first `learnt` rows are for learning; a multiple of those behind one prefix.
+    """
+
+    text: str
+    model: Callable[[], Path]
+    rows: Callable[[Path], Path]
+    labels: str
+    learnt: int
+    max_flips: tuple[float, ...]
+
+
+def passages(folder: Path) -> Path:
+    """Several thousand passages of reviews."""
+    path = folder / "exits.passages.parquet"
+    pq.write_table(pq.read_table(write_passages(FOLDER), columns=["prompt", "sentiment"]), path)
+    return path
+
+
+def shared_reviews(folder: Path) -> Path:
+    """Reviews behind many examples, of which each twenty are the same."""
+    rng = Random("reviews behind many examples")
+    pool = [*reviews("Train", FOLDER), *reviews("Test", FOLDER)]
+    rng.shuffle(pool)
+    asked = pool[: REVIEW_PREFIXES * TOGETHER]
+    examples = [each for each in reviews("Train", FOLDER) if len(each.text) <= SHORT]
+    path = folder / "exits.shared.parquet"
+    pq.write_table(many_shot(examples, asked, SHOTS, TOGETHER, rng), path)
+    return path
+
+
+def messages(folder: Path) -> Path:
+    """Short texts with one question each, none of them a sample or seen in training."""
+    rng = Random("messages for exits")
+    rows = []
+    for _ in range(MESSAGES):
+        case = CASES["labeling"](rng, rng.randint(1, 3))
+        question = ask(rng, case, rng.choice(case.present if rng.random() < 0.5 else case.absent))
+        rows.append({"prompt": prompt(case, question), "answer": question.answer})
+    return _write(folder / "exits.messages.parquet", rows)
+
+
+def readers(folder: Path) -> Path:
+    """Long histories with twenty questions each."""
+    rng = Random("readers for exits")
+    rows = []
+    for _ in range(READERS):
+        case = post_case(rng, LINES)
+        for _ in range(TOGETHER):
+            question = ask(rng, case, rng.choice(case.present if rng.random() < 0.5 else case.absent))
+            rows.append({"prompt": prompt(case, question), "answer": question.answer})
+    return _write(folder / "exits.readers.parquet", rows)
+
+
+def _write(path: Path, rows: list[dict[str, str]]) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def _deep() -> Path:
+    return SAMPLES / "models" / "deep"
+
+
+def _plain() -> Path:
+    return SAMPLES / "models" / "deep-plain"
+
+
+_SENTIMENT, _YES = "positive,negative", "Yes,No"
+EXIT_CASES: Mapping[str, ExitCase] = {
+    "passages": ExitCase(
+        "SmolLM2-135M, passages of reviews",
+        real_model, passages, _SENTIMENT, 2_000, (0.01, 0.02, 0.05),
+    ),
+    "shared": ExitCase(
+        "SmolLM2-135M, 20 reviews each behind the same 28 examples",
+        real_model, shared_reviews, _SENTIMENT, 400, (0.05, 0.1),
+    ),
+    "deep": ExitCase("deep sample, short texts", _deep, messages, _YES, 2_000, (0.01,)),
+    "deep-plain": ExitCase("deep sample without exit loss, short texts", _plain, messages, _YES, 2_000, (0.01,)),
+    "deep-shared": ExitCase(
+        "deep sample, 20 questions each behind the same history", _deep, readers, _YES, 800, (0.02,)
+    ),
+}  # fmt: skip
