@@ -1,4 +1,10 @@
-"""`--keep auto`: the smallest keep rate that a sample of the rows allows."""
+"""`--keep auto`: the smallest keep rate that a sample of the rows allows.
+
+The rates are tested from the safest, the largest, down to the first that fails: fixed-sequence testing (Angelopoulos
+et al., Learn then Test, 2021, arXiv 2110.01052, section 4.2). So the probability that the chosen rate flips more
+answers than allowed is at most 5 %, although up to five rates are tested on the same rows at 5 % each: to err, the
+first rate in this order that is too small must pass, and that is one test.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +19,8 @@ from prefillcli.data.rows import Prompt
 from prefillcli.engines.base import LabelTokens, PlanEngine
 from prefillcli.stats.audit import flip_bound, rows_for
 
-RATES = (0.1, 0.2, 0.3, 0.5, 0.7)
-"""The keep rates that are tried, in this order."""
+RATES = (0.7, 0.5, 0.3, 0.2, 0.1)
+"""The keep rates that are tested, in this order, until one fails."""
 ALLOWED_FLIPS = 1  # the sample is so large that a rate with one flip passes
 
 
@@ -30,7 +36,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class KeepChoice:
-    """The chosen rate, 1 if none passed, and the trials."""
+    """The chosen rate, 1 if the first one tested failed, and the trials."""
 
     keep: float
     trials: tuple[Trial, ...]
@@ -55,11 +61,12 @@ def choose_keep(
 ) -> KeepChoice:
     """Try keep rates on the `chosen` ones of the `prompts`, compressed together with all the others.
 
-    A row flips if its likeliest label is not that of the prompt in full. The first rate is chosen whose flips are so
-    few that they prove a flip rate of at most `max_flips`.
+    A row flips if its likeliest label is not that of the prompt in full. A rate passes if its flips are so few that
+    they prove a flip rate of at most `max_flips`. The last rate that passes before the first that fails is chosen.
     """
     needed = rows_for(max_flips)
     trials: list[Trial] = []
+    passed = 1.0
     if len(chosen) < needed:
         return KeepChoice(1.0, (), needed)
     full = answer(engine, [Request(prompts[number]) for number in chosen], labels, tick).argmax(axis=1)
@@ -70,6 +77,7 @@ def choose_keep(
         found = answer(engine, [requests[number] for number in tried], labels, tick).argmax(axis=1) if tried else []
         flips = sum(int(label != own[number]) for label, number in zip(found, tried, strict=True))
         trials.append(Trial(keep, len(tried), flips, flip_bound(flips, len(tried))))
-        if trials[-1].bound <= max_flips:
-            return KeepChoice(keep, tuple(trials), needed)
-    return KeepChoice(1.0, tuple(trials), needed)
+        if trials[-1].bound > max_flips:
+            break
+        passed = keep
+    return KeepChoice(passed, tuple(trials), needed)

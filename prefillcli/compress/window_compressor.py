@@ -161,5 +161,8 @@ def _why_all(choice: KeepChoice, rows: int, max_flips: float) -> str:
             f"{rows:,} rows to try it on cannot prove that at most {most} flip, {choice.rows_needed:,} could; all "
             "rows are read in full"
         )
-    tried = ", ".join(f"{trial.keep:g}: {trial.flips:,} of {trial.rows:,}" for trial in choice.trials)
-    return f"no keep rate proves that at most {most} flip ({tried} did); all rows are read in full"
+    first = choice.trials[0]
+    return (
+        f"keeping {first.keep:g} does not prove that at most {most} flip ({first.flips:,} of {first.rows:,} rows "
+        "did), so smaller rates were not tried; all rows are read in full"
+    )

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
+from scipy.stats import binomtest
 
+from prefillcli.compress import auto
 from prefillcli.compress.auto import RATES
 from prefillcli.stats.audit import flip_bound
 from tests.score.compression import SAME, assert_close, compressed, full_rows, lines_of, unrelated
@@ -14,6 +18,7 @@ from tests.score.jobs import Reference, read_output, read_report, write_jsonl
 from tests.score.models import save_model
 
 ROWS = 40
+SMALLEST = min(RATES)
 
 
 def make_input(reference: Reference, rows: int = ROWS, **columns: list[Any]) -> Path:
@@ -27,12 +32,14 @@ def test_many_allowed_flips_give_the_smallest_rate(
     source = make_input(reference)
     compressed(source, model=model, draft=draft, keep="auto", max_flips=0.999, audit=20)
     rows, report = read_output("out.parquet"), read_report()
-    assert (report["keep"], report["keep_auto"]["keep"]) == (RATES[0], RATES[0])
-    (trial,) = report["keep_auto"]["trials"]
-    assert (trial["keep"], trial["rows"]) == (RATES[0], 20)
-    assert trial["bound"] == pytest.approx(flip_bound(trial["flips"], 20))
-    assert trial["bound"] <= 0.999
-    compressed(source, "fixed.parquet", model=model, draft=draft, keep=RATES[0], audit=20)
+    assert (report["keep"], report["keep_auto"]["keep"]) == (SMALLEST, SMALLEST)
+    trials = report["keep_auto"]["trials"]
+    assert [trial["keep"] for trial in trials] == sorted(RATES, reverse=True)
+    for trial in trials:
+        assert trial["rows"] == 20
+        assert trial["bound"] == pytest.approx(flip_bound(trial["flips"], 20))
+        assert trial["bound"] <= 0.999
+    compressed(source, "fixed.parquet", model=model, draft=draft, keep=SMALLEST, audit=20)
     assert_close(rows, read_output("fixed.parquet"))
     assert [row["audit_score"] for row in rows] == pytest.approx(
         [row["audit_score"] for row in read_output("fixed.parquet")], abs=SAME, nan_ok=True
@@ -40,30 +47,39 @@ def test_many_allowed_flips_give_the_smallest_rate(
     assert "auto" not in capsys.readouterr().err
 
 
-def test_a_rate_is_taken_only_if_its_flips_allow_it(model: Path, draft: Path, reference: Reference) -> None:
+@pytest.mark.parametrize("allowed", [0.3, 0.6])
+def test_a_rate_is_taken_only_if_it_and_all_larger_ones_pass(
+    model: Path, draft: Path, reference: Reference, allowed: float
+) -> None:
     """Every rate that was tried has the flips that a job with this rate and an audit of all rows has."""
     source = make_input(reference)
-    compressed(source, model=model, draft=draft, keep="auto", max_flips=0.3, audit=1000)
+    compressed(source, model=model, draft=draft, keep="auto", max_flips=allowed, audit=1000)
     report = read_report()
     trials = report["keep_auto"]["trials"]
     assert [trial["keep"] for trial in trials] == list(RATES[: len(trials)])
-    assert len(trials) > 1
     for trial in trials:
         compressed(source, "fixed.parquet", model=model, draft=draft, keep=trial["keep"], audit=1000)
         audit = read_report("fixed.run.json")["audit"]
         assert (trial["rows"], trial["flips"]) == (audit["rows"], audit["flips"])
         assert trial["bound"] == pytest.approx(flip_bound(audit["flips"], audit["rows"]))
-    assert all(trial["bound"] > 0.3 for trial in trials[:-1])
-    passed = trials[-1]["bound"] <= 0.3
-    assert report["keep"] == (trials[-1]["keep"] if passed else 1.0)
+    assert all(trial["bound"] <= allowed for trial in trials[:-1])
+    assert len(trials) == len(RATES) or trials[-1]["bound"] > allowed
+    passed = [1.0, *(trial["keep"] for trial in trials if trial["bound"] <= allowed)]
+    assert report["keep"] == passed[-1]
 
 
-def test_where_no_rate_passes_all_rows_are_read_in_full(model: Path, draft: Path, reference: Reference) -> None:
+def test_where_the_safest_rate_fails_all_rows_are_read_in_full(
+    model: Path, draft: Path, reference: Reference, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = make_input(reference)
     compressed(source, model=model, draft=draft, keep="auto", max_flips=0.1)
     report = read_report()
-    assert [trial["keep"] for trial in report["keep_auto"]["trials"]] == list(RATES)
+    (trial,) = report["keep_auto"]["trials"]
+    assert trial["keep"] == max(RATES)
     assert report["keep"] == 1.0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("prefill: warning: --keep auto: keeping 0.7 does not prove that at most 10.00% flip")
+    assert f"({trial['flips']} of {trial['rows']} rows did)" in line
     assert_close(read_output("out.parquet"), full_rows(source, model))
     assert {row["method"] for row in read_output("out.parquet")} == {"full"}
 
@@ -90,13 +106,14 @@ def test_rows_with_a_wish_of_their_own_have_no_part_in_the_choice(
     wish = [False if number % 3 == 0 else ... for number in range(ROWS)]
     source = make_input(reference, keep=keep, specprefill=wish)
     compressed(source, model=model, draft=draft, keep="auto", max_flips=0.999, audit=100)
-    (trial,) = read_report()["keep_auto"]["trials"]
+    trials = read_report()["keep_auto"]["trials"]
+    assert len(trials) == len(RATES)
     free = [number for number in range(ROWS) if number % 2 == 0 and number % 3 and number % 4]
-    assert trial["rows"] == len(free)
+    assert {trial["rows"] for trial in trials} == {len(free)}
     rows = read_output("out.parquet")
     own = [number for number in range(ROWS) if number % 2 and number % 3]
     for number in free + own:
-        rate = 0.5 if number in own else RATES[0]
+        rate = 0.5 if number in own else SMALLEST
         assert rows[number]["method"] == "specprefill"
         assert rate <= rows[number]["kept_tokens"] / rows[number]["prompt_tokens"] < rate + 0.25
 
@@ -107,8 +124,7 @@ def test_a_prompt_that_does_not_fit_in_full_is_not_tried(model: Path, reference:
     prompts = unrelated(reference, [300, 900, 200])
     source = write_jsonl("in.jsonl", lines_of(prompts))
     compressed(source, model=model, draft=draft, keep="auto", max_flips=0.999, memory="48.5MiB", chunk_tokens=16)
-    (trial,) = read_report()["keep_auto"]["trials"]
-    assert trial["rows"] == 2
+    assert {trial["rows"] for trial in read_report()["keep_auto"]["trials"]} == {2}
     assert [row["method"] for row in read_output("out.parquet")] == ["specprefill"] * 3
 
 
@@ -119,3 +135,46 @@ def test_a_job_without_a_long_row_chooses_nothing(
     assert compressed(source, model=model, draft=draft, keep="auto")["exit_code"] == 0
     assert (read_report()["keep"], read_report()["keep_auto"]) == (1.0, None)
     assert capsys.readouterr().err == ""
+
+
+class FlipsByRate:
+    """A stand-in for a model and its draft: what it flips depends on the row and on how much of it is kept."""
+
+    def __init__(self, chances: dict[float, float], seed: int) -> None:
+        self.chances, self.draws = chances, np.random.default_rng(seed)
+
+    def flips(self, keep: float, rows: int) -> int:
+        return int(self.draws.binomial(rows, self.chances[keep]))
+
+
+def test_the_choice_as_a_whole_is_wrong_in_one_of_twenty_jobs_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five rates that all flip just more than allowed: five tests at 5 % each would take one far more often."""
+    allowed, rows, jobs = 0.03, 157, 400
+    wrong = 0
+    for seed in range(jobs):
+        source = FlipsByRate(dict.fromkeys(RATES, allowed + 1e-6), seed)
+        wrong += chosen_keep(source, rows, allowed, monkeypatch) < 1
+    assert binomtest(wrong, jobs, 0.05, alternative="greater").pvalue > 0.01
+    each = sum(flip_bound(FlipsByRate({0.7: allowed}, seed).flips(0.7, rows), rows) <= allowed for seed in range(jobs))
+    assert each > 0  # so the test can fail: every rate by itself passes now and then
+
+
+def chosen_keep(source: FlipsByRate, rows: int, allowed: float, monkeypatch: pytest.MonkeyPatch) -> float:
+    """What `choose_keep` takes where each rate flips as `source` says."""
+    rate: list[float] = []
+
+    def answers(engine: Any, requests: Any, labels: Any, tick: Any) -> Any:
+        flips = source.flips(rate[-1], rows) if rate else 0
+        return np.eye(2)[(np.arange(rows) < flips).astype(int)]
+
+    class Compressor:
+        def keeps(self, prompts: Any, keep: float) -> None:
+            rate.append(keep)
+
+        def select(self, prompts: Any, keeps: Any, estimates: Any) -> Any:
+            return [SimpleNamespace(compressed=True)] * rows
+
+    monkeypatch.setattr(auto, "answer", answers)
+    monkeypatch.setattr(auto, "Request", lambda prompt: prompt)
+    found = auto.choose_keep(cast(Any, Compressor()), cast(Any, None), [None] * rows, [], range(rows), [], allowed)  # type: ignore[list-item]
+    return found.keep
