@@ -32,7 +32,7 @@ class ExitFinding(_Finding):
 
     `correlation` is that of predicted and final margins of left-out rows, and `errors` are the roots of the mean
     squared error of a margin by kind of probe. `thresholds` are by label, None where rows with that label stay.
-    `leaving` is the share of rows that is expected to leave here.
+    `leaving` is the share of the judged rows that leave here.
     """
 
     layer: int
@@ -60,7 +60,7 @@ class TradePoint(_Finding):
 class ExitFindings(_Finding):
     """All that a calibration of exits found.
 
-    `reason` says why there are no exits. `layers` is the mean number of layers that a token of a row is expected to go
+    `reason` says why there are no exits. `layers` is the mean number of layers that a token of a judged row goes
     through, and `gain` what reading in full costs over what exits cost, for tokens that a row does not share.
     """
 

@@ -18,6 +18,8 @@ from prefillcli.exits.levels import Level, judge_classes, levels_of_labels, shor
 from prefillcli.exits.policy import ExitLayer, ExitPolicy, lead_of
 from prefillcli.stats.audit import rows_for
 
+LEAST_SAVED: Final = 0.01
+"""Share of the full read's work that exits must save in each half of the rows, by the cost model."""
 _FEWEST = 20  # rows that probes are fitted to
 _CURVE: Final = tuple(float(level) for level in np.geomspace(8, 0.25, 21))
 
@@ -122,12 +124,13 @@ def _proven(
         update={"classes": _classes(task, fit, judge, tested), "curve": _curve(task, chosen, seen, judge)}
     )
     kept = without_useless(chosen, levels, fit, task.layers, task.costs)
-    work = work_at(kept, levels, fit, task.layers, task.costs) if kept else None
-    if work is None or work.share >= 1:
+    expected = work_at(kept, levels, fit, task.layers, task.costs) if kept else None
+    work = _work(kept, levels, judge, task) if kept else None
+    if expected is None or work is None or max(expected.share, work.share) > 1 - LEAST_SAVED:
         return _none(findings, "; ".join([*short, _not_proven(task, tested)]))
     exits = tuple(
         ExitLayer(each.layer, each.probe, tuple(level * each.spread for level in levels), peek)
-        for each, peek in zip(kept, work.peeks, strict=True)
+        for each, peek in zip(kept, expected.peeks, strict=True)
     )
     update = {
         "exits": tuple(
@@ -174,6 +177,13 @@ def _seen(exits: Sequence[Candidate], rows: CalibrationRows) -> _Judged:
     leads = [lead_of(each.probe.logits(rows.readings[each.layer])) for each in exits]
     reach = [lead.ahead / each.spread for lead, each in zip(leads, exits, strict=True)]
     return _Judged(np.stack([lead.label for lead in leads]), np.stack(reach))
+
+
+def _work(exits: Sequence[Candidate], levels: Sequence[float], judge: CalibrationRows, task: _Task) -> Work:
+    """What the judged rows cost at these levels [labels]: rows that nothing was chosen on but the levels."""
+    seen = _seen(exits, judge)
+    decided = seen.reach >= np.asarray(levels)[seen.label]
+    return work_of(decided, [each.layer for each in exits], judge.weights, task.layers, task.costs)
 
 
 def _classes(

@@ -12,7 +12,7 @@ from prefillcli.exits.costs import ExitCosts, Work, work_of
 from prefillcli.exits.layer_readings import Float64Array
 from prefillcli.exits.levels import judge_classes, levels_of_labels
 from prefillcli.exits.policy import lead_of
-from prefillcli.exits.probe_fits import fit_best
+from prefillcli.exits.probe_fits import KNOWS, fit_best, margin_error
 from prefillcli.exits.probes import Probe, relative
 
 MOST_EXITS: Final = 6
@@ -22,7 +22,8 @@ WORTH: Final = 0.003  # share of the full read's work that one more exit must sa
 class Candidate(NamedTuple):
     """A layer that may become an exit: its probe, and what rows show of it that were left out when it was fitted.
 
-    `errors` are those of `fit_best`, `correlation` is that of predicted and final margins. `spread` is the root of the
+    `errors` are those of `fit_best`, `correlation` is that of predicted and final margins. It `knows` something if its
+    error is small enough beside what the mean answer is off by. `spread` is the root of the
     mean square of what a predicted lead is off by. `label` [rows] is what each row is predicted to be, and `reach`
     [rows] the lead in units of the spread: a row leaves at this level and below.
     """
@@ -31,6 +32,7 @@ class Candidate(NamedTuple):
     probe: Probe
     errors: dict[str, float]
     correlation: float
+    knows: bool
     spread: float
     label: IntArray
     reach: Float64Array
@@ -42,8 +44,9 @@ def candidate_of(fit: CalibrationRows, layer: int, seed: int) -> Candidate:
     final, lead = relative(fit.final), lead_of(held_out)
     two = np.take_along_axis(final, np.argsort(held_out, axis=1)[:, -2:], axis=1)
     spread = max(float(np.sqrt(np.mean((lead.ahead - two[:, 1] + two[:, 0]) ** 2))), 1e-9)
+    knows = errors[probe.kind] <= KNOWS * margin_error(final - final.mean(axis=0))
     correlation = _correlation(held_out, final)
-    return Candidate(layer, probe, errors, correlation, spread, lead.label, lead.ahead / spread)
+    return Candidate(layer, probe, errors, correlation, knows, spread, lead.label, lead.ahead / spread)
 
 
 def work_at(
@@ -66,14 +69,15 @@ def choose_layers(
 ) -> list[Candidate]:
     """The exits that save most after their own cost, in the order of the layers; none if nothing saves enough.
 
-    The levels are those that left-out rows of the fitting half allow, by the test that will judge the other half.
+    The levels are those that left-out rows of the fitting half allow, by the test that will judge the other half. A
+    layer whose probe knows nothing is no exit: a few rows could leave it by tossing a coin, and not flip too many.
     Greedy: the best layer to add, until none saves enough more.
     """
     chosen: list[Candidate] = []
     least = 1.0
     while len(chosen) < MOST_EXITS:
         taken = {each.layer for each in chosen}
-        tries = [_in_order([*chosen, each]) for each in found if each.layer not in taken]
+        tries = [_in_order([*chosen, each]) for each in found if each.knows and each.layer not in taken]
         shares = [
             work_at(exits, _allowed(exits, fit, max_flips, confidence), fit, layers, costs).share for exits in tries
         ]

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -62,17 +63,22 @@ def endangered(levels: Float64Array, wrong: npt.NDArray[np.bool_]) -> Float64Arr
 
 def lowest_level(danger: Float64Array, max_flips: float, confidence: float) -> Level:
     """Test all levels with the rows of a class, which are `endangered` at and below `danger` [rows]."""
-    rows, ranked = len(danger), np.sort(danger)
-    last = Level(math.inf, 0, rows, flip_bound(0, rows, confidence), 0)
-    if last.bound > max_flips:
-        return last
-    for passed, level in enumerate(LEVELS, start=1):
-        flips = rows - int(np.searchsorted(ranked, level, side="left"))
-        bound = last.bound if flips == last.flips else flip_bound(flips, rows, confidence)
-        if bound > max_flips:
-            break
-        last = Level(level, flips, rows, bound, passed)
-    return last
+    rows, most = len(danger), most_flips(len(danger), max_flips, confidence)
+    flips = rows - np.searchsorted(np.sort(danger), LEVELS, side="left")  # at each level; never fewer at the next
+    passed = int(np.searchsorted(flips, most, side="right"))
+    if not passed:
+        return Level(math.inf, 0, rows, flip_bound(0, rows, confidence), 0)
+    last = int(flips[passed - 1])
+    return Level(LEVELS[passed - 1], last, rows, flip_bound(last, rows, confidence), passed)
+
+
+@lru_cache(maxsize=1024)
+def most_flips(rows: int, max_flips: float, confidence: float) -> int:
+    """How many flips of the rows still prove a flip rate of at most `max_flips`; -1 if none do."""
+    flips = -1
+    while flips + 1 < rows and flip_bound(flips + 1, rows, confidence) <= max_flips:
+        flips += 1
+    return flips
 
 
 def levels_of_labels(by_class: Sequence[Level]) -> tuple[float, ...]:

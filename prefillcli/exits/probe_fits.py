@@ -23,7 +23,9 @@ STRENGTHS: Final = tuple(10.0**power for power in np.arange(-7, 1.1, 0.5))
 """Ridge strengths that are tried, in units of the hidden states' total variance."""
 FOLDS = 5  # of the probes without a formula for leaving one out
 UNITS = 512  # as in SpecEE
-_NEAR = 2.0
+_NEAR = 1.25
+KNOWS: Final = 0.9
+"""A probe knows something if its error is at most this share of what the mean answer is off by."""
 _DECAY = 1e-3  # of the network's weights
 _STEPS = 60  # of L-BFGS
 
@@ -43,16 +45,19 @@ def fit_best(readings: Readings, final: Float64Array, seed: int) -> tuple[Fitted
 
     `final` [rows, labels] are the final label log-probabilities. An error is the root of the mean square of what a
     margin between two labels is off by. The network, which takes longest, is left out where the label logits that it
-    reads tell far less than the hidden state: where the affine probe's error is more than twice that of the ridge.
+    reads tell little, by themselves or beside the hidden state: where the affine probe does not know the answer, or
+    its error is more than 1.25 times that of the ridge.
     """
     target = relative(final)
     fits: dict[str, FittedProbe] = {}
     errors: dict[str, float] = {}
     for kind, fit in FITS.items():
-        if kind == MlpProbe.kind and errors[AffineProbe.kind] > _NEAR * errors[RidgeProbe.kind]:
+        if kind == MlpProbe.kind and errors[AffineProbe.kind] > min(
+            _NEAR * errors[RidgeProbe.kind], KNOWS * margin_error(target - target.mean(axis=0))
+        ):
             continue
         fits[kind] = fit(readings, target, seed)
-        errors[kind] = float(np.sqrt(2 * np.mean((fits[kind].held_out - target) ** 2) * _per_pair(target)))
+        errors[kind] = margin_error(fits[kind].held_out - target)
     return fits[min(errors, key=lambda kind: errors[kind])], errors
 
 
@@ -115,10 +120,10 @@ FITS: Final[Mapping[str, Callable[[Readings, Float64Array, int], FittedProbe]]] 
 """How each kind of `prefillcli.exits.probes.PROBES` is fitted."""
 
 
-def _per_pair(target: Float64Array) -> float:
-    """From the mean square over labels to half of that of a difference of two: labels' errors add up to 0."""
-    labels = target.shape[1]
-    return float(labels / (labels - 1))
+def margin_error(off: Float64Array) -> float:
+    """What a margin between two labels is off by, where relative logits are `off` [rows, labels]: root mean square."""
+    labels = off.shape[1]
+    return float(np.sqrt(2 * np.mean(off**2) * labels / (labels - 1)))  # the errors of a row's labels add up to 0
 
 
 def _decomposed(points: Float64Array) -> tuple[Float64Array, Float64Array]:

@@ -70,7 +70,7 @@ def exit_profile_of(content: bytes | str, path: str) -> ExitProfile:
         where = ".".join(map(str, first["loc"]))
         if first["loc"] == ("schema_version",):
             reason = f"it is of another version of prefill (schema_version is not {SCHEMA_VERSION})"
-        elif first["loc"] in {(), ("kind",)} and first["type"] != "value_error":
+        elif first["type"] == "missing" or (first["loc"] in {(), ("kind",)} and first["type"] != "value_error"):
             reason = "it is no exit profile, or it is damaged"
         else:
             reason = f"it is damaged: {where + ': ' if where else ''}{first['msg']}"

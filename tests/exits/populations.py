@@ -17,11 +17,11 @@ def population(
 ) -> CalibrationRows:
     """`rows` with final logits of a standard normal distribution, the first label's `offset` higher.
 
-    A `blind` model's hidden states know nothing of the answer. With `heavy` tails a few rows are far off in any layer.
+    The model is always the same; `seed` draws the rows. A `blind` model's hidden states know nothing of the answer. With `heavy` tails a few rows are far off in any layer.
     """
-    draws = np.random.default_rng(seed)
+    draws, model = np.random.default_rng(seed), np.random.default_rng(99)
     final = draws.normal(0, 1, (rows, labels)) + np.array([offset] + [0.0] * (labels - 1))
-    directions = np.linalg.qr(draws.normal(0, 1, (HIDDEN, HIDDEN)))[0]
+    directions = np.linalg.qr(model.normal(0, 1, (HIDDEN, HIDDEN)))[0]
     readings = {}
     before = draws.normal(0, 1, (rows, labels))
     for layer, noise in enumerate(NOISE):
@@ -29,7 +29,7 @@ def population(
         seen = draws.normal(0, 1, (rows, labels)) if blind else final + noise * off
         rest = draws.normal(0, 1, (rows, HIDDEN - labels - 1))
         hidden = np.column_stack([seen, rest, np.full(rows, 8.0)]) @ directions
-        lens = seen @ draws.normal(0, 1, (labels, labels)) + draws.normal(0, 3, labels)
+        lens = seen @ model.normal(0, 1, (labels, labels)) + model.normal(0, 3, labels)
         readings[layer] = Readings(hidden.astype(np.float32), lens, before)
         before = lens
     logprobs = final - np.log(np.exp(final).sum(axis=1, keepdims=True)) - 1.0
