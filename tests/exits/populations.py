@@ -17,7 +17,8 @@ def population(
 ) -> CalibrationRows:
     """`rows` with final logits of a standard normal distribution, the first label's `offset` higher.
 
-    The model is always the same; `seed` draws the rows. A `blind` model's hidden states know nothing of the answer. With `heavy` tails a few rows are far off in any layer.
+    The model is always the same; `seed` draws the rows. A `blind` model's hidden states know nothing of the answer.
+    With `heavy` tails a few rows are far off in any layer.
     """
     draws, model = np.random.default_rng(seed), np.random.default_rng(99)
     final = draws.normal(0, 1, (rows, labels)) + np.array([offset] + [0.0] * (labels - 1))
