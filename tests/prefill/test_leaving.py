@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from prefillcli.plan.exit_work import LayersDone, layers_needed
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill.forest import ATTENTION
+from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.leaving import remainder
 from prefillcli.prefill.walk import LayerWalk
+from tests.prefill.families import make_model
 from tests.prefill.test_layers import LentLayers
 from tests.prefill.test_walk import (
     ONE_PACK,
@@ -256,6 +257,7 @@ def test_whoever_stays_is_not_disturbed_by_those_who_leave(family: str, data: st
     rule = LeaveAfter(data.draw(exits), peek=data.draw(st.booleans()), regroup_cost=cost)
     found = walked(model_of(family), prompts, rule, chunk=chunk, limits=limits).logits
     plain = without_exits(family, chunk, limits)
+    assert limits == ONE_PACK or any(pack.keep for pack in make_plan(prompts, limits).packs)
     assert found.keys() == plain.keys() - rule.leaving.keys()
     for prompt, logits in found.items():
         torch.testing.assert_close(logits, plain[prompt], atol=1e-5, rtol=1e-5)
@@ -314,6 +316,21 @@ def test_layers_that_nobody_needs_are_not_asked_for(peek: bool) -> None:
     finally:
         walk.close()
         layers.give_back()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("hidden_on_host", [False, True])
+@pytest.mark.parametrize("peek", [False, True])
+def test_on_cuda_those_that_stay_have_the_logits_of_the_eager_forward(peek: bool, hidden_on_host: bool) -> None:
+    register()
+    there, prompts = make_model("llama").to("cuda"), mixed()
+    leaving = {number: number % 2 for number in range(len(prompts)) if number % 3}
+    limits = Limits(110, 10**6, held_tokens=10**6)
+    rule = LeaveAfter(leaving, peek=peek)
+    found = walked(there, prompts, rule, chunk=41, limits=limits, hidden_on_host=hidden_on_host).logits
+    stay = [number for number in range(len(prompts)) if number not in leaving]
+    assert_equal(torch.stack([found[number].cpu() for number in stay]), wanted("llama", mixed)[stay])
 
 
 @settings(deadline=None)
