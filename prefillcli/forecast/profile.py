@@ -43,6 +43,8 @@ class Profile(BaseModel):
     traces: list[Trace] = Field(default_factory=list)
     completion: CompletionModel | None = None  # None where no fit was good enough to predict with
     no_completion: str | None = None  # then why
+    regroup_layers: float | None = None  # laying out a token anew after an early exit, in layers of a token
+    keys_layers: float | None = None  # K,V alone of a layer, in layers of a token
     replays: list[Replay] = Field(default_factory=list)
     survey: Survey | None = None  # of the input, where one was given
     notes: list[str] = Field(default_factory=list)

@@ -174,7 +174,7 @@ class LayerWalk:
                 before = None if rule is None else self._at_last_tokens(state)
                 self._start_layer(index, state, attention)
                 if rule is not None and before is not None and rule.peeks(index):
-                    self._store_keys(state, index, layer, attention, lambda tokens: tick(0.0))
+                    self.store_keys(state, index, layer, attention, lambda tokens: tick(0.0))
                     after = self.read_last(state, layer, attention, index)[0]
                     self._let_leave(index, state, attention, tick, rule, before, after)
                     self._start_layer(index, state, attention)
@@ -193,7 +193,7 @@ class LayerWalk:
     ) -> None:
         """Bring all chunks through one layer; its output overwrites its input. The last layer computes only K,V."""
         if index == len(self.layers) - 1:
-            self._store_keys(state, index, layer, attention, tick)
+            self.store_keys(state, index, layer, attention, tick)
             return
         for chunk, call, rows in self._each_chunk(state, index):
             attention.chunk(chunk)
@@ -284,7 +284,7 @@ class LayerWalk:
     def _start_layer(self, index: int, state: WalkState, attention: ForestAttention) -> None:
         attention.start_layer([self._held_part(index, node) for node in state.pack.held])
 
-    def _store_keys(
+    def store_keys(
         self, state: WalkState, index: int, layer: nn.Module, attention: ForestAttention, tick: Tick
     ) -> None:
         """A layer's K,V of all chunks, and nothing else of it."""

@@ -47,10 +47,15 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Budgeted:
-    """The budget that a loaded model leaves, in bytes above it, and the chunk that follows from it."""
+    """The budget that a loaded model leaves, in bytes above it, and the chunk that follows from it.
+
+    What early exit takes is in layers of a token, None for a model of one layer: see `Profile`.
+    """
 
     budget: int
     chunk_tokens: int
+    regroup_layers: float | None
+    keys_layers: float | None
 
 
 def time_packs(send: Send, subject: Subject, memory: int | None, target: float) -> None:
@@ -61,6 +66,7 @@ def time_packs(send: Send, subject: Subject, memory: int | None, target: float) 
     """
     from prefillcli.models.law import FREE_SHARE, choose_chunk, memory_law
     from prefillcli.prefill.walk import LayerWalk
+    from prefillcli.profile.regrouping import measure_leaving
     from prefillcli.runtime.memory import available_memory
 
     model, files = load_subject(subject)
@@ -68,13 +74,15 @@ def time_packs(send: Send, subject: Subject, memory: int | None, target: float) 
     budget = memory or int(available_memory(device) * FREE_SHARE)
     law = memory_law(files.config, files.dtype)
     chunk = subject.chunk_tokens or choose_chunk(law, budget, device)
-    send(Budgeted(budget, chunk))
     vocabulary, windows = int(files.config.vocab_size), attention_windows(files.config)
     walk = LayerWalk(model, chunk_tokens=chunk)
     run = partial(_timed, walk, device)
     room = budget - law.constant(chunk, device)
     most = min(files.max_length, int(room / (law.token + law.key_value * law.layers)))
     unit = choose_unit(partial(_first_seconds, run, vocabulary), most, target)
+    (several,) = extra_packs(unit, vocabulary)[-1]
+    costs = measure_leaving(walk, several, partial(_now, device))
+    send(Budgeted(budget, chunk, costs and costs.regroup, costs and costs.keys))
     for timings in measure_packs(run, unit, vocabulary, windows):
         send(timings)
     walk.close()
@@ -82,14 +90,19 @@ def time_packs(send: Send, subject: Subject, memory: int | None, target: float) 
 
 def _timed(walk: Any, device: Any, pack: Pack) -> float:
     """Seconds of one pack through the walk."""
-    import torch
-
     begun = time.perf_counter()
     for _ in walk.read_logits(pack):
         pass
+    return _now(device) - begun
+
+
+def _now(device: Any) -> float:
+    """Seconds, once the device has done what it was given."""
+    import torch
+
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - begun
+    return time.perf_counter()
 
 
 def measure_packs(

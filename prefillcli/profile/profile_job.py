@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from prefillcli.data.proof.fingerprints import hash_model
 from prefillcli.errors import PrefillError, ResourceError, UsageError, did_you_mean
@@ -29,6 +29,9 @@ from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.progress import StepLog
 from prefillcli.runtime.sizes import parse_size
 from prefillcli.runtime.threads import Threads
+
+if TYPE_CHECKING:  # it takes torch along
+    from prefillcli.profile.completion import Budgeted
 
 TRACED = ("full", "hybrid")
 _BUSY = 1.5  # of the load average over the threads that compute
@@ -111,7 +114,8 @@ def _measure(settings: ProfileSettings, given: Input | None, announce: Callable[
     )
 
     announce("completion times: packs of several lengths, with and without cached tokens")
-    budget, chunk, completion, no_completion = _completion(settings, subject, files, announce)
+    budgeted, completion, no_completion = _completion(settings, subject, files, announce)
+    budget, chunk = budgeted.budget, budgeted.chunk_tokens
     busy = _busy_with(subject.threads)
     subject = replace(subject, chunk_tokens=chunk)
     profile = Profile(
@@ -126,6 +130,8 @@ def _measure(settings: ProfileSettings, given: Input | None, announce: Callable[
         max_model_tokens=files.max_length,
         completion=completion,
         no_completion=no_completion,
+        regroup_layers=budgeted.regroup_layers,
+        keys_layers=budgeted.keys_layers,
         settings=shown(settings.model_dump(mode="json")),
         versions=versions(),
         notes=busy,
@@ -159,20 +165,15 @@ def _check_names(option: str, given: Iterable[str], known: Mapping[str, object])
 
 def _completion(
     settings: ProfileSettings, subject: Any, files: Any, announce: Callable[[str], None]
-) -> tuple[int, int, CompletionModel | None, str | None]:
-    """The budget, the chunk, and the model of completion times or why there is none."""
+) -> tuple[Budgeted, CompletionModel | None, str | None]:
+    """What a loaded model leaves, and the model of completion times or why there is none."""
     from prefillcli.profile.children import in_child
     from prefillcli.profile.completion import first_good_fit, time_packs
     from prefillcli.profile.mode_laws import attention_windows
 
     memory = parse_size(settings.memory) if settings.memory else None
     with closing(in_child(time_packs, subject, memory, settings.fit_seconds or 0.0)) as found:
-        budgeted = next(found)
-        return (
-            budgeted.budget,
-            budgeted.chunk_tokens,
-            *first_good_fit(found, attention_windows(files.config), announce),
-        )
+        return next(found), *first_good_fit(found, attention_windows(files.config), announce)
 
 
 def _modes(names: tuple[str, ...], search: Any) -> Iterator[ModeResult]:

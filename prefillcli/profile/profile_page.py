@@ -9,6 +9,7 @@ from prefillcli.forecast.replay_results import Replay
 from prefillcli.profile.profile_tables import (
     completion_table,
     law_table,
+    leaving_costs,
     length_table,
     no_times,
     profile_headline,
@@ -119,6 +120,7 @@ def profile_html(profile: Profile) -> str:
         "page.html.j2",
         profile=profile,
         headline=profile_headline(profile),
+        exits=leaving_costs(profile),
         remarks=profile_remarks(profile),
         bars=length_bars(profile),
         memory=memory_chart(profile),

@@ -194,6 +194,16 @@ def how_good(model: CompletionModel) -> str:
     return text
 
 
+def leaving_costs(profile: Profile) -> str:
+    """What early exit takes on this machine; empty where that was not measured."""
+    if profile.regroup_layers is None or profile.keys_layers is None:
+        return ""
+    return (
+        f"laying out anew what goes on takes {profile.regroup_layers:.2f} layers, "
+        f"the keys and values of a peek {profile.keys_layers:.2f}"
+    )
+
+
 def print_profile(profile: Profile) -> None:
     """The tables on stderr."""
     console = stderr_console(WIDTH)
@@ -207,6 +217,9 @@ def print_profile(profile: Profile) -> None:
         console.print("How long it takes", style="bold")
         print_numbers(console, seconds_table(profile.completion, longest))
         console.print(f"  {how_good(profile.completion)}\n", style="dim")
+    if leaving_costs(profile):
+        console.print("Early exit", style="bold")
+        console.print(f"  {leaving_costs(profile)}\n")
     for replay in profile.replays:
         console.print(f"What a server would make of {replay.workload}, calculated", style="bold")
         console.print(

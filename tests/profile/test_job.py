@@ -10,6 +10,7 @@ import pytest
 from prefillcli.errors import PrefillError
 from prefillcli.forecast.profile import Profile
 from prefillcli.profile import profile_job
+from prefillcli.profile.completion import Budgeted
 from prefillcli.profile.modes import MODES
 from tests.profile.making import made_profile
 from tests.score.jobs import texts, write_jsonl, write_parquet
@@ -29,7 +30,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
     def completion(*_: object) -> object:
         done.append("completion")
-        return 64 << 20, 64, made.completion, None
+        return Budgeted(64 << 20, 64, 0.04, 0.16), made.completion, None
 
     monkeypatch.setattr(profile_job, "_completion", completion)
     monkeypatch.setattr(profile_job, "_modes", lambda *_: done.append("modes") or made.modes)
@@ -69,6 +70,14 @@ def test_options_of_the_replay_count(model: Path) -> None:
     assert found.fairness == 0.3
     assert [each.fairness for each in found.distributions] == [0.3, 2, 4]
     assert "a prompt can have 2,048 here" in found.notes[0]
+
+
+def test_what_an_early_exit_takes_is_told(model: Path) -> None:
+    done = prefill("profile", "-m", model, "--replay", "none")
+    said = "laying out anew what goes on takes 0.04 layers, the keys and values of a peek 0.16"
+    assert said in " ".join(done.stderr.split())
+    assert said in Path("profile.html").read_text()
+    assert (load().regroup_layers, load().keys_layers) == (0.04, 0.16)
 
 
 def test_a_replay_can_be_left_out(model: Path) -> None:
@@ -152,7 +161,9 @@ def test_a_damaged_input_costs_no_measurements(model: Path, monkeypatch: pytest.
 
 
 def test_without_a_fit_nothing_is_predicted_and_that_is_told(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile_job, "_completion", lambda *_: (64 << 20, 64, None, "Pearson r 0.50"))
+    monkeypatch.setattr(
+        profile_job, "_completion", lambda *_: (Budgeted(64 << 20, 64, None, None), None, "Pearson r 0.50")
+    )
     source = write_jsonl("in.jsonl", [{"prompt": text} for text in texts(4)])
     done = prefill("profile", "--quiet", source, "-m", model, "--price-per-hour", 3)
     line = last_line(done.stdout)

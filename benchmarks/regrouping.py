@@ -1,0 +1,111 @@
+"""What leaving between two layers takes and saves: `python -m benchmarks.regrouping [--model FOLDER]`.
+
+The costs of laying out the rest anew and of K,V alone, in layers; then whole walks in which half of the rows leave in
+the middle, in processor time, beside the formula. Progress goes to stderr, tables and one line of JSON to stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Collection, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from benchmarks.console import log
+from benchmarks.models import random_llama
+from prefillcli.models.find import read_model_files
+from prefillcli.models.load import load_model
+from prefillcli.plan.exit_work import remaining_work
+from prefillcli.plan.pack import Limits, Pack
+from prefillcli.plan.plan import make_plan
+from prefillcli.prefill.walk import LayerWalk
+from prefillcli.profile.prompts import prompts_with_histories
+from prefillcli.profile.regrouping import measure_leaving
+
+#: Prefixes, rows behind each, tokens of a prefix, tokens of a row.
+PACKS = {"reviews": (1, 64, 300, 120), "long prefix": (1, 20, 2000, 150), "short rows": (1, 256, 40, 24)}
+
+
+class HalfLeave:
+    """Every second read leaves at a layer in the middle."""
+
+    regroup_cost = 0.0
+
+    def __init__(self, layer: int, *, peek: bool) -> None:
+        self.layers: Collection[int] = (layer,)
+        self._peek = peek
+
+    def peeks(self, layer: int) -> bool:
+        return self._peek
+
+    def __call__(self, layer: int, reads: Sequence[int], before: Tensor, after: Tensor) -> Sequence[int]:
+        return [read for read in reads if read % 2]
+
+
+def main(
+    model: Annotated[Path | None, typer.Option(help="A model's folder; without it, a random Llama of 25M.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    rounds: Annotated[int, typer.Option(help="Rounds; the least and the median count.")] = 5,
+    chunk: Annotated[int, typer.Option(help="Tokens of a chunk.")] = 2048,
+) -> None:
+    """Measure on one thread."""
+    torch.set_num_threads(1)
+    loaded: PreTrainedModel = (
+        random_llama("25M", getattr(torch, dtype))
+        if model is None
+        else load_model(read_model_files(model, dtype=dtype), torch.device("cpu"))
+    )
+    found: list[dict[str, Any]] = []
+    table = Table(
+        "pack", "tokens", "regroup, layers", "K,V, layers", "half leave", "with peek", "formula", "with peek"
+    )
+    with closing(LayerWalk(loaded, chunk_tokens=chunk)) as walk:
+        for name, shape in PACKS.items():
+            log(name)
+            prompts = prompts_with_histories(*shape, int(loaded.config.vocab_size))
+            (pack,) = make_plan(prompts, Limits(1 << 30, 1 << 30)).packs
+            costs = measure_leaving(walk, pack, time.process_time, rounds)
+            if costs is None:
+                raise SystemExit("a model of one layer has no exits")
+            faster = _whole_walks(walk, pack, rounds)
+            found.append({"pack": name, "tokens": len(pack.tokens), **costs._asdict(), **faster})
+            numbers = [f"{value:.3f}" for value in found[-1].values() if isinstance(value, float)]
+            table.add_row(name, str(len(pack.tokens)), *numbers)
+    Console(width=110).print(table)
+    print(json.dumps({"model": str(model or "25M"), "dtype": dtype, "chunk": chunk, "packs": found}))
+
+
+def _whole_walks(walk: LayerWalk, pack: Pack, rounds: int) -> dict[str, float]:
+    """How many times as fast walks are in which half of the rows leave in the middle, and what the formula says."""
+    layers = len(walk.layers)
+    rules = {"plain": None, "left": HalfLeave(layers // 2, peek=False), "peeked": HalfLeave(layers // 2, peek=True)}
+    seconds: dict[str, list[float]] = {name: [] for name in rules}
+    for _ in range(rounds):
+        for name, rule in rules.items():
+            begun = time.process_time()
+            for _ in walk.read_logits(pack, exits=rule):
+                pass
+            seconds[name].append(time.process_time() - begun)
+    times = {name: statistics.median(own) for name, own in seconds.items()}
+    half = [None if read % 2 else layers // 2 for read in range(len(pack.reads))]
+    one_more = [None if each is None else each + 1 for each in half]
+    return {
+        "left": times["plain"] / times["left"],
+        "peeked": times["plain"] / times["peeked"],
+        "left by formula": 1 / remaining_work(pack, one_more, layers),
+        "peeked by formula": 1 / remaining_work(pack, half, layers),
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)
