@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from prefillcli.compress.base import Tick
 from prefillcli.compress.request import Request
-from prefillcli.engines.base import LabelTokens, PlanEngine
+from prefillcli.engines.base import Answer, LabelTokens, PlanEngine
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
+from prefillcli.plan.trie import token_order
+
+if TYPE_CHECKING:  # takes torch along
+    from prefillcli.compress.self_draft import SelfDraftRule
 
 
 def plan_requests(
@@ -23,7 +29,13 @@ def plan_requests(
     carried: Sequence[CarriedBlock] = (),
     block_tokens: int = 0,
 ) -> Plan:
-    """The plan of the tokens that the target reads. `carried` and `block_tokens` as in `make_plan`."""
+    """The plan of the tokens that the target reads. `carried` and `block_tokens` as in `make_plan`.
+
+    Where the target drops tokens itself, nothing is held from pack to pack: its last layers have no K,V of a whole
+    prefix.
+    """
+    if any(request.thinning is not None for request in requests):
+        return _joined(requests, limits, schedule)
     return make_plan(
         [request.tokens for request in requests],
         limits,
@@ -32,6 +44,33 @@ def plan_requests(
         carried=carried,
         block_tokens=block_tokens,
     )
+
+
+def thinning_of(requests: Mapping[int, Request]) -> SelfDraftRule | None:
+    """The rule by which the target drops tokens of these requests itself, if of any; by their numbers in a plan."""
+    if all(request.thinning is None for request in requests.values()):
+        return None
+    from prefillcli.compress.self_draft import rule_of
+
+    return rule_of(requests)
+
+
+def answer_requests(
+    engine: PlanEngine,
+    requests: Sequence[Request],
+    labels: Sequence[LabelTokens],
+    tick: Tick = lambda tokens: None,
+    schedule: str = "prefix-tree",
+) -> list[Answer]:
+    """What the engine says of each request; arguments as in `answer`."""
+    found: dict[int, Answer] = {}
+    plan = plan_requests(requests, engine.limits, schedule)
+    thinning = thinning_of(dict(enumerate(requests)))
+    for answers in engine.answer_all(
+        plan.packs, lambda i: labels[requests[i].prompt.labels], tick, thinning=thinning
+    ):
+        found |= {each.prompt: each for each in answers}
+    return [found[number] for number in range(len(requests))]
 
 
 def answer(
@@ -45,8 +84,64 @@ def answer(
 
     `tick` as in `Engine.answer`. Raises ResourceError if the engine cannot go on.
     """
-    found: dict[int, npt.NDArray[np.float64]] = {}
-    plan = plan_requests(requests, engine.limits, schedule)
-    for answers in engine.answer_all(plan.packs, lambda i: labels[requests[i].prompt.labels], tick):
-        found |= {each.prompt: each.logprobs for each in answers}
-    return np.stack([found[number] for number in range(len(requests))])
+    return np.stack([each.logprobs for each in answer_requests(engine, requests, labels, tick, schedule)])
+
+
+def _joined(requests: Sequence[Request], limits: Limits, schedule: str) -> Plan:
+    """One plan after the other: those of the groups that share no pack."""
+    packs, unique = [], 0
+    limits = replace(limits, held_tokens=0)
+    for group, own in _groups(requests, limits):
+        plan = make_plan([requests[number].tokens for number in group], own, schedule)
+        for pack in plan.packs:
+            reads = [(node, tuple(group[prompt] for prompt in prompts)) for node, prompts in pack.reads]
+            packs.append(replace(pack.shifted(len(packs) - pack.index), reads=reads))
+        unique += plan.unique_tokens
+    return Plan(packs, unique)
+
+
+def _groups(requests: Sequence[Request], limits: Limits) -> Iterator[tuple[list[int], Limits]]:
+    """Numbers of requests that may share packs, and the limits of these.
+
+    A prompt that is read both ways is in two groups: one pack computes a prompt once. Where each row chooses for
+    itself, rows of another rate, or without one, are apart too; what they share is then there for each of them in the
+    last layers, and their groups are so small that it fits.
+    """
+    thinned = {request.prompt.row for request in requests if request.thinning is not None}
+    twins = [n for n, each in enumerate(requests) if each.thinning is None and each.prompt.row in thinned]
+    apart = set(twins)
+    ordinary = [number for number in range(len(requests)) if number not in apart]
+    if not any(each.thinning is not None and each.thinning.settings.per_row for each in requests):
+        yield ordinary, limits
+    else:
+        rates: dict[float | None, list[int]] = {}
+        for number in ordinary:
+            own = requests[number].thinning
+            rates.setdefault(None if own is None else own.keep, []).append(number)
+        for rate, numbers in rates.items():
+            yield from [(numbers, limits)] if rate is None else _small_groups(requests, numbers, limits)
+    if twins:
+        yield twins, limits
+
+
+def _small_groups(
+    requests: Sequence[Request], numbers: Sequence[int], limits: Limits
+) -> Iterator[tuple[list[int], Limits]]:
+    """Groups of requests whose tokens fit half of the memory before they are thinned, and the other half after it,
+    where each has its own; those too long for that one by one. Those that begin alike are together."""
+    half = limits.max_tokens // 2
+    small = replace(limits, tokens=min(limits.tokens, half), max_tokens=half)
+    group: list[int] = []
+    kept = 0
+    for at in token_order([requests[number].tokens for number in numbers]):
+        request = requests[numbers[at]]
+        if len(request.tokens) > half:
+            yield [numbers[at]], limits
+            continue
+        if group and kept + request.most_kept > half:
+            yield sorted(group), small
+            group, kept = [], 0
+        group.append(numbers[at])
+        kept += request.most_kept
+    if group:
+        yield sorted(group), small

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,9 @@ import numpy.typing as npt
 from prefillcli.compress.settings import Compression
 from prefillcli.data.rows import Int64Array, Prompt
 from prefillcli.plan.trie import TokenArray
+
+if TYPE_CHECKING:
+    from prefillcli.compress.request import Thinning
 
 Float32Array = npt.NDArray[np.float32]
 Tick = Callable[[float], None]
@@ -75,8 +78,9 @@ class Picker(Protocol):
         estimates: Sequence[ImportanceEstimate],
         keeps: Sequence[float | None],
         settings: Compression,
-    ) -> list[Int64Array | None]:
-        """The kept tokens of prompts that are computed together: ascending indices, or None for a prompt in full.
+    ) -> Sequence[Int64Array | Thinning | None]:
+        """The kept tokens of prompts that are computed together: ascending indices, or None for a prompt in full; or
+        how the target chooses them itself.
 
         A prompt is read in full without a keep rate in `keeps` and without importance in `estimates`. The first
         `settings.keep_first` tokens and the last ones that `tails` tells are always kept.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from prefillcli.compress.base import ImportanceEstimate, Picker, Tick
 from prefillcli.compress.fallbacks import FALLBACK
 from prefillcli.compress.rates import keep_rates
-from prefillcli.compress.request import Request
+from prefillcli.compress.request import Request, Thinning
 from prefillcli.compress.settings import Compression
 from prefillcli.compress.worth import WorthCompressing
 from prefillcli.data.methods import FULL
@@ -65,7 +65,9 @@ class Compressor:
         kept = self.picker.select(prompts, estimates, keeps, self.settings)
         requests = []
         for prompt, own, found in zip(prompts, kept, estimates, strict=True):
-            if own is not None and len(own) < len(prompt.tokens):
+            if isinstance(own, Thinning):
+                requests.append(Request(prompt, method=self.picker.method, thinning=own))
+            elif own is not None and len(own) < len(prompt.tokens):
                 requests.append(Request(prompt, own, self.picker.method, found.seconds))
             else:
                 method = FULL if found.reason is None else FALLBACK + found.reason

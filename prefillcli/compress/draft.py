@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from prefillcli.compress.base import Float32Array, ImportanceEstimate, Tick
 from prefillcli.compress.fallbacks import FAILED, NO_MEMORY, NO_VOTE, NOT_FINITE, TOO_LONG, VOCABULARY
-from prefillcli.compress.importance import PromptQueries, add_votes, importance
+from prefillcli.compress.importance import PromptQueries, add_votes, importance, last_queries, last_tokens
 from prefillcli.compress.settings import Compression
 from prefillcli.decode.lookahead import look_ahead
 from prefillcli.plan.account import account
@@ -94,11 +94,11 @@ class Draft:
         settings = self._settings
         tree = Tree(pack)
         paths = [tree.path(node) for node, _ in pack.reads]
-        windows = [_last(path, settings.window) for path in paths]
+        windows = [last_tokens(path, settings.window) for path in paths]
         watched = sorted({token for window in windows for token in window})
         row = {token: number for number, token in enumerate(watched)}
         queries = [
-            _own_queries(path, [row[token] for token in window]) for path, window in zip(paths, windows, strict=True)
+            last_queries(path, [row[token] for token in window]) for path, window in zip(paths, windows, strict=True)
         ]
         if settings.decoded:
             ahead = look_ahead(self._walk, pack, watched, settings.decoded, self._stop_tokens, tick)
@@ -115,23 +115,6 @@ class Draft:
         for prompt, (_, numbers) in zip(queries, pack.reads, strict=True):
             found |= dict.fromkeys(numbers, importance(prompt, settings.query_reduce, settings.select_chunk))
         return found
-
-
-def _last(path: list[tuple[int, int]], count: int) -> list[int]:
-    """The last `count` tokens of a path, or all."""
-    tokens: list[int] = []
-    for start, end in reversed(path):
-        tokens = list(range(max(start, end - (count - len(tokens))), end)) + tokens
-        if len(tokens) == count:
-            break
-    return tokens
-
-
-def _own_queries(path: list[tuple[int, int]], queries: list[int]) -> PromptQueries:
-    """The queries of the prompt's own last tokens: each sees the tokens up to itself."""
-    tokens = sum(end - start for start, end in path)
-    depths = list(range(tokens - len(queries), tokens))
-    return PromptQueries(path, queries, [depth + 1 for depth in depths], depths)
 
 
 def _add_decoded(prompt: PromptQueries, queries: list[int]) -> None:

@@ -41,6 +41,23 @@ class PromptQueries:
         return sum(end - start for start, end in self.path)
 
 
+def last_tokens(path: list[tuple[int, int]], count: int) -> list[int]:
+    """The last `count` tokens of a path, or all."""
+    tokens: list[int] = []
+    for start, end in reversed(path):
+        tokens = list(range(max(start, end - (count - len(tokens))), end)) + tokens
+        if len(tokens) == count:
+            break
+    return tokens
+
+
+def last_queries(path: list[tuple[int, int]], queries: list[int]) -> PromptQueries:
+    """The queries of the prompt's own last tokens, in the rows `queries`: each sees the tokens up to itself."""
+    tokens = sum(end - start for start, end in path)
+    depths = list(range(tokens - len(queries), tokens))
+    return PromptQueries(path, queries, [depth + 1 for depth in depths], depths)
+
+
 def add_votes(layer: WatchedLayer, prompts: Sequence[PromptQueries], pool: int) -> None:
     """Let a layer vote on the tokens of every prompt. `pool` is the width of the pooling, an odd number; 1: none."""
     window = layer.scoring.window

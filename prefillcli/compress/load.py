@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.compress.pickers.registry import PICKERS, PickerResources
+from prefillcli.compress.self_layer import choosing_layers
 from prefillcli.compress.settings import Compression
 from prefillcli.compress.worth import WorthCompressing
 from prefillcli.errors import brief
@@ -79,19 +80,32 @@ def make_draft(opened: Opened, model: Any, compression: Compression, plan: Mappi
 
 
 def make_compressor(picker: str, resources: PickerResources, opened: Opened, keep: float) -> Compressor:
-    """The compressor of a job, with the picker of this name, to the rate `keep`."""
+    """The compressor of a job, with the picker of this name, to the rate `keep`.
+
+    Raises UsageError where the model is to pick tokens itself, and none of its layers can.
+    """
     from prefillcli.compress.compressor import Compressor
     from prefillcli.models.shape import Shape
 
+    own = PICKERS[picker].needs == "self"
+    if own:
+        resources = replace(resources, own_layers=own_layers(resources.settings, opened))
     return Compressor(
         PICKERS[picker].make(resources),
         resources.settings,
         keep=keep,
-        worth=worth_of(resources.settings, opened),
+        worth=worth_of(resources.settings, opened, own=own),
         target_window=Shape(opened.files.config).sliding_window,
     )
 
 
-def worth_of(compression: Compression, opened: Opened) -> WorthCompressing:
-    """Which prompts compression pays for."""
+def worth_of(compression: Compression, opened: Opened, *, own: bool) -> WorthCompressing:
+    """Which prompts compression pays for, by a draft or by the model's `own` layers."""
+    if own:
+        return WorthCompressing(compression, opened.files.config, own_layers=own_layers(compression, opened))
     return WorthCompressing(compression, opened.files.config, opened.draft and opened.draft.config)
+
+
+def own_layers(compression: Compression, opened: Opened) -> int:
+    """After how many of its layers the model chooses tokens itself. Raises UsageError where none of them can."""
+    return choosing_layers(opened.files.config, compression.self_layer, opened.max_length)

@@ -132,12 +132,17 @@ def select_all(
     importances: Sequence[Float32Array | None],
     keeps: Sequence[float | None],
     settings: Compression,
+    *,
+    lasts: Sequence[int] | None = None,
 ) -> list[Int64Array | None]:
-    """The kept tokens of prompts that are computed together; None for those without a rate or without importance."""
+    """The kept tokens of prompts that are computed together; None for those without a rate or without importance.
+
+    `lasts` says how many of each prompt's last tokens are always kept, where `tails` is not to say it.
+    """
     if all(keep is None for keep in keeps):
         return [None] * len(prompts)
     forest = _Forest(prompts)
-    tails = _tails(forest, keeps, settings)
+    tails = _tails(forest, keeps, settings) if lasts is None else lasts
     rated = [
         _RatedPrompt(len(tokens), importance, None if importance is None else keep, tail)
         for tokens, importance, keep, tail in zip(prompts, importances, keeps, tails, strict=True)

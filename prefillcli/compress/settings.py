@@ -7,6 +7,9 @@ from typing import Any, Literal
 
 Reduce = Literal["rank", "mean", "max"]
 
+SELF = "self"
+"""As `--draft`: the model's own first layers."""
+
 PAPER: dict[str, Any] = {
     "lookahead": 8,
     "query_window": 0,
@@ -42,6 +45,8 @@ class Compression:
     """Keep all tokens behind the prefix that a prompt shares, unless they are more than its keep rate leaves of it."""
     per_row: bool = False
     """Select for each row by itself, as in the paper, not once for a shared prefix."""
+    self_layer: int | None = None
+    """Layers of a model that is its own draft which read whole prompts; None: by its depth."""
 
     @property
     def window(self) -> int:

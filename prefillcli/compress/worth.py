@@ -7,7 +7,7 @@ from math import ceil
 from typing import Any
 
 from prefillcli.compress.settings import Compression
-from prefillcli.models.flops import prefill_flops
+from prefillcli.models.flops import prefill_flops, thinned_flops
 from prefillcli.models.shape import NoCostModel
 
 OVERHEAD = 0.05
@@ -21,11 +21,14 @@ class WorthCompressing:
     """Whether compressing a prompt pays.
 
     `target` and `draft` are text configurations of transformers. Without a target `compress_above` must be a number;
-    without a draft no model picks the tokens.
+    without a draft no model picks the tokens, unless the target does so itself after `own_layers` of its layers.
     """
 
-    def __init__(self, compression: Compression, target: Any = None, draft: Any = None) -> None:
+    def __init__(
+        self, compression: Compression, target: Any = None, draft: Any = None, *, own_layers: int | None = None
+    ) -> None:
         self._compression = compression
+        self._own_layers = own_layers
         self._target = target
         self._draft = draft
         self._speedup = lru_cache(maxsize=1 << 16)(self._predict)
@@ -42,7 +45,8 @@ class WorthCompressing:
         """The predicted speedup, for a prompt by itself: 1 / (r + k + overhead).
 
         r: the draft's operations, decoding included, over the model's in full. k: the model's operations over what is
-        kept, ends included, over those in full. None where the cost model does not know an architecture.
+        kept, ends included, over those in full. A target that picks itself reads the whole prompt in its first layers:
+        r is 0, and k counts them. None where the cost model does not know an architecture.
         """
         return self._speedup(tokens, keep)
 
@@ -64,7 +68,10 @@ class WorthCompressing:
             draft = 0.0
             if self._draft is not None:
                 draft = prefill_flops(self._draft, tokens + how.decoded, head_tokens=how.decoded).total
-            sparse = prefill_flops(self._target, kept).total
+            if self._own_layers is None:
+                sparse = prefill_flops(self._target, kept).total
+            else:
+                sparse = thinned_flops(self._target, tokens, kept, self._own_layers).total
         except NoCostModel:
             return None
         return 1 / (draft / full + sparse / full + OVERHEAD)

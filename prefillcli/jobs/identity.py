@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from prefillcli.compress.settings import SELF
 from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.proof.fingerprints import hash_value
@@ -73,6 +74,8 @@ def fingerprint(
         found["calibration"] = calibration.digest()
     if opened.draft is not None:
         found["draft"] = models.of(opened.draft.origin).model()
+    elif settings.drafts_itself:
+        found["draft"] = hash_value(SELF)
     if settings.compresses:
         values = _values(settings, opened, COMPRESSION)
         found["compression"] = hash_value(

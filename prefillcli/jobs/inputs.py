@@ -52,7 +52,7 @@ class LocalModels:
     """
 
     def __init__(self, settings: LoadingOptions) -> None:
-        names = (settings.model or sample_model(), settings.draft)
+        names = (settings.model or sample_model(), None if settings.drafts_itself else settings.draft)
         paths = [Path(name).expanduser() for name in names if name is not None]
         self._contents = {path: ModelContents(path) for path in paths if path.is_dir() or gguf_parts(path)}
         for contents in self._contents.values():
@@ -161,7 +161,7 @@ def make_builder(settings: JobOptions, opened: Opened, available: Sequence[str])
             vocab_size=files.config.vocab_size,
             literal=settings.literal,
             max_row_bytes=parse_size(settings.max_row_bytes) if settings.max_row_bytes else None,
-            compression=opened.draft is not None,
+            compression=opened.compresses,
         ),
         available,
     )

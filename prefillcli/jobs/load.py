@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from prefillcli.compress.load import load_draft, make_compressor, make_draft, plan_draft
+from prefillcli.compress.load import load_draft, make_compressor, make_draft, own_layers, plan_draft
 from prefillcli.compress.pickers.registry import PickerResources
 from prefillcli.compress.settings import PAPER, Compression
 from prefillcli.engines.base import Engine, Loader, LoadRequest
@@ -60,6 +60,9 @@ def load_models(
     of the model may be kept outside the device; the draft is on it. Raises ResourceError where the weights cannot fit,
     before they are loaded.
     """
+    compression = compression_of(settings)
+    if opened.drafts_itself:
+        own_layers(compression, opened)  # raises UsageError
     small = None
     if opened.draft is not None:
         from prefillcli.models.weights import plan_weights  # takes torch along
@@ -68,9 +71,12 @@ def load_models(
         small = load_draft(opened, trust_remote_code=settings.trust_remote_code)
     loaded = loader.load(LoadRequest(opened, settings, options, before, measured, share, planned, placement))
     plan = loaded.plan | {name: before[name] for name in ("keep", "keep_auto") if name in before}
+    if opened.drafts_itself:
+        resources = PickerResources(settings=compression)
+        compressor = make_compressor("self-draft", resources, opened, plan.get("keep", keep))
+        return Models(loaded.engine, compressor, None, plan, loaded.pack_seconds)
     if small is None:
         return Models(loaded.engine, None, None, plan, loaded.pack_seconds)
-    compression = compression_of(settings)
     if not planned:
         same = before.get("asked") == plan["asked"]
         earlier = before.get("draft", {}) if same else {}
@@ -107,5 +113,8 @@ def compression_of(settings: CompressionOptions) -> Compression:
         keep_last=settings.keep_last,
         keep_private=settings.keep_private,
         per_row=settings.compress_per_row,
+        self_layer=settings.self_layer,
     )
+    if settings.drafts_itself:
+        found = replace(found, lookahead=1)  # it decodes nothing
     return replace(found, **PAPER) if settings.paper else found

@@ -73,6 +73,15 @@ def prefill_flops(config: Any, tokens: int, *, head_tokens: int = 1) -> Flops:
     return _flops(config, layers, tokens, [_pairs(0, tokens, layer.window) for layer in layers], head_tokens)
 
 
+def thinned_flops(config: Any, tokens: int, kept: int, layers: int) -> Flops:
+    """`prefill_flops` of a prompt of which only `kept` tokens go on after so many `layers`."""
+    every = _layers(config)
+    first, others = every[:layers], every[layers:]
+    return _flops(config, first, tokens, [_pairs(0, tokens, layer.window) for layer in first], 0) + _flops(
+        config, others, kept, [_pairs(0, kept, layer.window) for layer in others], 1
+    )
+
+
 def ratio_speedup(
     target: Any, draft: Any, tokens: int, keep: float, *, flops: Callable[[Any, int], Flops] = prefill_flops
 ) -> float:
@@ -83,10 +92,11 @@ def ratio_speedup(
     return 1 / (flops(draft, tokens).total / flops(target, tokens).total + keep)
 
 
-def walk_flops(config: Any, plan: Plan) -> float:
+def walk_flops(config: Any, plan: Plan, *, skipped: int = 0, only: int | None = None) -> float:
     """The operations of a plan's packs: each token once, and in the last layer only the projections to Q, K and V.
 
-    Sliding windows are counted over the tokens of a path, whatever their positions. The head is left out.
+    Sliding windows are counted over the tokens of a path, whatever their positions. The head is left out. The first
+    `skipped` layers are not counted, or `only` so many first ones are.
     """
     layers = _layers(config)
     tokens = sum(len(pack.tokens) for pack in plan.packs)
@@ -95,8 +105,9 @@ def walk_flops(config: Any, plan: Plan) -> float:
         for pack in plan.packs
         for start, begin, end in zip(pack.starts, pack.offsets[:-1], pack.offsets[1:], strict=True)
     ]
-    pairs = [sum(_pairs(start, length, layer.window) for start, length in nodes) for layer in layers[:-1]]
-    return _flops(config, layers[:-1], tokens, pairs, 0).total + tokens * layers[-1].inputs
+    whole = layers[skipped:-1] if only is None else layers[:only]
+    pairs = [sum(_pairs(start, length, layer.window) for start, length in nodes) for layer in whole]
+    return _flops(config, whole, tokens, pairs, 0).total + (tokens * layers[-1].inputs if only is None else 0.0)
 
 
 def keys_share(config: Any) -> float:

@@ -34,10 +34,12 @@ class ModelChoice(Protocol):
 
 
 class DraftChoice(ModelChoice, Protocol):
-    """The same, with the draft model that is to be opened beside it, if any."""
+    """The same, with the draft model that is to be opened beside it, if any; a model that `drafts_itself` needs none."""
 
     @property
     def draft(self) -> str | None: ...
+    @property
+    def drafts_itself(self) -> bool: ...
 
 
 class WeightsChoice(Protocol):
@@ -62,6 +64,12 @@ class Opened:
     draft: ModelFiles | None
     max_length: int
     threads: Threads | None = None
+    drafts_itself: bool = False
+
+    @property
+    def compresses(self) -> bool:
+        """Whether a draft, or the model itself, picks tokens."""
+        return self.draft is not None or self.drafts_itself
 
 
 def open_model(choice: ModelChoice, *, walk: bool = True) -> tuple[ModelFiles, torch.device]:
@@ -93,7 +101,7 @@ def open_models(choice: DraftChoice, *, walk: bool = True) -> Opened:
     files, device = open_model(choice, walk=walk)
     tokenizer = _load_tokenizer(files, choice.trust_remote_code)
     small = None
-    if choice.draft is not None:
+    if choice.draft is not None and not choice.drafts_itself:
         small = read_model_files(
             find_model(choice.draft, option="--draft"),
             dtype=choice.dtype,
@@ -103,7 +111,7 @@ def open_models(choice: DraftChoice, *, walk: bool = True) -> Opened:
         other = difference(tokenizer, _load_tokenizer(small, choice.trust_remote_code))
         if other is not None:
             raise UsageError(f"--draft {choice.draft}: its tokenizer is not the model's: {other}")
-    return Opened(files, device, tokenizer, small, files.max_length, threads)
+    return Opened(files, device, tokenizer, small, files.max_length, threads, choice.drafts_itself)
 
 
 def _load_tokenizer(files: ModelFiles, trust_remote_code: bool) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from prefillcli.compress.settings import PAPER
+from prefillcli.compress.settings import PAPER, SELF
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
 from prefillcli.options.option import (
@@ -195,8 +195,14 @@ class CompressionOptions(Settings):
     )  # fmt: skip
     draft: str | None = option(
         None,
-        "Small model with the same tokenizer, which picks the tokens.",
-        COMPRESSION, changes="scores", metavar="DIR|NAME",
+        "Small model with the same tokenizer, which picks the tokens; self: the model's own first layers.",
+        COMPRESSION, changes="scores", metavar="DIR|NAME|self",
+    )  # fmt: skip
+    self_layer: int | None = option(
+        None,
+        "After N of its layers, a model that is its own draft goes on with the tokens that it keeps. (default: 0.45 of "
+        "its layers)",
+        COMPRESSION, changes="scores", metavar="N", requires=requirements.SELF_DRAFT, ge=1,
     )  # fmt: skip
     paper: bool = option(
         False,
@@ -217,12 +223,12 @@ class CompressionOptions(Settings):
     query_reduce: Literal["rank", "mean", "max"] = option(
         "rank",
         "How the votes of several tokens are combined: best rank, mean or maximum.",
-        COMPRESSION, changes="scores", requires=requirements.DRAFT,
+        COMPRESSION, changes="scores", requires=requirements.VOTES,
     )  # fmt: skip
     pool: OddNumber = option(
         13,
         "Neighbouring tokens over which importance is averaged; odd, 1 for none.",
-        COMPRESSION, changes="scores", metavar="N", requires=requirements.DRAFT, ge=1,
+        COMPRESSION, changes="scores", metavar="N", requires=requirements.VOTES, ge=1,
     )  # fmt: skip
     select_chunk: int = option(
         16,
@@ -252,24 +258,39 @@ class CompressionOptions(Settings):
     compress_per_row: bool = option(
         False,
         "Select tokens for each row on its own; prefixes are then no longer shared.",
-        COMPRESSION, changes="scores", requires=requirements.DRAFT,
+        COMPRESSION, changes="scores", requires=requirements.VOTES,
     )  # fmt: skip
 
     @property
     def uses_draft(self) -> bool:
         """Whether a draft model picks tokens."""
+        return self.draft is not None and not self.drafts_itself
+
+    @property
+    def drafts_itself(self) -> bool:
+        """Whether the model's own first layers pick tokens."""
+        return self.draft == SELF
+
+    @property
+    def counts_votes(self) -> bool:
+        """Whether tokens are picked by votes: a draft's or the model's own."""
         return self.draft is not None
 
     @property
     def compresses(self) -> bool:
         """Whether anything picks tokens."""
-        return self.uses_draft
+        return self.draft is not None
 
     def check(self) -> None:
         super().check()
         if self.paper and (given := [name for name in PAPER if name in self.model_fields_set]):
             flags = ", ".join("--" + name.replace("_", "-") for name in given)
             raise UsageError(f"--paper already sets {flags}: leave out one or the other")
+        if self.paper and self.drafts_itself:
+            raise UsageError(
+                "--paper is for a draft that decodes, and with --draft self nothing is decoded\n"
+                "leave --paper out, or name a small model as --draft"
+            )
 
 
 def check_keep(keep: float | Literal["auto"], *, compresses: bool) -> None:

@@ -31,6 +31,14 @@ def _is_on_hub(name: str | None) -> bool:
 
 
 DRAFT = Requirement(lambda s: s.uses_draft, "is for a draft model, but none picks tokens", "give --draft and --keep")
+VOTES = Requirement(
+    lambda s: s.counts_votes, "is for the votes of a draft, but none picks tokens", "give --draft and --keep"
+)
+SELF_DRAFT = Requirement(
+    lambda s: s.drafts_itself,
+    "is for a model that is its own draft, but it is not",
+    "give --draft self and --keep",
+)
 COMPRESSION = Requirement(
     lambda s: s.compresses, "is for compression, but nothing is compressed", "give --draft and --keep"
 )

@@ -137,6 +137,15 @@ class ForestAttention:
         self.queries = []
         self.shift = None
 
+    @property
+    def watches(self) -> bool:
+        """Whether it keeps any queries."""
+        return len(self._watched) > 0
+
+    def watch(self, tokens: Sequence[int]) -> None:
+        """From the next layer on keep the queries of these tokens of the pack (ascending)."""
+        self._watched = tokens
+
     def resize(self, tokens: int) -> None:
         """From the next layer on there are `tokens` tokens, those of held nodes included."""
         self._tokens = tokens

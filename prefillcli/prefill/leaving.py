@@ -57,12 +57,17 @@ class Remainder:
     """What is left of a pack.
 
     `pack` counts its nodes anew and keeps nothing; `nodes` are the numbers that they had before, `tokens` int64 [n]
-    those of its tokens, both ascending.
+    those of its tokens. Both are ascending where tokens leave with the reads that needed them.
     """
 
     pack: Pack
     nodes: list[int]
     tokens: IntArray
+
+    @property
+    def in_order(self) -> bool:
+        """Whether no token is behind the place that it had."""
+        return bool((np.diff(self.tokens) > 0).all())
 
 
 def remainder(pack: Pack, reads: Sequence[int], kept_nodes: Sequence[int]) -> Remainder:

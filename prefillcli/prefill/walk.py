@@ -27,6 +27,7 @@ from prefillcli.prefill.layout import Chunk, IntArray, LastTokens, Tree, split_e
 from prefillcli.prefill.leaving import ExitRule, Remainder, going_on, remainder
 from prefillcli.prefill.model_ends import ModelEnds
 from prefillcli.prefill.residual import ResidualRows
+from prefillcli.prefill.thinning import ThinningRule, thin_pack, watch_for
 
 KeyValue = tuple[Tensor, Tensor]
 Tick = Callable[[float], None]
@@ -97,18 +98,20 @@ class LayerWalk:
         tick: Tick = lambda tokens: None,
         exits: ExitRule | None = None,
         done: LayersDone | None = None,
+        thinning: ThinningRule | None = None,
     ) -> Iterator[Tensor]:
         """Walk `pack`; yield float32 logits [reads, vocabulary] in pieces, in the order of `pack.reads`.
 
         `tick` is called after each step with the number of tokens it advanced by, so that they add up to the pack's;
         it may raise to stop the walk. K,V that later packs hold are kept for them. Reads that the rule `exits`
-        lets leave early get no logits. `done`, of the pack's nodes, counts the layers that they go through.
+        lets leave early get no logits. `done`, of the pack's nodes, counts the layers that they go through. The rule
+        `thinning` leaves tokens behind.
         """
         for cache in self._held:  # what another plan has left is not in this one's account of memory
             _drop_others(cache, pack.keep | {node.key for node in pack.held})
         state, hidden = self.begin(pack, done), None
         with ForestAttention(pack.held_tokens + len(pack.tokens)) as attention:
-            for index, layer in self.through_layers(state, attention, tick, exits):
+            for index, layer in self.through_layers(state, attention, tick, exits, thinning):
                 self._hold(index, state, attention)
                 if index == len(self.layers) - 1 and state.reads:
                     hidden = self.read_last(state, layer, attention)
@@ -159,12 +162,17 @@ class LayerWalk:
         )
 
     def through_layers(
-        self, state: WalkState, attention: ForestAttention, tick: Tick, exits: ExitRule | None = None
+        self,
+        state: WalkState,
+        attention: ForestAttention,
+        tick: Tick,
+        exits: ExitRule | None = None,
+        thinning: ThinningRule | None = None,
     ) -> Iterator[tuple[int, nn.Module]]:
         """Bring all chunks through one layer after the other.
 
         Yields each layer with its number once its K,V are complete; it is in use until the next is asked for. Reads
-        leave as the rule `exits` says. Ends early when there is nothing left to compute.
+        leave as the rule `exits` says, tokens as `thinning` does. Ends early when there is nothing left to compute.
         """
         for index in range(len(self.layers)):
             most = max(chunk.end - chunk.start for chunk in state.chunks)
@@ -180,8 +188,12 @@ class LayerWalk:
                     self._start_layer(index, state, attention)
                     rule = None
                 if state.chunks:
+                    if thinning is not None:
+                        watch_for(thinning, index, state, attention)
                     self.through_layer(state, index, layer, attention, tick)
                     yield index, layer
+                    if thinning is not None and attention.watches:
+                        self._thin(index, state, attention, thinning, tick)
                 if rule is not None and before is not None:
                     self._let_leave(index, state, attention, tick, rule, before, self._at_last_tokens(state))
                 if not state.chunks:
@@ -257,13 +269,25 @@ class LayerWalk:
         state.tokens, state.tree = state.tokens[at], Tree(left.pack)
         state.chunks, state.calls = self._chunks(state.tree, len(at)), []
         attention.resize(left.pack.held_tokens + len(at))
-        for chunk in state.chunks:  # in place: a row's new place is never behind its old one
-            rows = self._residual.pick(state.hidden, at[chunk.start : chunk.end])
+        hidden = state.hidden
+        if not left.in_order:
+            state.hidden = self._residual.empty(len(at), hidden)
+        for chunk in state.chunks:  # mostly in place: a row's new place is never behind its old one
+            rows = self._residual.pick(hidden, at[chunk.start : chunk.end])
             self._residual.write(state.hidden, chunk.start, rows)
         state.hidden = state.hidden[:, : len(at)]
         buffers = CallBuffers(len(at))
         state.calls = [self._arguments(state.tokens, chunk, buffers)[1] for chunk in state.chunks]
         state.done.regroupings += 1
+
+    def _thin(
+        self, index: int, state: WalkState, attention: ForestAttention, rule: ThinningRule, tick: Tick
+    ) -> None:
+        """Let the tokens go on that the rule chooses after layer `index`."""
+        thinned = rule(state.pack, state.tree, attention.watched_layer)
+        left, before = thin_pack(state.pack, [each.tokens for each in thinned]), len(state.tokens)
+        self.regroup(state, left, attention)
+        tick((before - len(left.tokens)) * (1 - (index + 1) / len(self.layers)))
 
     def _chunks(self, tree: Tree, tokens: int) -> list[Chunk]:
         batched = longest_batched(self.device, self.model.dtype)

@@ -17,13 +17,14 @@ if TYPE_CHECKING:  # the pickers import what takes seconds; their names should n
 class PickerResources:
     """What pickers are made of; each takes what it needs.
 
-    `seed` is that of random draws. `spans` gives a prompt's text and where its tokens lie in it, or None where the
+    After `own_layers` of its layers the target can pick tokens itself. `seed` is that of random draws. `spans` gives a prompt's text and where its tokens lie in it, or None where the
     text does not give the tokens.
     """
 
     settings: Compression
     seed: int = 0
     draft: Estimator | None = None
+    own_layers: int | None = None
     spans: Callable[[Prompt], Spans | None] | None = None
 
 
@@ -34,8 +35,8 @@ class PickerKind:
     name: str
     summary: str
     """What it is, in the tables of `prefill bench`."""
-    needs: Literal["draft", "text"] | None
-    """What it needs besides the tokens: a draft model, or the prompt's text."""
+    needs: Literal["draft", "self", "text"] | None
+    """What it needs besides the tokens: a draft model, the target's own layers, or the prompt's text."""
     random: bool = False
     """Whether it draws at random."""
     make: Callable[[PickerResources], Picker]
@@ -48,6 +49,14 @@ def _specprefill(resources: PickerResources) -> Picker:
     if resources.draft is None:
         raise ValueError("specprefill needs a draft model")
     return SpecPrefill(resources.draft)
+
+
+def _self_draft(resources: PickerResources) -> Picker:
+    from prefillcli.compress.pickers.self_draft import SelfDraft
+
+    if resources.own_layers is None:
+        raise ValueError("self-draft needs to know after which layer the model chooses")
+    return SelfDraft(resources.own_layers - 1)
 
 
 def _random(resources: PickerResources) -> Picker:
@@ -78,6 +87,12 @@ PICKERS: dict[str, PickerKind] = {
             summary="the draft picks the tokens that the model reads",
             needs="draft",
             make=_specprefill,
+        ),
+        PickerKind(
+            name="self-draft",
+            summary="the model's own first layers pick the tokens that the others read",
+            needs="self",
+            make=_self_draft,
         ),
         PickerKind(
             name="random",

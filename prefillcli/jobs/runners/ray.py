@@ -129,7 +129,8 @@ class RayCrew:
         """The same for a worker on another machine: whole paths, and the number format that the driver has chosen."""
         settings = spec.settings
         changes: dict[str, Any] = {"model": settings.model and os.path.abspath(settings.model), "dtype": self._dtype}
-        changes |= {"draft": settings.draft and os.path.abspath(settings.draft)}
+        if settings.uses_draft:
+            changes |= {"draft": settings.draft and os.path.abspath(settings.draft)}
         digests = {os.path.abspath(folder): digest for folder, digest in spec.digests.items()}
         return replace(spec, settings=settings.model_copy(update=changes), digests=digests)
 

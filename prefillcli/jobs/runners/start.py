@@ -70,10 +70,11 @@ def pool_compressor(settings: ScoreSettings, opened: Opened, pool: Pool, keep: f
     from prefillcli.compress.load import make_compressor
     from prefillcli.compress.pickers.registry import PickerResources
 
-    if opened.draft is None:
+    if not opened.compresses:
         return None
+    picker = "self-draft" if opened.drafts_itself else "specprefill"
     resources = PickerResources(settings=compression_of(settings), draft=pool)
-    return make_compressor("specprefill", resources, opened, pool.plan.get("keep", keep))
+    return make_compressor(picker, resources, opened, pool.plan.get("keep", keep))
 
 
 def _cost(opened: Opened, profile: Profile | None) -> Cost:
