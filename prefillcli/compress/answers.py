@@ -10,8 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from prefillcli.compress.base import Tick
+from prefillcli.compress.fallbacks import FALLBACK
 from prefillcli.compress.request import Request
-from prefillcli.engines.base import Answer, LabelTokens, PlanEngine
+from prefillcli.data.methods import FULL
+from prefillcli.engines.base import Answer, BetweenLayers, LabelTokens, PlanEngine
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
@@ -55,6 +57,19 @@ def thinning_of(requests: Mapping[int, Request]) -> SelfDraftRule | None:
     return rule_of(requests)
 
 
+def method_of(request: Request, answer: Answer) -> str:
+    """How the target has read a prompt: the request's method, unless it was to drop tokens itself and dropped none."""
+    thinned = answer.thinned
+    if request.thinning is None or (thinned is not None and len(thinned.kept) < len(request.tokens)):
+        return request.method
+    return FULL if thinned is None or thinned.reason is None else FALLBACK + thinned.reason
+
+
+def kept_tokens(request: Request, answer: Answer) -> int:
+    """How many tokens of a prompt went through all layers."""
+    return len(request.tokens) if answer.thinned is None else len(answer.thinned.kept)
+
+
 def answer_requests(
     engine: PlanEngine,
     requests: Sequence[Request],
@@ -65,10 +80,8 @@ def answer_requests(
     """What the engine says of each request; arguments as in `answer`."""
     found: dict[int, Answer] = {}
     plan = plan_requests(requests, engine.limits, schedule)
-    thinning = thinning_of(dict(enumerate(requests)))
-    for answers in engine.answer_all(
-        plan.packs, lambda i: labels[requests[i].prompt.labels], tick, thinning=thinning
-    ):
+    between = BetweenLayers(thinning=thinning_of(dict(enumerate(requests))))
+    for answers in engine.answer_all(plan.packs, lambda i: labels[requests[i].prompt.labels], tick, between):
         found |= {each.prompt: each for each in answers}
     return [found[number] for number in range(len(requests))]
 

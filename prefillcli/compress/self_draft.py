@@ -6,7 +6,7 @@ draft do in all its layers; the other layers compute the tokens that are kept, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,8 +35,7 @@ class SelfDraftRule:
     settings: Compression
     rates: Mapping[int, tuple[float, int]]
 
-    def of_prompts(self, prompts: Iterable[int]) -> SelfDraftRule:
-        """The rule for some prompts alone."""
+    def of(self, prompts: Collection[int]) -> SelfDraftRule:
         rates = {prompt: self.rates[prompt] for prompt in prompts if prompt in self.rates}
         return SelfDraftRule(self.layer, self.settings, rates)
 

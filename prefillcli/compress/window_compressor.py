@@ -89,12 +89,12 @@ class WindowCompressor:
     def _warn_of_little(self, requests: Sequence[Request], keeps: Sequence[float | None]) -> bool:
         """Whether the model reads nearly all tokens of a window in spite of its keep rate; then say why on stderr."""
         read, whole = (
-            sum(map(len, each)) for each in zip(*((r.tokens, r.prompt.tokens) for r in requests), strict=True)
+            sum(each) for each in zip(*((r.most_kept, len(r.prompt.tokens)) for r in requests), strict=True)
         )
         if read <= ALMOST_ALL * whole:
             return False
         compressor, prompts = self._compressor, [each.prompt for each in requests]
-        number = max(range(len(requests)), key=lambda at: len(requests[at].tokens))
+        number = max(range(len(requests)), key=lambda at: requests[at].most_kept)
         full = sum(not each.compressed for each in requests)
         if keeps[number] is None:
             why = why_no_rate(prompts, keeps, number, compressor.keep, compressor.settings, compressor.worth)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,9 @@ from prefillcli.exits.policy import ExitPolicy
 from prefillcli.models.open import DraftChoice, Opened
 from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.plan.trie import TokenArray
+
+if TYPE_CHECKING:  # takes torch along
+    from prefillcli.prefill.thinning import ThinningRule
 
 #: For each label the token ids whose probabilities it sums.
 LabelTokens = tuple[tuple[int, ...], ...]
@@ -38,22 +41,35 @@ class EarlyExits:
 class BetweenLayers:
     """What happens to prompts between layers, for engines that read layer by layer. It can be pickled.
 
-    `regroup_cost` is as in `prefill.leaving.ExitRule`; None: what is usual.
+    `regroup_cost` is as in `prefill.leaving.ExitRule`; None: what is usual. `thinning` says which tokens of prompts go
+    no further.
     """
 
     exits: EarlyExits | None = None
     regroup_cost: float | None = None
+    thinning: ThinningRule | None = None
 
-    def of(self, prompts: Container[int]) -> BetweenLayers:
+    def of(self, prompts: Collection[int]) -> BetweenLayers:
         """What of it concerns these prompts."""
-        if self.exits is None or not self.exits.in_full:
-            return self
-        in_full = frozenset(prompt for prompt in self.exits.in_full if prompt in prompts)
-        return replace(self, exits=replace(self.exits, in_full=in_full))
+        between = self if self.thinning is None else replace(self, thinning=self.thinning.of(prompts))
+        if between.exits is None or not between.exits.in_full:
+            return between
+        in_full = frozenset(prompt for prompt in between.exits.in_full if prompt in prompts)
+        return replace(between, exits=replace(between.exits, in_full=in_full))
 
 
 THROUGH = BetweenLayers()
 """Every prompt goes through all layers as it is."""
+
+
+class ThinnedPrompt(NamedTuple):
+    """What went on of a prompt: the indices of its tokens, int32 [kept], ascending.
+
+    `reason` says why all of them did although some should not have.
+    """
+
+    kept: npt.NDArray[np.int32]
+    reason: str | None = None
 
 
 class EarlyAnswer(NamedTuple):
@@ -72,7 +88,8 @@ class Answer:
     with. `computed_tokens` and `seconds` of all answers add up to what the engine has done, `skipped` to what exits
     spared it, in layers of a token, and `full_seconds` to what it would have taken without exits; `shared_tokens` of
     the prompt were computed once for several prompts. What a block took is in the answers of the packs that read it
-    first. `readings` are what the observed layers show, with one row each.
+    first. `readings` are what the observed layers show, with one row each. `thinned` says what went on of a prompt
+    that may lose tokens.
     """
 
     prompt: int
@@ -85,6 +102,7 @@ class Answer:
     skipped: float = 0.0
     full_seconds: float = 0.0
     readings: tuple[Readings, ...] = ()
+    thinned: ThinnedPrompt | None = None
 
 
 @dataclass(frozen=True, slots=True)

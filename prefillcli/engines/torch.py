@@ -26,6 +26,7 @@ from prefillcli.engines.base import (
 )
 from prefillcli.engines.exit_reading import PromptExits
 from prefillcli.engines.memory_plan import budget_of, hidden_on_host, keep_plan, plan_packs
+from prefillcli.engines.thinned_prompts import PackThinning
 from prefillcli.models import open as models
 from prefillcli.models.flops import keys_share
 from prefillcli.models.load import load_model, load_streamed
@@ -135,9 +136,10 @@ class TorchEngine(PackByPack):
         if self._layers is not None:
             self._layers.expect(len(pack.tokens), len(pack.reads))
         exits, done = PromptExits.of(self._walk, pack, labels, between), LayersDone.none(pack)
+        thinning = PackThinning.between(between)
         logprobs: dict[int, npt.NDArray[np.float64]] = {}
         at = 0
-        for logits in self._walk.read_logits(pack, tick, exits, done):
+        for logits in self._walk.read_logits(pack, tick, exits, done, thinning):
             going = range(len(pack.reads)) if exits is None else exits.going
             reads = [pack.reads[read] for read in going[at : at + len(logits)]]
             at += len(logits)

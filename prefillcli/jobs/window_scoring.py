@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
-from prefillcli.compress.answers import plan_requests
+from prefillcli.compress.answers import kept_tokens, method_of, plan_requests, thinning_of
 from prefillcli.compress.audit_draw import AuditDraw
 from prefillcli.compress.request import Request
 from prefillcli.data.methods import early_exit_method
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.rows import ErrorCode, Float64Array, RowError, ScoredRow, Window
-from prefillcli.engines.base import Answer, Engine, PlanEngine
+from prefillcli.engines.base import Answer, BetweenLayers, Engine, PlanEngine
 from prefillcli.jobs.job_exits import NO_EXITS, JobExits, Spared
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Pack
@@ -170,6 +170,11 @@ class WindowWork:
         """The prompts whose rows need no answer any more."""
         return [number for number, each in enumerate(self.requests) if each.prompt.row in self.done]
 
+    def between(self, pack: Pack, exits: JobExits) -> BetweenLayers:
+        """What happens to the prompts of a pack between layers."""
+        thinning = thinning_of({prompt: self.requests[prompt] for prompt in pack.prompts})
+        return replace(exits.between(self.in_full), thinning=thinning)
+
     def take(self, answers: Sequence[Answer]) -> Finished:
         """The rows that these answers finish."""
         finished = Finished()
@@ -185,7 +190,7 @@ class WindowWork:
                 self.audits[row] = answer.logprobs
             else:
                 finished.tokens.prompt += len(request.prompt.tokens)
-                finished.tokens.kept += len(request.tokens)
+                finished.tokens.kept += kept_tokens(request, answer)
                 finished.tokens.shared += answer.shared_tokens
                 self.scored[row] = scored_row(request, answer, audited=answer.prompt in self.in_full)
             if row in self.scored and (row in self.audits or row not in self.audited):
@@ -223,9 +228,9 @@ def scored_row(request: Request, answer: Answer, *, audited: bool = False) -> Sc
         logprobs=logprobs,
         shared_tokens=answer.shared_tokens,
         computed_tokens=answer.computed_tokens,
-        kept_tokens=len(request.tokens),
+        kept_tokens=kept_tokens(request, answer),
         seconds=answer.seconds + request.pick_seconds,
-        method=request.method if layer is None else early_exit_method(request.method),
+        method=method_of(request, answer) if layer is None else early_exit_method(method_of(request, answer)),
         exit_layer=None if layer is None else layer + 1,
         audit=audit,
     )
@@ -289,7 +294,7 @@ def _score_pack(
     sets = options.labels.sets
     # What is computed of a block is counted here, whether or not it is charged to a row of another pack.
     uncounted = len(pack.tokens) if pack.block is not None else -pack.charged_tokens
-    between = options.exits.between(work.in_full)
+    between = work.between(pack, options.exits)
     answers = iter(engine.answer(pack, lambda i: sets[work.requests[i].prompt.labels], tick, between))
     while True:
         with listener.phase("model", waits=engine.waits):

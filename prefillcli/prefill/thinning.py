@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -29,11 +29,17 @@ class Thinned(NamedTuple):
 
 
 class ThinningRule(Protocol):
-    """Chooses after a layer which tokens go on. A pack that it is used on holds nothing of other packs."""
+    """Chooses after a layer which tokens go on. A pack that it is used on holds nothing of other packs.
+
+    It goes by the prompts that a pack reads, and can be pickled.
+    """
 
     @property
     def layer(self) -> int:
         """After this layer, by its number, tokens are left behind. It is not the last one."""
+
+    def of(self, prompts: Collection[int]) -> ThinningRule:
+        """What of it concerns these prompts. The others go on whole."""
 
     def watched(self, pack: Pack, tree: Tree) -> Sequence[int]:
         """The tokens whose queries it wants to see in that layer, ascending numbers in the pack.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import pytest
@@ -29,6 +29,9 @@ class KeepTheSame:
         self._kept = kept
         self.keys: dict[int, Tensor] = {}  # by prompt, [kv heads, tokens, width]
         self.queries: dict[int, Tensor] = {}  # of its last token, [heads, width]
+
+    def of(self, prompts: Collection[int]) -> KeepTheSame:
+        return self
 
     def watched(self, pack: Pack, tree: Tree) -> list[int]:
         return sorted({pack.offsets[node + 1] - 1 for node, _ in pack.reads})

@@ -105,7 +105,7 @@ class ParallelScoring:
 
     def _item(self, opened: _OpenWindow, each: FreePack) -> Item:
         work, pack, sets = opened.work, each.pack, self._options.labels.sets
-        between = self._options.exits.between(work.in_full)
+        between = work.between(pack, self._options.exits)
         task = answer_task(each, lambda prompt: sets[work.requests[prompt].prompt.labels], between)
         begun = partial(self._recorder.pack_begins, pack)
         return self._pool.item(task, Plan([pack], 0), partial(self._take, opened, each), begun)

@@ -1,0 +1,43 @@
+"""What goes on of the prompts of one pack."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from prefillcli.engines.base import BetweenLayers, ThinnedPrompt
+from prefillcli.plan.pack import Pack
+from prefillcli.prefill.forest import WatchedLayer
+from prefillcli.prefill.layout import Tree
+from prefillcli.prefill.thinning import Thinned, ThinningRule
+
+
+class PackThinning:
+    """A thinning rule at work on one pack. `found` has what goes on of each prompt, once the rule was asked."""
+
+    def __init__(self, rule: ThinningRule) -> None:
+        self.found: dict[int, ThinnedPrompt] = {}
+        self._rule = rule
+
+    @classmethod
+    def between(cls, between: BetweenLayers) -> PackThinning | None:
+        """That of a pack; None where nothing is left behind."""
+        return None if between.thinning is None else cls(between.thinning)
+
+    @property
+    def layer(self) -> int:
+        return self._rule.layer
+
+    def of(self, prompts: Collection[int]) -> ThinningRule:
+        return self._rule.of(prompts)
+
+    def watched(self, pack: Pack, tree: Tree) -> Sequence[int]:
+        return self._rule.watched(pack, tree)
+
+    def __call__(self, pack: Pack, tree: Tree, layer: WatchedLayer) -> Sequence[Thinned]:
+        thinned = self._rule(pack, tree, layer)
+        for (_, prompts), own in zip(pack.reads, thinned, strict=True):
+            kept = ThinnedPrompt(tree.depths[own.tokens].astype(np.int32), own.reason)
+            self.found |= dict.fromkeys(prompts, kept)
+        return thinned
