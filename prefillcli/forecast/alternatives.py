@@ -8,7 +8,9 @@ from itertools import repeat
 
 import numpy as np
 
-from prefillcli.compress.load import plan_draft, worth_of
+from prefillcli.compress.answers import plan_requests
+from prefillcli.compress.load import own_layers, plan_draft, worth_of
+from prefillcli.compress.pickers.self_draft import SelfDraft
 from prefillcli.compress.rates import keep_rates
 from prefillcli.compress.request import Request
 from prefillcli.compress.selection import select_all
@@ -58,7 +60,7 @@ class Alternatives:
             pack_tokens=self._own.tokens, max_tokens=self._own.max_tokens, chunk_tokens=plan["chunk_tokens"]
         )
         self._schedule, self._profile = settings.schedule, profile
-        self._block_tokens = block_tokens if opened.draft is None else 0
+        self._block_tokens = 0 if opened.compresses else block_tokens
         self._limits: dict[str, Limits] = {settings.prefix_kv: self._own}
         for other in PREFIX_KV:
             if other not in self._limits and not (other == "auto" and settings.prefix_kv == "keep"):
@@ -80,13 +82,18 @@ class Alternatives:
         self._keep = settings.keep if isinstance(settings.keep, float) else 1.0
         self._compression: Compression | None = None
         self.keeps: list[KeepCost] = []
-        if opened.draft is not None:
+        self._own_layers = own_layers(compression, opened) if opened.drafts_itself else 0
+        if opened.compresses:
             from prefillcli.models.shape import Shape
 
-            draft = plan_draft(opened, compression, budget, settings.chunk_tokens, {})
-            self._worth = worth_of(compression, opened)
-            self._compression = compression.for_target(Shape(opened.files.config).sliding_window)
-            self._draft_reach = _draft_reach(opened, compression, Limits(**draft["limits"]))
+            shape = Shape(opened.files.config)
+            self._depth = self._own_layers / shape.layers
+            self._worth = worth_of(compression, opened, own=opened.drafts_itself)
+            self._compression = compression.for_target(shape.sliding_window)
+            self._draft_reach = opened.max_length
+            if opened.draft is not None:
+                draft = plan_draft(opened, compression, budget, settings.chunk_tokens, {})
+                self._draft_reach = _draft_reach(opened, compression, Limits(**draft["limits"]))
             rates = sorted({*KEEP_RATES, self._keep}, reverse=True)
             self.keeps = [KeepCost(keep=rate, chosen=rate == settings.keep) for rate in rates]
 
@@ -99,8 +106,9 @@ class Alternatives:
         own: Plan | None = None
         cases = [(cost.schedule, self._limits[cost.prefix_kv]) for cost in self.plans]
         plans = self._plans(fitting, cases, tuple(self._carried))
+        share = self._share_of_layers(fitting)
         for number, (cost, plan) in enumerate(zip(self.plans, plans, strict=True)):
-            self._charge(cost, plan)
+            self._charge(cost, plan, share)
             self._carried[number] = plan.carried
             own = plan if cost.chosen else own
         if own is not None:
@@ -118,14 +126,18 @@ class Alternatives:
     def _add_keep(self, cost: KeepCost, prompts: Sequence[Prompt], plan: Plan | None) -> None:
         fitting = self._fitting(self._requests(prompts, cost.keep))
         cost.compressed_rows += sum(request.compressed for request in fitting)
-        cost.kept_tokens += sum(len(request.tokens) for request in fitting)
-        self._charge(cost, plan or next(self._plans(fitting, [(self._schedule, self._own)])))
+        cost.kept_tokens += sum(request.most_kept for request in fitting)
+        plan = plan or next(self._plans(fitting, [(self._schedule, self._own)]))
+        self._charge(cost, plan, self._share_of_layers(fitting))
 
     def _requests(self, prompts: Sequence[Prompt], keep: float) -> list[Request]:
         """How the target would read the prompts if the draft found the first chunks of each the most important."""
         if self._compression is None:
             return [Request(prompt) for prompt in prompts]
         rates = keep_rates(prompts, keep, self._compression, self._worth)
+        if self._own_layers:
+            chosen = SelfDraft(self._own_layers - 1).select(prompts, [], rates, self._compression)
+            return [Request(prompt, thinning=own) for prompt, own in zip(prompts, chosen, strict=True)]
         longest = max((len(prompt.tokens) for prompt in prompts), default=0)
         equal = np.zeros(longest, dtype=np.float32)  # of equally important chunks the first are kept
         importances = [
@@ -147,7 +159,10 @@ class Alternatives:
         cases: Sequence[tuple[str, Limits]],
         carried: Iterable[Sequence[CarriedBlock]] = repeat(()),
     ) -> Iterator[Plan]:
-        return make_plans(
+        if self._own_layers:
+            yield from (plan_requests(requests, limits, schedule) for schedule, limits in cases)
+            return
+        yield from make_plans(
             [each.tokens for each in requests],
             cases,
             [each.positions for each in requests],
@@ -155,12 +170,19 @@ class Alternatives:
             block_tokens=self._block_tokens,
         )
 
-    def _charge(self, cost: PlanCost | KeepCost, plan: Plan) -> None:
+    def _share_of_layers(self, requests: Sequence[Request]) -> float:
+        """Of the layers of all tokens of these requests, the share that is computed."""
+        whole = sum(len(request.tokens) for request in requests)
+        if not self._own_layers or not whole:
+            return 1.0
+        return self._depth + (1 - self._depth) * sum(request.most_kept for request in requests) / whole
+
+    def _charge(self, cost: PlanCost | KeepCost, plan: Plan, share: float) -> None:
         if isinstance(cost, PlanCost):
             cost.packs += len(plan.packs)
         cost.computed_tokens += plan.computed_tokens
         if self._profile is not None:
-            cost.seconds = (cost.seconds or 0.0) + self._profile.seconds(plan)
+            cost.seconds = (cost.seconds or 0.0) + share * self._profile.seconds(plan)
 
 
 def _draft_reach(opened: Opened, compression: Compression, limits: Limits) -> int:
