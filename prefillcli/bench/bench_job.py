@@ -96,7 +96,7 @@ def _methods(settings: BenchSettings) -> tuple[str, ...]:
     """Names of the methods to compare. Raises UsageError."""
     _check_names("--method", settings.method, METHODS)
     for name in settings.method:
-        if name in PICKERS and PICKERS[name].needs == "draft" and settings.draft is None:
+        if name in PICKERS and PICKERS[name].needs == "draft" and not settings.uses_draft:
             raise UsageError(f"--method {name} needs --draft: a small model with the same tokenizer")
     if "vllm" in settings.method:
         require_extra(
@@ -148,7 +148,7 @@ def _compare(
     from prefillcli.bench.contenders import Equipment
     from prefillcli.bench.vllm_method import SHARE
 
-    if opened.draft is None and not settings.method:
+    if not opened.compresses and not settings.method:
         report.notes.append("there is no draft model, so no method that drops tokens is compared; give --draft")
         print(f"prefill: {report.notes[-1]}", file=sys.stderr)
     report.machine = {

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from prefillcli.bench.report import ExitResult
-from prefillcli.compress.answers import answer, plan_requests
+from prefillcli.compress.answers import answer, answer_requests, plan_requests
 from prefillcli.compress.base import ImportanceEstimate
 from prefillcli.compress.compressor import Compressor
 from prefillcli.compress.load import make_compressor
@@ -22,7 +22,7 @@ from prefillcli.compress.settings import Compression
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.spans import Spans
 from prefillcli.data.rows import Float64Array, Prompt
-from prefillcli.engines.base import Answer, BetweenLayers
+from prefillcli.engines.base import THROUGH, Answer, BetweenLayers
 from prefillcli.engines.hf import last_logits
 from prefillcli.engines.torch import TorchEngine, label_logprobs
 from prefillcli.jobs.load import Models, compression_of
@@ -40,6 +40,7 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ATTENTION
+from prefillcli.prefill.walk import LayerWalk
 
 
 @dataclass(slots=True)
@@ -55,6 +56,7 @@ class MethodRun:
     drafted: list[TokenArray] = field(default_factory=list)
     draft_tokens: int = 0  # computed by the draft
     reused_seconds: float = 0.0  # of the estimates, where another run made them
+    thinned: list[Request] = field(default_factory=list)  # as they were, where the target dropped tokens itself
     computed_tokens: int = 0  # by a method that plans by itself
     exit_layers: list[int | None] = field(default_factory=list)  # after which prompts left, numbered from 0
     skipped: float = 0.0  # layers of a token that exits spared
@@ -97,7 +99,14 @@ class Equipment:
 
         Raises ValueError where the picker needs a draft or spans, and there are none.
         """
-        resources = PickerResources(settings=self.compression, seed=seed, draft=self._draft, spans=spans)
+        resources = PickerResources(
+            settings=self.compression,
+            seed=seed,
+            draft=self._draft,
+            walking=self._walk_alone,
+            limits=self.limits,
+            spans=spans,
+        )
         return make_compressor(picker, resources, self.opened, keep=1.0)
 
     def plain(self, prompts: Sequence[Prompt]) -> Float64Array:
@@ -114,17 +123,19 @@ class Equipment:
                 [answer(engine, requests, self.labels.sets, schedule=self._schedule) for requests in groups]
             )
 
-    def answers(self, requests: Sequence[Request], between: BetweenLayers) -> list[Answer]:
+    def answers(self, requests: Sequence[Request], between: BetweenLayers = THROUGH) -> list[Answer]:
         """The layer walk's answers to requests that are planned together, with what happens between layers."""
-        found: dict[int, Answer] = {}
-        sets = self.labels.sets
         with self._walking() as engine:
-            packs = self.plan(requests).packs
-            for answers in engine.answer_all(
-                packs, lambda i: sets[requests[i].prompt.labels], lambda tokens: None, between
-            ):
-                found |= {each.prompt: each for each in answers}
-        return [found[number] for number in range(len(requests))]
+            return answer_requests(engine, requests, self.labels.sets, schedule=self._schedule, between=between)
+
+    @contextmanager
+    def _walk_alone(self) -> Iterator[LayerWalk]:
+        self._model.set_attn_implementation(ATTENTION)
+        walk = LayerWalk(self._model, chunk_tokens=self._chunk_tokens)
+        try:
+            yield walk
+        finally:
+            walk.close()
 
     @contextmanager
     def _walking(self) -> Iterator[TorchEngine]:

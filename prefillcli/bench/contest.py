@@ -14,7 +14,6 @@ import torch
 
 from prefillcli.bench.contenders import (
     Alone,
-    Compressed,
     Contender,
     Equipment,
     Hybrid,
@@ -25,13 +24,15 @@ from prefillcli.bench.contenders import (
 from prefillcli.bench.early_exit import learn_exits
 from prefillcli.bench.material import Material
 from prefillcli.bench.measure import interleaved, with_peak
+from prefillcli.bench.own_layers import compressed_by
 from prefillcli.bench.report import REFERENCE, Answers, MethodResult, Predicted, Range, WorkloadResult
 from prefillcli.bench.vllm_method import start_vllm
 from prefillcli.compress.fallbacks import FALLBACK, is_fallback
+from prefillcli.compress.load import own_layers
 from prefillcli.compress.pickers.registry import PICKERS
 from prefillcli.data.prompts.spans import Spans, spans_of
 from prefillcli.data.rows import Float64Array
-from prefillcli.errors import PrefillError
+from prefillcli.errors import PrefillError, UsageError
 from prefillcli.stats.audit import audit_of, flip_interval
 from prefillcli.stats.probabilities import label_probabilities
 from prefillcli.stats.ranking import auc
@@ -62,17 +63,30 @@ def contenders(
             material.notes += [f"{kind.name} is left out: {why}" for kind in kinds if kind.needs == "text"]
             kinds = [kind for kind in kinds if kind.needs != "text"]
         spans = all_spans or {}
+    kinds = [kind for kind in kinds if kind.needs != "self" or _can_choose(kind.name, equipment, material)]
     compressors = [
         equipment.compressor(kind.name, seed=seed, spans=lambda prompt: spans.get(prompt.row)) for kind in kinds
     ]
     picked = [PickedOnce() for _ in compressors]
     for keep in dict.fromkeys(keeps):
-        found += [Compressed(equipment, each, keep, own) for each, own in zip(compressors, picked, strict=True)]
+        found += [compressed_by(equipment, each, keep, own) for each, own in zip(compressors, picked, strict=True)]
     if "early-exit" in names and (early := learn_exits(equipment, material)) is not None:
         found.append(early)
     if "vllm" in names:
         found.append(start_vllm(equipment, material))
     return found
+
+
+def _can_choose(name: str, equipment: Equipment, material: Material) -> bool:
+    """Whether the model has a layer that can choose tokens. Raises UsageError if a method needs it that was named."""
+    try:
+        own_layers(equipment.compression, equipment.opened)
+    except UsageError as error:
+        if name in equipment.settings.method or equipment.settings.drafts_itself:
+            raise
+        material.notes.append(f"{name} is left out: {error}".partition("\n")[0])
+        return False
+    return True
 
 
 @dataclass(slots=True)

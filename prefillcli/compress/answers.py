@@ -13,7 +13,7 @@ from prefillcli.compress.base import Tick
 from prefillcli.compress.fallbacks import FALLBACK
 from prefillcli.compress.request import Request
 from prefillcli.data.methods import FULL
-from prefillcli.engines.base import Answer, BetweenLayers, LabelTokens, PlanEngine
+from prefillcli.engines.base import THROUGH, Answer, BetweenLayers, LabelTokens, PlanEngine
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
@@ -76,11 +76,12 @@ def answer_requests(
     labels: Sequence[LabelTokens],
     tick: Tick = lambda tokens: None,
     schedule: str = "prefix-tree",
+    between: BetweenLayers = THROUGH,
 ) -> list[Answer]:
-    """What the engine says of each request; arguments as in `answer`."""
+    """What the engine says of each request; arguments as in `answer`, and what else happens `between` layers."""
     found: dict[int, Answer] = {}
     plan = plan_requests(requests, engine.limits, schedule)
-    between = BetweenLayers(thinning=thinning_of(dict(enumerate(requests))))
+    between = replace(between, thinning=thinning_of(dict(enumerate(requests))))
     for answers in engine.answer_all(plan.packs, lambda i: labels[requests[i].prompt.labels], tick, between):
         found |= {each.prompt: each for each in answers}
     return [found[number] for number in range(len(requests))]

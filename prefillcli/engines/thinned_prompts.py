@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from prefillcli.engines.base import BetweenLayers, ThinnedPrompt
+from prefillcli.engines.base import Answer, BetweenLayers, ThinnedPrompt
 from prefillcli.plan.pack import Pack
 from prefillcli.prefill.forest import WatchedLayer
 from prefillcli.prefill.layout import Tree
@@ -24,6 +25,10 @@ class PackThinning:
     def between(cls, between: BetweenLayers) -> PackThinning | None:
         """That of a pack; None where nothing is left behind."""
         return None if between.thinning is None else cls(between.thinning)
+
+    def of_answers(self, answers: Sequence[Answer]) -> list[Answer]:
+        """The answers with what went on of their prompts."""
+        return [replace(each, thinned=self.found.get(each.prompt)) for each in answers]
 
     @property
     def layer(self) -> int:

@@ -149,7 +149,8 @@ class TorchEngine(PackByPack):
         seconds = time.monotonic() - begun + self._block_seconds
         self._block_seconds = 0.0 if pack.reads else seconds
         slower = self._without_exits(exits, begun) / seconds if exits is not None else 1.0
-        yield [_answer(part, logprobs, seconds * part.share, slower, exits) for part in account(pack, done)]
+        answers = [_answer(part, logprobs, seconds * part.share, slower, exits) for part in account(pack, done)]
+        yield answers if thinning is None else thinning.of_answers(answers)
 
     def _without_exits(self, exits: PromptExits, begun: float) -> float:
         """Seconds that a pack would have taken if none had left, by the layers before the first exit."""

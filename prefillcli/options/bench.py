@@ -14,7 +14,6 @@ from prefillcli.options.values import KeepRates, NameList, TokenThreshold
 
 QUICK_ROWS = 60
 """Rows of INPUT that `prefill bench` compares by default."""
-_QUICK = ("specprefill", "random")  # methods that drop tokens, of those that a quick look compares
 
 
 class BenchSettings(MeasuringOptions, ScheduledOptions):
@@ -35,8 +34,9 @@ class BenchSettings(MeasuringOptions, ScheduledOptions):
     )  # fmt: skip
     draft: str | None = option(
         None,
-        "Small model with the same tokenizer, which picks the tokens. (default: with the sample model, its draft)",
-        COMPRESSION, changes="scores", metavar="DIR|NAME", requires=requirements.SPECPREFILL,
+        "Small model with the same tokenizer, which picks the tokens; self: the model's own first layers. (default: with "
+        "the sample model, its draft)",
+        COMPRESSION, changes="scores", metavar="DIR|NAME|self", requires=requirements.SPECPREFILL,
     )  # fmt: skip
     keep: KeepRates = option(  # type: ignore[assignment]  # several rates side by side
         (0.2,),
@@ -56,9 +56,9 @@ class BenchSettings(MeasuringOptions, ScheduledOptions):
     )  # fmt: skip
     method: NameList = option(
         (),
-        "A method to compare: hf, full, hybrid (always), specprefill, random, ends, bm25, early-exit or vllm; "
-        "repeatable. (default: hf, hybrid and, where there is a draft, specprefill and random; with --full all but "
-        "early-exit and vllm)",
+        "A method to compare: hf, full, hybrid (always), specprefill, self-draft, gemfilter, random, ends, bm25, "
+        "early-exit or vllm; repeatable. (default: hf, hybrid and, where there is a draft, specprefill, or with "
+        "--draft self self-draft, and random; with --full all but early-exit and vllm)",
         BENCH, changes="report", metavar="NAME", repeatable=True,
     )  # fmt: skip
     max_flips: float = option(
@@ -96,9 +96,16 @@ class BenchSettings(MeasuringOptions, ScheduledOptions):
 
     @property
     def uses_draft(self) -> bool:
-        return (self.draft is not None or self.model is None) and any(
-            self.compares(kind.name) for kind in PICKERS.values() if kind.needs == "draft"
-        )
+        opened = self.model is None if self.draft is None else not self.drafts_itself
+        return opened and any(self.compares(kind.name) for kind in PICKERS.values() if kind.needs == "draft")
+
+    @property
+    def counts_votes(self) -> bool:
+        return self.uses_draft or self.compares("self-draft")
+
+    @property
+    def picks_itself(self) -> bool:
+        return any(self.compares(kind.name) for kind in PICKERS.values() if kind.needs == "self")
 
     @property
     def compresses(self) -> bool:
@@ -116,7 +123,10 @@ class BenchSettings(MeasuringOptions, ScheduledOptions):
         """Whether a method that drops tokens is compared: if it was named, or by default where there is a draft."""
         if self.method or method in ("early-exit", "vllm"):
             return method in self.method
-        return (self.draft is not None or self.model is None) and (self.full or method in _QUICK)
+        if self.drafts_itself and method in PICKERS and PICKERS[method].needs == "draft":
+            return False
+        quick = ("self-draft" if self.drafts_itself else "specprefill", "random")
+        return (self.draft is not None or self.model is None) and (self.full or method in quick)
 
     def with_defaults(self) -> BenchSettings:
         """These settings with defaults for what was not given, larger ones with `full`."""

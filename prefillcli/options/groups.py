@@ -272,6 +272,11 @@ class CompressionOptions(Settings):
         return self.draft == SELF
 
     @property
+    def picks_itself(self) -> bool:
+        """Whether any way to pick tokens asks the model's own first layers."""
+        return self.drafts_itself
+
+    @property
     def counts_votes(self) -> bool:
         """Whether tokens are picked by votes: a draft's or the model's own."""
         return self.draft is not None

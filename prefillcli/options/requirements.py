@@ -35,7 +35,7 @@ VOTES = Requirement(
     lambda s: s.counts_votes, "is for the votes of a draft, but none picks tokens", "give --draft and --keep"
 )
 SELF_DRAFT = Requirement(
-    lambda s: s.drafts_itself,
+    lambda s: s.picks_itself,
     "is for a model that is its own draft, but it is not",
     "give --draft self and --keep",
 )
@@ -43,9 +43,9 @@ COMPRESSION = Requirement(
     lambda s: s.compresses, "is for compression, but nothing is compressed", "give --draft and --keep"
 )
 SPECPREFILL = Requirement(
-    lambda s: s.compares("specprefill"),
-    "is for the method specprefill, but only others are compared",
-    "give --method specprefill",
+    lambda s: s.compares("self-draft" if s.drafts_itself else "specprefill"),
+    "is for a method that picks tokens with it, but only others are compared",
+    "give --method specprefill, or self-draft for --draft self",
 )
 EXIT = Requirement(lambda s: s.exit, "is for rows that leave early, but none does", "give --exit")
 BOUNDED_FLIPS = Requirement(

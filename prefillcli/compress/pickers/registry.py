@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -11,13 +12,16 @@ if TYPE_CHECKING:  # the pickers import what takes seconds; their names should n
     from prefillcli.compress.settings import Compression
     from prefillcli.data.prompts.spans import Spans
     from prefillcli.data.rows import Prompt
+    from prefillcli.plan.pack import Limits
+    from prefillcli.prefill.walk import LayerWalk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PickerResources:
     """What pickers are made of; each takes what it needs.
 
-    After `own_layers` of its layers the target can pick tokens itself. `seed` is that of random draws. `spans` gives a prompt's text and where its tokens lie in it, or None where the
+    After `own_layers` of its layers the target can pick tokens itself; `walking` gives a walk
+    over it, for packs within `limits`. `seed` is that of random draws. `spans` gives a prompt's text and where its tokens lie in it, or None where the
     text does not give the tokens.
     """
 
@@ -25,6 +29,8 @@ class PickerResources:
     seed: int = 0
     draft: Estimator | None = None
     own_layers: int | None = None
+    walking: Callable[[], AbstractContextManager[LayerWalk]] | None = None
+    limits: Limits | None = None
     spans: Callable[[Prompt], Spans | None] | None = None
 
 
@@ -57,6 +63,14 @@ def _self_draft(resources: PickerResources) -> Picker:
     if resources.own_layers is None:
         raise ValueError("self-draft needs to know after which layer the model chooses")
     return SelfDraft(resources.own_layers - 1)
+
+
+def _gemfilter(resources: PickerResources) -> Picker:
+    from prefillcli.compress.pickers.gemfilter import GemFilter
+
+    if resources.own_layers is None or resources.walking is None or resources.limits is None:
+        raise ValueError("gemfilter needs a walk over the model, and to know after which layer it chooses")
+    return GemFilter(resources.own_layers - 1, resources.walking, resources.limits)
 
 
 def _random(resources: PickerResources) -> Picker:
@@ -93,6 +107,12 @@ PICKERS: dict[str, PickerKind] = {
             summary="the model's own first layers pick the tokens that the others read",
             needs="self",
             make=_self_draft,
+        ),
+        PickerKind(
+            name="gemfilter",
+            summary="the model's own first layers pick the tokens that all of its layers read",
+            needs="self",
+            make=_gemfilter,
         ),
         PickerKind(
             name="random",
