@@ -31,7 +31,17 @@ from prefillcli.stats.audit import flip_interval
 from prefillcli.stats.probabilities import label_probabilities
 from prefillcli.stats.ranking import auc
 
-HEADER = ("method", "kept", "processor seconds", "gain", "by operations", "flips", "95 % interval", "difference", "AUC")
+HEADER = (
+    "method",
+    "kept",
+    "processor seconds",
+    "gain",
+    "by operations",
+    "flips",
+    "95 % interval",
+    "difference",
+    "AUC",
+)
 
 
 def table_lines(material: Material, methods: Sequence[Contender], rounds: int) -> Iterator[str]:

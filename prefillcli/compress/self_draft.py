@@ -1,12 +1,12 @@
 """The model as its own draft: what its first layers attend to goes on to the others (FastKV, arXiv 2502.01068).
 
-The first layers compute all tokens. In the last of them, the last tokens of each prompt vote on its keys, as those of a
-draft do in all its layers; the other layers compute the tokens that are kept, at their original positions.
+The first layers compute all tokens. In the last of them, the last tokens of each prompt vote on its keys, as those of
+a draft do in all its layers; the other layers compute the tokens that are kept, at their original positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,6 +95,4 @@ def rule_of(requests: Mapping[int, Request]) -> SelfDraftRule | None:
     if not own:
         return None
     first = next(iter(own.values()))
-    return SelfDraftRule(
-        first.layer, first.settings, {number: (each.keep, each.last) for number, each in own.items()}
-    )
+    return SelfDraftRule(first.layer, first.settings, {number: (each.keep, each.last) for number, each in own.items()})

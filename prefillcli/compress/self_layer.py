@@ -14,16 +14,17 @@ DEPTH = 0.45
 def choosing_layers(config: Any, wanted: int | None, max_length: int) -> int:
     """How many first layers of a model with this text configuration read the whole prompt; the last of them chooses.
 
-    It must see whole prompts of `max_length` tokens: no sliding window. None is `wanted`: `DEPTH` of the layers, or the
-    nearest number that sees them (of two, the larger). Raises UsageError where `wanted` does not, or no layer does.
+    It must see whole prompts of `max_length` tokens: no sliding window. Where None is `wanted`, it is `DEPTH` of the
+    layers, or the nearest number that sees them (of two, the larger). Raises UsageError where `wanted` does not, or no
+    layer does.
     """
     try:
         windows = Shape(config).windows
     except NoCostModel as error:
-        raise UsageError(f"--draft self: which layers of this model see the whole prompt is not known: {error}") from None
-    able = [
-        number for number, window in enumerate(windows[:-1], start=1) if window is None or window >= max_length
-    ]
+        raise UsageError(
+            f"--draft self: which layers of this model see the whole prompt is not known: {error}"
+        ) from None
+    able = [number for number, window in enumerate(windows[:-1], start=1) if window is None or window >= max_length]
     if not able:
         raise UsageError(
             f"--draft self: no layer but the last sees prompts of {max_length:,} tokens: the model has {len(windows)} "

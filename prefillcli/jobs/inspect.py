@@ -29,7 +29,7 @@ from prefillcli.jobs.inputs import open_source, prompt_builder
 from prefillcli.jobs.load import Models, load_walk
 from prefillcli.jobs.shell import shell
 from prefillcli.models.open import Opened, open_models
-from prefillcli.options.groups import CompressionOptions
+from prefillcli.options.compression import CompressionOptions
 from prefillcli.options.inspect import InspectSettings
 from prefillcli.plan.trie import common_prefix
 from prefillcli.report.inspection import AnswerView, CommonPrefix, Inspection, TokenView

@@ -14,7 +14,8 @@ from prefillcli.engines.base import Engine, Loader, LoadRequest
 from prefillcli.engines.memory_plan import RESIDENT, Measured, PlacementChoice
 from prefillcli.engines.registry import loader_of
 from prefillcli.models.open import Opened
-from prefillcli.options.groups import CompressionOptions, LoadingOptions
+from prefillcli.options.compression import CompressionOptions
+from prefillcli.options.groups import LoadingOptions
 
 if TYPE_CHECKING:
     from prefillcli.compress.compressor import Compressor

@@ -34,7 +34,7 @@ class ModelChoice(Protocol):
 
 
 class DraftChoice(ModelChoice, Protocol):
-    """The same, with the draft model that is to be opened beside it, if any; a model that `drafts_itself` needs none."""
+    """The same, with the draft model that is to be opened beside it, if any. One that `drafts_itself` needs none."""
 
     @property
     def draft(self) -> str | None: ...

@@ -34,8 +34,8 @@ class BenchSettings(MeasuringOptions, ScheduledOptions):
     )  # fmt: skip
     draft: str | None = option(
         None,
-        "Small model with the same tokenizer, which picks the tokens; self: the model's own first layers. (default: with "
-        "the sample model, its draft)",
+        "Small model with the same tokenizer, which picks the tokens; self: the model's own first layers. (default: "
+        "with the sample model, its draft)",
         COMPRESSION, changes="scores", metavar="DIR|NAME|self", requires=requirements.SPECPREFILL,
     )  # fmt: skip
     keep: KeepRates = option(  # type: ignore[assignment]  # several rates side by side

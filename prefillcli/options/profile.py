@@ -6,15 +6,14 @@ from typing import Any
 
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
+from prefillcli.options.compression import CompressionOptions, check_keep
 from prefillcli.options.groups import (
-    CompressionOptions,
     InputOptions,
     MeasuringOptions,
     MemoryOptions,
     PriceOptions,
     PromptOptions,
     ScheduledOptions,
-    check_keep,
 )
 from prefillcli.options.option import COMPRESSION, FILES, PROFILE, REPLAY, argument, option, require
 from prefillcli.options.requirements import Requirement

@@ -8,6 +8,7 @@ from prefillcli.engines.registry import ENGINES, Capability, refuse
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
 from prefillcli.options.calibrate import ProbabilityOptions
+from prefillcli.options.compression import check_keep
 from prefillcli.options.early_exit import ExitOptions
 from prefillcli.options.groups import (
     EndingOptions,
@@ -16,7 +17,6 @@ from prefillcli.options.groups import (
     ScheduledOptions,
     WeightsOptions,
     WorkerOptions,
-    check_keep,
 )
 from prefillcli.options.option import EARLY_EXIT, EVALUATION, FILES, MODEL, RUN, details_of, option, require
 from prefillcli.options.requirements import Requirement
@@ -122,6 +122,11 @@ class ScoreSettings(
             raise UsageError(
                 "--exit: what is learnt about exits is of one keep rate, and --keep auto has not chosen it yet\n"
                 "choose the rate in a run without --exit, then give it"
+            )
+        if self.exit and self.drafts_itself:
+            raise UsageError(
+                "--exit: exits are learnt on prompts that stay whole, and with --draft self they do not\n"
+                "give one of the two, or name a small model as --draft"
             )
         self._check_shard()
 

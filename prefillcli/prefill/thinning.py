@@ -58,8 +58,8 @@ def watch_for(rule: ThinningRule, layer: int, state: WalkState, attention: Fores
 
 def thin_pack(pack: Pack, kept: Sequence[IntArray]) -> Remainder:
     """The forest of what goes on of each read of `pack`; reads share what they keep of a prefix up to the first token
-    that one of them lacks. Behind it a token is there once for each of them. A node has the number of the one before in
-    which it ends.
+    that one of them lacks. Behind it a token is there once for each of them. A node has the number of the one before
+    in which it ends.
 
     Raises ValueError if a read loses its last token, or if the pack holds something of other packs, or for them.
     """

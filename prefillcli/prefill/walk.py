@@ -280,9 +280,7 @@ class LayerWalk:
         state.calls = [self._arguments(state.tokens, chunk, buffers)[1] for chunk in state.chunks]
         state.done.regroupings += 1
 
-    def _thin(
-        self, index: int, state: WalkState, attention: ForestAttention, rule: ThinningRule, tick: Tick
-    ) -> None:
+    def _thin(self, index: int, state: WalkState, attention: ForestAttention, rule: ThinningRule, tick: Tick) -> None:
         """Let the tokens go on that the rule chooses after layer `index`."""
         thinned = rule(state.pack, state.tree, attention.watched_layer)
         left, before = thin_pack(state.pack, [each.tokens for each in thinned]), len(state.tokens)

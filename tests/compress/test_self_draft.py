@@ -58,7 +58,9 @@ def sharing(rows: int = 4, prefix: int = 90, own: int = 25) -> list[Tokens]:
     """Prompts that share a prefix."""
     rng = np.random.default_rng(2)
     first = rng.integers(3, 200, prefix)
-    return [np.concatenate([first, [number + 3], rng.integers(3, 200, own)]).astype(np.int32) for number in range(rows)]
+    return [
+        np.concatenate([first, [number + 3], rng.integers(3, 200, own)]).astype(np.int32) for number in range(rows)
+    ]
 
 
 class _Heard:
@@ -153,7 +155,10 @@ def test_what_a_prompt_in_full_shares_goes_on_whole() -> None:
 
 def test_equal_prompts_go_on_alike_and_in_full_if_one_is_to_be() -> None:
     prompts = [*lone(100), *lone(100), *lone(100)]
-    assert len({tuple(kept) for kept, _ in chosen("llama", prompts, dict.fromkeys(range(3), (0.3, LAST)), 1).values()}) == 1
+    assert (
+        len({tuple(kept) for kept, _ in chosen("llama", prompts, dict.fromkeys(range(3), (0.3, LAST)), 1).values()})
+        == 1
+    )
     assert chosen("llama", prompts, {0: (0.3, LAST)}, 1) == {}, "nothing of that pack is left behind"
 
 
@@ -181,7 +186,7 @@ def test_a_layer_that_does_not_see_the_whole_prompt_is_not_taken() -> None:
     gemma = make_config("gemma3_text", num_hidden_layers=12)  # each sixth layer sees all
     assert choosing_layers(gemma, None, 4096) == 6
     assert choosing_layers(gemma, None, WINDOW) == 5, "the window spans such prompts"
-    with pytest.raises(UsageError, match="--self-layer 4: .*sliding window.*\n.* is 6"):
+    with pytest.raises(UsageError, match=r"--self-layer 4: .*sliding window.*\n.* is 6"):
         choosing_layers(gemma, 4, 4096)
     with pytest.raises(UsageError, match="no layer but the last"):
         choosing_layers(make_config("mistral"), None, 4096)
@@ -191,7 +196,10 @@ def test_a_layer_that_does_not_see_the_whole_prompt_is_not_taken() -> None:
 
 def requests_of(prompts: list[Tokens], keeps: list[float | None], how: Compression) -> list[Request]:
     own = [None if keep is None else Thinning(1, keep, LAST, how) for keep in keeps]
-    return [Request(Prompt(number, tokens, 0), thinning=each) for number, (tokens, each) in enumerate(zip(prompts, own, strict=True))]
+    return [
+        Request(Prompt(number, tokens, 0), thinning=each)
+        for number, (tokens, each) in enumerate(zip(prompts, own, strict=True))
+    ]
 
 
 def test_the_rule_travels_with_a_packs_prompts_alone() -> None:
@@ -199,7 +207,7 @@ def test_the_rule_travels_with_a_packs_prompts_alone() -> None:
     rule = thinning_of(dict(enumerate(requests)))
     assert rule is not None
     assert rule.rates == {0: (0.2, LAST), 2: (0.5, LAST), 3: (0.2, LAST)}
-    sent = pickle.loads(pickle.dumps(rule.of([1, 2])))
+    sent = pickle.loads(pickle.dumps(rule.of([1, 2])))  # noqa: S301 - ours
     assert (sent.layer, sent.rates, sent.settings) == (1, {2: (0.5, LAST)}, HOW)
     assert thinning_of({1: requests[1]}) is None
 

@@ -68,15 +68,17 @@ def kept_alike(prompts: Sequence[Prompt]) -> list[np.ndarray]:
 def by_hand(model: nn.Module, prompt: Prompt, kept: np.ndarray, layer: int) -> Tensor:
     """Logits of the prompt's last token: the first layers over all tokens, the others over the kept ones.
 
-    The others are a forward of the model whose first layers hand through what they are given, and whose embedding gives
-    the kept hidden states, with their position ids and a causal mask.
+    The others are a forward of the model in which the first layers give the kept hidden states, with their position
+    ids and a causal mask.
     """
     model.set_attn_implementation("eager")
     ids, at = torch.as_tensor(prompt).long()[None], torch.as_tensor(kept)
     hidden: list[Tensor] = []
     decoder = model.get_decoder()
     every = decoder.layers
-    catch = every[layer].register_forward_hook(lambda m, i, out: hidden.append(out[0] if isinstance(out, tuple) else out))
+    catch = every[layer].register_forward_hook(
+        lambda m, i, out: hidden.append(out[0] if isinstance(out, tuple) else out)
+    )
     model(input_ids=ids, use_cache=False)
     catch.remove()
 

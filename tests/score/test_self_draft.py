@@ -36,8 +36,8 @@ from tests.score.compression import (
 )
 from tests.score.jobs import Reference, read_output, read_report, score, write_jsonl
 from tests.score.models import save_model
-from tests.score.test_shards import merge
 from tests.score.processes import cut_small_windows
+from tests.score.test_shards import merge
 
 OWN: dict[str, Any] = {"draft": "self", "lookahead": None}
 
@@ -49,7 +49,7 @@ def compressed(inputs: Any, output: str = "out.parquet", **flags: Any) -> dict[s
 
 
 class OwnLayersByHand:
-    """A model of transformers whose layers are called by hand: the first over whole prompts, the others over a part."""
+    """A model of transformers, called by hand: its first layers over whole prompts, the others over a part."""
 
     def __init__(self, reference: Reference, path: Path, layers: int) -> None:
         self._reference = reference
