@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # the pickers import what takes seconds; their names should n
 class PickerResources:
     """What pickers are made of; each takes what it needs.
 
-    After `own_layers` of its layers the target can pick tokens itself; `walking` gives a walk over it, for packs within
+    The target can pick tokens itself after `own_layers` layers; `walking` gives a walk over it, for packs within
     `limits`. `seed` is that of random draws. `spans` gives a prompt's text and where its tokens lie in it, or None
     where the text does not give the tokens.
     """
