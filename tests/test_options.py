@@ -28,6 +28,8 @@ NAMES = {id(value): name for name, value in vars(requirements).items() if isinst
 TOLD: dict[str, tuple[Values, Values]] = {
     "DRAFT": ({"draft": "d"}, {"draft": None}),
     "COMPRESSION": ({"draft": "d"}, {"draft": None}),
+    "VOTES": ({"draft": "d"}, {"draft": None}),
+    "SELF_DRAFT": ({"draft": "self"}, {"draft": None}),
     "SPECPREFILL": ({"method": "specprefill"}, {"method": "hf"}),
     "EXIT": ({"exit": "true"}, {"exit": "false"}),
     "EXIT_METHOD": ({"method": "early-exit"}, {"method": "hf"}),

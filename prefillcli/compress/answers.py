@@ -15,7 +15,7 @@ from prefillcli.compress.request import Request
 from prefillcli.data.methods import FULL
 from prefillcli.engines.base import THROUGH, Answer, BetweenLayers, LabelTokens, PlanEngine
 from prefillcli.plan.blocks import CarriedBlock
-from prefillcli.plan.pack import Limits
+from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.plan.trie import token_order
 
@@ -103,7 +103,8 @@ def answer(
 
 def _joined(requests: Sequence[Request], limits: Limits, schedule: str) -> Plan:
     """One plan after the other: those of the groups that share no pack."""
-    packs, unique = [], 0
+    packs: list[Pack] = []
+    unique = 0
     limits = replace(limits, held_tokens=0)
     for group, own in _groups(requests, limits):
         plan = make_plan([requests[number].tokens for number in group], own, schedule)

@@ -261,6 +261,11 @@ class _InspectJob:
 
 def _check(settings: InspectSettings) -> None:
     """What can be wrong before anything is read."""
+    if settings.drafts_itself:
+        raise UsageError(
+            "--draft self: prefill inspect shows the tokens that a draft picks before the model reads any\n"
+            "score the row with prefill score, which says how many tokens it kept"
+        )
     row = settings.row or ""
     if settings.id_column is None and not (row.isascii() and row.isdigit()):
         raise UsageError(f"--row {row}: a row's number counts from 0; for an id, name its column with --id-column")

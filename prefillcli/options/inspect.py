@@ -36,9 +36,4 @@ class InspectSettings(RunOptions, WeightsOptions, JobOptions):
             raise UsageError("no --row given: name the row to show, by its number, or by its id with --id-column")
         if self.keep == "auto":
             raise UsageError("--keep auto is for a whole job: give a rate")
-        if self.drafts_itself:
-            raise UsageError(
-                "--draft self: prefill inspect shows the tokens that a draft picks before the model reads any\n"
-                "score the row with prefill score, which says how many tokens it kept"
-            )
         check_keep(self.keep, compresses=self.compresses)

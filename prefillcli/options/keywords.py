@@ -53,6 +53,7 @@ class ScorerOptions(TypedDict, total=False):
     hidden: Literal["auto", "device", "host"]
 
     draft: StrPath | None
+    self_layer: int | None
     keep: float
     paper: bool
     lookahead: int

@@ -107,11 +107,6 @@ class ProfileSettings(PriceOptions, MeasuringOptions, ScheduledOptions):
 
     def check(self) -> None:
         super().check()
-        if self.drafts_itself:
-            raise UsageError(
-                "--draft self: prefill profile measures passes in which all layers read the same tokens\n"
-                "leave it out: prefill bench --draft self measures what it gains"
-            )
         if self.inputs:
             if self.keep == "auto":
                 raise UsageError(

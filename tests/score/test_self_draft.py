@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from prefillcli.compress import self_draft
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.errors import UsageError
+from prefillcli.jobs.inspect import inspect_job
 from prefillcli.options.inspect import InspectSettings
 from prefillcli.options.load import load_settings
-from prefillcli.options.profile import ProfileSettings
 from tests.prefill.test_thinning import by_hand
 from tests.score.compression import (
     CHUNK,
@@ -322,7 +322,7 @@ def test_what_does_not_go_together_is_refused(
     assert message in told + capsys.readouterr().err
 
 
-def test_commands_that_cannot_do_it_say_so() -> None:
-    for kind, given in ((InspectSettings, {"inputs": ["x"], "row": "1"}), (ProfileSettings, {})):
-        with pytest.raises(UsageError, match="--draft self: prefill"):
-            load_settings(kind, {**given, "draft": "self"}, environment={})
+def test_a_row_that_is_inspected_has_no_tokens_to_show_yet(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = load_settings(InspectSettings, {"inputs": ["x.jsonl"], "row": "1", "draft": "self"}, environment={})
+    assert inspect_job(settings)["exit_code"] == 2
+    assert "--draft self: prefill inspect" in capsys.readouterr().err
