@@ -54,7 +54,7 @@ BOUNDED_FLIPS = Requirement(
     "give --exit or --keep auto",
 )
 AUDITABLE = Requirement(
-    lambda s: s.uses_draft or s.exit,
+    lambda s: s.compresses or s.exit,
     "reads rows in full as well, but all rows are read in full",
     "give --draft and --keep, or --exit",
 )

@@ -20,6 +20,7 @@ from prefillcli.bench.contest import compare, contenders
 from prefillcli.bench.material import Material, made_material
 from prefillcli.bench.measure import with_peak
 from prefillcli.bench.report import METHODS, NAMED, WorkloadResult
+from prefillcli.compress.pickers.registry import PICKERS
 from prefillcli.compress.settings import Compression
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.prompts.spans import spans_of
@@ -85,7 +86,7 @@ def test_uncompressed_methods_give_the_same_answers(stage: tuple[Equipment, Mate
 
 def test_every_method_runs_at_every_rate(result: WorkloadResult) -> None:
     names = [each.method for each in result.methods]
-    rated = [f"{name}@{keep}" for keep in ("0.3", "1") for name in ("specprefill", "random", "ends", "bm25")]
+    rated = [f"{name}@{keep}" for keep in ("0.3", "1") for name in PICKERS]
     assert names == ["hf", "full", "hybrid", *rated]
     assert result.truth_rows == result.rows == 6
     assert not result.notes

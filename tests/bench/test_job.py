@@ -20,6 +20,7 @@ from prefillcli.bench.bench_job import bench_job
 from prefillcli.bench.probes import WORKLOADS
 from prefillcli.bench.report import BenchReport
 from prefillcli.cli import app
+from prefillcli.compress.pickers.registry import PICKERS
 from prefillcli.options.bench import BenchSettings
 
 PLAIN = ("--rows", "4", "--tokens", "200", "--rounds", "1")
@@ -73,7 +74,7 @@ def test_in_full_it_compares_all_methods_on_two_workloads() -> None:
     assert list(last_line(result)["workloads"]) == ["post-recommendation", "needle"]
     for workload in saved().workloads:
         methods = {each.method for each in workload.methods}
-        assert methods == {"hf", "full", "hybrid", "specprefill@0.2", "random@0.2", "ends@0.2", "bm25@0.2"}
+        assert methods == {"hf", "full", "hybrid", *(f"{name}@0.2" for name in PICKERS)}
     for words in ("95 % interval", "1/(r+k)", "mean diff."):
         assert words in result.stderr
     tables = result.stderr.partition("post-recommendation: 4 rows")[2].partition("next:")[0]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from math import ceil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from prefillcli.bench.report import METHODS, UNCOMPRESSED
+from prefillcli.bench.report import METHODS, NAMED, UNCOMPRESSED
 from prefillcli.compress.base import Picker
 from prefillcli.compress.draft import Draft
 from prefillcli.compress.pickers.registry import PICKERS, PickerResources
@@ -22,11 +25,18 @@ from prefillcli.data.prompts.spans import Spans
 from prefillcli.data.rows import Prompt
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.forest import ATTENTION, register
+from prefillcli.prefill.walk import LayerWalk
 from tests.prefill.families import VOCABULARY, make_model
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
-NEEDS = {"draft": "a draft model", "text": "the prompt's text", None: "nothing"}
+NEEDS = {
+    "draft": "a draft model",
+    "self": "the model's own first layers",
+    "text": "the prompt's text",
+    None: "nothing",
+}
 PLENTY = Limits(10**6, 10**6)
+BEFORE = [name for name in PICKERS if name != "self-draft"]  # they pick before the model reads
 
 lengths = st.lists(st.integers(1, 120), min_size=1, max_size=4)
 rates = st.sampled_from([0.01, 0.1, 0.3, 0.5, 0.77])
@@ -39,6 +49,17 @@ def draft() -> Draft:
     model = make_model("llama")
     model.set_attn_implementation(ATTENTION)
     return Draft(model, settings_with(), limits=PLENTY, chunk_tokens=64, max_length=4096)
+
+
+@contextmanager
+def walking() -> Iterator[LayerWalk]:
+    """A walk over a tiny Llama."""
+    register()
+    model = make_model("llama")
+    model.set_attn_implementation(ATTENTION)
+    walk = LayerWalk(model, chunk_tokens=37)
+    yield walk
+    walk.close()
 
 
 def settings_with(chunk: int = 8, first: int = 2, last: int = 5) -> Compression:
@@ -64,10 +85,12 @@ def unrelated(counts: Sequence[int]) -> list[Prompt]:
 
 
 def picker(name: str, how: Compression) -> Picker:
-    return PICKERS[name].make(PickerResources(settings=how, seed=7, draft=draft(), spans=spans))
+    return PICKERS[name].make(
+        PickerResources(settings=how, seed=7, draft=draft(), own_layers=2, walking=walking, limits=PLENTY, spans=spans)
+    )
 
 
-@pytest.mark.parametrize("name", PICKERS)
+@pytest.mark.parametrize("name", BEFORE)
 @settings(max_examples=25, deadline=None)
 @given(
     counts=lengths, low=rates, high=rates, chunk=st.integers(1, 20), first=st.integers(0, 9), last=st.integers(0, 30)
@@ -94,7 +117,7 @@ def test_a_picker_keeps_the_ends_and_what_the_rate_allows(
         assert set(some.tolist()) <= set(others.tolist()), "one estimate serves both rates"
 
 
-@pytest.mark.parametrize("name", PICKERS)
+@pytest.mark.parametrize("name", BEFORE)
 def test_a_picker_picks_the_same_again_and_leaves_out_what_has_no_rate(name: str) -> None:
     how, prompts = settings_with(), unrelated([90, 60, 100])
     found = []
@@ -113,7 +136,7 @@ def test_a_picker_is_known_by_its_name_and_counts_what_models_compute(name: str)
     assert own.method == name
     before = own.tokens
     own.estimate(unrelated([50, 40]), lambda tokens: None)
-    assert own.tokens - before == (90 if PICKERS[name].needs == "draft" else 0)
+    assert own.tokens - before == (90 if name in ("specprefill", "gemfilter") else 0)
     assert own.failure is None
 
 
@@ -121,6 +144,23 @@ def test_a_picker_is_known_by_its_name_and_counts_what_models_compute(name: str)
 def test_a_picker_refuses_to_be_made_without_what_it_needs(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} needs"):
         PICKERS[name].make(PickerResources(settings=settings_with()))
+
+
+@torch.inference_mode()
+def test_gemfilter_ranks_tokens_by_the_summed_products_of_the_last_query() -> None:
+    prompts, model = unrelated([60, 45]), make_model("llama")
+    found = picker("gemfilter", settings_with()).estimate(prompts, lambda tokens: None)
+    layer = model.model.layers[1]
+    for prompt, own in zip(prompts, found, strict=True):
+        ids = torch.as_tensor(prompt.tokens).long()[None]
+        hidden = layer.input_layernorm(model(ids, output_hidden_states=True, use_cache=False).hidden_states[1])
+        split = (1, len(prompt.tokens), -1, 16)
+        query = layer.self_attn.q_proj(hidden).view(split).transpose(1, 2)
+        key = layer.self_attn.k_proj(hidden).view(split).transpose(1, 2)
+        query, key = apply_rotary_pos_emb(query, key, *model.model.rotary_emb(hidden, torch.arange(split[1])[None]))
+        scores = (query[0, :, -1:] @ key[0].repeat_interleave(2, dim=0).transpose(1, 2)).sum(dim=0)
+        wanted = torch.nn.functional.avg_pool1d(scores, 5, 1, 2)[0]
+        np.testing.assert_allclose(own.importance, wanted.numpy(), rtol=1e-3, atol=1e-3)
 
 
 def test_a_prompt_without_text_is_left_to_be_read_in_full() -> None:
@@ -132,7 +172,7 @@ def test_a_prompt_without_text_is_left_to_be_read_in_full() -> None:
 def test_the_manual_lists_the_pickers() -> None:
     bench = (DOCS / "bench.md").read_text().partition("## Methods")[2].partition("##")[0]
     assert re.findall(r"^\| `([\w-]+)` \|", bench, re.MULTILINE) == list(METHODS)
-    assert [name for name in METHODS if name not in UNCOMPRESSED] == list(PICKERS)
+    assert [name for name in METHODS if name not in (*UNCOMPRESSED, *NAMED)] == list(PICKERS)
     compression = (DOCS / "compression.md").read_text().partition("## Other ways to pick tokens")[2].partition("##")[0]
     listed = re.findall(r"^\| `([\w-]+)` \| ([^|]+) \|", compression, re.MULTILINE)
     assert listed == [(kind.name, NEEDS[kind.needs]) for kind in PICKERS.values()]

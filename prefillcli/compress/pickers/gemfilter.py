@@ -62,6 +62,7 @@ class GemFilter(RowPicker):
         watched = sorted(set(ends))
         with closing(walk.watch(pack, watched, tick)) as layers:
             layer = next(islice(layers, self.layer, None))
+        tick(len(pack.tokens) * (1 - (self.layer + 1) / len(walk.layers)))  # the other layers are left out
         votes: dict[int, Float32Array | None] = {}
         for (node, prompts), end in zip(pack.reads, ends, strict=True):
             own = summed_scores(layer, tree.path(node), watched.index(end))
