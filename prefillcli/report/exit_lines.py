@@ -17,9 +17,9 @@ def exit_lines(use: ExitUse) -> Iterator[tuple[str, str]]:
         yield "exits, judged", "; ".join(_judged(each) for each in use.classes)
     if use.left_early:
         yield "exit layers", _layers(use)
-    if (saved := _saved(use)) is not None:
-        yield "exit gain", saved
-    if use.audited:
+        if (saved := _saved(use)) is not None:
+            yield "exit gain", saved
+    if any(each.left for each in use.audited):
         yield "exits, audited", "; ".join(_audited(each) for each in use.audited)
 
 
@@ -46,10 +46,12 @@ def _status(use: ExitUse) -> str:
 
 
 def _judged(each: JudgedLabel) -> str:
-    text = f"{visible(each.label, line=True)} {counted(each.flips, 'flip')} of {each.judged:,}"
+    label = visible(each.label, line=True)
     if each.judged < each.rows_needed:
-        return f"{text}, too few rows: it takes {each.rows_needed:,}"
-    return f"{text}, at most {_percent(each.bound)}"
+        return f"{label} {counted(each.judged, 'row')}, too few: it takes {each.rows_needed:,}"
+    if not each.proven:
+        return f"{label} {counted(each.judged, 'row')}, nothing proven"
+    return f"{label} {counted(each.flips, 'flip')} of {each.judged:,}, at most {_percent(each.bound)}"
 
 
 def _layers(use: ExitUse) -> str:

@@ -26,8 +26,13 @@ class JudgedLabel(BaseModel):
     fitted: int  # rows that the probes were fitted to
     judged: int  # other rows, which the thresholds were tested on
     flips: int  # of the judged ones, at the thresholds in use
-    bound: float  # exact upper bound of the flip rate, at the report's confidence
+    bound: float  # exact upper bound of the flip rate, at the report's confidence; 1 where nothing is proven
     rows_needed: int  # judged rows that it takes to prove the bound without a flip
+
+    @property
+    def proven(self) -> bool:
+        """Whether anything is proven of the label."""
+        return self.judged >= self.rows_needed and self.bound < 1
 
 
 class AuditedLabel(BaseModel):

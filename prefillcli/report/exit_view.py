@@ -115,7 +115,7 @@ def _classes(use: ExitUse) -> list[list[str]]:
 def _proven(each: JudgedLabel) -> list[str]:
     if each.judged < each.rows_needed:
         return [f"{each.flips:,}", f"takes {counted(each.rows_needed, 'row')}"]
-    return [f"{each.flips:,}", f"{each.bound:.2%}"]
+    return [f"{each.flips:,}", f"{each.bound:.2%}" if each.proven else "nothing proven"]
 
 
 def _audited(use: ExitUse) -> list[list[str]]:

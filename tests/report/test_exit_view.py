@@ -85,9 +85,7 @@ def test_the_table_says_who_left_where_and_what_it_brought() -> None:
     assert lines["exits"] == (
         "learnt from 1,400 rows in full; of the rows of each label at most 1 % flip (95 % confidence)"
     )
-    assert lines["exits, judged"] == (
-        "yes 0 flips of 350, at most 0.85 %; no 0 flips of 150, too few rows: it takes 299"
-    )
+    assert lines["exits, judged"] == ("yes 0 flips of 350, at most 0.85 %; no 150 rows, too few: it takes 299")
     assert lines["exit layers"] == (
         "of 30: after 9 60.0%, 55.0% expected; after 22 30.0%, 35.0% expected; to the end 10.0%"
     )
@@ -127,6 +125,19 @@ def test_rows_to_learn_from_could_not_leave() -> None:
     text = Page(run_html(report)).text
     assert "100 (10.0%), 20k tokens; 60 rows to learn from" in text
     assert "95.7%" in text
+
+
+def test_where_nothing_is_proven_no_bound_is_shown() -> None:
+    refused = use_of(
+        status="none", reason="no exit pays", layers=[], layers_saved=0.0, measured_gain=None,
+        classes=[JudgedLabel(label="no", fitted=350, judged=578, flips=0, bound=1.0, rows_needed=299)],
+    )  # fmt: skip
+    none_left = Counts(total=9, scored=9, audited_exits={"no": AuditedExits(5, 0, 0)})
+    report = report_with(refused, none_left)
+    lines = dict(run_lines(report))
+    assert lines["exits, judged"] == "no 578 rows, nothing proven"
+    assert not {"exit layers", "exit gain", "exits, audited"} & lines.keys()
+    assert "nothing proven" in Page(run_html(report)).text
 
 
 def test_whose_rows_the_bound_is_of_is_told() -> None:
