@@ -18,11 +18,14 @@ from prefillcli.data.output.sink import Sink
 from prefillcli.engines.base import THROUGH
 from prefillcli.errors import UsageError
 from prefillcli.exits.policy import ExitPolicy
+from prefillcli.jobs import exit_learning
 from prefillcli.jobs.inputs import Granularity
 from prefillcli.jobs.job_exits import JobExits
 from prefillcli.jobs.merge import merge_job
+from prefillcli.models.samples import sample_model
 from prefillcli.options.load import load_settings
 from prefillcli.options.merge import MergeSettings
+from prefillcli.stats.intervals import exact_interval
 from tests.score import jobs
 from tests.score.jobs import read_output, read_report, score, write_jsonl
 from tests.score.models import save_model
@@ -326,3 +329,30 @@ def test_shards_with_a_profile_are_merged(exited: Path, data: Path, deep_model: 
         assert score(data, "out.jsonl", model=deep_model, shard=shard, **flags)["status"] == "complete"
     assert merge_job(load_settings(MergeSettings, {"output": "out.jsonl"}, environment={}))["status"] == "complete"
     assert_same(read_output("out.jsonl"), read_output("whole.jsonl"))
+
+
+def test_where_layers_do_not_know_the_answer_no_row_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "granularity", Granularity())
+    monkeypatch.setattr(exit_learning, "observed_layers", lambda layers: (0, 1))
+    rows = Path(__file__).parents[2] / "samples/labeling.parquet"
+    flags = {"limit": 500, "exit": True, "max_flips": 0.05, "exit_rows": 250}
+    assert score(rows, model=sample_model(), **flags)["status"] == "complete"
+    exits = read_report()["exits"]
+    assert min(each["judged"] for each in exits["classes"]) >= 59  # as many as prove 5 % without a flip
+    assert exits["status"] == "none"
+    assert "no exit would save work" in exits["reason"]
+    assert {row["method"] for row in read_output("out.parquet")} == {"full"}
+
+
+def test_random_weights_keep_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their answers follow from the words of a prompt too, so some rows may leave."""
+    monkeypatch.setattr(jobs, "granularity", Granularity())
+    model = save_model(tmp_path / "random", layers=4, seed=5)
+    rows = write_jsonl("rows.jsonl", [{"prompt": text} for text in prompts(800)])
+    assert score(rows, "full.parquet", model=model, labels="K,T")["status"] == "complete"
+    flags = {"exit": True, "max_flips": 0.05, "exit_rows": 400}
+    assert score(rows, "out.parquet", model=model, labels="K,T", **flags)["status"] == "complete"
+    pairs = list(zip(read_output("out.parquet"), read_output("full.parquet"), strict=True))
+    for label in ("K", "T"):
+        own = [row["prediction"] != label for row, full in pairs if full["prediction"] == label]
+        assert exact_interval(sum(own), len(own))[0] <= 0.05
