@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -174,7 +174,7 @@ class ExitLearning:
             layers=self._layers,
             max_flips=self.settings.max_flips,
             labels=labels,
-            costs=exit_costs(self.inputs.opened.files.config, self.regroup_cost),
+            costs=exit_costs(self.inputs.opened.files.config),
         )
         return ExitProfile(
             **job_of_exits(self.inputs.opened, labels, self.fingerprint),
@@ -229,13 +229,16 @@ def rows_to_learn(max_flips: float, labels: int) -> int:
     return round(2 * _SPARE * rows_for(max_flips, flips=1) * labels)
 
 
-def exit_costs(config: Any, regroup: float | None = None) -> ExitCosts:
-    """What exits cost for a model with this configuration; `regroup` as in `ExitRule`, None: what is usual."""
+def exit_costs(config: Any) -> ExitCosts:
+    """What exits cost for a model with this configuration.
+
+    A profile has measured it, but exits are the same with and without one.
+    """
     try:
-        costs = ExitCosts(repeated=keys_share(config))
+        share = keys_share(config)
     except NoCostModel:
         return ExitCosts()
-    return costs if regroup is None else replace(costs, regroup=regroup)
+    return ExitCosts(keys=share, repeated=share)
 
 
 def observed_layers(layers: int) -> tuple[int, ...]:

@@ -125,18 +125,13 @@ class WindowLoop:
                 sink,
                 self.digests,
                 self.report,
-                self.regroup_cost,
+                None if self.profile is None else self.profile.regroup_layers,
                 self._tick,
             )
             exits, tokens = learning.exits()
         self.recorder.tokens.add(tokens)
         self.recorder.exits = exits
         return exits
-
-    @property
-    def regroup_cost(self) -> float | None:
-        """What a profile says of laying out packs anew, if one was made on this machine."""
-        return None if self.profile is None else getattr(self.profile, "regroup_layers", None)
 
     def _tick(self, tokens: float) -> None:
         self.stop.check()
