@@ -64,6 +64,8 @@ class PromptExits:
             for prompt in self._pack.reads[read][1]
             if prompt not in self.early
         ]
+        if not prompts:
+            return reads  # all of them are decided, and go on for the audit
         readings = self._read([row for row, _ in prompts], [prompt for _, prompt in prompts], before, after)
         self.first_asked = self.first_asked or (layer, time.monotonic())
         if self._exits.policy is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from prefillcli.compress.answers import plan_requests
+from prefillcli.compress.answers import plan_requests, thinning_of
 from prefillcli.compress.request import Request
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.output.store import put_text
@@ -210,7 +210,8 @@ class ExitLearning:
         if not requests:
             return [], 0
         plan = plan_requests(requests, self.engine.limits, self.settings.schedule)
-        between, sets = BetweenLayers(EarlyExits(observed=tuple(layers))), self.inputs.labels.sets
+        between = BetweenLayers(EarlyExits(observed=tuple(layers)), thinning=thinning_of(dict(enumerate(requests))))
+        sets = self.inputs.labels.sets
         found: dict[int, Answer] = {}
         for answers in self.engine.answer_all(
             plan.packs, lambda i: sets[requests[i].prompt.labels], self.tick, between

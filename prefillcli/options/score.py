@@ -123,11 +123,6 @@ class ScoreSettings(
                 "--exit: what is learnt about exits is of one keep rate, and --keep auto has not chosen it yet\n"
                 "choose the rate in a run without --exit, then give it"
             )
-        if self.exit and self.drafts_itself:
-            raise UsageError(
-                "--exit: exits are learnt on prompts that stay whole, and with --draft self they do not\n"
-                "give one of the two, or name a small model as --draft"
-            )
         self._check_shard()
 
     def _check_shard(self) -> None:

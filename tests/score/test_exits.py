@@ -305,13 +305,17 @@ def test_drift_ends_the_exits(capsys: pytest.CaptureFixture[str]) -> None:
     assert "40 of 90 audited rows that are 'n'" in capsys.readouterr().err
 
 
-def test_compressed_rows_leave_too(data: Path, deep_model: Path, draft: Path) -> None:
-    compressed = {"draft": draft, "keep": 0.5, "keep_last": 16, "compress_above": 0, "lookahead": 1}
+@pytest.mark.parametrize("method", ["specprefill", "self-draft"])
+def test_compressed_rows_leave_too(data: Path, deep_model: Path, draft: Path, method: str) -> None:
+    compressed = {"draft": "self" if method == "self-draft" else draft, "keep": 0.5}
+    compressed |= {"keep_last": 16, "keep_first": 1, "select_chunk": 4, "compress_above": 0}
+    if method == "self-draft":  # a row's tokens follow from the row alone, in any pack
+        compressed |= {"self_layer": 1, "compress_per_row": True, "keep_private": False}
     kept = {"labels": LABELS, "dtype": "float32", **compressed}
     assert score(data, "plain.jsonl", model=deep_model, **kept)["status"] == "complete"
     assert score(data, "out.jsonl", model=deep_model, audit=50, **(EXITS | compressed))["status"] == "complete"
     plain, rows = read_output("plain.jsonl"), read_output("out.jsonl")
-    assert {row["method"] for row in rows} >= {"specprefill", "specprefill+early-exit"}
+    assert {row["method"] for row in rows} >= {method, f"{method}+early-exit"}
     for row, other in zip(rows, plain, strict=True):
         assert row["kept_tokens"] == other["kept_tokens"]
         if row["exit_layer"] is None:
@@ -356,3 +360,13 @@ def test_random_weights_keep_the_bound(tmp_path: Path, monkeypatch: pytest.Monke
     for label in ("K", "T"):
         own = [row["prediction"] != label for row, full in pairs if full["prediction"] == label]
         assert exact_interval(sum(own), len(own))[0] <= 0.05
+
+
+def test_every_row_may_be_audited(data: Path, deep_model: Path, in_full: list[dict[str, Any]]) -> None:
+    flags = EXITS | {"exit_rows": 150}
+    assert score(data, "out.jsonl", model=deep_model, audit=ROWS, **flags)["status"] == "complete"
+    rows = read_output("out.jsonl")
+    assert sum(row["audit_score"] is not None for row in rows) == ROWS - 150
+    for row, full in zip(rows, in_full, strict=True):
+        if row["audit_score"] is not None:
+            assert row["audit_score"] == pytest.approx(full["score"], abs=1e-5)
