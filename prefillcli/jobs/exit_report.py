@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from prefillcli.jobs.job_exits import JobExits, Spared
+from collections.abc import Mapping
+from typing import Any
+
+from prefillcli.jobs.job_exits import EXITS, JobExits, Spared
 from prefillcli.report.exit_use import ExitStatus, ExitUse, GainPoint, JudgedLabel, UsedExit
 from prefillcli.report.run import Tokens
 
@@ -54,3 +57,15 @@ def exit_use(exits: JobExits, spared: Spared, tokens: Tokens) -> ExitUse | None:
         kept_alive=spared.kept_alive,
         curve=[GainPoint(leaving=each.leaving, flip_rate=each.flip_rate, gain=each.gain) for each in learnt.curve],
     )
+
+
+def with_exit_use(plan: Mapping[str, Any], exits: JobExits) -> dict[str, Any]:
+    """The plan of a job that is complete, with its exits for those who report of the output later."""
+    use = exit_use(exits, Spared(), Tokens())
+    return dict(plan) if use is None else {**plan, EXITS: {**plan[EXITS], "use": use.model_dump(mode="json")}}
+
+
+def stored_exit_use(plan: Mapping[str, Any]) -> ExitUse | None:
+    """What `with_exit_use` has put into the plan: without the gain, which is a run's own."""
+    use = plan.get(EXITS, {}).get("use")
+    return None if use is None else ExitUse.model_validate(use)

@@ -12,6 +12,7 @@ from prefillcli.data.output.manifest import Manifest
 from prefillcli.data.output.target import Target
 from prefillcli.errors import OutputBusyError, OutputConflictError, OutputDamagedError, OutputExistsError
 from prefillcli.jobs.evaluation import EVALUATION, EvaluationPlan, evaluate_output
+from prefillcli.jobs.exit_report import stored_exit_use
 from prefillcli.jobs.paths import report_path
 from prefillcli.jobs.shell import conclude, shell
 from prefillcli.options.merge import MergeSettings
@@ -59,8 +60,9 @@ def _run(settings: MergeSettings, report: RunReport, clock: Clock, stop: Stop) -
             counts = _merged_before(joined, joined.merged, report, clock)
         else:
             counts = _merge(joined, report, clock, stop)
-        report.take(counts)
         manifest = joined.merged or joined.manifest
+        report.exits = stored_exit_use(manifest.plan)
+        report.take(counts)
         plan = EvaluationPlan.of_json(manifest.plan.get(EVALUATION))
         if plan is not None:
             with clock.phase("evaluate"), stop.at_once():

@@ -35,7 +35,7 @@ from prefillcli.jobs.dry_run import dry_run_job
 from prefillcli.jobs.evaluation import EVALUATION, EvaluationPlan, evaluate_output, require_labels, with_texts
 from prefillcli.jobs.exit_learning import forget_exits
 from prefillcli.jobs.exit_profile_file import read_exit_profile, require_same_exits
-from prefillcli.jobs.exit_report import exit_use
+from prefillcli.jobs.exit_report import exit_use, stored_exit_use, with_exit_use
 from prefillcli.jobs.identity import fingerprint, selection
 from prefillcli.jobs.inputs import (
     USUAL,
@@ -275,6 +275,7 @@ class _ScoreJob:
                 (count,) = ended  # told at the end of the input
                 if self._evaluation is not None and settings.shard is not None:
                     sink.plan = sink.plan | {EVALUATION: self._evaluation.to_json()}
+                sink.plan = with_exit_use(sink.plan, recorder.exits)
                 sink.finish(count)
                 forget_exits(sink)
 
@@ -323,7 +324,9 @@ class _ScoreJob:
         """Put the numbers of the run into the report."""
         report, seconds, total = self.report, self.report.seconds, self.clock.total
         scored = 0
-        if self._recorder is not None:
+        if self._sink is not None:
+            report.exits = stored_exit_use(self._sink.plan)
+        if self._recorder is not None and self._recorder.exits.asked:
             report.exits = exit_use(self._recorder.exits, self._recorder.spared, self._recorder.tokens)
         if self._sink is not None:
             report.take(self._sink.counts)

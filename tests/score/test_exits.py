@@ -333,6 +333,11 @@ def test_shards_with_a_profile_are_merged(exited: Path, data: Path, deep_model: 
         assert score(data, "out.jsonl", model=deep_model, shard=shard, **flags)["status"] == "complete"
     assert merge_job(load_settings(MergeSettings, {"output": "out.jsonl"}, environment={}))["status"] == "complete"
     assert_same(read_output("out.jsonl"), read_output("whole.jsonl"))
+    merged, whole = read_report()["exits"], read_report("whole.run.json")["exits"]
+    for name in ("status", "max_flips", "classes", "layers", "by_layer"):
+        assert merged[name] == whole[name]
+    assert score(data, "whole.jsonl", model=deep_model, resume=True, **flags)["status"] == "complete"
+    assert read_report("whole.run.json")["exits"]["by_layer"] == whole["by_layer"]
 
 
 def test_where_layers_do_not_know_the_answer_no_row_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
