@@ -102,7 +102,7 @@ def calibrate_exits(
     chosen = choose_layers(found, fit, layers, max_flips, confidence, costs)
     if not chosen:
         best = max(found, key=lambda each: each.correlation)
-        return _none(findings, "; ".join([*short, _nothing_saved(best, task)]))
+        return _none(findings, short[0] if short else _nothing_saved(best, task))
     return _proven(findings, task, chosen, fit, judge, short)
 
 
@@ -127,7 +127,7 @@ def _proven(
     expected = work_at(kept, levels, fit, task.layers, task.costs) if kept else None
     work = _work(kept, levels, judge, task) if kept else None
     if expected is None or work is None or max(expected.share, work.share) > 1 - LEAST_SAVED:
-        return _none(findings, "; ".join([*short, _not_proven(task, tested)]))
+        return _none(findings, short[0] if short else _not_proven(task, tested))
     exits = tuple(
         ExitLayer(each.layer, each.probe, tuple(level * each.spread for level in levels), peek)
         for each, peek in zip(kept, expected.peeks, strict=True)
