@@ -326,3 +326,12 @@ def test_a_row_that_is_inspected_has_no_tokens_to_show_yet(capsys: pytest.Captur
     settings = load_settings(InspectSettings, {"inputs": ["x.jsonl"], "row": "1", "draft": "self"}, environment={})
     assert inspect_job(settings)["exit_code"] == 2
     assert "--draft self: prefill inspect" in capsys.readouterr().err
+
+
+def test_streamed_weights_answer_the_same(deep: Path, reference: Reference) -> None:
+    source = write_jsonl("in.jsonl", lines_of(users(reference)))
+    compressed(source, model=deep, **OWN)
+    rows = read_output("out.parquet")
+    compressed(source, model=deep, **OWN, weights="stream")
+    assert read_report()["weights"]["mode"] == "stream"
+    assert_same(read_output("out.parquet"), rows)
