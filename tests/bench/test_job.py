@@ -178,7 +178,7 @@ def test_a_model_without_draft_has_two_methods_and_a_note() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--method", "early-exit"], "--method early-exit is not there yet; there are hf, full, hybrid"),
+        (["--max-flips", "0.02"], "--max-flips is for the method early-exit"),
         (["--method", "specprefil"], "did you mean 'specprefill'?"),
         (["--method", "specprefill@0.2"], "did you mean 'specprefill'?"),
         (["--workload", "needles"], "did you mean 'needle'?"),
