@@ -45,6 +45,8 @@ FILE = "exits.json"  # in the work folder
 CHECKED_ROWS = 300
 MOST_LAYERS = 12
 """Layers that are read of each row, at most."""
+MOST_BYTES = 1 << 30
+"""What these may take of memory, where the number of rows is not asked for."""
 _SPARE = 1.25  # rows that are read, over those that it takes if all answers are as frequent
 _SEED = 20_262
 
@@ -72,6 +74,24 @@ class LearntExits:
     def of_json(cls, content: dict[str, Any]) -> LearntExits:
         rows = [ScoredRow(**{**row, "logprobs": np.array(row["logprobs"], np.float64)}) for row in content["rows"]]
         return cls(ExitProfile.model_validate(content["profile"]), rows, content["rows_read"], content["reason"])
+
+
+@dataclass(slots=True)
+class _ReadRows:
+    """Requests that were answered in full; `unique` is the size of their trie, in tokens."""
+
+    requests: list[Request]
+    answers: list[Answer]
+    unique: int
+
+    @property
+    def pairs(self) -> list[tuple[Request, Answer]]:
+        return list(zip(self.requests, self.answers, strict=True))
+
+    def add(self, other: _ReadRows) -> None:
+        self.requests += other.requests
+        self.answers += other.answers
+        self.unique += other.unique
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,16 +163,10 @@ class ExitLearning:
     def _learn(self) -> tuple[LearntExits, Tokens]:
         """Read some rows in full, and learn from them; of a given profile, whether it still holds."""
         settings, given = self.settings, self.inputs.exit_profile
-        requests = self._requests(
-            settings.exit_rows
-            or (rows_to_learn(settings.max_flips, len(self.inputs.labels.labels)) if given is None else CHECKED_ROWS)
-        )
         policy = None if given is None else given.policy
         layers = observed_layers(self._layers) if policy is None else policy.layers
-        if not settings.quiet:
-            print(f"prefill: {len(requests):,} rows are read in full first, for --exit", file=sys.stderr)
-        answers, unique = self._answers(requests, layers)
-        rows = calibration_rows(requests, answers, layers, len(self.inputs.labels.names))
+        read = self._read_rows(layers)
+        rows = calibration_rows(read.requests, read.answers, layers, len(self.inputs.labels.names))
         if given is not None and policy is not None:
             check = recheck_exits(policy, rows, settings.max_flips, self.inputs.labels.names)
             profile, reason = given, check.reason
@@ -162,9 +176,33 @@ class ExitLearning:
             profile = self._profile(rows)
             reason = profile.findings.reason
         # A compressed prompt may keep other tokens beside those that it shares a prefix with.
-        known = [] if settings.compresses else [scored_row(*each) for each in zip(requests, answers, strict=True)]
-        computed = sum(answer.computed_tokens for answer in answers)
-        return LearntExits(profile, known, len(answers), reason), Tokens(computed=computed, unique=unique)
+        known = [] if settings.compresses else [scored_row(*each) for each in read.pairs]
+        computed = sum(answer.computed_tokens for answer in read.answers)
+        return LearntExits(profile, known, len(read.answers), reason), Tokens(computed=computed, unique=read.unique)
+
+    def _read_rows(self, layers: Sequence[int]) -> _ReadRows:
+        """Random rows of the job, read in full: so many as are asked for, but no more than half of its rows."""
+        settings, labels = self.settings, len(self.inputs.labels.names)
+        drawn = self._draw()
+        count, auto = settings.exit_rows, False
+        if count is None:
+            auto = self.inputs.exit_profile is None
+            count = rows_to_learn(settings.max_flips, labels) if auto else CHECKED_ROWS
+        read = self._read(drawn[:count], layers, "for --exit")
+        if auto and read.answers:
+            bytes_of_row = 4 * len(layers) * self.inputs.opened.files.config.get_text_config().hidden_size
+            most = min(len(drawn), MOST_BYTES // bytes_of_row)
+            best = [int(answer.logprobs.argmax()) for answer in read.answers]
+            total = rows_for_rarest(np.bincount(best, minlength=labels), settings.max_flips, most)
+            read.add(self._read(drawn[count:total], layers, "too, because one of the answers is rare"))
+        return read
+
+    def _read(self, numbers: Int64Array, layers: Sequence[int], why: str) -> _ReadRows:
+        """The rows with these numbers, read in full; `why` is told."""
+        requests = self._requests(np.sort(numbers))
+        if requests and not self.settings.quiet:
+            print(f"prefill: {len(requests):,} rows are read in full first, {why}", file=sys.stderr)
+        return _ReadRows(requests, *self._answers(requests, layers))
 
     def _profile(self, rows: CalibrationRows) -> ExitProfile:
         """The exits that these rows prove."""
@@ -188,14 +226,19 @@ class ExitLearning:
         layers: int = self.inputs.opened.files.config.get_text_config().num_hidden_layers
         return layers
 
-    def _requests(self, count: int) -> list[Request]:
-        """How the model reads `count` random rows of the job, or half of its rows if that is less."""
+    def _draw(self) -> Int64Array:
+        """The numbers of half of the job's rows, in random order."""
+        source = self.inputs.source
+        rows = source.selection().within(0, source.count())
+        return rows[np.random.default_rng(_SEED).permutation(len(rows))[: len(rows) // 2]]
+
+    def _requests(self, numbers: Int64Array) -> list[Request]:
+        """How the model reads the rows with these numbers, ascending."""
         source = open_source(self.settings, carried_columns(self.settings))
         builder = prompt_builder(self.settings, self.inputs.opened, source, carried_columns(self.settings, source))
         try:
-            numbers = _drawn(source.selection().within(0, source.count()), count)
             prompts: list[Prompt] = []
-            for batch in source.rows(numbers):
+            for batch in source.rows(numbers) if len(numbers) else ():
                 prompts += builder.build(batch, self.inputs.labels)[0]
                 self.tick(0.0)
         finally:
@@ -230,6 +273,16 @@ def rows_to_learn(max_flips: float, labels: int) -> int:
     return round(2 * _SPARE * rows_for(max_flips, flips=1) * labels)
 
 
+def rows_for_rarest(counts: Int64Array, max_flips: float, most: int) -> int:
+    """How many rows it takes to prove the bound for the rarest answer, in spite of a flip, if so many of the rows so
+    far have each answer. At most `most`; no more than so far where these could not even prove it without a flip.
+    """
+    rows, rarest = int(counts.sum()), int(counts.min())
+    if not rarest or 2 * rows_for(max_flips) * rows > most * rarest:
+        return rows
+    return max(rows, min(most, round(2 * _SPARE * rows_for(max_flips, flips=1) * rows / rarest)))
+
+
 def exit_costs(config: Any) -> ExitCosts:
     """What exits cost for a model with this configuration.
 
@@ -247,12 +300,6 @@ def observed_layers(layers: int) -> tuple[int, ...]:
     candidates = range(layers // 4, layers - 1)
     step = -(-len(candidates) // MOST_LAYERS) if candidates else 1
     return tuple(reversed(range(layers - 2, candidates.start - 1, -step)))
-
-
-def _drawn(rows: Int64Array, count: int) -> Int64Array:
-    """Random ones of the rows, ascending: `count`, or half of all rows if that is less."""
-    draw = np.random.default_rng(_SEED).permutation(len(rows))[: min(count, len(rows) // 2)]
-    return rows[np.sort(draw)]
 
 
 def calibration_rows(

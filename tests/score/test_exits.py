@@ -375,3 +375,27 @@ def test_every_row_may_be_audited(data: Path, deep_model: Path, in_full: list[di
     for row, full in zip(rows, in_full, strict=True):
         if row["audit_score"] is not None:
             assert row["audit_score"] == pytest.approx(full["score"], abs=1e-5)
+
+
+def test_where_an_answer_is_rare_more_rows_are_read(data: Path, deep_model: Path) -> None:
+    flags = {name: value for name, value in EXITS.items() if name != "exit_rows"} | {"max_flips": 0.2}
+    assert score(data, model=deep_model, **flags)["status"] == "complete"
+    exits = read_report()["exits"]
+    asked = exit_learning.rows_to_learn(0.2, labels=2)
+    assert asked < exits["calibration_rows"] <= ROWS / 2
+    # With one flip, 20 % take 22 judged rows of an answer.
+    assert min(each["judged"] for each in exits["classes"]) >= 22
+
+
+@pytest.mark.parametrize(
+    ("counts", "most", "rows"),
+    [
+        ((1300, 1300), 10_000, 2600),  # enough
+        ((1000, 200), 10_000, 7095),  # 473 judged rows with one flip, as many that fit, and a quarter more
+        ((1000, 200), 4_000, 4_000),
+        ((1000, 200), 3_000, 1200),  # 299 judged rows without a flip would take 3,588
+        ((1200, 0), 10_000, 1200),  # no number of rows will do
+    ],
+)
+def test_how_many_rows_a_rare_answer_takes(counts: tuple[int, int], most: int, rows: int) -> None:
+    assert exit_learning.rows_for_rarest(np.array(counts), 0.01, most) == rows
