@@ -115,7 +115,8 @@ class ForestAttention:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _active.reset(self._token)
+        if _active.get(None) is self:  # not where a walk that was given up is closed late, by another thread
+            _active.reset(self._token)
 
     @property
     def keys_values(self) -> tuple[Tensor, Tensor]:

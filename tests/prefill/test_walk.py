@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import cache
 
@@ -200,3 +201,27 @@ def test_cuda_equals_the_eager_forward_on_the_cpu(family: str, dtype: torch.dtyp
     limits = Limits(110, 10**6, held_tokens=10**6)
     found = p_yes(walked(there, mixed(), chunk=97, limits=limits, offload_held=True))
     torch.testing.assert_close(found, p_yes(wanted(family, mixed)), atol=tolerance, rtol=0)
+
+
+def test_a_walk_that_is_given_up_may_be_closed_by_another_thread() -> None:
+    model, prompts = model_of("llama"), [tokens(np.random.default_rng(1), 9)]
+    model.set_attn_implementation(ATTENTION)
+    walk = LayerWalk(model, chunk_tokens=16)
+    (pack,) = make_plan(prompts, ONE_PACK).packs
+    given_up = walk.watch(pack, [8])
+    next(given_up)
+    failed: list[BaseException] = []
+
+    def close() -> None:
+        try:
+            given_up.close()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    thread.join()
+    assert not failed
+    found = torch.cat(list(walk.read_logits(pack)))
+    walk.close()
+    assert_equal(found, eager(model, prompts))
