@@ -53,6 +53,7 @@ def exit_use(exits: JobExits, spared: Spared, tokens: Tokens) -> ExitUse | None:
         ],
         layers_saved=tokens.skipped / layers if layers else None,
         predicted_gain=learnt.gain,
+        layers_gain=spared.layers / (spared.layers - spared.skipped) if spared.layers else None,
         measured_gain=spared.full_seconds / spared.seconds if spared.seconds else None,
         kept_alive=spared.kept_alive,
         curve=[GainPoint(leaving=each.leaving, flip_rate=each.flip_rate, gain=each.gain) for each in learnt.curve],

@@ -11,7 +11,7 @@ from prefillcli.data.rows import ScoredRow
 from prefillcli.engines.base import THROUGH, Answer, BetweenLayers, EarlyExits
 from prefillcli.exits.calibration_report import ExitFindings
 from prefillcli.exits.policy import ExitPolicy
-from prefillcli.plan.exit_work import carried_by_few
+from prefillcli.plan.exit_work import carried_by_few, in_full
 from prefillcli.plan.pack import Pack
 from prefillcli.stats.drift import drifted_classes
 
@@ -22,17 +22,21 @@ EXITS = "exits"  # in the plan of a job
 class Spared:
     """What exits have spared packs: the seconds that they took, and would have taken without exits.
 
-    `kept_alive` are token-layers of shared prefixes, by how few rows they went on for.
+    `layers` are those of a token that they would have taken, and `skipped` how many fewer they did. `kept_alive` are token-layers of shared prefixes, by how few rows they went on for.
     """
 
     seconds: float = 0.0
     full_seconds: float = 0.0
+    layers: float = 0.0
+    skipped: float = 0.0
     kept_alive: dict[str, float] = field(default_factory=dict)
 
     def add(self, other: Spared) -> None:
         """Count those of other packs too."""
         self.seconds += other.seconds
         self.full_seconds += other.full_seconds
+        self.layers += other.layers
+        self.skipped += other.skipped
         for rows, tokens in other.kept_alive.items():
             self.kept_alive[rows] = self.kept_alive.get(rows, 0.0) + tokens
 
@@ -81,6 +85,8 @@ class JobExits:
         return Spared(
             sum(answer.seconds for answer in answers),
             sum(answer.full_seconds for answer in answers),
+            in_full(self.layers) * len(pack.tokens),
+            sum(answer.skipped for answer in answers),
             dict(carried_by_few(pack, through, self.layers)),
         )
 

@@ -72,6 +72,8 @@ def _saved(use: ExitUse) -> str | None:
         texts.append(f"{use.layers_saved:.1%} of the tokens' layers spared")
     if use.measured_gain is not None:
         texts.append(f"{use.measured_gain:.2f}x measured")
+    if use.layers_gain is not None:
+        texts.append(f"{use.layers_gain:.2f}x by these layers")
     if texts and use.predicted_gain is not None:
         texts.append(f"{use.predicted_gain:.2f}x predicted for tokens that no two rows share")
     return ", ".join(texts) or None

@@ -91,7 +91,8 @@ class ExitUse(BaseModel):
     by_layer: dict[str, LayerCount] = Field(default_factory=dict)  # the layers that rows went through, then "full"
     layers_saved: float | None = None  # share of the layers of computed tokens that exits spared this run
     predicted_gain: float | None = None  # by the calibration, for tokens that no two rows share
-    measured_gain: float | None = None  # of the packs of this run
+    layers_gain: float | None = None  # by the layers that exits spared the packs of this run
+    measured_gain: float | None = None  # of the same packs, in seconds
     kept_alive: dict[str, float] = Field(default_factory=dict)  # layers of shared tokens, by rows they went on for
     audited: list[AuditedLabel] = Field(default_factory=list)
     curve: list[GainPoint] = Field(default_factory=list)

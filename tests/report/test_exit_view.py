@@ -46,6 +46,7 @@ def use_of(**changes: object) -> ExitUse:
         ],
         layers_saved=0.4321,
         predicted_gain=1.61,
+        layers_gain=1.52,
         measured_gain=1.48,
         kept_alive={"1": 300.0, "2": 100.0, "3-5": 0.0, ">10": 600.0},
         curve=[
@@ -90,7 +91,8 @@ def test_the_table_says_who_left_where_and_what_it_brought() -> None:
         "of 30: after 9 60.0%, 55.0% expected; after 22 30.0%, 35.0% expected; to the end 10.0%"
     )
     assert lines["exit gain"] == (
-        "43.2% of the tokens' layers spared, 1.48x measured, 1.61x predicted for tokens that no two rows share"
+        "43.2% of the tokens' layers spared, 1.48x measured, 1.52x by these layers, 1.61x predicted for "
+        "tokens that no two rows share"
     )
     low, high = binomtest(2, 40).proportion_ci(0.95, "exact")
     assert f"yes 2 flips of 40 ({100 * low:.1f}-{100 * high:.1f} %), 30 would leave" in lines["exits, audited"]
@@ -129,7 +131,7 @@ def test_rows_to_learn_from_could_not_leave() -> None:
 
 def test_where_nothing_is_proven_no_bound_is_shown() -> None:
     refused = use_of(
-        status="none", reason="no exit pays", layers=[], layers_saved=0.0, measured_gain=None,
+        status="none", reason="no exit pays", layers=[], layers_saved=0.0, layers_gain=None, measured_gain=None,
         classes=[JudgedLabel(label="no", fitted=350, judged=578, flips=0, bound=1.0, rows_needed=299)],
     )  # fmt: skip
     none_left = Counts(total=9, scored=9, audited_exits={"no": AuditedExits(5, 0, 0)})

@@ -126,6 +126,7 @@ def test_the_report_says_what_left_where(exited: Path) -> None:
     assert exits["calibration_rows"] == ROWS // 2 == sum(each["fitted"] + each["judged"] for each in exits["classes"])
     assert {int(name) for name in exits["by_layer"] if name != "full"} == {row["exit_layer"] for row in left}
     assert exits["predicted_gain"] > 1
+    assert exits["layers_gain"] > 1
     assert exits["measured_gain"] > 0
     for each in exits["layers"]:
         own = sum(row["exit_layer"] == each["layer"] for row in left)
