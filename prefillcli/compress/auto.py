@@ -62,7 +62,8 @@ def choose_keep(
     """Try keep rates on the `chosen` ones of the `prompts`, compressed together with all the others.
 
     A row flips if its likeliest label is not that of the prompt in full. A rate passes if its flips are so few that
-    they prove a flip rate of at most `max_flips`. The last rate that passes before the first that fails is chosen.
+    they prove a flip rate of at most `max_flips`. The last rate that passes before the first that fails is chosen;
+    one that compresses too few of these rows to fail or pass is left out.
     """
     needed = rows_for(max_flips)
     trials: list[Trial] = []
@@ -77,6 +78,8 @@ def choose_keep(
         found = answer(engine, [requests[number] for number in tried], labels, tick).argmax(axis=1) if tried else []
         flips = sum(int(label != own[number]) for label, number in zip(found, tried, strict=True))
         trials.append(Trial(keep, len(tried), flips, flip_bound(flips, len(tried))))
+        if len(tried) < needed:
+            continue  # too few rows are worth compressing so little: this shows nothing
         if trials[-1].bound > max_flips:
             break
         passed = keep

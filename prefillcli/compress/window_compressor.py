@@ -75,7 +75,7 @@ class WindowCompressor:
         """
         compressor, prompts = self._compressor, window.prompts
         before = compressor.picker.tokens
-        wanted = compressor.keeps(prompts, RATES[0] if self._auto else None)
+        wanted = compressor.keeps(prompts, min(RATES) if self._auto else None)
         estimates = compressor.estimate(prompts, wanted, tick)
         self._check(estimates)
         choice = self._choose(window, wanted, estimates, self._auto, tick) if self._auto else None

@@ -22,7 +22,8 @@ EXITS = "exits"  # in the plan of a job
 class Spared:
     """What exits have spared packs: the seconds that they took, and would have taken without exits.
 
-    `layers` are those of a token that they would have taken, and `skipped` how many fewer they did. `kept_alive` are token-layers of shared prefixes, by how few rows they went on for.
+    `layers` are those of a token that they would have taken, and `skipped` how many fewer they did. `kept_alive` are
+    token-layers of shared prefixes, by how few rows they went on for.
     """
 
     seconds: float = 0.0

@@ -88,7 +88,7 @@ class ScoreSettings(
     audit: int = option(
         0,
         "Also read N random rows in full that are compressed or may leave early, and report how many answers flip.",
-        EARLY_EXIT, changes="columns", metavar="N", requires=requirements.AUDITABLE, off=0, ge=0,
+        EARLY_EXIT, changes="columns", metavar="N", needs="compression", requires=requirements.AUDITABLE, off=0, ge=0,
     )  # fmt: skip
 
     dry_run: bool = option(

@@ -47,6 +47,18 @@ def test_many_allowed_flips_give_the_smallest_rate(
     assert "auto" not in capsys.readouterr().err
 
 
+def test_rates_that_compression_does_not_pay_at_are_passed_over(
+    model: Path, draft: Path, reference: Reference
+) -> None:
+    source = make_input(reference)
+    flags = {"keep": "auto", "max_flips": 0.999, "audit": 20, "compress_above": "auto"}
+    compressed(source, model=model, draft=draft, **flags)
+    report = read_report()
+    tried = {trial["keep"]: trial["rows"] for trial in report["keep_auto"]["trials"]}
+    assert (tried[max(RATES)], tried[SMALLEST]) == (0, 20)  # the draft is half as large as the model
+    assert report["keep"] == SMALLEST
+
+
 @pytest.mark.parametrize("allowed", [0.3, 0.6])
 def test_a_rate_is_taken_only_if_it_and_all_larger_ones_pass(
     model: Path, draft: Path, reference: Reference, allowed: float
