@@ -413,6 +413,15 @@ def test_progress_is_shown_when_it_is_asked_for(
     assert "6/6 rows" in capfd.readouterr().err.rpartition("\r")[2]
 
 
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    """A shell lets what it starts in the background ignore interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 def test_an_interrupted_call_ends_and_the_scorer_goes_on(
     scorer: prefillcli.Scorer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -435,6 +444,7 @@ def test_an_interrupted_call_ends_and_the_scorer_goes_on(
     assert without_seconds(scorer.score(rows)) == wanted
 
 
+@pytest.mark.usefixtures("_interruptible")
 def test_an_interrupted_load_leaves_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[Any] = []
     close, opened = TableScorer.close, models.open_models
