@@ -26,8 +26,9 @@ from prefillcli.exits.layer_readings import Readings
 from prefillcli.exits.profile_file import ExitProfile
 from prefillcli.exits.recheck import recheck_exits
 from prefillcli.jobs.exit_profile_file import job_of_exits
+from prefillcli.jobs.exit_report import exit_use
 from prefillcli.jobs.inputs import JobInputs, carried_columns, open_source, prompt_builder
-from prefillcli.jobs.job_exits import EXITS, JobExits
+from prefillcli.jobs.job_exits import EXITS, JobExits, Spared
 from prefillcli.jobs.paths import exits_path
 from prefillcli.jobs.window_scoring import scored_row
 from prefillcli.models.flops import keys_share
@@ -111,17 +112,25 @@ class ExitLearning:
     def exits(self) -> tuple[JobExits, Tokens]:
         """The exits, and the tokens that learning them took in this run."""
         found, tokens = self._stored(), Tokens()
-        if found is None:
-            found, tokens = self._learn()
-            data = json.dumps(found.to_json()).encode()
-            self.sink.work.put_bytes(FILE, data)
-            self.sink.plan = self.sink.plan | {EXITS: {"digest": _digest(data)}}
-            self._publish(found.profile)
-            if found.reason is not None:
-                print(f"prefill: warning: --exit: {found.reason}; all rows are read in full", file=sys.stderr)
+        if found is not None:
+            return self._job_exits(found), tokens
+        found, tokens = self._learn()
+        data = json.dumps(found.to_json()).encode()
+        self.sink.work.put_bytes(FILE, data)
+        self.sink.plan = self.sink.plan | {EXITS: {"digest": _digest(data)}}
+        exits = self._job_exits(found)
+        use = exit_use(exits, Spared(), Tokens())
+        if use is not None:  # for who reports of the output without running the job
+            self.sink.plan = self.sink.plan | {EXITS: self.sink.plan[EXITS] | {"use": use.model_dump(mode="json")}}
+        self._publish(found.profile)
+        if found.reason is not None:
+            print(f"prefill: warning: --exit: {found.reason}; all rows are read in full", file=sys.stderr)
+        return exits, tokens
+
+    def _job_exits(self, found: LearntExits) -> JobExits:
         stored = self.sink.plan[EXITS]
         reason = stored.get("reason", found.reason)
-        exits = JobExits(
+        return JobExits(
             policy=found.profile.policy if reason is None else None,
             learnt=found.profile.findings,
             reused=self.inputs.exit_profile is not None,
@@ -133,7 +142,6 @@ class ExitLearning:
             reason=reason,
             stopped_window=stored.get("stopped_window"),
         )
-        return exits, tokens
 
     def _stored(self) -> LearntExits | None:
         """What an earlier attempt at the job has learnt."""

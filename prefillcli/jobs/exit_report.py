@@ -60,13 +60,14 @@ def exit_use(exits: JobExits, spared: Spared, tokens: Tokens) -> ExitUse | None:
     )
 
 
-def with_exit_use(plan: Mapping[str, Any], exits: JobExits) -> dict[str, Any]:
-    """The plan of a job that is complete, with its exits for those who report of the output later."""
-    use = exit_use(exits, Spared(), Tokens())
-    return dict(plan) if use is None else {**plan, EXITS: {**plan[EXITS], "use": use.model_dump(mode="json")}}
-
-
 def stored_exit_use(plan: Mapping[str, Any]) -> ExitUse | None:
-    """What `with_exit_use` has put into the plan: without the gain, which is a run's own."""
-    use = plan.get(EXITS, {}).get("use")
-    return None if use is None else ExitUse.model_validate(use)
+    """The exits of a job by its plan, for those who have not run it: without the gain, which is a run's own."""
+    stored = plan.get(EXITS, {})
+    if "use" not in stored:
+        return None
+    use = ExitUse.model_validate(stored["use"])
+    if "stopped_window" not in stored:
+        return use
+    return use.model_copy(
+        update={"status": "stopped", "reason": stored["reason"], "stopped_window": stored["stopped_window"]}
+    )

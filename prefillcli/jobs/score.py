@@ -35,7 +35,7 @@ from prefillcli.jobs.dry_run import dry_run_job
 from prefillcli.jobs.evaluation import EVALUATION, EvaluationPlan, evaluate_output, require_labels, with_texts
 from prefillcli.jobs.exit_learning import forget_exits
 from prefillcli.jobs.exit_profile_file import read_exit_profile, require_same_exits
-from prefillcli.jobs.exit_report import exit_use, stored_exit_use, with_exit_use
+from prefillcli.jobs.exit_report import exit_use, stored_exit_use
 from prefillcli.jobs.identity import fingerprint, selection
 from prefillcli.jobs.inputs import (
     USUAL,
@@ -275,7 +275,6 @@ class _ScoreJob:
                 (count,) = ended  # told at the end of the input
                 if self._evaluation is not None and settings.shard is not None:
                     sink.plan = sink.plan | {EVALUATION: self._evaluation.to_json()}
-                sink.plan = with_exit_use(sink.plan, recorder.exits)
                 sink.finish(count)
                 forget_exits(sink)
 

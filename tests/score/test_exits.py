@@ -88,6 +88,21 @@ def interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
+def stop_in_the_third_window(data: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Score to `out.jsonl`, and stop before the third part is written."""
+    write, windows = Sink.write, []
+
+    def stop_in_the_third(sink: Sink, window: Any, *args: Any, **kwargs: Any) -> None:
+        windows.append(window.index)
+        if len(windows) == 3:
+            raise KeyboardInterrupt
+        write(sink, window, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Sink, "write", stop_in_the_third)
+        assert score(data, "out.jsonl", model=model, **EXITS)["status"] != "complete"
+
+
 def assert_same(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
     """Two jobs let the same rows leave at the same layers, with the same answers."""
     for row, other in zip(rows, others, strict=True):
@@ -151,17 +166,7 @@ def test_an_evaluation_of_three_labels_has_the_rows_that_left(data: Path, deep_m
 def test_a_stopped_job_goes_on_with_the_same_exits(
     exited: Path, data: Path, deep_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, windows = Sink.write, []
-
-    def stop_in_the_third(sink: Sink, window: Any, *args: Any, **kwargs: Any) -> None:
-        windows.append(window.index)
-        if len(windows) == 3:
-            raise KeyboardInterrupt
-        write(sink, window, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Sink, "write", stop_in_the_third)
-        assert score(data, "out.jsonl", model=deep_model, **EXITS)["status"] != "complete"
+    stop_in_the_third_window(data, deep_model, monkeypatch)
     learnt = Path("out.jsonl.prefill/exits.json").read_bytes()
     assert score(data, "out.jsonl", model=deep_model, resume=True, **EXITS)["status"] == "complete"
     assert_same(read_output("out.jsonl"), read_output(exited / "out.jsonl"))
@@ -261,17 +266,32 @@ def test_one_row_and_no_row_are_scored(deep_model: Path) -> None:
         assert len(read_output(f"{count}.parquet")) == count
 
 
+@pytest.mark.parametrize("damage", ["cut short", "gone"])
 def test_damaged_exits_are_learnt_again(
-    exited: Path, data: Path, deep_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    exited: Path, data: Path, deep_model: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    stop_in_the_third_window(data, deep_model, monkeypatch)
+    file = Path("out.jsonl.prefill/exits.json")
+    if damage == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-100])
+    assert score(data, "out.jsonl", model=deep_model, resume=True, **EXITS)["status"] == "complete"
+    assert_same(read_output("out.jsonl"), read_output(exited / "out.jsonl"))
+    assert read_report()["seconds"]["exits"] > 0
+    assert not file.exists()
+
+
+def test_a_run_that_only_writes_the_output_reports_its_exits_too(
+    exited: Path, data: Path, deep_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(Sink, "finish", interrupted)
         assert score(data, "out.jsonl", model=deep_model, **EXITS)["status"] != "complete"
-    file = Path("out.jsonl.prefill/exits.json")
-    file.write_bytes(file.read_bytes()[:-100])
     assert score(data, "out.jsonl", model=deep_model, resume=True, **EXITS)["status"] == "complete"
-    assert_same(read_output("out.jsonl"), read_output(exited / "out.jsonl"))
-    assert not file.exists()
+    found, whole = read_report()["exits"], read_report(exited / "out.run.json")["exits"]
+    assert found["by_layer"] == whole["by_layer"]
+    assert found["classes"] == whole["classes"]
 
 
 def test_other_exits_are_another_job(data: Path, deep_model: Path) -> None:
