@@ -28,7 +28,7 @@ from prefillcli.exits.recheck import recheck_exits
 from prefillcli.jobs.exit_profile_file import job_of_exits
 from prefillcli.jobs.exit_report import exit_use
 from prefillcli.jobs.inputs import JobInputs, carried_columns, open_source, prompt_builder
-from prefillcli.jobs.job_exits import EXITS, JobExits, Spared
+from prefillcli.jobs.job_exits import ENDED, EXITS, JobExits, Spared
 from prefillcli.jobs.paths import exits_path
 from prefillcli.jobs.window_scoring import scored_row
 from prefillcli.models.flops import keys_share
@@ -117,7 +117,9 @@ class ExitLearning:
         found, tokens = self._learn()
         data = json.dumps(found.to_json()).encode()
         self.sink.work.put_bytes(FILE, data)
-        self.sink.plan = self.sink.plan | {EXITS: {"digest": _digest(data)}}
+        before = self.sink.plan.get(EXITS, {})
+        ended = {name: before[name] for name in ENDED if name in before}  # by drift, and learnt again since
+        self.sink.plan = self.sink.plan | {EXITS: {"digest": _digest(data)} | ended}
         exits = self._job_exits(found)
         use = exit_use(exits, Spared(), Tokens())
         if use is not None:  # for who reports of the output without running the job

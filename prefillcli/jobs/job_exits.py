@@ -16,6 +16,8 @@ from prefillcli.plan.pack import Pack
 from prefillcli.stats.drift import drifted_classes
 
 EXITS = "exits"  # in the plan of a job
+ENDED = ("reason", "stopped_window")
+"""What the plan has there once drift has ended the exits."""
 
 
 @dataclass(slots=True)
@@ -105,8 +107,8 @@ class JobExits:
             f"{found.flips:,} of {found.rows:,} audited rows that are {label!r} in full have flipped, more than "
             f"--max-flips {self.max_flips:g} explains: the rows are not like those that the exits were learnt on"
         )
-        stopped = {"reason": self.reason, "stopped_window": self.stopped_window}
-        sink.plan = sink.plan | {EXITS: sink.plan[EXITS] | stopped}
+        ended = {name: getattr(self, name) for name in ENDED}
+        sink.plan = sink.plan | {EXITS: sink.plan[EXITS] | ended}
         print(f"prefill: warning: --exit: {self.reason}; all further rows are read in full", file=sys.stderr)
 
 

@@ -88,7 +88,7 @@ def interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def stop_in_the_third_window(data: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def stop_in_the_third_window(data: Path, model: Path, monkeypatch: pytest.MonkeyPatch, **flags: Any) -> None:
     """Score to `out.jsonl`, and stop before the third part is written."""
     write, windows = Sink.write, []
 
@@ -100,7 +100,7 @@ def stop_in_the_third_window(data: Path, model: Path, monkeypatch: pytest.Monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(Sink, "write", stop_in_the_third)
-        assert score(data, "out.jsonl", model=model, **EXITS)["status"] != "complete"
+        assert score(data, "out.jsonl", model=model, **EXITS, **flags)["status"] != "complete"
 
 
 def assert_same(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
@@ -280,6 +280,23 @@ def test_damaged_exits_are_learnt_again(
     assert_same(read_output("out.jsonl"), read_output(exited / "out.jsonl"))
     assert read_report()["seconds"]["exits"] > 0
     assert not file.exists()
+
+
+@pytest.mark.parametrize("learnt", ["there", "gone"])
+def test_exits_that_drift_has_ended_stay_ended(
+    data: Path, deep_model: Path, monkeypatch: pytest.MonkeyPatch, learnt: str
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("prefillcli.jobs.job_exits.drifted_classes", lambda counts, max_flips: (0,) if counts else ())
+        stop_in_the_third_window(data, deep_model, monkeypatch, audit=60)
+    if learnt == "gone":
+        Path("out.jsonl.prefill/exits.json").unlink()
+    assert score(data, "out.jsonl", model=deep_model, resume=True, audit=60, **EXITS)["status"] == "complete"
+    exits = read_report()["exits"]
+    assert (exits["status"], exits["stopped_window"]) == ("stopped", 1)
+    left = [row["row"] for row in read_output("out.jsonl") if row["exit_layer"] is not None]
+    assert left
+    assert max(left) < 64  # the rows of the first window
 
 
 def test_a_run_that_only_writes_the_output_reports_its_exits_too(
