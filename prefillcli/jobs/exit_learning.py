@@ -225,7 +225,7 @@ class ExitLearning:
             costs=exit_costs(self.inputs.opened.files.config),
         )
         return ExitProfile(
-            **job_of_exits(self.inputs.opened, labels, self.fingerprint),
+            **job_of_exits(self.settings, self.inputs.opened, labels, self.fingerprint),
             max_flips=self.settings.max_flips,
             exits=None if found.policy is None else found.policy.to_json(),
             findings=found.findings,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from prefillcli.data.proof.fingerprints import hash_value
 from prefillcli.exits.profile_file import ExitProfile, exit_profile_of, require_same_job
 from prefillcli.jobs.given_file import read_given
+from prefillcli.jobs.load import compression_of
 from prefillcli.models.open import Opened
 from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import without_secrets
@@ -27,16 +29,19 @@ def require_same_exits(
     profile: ExitProfile, settings: ScoreSettings, opened: Opened, labels: tuple[str, ...], digests: Mapping[str, str]
 ) -> None:
     """Raise UsageError if a profile was learnt in another kind of job, or proves less than this one asks."""
-    own = job_of_exits(opened, labels, digests)
+    own = job_of_exits(settings, opened, labels, digests)
     require_same_job(profile, without_secrets(settings.exit_profile or ""), max_flips=settings.max_flips, **own)
 
 
-def job_of_exits(opened: Opened, labels: tuple[str, ...], digests: Mapping[str, str]) -> dict[str, Any]:
+def job_of_exits(
+    settings: ScoreSettings, opened: Opened, labels: tuple[str, ...], digests: Mapping[str, str]
+) -> dict[str, Any]:
     """Whose the exits are that a job learns, by its fingerprint: what must be the same where they are used again."""
-    read = ("tokenizer", "prompt", "draft", "compression")
+    # Not the digest of all options of compression: an audit changes nothing that a model reads.
+    kept = [settings.keep, asdict(compression_of(settings))] if settings.compresses else []
     return {
         "model": digests["model"],
-        "prompt": hash_value([digests.get(part) for part in read]),
+        "prompt": hash_value([*(digests.get(part) for part in ("tokenizer", "prompt", "draft")), *kept]),
         "labels": labels,
         "label_tokens": digests["labels"],
         "layers": opened.files.config.get_text_config().num_hidden_layers,

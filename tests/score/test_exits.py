@@ -364,6 +364,15 @@ def test_compressed_rows_leave_too(data: Path, deep_model: Path, draft: Path, me
     assert len(audited) == 50
 
 
+def test_a_profile_is_of_one_way_to_compress_and_of_any_audit(data: Path, deep_model: Path, draft: Path) -> None:
+    flags = EXITS | {"draft": draft, "keep": 0.5, "keep_last": 16, "compress_above": 0}
+    assert score(data, "first.jsonl", model=deep_model, **flags)["status"] == "complete"
+    flags |= {"exit_profile": "first.exit.json", "exit_rows": 40}
+    assert score(data, "out.jsonl", model=deep_model, audit=20, **flags)["status"] == "complete"
+    other = score(data, "other.jsonl", model=deep_model, **(flags | {"keep": 0.4}))
+    assert (other["exit_code"], "another prompt settings" in other["error"]) == (2, True)
+
+
 def test_shards_with_a_profile_are_merged(exited: Path, data: Path, deep_model: Path) -> None:
     flags = EXITS | {"exit_profile": exited / "out.exit.json", "exit_rows": 40}
     assert score(data, "whole.jsonl", model=deep_model, **flags)["status"] == "complete"
