@@ -98,7 +98,7 @@ def require_same_job(
     other = [name for name, same in given.items() if not same]
     if other:
         raise UsageError(
-            f"--exit-profile {path}: it was made with another {' and another '.join(other)}\n"
+            f"--exit-profile {path}: it was made for another job: different {', '.join(other)}\n"
             "leave it out: exits are then calibrated on rows of this job"
         )
     if profile.max_flips > max_flips:

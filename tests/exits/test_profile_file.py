@@ -97,11 +97,11 @@ def test_damaged_and_foreign_files_are_refused_with_a_reason(profile: ExitProfil
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ({"model": "blake3:ff"}, "another model"),
-        ({"layers": LAYERS + 1}, "another model"),
-        ({"prompt": "blake3:ff"}, "another prompt settings"),
-        ({"labels": ("Yes", "No")}, "another labels"),
-        ({"model": "blake3:ff", "label_tokens": "x"}, "another model and another label spellings"),
+        ({"model": "blake3:ff"}, "different model"),
+        ({"layers": LAYERS + 1}, "different model"),
+        ({"prompt": "blake3:ff"}, "different prompt settings"),
+        ({"labels": ("Yes", "No")}, "different labels"),
+        ({"model": "blake3:ff", "label_tokens": "x"}, "different model, label spellings"),
         ({"max_flips": 0.01}, "it proves at most 3.00% flips, --max-flips asks for 1.00%"),
     ],
 )

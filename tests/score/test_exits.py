@@ -239,9 +239,9 @@ def test_a_profile_that_fails_its_check_is_not_used(exited: Path, data: Path, de
 def test_a_profile_of_another_job_is_refused(exited: Path, data: Path, model: Path, deep_model: Path) -> None:
     profile = exited / "out.exit.json"
     other_model = score(data, model=model, exit_profile=profile, **EXITS)
-    assert (other_model["exit_code"], "another model" in other_model["error"]) == (2, True)
+    assert (other_model["exit_code"], "different model" in other_model["error"]) == (2, True)
     other_labels = score(data, model=deep_model, exit_profile=profile, **(EXITS | {"labels": "a,b"}))
-    assert (other_labels["exit_code"], "another labels" in other_labels["error"]) == (2, True)
+    assert (other_labels["exit_code"], "different labels" in other_labels["error"]) == (2, True)
     stricter = score(data, model=deep_model, exit_profile=profile, **(EXITS | {"max_flips": 0.01}))
     assert (stricter["exit_code"], "--max-flips" in stricter["error"]) == (2, True)
     missing = score(data, model=deep_model, exit_profile="none.json", **EXITS)
@@ -370,7 +370,7 @@ def test_a_profile_is_of_one_way_to_compress_and_of_any_audit(data: Path, deep_m
     flags |= {"exit_profile": "first.exit.json", "exit_rows": 40}
     assert score(data, "out.jsonl", model=deep_model, audit=20, **flags)["status"] == "complete"
     other = score(data, "other.jsonl", model=deep_model, **(flags | {"keep": 0.4}))
-    assert (other["exit_code"], "another prompt settings" in other["error"]) == (2, True)
+    assert (other["exit_code"], "different prompt settings" in other["error"]) == (2, True)
 
 
 def test_shards_with_a_profile_are_merged(exited: Path, data: Path, deep_model: Path) -> None:

@@ -58,9 +58,9 @@ def test_exits_of_another_model_or_other_labels_are_refused(
     given = {"inputs": [str(data)], "row": "0", "exit_profile": str(exited / "out.exit.json")}
     line, shown = inspected(monkeypatch, **given, model=str(deep_model), labels="t,n")
     assert (line["exit_code"], shown) == (2, [])
-    assert "another labels" in line["error"]
+    assert "different labels" in line["error"]
     line, _ = inspected(monkeypatch, **given, model=str(model))
     assert line["exit_code"] == 2
-    assert "another model" in line["error"]
+    assert "different model" in line["error"]
     line, _ = inspected(monkeypatch, **given | {"exit_profile": str(data)}, model=str(deep_model))
     assert "it is no exit profile" in line["error"]
