@@ -10,7 +10,9 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from prefillcli.plan.pack import Limits
 from prefillcli.plan.trie import KeyArray, TokenArray, TrieNode, common_prefix, keys_with_positions, split_node
+from prefillcli.plan.whole_nodes import split_whole, whole_lengths
 
 BLOCK_TOKENS = 1024
 """A prefix that is shorter is not handed to the next window."""
@@ -72,17 +74,18 @@ def find_blocks(
     room: int,
     carried: Sequence[CarriedBlock],
     block_tokens: int,
+    limits: Limits,
 ) -> WindowBlocks:
     """The blocks of a window of `prompts`.
 
     `shared` says how many first tokens the last prompt shares with others, ascending. `carried` are the blocks of the
-    window before. All blocks together hold at most `room` tokens. A prompt's last token is in none: it has to be
-    computed for the answer.
+    window before. All blocks together take at most `room` held tokens by the `limits`. A prompt's last token is in
+    none: it has to be computed for the answer.
     """
     first, last = (keys_with_positions(prompts[at], positions[at]) for at in (0, -1))
     given: list[Block] = []
     for end, key in carried:
-        if end >= len(first) or end > room:
+        if end >= len(first) or end + limits.node_tokens * (len(given) + 1) > room:
             break
         block = _next_block(first, 0, given, end)
         if block.key != key:
@@ -92,22 +95,26 @@ def find_blocks(
     chain = [block for block in given if block.end <= same]
     ends = [min(end, len(last) - 1) for end in shared]
     if chain or any(end >= block_tokens for end in ends):
-        room -= given[-1].end if given else 0
-        for end in ends:  # each is cut by itself: the next window may share but the first of them
-            at = chain[-1].end if chain else 0
-            for length in _lengths(min(end - at, room), block_tokens):
-                at, room = at + length, room - length
-                chain.append(_next_block(last, len(prompts) - 1, chain, at))
+        room -= limits.held_size(block.length for block in given)
+        at = chain[-1].end if chain else 0
+        for length in _lengths_up_to(ends, at, room, block_tokens, limits):
+            at += length
+            chain.append(_next_block(last, len(prompts) - 1, chain, at))
     return WindowBlocks(tuple(given), tuple(chain))
 
 
-def shared_ends(roots: Sequence[TrieNode], keys: Sequence[KeyArray], prompt: int) -> list[int]:
-    """How many first tokens `prompt` shares with others: where nodes on its path end, ascending."""
+def shared_ends(roots: Sequence[TrieNode], keys: Sequence[KeyArray], prompt: int, *, whole: bool = False) -> list[int]:
+    """How many first tokens `prompt` shares with others: where nodes on its path end, ascending.
+
+    With `whole`, where others end it is one token less: that is all that is computed again for them.
+    """
     ends: list[int] = []
     siblings: Sequence[TrieNode] = roots
-    while siblings and (ends[-1] if ends else 0) < len(keys[prompt]):
-        node = siblings[_place(siblings, keys, prompt, ends[-1] if ends else 0)]
-        ends.append(node.end)
+    at = 0
+    while siblings and at < len(keys[prompt]):
+        node = siblings[_place(siblings, keys, prompt, at)]
+        at = node.end
+        ends.append(at - 1 if whole and node.ending else at)
         siblings = node.children
     return ends if len(node.ending) + len(node.children) > 1 else ends[:-1]
 
@@ -132,9 +139,17 @@ class Cover:
 NO_COVER = Cover(WindowBlocks(), {})
 
 
-def cover_nodes(roots: list[TrieNode], keys: Sequence[KeyArray], blocks: WindowBlocks) -> Cover:
-    """Split the nodes under `blocks` at the ends of these."""
-    nodes = _cover(roots, keys, blocks.given, 0) | _cover(roots, keys, blocks.carried, len(keys) - 1)
+def cover_nodes(
+    roots: list[TrieNode], keys: Sequence[KeyArray], blocks: WindowBlocks, *, whole: bool = False
+) -> Cover:
+    """Split the nodes under `blocks` at the ends of these; with `whole` each block becomes one node."""
+    nodes: dict[int, tuple[TrieNode, Block]] = {}
+    for chain, prompt in ((blocks.given, 0), (blocks.carried, len(keys) - 1)):
+        if whole:
+            split = split_whole(roots, prompt, [block.end for block in chain])
+            nodes.update((id(node), (node, block)) for node, block in zip(split, chain, strict=True))
+        else:
+            nodes |= _cover(roots, keys, chain, prompt)
     return Cover(blocks, nodes)
 
 
@@ -168,6 +183,18 @@ def _cover(
             found[id(node)] = node, block
             siblings, at = node.children, cut
     return found
+
+
+def _lengths_up_to(ends: Sequence[int], at: int, room: int, block_tokens: int, limits: Limits) -> Iterator[int]:
+    """Lengths of the blocks behind token `at`, cut at each of the `ends`: the next window may share but the first."""
+    smallest = max(block_tokens // SMALLEST_PART, 1)
+    if limits.whole_nodes:
+        yield from whole_lengths(ends, at, room, smallest, limits.node_tokens)
+        return
+    for end in ends:
+        for length in _lengths(min(end - at, room), block_tokens):
+            yield length
+            at, room = at + length, room - length
 
 
 def _lengths(tokens: int, block_tokens: int) -> Iterator[int]:

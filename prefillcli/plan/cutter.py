@@ -44,10 +44,10 @@ def given_packs(
 class _OpenPack:
     """A pack being filled. Of the nodes that lie in blocks those that its prompts begin with are held."""
 
-    def __init__(self, cover: Cover, held: Sequence[TrieNode] = ()) -> None:
+    def __init__(self, cover: Cover, limits: Limits, held: Sequence[TrieNode] = ()) -> None:
         self._cover = cover
         self.held = {id(node): node for node in held}
-        self.held_tokens = sum(node.length for node in held)  # outside of blocks
+        self.held_tokens = limits.held_size(node.length for node in held)  # outside of blocks
         self.added: dict[int, TrieNode] = {}
         self.ends: list[TrieNode] = []
         self.blocks: dict[str, Block] = {}
@@ -93,7 +93,7 @@ class _Cutter:
         self._first_index = len(self._at_hand)
         self._packs: list[Pack] = []
         self._answering = 0  # of these packs
-        self._open = _OpenPack(cover)
+        self._open = _OpenPack(cover, limits)
         self._used: dict[int, int] = {}  # id(node) -> when a prompt used it last, counted in prompts
         self._keys: dict[int, tuple[int, int]] = {}  # id(node) -> the pack that computed it last, and its number there
         self._charged = {id(node) for node in cover.within(self._at_hand)}  # nodes in blocks
@@ -119,10 +119,11 @@ class _Cutter:
             return False
         tokens = filled.tokens + sum(node.length for node in filled.missing(path))
         blocks = self._at_hand | filled.blocks | self._cover.blocks_above(path)
-        room = limits.held_tokens - _tokens(blocks)
+        blocks_held = self._held_size(blocks)
+        room = limits.held_tokens - blocks_held
         # Room for what is held now, and for this path behind it.
-        above = sum(node.length for node in path[:-1] if id(node) not in self._cover.nodes)
-        held = max(filled.held_tokens, min(above, room)) + _tokens(blocks)
+        above = limits.held_size(node.length for node in path[:-1] if id(node) not in self._cover.nodes)
+        held = max(filled.held_tokens, min(above, room)) + blocks_held
         return (
             tokens <= limits.tokens
             and filled.held_tokens <= room
@@ -133,7 +134,7 @@ class _Cutter:
         """Close the pack; return the path that the new one begins with."""
         blocks = self._blocks_left()
         covered = self._cover.within(blocks)
-        keep = self._cache(_tokens(blocks))
+        keep = self._cache(self._held_size(blocks))
         self._queue.held([*covered, *keep])
         path = _path(self._queue.next())  # with other nodes at hand it may be another one
         while keep and not self._fits_alone(path, keep, blocks):
@@ -141,10 +142,10 @@ class _Cutter:
         self._queue.held([*covered, *keep])
         self._add_pack(keep, blocks)
         self._at_hand = blocks
-        self._open = _OpenPack(self._cover, keep)
+        self._open = _OpenPack(self._cover, self._limits, keep)
         return path
 
-    def _cache(self, block_tokens: int) -> list[TrieNode]:
+    def _cache(self, blocks_held: int) -> list[TrieNode]:
         """The nodes whose K,V stay: the most recently used first, parents before their children."""
         limits, filled = self._limits, self._open
         if self._answering % HELD_PACKS == HELD_PACKS - 1:
@@ -152,7 +153,7 @@ class _Cutter:
         room = float(limits.held_tokens)
         if limits.held_cost:
             room = min(room, (limits.max_tokens - filled.tokens) / limits.held_cost)
-        room -= block_tokens
+        room -= blocks_held
         useful = [
             node
             for node in (filled.held | filled.added).values()
@@ -162,22 +163,26 @@ class _Cutter:
         keep: list[TrieNode] = []
         kept = set(self._cover.nodes)
         for node in useful:
-            if node.length <= room and (node.parent is None or id(node.parent) in kept):
+            size = limits.held_size([node.length])
+            if size <= room and (node.parent is None or id(node.parent) in kept):
                 keep.append(node)
                 kept.add(id(node))
-                room -= node.length
+                room -= size
         return keep
 
     def _fits_alone(self, path: Sequence[TrieNode], held: Sequence[TrieNode], blocks: dict[str, Block]) -> bool:
-        filled, limits = _OpenPack(self._cover, held), self._limits
+        filled, limits = _OpenPack(self._cover, self._limits, held), self._limits
         tokens = sum(node.length for node in filled.missing(path))
         blocks = blocks | self._cover.blocks_above(path)
-        kept = filled.held_tokens + _tokens(blocks)
+        kept = filled.held_tokens + self._held_size(blocks)
         return kept <= limits.held_tokens and self._most(tokens, blocks) + kept * limits.held_cost <= limits.max_tokens
 
     def _most(self, tokens: int, blocks: Mapping[str, Block]) -> int:
         """Tokens of the largest pack, if these blocks have to be there for one of `tokens`."""
         return max([tokens, *(block.length for key, block in blocks.items() if key not in self._block_packs)])
+
+    def _held_size(self, blocks: Mapping[str, Block]) -> int:
+        return self._limits.held_size(block.length for block in blocks.values())
 
     def _blocks_left(self) -> dict[str, Block]:
         """The blocks at hand that are so after the open pack too: later prompts or the next window begin with them."""
@@ -269,10 +274,6 @@ def _block_pack(
         keep=keep,
         block=block.key,
     )
-
-
-def _tokens(blocks: Mapping[str, Block]) -> int:
-    return sum(block.length for block in blocks.values())
 
 
 def _path(node: TrieNode) -> list[TrieNode]:

@@ -7,6 +7,7 @@ them once more.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from prefillcli.plan.trie import TokenArray
@@ -20,6 +21,9 @@ class Limits:
     `held_cost` computed ones (it keeps every layer's K,V). `held_tokens` is the size of the prefix cache: tokens whose
     K,V may be kept between packs; 0 means that prefixes are computed again. `read_tokens` bounds the tokens that a
     pack's prompts see, each prompt counted whole; a prompt that has more gets a pack of its own.
+
+    With `whole_nodes` a held node is used whole or not at all, because what is kept of it is behind all of its tokens,
+    like the state of a recurrent layer. `node_tokens` is what the states at a node's end count as, in held tokens.
     """
 
     tokens: int
@@ -27,6 +31,12 @@ class Limits:
     held_tokens: int = 0
     held_cost: float = 0.0
     read_tokens: int | None = None
+    whole_nodes: bool = False
+    node_tokens: int = 0
+
+    def held_size(self, lengths: Iterable[int]) -> int:
+        """What nodes of these lengths take of `held_tokens`."""
+        return sum(length + self.node_tokens for length in lengths)
 
 
 Key = tuple[int, int] | str

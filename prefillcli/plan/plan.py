@@ -88,7 +88,7 @@ def make_plans(
     window = _Prompts(prompts, positions)
     for (schedule, limits), before in zip(cases, carried, strict=False):
         blocks = window.blocks(limits, before, block_tokens)
-        roots, cover = window.forest(blocks)
+        roots, cover = window.forest(blocks, whole=limits.whole_nodes)
         given = given_packs(blocks.given, prompts, positions)
         packs = cut_packs(Queue(roots, schedule), prompts, limits, positions, cover)
         unique = window.unique_tokens - sum(len(pack.tokens) for pack in given)
@@ -122,8 +122,12 @@ class _Prompts:
         self._order = token_order(self._keys)
         roots = build_forest(self._keys, self._order)
         self.unique_tokens = forest_tokens(roots)
-        self._shared = shared_ends(roots, self._keys, len(prompts) - 1) if prompts else []
-        self._forests = {NO_COVER.blocks.ends: (dissolve_small_nodes(roots), NO_COVER)}
+        last = len(prompts) - 1
+        self._shared = {
+            whole: shared_ends(roots, self._keys, last, whole=whole) if prompts else [] for whole in (False, True)
+        }
+        alone = dissolve_small_nodes(roots), NO_COVER
+        self._forests = {(NO_COVER.blocks.ends, whole): alone for whole in (False, True)}
 
     def blocks(self, limits: Limits, carried: Sequence[CarriedBlock], block_tokens: int) -> WindowBlocks:
         """The blocks that fit the limits together with any one prompt."""
@@ -132,14 +136,16 @@ class _Prompts:
         room = float(limits.held_tokens)
         if limits.held_cost:
             room = min(room, (limits.max_tokens - max(map(len, self._prompts))) / limits.held_cost)
-        return find_blocks(self._prompts, self._positions, self._shared, int(room), carried, block_tokens)
+        shared = self._shared[limits.whole_nodes]
+        return find_blocks(self._prompts, self._positions, shared, int(room), carried, block_tokens, limits)
 
-    def forest(self, blocks: WindowBlocks) -> tuple[list[TrieNode], Cover]:
-        """The forest with small nodes dissolved, split at the ends of the blocks."""
-        if blocks.ends not in self._forests:
+    def forest(self, blocks: WindowBlocks, *, whole: bool = False) -> tuple[list[TrieNode], Cover]:
+        """The forest with small nodes dissolved, split at the ends of blocks; with `whole` each block is one node."""
+        name = blocks.ends, whole
+        if name not in self._forests:
             roots = build_forest(self._keys, self._order)
-            cover = cover_nodes(roots, self._keys, blocks)
+            cover = cover_nodes(roots, self._keys, blocks, whole=whole)
             roots = dissolve_small_nodes(roots, fixed=cover.nodes)
             order_siblings(roots, cover)
-            self._forests[blocks.ends] = roots, cover
-        return self._forests[blocks.ends]
+            self._forests[name] = roots, cover
+        return self._forests[name]

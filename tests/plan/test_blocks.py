@@ -13,11 +13,14 @@ from prefillcli.plan.account import account
 from prefillcli.plan.cutter import HELD_PACKS
 from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.plan.plan import Plan, make_plan, packs_to_run
+from prefillcli.plan.refills import free_packs
 from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.plan.trie import DISSOLVE_SHARE
 
 BLOCK = 8
 AMPLE = Limits(10**6, 10**6, held_tokens=10**6)
+WHOLE = replace(AMPLE, whole_nodes=True, node_tokens=3)
+both_kinds = pytest.mark.parametrize("ample", [AMPLE, WHOLE], ids=["parts of nodes", "whole nodes"])
 
 Cache = dict[Key, list[int]]
 
@@ -52,10 +55,12 @@ def run(packs: list[Pack], cache: Cache, limits: Limits, found: dict[int, list[i
     """Spell the packs' prompts into `found` as the walk would have them; what is kept at the end."""
     for pack in packs:
         cache = {key: own for key, own in cache.items() if key in pack.keep | {node.key for node in pack.held}}
-        resident = sum(map(len, cache.values()))
+        resident = limits.held_size(map(len, cache.values()))
         assert resident <= limits.held_tokens
         assert len(pack.tokens) + resident * limits.held_cost <= limits.max_tokens
         held = [cache[node.key][node.offset : node.offset + node.length] for node in pack.held]
+        if limits.whole_nodes:
+            assert held == [cache[node.key] for node in pack.held]
         assert [len(part) for part in held] == [node.length for node in pack.held]
         paths: list[list[int]] = []
         for node, parent in enumerate(pack.parents):
@@ -73,7 +78,7 @@ def run(packs: list[Pack], cache: Cache, limits: Limits, found: dict[int, list[i
             for node, key in pack.kept_nodes.items()
         }
         cache = {key: tokens for key, tokens in (cache | own).items() if key in pack.keep}
-        kept = sum(map(len, cache.values()))
+        kept = limits.held_size(map(len, cache.values()))
         assert kept <= limits.held_tokens
         assert len(pack.tokens) + kept * limits.held_cost <= limits.max_tokens
     return cache
@@ -81,10 +86,11 @@ def run(packs: list[Pack], cache: Cache, limits: Limits, found: dict[int, list[i
 
 some_schedule = st.sampled_from(list(SCHEDULES))
 some_limits = st.builds(
-    lambda size, held, cost: Limits(min(size, 150), 150, held_tokens=held, held_cost=cost),
+    lambda size, held, cost, states: Limits(min(size, 150), 150, held, cost, None, *states),
     st.integers(1, 200),
     st.integers(0, 200),
     st.sampled_from([0.0, 0.3, 1.0, 3.5]),
+    st.sampled_from([(False, 0), (True, 0), (True, 4)]),
 )
 
 
@@ -125,18 +131,41 @@ def test_rows_are_charged_what_is_computed_in_an_undisturbed_run(windows, limits
         assert all(0 <= each.shared_tokens <= len(prompts[each.prompt]) for each in accounts)
 
 
-@given(windows_of_users(), some_schedule)
+@given(windows_of_users(), some_schedule, st.sampled_from([AMPLE, WHOLE]))
 @settings(max_examples=300, deadline=None)
-def test_given_blocks_are_taken_from_what_is_unique(windows, schedule) -> None:
-    plans = plans_of(windows, AMPLE, schedule)
+def test_given_blocks_are_taken_from_what_is_unique(windows, schedule, ample) -> None:
+    plans = plans_of(windows, ample, schedule)
     for prompts, plan, before in zip(windows, plans, [None, *plans], strict=False):
-        alone = make_plan(prompts, AMPLE, schedule)
+        alone = make_plan(prompts, ample, schedule)
         given = sum(len(pack.tokens) for pack in plan.given)
         assert plan.unique_tokens == alone.unique_tokens - given
         assert plan.unique_tokens <= plan.computed_tokens
         if before is not None:
             ends = [pack.offsets[-1] + pack.starts[0] for pack in plan.given]
             assert ends == [end for end, _ in before.carried][: len(ends)]
+
+
+@given(windows_of_users(), some_schedule)
+@settings(max_examples=300, deadline=None)
+def test_whole_blocks_never_make_a_window_dearer(windows, schedule) -> None:
+    """What prompts that leave a given block compute again is less than the block."""
+    for prompts, plan in zip(windows, plans_of(windows, WHOLE, schedule), strict=True):
+        alone = make_plan(prompts, WHOLE, schedule)
+        given = sum(len(pack.tokens) for pack in plan.given)
+        own = len(plan.carried)  # where a prompt ends, a block ends one token before
+        assert plan.computed_tokens <= alone.unique_tokens * (1 + DISSOLVE_SHARE) + own
+        assert plan.computed_tokens >= alone.unique_tokens - given
+
+
+@given(windows_of_users(), some_limits, some_schedule)
+@settings(max_examples=200, deadline=None)
+def test_packs_that_stand_alone_use_whole_nodes_too(windows, limits, schedule) -> None:
+    limits = replace(limits, whole_nodes=True)
+    for prompts, plan in zip(windows, plans_of(windows, limits, schedule), strict=True):
+        for free in free_packs([*plan.given, *plan.packs]):
+            found: dict[int, list[int]] = {}
+            run([*free.refills, free.pack], {}, WHOLE, found)
+            assert found == {n: prompts[n].tolist() for n in free.pack.prompts}
 
 
 @given(windows_of_users(), some_schedule)
@@ -165,27 +194,58 @@ def computed(plans: list[Plan]) -> int:
     return sum(plan.computed_tokens for plan in plans)
 
 
+@both_kinds
 @pytest.mark.parametrize("size", [2, 7, 10, 25])
-def test_a_document_is_computed_once_for_all_windows(size: int) -> None:
+def test_a_document_is_computed_once_for_all_windows(size: int, ample: Limits) -> None:
     prompts = rows_of([words(1000, 7)], 100)
     windows = [prompts[at : at + size] for at in range(0, 100, size)]
-    (whole,) = plans_of([prompts], AMPLE)
+    (whole,) = plans_of([prompts], ample)
     rest = 1  # a block of eight has parts of one token
-    assert computed(plans_of(windows, AMPLE)) <= whole.unique_tokens * (1 + DISSOLVE_SHARE) + len(windows) * rest
+    assert computed(plans_of(windows, ample)) <= whole.unique_tokens * (1 + DISSOLVE_SHARE) + len(windows) * rest
     apart = [make_plan(prompts, AMPLE).computed_tokens for prompts in windows]
     assert sum(apart) > 1000 * len(windows)
 
 
-def test_users_that_windows_cut_are_computed_once() -> None:
+@both_kinds
+def test_users_that_windows_cut_are_computed_once(ample: Limits) -> None:
     task = words(100, 3)
     prompts = rows_of([task + words(200, 20 + user) for user in range(12)], 9)
-    (whole,) = plans_of([prompts], AMPLE)
+    (whole,) = plans_of([prompts], ample)
     for size in (13, 14, 20, 31):
         windows = [prompts[at : at + size] for at in range(0, len(prompts), size)]
         alone = sum(at % 9 == 1 and at < len(prompts) for at in range(size, len(prompts), size))
         # A user's only row before the cut: nothing tells that its history comes again.
         most = whole.unique_tokens * (1 + DISSOLVE_SHARE) + 200 * alone + 2 * len(windows)
-        assert whole.unique_tokens <= computed(plans_of(windows, AMPLE)) <= most
+        assert whole.unique_tokens <= computed(plans_of(windows, ample)) <= most
+
+
+def test_prompts_that_leave_a_given_block_do_not_read_it() -> None:
+    """The window before had one user; in this one another begins alike."""
+    first, second = words(100, 1), words(60, 2)
+    one = make_plan(rows_of([first], 4), WHOLE, block_tokens=BLOCK)
+    assert [end for end, _ in one.carried] == [100]
+    prompts = rows_of([first, first[:30] + second], 4)
+    plan = make_plan(prompts, WHOLE, carried=one.carried, block_tokens=BLOCK)
+    assert plan.computed_tokens == plan.unique_tokens + 30
+    (pack,) = [pack for pack in plan.packs if pack.block is None]
+    assert [(held.start, held.offset, held.length) for held in pack.held] == [(0, 0, 100), (0, 0, 30), (30, 0, 60)]
+
+
+def test_states_take_room_of_what_is_held() -> None:
+    prompts = rows_of([words(64, 5)], 4)
+    for states, carried in [(0, 64), (6, 64), (7, 63), (69, 1), (70, 0)]:
+        limits = Limits(10**6, 10**6, held_tokens=70, whole_nodes=True, node_tokens=states)
+        (plan,) = plans_of([prompts], limits)
+        assert (plan.carried[-1][0] if plan.carried else 0) == carried
+
+
+def test_a_few_tokens_that_are_shared_by_chance_get_no_block() -> None:
+    task, history = words(300, 3), words(2000, 4)
+    others = [[*task, 90], [*task, history[0], 91], [*task, *history[:3], 92]]
+    prompts = [np.asarray(ids, dtype=np.int32) for ids in [*others, *([*task, *history, n] for n in (60, 61, 62))]]
+    plan = make_plan(prompts, WHOLE, block_tokens=1024)
+    assert [end for end, _ in plan.carried] == [300, 2300]
+    assert plan.computed_tokens <= plan.unique_tokens * (1 + DISSOLVE_SHARE) + 3
 
 
 def test_what_does_not_fit_the_memory_is_not_carried() -> None:
