@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from prefillcli.plan.plan import make_plan, make_plans
 from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill import forest, fusion
+from prefillcli.prefill.attention import attend_blockwise
 from prefillcli.prefill.products import Shift, attend_by_products
 from prefillcli.profile.budget import resident
 from prefillcli.profile.prompts import prompts_with_histories
@@ -79,6 +80,47 @@ def attention(threads: int = 1, rounds: int = 9) -> None:
         rates = [f"{work / float(np.median(seconds[name])):.0f}" for name in ("flash", "products", "bounded")]
         table.add_row(f"{queries:,}", f"{keys:,}", str(causal), *rates)
     Console(width=120).print(table)
+
+
+@app.command()
+def latent(rounds: int = 9) -> None:
+    """Milliseconds of attention on the CPU with keys of 192 and values of 128 numbers, as behind latents (MLA)."""
+    scale, table = 192**-0.5, Table("dtype", "batch", "heads", "queries", "keys", "causal", "ms", "of explicit scores")
+    for dtype in (torch.float32, torch.bfloat16):
+        for batch, kv_heads, queries, keys, causal in (
+            (1, 16, 512, 512, True), (8, 16, 200, 200, True), (64, 16, 32, 32, True),
+            (1, 16, 256, 4_096, False), (1, 4, 256, 4_096, False), (1, 16, 16, 4_096, False),
+        ):  # fmt: skip
+            q = torch.randn(batch, 16, queries, 192, dtype=dtype)
+            k, v = (torch.randn(batch, kv_heads, keys, width, dtype=dtype) for width in (192, 128))
+            shift = Shift.of(k, scale)
+            ways: dict[str, Callable[[], object]] = {
+                "explicit scores": partial(attend_blockwise, q, k, v, scale=scale, causal=causal),
+                "flash kernel, values widened": partial(_widened_flash, q, k, v, scale, causal),
+                "products": partial(_moved_products, shift, q, k, v, causal),
+            }
+            with torch.inference_mode():
+                taken = {name: float(np.median(each)) for name, each in interleaved(ways, rounds).items()}
+            names = [*(f"{name} {1e3 * seconds:.0f}" for name, seconds in taken.items())]
+            shares = [f"{seconds / taken['explicit scores']:.2f}" for seconds in taken.values()]
+            sizes = (batch, f"16/{kv_heads}", queries, keys, causal)
+            table.add_row(str(dtype)[6:], *map(str, sizes), "\n".join(names), "\n".join(shares))
+    Console(width=140).print(table)
+
+
+def _widened_flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool
+) -> torch.Tensor:
+    value = torch.nn.functional.pad(value, (0, query.shape[-1] - value.shape[-1]))
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out: torch.Tensor = flash(query, key, value, 0.0, causal, scale=scale)[0]
+    return out
+
+
+def _moved_products(
+    shift: Shift, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
+) -> torch.Tensor:
+    return attend_by_products(query, shift.moved(key), value, causal=causal, safe=True)[0]
 
 
 @app.command()

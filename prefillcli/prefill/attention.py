@@ -11,6 +11,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from prefillcli.prefill.products import Shift, attend_by_products, fast_products, products_pay
 
@@ -36,8 +37,7 @@ def attend(
     `softcap * tanh(s / softcap)`. With a `shift`, made for this `scale`, the keys are moved and the log-sum-exp is of
     the moved scores; it cannot be combined with a soft cap.
     """
-    plain = softcap is None and value.shape[-1] == query.shape[-1]
-    if plain and query.device.type == "cpu":
+    if softcap is None and query.device.type == "cpu":
         if query.dtype == torch.float32 or causal or visible is not None:
             return _attend_on_cpu(query, key, value, scale, causal, visible, shift)
         out = lse = None
@@ -51,10 +51,10 @@ def attend(
         if out is None or lse is None:
             raise ValueError("no keys to attend over")
         return out, lse
-    fits = query.shape[-1] % 8 == 0 and query.shape[-1] <= 256 and query.dtype != torch.float32
-    if plain and visible is None and query.device.type == "cuda" and fits:
-        found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
-        return found[0], found[1]
+    if softcap is None and visible is None and query.device.type == "cuda" and _fits_flash(query, value):
+        wide = _widened(value, query.shape[-1])
+        found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, wide, 0.0, causal, scale=scale)
+        return found[0][..., : value.shape[-1]], found[1]
     if shift:
         key, scale = shift.moved(key), math.log(2)
     return attend_blockwise(query, key, value, scale=scale, causal=causal, visible=visible, softcap=softcap)
@@ -70,12 +70,28 @@ def longest_batched(device: torch.device, dtype: torch.dtype) -> int:
 def _attend_on_cpu(
     query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, visible: Tensor | None, shift: Shift | None
 ) -> tuple[Tensor, Tensor]:
-    if shift is None:
+    if shift is not None:
+        key, scale = shift.moved(key), math.log(2)
+        if visible is None and products_pay(query, key):
+            return attend_by_products(query, key, value, causal=causal, safe=shift.safe)
+    width, narrow = query.shape[-1], value.shape[-1]
+    if width == narrow:
         return _flash_cpu(query, key, value, scale, causal, visible)
-    key = shift.moved(key)
-    if visible is None and products_pay(query, key):
-        return attend_by_products(query, key, value, causal=causal, safe=shift.safe)
-    return _flash_cpu(query, key, value, math.log(2), causal, visible)
+    if not causal or narrow > width:  # explicit scores are faster than wider values, but for the half that nobody sees
+        return attend_blockwise(query, key, value, scale=scale, causal=causal, visible=visible)
+    out, lse = _flash_cpu(query, key, _widened(value, width), scale, causal, visible)
+    return out[..., :narrow], lse
+
+
+def _fits_flash(query: Tensor, value: Tensor) -> bool:
+    """Whether the flash kernel of CUDA takes such queries and values, the latter as wide as the former."""
+    width = query.shape[-1]
+    return value.shape[-1] <= width <= 256 and width % 8 == 0 and query.dtype != torch.float32
+
+
+def _widened(value: Tensor, width: int) -> Tensor:
+    """The values with zeros behind, as wide as the keys: what flash kernels want."""
+    return functional.pad(value, (0, width - value.shape[-1])) if value.shape[-1] < width else value
 
 
 def _flash_cpu(

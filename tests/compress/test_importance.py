@@ -15,6 +15,7 @@ from prefillcli.compress.settings import Compression
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.forest import ATTENTION, register
 from tests.prefill.families import VOCABULARY, WINDOW, make_model
+from tests.prefill.variants import make_variant
 
 PLENTY = Limits(10**6, 10**6)
 CHUNK = 5
@@ -91,6 +92,21 @@ def test_the_last_tokens_ask(family: str, window: int, pool: int, reduce: Any) -
         count = min(window, len(tokens))
         layers = context_shares(model, tokens.tolist(), len(tokens), range(len(tokens) - count, len(tokens)))
         np.testing.assert_allclose(found.importance, reference(layers, pool, reduce), atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [Compression(lookahead=1, select_chunk=CHUNK), Compression(select_chunk=CHUNK)])
+def test_keys_that_are_wider_than_values_vote(settings: Compression) -> None:
+    model = make_variant("deepseek_v3")
+    model.config.eos_token_id = VOCABULARY + 1
+    for tokens, found in zip(prompts(), estimated(model, settings), strict=True):
+        grown = tokens.tolist()
+        for _ in range(settings.lookahead - 1):
+            model.set_attn_implementation("eager")
+            with torch.inference_mode():
+                grown.append(int(model(input_ids=torch.tensor([grown]), use_cache=False).logits[0, -1].argmax()))
+        first = max(len(tokens) - settings.query_window, 0)
+        layers = context_shares(model, grown, len(tokens), range(first, len(grown)))
+        np.testing.assert_allclose(found.importance, reference(layers, settings.pool, "rank"), atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -60,6 +60,18 @@ def test_a_query_that_sees_nothing_weighs_nothing(implementation) -> None:
     assert torch.all(found[1][:, :, 4] == -math.inf)
 
 
+@pytest.mark.parametrize("width", [8, 12, 24])
+def test_values_of_another_width_than_the_keys(width: int) -> None:
+    query, key, _ = random_qkv()
+    value = torch.randn(2, 2, 29, width, generator=torch.Generator().manual_seed(4))
+    assert_same(attend(query, key, value, scale=0.3), reference(query, key, value))
+    square, tril = random_qkv(queries=29), torch.ones(29, 29, dtype=torch.bool).tril()
+    assert_same(attend(*square[:2], value, scale=0.3, causal=True), reference(*square[:2], value, visible=tril))
+    shift = Shift.of(key, 0.3)
+    found, lse = attend(query, key, value, scale=0.3, shift=shift)
+    assert_same((found, lse + shift.taken(query)), reference(query, key, value))
+
+
 def test_blocks_of_keys_change_nothing() -> None:
     qkv = random_qkv(keys=50)
     assert_same(attend_blockwise(*qkv, scale=0.3, block=7), reference(*qkv))
