@@ -14,9 +14,11 @@ from torch import Tensor
 
 from prefillcli.plan.pack import Pack
 from prefillcli.prefill.attention import attend, merge_into
-from prefillcli.prefill.forest import ForestAttention, Scoring, WatchedLayer
+from prefillcli.prefill.forest import ForestAttention, Scoring, UnsupportedModelError, WatchedLayer
+from prefillcli.prefill.held_parts import KeyValue
 from prefillcli.prefill.layout import Chunk, LastTokens
-from prefillcli.prefill.walk import KeyValue, LayerWalk, Tick, WalkState
+from prefillcli.prefill.walk import LayerWalk, Tick
+from prefillcli.prefill.walk_state import WalkState
 
 
 @dataclass(slots=True)
@@ -43,8 +45,11 @@ def look_ahead(
 ) -> Lookahead:
     """`walk.watch`, and decode `steps` tokens behind each read, greedily.
 
-    All layers' K,V stay in memory as long as the result.
+    All layers' K,V stay in memory as long as the result. Raises UnsupportedModelError for a model with recurrent
+    layers.
     """
+    if walk.recurrent:
+        raise UnsupportedModelError("a draft with recurrent layers decodes nothing ahead: take --lookahead 0")
     state = walk.begin(pack)
     stored: list[KeyValue] = []
     first: list[WatchedLayer] = []

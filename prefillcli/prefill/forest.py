@@ -107,7 +107,8 @@ class ForestAttention:
         self._computed: Chunk | LastTokens | None = None
         self._keys_only = False
         self._held: Sequence[tuple[Tensor, Tensor]] = ()
-        self.calls = 0  # by the current layer call; more or fewer than one is no layer we know
+        self.calls = 0  # by the current layer call; more than one is no layer we know
+        self.attended = False  # whether the current layer has attention
         self.windows: set[int] = set()  # sliding windows that layers asked for
 
     def __enter__(self) -> Self:
@@ -135,6 +136,7 @@ class ForestAttention:
     def start_layer(self, held: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Begin a layer, with the K,V of the held nodes, on any device."""
         self._held = held
+        self.attended = False
         self.queries = []
         self.shift = None
 
@@ -175,6 +177,7 @@ class ForestAttention:
     ) -> Tensor:
         """What transformers calls. Returns `[1, tokens, heads, width]`."""
         self.calls += 1
+        self.attended = True
         strange = [name for name, given in others.items() if given is not None and name not in _HARMLESS]
         if strange or attention_mask is not None or dropout:
             what = ", ".join(strange) or ("an attention mask of its own" if attention_mask is not None else "dropout")

@@ -64,19 +64,29 @@ class PathStates(Generic[State]):
             if parent >= 0:
                 self._children[parent] += 1
         self._states: dict[int, State] = {}
+        self._read: set[int] = set()  # nodes whose states are with somebody who reads them
 
     def before(self, run: NodeRun) -> State | None:
         """The state that a run reads on from, to be changed; None at the beginning of a prompt."""
+        state, alone = self._take(run)
+        return state if state is None or alone else self._fork(state)
+
+    def read(self, run: NodeRun) -> State | None:
+        """`before`, not to be changed; nor does anything else change it."""
+        self._read.add(self._tree.parents[run.node])
+        return self._take(run)[0]
+
+    def _take(self, run: NodeRun) -> tuple[State | None, bool]:
+        """The state before a run, and whether nothing else begins with it."""
         if run.start > self._tree.offsets[run.node]:
-            return self._states.pop(run.node)
+            return self._states.pop(run.node), True
         parent = self._tree.parents[run.node]
         if parent < 0:
-            given = self._given.get(run.node)
-            return None if given is None else self._fork(given)
+            return self._given.get(run.node), False
         self._children[parent] -= 1
         if self._children[parent] or parent in self._kept:
-            return self._fork(self._states[parent])
-        return self._states.pop(parent)
+            return self._states[parent], False
+        return self._states.pop(parent), parent not in self._read
 
     def needed(self, run: NodeRun) -> bool:
         """Whether anything reads on behind a run."""

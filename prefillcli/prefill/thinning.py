@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -13,9 +13,7 @@ from prefillcli.plan.trie import TrieNode, build_forest, token_order
 from prefillcli.prefill.forest import ForestAttention, WatchedLayer
 from prefillcli.prefill.layout import IntArray, Tree
 from prefillcli.prefill.leaving import Remainder
-
-if TYPE_CHECKING:
-    from prefillcli.prefill.walk import WalkState
+from prefillcli.prefill.walk_state import WalkState
 
 
 class Thinned(NamedTuple):

@@ -8,8 +8,8 @@ position encoding) and after its last (norm, head) is the model's own forward wi
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Generator, Iterator, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,44 +17,22 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from prefillcli.plan.exit_work import KEYS_SHARE, LayersDone
-from prefillcli.plan.pack import Held, Key, Pack
+from prefillcli.plan.pack import Key, Pack
 from prefillcli.prefill.attention import longest_batched
 from prefillcli.prefill.forest import ForestAttention, KeysStored, UnsupportedModelError, WatchedLayer
 from prefillcli.prefill.fusion import fused
+from prefillcli.prefill.held_parts import HeldPart, HeldParts
 from prefillcli.prefill.layer_calls import CallBuffers, LayerCall, Recording
 from prefillcli.prefill.layers import LayerSource, ResidentLayers
 from prefillcli.prefill.layout import Chunk, IntArray, LastTokens, Tree, split_evenly
 from prefillcli.prefill.leaving import ExitRule, Remainder, going_on, remainder
 from prefillcli.prefill.model_ends import ModelEnds
+from prefillcli.prefill.recurrent import LayerRecurrence, recurrent_modules
 from prefillcli.prefill.residual import ResidualRows
 from prefillcli.prefill.thinning import ThinningRule, thin_pack, watch_for
+from prefillcli.prefill.walk_state import WalkState
 
-KeyValue = tuple[Tensor, Tensor]
 Tick = Callable[[float], None]
-
-
-@dataclass(slots=True)
-class WalkState:
-    """A pack on its way through the layers.
-
-    Reads that have left are not in it any more; what only they needed goes on until the rest is laid out anew.
-    """
-
-    whole: Pack  # as it was before the first layer
-    pack: Pack  # what is left of it
-    reads: Sequence[int]  # number of each of its reads in the whole pack, ascending
-    nodes: Sequence[int]  # of each of its nodes
-    done: LayersDone  # of the whole pack's nodes
-    tree: Tree
-    tokens: Tensor
-    chunks: list[Chunk]
-    calls: list[list[LayerCall]]  # of each chunk, of each layer
-    hidden: Tensor  # the residual stream, [1, tokens, hidden]
-
-    @property
-    def last_tokens(self) -> IntArray:
-        """The token that each read ends with."""
-        return np.asarray([self.pack.offsets[node + 1] - 1 for node, _ in self.pack.reads], dtype=np.int64)
 
 
 class LayerWalk:
@@ -82,8 +60,7 @@ class LayerWalk:
         self.layers: LayerSource = layers or ResidentLayers(self._own_layers)
         self.device = self._ends.device
         self._residual = ResidualRows(self.device, on_host=hidden_on_host)
-        self._held: list[dict[Key, KeyValue]] = [{} for _ in self._own_layers]  # by `Held.key`
-        self._offload_held = offload_held
+        self._held = HeldParts(len(self._own_layers), torch.device("cpu") if offload_held else self.device)
         self.windows: set[int] = set()  # sliding windows that layers have asked for so far
 
     def close(self) -> None:
@@ -107,8 +84,7 @@ class LayerWalk:
         lets leave early get no logits. `done`, of the pack's nodes, counts the layers that they go through. The rule
         `thinning` leaves tokens behind.
         """
-        for cache in self._held:  # what another plan has left is not in this one's account of memory
-            _drop_others(cache, pack.keep | {node.key for node in pack.held})
+        self._held.drop_others(pack.keep | {node.key for node in pack.held})  # what another plan has left
         state, hidden = self.begin(pack, done), None
         with ForestAttention(pack.held_tokens + len(pack.tokens)) as attention:
             for index, layer in self.through_layers(state, attention, tick, exits, thinning):
@@ -116,15 +92,19 @@ class LayerWalk:
                 if index == len(self.layers) - 1 and state.reads:
                     hidden = self.read_last(state, layer, attention)
             self.windows |= attention.windows
-        if not state.chunks:
-            for cache in self._held:  # of the layers that were not computed
-                _drop_others(cache, pack.keep)
+        if not state.chunks:  # of the layers that were not computed
+            self._held.drop_others(pack.keep)
         if hidden is not None:
             yield from self.logits(hidden)
 
     def holds(self, key: Key) -> bool:
-        """Whether the K,V of all layers are kept under this key."""
-        return all(key in cache for cache in self._held)
+        """Whether all layers' parts of a node are kept under this key."""
+        return self._held.holds(key)
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether any layer has recurrent modules."""
+        return any(recurrent_modules(layer) for layer in self._own_layers)
 
     @torch.inference_mode()
     def watch(
@@ -132,11 +112,13 @@ class LayerWalk:
     ) -> Generator[WatchedLayer, None, None]:
         """Walk `pack`, which holds nothing, for the queries of its tokens `watched` (ascending), layer by layer.
 
-        A layer is valid until the next one is asked for. Of the last one only keys and queries are computed.
+        A layer is valid until the next one is asked for; those without attention are left out. Of the last one only
+        keys and queries are computed.
         """
         with ForestAttention(len(pack.tokens), watched) as attention:
             for _ in self.through_layers(self.begin(pack), attention, tick):
-                yield attention.watched_layer
+                if attention.attended:
+                    yield attention.watched_layer
 
     # The parts of a walk, also for what follows one.
 
@@ -180,12 +162,12 @@ class LayerWalk:
             rule = exits if asked and exits is not None and index in exits.layers else None
             with self.layers.use(index) as layer, fused(layer, most):
                 before = None if rule is None else self._at_last_tokens(state)
-                self._start_layer(index, state, attention)
-                if rule is not None and before is not None and rule.peeks(index):
+                self.start_layer(state, index, layer, attention)
+                if rule is not None and before is not None and rule.peeks(index) and not state.recurrence:
                     self.store_keys(state, index, layer, attention, lambda tokens: tick(0.0))
                     after = self.read_last(state, layer, attention, index)[0]
-                    self._let_leave(index, state, attention, tick, rule, before, after)
-                    self._start_layer(index, state, attention)
+                    self._let_leave(index, state, attention, tick, rule, before, after, through=index)
+                    self.start_layer(state, index, layer, attention)
                     rule = None
                 if state.chunks:
                     if thinning is not None:
@@ -195,7 +177,8 @@ class LayerWalk:
                     if thinning is not None and attention.watches:
                         self._thin(index, state, attention, thinning, tick)
                 if rule is not None and before is not None:
-                    self._let_leave(index, state, attention, tick, rule, before, self._at_last_tokens(state))
+                    after = self._at_last_tokens(state)
+                    self._let_leave(index, state, attention, tick, rule, before, after, through=index + 1)
                 if not state.chunks:
                     self.layers.end_pass()
                     return
@@ -203,14 +186,19 @@ class LayerWalk:
     def through_layer(
         self, state: WalkState, index: int, layer: nn.Module, attention: ForestAttention, tick: Tick
     ) -> None:
-        """Bring all chunks through one layer; its output overwrites its input. The last layer computes only K,V."""
-        if index == len(self.layers) - 1:
+        """Bring all chunks through one layer; its output overwrites its input.
+
+        The last layer computes only K,V, unless it is recurrent.
+        """
+        if index == len(self.layers) - 1 and not state.recurrence:
             self.store_keys(state, index, layer, attention, tick)
             return
-        for chunk, call, rows in self._each_chunk(state, index):
-            attention.chunk(chunk)
-            self._residual.write(state.hidden, chunk.start, self.call(layer, rows, call, attention))
-            tick((chunk.end - chunk.start) / len(self.layers))
+        with state.recurrence as recurrence:
+            for chunk, call, rows in self._each_chunk(state, index):
+                attention.chunk(chunk)
+                recurrence.chunk(chunk.start, chunk.end)
+                self._residual.write(state.hidden, chunk.start, self.call(layer, rows, call, attention))
+                tick((chunk.end - chunk.start) / len(self.layers))
         state.done.full[state.nodes] += 1
 
     def call(self, layer: nn.Module, rows: Tensor, call: LayerCall, attention: ForestAttention) -> Tensor:
@@ -218,18 +206,20 @@ class LayerWalk:
         out = layer(rows, *call[0], **call[1])
         if isinstance(out, tuple):
             out = out[0]
-        if attention.calls != 1 or not isinstance(out, Tensor) or out.shape != rows.shape:
+        if attention.calls > 1 or not isinstance(out, Tensor) or out.shape != rows.shape:
             raise UnsupportedModelError(
-                f"a layer of type {type(layer).__name__} does not attend exactly once over its tokens; "
-                "this architecture cannot be walked layer by layer"
+                f"a layer of type {type(layer).__name__} attends more than once over its tokens, or gives something "
+                "else than a row for each; this architecture cannot be walked layer by layer"
             )
         return out
 
     def read_last(self, state: WalkState, layer: nn.Module, attention: ForestAttention, index: int = -1) -> Tensor:
         """A layer's output for the prompts' last tokens alone, [1, reads, hidden]; its K,V must be complete.
 
-        `index` is the layer's, by default that of the last one.
+        `index` is the layer's, by default that of the last one. A recurrent layer has computed them already.
         """
+        if state.recurrence:
+            return self._at_last_tokens(state)[None]
         ends = [node for node, _ in state.pack.reads]
         in_order = np.argsort(ends, kind="stable")  # neighbours see the same ancestors
         nodes = [ends[at] for at in in_order]
@@ -303,22 +293,26 @@ class LayerWalk:
         """The residual stream at the reads' last tokens, [reads, hidden]."""
         return self._residual.pick(state.hidden, torch.as_tensor(state.last_tokens))[0]
 
-    def _start_layer(self, index: int, state: WalkState, attention: ForestAttention) -> None:
-        attention.start_layer([self._held_part(index, node) for node in state.pack.held])
+    def start_layer(self, state: WalkState, index: int, layer: nn.Module, attention: ForestAttention) -> None:
+        """Begin a layer, with what is held of it."""
+        attention.start_layer(self._held.keys_values(index, state.pack))
+        kept = [bisect_left(state.nodes, node) for node in state.whole.kept_nodes]
+        state.recurrence = LayerRecurrence(layer, state.tree, kept=kept, given=self._held.states(index, state.pack))
 
     def store_keys(
         self, state: WalkState, index: int, layer: nn.Module, attention: ForestAttention, tick: Tick
     ) -> None:
-        """A layer's K,V of all chunks, and nothing else of it."""
+        """A layer's K,V of all chunks, and nothing else of it; nothing at all of a layer without attention."""
+        attends = True
         for chunk, call, rows in self._each_chunk(state, index):
-            attention.chunk(chunk, keys_only=True)
-            try:
-                self.call(layer, rows, call, attention)
-            except KeysStored:
-                pass
-            else:
-                name = type(layer).__name__
-                raise UnsupportedModelError(f"a layer of type {name} does not call the attention interface")
+            if attends:
+                attention.chunk(chunk, keys_only=True)
+                try:
+                    self.call(layer, rows, call, attention)
+                except KeysStored:
+                    pass
+                else:
+                    attends = False
             tick((chunk.end - chunk.start) / len(self.layers))
         state.done.keys[state.nodes] += 1
 
@@ -331,15 +325,19 @@ class LayerWalk:
         rule: ExitRule,
         before: Tensor,
         after: Tensor,
+        *,
+        through: int,
     ) -> None:
-        """Ask the rule at layer `index` which reads go on. Take out what only the others needed, where that pays."""
+        """Ask the rule at layer `index` which reads go on. Take out what only the others needed, where that pays.
+
+        `through` layers are behind them.
+        """
         going = going_on(rule, index, state.reads, before, after)
         if len(going) == len(state.reads):
             return
         kept = [bisect_left(state.nodes, node) for node in state.whole.kept_nodes]
         at = [bisect_left(state.reads, read) for read in going]
         left = remainder(state.pack, at, kept)
-        through = index if rule.peeks(index) else index + 1  # layers that are behind them
         state.reads, gone = going, len(state.tokens) - len(left.tokens)
         ahead = len(self.layers) - 1 - through + KEYS_SHARE
         if not left.nodes or gone * ahead > rule.regroup_cost * len(left.tokens):
@@ -370,27 +368,14 @@ class LayerWalk:
         return recording.hidden, buffers.keep(recording.calls, chunk.end - chunk.start)
 
     def _hold(self, index: int, state: WalkState, attention: ForestAttention) -> None:
-        """Keep this layer's K,V of the pack's nodes that later packs hold; drop the others."""
-        cache, pack = self._held[index], state.whole
-        _drop_others(cache, pack.keep)
-        place = torch.device("cpu") if self._offload_held else self.device
-        keys, values = attention.keys_values
+        """Keep this layer's part of the pack's nodes that later packs hold; drop the others."""
+        pack = state.whole
+        self._held.drop_others(pack.keep, index)
         for node, key in pack.kept_nodes.items():
             at = bisect_left(state.nodes, node)
             first, last = (pack.held_tokens + state.tree.offsets[each] for each in (at, at + 1))
-            cache[key] = (
-                keys[:, :, first:last].to(place, copy=True),
-                values[:, :, first:last].to(place, copy=True),
-            )
-
-    def _held_part(self, index: int, node: Held) -> KeyValue:
-        """This layer's K,V of a held node."""
-        part = slice(node.offset, node.offset + node.length)
-        keys, values = self._held[index][node.key]
-        return keys[:, :, part], values[:, :, part]
-
-
-def _drop_others(cache: dict[Key, KeyValue], keep: Set[Key]) -> None:
-    """Drop what is not to be kept."""
-    for key in cache.keys() - keep:
-        del cache[key]
+            both = None
+            if attention.attended:
+                keys, values = attention.keys_values
+                both = keys[:, :, first:last], values[:, :, first:last]
+            self._held.put(index, key, HeldPart(last - first, both, state.recurrence.end_of(at)))

@@ -15,7 +15,8 @@ from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ATTENTION, ForestAttention
 from prefillcli.prefill.layout import split_evenly
-from prefillcli.prefill.walk import LayerWalk, WalkState
+from prefillcli.prefill.walk import LayerWalk
+from prefillcli.prefill.walk_state import WalkState
 
 MODES = {
     "full": "transformers, one forward, the K,V of all layers kept (use_cache=True)",

@@ -42,11 +42,11 @@ def measure_leaving(
     with ForestAttention(len(pack.tokens)) as attention, walk.layers.use(index) as layer, fused(layer, most):
 
         def layer_alone() -> None:
-            attention.start_layer(())
+            walk.start_layer(state, index, layer, attention)
             walk.through_layer(state, index, layer, attention, lambda tokens: None)
 
         def keys_alone() -> None:
-            attention.start_layer(())
+            walk.start_layer(state, index, layer, attention)
             walk.store_keys(state, index, layer, attention, lambda tokens: None)
 
         def regrouped() -> None:  # which keys a query sees is found out when the layer is called

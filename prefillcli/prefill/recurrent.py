@@ -1,0 +1,330 @@
+"""Recurrent modules inside layers: state-space models, gated delta nets, short convolutions.
+
+Such a module reads tokens one after the other behind the state of those before. A chunk holds tokens of several nodes,
+so during its layer's turn the module is called for each node's tokens by themselves, behind the state that the
+parent's end left. What computes is the module's own forward, with a cache of transformers that holds this state. All
+else of the layer stays one call for the whole chunk.
+
+Tokens behind which nothing reads on leave no state, so those of many nodes are one call, padded on the right.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from itertools import count
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, LinearAttentionLayer
+
+from prefillcli.prefill.forest import UnsupportedModelError
+from prefillcli.prefill.layout import Tree, group_runs
+from prefillcli.prefill.path_states import NodeRun, PathStates, node_runs
+
+RUN_TOKENS = 512  # of one call; more are computed one part behind the other
+STATE_BYTES = 64 << 20  # of the states in one call
+MOST_STATES = 8  # that a module keeps under numbers of its own
+
+_UPDATES = ("update_conv_state(", "update_recurrent_state(")
+_CACHES = ("cache_params", "past_key_values")
+_SCAN = "mamba_selective_scan"
+
+#: The states that the scans of the running call begin with, in the order of the scans.
+_scan_states: ContextVar[Iterator[Tensor] | None] = ContextVar("scan_states", default=None)
+
+
+def recurrent_modules(layer: nn.Module) -> list[nn.Module]:
+    """The modules of a layer that keep states in a cache of transformers. Raises UnsupportedModelError."""
+    kinds: list[tuple[nn.Module, Any]] = [(module, type(module)) for module in layer.modules()]
+    found = [module for module, kind in kinds if _updates_states(kind)]
+    if any(module is layer for module in found):
+        raise UnsupportedModelError(f"{type(layer).__name__} keeps states of its own, which the walk does not know")
+    return found
+
+
+class LayerRecurrence:
+    """The recurrent modules of one layer, during its turn in the walk over a pack.
+
+    `kept` are nodes whose last states are asked for; `given` are the states that roots begin behind, one of each
+    module. Before each call of the layer say with `chunk` which of the pack's tokens it computes.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        tree: Tree,
+        *,
+        kept: Collection[int] = (),
+        given: Mapping[int, Sequence[LinearAttentionLayer]] | None = None,
+    ) -> None:
+        self._modules = recurrent_modules(layer)
+        self._tree = tree
+        self._runs: list[NodeRun] = []
+        self._states = [
+            PathStates(tree, fork_state, kept=kept, given={root: own[at] for root, own in (given or {}).items()})
+            for at in range(len(self._modules))
+        ]
+
+    def __bool__(self) -> bool:
+        """Whether the layer has recurrent modules."""
+        return bool(self._modules)
+
+    def __enter__(self) -> Self:
+        for module, states in zip(self._modules, self._states, strict=True):
+            kind: Any = type(module)
+            _continue_scans(kind)
+            forward = module.forward
+            module.forward = lambda *a, _m=module, _f=forward, _s=states, **k: self._call(_m, _f, _s, a, k)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for module in self._modules:
+            del module.forward
+
+    def chunk(self, start: int, end: int) -> None:
+        """The next call of the layer computes the pack's tokens `start:end`."""
+        self._runs = node_runs(self._tree, start, end) if self._modules else []
+
+    def end_of(self, node: int) -> tuple[LinearAttentionLayer, ...]:
+        """The states behind a kept node, one of each module."""
+        return tuple(states.end_of(node) for states in self._states)
+
+    def _call(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        states: PathStates[LinearAttentionLayer],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """A module's output for all tokens of the chunk."""
+        call = _Call(module, forward, args, kwargs, self._runs[-1].end - self._runs[0].start)
+        first = self._runs[0].start
+        ends: list[tuple[NodeRun, LinearAttentionLayer | None]] = []
+        for run in self._runs:
+            if states.needed(run) or run.tokens > RUN_TOKENS:
+                state = states.before(run)
+                for start in range(run.start, run.end, RUN_TOKENS):
+                    state = state or LinearAttentionLayer(number_of_states=MOST_STATES)
+                    call.compute(slice(start - first, min(start + RUN_TOKENS, run.end) - first), state)
+                if state is not None:
+                    states.after(run, state)
+            else:
+                ends.append((run, states.read(run)))
+        for fresh in (True, False):
+            call.compute_ends([(run.start - first, run.end - first, s) for run, s in ends if (s is None) is fresh])
+        return call.output
+
+
+class _Call:
+    """One call of a module over a chunk, computed in parts."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tokens: int,
+    ) -> None:
+        self._module, self._forward, self._tokens = module, forward, tokens
+        bound = inspect.signature(forward).bind(*args, **kwargs)
+        self._given: dict[str, Any] = bound.arguments | bound.arguments.pop("kwargs", {})
+        self._given.pop("attention_mask", None)  # a pack has no padding
+        self._cache = next(name for name in _CACHES if name in inspect.signature(forward).parameters)
+        self._outputs: list[Tensor] | None = None
+        self._single = True
+
+    @property
+    def output(self) -> Any:
+        """What the module gives for the whole chunk."""
+        if self._outputs is None:
+            raise RuntimeError("nothing was computed")
+        return self._outputs[0] if self._single else tuple(self._outputs)
+
+    def compute(self, tokens: slice, state: LinearAttentionLayer) -> None:
+        """Some consecutive tokens, behind a state that is changed."""
+        index = torch.arange(tokens.start, tokens.stop)[None]
+        self._put(index, torch.ones_like(index, dtype=torch.bool), self._forward_rows(index, state))
+
+    def compute_ends(self, runs: list[tuple[int, int, LinearAttentionLayer | None]]) -> None:
+        """Runs of tokens behind which nothing reads on: all with a state, or all without."""
+        states = {(start, end): state for start, end, state in runs}
+        for group in group_runs([(start, end) for start, end, _ in runs], torch.device("cpu")):
+            most = len(group.runs)
+            first = states[group.runs[0]]
+            if first is not None:
+                most = max(1, STATE_BYTES // max(1, _state_bytes(first)))
+            for at in range(0, len(group.runs), most):
+                part = [states[run] for run in group.runs[at : at + most]]
+                stacked = _stack([state for state in part if state is not None])
+                index, valid = group.index[at : at + most], group.valid[at : at + most]
+                self._put(index, valid, self._forward_rows(index, stacked))
+
+    def _forward_rows(self, index: Tensor, state: LinearAttentionLayer | None) -> Any:
+        """The module's own forward over the tokens `index` [runs, longest]."""
+        given = {name: self._rows(value, index) for name, value in self._given.items()}
+        given[self._cache] = None if state is None else _OneLayer(state)
+        begins = None
+        if state is not None and state.has_previous_state[0] and index.shape[1] > 1:
+            begins = _in_order(state.recurrent_states[0])
+        token = _scan_states.set(begins)
+        try:
+            with _short_scans(self._module, index.shape[1]):
+                return self._forward(**given)
+        finally:
+            _scan_states.reset(token)
+
+    def _rows(self, value: Any, index: Tensor) -> Any:
+        """An argument's rows for these tokens, if it has one for each token of the chunk."""
+        if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[:2] != (1, self._tokens):
+            return value
+        rows = value[0].index_select(0, index.flatten().to(value.device))
+        return rows.view(*index.shape, *value.shape[2:])
+
+    def _put(self, index: Tensor, valid: Tensor, out: Any) -> None:
+        """Put rows in their places in the output."""
+        parts = [out] if isinstance(out, Tensor) else list(out)
+        self._single = isinstance(out, Tensor)
+        if any(part.shape[:2] != index.shape for part in parts):
+            raise UnsupportedModelError(f"{type(self._module).__name__} does not give a row for each token")
+        if self._outputs is None:
+            self._outputs = [part.new_empty(1, self._tokens, *part.shape[2:]) for part in parts]
+        for place, part in zip(self._outputs, parts, strict=True):
+            where = valid.to(part.device)
+            place[0].index_copy_(0, index[valid].to(part.device), part[where])
+
+
+class _OneLayer(Cache):  # type: ignore[misc]  # it has no types
+    """A cache that has the same entry for every layer."""
+
+    def __init__(self, state: LinearAttentionLayer) -> None:
+        super().__init__(layers=_Same(state))
+        self._state = state
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return bool(self._state.has_previous_state[state_idx or 0])
+
+
+class _Same(list[Any]):
+    """One item under every index."""
+
+    def __init__(self, item: Any) -> None:
+        super().__init__([item])
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(0)
+
+
+def fork_state(state: LinearAttentionLayer) -> LinearAttentionLayer:
+    """A copy of a state that can be changed."""
+    return _stack([state]) or state
+
+
+def _stack(states: Sequence[LinearAttentionLayer]) -> LinearAttentionLayer | None:
+    """The states of several runs as those of one batch; None if there are none."""
+    if not states:
+        return None
+    stacked = LinearAttentionLayer(number_of_states=MOST_STATES)
+    first = states[0]
+    stacked.dtype, stacked.device = first.dtype, first.device
+    for name in ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state"):
+        setattr(stacked, name, dict(getattr(first, name)))
+    stacked.conv_kernel_size = dict(first.conv_kernel_size)
+    for kind in ("conv_states", "recurrent_states"):
+        every = [getattr(state, kind) for state in states]
+        joined = {n: None if own is None else torch.cat([each[n] for each in every]) for n, own in every[0].items()}
+        setattr(stacked, kind, joined)
+    return stacked
+
+
+def _state_bytes(state: LinearAttentionLayer) -> int:
+    tensors = [*state.conv_states.values(), *state.recurrent_states.values()]
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+@cache
+def _updates_states(kind: Any) -> bool:
+    if kind.__module__.startswith("torch."):
+        return False
+    try:
+        source = inspect.getsource(kind)
+    except (OSError, TypeError):
+        return False
+    return any(update in source for update in _UPDATES)
+
+
+@contextmanager
+def _short_scans(module: nn.Module, tokens: int) -> Iterator[None]:
+    """Scans pad to whole parts of `module.chunk_size` tokens, so shorter runs are one shorter part."""
+    size = getattr(module, "chunk_size", None)
+    if not isinstance(size, int) or tokens >= size:
+        yield
+        return
+    parts: Any = module
+    parts.chunk_size = min(size, max(16, 1 << (tokens - 1).bit_length()))
+    try:
+        yield
+    finally:
+        parts.chunk_size = size
+
+
+# Scans of Mamba's first version cannot begin with a state. They are linear in it, so what it adds is added here.
+
+
+def _in_order(state: Tensor | None) -> Iterator[Tensor] | None:
+    """What each scan of a module's call begins with: some have one scan, some one for each of their heads."""
+    if state is None:
+        return None
+    return iter([state]) if state.dim() == 3 else (state[:, head] for head in count())
+
+
+@cache
+def _continue_scans(kind: Any) -> None:
+    """Let the scans of a module's class begin with the states of the running call."""
+    home = sys.modules[kind.__module__]
+    scan = getattr(home, _SCAN, None)
+    if scan is None or hasattr(scan, "scan_of"):
+        return
+    signature = inspect.signature(scan)
+
+    def continued(*args: Any, **kwargs: Any) -> Any:
+        states = _scan_states.get()
+        if states is None:
+            return scan(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        with_last = given.arguments["return_last_state"]
+        given.arguments["return_last_state"] = True
+        out, last = scan(*given.args, **given.kwargs)
+        out, last = _add_first_state(out, last, next(states), given.arguments)
+        return (out, last) if with_last else out
+
+    continued.scan_of = scan  # type: ignore[attr-defined]
+    setattr(home, _SCAN, continued)
+
+
+def _add_first_state(out: Tensor, last: Tensor, first: Tensor, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """A scan's output [batch, width, tokens] and last state [batch, width, states], if it begins with `first`."""
+    dt = given["dt"]
+    if given["delta_bias"] is not None:
+        dt = dt + given["delta_bias"].to(dt.dtype)[..., None]
+    if given["delta_softplus"]:
+        dt = nn.functional.softplus(dt)
+    behind = torch.cumsum(dt.float(), dim=-1)
+    begins, reads = first.float(), given["C"].float()
+    added = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+    for start in range(0, out.shape[-1], 64):  # [batch, width, tokens, states] at a time
+        part = slice(start, start + 64)
+        left = torch.exp(given["A"][None, :, None, :].float() * behind[:, :, part, None]) * begins[:, :, None, :]
+        added[:, :, part] = torch.einsum("bdls,bsl->bdl", left, reads[:, :, part])
+    if given["z"] is not None:
+        added *= nn.functional.silu(given["z"].float())
+    decayed = torch.exp(given["A"][None].float() * behind[:, :, -1, None]) * begins
+    return out + added.to(out.dtype), last + decayed.to(last.dtype)

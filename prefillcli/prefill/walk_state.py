@@ -1,0 +1,40 @@
+"""A pack on its way through a model's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from prefillcli.plan.exit_work import LayersDone
+from prefillcli.plan.pack import Pack
+from prefillcli.prefill.layer_calls import LayerCall
+from prefillcli.prefill.layout import Chunk, IntArray, Tree
+from prefillcli.prefill.recurrent import LayerRecurrence
+
+
+@dataclass(slots=True)
+class WalkState:
+    """A pack on its way through the layers.
+
+    Reads that have left are not in it any more; what only they needed goes on until the rest is laid out anew.
+    """
+
+    whole: Pack  # as it was before the first layer
+    pack: Pack  # what is left of it
+    reads: Sequence[int]  # number of each of its reads in the whole pack, ascending
+    nodes: Sequence[int]  # of each of its nodes
+    done: LayersDone  # of the whole pack's nodes
+    tree: Tree
+    tokens: Tensor
+    chunks: list[Chunk]
+    calls: list[list[LayerCall]]  # of each chunk, of each layer
+    hidden: Tensor  # the residual stream, [1, tokens, hidden]
+    recurrence: LayerRecurrence = field(init=False)  # of the layer that is computed
+
+    @property
+    def last_tokens(self) -> IntArray:
+        """The token that each read ends with."""
+        return np.asarray([self.pack.offsets[node + 1] - 1 for node, _ in self.pack.reads], dtype=np.int64)
