@@ -138,6 +138,7 @@ class _Call:
         self._given: dict[str, Any] = bound.arguments | bound.arguments.pop("kwargs", {})
         self._given.pop("attention_mask", None)  # a pack has no padding
         self._cache = next(name for name in _CACHES if name in inspect.signature(forward).parameters)
+        self._device = next(value.device for value in self._given.values() if self._is_rows(value))
         self._outputs: list[Tensor] | None = None
         self._single = True
 
@@ -150,55 +151,58 @@ class _Call:
 
     def compute(self, tokens: slice, state: LinearAttentionLayer) -> None:
         """Some consecutive tokens, behind a state that is changed."""
-        index = torch.arange(tokens.start, tokens.stop)[None]
-        self._put(index, torch.ones_like(index, dtype=torch.bool), self._forward_rows(index, state))
+        count = tokens.stop - tokens.start
+        for place, rows in self._places(self._forward_rows(lambda value: value[:, tokens], (1, count), state)):
+            place[:, tokens] = rows
 
     def compute_ends(self, runs: list[tuple[int, int, LinearAttentionLayer | None]]) -> None:
         """Runs of tokens behind which nothing reads on: all with a state, or all without."""
         states = {(start, end): state for start, end, state in runs}
-        for group in group_runs([(start, end) for start, end, _ in runs], torch.device("cpu")):
-            most = len(group.runs)
-            first = states[group.runs[0]]
+        for group in group_runs([(start, end) for start, end, _ in runs], self._device):
+            first, most = states[group.runs[0]], len(group.runs)
             if first is not None:
                 most = max(1, STATE_BYTES // max(1, _state_bytes(first)))
             for at in range(0, len(group.runs), most):
-                part = [states[run] for run in group.runs[at : at + most]]
-                stacked = _stack([state for state in part if state is not None])
-                index, valid = group.index[at : at + most], group.valid[at : at + most]
-                self._put(index, valid, self._forward_rows(index, stacked))
+                part = slice(at, at + most)
+                index, valid = group.index[part], group.valid[part]
+                before = _stack([state for run in group.runs[part] if (state := states[run]) is not None])
 
-    def _forward_rows(self, index: Tensor, state: LinearAttentionLayer | None) -> Any:
-        """The module's own forward over the tokens `index` [runs, longest]."""
-        given = {name: self._rows(value, index) for name, value in self._given.items()}
+                def pick(value: Tensor, index: Tensor = index) -> Tensor:
+                    return value[0].index_select(0, index.flatten()).view(*index.shape, *value.shape[2:])
+
+                for place, rows in self._places(self._forward_rows(pick, tuple(index.shape), before)):
+                    place[0].index_copy_(0, index[valid], rows[valid])
+
+    def _forward_rows(
+        self, pick: Callable[[Tensor], Tensor], shape: tuple[int, ...], state: LinearAttentionLayer | None
+    ) -> Any:
+        """The module's own forward over some of the rows that it was given: `shape` is their (runs, tokens)."""
+        given = {name: pick(value) if self._is_rows(value) else value for name, value in self._given.items()}
         given[self._cache] = None if state is None else _OneLayer(state)
         begins = None
-        if state is not None and state.has_previous_state[0] and index.shape[1] > 1:
+        if state is not None and state.has_previous_state[0] and shape[1] > 1:
             begins = _in_order(state.recurrent_states[0])
         token = _scan_states.set(begins)
         try:
-            with _short_scans(self._module, index.shape[1]):
-                return self._forward(**given)
+            with _short_scans(self._module, shape[1]):
+                out = self._forward(**given)
         finally:
             _scan_states.reset(token)
-
-    def _rows(self, value: Any, index: Tensor) -> Any:
-        """An argument's rows for these tokens, if it has one for each token of the chunk."""
-        if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[:2] != (1, self._tokens):
-            return value
-        rows = value[0].index_select(0, index.flatten().to(value.device))
-        return rows.view(*index.shape, *value.shape[2:])
-
-    def _put(self, index: Tensor, valid: Tensor, out: Any) -> None:
-        """Put rows in their places in the output."""
-        parts = [out] if isinstance(out, Tensor) else list(out)
-        self._single = isinstance(out, Tensor)
-        if any(part.shape[:2] != index.shape for part in parts):
+        if any(part.shape[:2] != shape for part in ([out] if isinstance(out, Tensor) else out)):
             raise UnsupportedModelError(f"{type(self._module).__name__} does not give a row for each token")
+        return out
+
+    def _is_rows(self, value: Any) -> bool:
+        """Whether an argument has a row for each token of the chunk."""
+        return isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == (1, self._tokens)
+
+    def _places(self, out: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        """The tensors of the output for the whole chunk, each with what a part gave for it."""
+        self._single = isinstance(out, Tensor)
+        parts = [out] if self._single else list(out)
         if self._outputs is None:
             self._outputs = [part.new_empty(1, self._tokens, *part.shape[2:]) for part in parts]
-        for place, part in zip(self._outputs, parts, strict=True):
-            where = valid.to(part.device)
-            place[0].index_copy_(0, index[valid].to(part.device), part[where])
+        yield from zip(self._outputs, parts, strict=True)
 
 
 class _OneLayer(Cache):  # type: ignore[misc]  # it has no types

@@ -14,6 +14,7 @@ from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill import recurrent
 from prefillcli.prefill.forest import ATTENTION, register
+from prefillcli.prefill.layout import Group, group_runs
 from prefillcli.prefill.path_states import PathStates
 from prefillcli.prefill.recurrent import recurrent_modules
 from prefillcli.prefill.walk import LayerWalk
@@ -99,18 +100,23 @@ def test_long_runs_and_large_batches_are_computed_in_parts(family: str, monkeypa
 
 
 class _Counted:
-    """Counts the tokens that recurrent modules compute, padding left out."""
+    """Counts the tokens that recurrent modules compute, without padding."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tokens: dict[int, int] = {}
-        put = recurrent._Call._put
+        forward = recurrent._Call._forward_rows
 
-        def counted(call: Any, index: torch.Tensor, valid: torch.Tensor, out: Any) -> None:
+        def counted(call: Any, pick: Any, shape: Any, state: Any) -> Any:
             name = id(call._module)
-            self.tokens[name] = self.tokens.get(name, 0) + int(valid.sum())
-            put(call, index, valid, out)
+            self.tokens[name] = self.tokens.get(name, 0) + shape[0] * shape[1]
+            return forward(call, pick, shape, state)
 
-        monkeypatch.setattr(recurrent._Call, "_put", counted)
+        monkeypatch.setattr(recurrent._Call, "_forward_rows", counted)
+        monkeypatch.setattr(recurrent, "group_runs", one_by_one)
+
+
+def one_by_one(runs: list[tuple[int, int]], device: torch.device) -> list[Group]:
+    return [group for run in runs for group in group_runs([run], device)]
 
 
 @every_family
