@@ -31,7 +31,7 @@ RUN_TOKENS = 512  # of one call; more are computed one part behind the other
 STATE_BYTES = 64 << 20  # of the states in one call
 MOST_STATES = 8  # that a module keeps under numbers of its own
 
-_UPDATES = ("update_conv_state(", "update_recurrent_state(")
+_UPDATES = {"update_conv_state", "update_recurrent_state"}
 _CACHES = ("cache_params", "past_key_values")
 _SCAN = "mamba_selective_scan"
 
@@ -255,13 +255,13 @@ def _state_bytes(state: LinearAttentionLayer) -> int:
 
 @cache
 def _updates_states(kind: Any) -> bool:
+    """Whether the code of a module's class calls what puts states into a cache."""
     if kind.__module__.startswith("torch."):
         return False
-    try:
-        source = inspect.getsource(kind)
-    except (OSError, TypeError):
-        return False
-    return any(update in source for update in _UPDATES)
+    methods = [
+        inspect.unwrap(each) for base in kind.__mro__ for each in vars(base).values() if inspect.isfunction(each)
+    ]
+    return any(_UPDATES & set(method.__code__.co_names) for method in methods)
 
 
 @contextmanager
