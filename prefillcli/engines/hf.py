@@ -27,6 +27,7 @@ from prefillcli.models.load import load_weights
 from prefillcli.models.open import Opened
 from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.plan.trie import TokenArray
+from prefillcli.prefill.decoder import embedding_device
 
 OPTIONS = ("attn_implementation",)
 
@@ -87,7 +88,7 @@ class HfEngine(PackByPack):
 
 def last_logits(model: PreTrainedModel, tokens: TokenArray) -> Tensor:
     """Logits of the last token, float32 [vocabulary]: one forward without cache."""
-    device = model.get_input_embeddings().weight.device
+    device = embedding_device(model)
     with torch.inference_mode():
         ids = torch.as_tensor(tokens, dtype=torch.long, device=device)[None]
         logits: Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1].float()

@@ -14,10 +14,11 @@ from prefillcli.errors import ResourceError, UsageError, brief
 from prefillcli.models.families import VERIFIED
 from prefillcli.models.find import ModelFiles, with_weights
 from prefillcli.models.gguf import load_gguf, refuse_missing
-from prefillcli.models.placement import Placement, layers_prefix, place_weights
+from prefillcli.models.placement import Placement, place_weights
 from prefillcli.models.rehearsal import rehearse
 from prefillcli.models.streamed_layers import ROLLING_SLOTS, StreamedLayers, slot_bytes
 from prefillcli.models.transformers_log import quiet_transformers
+from prefillcli.prefill.decoder import decoder_layers
 from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError, register
 
 
@@ -28,8 +29,6 @@ def load_model(files: ModelFiles, device: torch.device, *, trust_remote_code: bo
     """
     register()
     model = load_weights(files, device, attention=ATTENTION, trust_remote_code=trust_remote_code)
-    if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):
-        raise UnsupportedModelError(f"{files.family} keeps its decoder layers where the walk does not find them")
     if files.family not in VERIFIED:
         rehearse(model, files.config)
     return model
@@ -93,12 +92,12 @@ def load_streamed(
                 "make room, set XDG_CACHE_HOME to a larger disk, or take --weights resident"
             )
         model, placement = _load_around_layers(files, trust_remote_code)
-    decoder = model.get_decoder()
-    layers = decoder.layers
-    decoder.layers = nn.ModuleList()  # without weights they cannot be moved
+    place = decoder_layers(model)
+    layers = place.layers
+    place.replace([])  # without weights they cannot be moved
     model = model.to(device).eval()
     model.requires_grad_(False)
-    decoder.layers = layers.eval()
+    place.replace(list(layers.eval()))
     for layer, parts in zip(layers, placement.layers, strict=True):
         _keep_buffers(layer, set(parts.tensors), device)
     around = sum(tensor.nbytes for tensor in {id(p): p for p in model.parameters() if not p.is_meta}.values())
@@ -131,14 +130,12 @@ def _load_around_layers(files: ModelFiles, trust_remote_code: bool) -> tuple[Pre
     try:
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(whole, dtype=files.dtype, trust_remote_code=trust_remote_code)
-        if not isinstance(getattr(empty.get_decoder(), "layers", None), nn.ModuleList):
-            raise UnsupportedModelError(f"{files.family} keeps its decoder layers where the walk does not find them")
         placement = place_weights(files.path, empty)
         given: dict[str, Tensor] = {}
         for stored in placement.others:
             with safe_open(stored.path, framework="pt") as file:
                 given[stored.name] = file.get_tensor(stored.name)
-        prefix = layers_prefix(empty)
+        prefix = decoder_layers(empty).prefix
         # One number stands for each tensor of a layer: it takes no memory, and transformers finds nothing missing.
         given |= {
             name: torch.zeros((), dtype=files.dtype).expand(tensor.shape)
@@ -156,7 +153,7 @@ def _load_around_layers(files: ModelFiles, trust_remote_code: bool) -> tuple[Pre
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise UsageError(f"{files.path}: cannot load the weights: {brief(error)}") from None
     refuse_missing(files.origin, info)
-    for layer, parts in zip(model.get_decoder().layers, placement.layers, strict=True):
+    for layer, parts in zip(decoder_layers(model).layers, placement.layers, strict=True):
         for name in parts.tensors:
             parts.tensors[name] = _empty_out(layer, name)
     return model, placement

@@ -28,6 +28,7 @@ from transformers.core_model_loading import (
 
 from prefillcli.errors import UsageError
 from prefillcli.models.safetensors import data_start, read_header, weight_files
+from prefillcli.prefill.decoder import decoder_layers
 from prefillcli.prefill.forest import UnsupportedModelError
 
 _DTYPES = {
@@ -91,12 +92,13 @@ def place_weights(folder: Path, model: PreTrainedModel) -> Placement:
     Raises UsageError for files that lack some of a layer's tensors or have others, and UnsupportedModelError where
     transformers makes a tensor of a layer from others in a way that is not known here.
     """
-    prefix = layers_prefix(model)
+    place = decoder_layers(model)
+    prefix = place.prefix
     mapping = get_model_conversion_mapping(model)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     wanted = model.state_dict()
-    placement = Placement([LayerFiles() for _ in model.get_decoder().layers], [])
+    placement = Placement([LayerFiles() for _ in place.layers], [])
     sources: dict[str, dict[str | None, list[Stored]]] = defaultdict(lambda: defaultdict(list))
     for stored in sorted(_stored_tensors(folder), key=lambda each: dot_natural_key(each.name)):
         name, pattern = rename_source_key(stored.name, renamings, converters, model.base_model_prefix, wanted)
@@ -119,12 +121,6 @@ def place_weights(folder: Path, model: PreTrainedModel) -> Placement:
     for layer in placement.layers:
         _split_experts(layer)
     return placement
-
-
-def layers_prefix(model: PreTrainedModel) -> str:
-    """How the names of the decoder layers' tensors begin."""
-    layers = model.get_decoder().layers
-    return next(f"{name}." for name, module in model.named_modules() if module is layers)
 
 
 def _stored_tensors(folder: Path) -> Iterator[Stored]:

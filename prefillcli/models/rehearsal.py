@@ -12,6 +12,7 @@ from prefillcli.errors import brief
 from prefillcli.models.shape import Shape
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
+from prefillcli.prefill.decoder import embedding_device
 from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError
 from prefillcli.prefill.walk import LayerWalk
 
@@ -33,7 +34,7 @@ def rehearse(model: PreTrainedModel, config: Any) -> None:
         np.concatenate([root, tails[2]]).astype(np.int32),
         rng.integers(0, vocabulary, 19).astype(np.int32),
     ]
-    device = model.get_input_embeddings().weight.device
+    device = embedding_device(model)
     try:
         model.set_attn_implementation("eager")
         with torch.inference_mode():

@@ -2,41 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from prefillcli.errors import brief
+from prefillcli.prefill.decoder import decoder_layers, embedding_device
 from prefillcli.prefill.forest import UnsupportedModelError
-from prefillcli.prefill.layer_calls import Recording
+from prefillcli.prefill.lanes import Lanes
+from prefillcli.prefill.layer_calls import LayerCall, Recording
 from prefillcli.prefill.layout import IntArray, split_evenly
+from prefillcli.prefill.stand_ins import (
+    FORMS,
+    TRIAL_TOKENS,
+    AllRecorded,
+    Injection,
+    OutputForm,
+    Reached,
+    Recorder,
+    Trial,
+    stand_ins,
+)
 
 LOGIT_BYTES = 16 << 20  # float32 logits of this size at a time
+HEAD_ROWS = 1024  # rows at a time, at most: some models make a mask for as many tokens
+
+#: How a model's forward calls the cache that its layers fill.
+_CACHES = ("past_key_values", "cache_params", "layer_past", "state")
 
 
-class _Recorded(BaseException):
-    """All layers' arguments are recorded."""
+@dataclass(frozen=True, slots=True)
+class _Manner:
+    """How a model calls its layers, as a trial has shown."""
 
-
-class _StandIn(nn.Module):
-    """Takes a decoder layer's place in the model: has its attributes, and hands its calls to the model's ends."""
-
-    def __init__(self, layer: nn.Module, index: int, ends: ModelEnds) -> None:
-        super().__init__()
-        self.layer = layer
-        self._report: Callable[..., Tensor] = lambda *a, **k: ends._reached(index, *a, **k)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("layer"), name)
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return self._report(hidden_states, *args, **kwargs)
+    form: OutputForm
+    lanes: Lanes
+    vocabulary: int  # numbers of a token's logits
 
 
 class _LabelHead(nn.Module):
@@ -54,51 +62,71 @@ class _LabelHead(nn.Module):
 class ModelEnds:
     """A causal language model of transformers without its decoder layers.
 
-    Until `close`, stand-ins take the layers' places in the model.
+    Until `close`, stand-ins take the layers' places in the model. Raises UnsupportedModelError for a model whose
+    layers are not found.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._decoder = model.get_decoder()
-        self.layers: list[nn.Module] = list(self._decoder.layers)
-        self.device: torch.device = model.get_input_embeddings().weight.device
-        self._decoder.layers = nn.ModuleList(_StandIn(layer, i, self) for i, layer in enumerate(self.layers))
-        self._recording: Recording | None = None
-        self._injected: Tensor | None = None
+        self._place = decoder_layers(model)
+        self.layers: list[nn.Module] = list(self._place.layers)
+        self.device: torch.device = embedding_device(model)
+        self._takes = _parameters(model, self._place.prefix)
+        self._reached: Reached = _is_walked
+        self._place.replace(list(stand_ins(self.layers, lambda *call: self._reached(*call))))
 
     def close(self) -> None:
         """Give the model its layers back."""
-        self._decoder.layers = nn.ModuleList(self.layers)
+        self._place.replace(self.layers)
 
-    def record(self, tokens: Tensor, positions: IntArray) -> Recording:
-        """What the model's own forward over `tokens` int64 [tokens] hands to its layers."""
-        recording = Recording()
-        with self._staged(recording=recording):
-            try:
-                self._model(
-                    input_ids=tokens[None].to(self.device),
-                    position_ids=torch.as_tensor(positions)[None].to(self.device),
-                    use_cache=False,
-                )
-            except _Recorded:
-                return recording
+    @property
+    def lanes(self) -> Lanes:
+        """The lanes of the residual stream, which is folded wherever it is outside the layers and the model's ends."""
+        return self._manner.lanes
+
+    def record(
+        self, tokens: Tensor, positions: IntArray, *, cache: Any = None, attention_mask: Tensor | None = None
+    ) -> Recording:
+        """What the model's own forward over `tokens` int64 [tokens] hands to its layers.
+
+        `cache` of transformers, which holds what comes before them, and `attention_mask` are handed to that forward.
+        Without a cache, raises UnsupportedModelError where a layer needs more of the one before than the residual
+        stream.
+        """
+        manner = self._manner
+        if manner.form.carried and cache is None:
+            raise UnsupportedModelError("the model hands more than the residual stream from layer to layer")
+        recorder = Recorder(manner.form, manner.lanes, len(self.layers))
+        given: dict[str, Any] = {} if attention_mask is None else {"attention_mask": attention_mask}
+        try:
+            self._run(recorder, tokens, positions, cache=cache, **given)
+        except AllRecorded:
+            return recorder.recording
         raise UnsupportedModelError("the model's forward does not call all of its layers")
 
+    def call(self, layer: nn.Module, rows: Tensor, call: LayerCall) -> Any:
+        """What a layer makes of rows [1, tokens, width] of the folded residual stream: such rows, or what else the
+        layer gives back first."""
+        out = layer(self.lanes.unfold(rows), *call[0], **call[1])
+        if isinstance(out, tuple | list):
+            out = out[0]
+        return self.lanes.fold(out) if isinstance(out, Tensor) else out
+
     def logits(self, hidden: Tensor) -> Iterator[Tensor]:
-        """The model's own norm and head over `hidden` [1, tokens, hidden]: float32 [tokens, vocabulary], in pieces of
+        """The model's own norm and head over `hidden` [1, tokens, width]: float32 [tokens, vocabulary], in pieces of
         a bounded size."""
-        vocabulary = self._model.get_output_embeddings().weight.shape[0]
-        for start, end in split_evenly(hidden.shape[1], max(1, LOGIT_BYTES // (4 * vocabulary))):
+        rows = max(1, min(HEAD_ROWS, LOGIT_BYTES // (4 * self._manner.vocabulary)))
+        for start, end in split_evenly(hidden.shape[1], rows):
             yield self._head(hidden[:, start:end])
 
     def label_logits(self, hidden: Tensor, tokens: Sequence[int]) -> Tensor:
         """The logits of a few tokens, float32 [rows, tokens], after any layer: the model's own norm and head read
-        `hidden` [rows, hidden]. Only these tokens' rows of the head are computed."""
+        `hidden` [rows, width]. Only these tokens' rows of the head are computed."""
         head = self._model.get_output_embeddings()
-        at = torch.as_tensor(tokens, dtype=torch.long, device=head.weight.device)
+        at = torch.as_tensor(tokens, dtype=torch.long, device=hidden.device)
         if type(head) is not nn.Linear:  # a subclass may compute something else
             return torch.cat([logits[:, at] for logits in self.logits(hidden[None])])
-        self._model.set_output_embeddings(_LabelHead(head, at))
+        self._model.set_output_embeddings(_LabelHead(head, at.to(head.weight.device)))
         try:
             return self._head(hidden[None])
         finally:
@@ -106,27 +134,72 @@ class ModelEnds:
 
     def _head(self, hidden: Tensor) -> Tensor:
         """Final norm and head, with whatever scaling the model gives its logits: float32 [tokens, vocabulary]."""
-        with self._staged(injected=hidden):
-            placeholder = torch.zeros(1, hidden.shape[1], dtype=torch.long, device=self.device)
-            logits: Tensor = self._model(input_ids=placeholder, use_cache=False).logits
+        placeholder = torch.zeros(hidden.shape[1], dtype=torch.long)
+        logits = self._run(Injection(self._manner.form, self.lanes, hidden), placeholder, placeholder)
         return logits[0].float()
 
+    def _run(self, reached: Reached, tokens: Tensor, positions: IntArray | Tensor, **given: Any) -> Tensor:
+        """The logits of the model's forward, where `reached` stands for its layers."""
+        cache = given.pop("cache", None)
+        given |= {"use_cache": cache is not None, "position_ids": torch.as_tensor(positions)[None].to(self.device)}
+        given = {name: value for name, value in given.items() if name in self._takes}
+        if cache is not None:
+            name = next((name for name in _CACHES if name in self._takes), None)
+            if name is None:
+                raise UnsupportedModelError("the model's forward takes no cache")
+            given[name] = cache
+        with self._staged(reached):
+            logits: Tensor = self._model(input_ids=tokens[None].to(self.device), **given).logits
+        return logits
+
     @contextmanager
-    def _staged(self, *, recording: Recording | None = None, injected: Tensor | None = None) -> Iterator[None]:
-        self._recording, self._injected = recording, injected
+    def _staged(self, reached: Reached) -> Iterator[None]:
+        self._reached = reached
         try:
             yield
         finally:
-            self._recording = self._injected = None
+            self._reached = _is_walked
 
-    def _reached(self, index: int, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self._recording is not None:
-            if index == 0:
-                self._recording.first = hidden_states
-            self._recording.calls.append((args, kwargs))
-            if index == len(self.layers) - 1:
-                raise _Recorded
-            return hidden_states
-        if self._injected is None:
-            raise RuntimeError("the model is being walked; call its layers through the walk")
-        return self._injected
+    @cached_property
+    def _manner(self) -> _Manner:
+        """How the model calls its layers. Raises UnsupportedModelError."""
+        reasons: list[str] = []
+        with torch.no_grad():
+            for form in FORMS:
+                try:
+                    return self._try(form)
+                except UnsupportedModelError as error:
+                    reasons.insert(0, str(error))
+                except torch.OutOfMemoryError:
+                    raise
+                except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
+                    reasons.append(f"{type(error).__name__}: {brief(error)}")
+        raise UnsupportedModelError(reasons[0])
+
+    def _try(self, form: OutputForm) -> _Manner:
+        trial, tokens = Trial(form), torch.arange(TRIAL_TOKENS)
+        logits = self._run(trial, tokens + 1, tokens)
+        if trial.reached != len(self.layers):
+            raise UnsupportedModelError("the model's forward does not call all of its layers")
+        if logits.dim() != 3 or logits.shape[:2] != (1, TRIAL_TOKENS):
+            raise ValueError(f"the logits have the shape {list(logits.shape)}")
+        return _Manner(trial.form, trial.lanes, logits.shape[2])
+
+
+def _is_walked(index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise RuntimeError("the model is being walked; call its layers through the walk")
+
+
+def _parameters(model: PreTrainedModel, prefix: str) -> frozenset[str]:
+    """The names of what a model's forward takes, or hands on to the module that holds its layers."""
+    module: nn.Module = model
+    names: set[str] = set()
+    for part in ("", *prefix.split(".")[:-2]):
+        module = getattr(module, part) if part else module
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            continue
+        taken = inspect.signature(module.forward).parameters.values()
+        names |= {each.name for each in taken}
+        if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken):
+            break
+    return frozenset(names)

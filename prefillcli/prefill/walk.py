@@ -203,9 +203,7 @@ class LayerWalk:
 
     def call(self, layer: nn.Module, rows: Tensor, call: LayerCall, attention: ForestAttention) -> Tensor:
         """A layer's output for some rows of its input, [1, tokens, hidden]. Raises UnsupportedModelError."""
-        out = layer(rows, *call[0], **call[1])
-        if isinstance(out, tuple):
-            out = out[0]
+        out = self._ends.call(layer, rows, call)
         if attention.calls > 1 or not isinstance(out, Tensor) or out.shape != rows.shape:
             raise UnsupportedModelError(
                 f"a layer of type {type(layer).__name__} attends more than once over its tokens, or gives something "

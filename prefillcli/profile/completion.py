@@ -18,6 +18,7 @@ import numpy as np
 from prefillcli.forecast.completion_model import CompletionModel, CompletionPoint, features
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
+from prefillcli.prefill.decoder import embedding_device
 from prefillcli.profile.children import Send, Subject, load_subject
 from prefillcli.profile.fits import fit_costs, fit_linear, mean_relative_error, pearson, relative_errors
 from prefillcli.profile.mode_laws import attention_windows
@@ -70,7 +71,7 @@ def time_packs(send: Send, subject: Subject, memory: int | None, target: float) 
     from prefillcli.runtime.memory import available_memory
 
     model, files = load_subject(subject)
-    device = model.get_input_embeddings().weight.device
+    device = embedding_device(model)
     budget = memory or int(available_memory(device) * FREE_SHARE)
     law = memory_law(files.config, files.dtype)
     chunk = subject.chunk_tokens or choose_chunk(law, budget, device)

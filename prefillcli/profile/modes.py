@@ -13,6 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
+from prefillcli.prefill.decoder import decoder_layers, embedding_device
 from prefillcli.prefill.forest import ATTENTION, ForestAttention
 from prefillcli.prefill.layout import split_evenly
 from prefillcli.prefill.walk import LayerWalk
@@ -50,7 +51,7 @@ class Prefill:
     def _forward(self, prompt: TokenArray, tick: Tick) -> Tensor:
         self.model.set_attn_implementation("sdpa")
         chunk = len(prompt) if self.mode == "full" else self.chunk_tokens
-        ids = torch.as_tensor(prompt, dtype=torch.long)[None].to(self.model.get_input_embeddings().weight.device)
+        ids = torch.as_tensor(prompt, dtype=torch.long)[None].to(embedding_device(self.model))
         cache = DynamicCache()
         logits: Tensor | None = None
         with _ticking(self.model, tick):
@@ -93,7 +94,7 @@ class CopyingWalk(LayerWalk):
 @contextmanager
 def _ticking(model: PreTrainedModel, tick: Tick) -> Iterator[None]:
     """`tick` after each call of a layer, with its share of the tokens."""
-    layers = list(model.get_decoder().layers)
+    layers = list(decoder_layers(model).layers)
 
     def called(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: object) -> None:
         tick(inputs[0].shape[1] / len(layers))
