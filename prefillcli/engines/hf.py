@@ -27,7 +27,7 @@ from prefillcli.models.load import load_weights
 from prefillcli.models.open import Opened
 from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.plan.trie import TokenArray
-from prefillcli.prefill.decoder import embedding_device
+from prefillcli.prefill.layer_place import embedding_device
 
 OPTIONS = ("attn_implementation",)
 

@@ -18,8 +18,8 @@ from prefillcli.models.placement import Placement, place_weights
 from prefillcli.models.rehearsal import rehearse
 from prefillcli.models.streamed_layers import ROLLING_SLOTS, StreamedLayers, slot_bytes
 from prefillcli.models.transformers_log import quiet_transformers
-from prefillcli.prefill.decoder import decoder_layers
 from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError, register
+from prefillcli.prefill.layer_place import decoder_layers
 
 
 def load_model(files: ModelFiles, device: torch.device, *, trust_remote_code: bool = False) -> PreTrainedModel:

@@ -28,8 +28,8 @@ from transformers.core_model_loading import (
 
 from prefillcli.errors import UsageError
 from prefillcli.models.safetensors import data_start, read_header, weight_files
-from prefillcli.prefill.decoder import decoder_layers
 from prefillcli.prefill.forest import UnsupportedModelError
+from prefillcli.prefill.layer_place import decoder_layers
 
 _DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,

@@ -12,8 +12,8 @@ from prefillcli.errors import brief
 from prefillcli.models.shape import Shape
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill.decoder import embedding_device
 from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError
+from prefillcli.prefill.layer_place import embedding_device
 from prefillcli.prefill.walk import LayerWalk
 
 _REHEARSAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}

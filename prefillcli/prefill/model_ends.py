@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from prefillcli.errors import brief
-from prefillcli.prefill.decoder import decoder_layers, embedding_device
 from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.prefill.lanes import Lanes
 from prefillcli.prefill.layer_calls import LayerCall, Recording
+from prefillcli.prefill.layer_place import decoder_layers, embedding_device
 from prefillcli.prefill.layout import IntArray, split_evenly
 from prefillcli.prefill.stand_ins import (
     FORMS,
@@ -27,7 +27,7 @@ from prefillcli.prefill.stand_ins import (
     OutputForm,
     Reached,
     Recorder,
-    Trial,
+    TrialForward,
     stand_ins,
 )
 
@@ -177,7 +177,7 @@ class ModelEnds:
         raise UnsupportedModelError(reasons[0])
 
     def _try(self, form: OutputForm) -> _Manner:
-        trial, tokens = Trial(form), torch.arange(TRIAL_TOKENS)
+        trial, tokens = TrialForward(form), torch.arange(TRIAL_TOKENS)
         logits = self._run(trial, tokens + 1, tokens)
         if trial.reached != len(self.layers):
             raise UnsupportedModelError("the model's forward does not call all of its layers")

@@ -81,7 +81,7 @@ class OutputForm:
 FORMS = (OutputForm(None), *(OutputForm(others) for others in range(4)))
 
 
-class Trial:
+class TrialForward:
     """One forward with layers that change nothing, to see how the model calls them.
 
     Raises WrongForm where it takes another form of output, and UnsupportedModelError where it cannot be cut into

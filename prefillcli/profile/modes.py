@@ -13,8 +13,8 @@ from transformers import DynamicCache, PreTrainedModel
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
-from prefillcli.prefill.decoder import decoder_layers, embedding_device
 from prefillcli.prefill.forest import ATTENTION, ForestAttention
+from prefillcli.prefill.layer_place import decoder_layers, embedding_device
 from prefillcli.prefill.layout import split_evenly
 from prefillcli.prefill.walk import LayerWalk
 from prefillcli.prefill.walk_state import WalkState

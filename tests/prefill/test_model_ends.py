@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from prefillcli.prefill.decoder import decoder_layers
 from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.prefill.lanes import Lanes
 from prefillcli.prefill.layer_calls import Recording
+from prefillcli.prefill.layer_place import decoder_layers
 from prefillcli.prefill.model_ends import ModelEnds
 from tests.prefill.families import VOCABULARY, make_model
 
