@@ -23,10 +23,10 @@ from prefillcli.prefill.stand_ins import (
     FORMS,
     TRIAL_TOKENS,
     AllRecorded,
+    CallRecorder,
     Injection,
     OutputForm,
     Reached,
-    Recorder,
     TrialForward,
     stand_ins,
 )
@@ -96,7 +96,7 @@ class ModelEnds:
         manner = self._manner
         if manner.form.carried and cache is None:
             raise UnsupportedModelError("the model hands more than the residual stream from layer to layer")
-        recorder = Recorder(manner.form, manner.lanes, len(self.layers))
+        recorder = CallRecorder(manner.form, manner.lanes, len(self.layers))
         given: dict[str, Any] = {} if attention_mask is None else {"attention_mask": attention_mask}
         try:
             self._run(recorder, tokens, positions, cache=cache, **given)

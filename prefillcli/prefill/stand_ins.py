@@ -117,7 +117,7 @@ class TrialForward:
         return hidden if self._form.others is None else (hidden, *self._markers)
 
 
-class Recorder:
+class CallRecorder:
     """Records what the layers are called with, as `recording`, for `layers` layers. Raises AllRecorded then."""
 
     def __init__(self, form: OutputForm, lanes: Lanes, layers: int) -> None:
