@@ -13,8 +13,8 @@ RAY_VENV := .venv-ray
 # Number of parallel test processes. Each takes about 1 GB
 TEST_WORKERS ?= 2
 
-.PHONY: setup setup-real setup-airflow setup-vllm setup-ray demo demo-real test test-real test-nightly \
-	test-airflow test-vllm test-ray lint format bench bench-reviews distill-draft bench-peers bench-exits deep-models samples clean
+.PHONY: setup setup-real setup-airflow setup-vllm setup-ray demo demo-real test test-matrix test-real test-nightly \
+	test-airflow test-vllm test-ray lint format bench bench-reviews distill-draft bench-peers bench-exits deep-models samples architectures clean
 
 setup: $(VENV)/.ready
 
@@ -69,7 +69,11 @@ demo-real: setup-real
 	$(BIN)/python -m recipes.demo_real
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal -m "not nightly and not real"
+	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal -m "not nightly and not matrix and not real"
+
+# Every causal language model of transformers against its eager forward
+test-matrix: setup
+	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal tests/prefill/test_matrix.py
 
 # Scores of the real model against its eager forward
 test-real: setup-real
@@ -118,6 +122,10 @@ distill-draft: setup-real
 bench-peers: setup-vllm
 	VLLM_CPU_OMP_THREADS_BIND="$${VLLM_CPU_OMP_THREADS_BIND:-0-$$(($$(nproc) - 1))}" \
 	$(VLLM_VENV)/bin/python -m benchmarks.peers
+
+# The table of docs/architectures.md anew: minutes on one core
+architectures: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.prefill.matrix
 
 samples: setup
 	$(BIN)/python -m recipes.make_samples

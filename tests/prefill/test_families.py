@@ -12,7 +12,7 @@ from prefillcli.models.families import ATTENTION_LAYERS, VERIFIED
 from prefillcli.models.shape import NoCostModel, Shape
 from tests.prefill.families import FAMILIES, make_config
 
-README = Path(__file__).parents[2] / "README.md"
+ARCHITECTURES = Path(__file__).parents[2] / "docs" / "architectures.md"
 
 
 def test_verified_are_the_families_that_the_walk_is_tested_with() -> None:
@@ -24,7 +24,7 @@ def test_a_family_is_one_of_transformers_and_in_the_manual(family: str, title: s
     config = AutoConfig.for_model(family)
     assert config.model_type == family
     assert set(getattr(config, "layer_types", None) or ()) <= ATTENTION_LAYERS
-    assert title in " ".join(README.read_text().split())
+    assert title in " ".join(ARCHITECTURES.read_text().split())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

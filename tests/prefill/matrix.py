@@ -1,0 +1,304 @@
+"""The matrix: what becomes of every causal language model that transformers knows, and the page that says so.
+
+`make architectures` writes the page anew. Each class is built tiny (`tiny_models.py`), prepared as the
+product prepares a model, and walked; the oracle is its own eager forward over each prompt alone, in float32.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from textwrap import fill
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from prefillcli.models.families import VERIFIED
+from prefillcli.models.rehearsal import rehearse
+from prefillcli.plan.pack import Limits, Pack
+from prefillcli.plan.plan import make_plan
+from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError, register
+from prefillcli.prefill.walk import LayerWalk
+from tests.prefill.tiny_models import NOT_DECODERS, VOCABULARY, class_names, make_tiny_model
+
+README_PATH = Path(__file__).parents[2] / "README.md"
+PAGE = README_PATH.parent / "docs" / "architectures.md"
+TOLERANCE = 1e-4  # of a logit, where logits spread over a few units
+ONE_PACK = Limits(10**6, 10**6)
+HELD = Limits(30, 10**6, held_tokens=10**6)
+LABELS = (9, 5, 200, 9)
+
+Prompt = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What becomes of a class: `exact`, `refused` or `not a decoder`, and why or within which limits."""
+
+    kind: str
+    note: str = ""
+
+
+def make_prompts() -> list[Prompt]:
+    """Two levels of shared prefixes, a long prompt, short ones, a duplicate, and one that another begins with."""
+    rng = np.random.default_rng(4)
+
+    def words(count: int) -> Prompt:
+        return rng.integers(3, VOCABULARY, count).astype(np.int32)
+
+    root, middle = words(19), words(11)
+    prompts = [np.concatenate([root, middle, words(count)]) for count in (1, 6, 17)]
+    prompts += [np.concatenate([root, words(count)]) for count in (3, 14)]
+    prompts += [words(53), words(5), words(1), prompts[1][:-2].copy()]
+    return [*prompts, prompts[3].copy()]
+
+
+def make_kept(prompts: Sequence[Prompt]) -> list[Prompt | None]:
+    """Kept tokens of each prompt, the same of what prompts share; some prompts are read in full."""
+    runs = np.repeat(np.random.default_rng(11).random(40) < 0.5, 3)
+    kept: list[Prompt | None] = []
+    for number, prompt in enumerate(prompts):
+        mask = runs[: len(prompt)].copy()
+        mask[:2] = mask[-3:] = True
+        kept.append(None if number % 4 == 3 else np.flatnonzero(mask).astype(np.int32))
+    return kept
+
+
+PROMPTS = make_prompts()
+KEPT = make_kept(PROMPTS)
+
+
+class Reading:
+    """An exit rule that lets every prompt go on, and reads the labels after each layer."""
+
+    regroup_cost = 0.0
+
+    def __init__(self, walk: LayerWalk, pack: Pack) -> None:
+        self.layers = range(len(walk.layers))
+        self._walk, self._pack = walk, pack
+        self.seen: dict[tuple[int, int], Tensor] = {}  # by layer and prompt
+
+    def peeks(self, layer: int) -> bool:
+        return False
+
+    def __call__(self, layer: int, reads: Sequence[int], before: Tensor, after: Tensor) -> Sequence[int]:
+        for read, row in zip(reads, self._walk.label_logits(after, LABELS), strict=True):
+            for prompt in self._pack.reads[read][1]:
+                self.seen[layer, prompt] = row
+        return reads
+
+
+class Trial:
+    """A class on trial: its tiny model, its own eager forward, and its walk."""
+
+    def __init__(self, family: str) -> None:
+        register()
+        self.model = make_tiny_model(family)
+        self._takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
+
+    def prepare(self) -> None:
+        """Ready for the walk, as the product makes it. Raises UnsupportedModelError where it refuses the class."""
+        rehearse(self.model, self.model.config)
+
+    # The oracle
+
+    def eager(self, prompts: Sequence[Prompt], kept: Sequence[Prompt | None] | None = None) -> Tensor:
+        """Logits [prompts, vocabulary] of the model's own forward: of whole prompts, or of their kept tokens."""
+        self.model.set_attn_implementation("eager")
+        rows = []
+        for number, prompt in enumerate(prompts):
+            own = kept[number] if kept is not None else None
+            at = np.arange(len(prompt)) if own is None else own
+            ids = torch.as_tensor(prompt[at]).long()[None]
+            more = {}
+            if kept is not None:  # with a mask, transformers does not take gaps for packed sequences
+                more["attention_mask"] = torch.ones_like(ids)
+                if self._takes_positions:
+                    more["position_ids"] = torch.as_tensor(at).long()[None]
+            with torch.inference_mode():
+                rows.append(self.model(input_ids=ids, use_cache=False, **more).logits[0, -1].float())
+        return torch.stack(rows)
+
+    @cached_property
+    def whole(self) -> Tensor:
+        return self.eager(PROMPTS)
+
+    @cached_property
+    def sparse(self) -> Tensor:
+        return self.eager(PROMPTS, KEPT)
+
+    @cached_property
+    def positions_matter(self) -> bool:
+        """Whether kept tokens give something else than the same tokens side by side."""
+        squeezed = [prompt if own is None else prompt[own] for prompt, own in zip(PROMPTS, KEPT, strict=True)]
+        return bool((self.eager(squeezed) - self.sparse).abs().max() > 10 * TOLERANCE)
+
+    @contextmanager
+    def cut_off(self, layers: Sequence[nn.Module], count: int) -> Iterator[None]:
+        """The model with its first `count` layers only."""
+        config = self.model.config
+        owner, name = next(
+            (module, name)
+            for module in self.model.modules()
+            for name, child in module.named_children()
+            if isinstance(child, nn.ModuleList) and list(child) == list(layers)
+        )
+        whole, layers_in_config = getattr(owner, name), config.num_hidden_layers
+        setattr(owner, name, whole[:count])
+        config.num_hidden_layers = count
+        try:
+            yield
+        finally:
+            setattr(owner, name, whole)
+            config.num_hidden_layers = layers_in_config
+
+    # The walk
+
+    @contextmanager
+    def walking(self, chunk: int) -> Iterator[LayerWalk]:
+        self.model.set_attn_implementation(ATTENTION)
+        walk = LayerWalk(self.model, chunk_tokens=chunk)
+        try:
+            yield walk
+        finally:
+            walk.close()
+
+    def walked(self, chunk: int, limits: Limits, kept: Sequence[Prompt | None] | None = None) -> Tensor:
+        """Logits [prompts, vocabulary] of the walk."""
+        tokens, found = PROMPTS, {}
+        if kept is not None:
+            tokens = [prompt if own is None else prompt[own] for prompt, own in zip(PROMPTS, kept, strict=True)]
+        with self.walking(chunk) as walk:
+            for pack in make_plan(tokens, limits, positions=kept).packs:
+                rows = torch.cat(list(walk.read_logits(pack)))
+                found |= {n: row for row, (_, numbers) in zip(rows, pack.reads, strict=True) for n in numbers}
+        return torch.stack([found[number] for number in range(len(PROMPTS))])
+
+    # The comparison
+
+    def differences(self) -> dict[str, float]:
+        """How far the walk is off its oracle, case by case, in logits that spread over a few units."""
+        scale = max(1.0, float(self.whole.std()))
+        off = {
+            "one pack": self.walked(7, ONE_PACK) - self.whole,
+            "one chunk": self.walked(10**4, ONE_PACK) - self.whole,
+            "held prefix": self.walked(16, HELD) - self.whole,
+            "kept tokens": self.walked(16, ONE_PACK, KEPT) - self.sparse,
+            "kept tokens, held prefix": self.walked(7, HELD, KEPT) - self.sparse,
+        }
+        worst = {case: float(each.abs().max()) for case, each in off.items()}
+        worst["labels after each layer"] = self._off_after_layers()
+        return {case: each / scale for case, each in worst.items()}
+
+    def _off_after_layers(self) -> float:
+        prompts, worst = PROMPTS[:6:2], 0.0
+        with self.walking(16) as walk:
+            (pack,) = make_plan(prompts, ONE_PACK).packs
+            rule, layers = Reading(walk, pack), list(walk._own_layers)
+            for _ in walk.read_logits(pack, exits=rule):
+                pass
+        for layer in range(len(layers) - 1):
+            with self.cut_off(layers, layer + 1):
+                wanted = self.eager(prompts)[:, list(LABELS)]
+            found = torch.stack([rule.seen[layer, number] for number in range(len(prompts))])
+            worst = max(worst, float((found - wanted).abs().max()))
+        return worst
+
+
+class WrongError(AssertionError):
+    """A class is walked and gives other logits than its own forward."""
+
+
+def outcome_of(family: str) -> Outcome:
+    """Build, prepare and walk a class. Raises WrongError if it is neither exact nor refused."""
+    if why := NOT_DECODERS.get(family):
+        return Outcome("not a decoder", why)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trial = Trial(family)
+        if not trial.whole.std() > 0.3:
+            raise WrongError(f"{family}: its logits must differ enough to tell a wrong answer")
+        try:
+            trial.prepare()
+        except UnsupportedModelError as error:
+            return Outcome("refused", _reason(str(error)))
+        worst = trial.differences()
+    if off := {case: f"{each:.2g}" for case, each in worst.items() if not each <= TOLERANCE}:
+        raise WrongError(f"{family} is walked, and is off its own forward: {off}")
+    return Outcome("exact", "" if trial.positions_matter else "positions have no meaning")
+
+
+def _reason(message: str) -> str:
+    """A refusal's first line without the family and without what changes from machine to machine."""
+    _, _, why = message.partition(" cannot be walked layer by layer: ")
+    return re.sub(r" by [\d.e+-]+", "", (why or message).splitlines()[0]).replace("|", "\\|")
+
+
+def row_of(family: str, outcome: Outcome) -> str:
+    """A class's line of the page."""
+    return f"| `{family}` | {class_names()[family]} | {outcome.kind} | {outcome.note} |"
+
+
+def counted(kinds: Sequence[str]) -> str:
+    """What the manual says about the outcomes of all classes."""
+    exact, refused = kinds.count("exact"), kinds.count("refused")
+    return (
+        f"Of the {len(kinds)} causal language models of transformers, {exact + refused} are decoders of their own: "
+        f"{exact} give the logits of their own eager forward, and {refused} are refused."
+    )
+
+
+def make_page(outcomes: dict[str, Outcome]) -> str:
+    """The page, from the outcomes of all classes."""
+    sentence = fill(counted([each.kind for each in outcomes.values()]), 120)
+    intro = _INTRO.format(counts=sentence, verified=fill(", ".join(VERIFIED.values()) + ".", 120))
+    return intro + "".join(row_of(family, outcomes[family]) + "\n" for family in sorted(outcomes))
+
+
+_INTRO = """# Architectures
+
+Which models can be walked layer by layer:
+
+{counts}
+
+Every class is built with a few small layers and random weights. Its walk is compared with its own forward over each
+prompt alone, in float32: prompts that share prefixes over two levels, several packs with a prefix held between them,
+kept tokens at their own positions, chunks that divide nothing, and the label logits after each layer. No logit may
+differ by more than 0.0001. `make test-matrix` does this and checks that this page is true. `make architectures` writes
+the page anew.
+
+A model is compared with its own forward when it is loaded, too. If the two differ, it is refused, never scored
+wrongly.
+Families that all tests of the walk are run with need no such comparison, and their weights can be streamed:
+{verified}
+
+| family | class | outcome | note |
+| --- | --- | --- | --- |
+"""
+
+
+def main() -> None:
+    """Write the page, and the counts in the README."""
+    outcomes = {}
+    for family in class_names():
+        outcomes[family] = outcome_of(family)
+        print(row_of(family, outcomes[family]), flush=True)
+    PAGE.write_text(make_page(outcomes))
+    sentence = fill(
+        counted([each.kind for each in outcomes.values()]), 120, subsequent_indent="  ", initial_indent="  "
+    )
+    README_PATH.write_text(
+        re.sub(r"  Of the \d+ causal .*?refused\.", sentence, README_PATH.read_text(), flags=re.DOTALL)
+    )
+
+
+if __name__ == "__main__":
+    main()
