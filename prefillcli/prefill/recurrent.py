@@ -34,9 +34,13 @@ MOST_STATES = 8  # that a module keeps under numbers of its own
 _UPDATES = {"update_conv_state", "update_recurrent_state"}
 _CACHES = ("cache_params", "past_key_values")
 _SCAN = "mamba_selective_scan"
+_STEP = "mamba2_selective_state_update"
 
 #: The states that the scans of the running call begin with, in the order of the scans.
 _scan_states: ContextVar[Iterator[Tensor] | None] = ContextVar("scan_states", default=None)
+
+#: The least and the longest time step of the running call.
+_step_limit: ContextVar[tuple[float, float] | None] = ContextVar("step_limit", default=None)
 
 
 def recurrent_modules(layer: nn.Module) -> list[nn.Module]:
@@ -79,6 +83,7 @@ class LayerRecurrence:
         for module, states in zip(self._modules, self._states, strict=True):
             kind: Any = type(module)
             _continue_scans(kind)
+            _limit_steps(kind)
             forward = module.forward
             module.forward = lambda *a, _m=module, _f=forward, _s=states, **k: self._call(_m, _f, _s, a, k)
         return self
@@ -183,11 +188,13 @@ class _Call:
         if state is not None and state.has_previous_state[0] and shape[1] > 1:
             begins = _in_order(state.recurrent_states[0])
         token = _scan_states.set(begins)
+        limit = _step_limit.set(getattr(self._module, "time_step_limit", None))
         try:
             with _short_scans(self._module, shape[1]):
                 out = self._forward(**given)
         finally:
             _scan_states.reset(token)
+            _step_limit.reset(limit)
         if any(part.shape[:2] != shape for part in ([out] if isinstance(out, Tensor) else out)):
             raise UnsupportedModelError(f"{type(self._module).__name__} does not give a row for each token")
         return out
@@ -332,3 +339,34 @@ def _add_first_state(out: Tensor, last: Tensor, first: Tensor, given: Mapping[st
         added *= nn.functional.silu(given["z"].float())
     decayed = torch.exp(given["A"][None].float() * behind[:, :, -1, None]) * begins
     return out + added.to(out.dtype), last + decayed.to(last.dtype)
+
+
+# A single token behind a state is a step of its own in Mamba's second version, and steps forget the limits of time
+# that scans keep to.
+
+
+@cache
+def _limit_steps(kind: Any) -> None:
+    """Let the steps of a module's class keep to the time limits of the running call."""
+    home = sys.modules[kind.__module__]
+    step = getattr(home, _STEP, None)
+    if step is None or hasattr(step, "step_of"):
+        return
+    signature = inspect.signature(step)
+
+    def limited(*args: Any, **kwargs: Any) -> Any:
+        limit = _step_limit.get()
+        if limit is None:
+            return step(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        dt, bias = given.arguments["dt"], given.arguments["dt_bias"]
+        if bias is not None:
+            dt = dt + bias.to(dt.dtype)
+        if given.arguments["dt_softplus"]:
+            dt = nn.functional.softplus(dt)
+        given.arguments |= {"dt": dt.clamp(*limit), "dt_bias": None, "dt_softplus": False}
+        return step(*given.args, **given.kwargs)
+
+    limited.step_of = step  # type: ignore[attr-defined]
+    setattr(home, _STEP, limited)
