@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from prefillcli.plan.pack import Held, Key, Pack
+from prefillcli.prefill.layer_past import LayerPast, Path, moved
 
 KeyValue = tuple[Tensor, Tensor]
 
@@ -19,7 +20,7 @@ class HeldPart(NamedTuple):
 
     tokens: int
     keys_values: KeyValue | None  # [1, kv heads, tokens, width] each; None of a layer without attention
-    states: tuple[LinearAttentionLayer, ...] = ()  # of each recurrent module
+    states: tuple[LinearAttentionLayer, ...] | tuple[LayerPast] = ()  # of each recurrent module, or the own cache's
 
 
 class HeldParts:
@@ -49,7 +50,10 @@ class HeldParts:
         both = part.keys_values
         if both is not None:
             both = both[0].to(self._place, copy=True), both[1].to(self._place, copy=True)
-        self._layers[layer][key] = part._replace(keys_values=both)
+        states = part.states
+        if states and isinstance(states[0], LayerPast):
+            states = (moved(states[0], self._place),)
+        self._layers[layer][key] = part._replace(keys_values=both, states=states)
 
     def keys_values(self, layer: int, pack: Pack) -> list[KeyValue]:
         """A layer's K,V of the nodes that a pack holds; none of a layer without attention."""
@@ -65,10 +69,27 @@ class HeldParts:
             last = pack.held[above[-1]]
             part = self._layers[layer][last.key]
             if part.states:
-                if last.offset or last.length != part.tokens:
-                    raise ValueError("a node that is held has a state at its end alone")
+                _refuse_cut(last, part)
                 found[root] = part.states
         return found
+
+    def paths(self, layer: int, pack: Pack) -> Mapping[int, Path]:
+        """What the model's own cache keeps in a layer of the paths that a pack's roots begin behind, by root. Raises
+        ValueError."""
+        found = {}
+        for root, above in enumerate(pack.attach):
+            nodes = [pack.held[number] for number in above]
+            parts = [self._layers[layer][node.key] for node in nodes]
+            for node, part in zip(nodes, parts, strict=True):
+                _refuse_cut(node, part)
+            if parts:
+                found[root] = tuple(part.states[0] for part in parts if isinstance(part.states[0], LayerPast))
+        return found
+
+
+def _refuse_cut(node: Held, part: HeldPart) -> None:
+    if node.offset or node.length != part.tokens:
+        raise ValueError("a node that is held has a state at its end alone")
 
 
 def _cut(both: KeyValue, node: Held) -> KeyValue:

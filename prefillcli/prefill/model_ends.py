@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -84,20 +84,35 @@ class ModelEnds:
         """The lanes of the residual stream, which is folded wherever it is outside the layers and the model's ends."""
         return self._manner.lanes
 
+    @property
+    def carried(self) -> Mapping[int, int | str]:
+        """What layers hand on beside the residual stream: its number in their output, and where the next takes it."""
+        carried = self._manner.form.carried
+        return {number: place for number, place in carried.items() if place not in _CACHES}
+
     def record(
-        self, tokens: Tensor, positions: IntArray, *, cache: Any = None, attention_mask: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: IntArray,
+        *,
+        cache: Any = None,
+        attention_mask: Tensor | None = None,
+        use_cache: bool = False,
     ) -> Recording:
         """What the model's own forward over `tokens` int64 [tokens] hands to its layers.
 
         `cache` of transformers, which holds what comes before them, and `attention_mask` are handed to that forward.
-        Without a cache, raises UnsupportedModelError where a layer needs more of the one before than the residual
-        stream.
+        With `use_cache` it makes a cache where none is given. Without one, raises UnsupportedModelError where a layer
+        needs more of the one before than the residual stream.
         """
         manner = self._manner
-        if manner.form.carried and cache is None:
+        use_cache = use_cache or cache is not None
+        if manner.form.carried and not use_cache:
             raise UnsupportedModelError("the model hands more than the residual stream from layer to layer")
         recorder = CallRecorder(manner.form, manner.lanes, len(self.layers))
-        given: dict[str, Any] = {} if attention_mask is None else {"attention_mask": attention_mask}
+        given: dict[str, Any] = {"use_cache": use_cache}
+        if attention_mask is not None:
+            given["attention_mask"] = attention_mask
         try:
             self._run(recorder, tokens, positions, cache=cache, **given)
         except AllRecorded:
@@ -141,7 +156,7 @@ class ModelEnds:
     def _run(self, reached: Reached, tokens: Tensor, positions: IntArray | Tensor, **given: Any) -> Tensor:
         """The logits of the model's forward, where `reached` stands for its layers."""
         cache = given.pop("cache", None)
-        given |= {"use_cache": cache is not None, "position_ids": torch.as_tensor(positions)[None].to(self.device)}
+        given = {"use_cache": False, "position_ids": torch.as_tensor(positions)[None].to(self.device)} | given
         given = {name: value for name, value in given.items() if name in self._takes}
         if cache is not None:
             name = next((name for name in _CACHES if name in self._takes), None)

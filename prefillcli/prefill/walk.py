@@ -27,6 +27,7 @@ from prefillcli.prefill.layers import LayerSource, ResidentLayers
 from prefillcli.prefill.layout import Chunk, IntArray, LastTokens, Tree, split_evenly
 from prefillcli.prefill.leaving import ExitRule, Remainder, going_on, remainder
 from prefillcli.prefill.model_ends import ModelEnds
+from prefillcli.prefill.own_cache import NO_QUERIES, OwnCache, OwnCacheLayer, has_forest_attention
 from prefillcli.prefill.recurrent import LayerRecurrence, recurrent_modules
 from prefillcli.prefill.residual import ResidualRows
 from prefillcli.prefill.thinning import ThinningRule, thin_pack, watch_for
@@ -38,10 +39,11 @@ Tick = Callable[[float], None]
 class LayerWalk:
     """A causal language model of transformers, walked layer by layer.
 
-    `model` must be loaded with the forest attention (`prefillcli.prefill.forest.ATTENTION`) and be in eval mode. Its
-    layers stay what they are; while the walk exists, stand-ins take their places in the model. The layers that are
-    called come from `layers`, by default those of the model. `chunk_tokens` are computed by one call of a layer.
-    `offload_held` keeps the K,V held between packs in host memory, `hidden_on_host` the residual stream of a pack.
+    `model` must be in eval mode and have the forest attention (`prefillcli.prefill.forest.ATTENTION`); one that has an
+    attention of transformers is walked with its own cache. Its layers stay what they are; while the walk exists,
+    stand-ins take their places in the model. The layers that are called come from `layers`, by default the model's.
+    `chunk_tokens` are computed by one call of a layer. `offload_held` keeps the K,V held between packs in host memory,
+    `hidden_on_host` the residual stream of a pack.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class LayerWalk:
         self.device = self._ends.device
         self._residual = ResidualRows(self.device, on_host=hidden_on_host)
         self._held = HeldParts(len(self._own_layers), torch.device("cpu") if offload_held else self.device)
+        self._own_cache = None if has_forest_attention(model) else OwnCache(model, self._ends)
         self.windows: set[int] = set()  # sliding windows that layers have asked for so far
 
     def close(self) -> None:
@@ -84,6 +87,8 @@ class LayerWalk:
         lets leave early get no logits. `done`, of the pack's nodes, counts the layers that they go through. The rule
         `thinning` leaves tokens behind.
         """
+        if thinning is not None and self._own_cache is not None:
+            raise UnsupportedModelError(NO_QUERIES)
         self._held.drop_others(pack.keep | {node.key for node in pack.held})  # what another plan has left
         state, hidden = self.begin(pack, done), None
         with ForestAttention(pack.held_tokens + len(pack.tokens)) as attention:
@@ -103,8 +108,8 @@ class LayerWalk:
 
     @property
     def recurrent(self) -> bool:
-        """Whether any layer has recurrent modules."""
-        return any(recurrent_modules(layer) for layer in self._own_layers)
+        """Whether any layer has recurrent modules, or all are walked with the model's own cache."""
+        return self._own_cache is not None or any(recurrent_modules(layer) for layer in self._own_layers)
 
     @torch.inference_mode()
     def watch(
@@ -115,6 +120,8 @@ class LayerWalk:
         A layer is valid until the next one is asked for; those without attention are left out. Of the last one only
         keys and queries are computed.
         """
+        if self._own_cache is not None:
+            raise UnsupportedModelError(NO_QUERIES)
         with ForestAttention(len(pack.tokens), watched) as attention:
             for _ in self.through_layers(self.begin(pack), attention, tick):
                 if attention.attended:
@@ -188,7 +195,7 @@ class LayerWalk:
     ) -> None:
         """Bring all chunks through one layer; its output overwrites its input.
 
-        The last layer computes only K,V, unless it is recurrent.
+        The last layer computes only K,V, unless it is recurrent or called with the model's own cache.
         """
         if index == len(self.layers) - 1 and not state.recurrence:
             self.store_keys(state, index, layer, attention, tick)
@@ -197,7 +204,11 @@ class LayerWalk:
             for chunk, call, rows in self._each_chunk(state, index):
                 attention.chunk(chunk)
                 recurrence.chunk(chunk.start, chunk.end)
-                self._residual.write(state.hidden, chunk.start, self.call(layer, rows, call, attention))
+                if isinstance(recurrence, OwnCacheLayer):
+                    rows = recurrence.output(rows, state.tokens)
+                else:
+                    rows = self.call(layer, rows, call, attention)
+                self._residual.write(state.hidden, chunk.start, rows)
                 tick((chunk.end - chunk.start) / len(self.layers))
         state.done.full[state.nodes] += 1
 
@@ -295,6 +306,10 @@ class LayerWalk:
         """Begin a layer, with what is held of it."""
         attention.start_layer(self._held.keys_values(index, state.pack))
         kept = [bisect_left(state.nodes, node) for node in state.whole.kept_nodes]
+        if self._own_cache is not None:
+            paths = self._held.paths(index, state.pack)
+            state.recurrence = OwnCacheLayer(self._own_cache, index, layer, state.tree, kept=kept, given=paths)
+            return
         state.recurrence = LayerRecurrence(layer, state.tree, kept=kept, given=self._held.states(index, state.pack))
 
     def store_keys(
@@ -338,7 +353,8 @@ class LayerWalk:
         left = remainder(state.pack, at, kept)
         state.reads, gone = going, len(state.tokens) - len(left.tokens)
         ahead = len(self.layers) - 1 - through + KEYS_SHARE
-        if not left.nodes or gone * ahead > rule.regroup_cost * len(left.tokens):
+        stays = self._own_cache is not None and self._own_cache.carries
+        if not left.nodes or (not stays and gone * ahead > rule.regroup_cost * len(left.tokens)):
             self.regroup(state, left, attention)
             tick(gone * (1 - through / len(self.layers)))
         else:
@@ -362,7 +378,10 @@ class LayerWalk:
 
     def _arguments(self, tokens: Tensor, chunk: Chunk, buffers: CallBuffers) -> tuple[Tensor, list[LayerCall]]:
         """A chunk's rows of the residual stream before the first layer, and the other arguments of each layer."""
-        recording = self.record(tokens[chunk.start : chunk.end], chunk.positions)
+        own = tokens[chunk.start : chunk.end]
+        if self._own_cache is not None:  # which has them made for each call
+            return self._own_cache.embed(own, chunk.positions), [((), {})] * len(self.layers)
+        recording = self.record(own, chunk.positions)
         return recording.hidden, buffers.keep(recording.calls, chunk.end - chunk.start)
 
     def _hold(self, index: int, state: WalkState, attention: ForestAttention) -> None:

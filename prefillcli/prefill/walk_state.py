@@ -12,6 +12,7 @@ from prefillcli.plan.exit_work import LayersDone
 from prefillcli.plan.pack import Pack
 from prefillcli.prefill.layer_calls import LayerCall
 from prefillcli.prefill.layout import Chunk, IntArray, Tree
+from prefillcli.prefill.own_cache import OwnCacheLayer
 from prefillcli.prefill.recurrent import LayerRecurrence
 
 
@@ -32,7 +33,7 @@ class WalkState:
     chunks: list[Chunk]
     calls: list[list[LayerCall]]  # of each chunk, of each layer
     hidden: Tensor  # the residual stream, [1, tokens, hidden]
-    recurrence: LayerRecurrence = field(init=False)  # of the layer that is computed
+    recurrence: LayerRecurrence | OwnCacheLayer = field(init=False)  # of the layer that is computed
 
     @property
     def last_tokens(self) -> IntArray:
