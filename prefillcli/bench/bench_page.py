@@ -6,11 +6,12 @@ from typing import Any
 
 from prefillcli.bench.report import REFERENCE, BenchReport, WorkloadResult
 from prefillcli.bench.verdicts import workload_remarks
-from prefillcli.bench.workload_tables import answer_table, cost_table, speedup_table, workload_headline
+from prefillcli.bench.workload_tables import answer_table, cost_table, drift_table, speedup_table, workload_headline
 from prefillcli.redaction import shown_report
 from prefillcli.report.files import write_with_page
 from prefillcli.report.html import render_page, shown_settings
 from prefillcli.report.numbers import percent_interval
+from prefillcli.report.tables import TableRows
 
 
 def bench_html(report: BenchReport) -> str:
@@ -26,6 +27,7 @@ def bench_html(report: BenchReport) -> str:
                     ("Speed", cost_table(each)),
                     (f"Speedup over {REFERENCE}", speedup_table(each)),
                     (f"Answers against {REFERENCE}", answer_table(each)),
+                    *_drift_tables(each),
                 ],
                 "remarks": workload_remarks(each),
                 "able": each.reference_able is not False,
@@ -36,6 +38,12 @@ def bench_html(report: BenchReport) -> str:
         ],
         settings=shown_settings(report.settings),
     )
+
+
+def _drift_tables(workload: WorkloadResult) -> list[tuple[str, TableRows]]:
+    """The table of state drift, where there is any."""
+    rows = drift_table(workload)
+    return [("State drift: distance over the norm, median of each layer", rows)] if rows else []
 
 
 def _speedup_bars(workload: WorkloadResult) -> list[dict[str, Any]]:

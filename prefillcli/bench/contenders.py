@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from prefillcli.bench.report import ExitResult
+from prefillcli.bench.report import ExitResult, StateDrift
+from prefillcli.bench.state_drift import state_drift
 from prefillcli.compress.answers import answer, answer_requests, plan_requests
 from prefillcli.compress.base import ImportanceEstimate
 from prefillcli.compress.compressor import Compressor
@@ -148,6 +149,10 @@ class Equipment:
         finally:
             engine.close()
 
+    def drift(self, requests: Sequence[Request]) -> StateDrift | None:
+        """How far compressed requests leave recurrent layers from where whole prompts leave them."""
+        return state_drift(self._walk_alone, self.limits, requests)
+
     def plan(self, requests: Sequence[Request]) -> Plan:
         return plan_requests(requests, self.limits, self._schedule)
 
@@ -201,6 +206,10 @@ class Contender(ABC):
 
     def exits(self, run: MethodRun, full: Float64Array) -> ExitResult | None:
         """Where prompts left, beside the label log-probabilities `full` [prompts, labels]; None if they cannot."""
+        return None
+
+    def drift(self, run: MethodRun) -> StateDrift | None:
+        """How far recurrent layers end from where whole prompts leave them; None without any, or if all is kept."""
         return None
 
     def predictions(self, run: MethodRun) -> tuple[float, float] | None:
@@ -301,6 +310,9 @@ class Compressed(Contender):
             if picked.tokens and estimate.importance is not None
         ]
         return MethodRun(self._equipment.walk([requests]), requests, drafted, picked.tokens)
+
+    def drift(self, run: MethodRun) -> StateDrift | None:
+        return self._equipment.drift(run.requests)
 
     def predictions(self, run: MethodRun) -> tuple[float, float] | None:
         equipment, keep = self._equipment, self.keep or 1.0

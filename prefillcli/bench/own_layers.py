@@ -9,6 +9,7 @@ from typing import cast
 import numpy as np
 
 from prefillcli.bench.contenders import Compressed, Cost, Equipment, MethodRun, PickedOnce
+from prefillcli.bench.report import StateDrift
 from prefillcli.compress.answers import method_of
 from prefillcli.compress.compressor import Compressor
 from prefillcli.compress.pickers.gemfilter import GemFilter
@@ -73,6 +74,9 @@ class SelfDrafted(_OwnLayers):
             return Cost(whole.computed_tokens, flops)
         except NoCostModel as error:
             return Cost(whole.computed_tokens, None, str(error))
+
+    def drift(self, run: MethodRun) -> StateDrift | None:
+        return None  # its first layers read whole prompts
 
     def _again(self, depth: float) -> float:
         return 1 - depth

@@ -77,6 +77,26 @@ class ExitResult(BaseModel):
     classes: list[ClassFlips]
 
 
+class LayerDrift(BaseModel):
+    """Of one recurrent layer, over some rows; layers are numbered from 1."""
+
+    layer: int
+    median: float
+    largest: float
+
+
+class StateDrift(BaseModel):
+    """How far the final states of recurrent layers are from those of the whole prompt.
+
+    L2 distance over the norm of the latter; median and largest over all rows and layers.
+    """
+
+    rows: int  # compressed ones that were looked at
+    median: float
+    largest: float
+    layers: list[LayerDrift]
+
+
 class MethodResult(BaseModel):
     """A method on a workload."""
 
@@ -98,6 +118,7 @@ class MethodResult(BaseModel):
     )  # rows read in full although they were to be compressed, by reason
     answers: Answers
     exits: ExitResult | None = None  # of a method that lets rows leave
+    drift: StateDrift | None = None  # of a method that drops tokens, where the model has recurrent layers
 
 
 class WorkloadResult(BaseModel):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefillcli.bench.report import REFERENCE, ExitResult, MethodResult, WorkloadResult
+from prefillcli.bench.report import REFERENCE, ExitResult, MethodResult, StateDrift, WorkloadResult
 from prefillcli.report.numbers import percent_interval, three_digits
 
 
@@ -62,6 +62,8 @@ def workload_remarks(workload: WorkloadResult) -> list[str]:
             found.append(f"{each.method}: {count:,} rows were read in full ({reason})")
         if each.exits is not None:
             found.append(_of_exits(each.method, each.exits, workload.rows))
+        if each.drift is not None:
+            found.append(_of_drift(each.method, each.drift))
     if undropped := [each.method for each in workload.methods if dropped_nothing(each)]:
         found.append(
             f"{', '.join(undropped)}: nothing was dropped, so this shows nothing: the prompts are short, and their "
@@ -85,6 +87,16 @@ def _of_exits(method: str, exits: ExitResult, rows: int) -> str:
         f"{method}: {sum(early.values()) / rows:.0%} of the rows left{f' ({where})' if early else ''} and spared "
         f"{exits.layers_saved:.0%} of the layers; flips by {REFERENCE}'s answer, for --max-flips {exits.max_flips:g}: "
         f"{flips}"
+    )
+
+
+def _of_drift(method: str, drift: StateDrift) -> str:
+    """How far the states of recurrent layers have drifted, and where the most."""
+    worst = max(drift.layers, key=lambda each: each.median)
+    return (
+        f"{method}: states of recurrent layers drift by {drift.median:.2f} of their norm, from those after the whole "
+        f"prompt to those after the kept tokens (median of {len(drift.layers):,} layers and {drift.rows:,} rows; at "
+        f"most {drift.largest:.2f}; most in layer {worst.layer:,}, {worst.median:.2f})"
     )
 
 

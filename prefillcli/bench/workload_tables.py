@@ -63,6 +63,18 @@ def answer_table(workload: WorkloadResult) -> TableRows:
     return rows
 
 
+def drift_table(workload: WorkloadResult) -> TableRows:
+    """Header and one row for each method that made states drift; no rows without recurrent layers."""
+    found = [(each.method, each.drift) for each in workload.methods if each.drift is not None]
+    if not found:
+        return []
+    rows = [["method", "rows", "median", "largest", *(f"layer {each.layer}" for each in found[0][1].layers)]]
+    for method, drift in found:
+        layers = [f"{each.median:.2f}" for each in drift.layers]
+        rows.append([method, f"{drift.rows:,}", f"{drift.median:.2f}", f"{drift.largest:.2f}", *layers])
+    return rows
+
+
 def workload_headline(workload: WorkloadResult) -> str:
     """Name and size in a line."""
     return (

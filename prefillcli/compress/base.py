@@ -32,6 +32,8 @@ class ImportanceEstimate:
     reason: str | None = None
     seconds: float = 0.0
     """The prompt's share of the time that the estimates took."""
+    voters: tuple[int, ...] = ()
+    """The draft's layers that voted, by their numbers from 0."""
 
 
 class Estimator(Protocol):

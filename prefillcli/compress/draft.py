@@ -14,6 +14,7 @@ from prefillcli.compress.fallbacks import FAILED, NO_MEMORY, NO_VOTE, NOT_FINITE
 from prefillcli.compress.importance import PromptQueries, add_votes, importance, last_queries, last_tokens
 from prefillcli.compress.settings import Compression
 from prefillcli.decode.lookahead import look_ahead
+from prefillcli.errors import UsageError
 from prefillcli.plan.account import account
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
@@ -21,9 +22,12 @@ from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.layout import Tree
 from prefillcli.prefill.walk import LayerWalk
 
+Votes = tuple[Float32Array | None, str | None, tuple[int, ...]]
+"""The importance of a prompt's tokens, float32 [tokens], or why there is none; and the layers that voted."""
+
 
 class Draft:
-    """A small model with the target's tokenizer.
+    """A small model with the target's tokenizer. Raises UsageError if none of its layers could vote.
 
     `limits` come from `models.law.draft_limits`. `max_length` is the longest prompt that its position encoding takes.
     `on_failure` is called with what a pack failed with.
@@ -50,6 +54,13 @@ class Draft:
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
         self._stop_tokens = _end_of_text(model)
         self._on_failure = on_failure
+        self._walk.check_queries()
+        if not self._attends():
+            self.close()
+            raise UsageError(
+                f"--draft: none of its {len(self._walk.layers)} layers attends to tokens, so none can vote on them\n"
+                "name a small model that has attention layers"
+            )
 
     def close(self) -> None:
         self._walk.close()
@@ -68,16 +79,22 @@ class Draft:
             except Exception as error:  # whatever it is, the rows can be read in full
                 self.failure = error
                 self._on_failure(error)
-                found = dict.fromkeys(pack.prompts)
-                for number in found:
-                    estimates[able[number]].reason = FAILED
+                found = dict.fromkeys(pack.prompts, (None, FAILED, ()))
             seconds = time.monotonic() - begun
             for part in account(pack):
                 own = estimates[able[part.prompt]]
                 own.seconds = seconds * part.share
-                if own.reason is None:
-                    own.importance, own.reason = _checked(found[part.prompt])
+                own.importance, own.reason, own.voters = found[part.prompt]
         return estimates
+
+    def _attends(self) -> bool:
+        """Whether any layer attends, found out with a prompt of one token."""
+        (pack,) = make_plan([np.zeros(1, dtype=np.int32)], Limits(1, 1)).packs
+        try:
+            with closing(self._walk.watch(pack, [0])) as layers:
+                return next(layers, None) is not None
+        except Exception:  # it will fail on the rows too, which say so
+            return True
 
     def _refusal(self, tokens: TokenArray) -> str | None:
         if len(tokens) > self._max_length:
@@ -89,8 +106,8 @@ class Draft:
             return NO_MEMORY
         return None
 
-    def _importances(self, pack: Pack, tick: Tick) -> dict[int, Float32Array | None]:
-        """The importance, float32 [tokens], by prompt of a pack; None for a prompt without votes."""
+    def _importances(self, pack: Pack, tick: Tick) -> dict[int, Votes]:
+        """What the layers find important, by prompt of a pack."""
         settings = self._settings
         tree = Tree(pack)
         paths = [tree.path(node) for node, _ in pack.reads]
@@ -111,9 +128,10 @@ class Draft:
                 for layer in layers:
                     add_votes(layer, queries, settings.pool)
         self.tokens += len(pack.tokens)
-        found: dict[int, Float32Array | None] = {}
+        found: dict[int, Votes] = {}
         for prompt, (_, numbers) in zip(queries, pack.reads, strict=True):
-            found |= dict.fromkeys(numbers, importance(prompt, settings.query_reduce, settings.select_chunk))
+            votes = _checked(importance(prompt, settings.query_reduce, settings.select_chunk))
+            found |= dict.fromkeys(numbers, (*votes, tuple(prompt.voters)))
         return found
 
 

@@ -3,7 +3,8 @@
 For each layer, head and query: softmax in float32 of the query's scores over the prompt's keys, smoothed by average
 pooling over tokens. Then the maximum over layers and heads is taken (SpecPrefill, section 3.2; pooling and its order
 as in the authors' code), and the queries are combined: by the best rank that any of them gives, by their mean as in
-the paper, or by their maximum. Layers whose sliding window does not span the whole prompt have no vote.
+the paper, or by their maximum. Layers whose sliding window does not span the whole prompt have no vote, and neither
+have layers without attention.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class PromptQueries:
     sees: list[int]
     depths: list[int]
     votes: Tensor | None = field(default=None, init=False)  # float32 [queries, tokens], the largest so far
+    voters: list[int] = field(default_factory=list, init=False)  # numbers of the layers that have voted
 
     @property
     def tokens(self) -> int:
@@ -64,6 +66,7 @@ def add_votes(layer: WatchedLayer, prompts: Sequence[PromptQueries], pool: int) 
     for prompt in prompts:
         if window is None or window > max(prompt.depths):
             _vote(layer, prompt, pool)
+            prompt.voters.append(layer.number)
 
 
 def _vote(layer: WatchedLayer, prompt: PromptQueries, pool: int) -> None:

@@ -7,14 +7,16 @@ K,V in all layers are kept while it lasts, with those of the decoded tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from prefillcli.plan.pack import Pack
 from prefillcli.prefill.attention import attend, merge_into
-from prefillcli.prefill.forest import ForestAttention, Scoring, UnsupportedModelError, WatchedLayer
+from prefillcli.prefill.branch_recurrence import BranchRecurrence
+from prefillcli.prefill.forest import ForestAttention, Scoring, WatchedLayer
 from prefillcli.prefill.held_parts import KeyValue
 from prefillcli.prefill.layout import Chunk, LastTokens
 from prefillcli.prefill.walk import LayerWalk, Tick
@@ -25,9 +27,9 @@ from prefillcli.prefill.walk_state import WalkState
 class Lookahead:
     """Queries of a pack's watched tokens, and of tokens decoded greedily behind its reads.
 
-    `counts[i]` tokens were decoded behind read i before an end of text. `layers`, one for each of the model's, begin
-    with the queries of the watched tokens in their order; those of each read's first decoded token follow, then of the
-    second.
+    `counts[i]` tokens were decoded behind read i before an end of text. `layers`, one for each of the model's that
+    attend, begin with the queries of the watched tokens in their order; those of each read's first decoded token
+    follow, then of the second.
     """
 
     counts: list[int]
@@ -45,23 +47,20 @@ def look_ahead(
 ) -> Lookahead:
     """`walk.watch`, and decode `steps` tokens behind each read, greedily.
 
-    All layers' K,V stay in memory as long as the result. Raises UnsupportedModelError for a model with recurrent
-    layers.
+    All layers' K,V, and the states of recurrent layers behind each read, stay in memory as long as the result.
+    Raises UnsupportedModelError for a model that is walked with its own cache.
     """
-    if walk.recurrent:
-        raise UnsupportedModelError("a draft with recurrent layers decodes nothing ahead: take --lookahead 0")
-    state = walk.begin(pack)
-    stored: list[KeyValue] = []
-    first: list[WatchedLayer] = []
+    walk.check_queries()
+    state = walk.begin(pack.keeping_ends())
+    passed: list[_PassedLayer] = []
     with _DecodingAttention(len(pack.tokens), watched) as attention:
         hidden = state.hidden
         for index, layer in walk.through_layers(state, attention, tick):
-            first.append(attention.watched_layer)
-            stored.append(attention.take_keys_values())
+            passed.append(_PassedLayer.of(index, state, attention))
             if index == len(walk.layers) - 1:
-                attention.resume_layer(stored[-1], first[-1].scoring)
+                passed[-1].resume(attention)
                 hidden = walk.read_last(state, layer, attention)
-        decoding = _Decoding(walk, state, attention, stored, first)
+        decoding = _Decoding(walk, state, attention, passed)
         counts = torch.zeros(len(pack.reads), dtype=torch.long)
         going = torch.ones(len(pack.reads), dtype=torch.bool)
         for step in range(1, steps + 1):
@@ -72,6 +71,30 @@ def look_ahead(
             counts += going
             hidden = decoding.forward(tokens, step, tick)
     return Lookahead(counts.tolist(), decoding.watched_layers())
+
+
+@dataclass(slots=True)
+class _PassedLayer:
+    """What decoding needs of a layer that the pack has passed: K,V, queries, states behind the reads."""
+
+    watched: WatchedLayer | None  # None of a layer without attention
+    stored: KeyValue | None
+    recurrence: BranchRecurrence
+    queries: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, index: int, state: WalkState, attention: _DecodingAttention) -> Self:
+        """The layer of number `index`, which all chunks have passed."""
+        recurrence = BranchRecurrence([state.recurrence.end_of(node) for node, _ in state.pack.reads])
+        if not attention.attended:
+            return cls(None, None, recurrence)
+        watched = attention.watched_layer(index)
+        return cls(watched, attention.take_keys_values(), recurrence, [watched.queries])
+
+    def resume(self, attention: _DecodingAttention) -> None:
+        """Begin the layer again."""
+        if self.watched is not None and self.stored is not None:
+            attention.resume_layer(self.stored, self.watched.scoring)
 
 
 @dataclass(slots=True)
@@ -100,37 +123,35 @@ class _Decoding:
         walk: LayerWalk,
         state: WalkState,
         attention: _DecodingAttention,
-        stored: list[KeyValue],
-        first: list[WatchedLayer],
+        passed: list[_PassedLayer],
     ) -> None:
         self._walk = walk
         self._attention = attention
-        self._stored = stored
-        self._first = first
+        self._passed = passed
         self._positions = state.tree.positions[state.last_tokens]
-        self._queries = [[layer.queries] for layer in first]
         nodes = [node for node, _ in state.pack.reads]
-        self._decoded = [_DecodedTokens(LastTokens(state.tree, nodes, walk.device)) for _ in first]
+        self._decoded = [_DecodedTokens(LastTokens(state.tree, nodes, walk.device)) for _ in passed]
 
     def forward(self, tokens: Tensor, step: int, tick: Tick) -> Tensor:
         """The residual stream after the last layer, [1, reads, hidden], of the tokens decoded as number `step`."""
         recording = self._walk.record(tokens, self._positions + step)
         hidden = recording.hidden
-        for index in range(len(self._walk.layers)):
-            decoded = self._decoded[index]
+        for index, (passed, decoded) in enumerate(zip(self._passed, self._decoded, strict=True)):
             decoded.reads.ahead = step
-            self._attention.resume_layer(self._stored[index], self._first[index].scoring)
+            passed.resume(self._attention)
             self._attention.decoded_tokens(decoded)
-            with self._walk.layers.use(index) as layer:
+            with self._walk.layers.use(index) as layer, passed.recurrence.calls(layer):
                 hidden = self._walk.call(layer, hidden, recording.calls[index], self._attention)
-            self._queries[index].append(self._attention.watched_layer.queries)
+            if passed.watched is not None:
+                passed.queries.append(self._attention.watched_layer(index).queries)
             tick(0.0)
         return hidden
 
     def watched_layers(self) -> Iterator[WatchedLayer]:
-        """Each layer with all queries."""
-        for layer, queries in zip(self._first, self._queries, strict=True):
-            yield WatchedLayer(layer.keys, torch.cat(queries, dim=1), layer.scoring)
+        """Each layer that attends, with all queries."""
+        for passed in self._passed:
+            if passed.watched is not None:
+                yield replace(passed.watched, queries=torch.cat(passed.queries, dim=1))
 
 
 class _DecodingAttention(ForestAttention):

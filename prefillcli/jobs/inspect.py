@@ -76,11 +76,15 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """How the model reads the row, the importance of its tokens (None where no draft was asked), why each is kept."""
+    """How the model reads the row, the importance of its tokens (None where no draft was asked), why each is kept.
+
+    `voters` are the draft's layers that voted, by their numbers from 0.
+    """
 
     request: Request
     importance: Float32Array | None
     why: list[TokenReason]
+    voters: tuple[int, ...] = ()
 
 
 def inspect_job(settings: InspectSettings) -> dict[str, Any]:
@@ -182,6 +186,8 @@ class _InspectJob:
             compressed=compressed,
             settings=_shown(settings),
             method=read.request.method,
+            voters=tuple(number + 1 for number in read.voters),
+            draft_layers=0 if opened.draft is None else opened.draft.config.get_text_config().num_hidden_layers,
             margins=None
             if shown is None
             else margin_curve(shown.readings, shown.logprobs, labels.names, self._policy),
@@ -209,17 +215,18 @@ class _InspectJob:
         near = [tokens >= min(compression.select_chunk, len(prompt.tokens)) for tokens in common]
         if compression.per_row:
             near = [at == own for at in range(len(related))]
-        requests, importances = _select(compressor, relatives, rates, near, tick)
+        requests, estimates = _select(compressor, relatives, rates, near, tick)
         in_full = why_in_full(requests[own])
         if in_full is not None:
             self._tell_in_full(in_full)
         ends = tails([each.tokens for each in relatives], rates, compression)
         neighbours = [
-            Neighbour(len(relatives[at].tokens), ends[at], importances[at] is None, common[at])
+            Neighbour(len(relatives[at].tokens), ends[at], estimates[at].importance is None, common[at])
             for at in range(len(related))
             if at != own and not compression.per_row
         ]
-        return _Read(requests[own], importances[own], why_kept(requests[own], ends[own], neighbours, compression))
+        why = why_kept(requests[own], ends[own], neighbours, compression)
+        return _Read(requests[own], estimates[own].importance, why, estimates[own].voters)
 
     def _tell_in_full(self, why: str) -> None:
         print(f"prefill: warning: row {self._summary.row} is read in full: {why}", file=sys.stderr)
@@ -279,8 +286,8 @@ def _select(
     keeps: Sequence[float | None],
     near: Sequence[bool],
     tick: Tick,
-) -> tuple[list[Request], list[Float32Array | None]]:
-    """Requests of prompts that share their first tokens, and the importance they follow from.
+) -> tuple[list[Request], list[ImportanceEstimate]]:
+    """Requests of prompts that share their first tokens, and the estimates they follow from.
 
     The importance of those that are not `near` has no say in what is kept of the row: they share no whole chunk with
     it, or every row is selected by itself. The draft is spared them. Where they are compressed they still are so.
@@ -290,7 +297,7 @@ def _select(
     for at, prompt in enumerate(prompts):
         if keeps[at] is not None and not near[at]:
             estimates[at] = ImportanceEstimate(np.zeros(len(prompt.tokens), np.float32))
-    return compressor.select(prompts, keeps, estimates), [estimate.importance for estimate in estimates]
+    return compressor.select(prompts, keeps, estimates), estimates
 
 
 def _views(encoder: Encoder, read: _Read) -> list[TokenView]:

@@ -80,8 +80,9 @@ class Scoring:
 @dataclass(frozen=True, slots=True)
 class WatchedLayer:
     """One layer of a pack: all keys [kv heads, tokens, width] and some queries [heads, queries, width], both after
-    position encoding, and how the layer scores them."""
+    position encoding, and how the layer scores them. `number` is its place in the model, from 0."""
 
+    number: int
     keys: Tensor
     queries: Tensor
     scoring: Scoring
@@ -126,12 +127,11 @@ class ForestAttention:
             raise UnsupportedModelError("a layer stored no keys")
         return self.keys, self.values
 
-    @property
-    def watched_layer(self) -> WatchedLayer:
-        """The current layer, with the queries kept of it."""
+    def watched_layer(self, number: int) -> WatchedLayer:
+        """The current layer, of this `number`, with the queries kept of it."""
         if self._scoring is None:
             raise RuntimeError("no layer was called yet")
-        return WatchedLayer(self.keys_values[0][0], torch.cat(self.queries, dim=1), self._scoring)
+        return WatchedLayer(number, self.keys_values[0][0], torch.cat(self.queries, dim=1), self._scoring)
 
     def start_layer(self, held: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Begin a layer, with the K,V of the held nodes, on any device."""

@@ -109,7 +109,7 @@ class LayerRecurrence:
         kwargs: dict[str, Any],
     ) -> Any:
         """A module's output for all tokens of the chunk."""
-        call = _Call(module, forward, args, kwargs, self._runs[-1].end - self._runs[0].start)
+        call = ModuleCall(module, forward, args, kwargs, self._runs[-1].end - self._runs[0].start)
         first = self._runs[0].start
         ends: list[tuple[NodeRun, LinearAttentionLayer | None]] = []
         for run in self._runs:
@@ -127,7 +127,7 @@ class LayerRecurrence:
         return call.output
 
 
-class _Call:
+class ModuleCall:
     """One call of a module over a chunk, computed in parts."""
 
     def __init__(
@@ -160,6 +160,12 @@ class _Call:
         for place, rows in self._places(self._forward_rows(lambda value: value[:, tokens], (1, count), state)):
             place[:, tokens] = rows
 
+    def compute_steps(self, state: LinearAttentionLayer) -> None:
+        """Each token by itself, behind its own of the stacked states, which are changed."""
+        out = self._forward_rows(lambda value: value.transpose(0, 1), (self._tokens, 1), state)
+        for place, rows in self._places(out):
+            place[0] = rows[:, 0]
+
     def compute_ends(self, runs: list[tuple[int, int, LinearAttentionLayer | None]]) -> None:
         """Runs of tokens behind which nothing reads on: all with a state, or all without."""
         states = {(start, end): state for start, end, state in runs}
@@ -170,7 +176,7 @@ class _Call:
             for at in range(0, len(group.runs), most):
                 part = slice(at, at + most)
                 index, valid = group.index[part], group.valid[part]
-                before = _stack([state for run in group.runs[part] if (state := states[run]) is not None])
+                before = stack_states([state for run in group.runs[part] if (state := states[run]) is not None])
 
                 def pick(value: Tensor, index: Tensor = index) -> Tensor:
                     return value[0].index_select(0, index.flatten()).view(*index.shape, *value.shape[2:])
@@ -235,10 +241,10 @@ class _Same(list[Any]):
 
 def fork_state(state: LinearAttentionLayer) -> LinearAttentionLayer:
     """A copy of a state that can be changed."""
-    return _stack([state]) or state
+    return stack_states([state]) or state
 
 
-def _stack(states: Sequence[LinearAttentionLayer]) -> LinearAttentionLayer | None:
+def stack_states(states: Sequence[LinearAttentionLayer]) -> LinearAttentionLayer | None:
     """The states of several runs as those of one batch; None if there are none."""
     if not states:
         return None

@@ -28,7 +28,7 @@ from prefillcli.prefill.layout import Chunk, IntArray, LastTokens, Tree, split_e
 from prefillcli.prefill.leaving import ExitRule, Remainder, going_on, remainder
 from prefillcli.prefill.model_ends import ModelEnds
 from prefillcli.prefill.own_cache import NO_QUERIES, OwnCache, OwnCacheLayer, has_forest_attention
-from prefillcli.prefill.recurrent import LayerRecurrence, recurrent_modules
+from prefillcli.prefill.recurrent import LayerRecurrence
 from prefillcli.prefill.residual import ResidualRows
 from prefillcli.prefill.thinning import ThinningRule, thin_pack, watch_for
 from prefillcli.prefill.walk_state import WalkState
@@ -106,10 +106,10 @@ class LayerWalk:
         """Whether all layers' parts of a node are kept under this key."""
         return self._held.holds(key)
 
-    @property
-    def recurrent(self) -> bool:
-        """Whether any layer has recurrent modules, or all are walked with the model's own cache."""
-        return self._own_cache is not None or any(recurrent_modules(layer) for layer in self._own_layers)
+    def check_queries(self) -> None:
+        """Raises UnsupportedModelError if the walk does not see the queries of the model's layers."""
+        if self._own_cache is not None:
+            raise UnsupportedModelError(NO_QUERIES)
 
     @torch.inference_mode()
     def watch(
@@ -120,12 +120,11 @@ class LayerWalk:
         A layer is valid until the next one is asked for; those without attention are left out. Of the last one only
         keys and queries are computed.
         """
-        if self._own_cache is not None:
-            raise UnsupportedModelError(NO_QUERIES)
+        self.check_queries()
         with ForestAttention(len(pack.tokens), watched) as attention:
-            for _ in self.through_layers(self.begin(pack), attention, tick):
+            for number, _ in self.through_layers(self.begin(pack), attention, tick):
                 if attention.attended:
-                    yield attention.watched_layer
+                    yield attention.watched_layer(number)
 
     # The parts of a walk, also for what follows one.
 
@@ -281,7 +280,7 @@ class LayerWalk:
 
     def _thin(self, index: int, state: WalkState, attention: ForestAttention, rule: ThinningRule, tick: Tick) -> None:
         """Let the tokens go on that the rule chooses after layer `index`."""
-        thinned = rule(state.pack, state.tree, attention.watched_layer)
+        thinned = rule(state.pack, state.tree, attention.watched_layer(index))
         left, before = thin_pack(state.pack, [each.tokens for each in thinned]), len(state.tokens)
         self.regroup(state, left, attention)
         tick((before - len(left.tokens)) * (1 - (index + 1) / len(self.layers)))

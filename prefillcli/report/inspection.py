@@ -80,6 +80,8 @@ class Inspection:
     compressed: AnswerView | None  # None without compression
     settings: dict[str, Any]
     method: str
+    voters: tuple[int, ...]  # layers of the draft that voted, numbered from 1
+    draft_layers: int  # of the draft; 0 without one
     margins: MarginCurve | None = None  # of the prompt as a job reads it: compressed, if it is
 
 
@@ -143,9 +145,20 @@ def facts(inspection: Inspection) -> list[tuple[str, str]]:
         ("method", inspection.method),
         ("tokens", f"{tokens:,}, {kept:,} kept ({kept / max(tokens, 1):.1%})"),
     ]
+    if any(token.importance is not None for token in inspection.tokens):
+        found.append(("votes", _votes(inspection)))
     prefixes = [f"the first {prefix.tokens:,} by {counted(prefix.rows, 'row')}" for prefix in inspection.shared]
     found.append(("shared", ", ".join(prefixes) or "nothing with another row"))
     return [(name, visible(text, line=True)) for name, text in found]
+
+
+def _votes(inspection: Inspection) -> str:
+    """Which layers of the draft have voted."""
+    voters, layers = inspection.voters, inspection.draft_layers
+    if len(voters) == layers:
+        return f"all {layers:,} layers of the draft"
+    names = ", ".join(f"{number:,}" for number in voters)
+    return f"{len(voters):,} of the draft's {counted(layers, 'layer')}: {names}"
 
 
 def answer_columns(inspection: Inspection) -> list[str]:

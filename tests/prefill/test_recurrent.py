@@ -104,14 +104,14 @@ class _Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tokens: dict[int, int] = {}
-        forward = recurrent._Call._forward_rows
+        forward = recurrent.ModuleCall._forward_rows
 
         def counted(call: Any, pick: Any, shape: Any, state: Any) -> Any:
             name = id(call._module)
             self.tokens[name] = self.tokens.get(name, 0) + shape[0] * shape[1]
             return forward(call, pick, shape, state)
 
-        monkeypatch.setattr(recurrent._Call, "_forward_rows", counted)
+        monkeypatch.setattr(recurrent.ModuleCall, "_forward_rows", counted)
         monkeypatch.setattr(recurrent, "group_runs", one_by_one)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing
-from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -61,7 +60,7 @@ class GemFilter(RowPicker):
         ends = [pack.offsets[node + 1] - 1 for node, _ in pack.reads]
         watched = sorted(set(ends))
         with closing(walk.watch(pack, watched, tick)) as layers:
-            layer = next(islice(layers, self.layer, None))
+            layer = next(each for each in layers if each.number == self.layer)
         tick(len(pack.tokens) * (1 - (self.layer + 1) / len(walk.layers)))  # the other layers are left out
         votes: dict[int, Float32Array | None] = {}
         for (node, prompts), end in zip(pack.reads, ends, strict=True):

@@ -1,0 +1,124 @@
+"""State drift, against the states in transformers' own cache after eager forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from prefillcli.bench.report import REFERENCE, Answers, MethodResult, Predicted, Range, StateDrift, WorkloadResult
+from prefillcli.bench.state_drift import DRIFT_ROWS, state_drift
+from prefillcli.bench.verdicts import workload_remarks
+from prefillcli.bench.workload_tables import drift_table
+from prefillcli.compress.request import Request
+from prefillcli.data.rows import Prompt
+from prefillcli.plan.pack import Limits
+from prefillcli.prefill.forest import ATTENTION, register
+from prefillcli.prefill.walk import LayerWalk
+from tests.prefill.families import VOCABULARY, make_model
+from tests.prefill.test_recurrent import RECURRENT
+
+PLENTY = Limits(10**6, 10**6)
+
+
+def requests(rows: int = 3) -> list[Request]:
+    """Prompts of which about a quarter is kept."""
+    rng = np.random.default_rng(6)
+    found = []
+    for row in range(rows):
+        tokens = rng.integers(3, VOCABULARY, 150 + 40 * row).astype(np.int32)
+        kept = np.sort(rng.choice(len(tokens), len(tokens) // 4, replace=False))
+        found.append(Request(Prompt(row, tokens, labels=0), kept, "random"))
+    return found
+
+
+def drift_of(model: Any, asked: list[Request], chunk: int = 64) -> StateDrift | None:
+    register()
+    model.set_attn_implementation(ATTENTION)
+
+    @contextmanager
+    def walking() -> Iterator[LayerWalk]:
+        walk = LayerWalk(model, chunk_tokens=chunk)
+        try:
+            yield walk
+        finally:
+            walk.close()
+
+    return state_drift(walking, PLENTY, asked)
+
+
+def cached_states(model: Any, tokens: np.ndarray, positions: np.ndarray) -> dict[int, torch.Tensor]:
+    """What transformers' own cache holds of each recurrent layer, numbered from 1, after one eager forward."""
+    model.set_attn_implementation("eager")
+    ids, places = (torch.as_tensor(each, dtype=torch.long)[None] for each in (tokens, positions))
+    with torch.inference_mode():
+        out = model(input_ids=ids, position_ids=places, attention_mask=torch.ones_like(ids), use_cache=True)
+    found = {}
+    for number, layer in enumerate(out.past_key_values.layers, start=1):
+        if not hasattr(layer, "conv_states"):
+            continue
+        state = layer.recurrent_states[0] if layer.recurrent_states[0] is not None else layer.conv_states[0]
+        if state is not None:  # MLPs have an entry too
+            found[number] = state
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h", "lfm2"])
+def test_drift_is_that_of_transformers_own_states(family: str) -> None:
+    model: Any = make_model(family, **RECURRENT[family])
+    wanted: dict[int, list[float]] = {}
+    for each in requests():
+        prompt, kept = each.prompt.tokens, each.kept
+        assert kept is not None
+        whole = cached_states(model, prompt, np.arange(len(prompt)))
+        for layer, state in cached_states(model, prompt[kept], kept).items():
+            wanted.setdefault(layer, []).append(float((state - whole[layer]).norm() / whole[layer].norm()))
+    found = drift_of(model, requests())
+    assert found is not None
+    assert found.rows == 3
+    assert {each.layer for each in found.layers} == set(wanted)
+    for each in found.layers:
+        assert (each.median, each.largest) == pytest.approx(
+            (np.median(wanted[each.layer]), max(wanted[each.layer])), abs=1e-4
+        )
+    every = [value for own in wanted.values() for value in own]
+    assert (found.median, found.largest) == pytest.approx((np.median(every), max(every)), abs=1e-4)
+    assert found.median > 0.1, "the kept tokens must leave other states, or this shows nothing"
+
+
+def test_only_compressed_rows_count_and_not_all_of_many() -> None:
+    model: Any = make_model("lfm2", **RECURRENT["lfm2"])
+    whole = [Request(each.prompt) for each in requests()]
+    assert drift_of(model, whole) is None
+    found = drift_of(model, [*whole, *requests(DRIFT_ROWS + 2)])
+    assert found is not None
+    assert found.rows == DRIFT_ROWS
+
+
+def test_a_model_without_recurrent_layers_has_no_drift() -> None:
+    assert drift_of(make_model("llama"), requests(1)) is None
+
+
+def test_the_report_says_where_states_drift_most() -> None:
+    layers = [{"layer": 1, "median": 0.25, "largest": 0.5}, {"layer": 4, "median": 0.75, "largest": 1.5}]
+    drift = StateDrift.model_validate({"rows": 8, "median": 0.5, "largest": 1.5, "layers": layers})
+    named = {"rows_per_second": 1, "tokens_per_second": 1, "target_tokens": 1, "draft_tokens": 0, "kept": 0.2}
+    named |= {"seconds": Range.of([1.0]), "speedup": Range.of([1.0]), "predicted": Predicted(), "answers": Answers()}
+    methods = [
+        MethodResult.model_validate({"method": name, "drift": own, **named})
+        for name, own in ((REFERENCE, None), ("specprefill@0.2", drift))
+    ]
+    workload = WorkloadResult(
+        workload="needle", made=True, rows=8, truth_rows=0, prompt_tokens=9, unique_tokens=9, methods=methods
+    )
+    assert drift_table(workload) == [
+        ["method", "rows", "median", "largest", "layer 1", "layer 4"],
+        ["specprefill@0.2", "8", "0.50", "1.50", "0.25", "0.75"],
+    ]
+    (remark,) = workload_remarks(workload)
+    assert remark.startswith("specprefill@0.2: states of recurrent layers drift by 0.50 of their norm")
+    assert "at most 1.50; most in layer 4, 0.75" in remark
