@@ -3,8 +3,8 @@
 For each layer, head and query: softmax in float32 of the query's scores over the prompt's keys, smoothed by average
 pooling over tokens. Then the maximum over layers and heads is taken (SpecPrefill, section 3.2; pooling and its order
 as in the authors' code), and the queries are combined: by the best rank that any of them gives, by their mean as in
-the paper, or by their maximum. Layers whose sliding window does not span the whole prompt have no vote, and neither
-have layers without attention.
+the paper, or by their maximum. Layers whose window does not span the whole prompt have no vote, and neither have
+layers without attention.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from prefillcli.compress.base import Float32Array
 from prefillcli.compress.settings import Reduce
 from prefillcli.prefill.forest import WatchedLayer
+from prefillcli.prefill.key_window import oldest_key
 
 SCORE_BYTES = 64 << 20  # float32 scores at a time
 
@@ -28,7 +29,7 @@ class PromptQueries:
     """A prompt and the queries that vote on its tokens.
 
     `path` says where its keys lie, as (start, end) runs. Query i is row `queries[i]` of a watched layer. It sees the
-    first `sees[i]` of the keys; a sliding window counts back from its depth `depths[i]`.
+    first `sees[i]` of the keys; a window counts from its depth `depths[i]`.
     """
 
     path: list[tuple[int, int]]
@@ -64,7 +65,7 @@ def add_votes(layer: WatchedLayer, prompts: Sequence[PromptQueries], pool: int) 
     """Let a layer vote on the tokens of every prompt. `pool` is the width of the pooling, an odd number; 1: none."""
     window = layer.scoring.window
     for prompt in prompts:
-        if window is None or window > max(prompt.depths):
+        if oldest_key(window, max(prompt.depths)) <= 0:
             _vote(layer, prompt, pool)
             prompt.voters.append(layer.number)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -199,12 +200,18 @@ class _DecodingAttention(ForestAttention):
         decoded = self._decoded
         if decoded is None or decoded.keys is None or decoded.values is None:
             return out, lse
-        seen = slice(-scoring.window if scoring.window else None, None)
+        visible = None
+        if scoring.window is not None:
+            steps = decoded.keys.shape[2]
+            behind = decoded.reads.depths[:, None] - np.arange(steps)[::-1][None, :]
+            seen = behind >= scoring.window.oldest(decoded.reads.depths)[:, None]
+            visible = None if seen.all() else torch.as_tensor(seen, device=query.device)[:, None, None]
         part, part_lse = attend(
             query[0].transpose(0, 1).unsqueeze(2),
-            decoded.keys[:, :, seen],
-            decoded.values[:, :, seen],
+            decoded.keys,
+            decoded.values,
             scale=scoring.scale,
+            visible=visible,
             softcap=scoring.softcap,
             shift=self.shift,
         )

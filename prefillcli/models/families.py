@@ -23,8 +23,9 @@ VERIFIED = {
     "gpt_oss": "gpt-oss",
 }
 
-#: Kinds of layers, in a configuration's `layer_types`, whose attention is over all tokens or through a sliding window.
-ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+#: Kinds of layers, in a configuration's `layer_types`, whose attention is over all tokens, through a sliding window
+#: or within the part of a prompt that a token is in.
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
 
 #: Position encodings that change all positions once a prompt passes a length.
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})

@@ -13,6 +13,7 @@ from prefillcli.models.shape import Shape
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError
+from prefillcli.prefill.key_window import KeyWindow
 from prefillcli.prefill.layer_place import embedding_device
 from prefillcli.prefill.walk import LayerWalk
 
@@ -60,7 +61,7 @@ def rehearse(model: PreTrainedModel, config: Any) -> None:
             f"{family} cannot be walked layer by layer: {type(error).__name__}: {brief(error)}"
         ) from error
     window = Shape(config).sliding_window
-    if window is not None and window not in walk.windows:
+    if window is not None and KeyWindow(window) not in walk.windows:
         raise UnsupportedModelError(f"{family} does not tell its attention function of its sliding window")
     worst = max(float((found[i] - w.float()).abs().max()) for i, w in enumerate(wanted))
     scale = max(float(w.float().abs().max()) for w in wanted)

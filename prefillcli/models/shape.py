@@ -78,7 +78,7 @@ class Shape:
         # Families without layer_types (mistral, mixtral, phi3) slide in every layer or in none.
         kinds = getattr(self._config, "layer_types", None) or ["sliding_attention"] * self.layers
         window = self.sliding_window
-        if strange := set(kinds) - ATTENTION_LAYERS:
+        if strange := set(kinds) - (ATTENTION_LAYERS - {"chunked_attention"}):
             raise NoCostModel(f"{self._config.model_type} has layers of type {', '.join(sorted(strange))}")
         return [window if kind == "sliding_attention" else None for kind in kinds]
 

@@ -154,9 +154,10 @@ def attend_blockwise(
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merge attention over further keys into `out` and `lse`, in place.
 
-    The share of the new part is exp(part_lse) / (exp(lse) + exp(part_lse)).
+    The share of the new part is exp(part_lse) / (exp(lse) + exp(part_lse)). A query that sees nothing of either stays
+    so.
     """
-    weight = torch.sigmoid(part_lse - lse).unsqueeze(-1).to(out.dtype)
+    weight = torch.sigmoid(part_lse - lse).nan_to_num_(0.0).unsqueeze(-1).to(out.dtype)
     out.lerp_(part.to(out.dtype), weight)
     torch.logaddexp(lse, part_lse, out=lse)
 

@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from prefillcli.errors import UsageError
 from prefillcli.prefill.attention import apply_sinks, attend, longest_batched, merge_into
 from prefillcli.prefill.kernel import LANES, ForestKernel, forest_kernel, takes
+from prefillcli.prefill.key_window import KeyWindow, layer_window
 from prefillcli.prefill.layout import Chunk, Group, IntArray, LastTokens, Span, group_runs, split_by_length
 from prefillcli.prefill.products import Shift, fast_products
 
@@ -70,11 +71,11 @@ def _no_mask(*args: Any, **kwargs: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How a layer scores keys: the factor, the soft cap and the sliding window, if any."""
+    """How a layer scores keys: the factor, the soft cap and the window, if any."""
 
     scale: float
     softcap: float | None
-    window: int | None
+    window: KeyWindow | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ class ForestAttention:
         self._held: Sequence[tuple[Tensor, Tensor]] = ()
         self.calls = 0  # by the current layer call; more than one is no layer we know
         self.attended = False  # whether the current layer has attention
-        self.windows: set[int] = set()  # sliding windows that layers asked for
+        self.windows: set[KeyWindow] = set()  # that layers asked for
 
     def __enter__(self) -> Self:
         self._token = _active.set(self)
@@ -160,6 +161,13 @@ class ForestAttention:
     def last_tokens(self, tokens: LastTokens) -> None:
         self._computed, self._keys_only, self.calls = tokens, False, 0
 
+    @property
+    def depths(self) -> IntArray:
+        """The depths of the tokens that are computed."""
+        if self._computed is None:
+            raise RuntimeError("say what is computed before a layer is called")
+        return self._computed.depths
+
     def __call__(
         self,
         module: nn.Module,
@@ -186,9 +194,10 @@ class ForestAttention:
             )
         if key.shape[:3] != value.shape[:3] or key.shape[2] != query.shape[2] or query.shape[0] != 1:
             raise UnsupportedModelError(f"{type(module).__name__} attends over keys other than its own tokens'")
-        if sliding_window is not None:
-            self.windows.add(sliding_window)
-        scoring = Scoring(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap, sliding_window)
+        window = layer_window(module, sliding_window)
+        if window is not None:
+            self.windows.add(window)
+        scoring = Scoring(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap, window)
         self._scoring = scoring
         self.receive(query, key, value, scoring)
         shift = self.shift
@@ -266,7 +275,8 @@ class ForestAttention:
         keys, values = self.keys_values
         blocks, runs = chunk.blocks(scoring.window, LANES * keys.shape[1] // query.shape[1])
         out, lse = _room_for_output(query, values)
-        kernel.attend(query, keys, values, blocks, runs, scale=scoring.scale, window=scoring.window, out=out, lse=lse)
+        sliding = None if scoring.window is None or scoring.window.aligned else scoring.window.size
+        kernel.attend(query, keys, values, blocks, runs, scale=scoring.scale, window=sliding, out=out, lse=lse)
         return out, lse
 
     def _attend_chunk(
@@ -335,9 +345,9 @@ class ForestAttention:
             at, run = slice(span.q0, span.q1), slice(span.k0, span.k1)
             visible = None
             if span.masked and scoring.window is not None:
-                hidden_to = torch.as_tensor(depths[at], device=query.device) - scoring.window
+                oldest = torch.as_tensor(scoring.window.oldest(depths[at]), device=query.device)
                 key_depths = torch.arange(span.k1 - span.k0, device=query.device) + span.k_depth
-                visible = (key_depths[None, :] > hidden_to[:, None])[None, None]
+                visible = (key_depths[None, :] >= oldest[:, None])[None, None]
             part, part_lse = attend(
                 query[:, :, at],
                 keys[:, :, run],
@@ -353,11 +363,11 @@ class ForestAttention:
 def _attend_causally(
     query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, shift: Shift | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of consecutive tokens among themselves, within the window."""
+    """Attention of consecutive tokens among themselves, within the window; those of an aligned one are in one part."""
     tokens, window, band = query.shape[2], scoring.window, None
-    if window is not None and tokens > window:
+    if window is not None and tokens > window.size:
         ones = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device)
-        band = (ones.tril() & ones.triu(1 - window))[None, None]
+        band = (ones.tril() & ones.triu(1 - window.size))[None, None]
     how: dict[str, Any] = {"scale": scoring.scale, "softcap": scoring.softcap, "shift": shift}
     return attend(query, key, value, causal=band is None, visible=band, **how)
 

@@ -55,7 +55,7 @@ class ForestKernel:
         `blocks` int64 [blocks, 6]: the first query and how many there are, its place among the keys and its depth, and
         which of the runs it sees (first and end); at most `LANES` queries of all heads of a K,V head. `runs` int64
         [runs, 3]: keys (start and end) and the depth of the first. A query sees keys up to its own place, and with a
-        `window` those of the last so many depths. Written are `out` [1, heads, tokens, width] and the natural
+        sliding `window` those of the last so many depths. Written are `out` [1, heads, tokens, width] and the natural
         log-sum-exp of the scaled scores `lse` float32 [1, heads, tokens].
         """
         sizes = np.array(

@@ -4,8 +4,7 @@ One layer's K,V lie in one buffer: the held nodes first, then the pack's tokens 
 queries of a chunk see their own node causally and each ancestor entirely. The descendants of a node are contiguous,
 so "all of them to the ancestor" is one `Span`; what is left are the triangles, the `pieces` of nodes in the chunk.
 
-A token's depth is the number of tokens before it on its path. Sliding windows count depths, not positions: where
-tokens were left out of a prompt, a window still covers as many tokens, as in transformers and vLLM.
+A token's depth is the number of tokens before it on its path. Windows count depths (`key_window`).
 """
 
 from __future__ import annotations
@@ -18,19 +17,20 @@ import numpy.typing as npt
 import torch
 
 from prefillcli.plan.pack import Pack
+from prefillcli.prefill.key_window import KeyWindow, oldest_key, query_blocks
 from prefillcli.prefill.products import ROW_STEP, round_up
 
 IntArray = npt.NDArray[np.int64]
 
 GROUP_TOKENS = 16384  # padded tokens in one such batch
-MIN_BLOCK = 128  # under a sliding window triangles are cut into blocks of the window, but not below this
+MIN_BLOCK = 128  # under a window triangles are cut into blocks of its size; of a sliding one not below this
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """Queries `q0:q1` of a chunk see the keys `k0:k1` of the buffer; key `k0` is token number `k_depth` of its path.
 
-    `masked`: a sliding window hides some of these keys from some of these queries.
+    `masked`: a window hides some of these keys from some of these queries.
     """
 
     q0: int
@@ -56,7 +56,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the queries of a chunk see, for full attention or through one sliding window.
+    """What the queries of a chunk see, for full attention or through one window.
 
     `pieces` are (start, end) in the chunk, each causal in itself; `groups` are the short ones.
     """
@@ -134,8 +134,8 @@ class Chunk:
     end: int
     device: torch.device
     batched: int  # pieces up to this length are batched
-    _views: dict[int | None, View] = field(default_factory=dict)
-    _blocks: dict[tuple[int | None, int], tuple[IntArray, IntArray]] = field(default_factory=dict)
+    _views: dict[KeyWindow | None, View] = field(default_factory=dict)
+    _blocks: dict[tuple[KeyWindow | None, int], tuple[IntArray, IntArray]] = field(default_factory=dict)
 
     @property
     def positions(self) -> IntArray:
@@ -145,19 +145,19 @@ class Chunk:
     def depths(self) -> IntArray:
         return self.tree.depths[self.start : self.end]
 
-    def view(self, window: int | None) -> View:
-        """What is seen through a sliding window of `window` tokens (the query's own included), or without one."""
+    def view(self, window: KeyWindow | None) -> View:
+        """What is seen through a window, or without one."""
         if window not in self._views:
             self._views[window] = self._look(window)
         return self._views[window]
 
-    def blocks(self, window: int | None, rows: int) -> tuple[IntArray, IntArray]:
+    def blocks(self, window: KeyWindow | None, rows: int) -> tuple[IntArray, IntArray]:
         """What is seen, for `kernel.ForestKernel.attend`: blocks of at most `rows` tokens, and their runs of keys."""
         if (window, rows) not in self._blocks:
             self._blocks[window, rows] = self._cut(window, rows)
         return self._blocks[window, rows]
 
-    def _cut(self, window: int | None, rows: int) -> tuple[IntArray, IntArray]:
+    def _cut(self, window: KeyWindow | None, rows: int) -> tuple[IntArray, IntArray]:
         tree, a, b = self.tree, self.start, self.end
         blocks: list[tuple[int, ...]] = []
         runs: list[tuple[int, int, int]] = []
@@ -168,15 +168,15 @@ class Chunk:
             if start == end:
                 continue
             seen = tree.path_with_depths(node)
-            for at in range(start, end, rows):
+            for at, after in query_blocks(window, start, end, int(tree.depths[start]), rows):
+                depth = int(tree.depths[at])
                 if window or at == start:
-                    first, oldest = len(runs), int(tree.depths[at]) - (window or len(tree.depths) + tree.held) + 1
+                    first, oldest = len(runs), oldest_key(window, depth)
                     runs += [run for each in seen if (run := _without_older(each, oldest)) is not None]
-                own = min(rows, end - at)
-                blocks.append((at - a, own, tree.held + at, int(tree.depths[at]), first, len(runs)))
+                blocks.append((at - a, after - at, tree.held + at, depth, first, len(runs)))
         return np.array(blocks, np.int64).reshape(-1, 6), np.array(runs, np.int64).reshape(-1, 3)
 
-    def _look(self, window: int | None) -> View:
+    def _look(self, window: KeyWindow | None) -> View:
         tree, a, b = self.tree, self.start, self.end
         spans = _Spans(self.depths, window)
         pieces: list[tuple[int, int]] = []
@@ -193,9 +193,8 @@ class Chunk:
                     tree.starts[node],
                 )
             start, end = max(a, first), min(b, last)
-            block = max(window, MIN_BLOCK) if window else max(end - start, 1)
-            for s in range(start, end, block):
-                e = min(s + block, end)
+            block = max(window.size, MIN_BLOCK) if window else max(end - start, 1)
+            for s, e in query_blocks(window, start, end, tree.starts[node] + start - first, block):
                 pieces.append((s - a, e - a))
                 if s > first:
                     spans.add(s - a, e - a, tree.held + first, tree.held + s, tree.starts[node])
@@ -227,7 +226,7 @@ class LastTokens:
     def depths(self) -> IntArray:
         return self.tree.depths[self.tokens] + self.ahead
 
-    def spans(self, window: int | None) -> list[Span]:
+    def spans(self, window: KeyWindow | None) -> list[Span]:
         spans = _Spans(self.depths, window)
         tree = self.tree
         for query, node in enumerate(self.nodes):
@@ -240,14 +239,13 @@ class LastTokens:
                 spans.add(query, query + 1, k0, k1, depth)
         return spans.merged()
 
-    def own(self, window: int | None) -> list[tuple[int, int]]:
+    def own(self, window: KeyWindow | None) -> list[tuple[int, int]]:
         """Per read the keys of its own node, as (start, end) in the buffer."""
         tree = self.tree
         runs = []
-        for node in self.nodes:
+        for node, depth in zip(self.nodes, self.depths.tolist(), strict=True):
             first, last = tree.offsets[node], tree.offsets[node + 1]
-            if window:
-                first = min(max(first, last - window + self.ahead), last)
+            first = min(first + max(0, oldest_key(window, depth) - tree.starts[node]), last)
             runs.append((tree.held + first, tree.held + last))
         return runs
 
@@ -255,7 +253,7 @@ class LastTokens:
 class _Spans:
     """Collects spans: clips them to the window, joins those that continue one another."""
 
-    def __init__(self, depths: IntArray, window: int | None) -> None:
+    def __init__(self, depths: IntArray, window: KeyWindow | None) -> None:
         self._depths = depths
         self._window = window
         self._spans: dict[tuple[int, int], list[Span]] = {}  # by keys
@@ -288,8 +286,8 @@ class _Spans:
             return result
         return [clipped for span in result if (clipped := self._clip(span, self._window)) is not None]
 
-    def _clip(self, span: Span, window: int) -> Span | None:
-        seen = self._depths[span.q0 : span.q1] - window + 1  # of the first key that each query sees
+    def _clip(self, span: Span, window: KeyWindow) -> Span | None:
+        seen = window.oldest(self._depths[span.q0 : span.q1])
         first, last = int(seen.min()), int(seen.max())
         end = span.k_depth + span.k1 - span.k0
         if first >= end:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from prefillcli.errors import brief
+from prefillcli.prefill.depth_cache import DepthCache, asks_for_depths
 from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.prefill.lanes import Lanes
 from prefillcli.prefill.layer_calls import LayerCall, Recording
@@ -71,6 +72,7 @@ class ModelEnds:
         self._place = decoder_layers(model)
         self.layers: list[nn.Module] = list(self._place.layers)
         self.device: torch.device = embedding_device(model)
+        self._asked_for_depths = asks_for_depths(model.config.get_text_config())
         self._takes = _parameters(model, self._place.prefix)
         self._reached: Reached = _is_walked
         self._place.replace(list(stand_ins(self.layers, lambda *call: self._reached(*call))))
@@ -119,10 +121,13 @@ class ModelEnds:
             return recorder.recording
         raise UnsupportedModelError("the model's forward does not call all of its layers")
 
-    def call(self, layer: nn.Module, rows: Tensor, call: LayerCall) -> Any:
-        """What a layer makes of rows [1, tokens, width] of the folded residual stream: such rows, or what else the
-        layer gives back first."""
-        out = layer(self.lanes.unfold(rows), *call[0], **call[1])
+    def call(self, layer: nn.Module, rows: Tensor, call: LayerCall, depths: IntArray) -> Any:
+        """What a layer makes of rows [1, tokens, width] of the folded residual stream, of tokens at `depths`: such
+        rows, or what else the layer gives back first."""
+        args, kwargs = call
+        if self._asked_for_depths:
+            kwargs = {**kwargs, "past_key_values": DepthCache(depths, self.device)}
+        out = layer(self.lanes.unfold(rows), *args, **kwargs)
         if isinstance(out, tuple | list):
             out = out[0]
         return self.lanes.fold(out) if isinstance(out, Tensor) else out

@@ -22,6 +22,7 @@ from prefillcli.prefill.attention import longest_batched
 from prefillcli.prefill.forest import ForestAttention, KeysStored, UnsupportedModelError, WatchedLayer
 from prefillcli.prefill.fusion import fused
 from prefillcli.prefill.held_parts import HeldPart, HeldParts
+from prefillcli.prefill.key_window import KeyWindow
 from prefillcli.prefill.layer_calls import CallBuffers, LayerCall, Recording
 from prefillcli.prefill.layers import LayerSource, ResidentLayers
 from prefillcli.prefill.layout import Chunk, IntArray, LastTokens, Tree, split_evenly
@@ -64,7 +65,7 @@ class LayerWalk:
         self._residual = ResidualRows(self.device, on_host=hidden_on_host)
         self._held = HeldParts(len(self._own_layers), torch.device("cpu") if offload_held else self.device)
         self._own_cache = None if has_forest_attention(model) else OwnCache(model, self._ends)
-        self.windows: set[int] = set()  # sliding windows that layers have asked for so far
+        self.windows: set[KeyWindow] = set()  # that layers have asked for so far
 
     def close(self) -> None:
         """Give the model its layers back."""
@@ -213,7 +214,7 @@ class LayerWalk:
 
     def call(self, layer: nn.Module, rows: Tensor, call: LayerCall, attention: ForestAttention) -> Tensor:
         """A layer's output for some rows of its input, [1, tokens, hidden]. Raises UnsupportedModelError."""
-        out = self._ends.call(layer, rows, call)
+        out = self._ends.call(layer, rows, call, attention.depths)
         if attention.calls > 1 or not isinstance(out, Tensor) or out.shape != rows.shape:
             raise UnsupportedModelError(
                 f"a layer of type {type(layer).__name__} attends more than once over its tokens, or gives something "

@@ -57,7 +57,7 @@ def context_shares(model: Any, tokens: list[int], context: int, queries: range) 
     with torch.inference_mode():
         given = model(input_ids=torch.tensor([tokens]), output_attentions=True, use_cache=False).attentions
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * len(given)
-    reaches = max(queries) < WINDOW
+    reaches = max(queries) < getattr(model.config, "attention_chunk_size", WINDOW)
     layers = []
     for weights, kind in zip(given, kinds, strict=True):
         if kind == "full_attention" or reaches:
@@ -184,3 +184,19 @@ def test_steps_beyond_a_sliding_window_leave_it() -> None:
             grown.append(int(model(input_ids=torch.tensor([grown]), use_cache=False).logits[0, -1].argmax()))
     layers = context_shares(model, grown, len(tokens), range(len(tokens) - 1, len(grown)))
     np.testing.assert_allclose(found, reference(layers, 13, "mean"), atol=1e-5)
+
+
+def test_decoded_tokens_that_begin_a_part_of_local_attention_see_nothing_before_it() -> None:
+    """Each read of a pack is in a part of its own when the tokens decoded behind it pass a border."""
+    model = make_variant("llama4_text", attention_chunk_size=4)
+    model.config.eos_token_id = VOCABULARY + 1
+    for tokens, one in zip(
+        prompts(), estimated(model, Compression(lookahead=8, query_window=0, query_reduce="mean")), strict=True
+    ):
+        grown = tokens.tolist()
+        model.set_attn_implementation("eager")
+        for _ in range(7):
+            with torch.inference_mode():
+                grown.append(int(model(input_ids=torch.tensor([grown]), use_cache=False).logits[0, -1].argmax()))
+        layers = context_shares(model, grown, len(tokens), range(len(tokens) - 1, len(grown)))
+        np.testing.assert_allclose(one.importance, reference(layers, 13, "mean"), atol=1e-5)

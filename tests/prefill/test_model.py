@@ -23,9 +23,7 @@ UNTESTED = ["granite", "gpt_neox", "opt", "cohere2", "glm4", "olmo3", "starcoder
 UNTESTED += ["gpt2", "gpt_bigcode", "modernbert-decoder"]
 REFUSED = [
     "hrm_text",
-    "deepseek_v3",
     "recurrent_gemma",
-    "llama4_text",
     "mamba",
     "doge",
     "qwen3_5_text",

@@ -10,6 +10,7 @@ from torch import nn
 
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill import attention, forest, products
+from tests.prefill.test_sparse import eager_sparse, kept_of, walked_sparse
 from tests.prefill.test_walk import assert_equal, eager, mixed, p_yes, single, three_levels, walked
 from tests.prefill.variants import IN_HALF, VARIANTS, make_variant
 
@@ -60,3 +61,11 @@ def test_products_over_moved_keys_give_the_same_scores(variant: str, monkeypatch
         monkeypatch.setattr(module, "fast_products", lambda device, dtype: True)
     monkeypatch.setattr(products, "FEWEST_SCORES", 100)
     assert_equal(walked(model_of(variant), mixed(), chunk=97, limits=PACKS), wanted(variant))
+
+
+@pytest.mark.parametrize("variant", ["deepseek_v3", "llama4_text"])
+def test_kept_tokens_are_read_at_their_own_positions(variant: str) -> None:
+    """Parts of local attention, and temperatures, count kept tokens; rotations take positions."""
+    model, prompts = model_of(variant), mixed()
+    kept = kept_of(prompts)
+    assert_equal(walked_sparse(model, prompts, kept, chunk=41, limits=PACKS), eager_sparse(model, prompts, kept))

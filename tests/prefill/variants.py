@@ -36,6 +36,16 @@ IN_HALF: dict[str, Any] = {
     "mlp_layer_types": ["dense"] * 3,
 }
 
+#: Attention within parts of 40 tokens, and layers without positions whose queries grow with their depth.
+LOCAL: dict[str, Any] = {
+    "attention_chunk_size": 40,
+    "no_rope_layers": [1, 0, 1],
+    "floor_scale": 16,
+    "attn_scale": 0.5,
+    "num_local_experts": 4,
+    "intermediate_size_mlp": 96,
+}
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek_v2", LATENT | EXPERTS),
     "deepseek_v2 without a query rank": ("deepseek_v2", LATENT | EXPERTS | {"q_lora_rank": None}),
@@ -44,6 +54,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "minicpm3": ("minicpm3", LATENT),
     "youtu": ("youtu", LATENT),
     "axk1": ("axk1", LATENT | EXPERTS),
+    "llama4_text": ("llama4_text", LOCAL),
+    "llama4_text that ends in full attention": ("llama4_text", LOCAL | {"no_rope_layers": [1, 1, 0]}),
+    "llama4_text in large parts": ("llama4_text", LOCAL | {"attention_chunk_size": 150, "moe_layers": []}),
     "glm4_moe_lite": ("glm4_moe_lite", LATENT | EXPERTS),
 }
 
