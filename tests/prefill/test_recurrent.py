@@ -61,17 +61,23 @@ def prompts() -> list[np.typing.NDArray[np.int32]]:
     return [*found, *(np.concatenate([task, draw(n)]) for n in rng.integers(1, 12, 12)), draw(1), draw(2)]
 
 
-@cache
-def wanted(family: str) -> torch.Tensor:
-    model = model_of(family)
+def own_logits(model: nn.Module) -> torch.Tensor:
     model.set_attn_implementation("eager")
     with torch.inference_mode():
         ids = [torch.as_tensor(each, dtype=torch.long)[None] for each in prompts()]
-        return torch.stack([model(input_ids=each, use_cache=False).logits[0, -1] for each in ids])
+        return torch.stack([model(input_ids=each, use_cache=False).logits[0, -1].float() for each in ids])
+
+
+@cache
+def wanted(family: str) -> torch.Tensor:
+    return own_logits(model_of(family))
 
 
 def walked(family: str, limits: Limits, chunk: int) -> torch.Tensor:
-    model = model_of(family)
+    return walked_logits(model_of(family), limits, chunk)
+
+
+def walked_logits(model: nn.Module, limits: Limits, chunk: int) -> torch.Tensor:
     model.set_attn_implementation(ATTENTION)
     walk = LayerWalk(model, chunk_tokens=chunk)
     found = torch.zeros(len(prompts()), VOCABULARY)
@@ -97,6 +103,17 @@ def test_long_runs_and_large_batches_are_computed_in_parts(family: str, monkeypa
     monkeypatch.setattr(recurrent, "RUN_TOKENS", 16)
     monkeypatch.setattr(recurrent, "STATE_BYTES", 3 * 4096)
     torch.testing.assert_close(walked(family, ONE_PACK, 97), wanted(family), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["mamba", "nemotron_h", "lfm2"])
+def test_bfloat16_is_as_near_to_float32_as_the_models_own(family: str) -> None:
+    register()
+    half, rounded = make_model(family, torch.bfloat16, **RECURRENT[family]), make_model(family, **RECURRENT[family])
+    rounded.load_state_dict({name: weight.float() for name, weight in half.state_dict().items()})
+    exact = own_logits(rounded)
+    own = (own_logits(half) - exact).abs().mean()
+    for chunk in (64, 4096):
+        assert (walked_logits(half, ONE_PACK, chunk) - exact).abs().mean() < 1.5 * own
 
 
 class _Counted:
