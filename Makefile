@@ -71,9 +71,9 @@ demo-real: setup-real
 test: setup
 	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal -m "not nightly and not matrix and not real"
 
-# Every causal language model of transformers against its eager forward
+# Every causal language model of transformers against its eager forward, and what else runs with every family
 test-matrix: setup
-	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal tests/prefill/test_matrix.py
+	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal -m matrix
 
 # Scores of the real model against its eager forward
 test-real: setup-real

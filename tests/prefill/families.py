@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -35,6 +36,12 @@ FAMILIES: dict[str, dict[str, object]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
 }
+
+#: Families that differ most from one another. The others run with the matrix.
+_COMMON = ("llama", "gemma2", "gpt_oss", "qwen3_moe")
+each_family = pytest.mark.parametrize(
+    "family", [name if name in _COMMON else pytest.param(name, marks=pytest.mark.matrix) for name in FAMILIES]
+)
 
 
 def make_config(family: str, **changes: object) -> object:

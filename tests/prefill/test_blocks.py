@@ -16,8 +16,8 @@ from prefillcli.plan.refills import free_packs
 from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.prefill.forest import ATTENTION
 from prefillcli.prefill.walk import LayerWalk
-from tests.prefill.families import VOCABULARY
-from tests.prefill.test_walk import Prompt, assert_equal, eager, every_family, model_of, p_yes, tokens
+from tests.prefill.families import VOCABULARY, each_family
+from tests.prefill.test_walk import Prompt, assert_equal, eager, model_of, p_yes, tokens
 
 BLOCK = 32
 LIMITS = Limits(110, 10**6, held_tokens=10**6)
@@ -76,7 +76,7 @@ def walked(
     return found, computed
 
 
-@every_family
+@each_family
 def test_logits_behind_carried_blocks_equal_the_eager_forward(family: str) -> None:
     model, chosen = model_of(family), plans()
     assert all(plan.carried for plan in chosen)

@@ -13,8 +13,8 @@ from prefillcli.plan.pack import Limits
 from prefillcli.prefill import forest, kernel
 from prefillcli.prefill.forest import register
 from prefillcli.runtime import compiled
-from tests.prefill.families import make_model
-from tests.prefill.test_walk import eager, every_family, mixed, p_yes, walked
+from tests.prefill.families import each_family, make_model
+from tests.prefill.test_walk import eager, mixed, p_yes, walked
 
 needs_kernel = pytest.mark.skipif(
     kernel.forest_kernel() is None, reason="needs AVX512-BF16, GNU's OpenMP and a C++ compiler"
@@ -23,7 +23,7 @@ SOURCE = 'extern "C" int answer() { return ANSWER; }'
 
 
 @needs_kernel
-@every_family
+@each_family
 def test_a_forest_in_bfloat16_is_as_near_the_eager_forward_as_without_the_kernel(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,8 +13,8 @@ from prefillcli.plan.pack import Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
-from tests.prefill.families import VOCABULARY, make_model
-from tests.prefill.test_walk import ONE_PACK, Prompt, eager, every_family, model_of, two_levels
+from tests.prefill.families import VOCABULARY, each_family, make_model
+from tests.prefill.test_walk import ONE_PACK, Prompt, eager, model_of, two_levels
 
 LABELS = (9, 5, 200, 9)
 
@@ -63,7 +63,7 @@ def look(model: nn.Module, prompts: list[Prompt], *, peek: bool) -> tuple[Look, 
         walk.close()
 
 
-@every_family
+@each_family
 @pytest.mark.parametrize("peek", [False, True])
 def test_labels_after_a_layer_are_those_of_the_model_cut_off_there(family: str, peek: bool) -> None:
     model, prompts = model_of(family), two_levels()
@@ -81,7 +81,7 @@ def test_labels_after_a_layer_are_those_of_the_model_cut_off_there(family: str, 
             torch.testing.assert_close(before, wanted, atol=1e-4, rtol=0)
 
 
-@every_family
+@each_family
 def test_whoever_only_looks_changes_no_bit(family: str) -> None:
     model, prompts = model_of(family), two_levels()
     model.set_attn_implementation(ATTENTION)

@@ -19,13 +19,12 @@ from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.leaving import remainder
 from prefillcli.prefill.walk import LayerWalk
-from tests.prefill.families import make_model
+from tests.prefill.families import each_family, make_model
 from tests.prefill.test_layers import LentLayers
 from tests.prefill.test_walk import (
     ONE_PACK,
     Prompt,
     assert_equal,
-    every_family,
     mixed,
     model_of,
     three_levels,
@@ -129,7 +128,7 @@ def staying(prompts: list[Prompt], leaving: Leaving, layer: int) -> list[Prompt]
     return [prompt for number, prompt in enumerate(prompts) if leaving.get(number, NEVER) >= layer]
 
 
-@every_family
+@each_family
 @pytest.mark.parametrize("make", [two_levels, three_levels, mixed])
 def test_those_that_stay_have_the_logits_of_the_eager_forward(family: str, make: Callable[[], list[Prompt]]) -> None:
     prompts = make()
@@ -140,7 +139,7 @@ def test_those_that_stay_have_the_logits_of_the_eager_forward(family: str, make:
     assert_equal(torch.stack([found[number] for number in stay]), wanted(family, make)[stay])
 
 
-@every_family
+@each_family
 def test_packs_that_hold_a_prefix_of_reads_that_left_are_not_disturbed(family: str) -> None:
     prompts = mixed()
     leaving = {number: number % 2 for number in range(len(prompts)) if number % 3}
@@ -245,7 +244,7 @@ def without_exits(family: str, chunk: int, limits: Limits) -> dict[int, Tensor]:
     return walked(model_of(family), three_levels(), None, chunk=chunk, limits=limits).logits
 
 
-@every_family
+@each_family
 @settings(deadline=None, max_examples=6)
 @given(st.data())
 def test_whoever_stays_is_not_disturbed_by_those_who_leave(family: str, data: st.DataObject) -> None:

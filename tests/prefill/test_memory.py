@@ -20,7 +20,7 @@ from prefillcli.prefill.layer_calls import CallBuffers
 from prefillcli.prefill.walk import LayerWalk
 from prefillcli.profile.prompts import prompts_with_histories, random_prompt
 from prefillcli.runtime.memory import available_memory
-from tests.prefill.families import FAMILIES, make_model
+from tests.prefill.families import each_family, make_model
 from tests.prefill.test_walk import ONE_PACK, mixed
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def test_the_law_of_an_8b_llama_is_12_kib_a_token() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_the_law_counts_what_the_layers_are_called_with(
     family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION
 from prefillcli.prefill.walk import LayerWalk
-from tests.prefill.families import FAMILIES, VOCABULARY
+from tests.prefill.families import VOCABULARY, each_family
 from tests.prefill.test_walk import ONE_PACK, Prompt, assert_equal, mixed, model_of, walked
 
 
@@ -63,7 +63,7 @@ def walked_sparse(
     return logits
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 @pytest.mark.parametrize(
     "limits", [ONE_PACK, Limits(60, 10**6, held_tokens=10**6), Limits(60, 10**6)], ids=["one pack", "kept", "again"]
 )
@@ -82,7 +82,7 @@ def test_positions_matter(family: str) -> None:
     assert difference.abs().max() > 0.05
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_keeping_all_is_the_full_pass(family: str) -> None:
     model, prompts = model_of(family), mixed()
     whole = [np.arange(len(prompt), dtype=np.int32) for prompt in prompts]

@@ -30,7 +30,7 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.prefill.walk import LayerWalk
-from tests.prefill.families import FAMILIES, make_model
+from tests.prefill.families import FAMILIES, each_family, make_model
 from tests.prefill.test_leaving import LeaveAfter
 from tests.prefill.test_walk import Prompt, mixed, single, three_levels
 
@@ -79,7 +79,7 @@ def assert_same_bits(files: ModelFiles, *, slots: int = 2) -> None:
 
 
 @pytest.mark.parametrize(("saved", "dtype"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "float32")])
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_streamed_weights_give_the_same_bits(family: str, saved: str, dtype: str, tmp_path: Path) -> None:
     make_model(family, getattr(torch, saved)).save_pretrained(tmp_path)
     assert_same_bits(read_model_files(tmp_path, dtype=dtype))

@@ -17,7 +17,7 @@ from prefillcli.prefill.forest import ATTENTION, WatchedLayer
 from prefillcli.prefill.layout import Tree
 from prefillcli.prefill.thinning import Thinned, thin_pack
 from prefillcli.prefill.walk import LayerWalk
-from tests.prefill.families import FAMILIES, VOCABULARY
+from tests.prefill.families import VOCABULARY, each_family
 from tests.prefill.test_walk import ONE_PACK, Prompt, assert_equal, mixed, model_of, three_levels, walked
 
 
@@ -123,7 +123,7 @@ def thinned(
     return logits
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 @pytest.mark.parametrize("kept", [kept_of, kept_alike])
 def test_kept_tokens_go_on_as_by_hand(family: str, kept: Callable[[Sequence[Prompt]], list[np.ndarray]]) -> None:
     model, prompts = model_of(family), mixed()
@@ -145,7 +145,7 @@ def test_neither_packs_nor_chunks_matter(family: str, limits: Limits, chunk: int
     assert_equal(thinned(model, prompts, KeepTheSame(0, own), chunk=chunk, limits=limits), wanted)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_keeping_all_is_the_full_pass(family: str) -> None:
     model, prompts = model_of(family), mixed()
     rule = KeepTheSame(1, [np.arange(len(prompt)) for prompt in prompts])

@@ -17,7 +17,7 @@ from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.prefill import attention, forest, products
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
-from tests.prefill.families import FAMILIES, VOCABULARY, make_model
+from tests.prefill.families import VOCABULARY, each_family, make_model
 
 ONE_PACK = Limits(10**6, 10**6)
 YES, NO = 5, 9
@@ -104,16 +104,13 @@ def assert_equal(found: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(p_yes(found), p_yes(wanted), atol=1e-5, rtol=0)
 
 
-every_family = pytest.mark.parametrize("family", FAMILIES)
-
-
-@every_family
+@each_family
 @pytest.mark.parametrize("make", [single, two_levels, three_levels, mixed])
 def test_logits_equal_the_eager_forward(family: str, make: Callable[[], list[Prompt]]) -> None:
     assert_equal(walked(model_of(family), make(), chunk=97), wanted(family, make))
 
 
-@every_family
+@each_family
 def test_a_tree_over_several_packs_keeps_or_recomputes_its_prefix(family: str) -> None:
     model, prompts = model_of(family), mixed()
     kept = Limits(110, 10**6, held_tokens=10**6)
@@ -167,7 +164,7 @@ def test_a_resumed_window_gives_identical_scores() -> None:
     assert torch.equal(resumed[rest], whole[rest])
 
 
-@every_family
+@each_family
 def test_bfloat16_is_near_the_eager_forward(family: str) -> None:
     register()
     half = make_model(family, torch.bfloat16)
@@ -181,7 +178,7 @@ def test_bfloat16_is_near_the_eager_forward(family: str) -> None:
         assert (scores - reference).abs().mean() <= 6e-3
 
 
-@every_family
+@each_family
 def test_products_over_moved_keys_give_the_same_scores(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32, so that nothing is lost to rounding: the way that bfloat16 takes on CPUs which are fast at it."""
     for module in (attention, forest):
@@ -193,7 +190,7 @@ def test_products_over_moved_keys_give_the_same_scores(family: str, monkeypatch:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@every_family
+@each_family
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
 def test_cuda_equals_the_eager_forward_on_the_cpu(family: str, dtype: torch.dtype, tolerance: float) -> None:
     register()

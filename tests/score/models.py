@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 VOCABULARY = 400
@@ -15,7 +15,6 @@ CHAT_TEMPLATE = (
     "<s>{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]\n{% endif %}"
 )
-_CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 _SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 _TEXTS = ["The quick brown fox. Answer: Yes", "Answer: No Yes yes no", "Yes\nNo\nyes\nno"]
 
@@ -28,8 +27,12 @@ def save_model(
     layers: int = 2,
     hidden: int = 64,
     family: str = "llama",
+    **sizes: object,
 ) -> Path:
-    """Save a model of random weights whose logits spread over a few units, and its tokenizer (BOS first)."""
+    """Save a model of random weights whose logits spread over a few units, and its tokenizer (BOS first).
+
+    `sizes` are further settings of the family's configuration.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -47,7 +50,8 @@ def save_model(
     )
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=chat_template, **_SPECIAL).save_pretrained(path)
     model = AutoModelForCausalLM.from_config(
-        _CONFIGS[family](
+        AutoConfig.for_model(
+            family,
             vocab_size=VOCABULARY,
             hidden_size=hidden,
             intermediate_size=2 * hidden,
@@ -58,6 +62,7 @@ def save_model(
             max_position_embeddings=MAX_LENGTH,
             bos_token_id=0,
             eos_token_id=1,
+            **sizes,
         )
     )
     generator = torch.Generator().manual_seed(seed)
