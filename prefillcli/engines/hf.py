@@ -35,7 +35,7 @@ OPTIONS = ("attn_implementation",)
 def open_models(choice: EngineChoice) -> Opened:
     """As `Loader`; any causal language model of transformers will do."""
     check_options("hf", choice.engine_options, OPTIONS)
-    return models.open_models(choice, walk=False)
+    return models.open_models(choice)
 
 
 def load(request: LoadRequest) -> Loaded[HfEngine]:

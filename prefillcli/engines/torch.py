@@ -110,7 +110,6 @@ class TorchEngine(PackByPack):
         layers: StreamedLayers | None = None,
         weights: WeightsReport | None = None,
     ) -> None:
-        self.limits = limits
         self.model = model
         self._layers = layers
         self._weights = weights
@@ -122,6 +121,7 @@ class TorchEngine(PackByPack):
             hidden_on_host=hidden_on_host,
             layers=layers,
         )
+        self.limits = replace(limits, whole_nodes=limits.whole_nodes or self._walk.recurrent)
         self._keys_share = _keys_share(model.config.get_text_config())
         self._block_seconds = 0.0  # of packs without answers since the last one with some
 

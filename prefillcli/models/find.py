@@ -72,9 +72,9 @@ def find_model(name: str, revision: str | None = None, *, option: str = "--model
 
 
 def read_model_files(
-    path: Path, *, dtype: str = "auto", device: str = "cpu", trust_remote_code: bool = False, walk: bool = True
+    path: Path, *, dtype: str = "auto", device: str = "cpu", trust_remote_code: bool = False
 ) -> ModelFiles:
-    """Check that `path` holds a causal language model, and one that can be walked if `walk`, without reading weights.
+    """Check that `path` holds a causal language model, without reading weights.
 
     Raises UsageError for a directory that is none, UnsupportedModelError for an architecture that is refused.
     """
@@ -88,10 +88,8 @@ def read_model_files(
         raise UsageError(f"{folder}/config.json: {brief(error)}") from None
     config = whole.get_text_config()
     causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or trust_remote_code
-    if why := refusal(whole, config, causal=causal, walk=walk):
-        elsewhere = refusal(whole, config, causal=causal, walk=False) is None
-        other = " (prefill score --engine hf or vllm may)" if elsewhere else ""
-        raise UnsupportedModelError(f"{config.model_type} {why}; it cannot be walked layer by layer{other}")
+    if why := refusal(whole, config, causal=causal):
+        raise UnsupportedModelError(f"{folder}: a model of type {whole.model_type} cannot score prompts: it {why}")
     own = config.dtype or whole.dtype or torch.float32 if gguf is None else gguf.dtype
     chosen = getattr(torch, dtype) if dtype != "auto" else own
     if dtype == "auto" and device == "cpu" and chosen == torch.float16:

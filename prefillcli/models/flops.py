@@ -3,7 +3,10 @@
 The multiply-adds are those of table 5 of SpecPrefill (arXiv 2502.02789, appendix E), two operations each: MLP 3BSDI,
 projections BSD^2(2 + 2H'/H), attention 2BS^2D, head BSDV. Here they are counted for the text configurations of
 transformers, with heads of any width, experts and sliding windows. Norms, rotary embeddings, softmax and the embedding
-are left out. MLPs are assumed to be gated (three matrices), as in all families that the walk is verified for.
+are left out. Verified families are counted by their settings; their MLPs are gated (three matrices). Others are
+counted as their own forward multiplies (`models/meta_forward.py`). There all products behind attention stand with the
+MLP, and those of layers without attention too. Scans in chunks (Mamba-2, gated delta nets) are products, counted as
+transformers computes them over long prompts.
 """
 
 from __future__ import annotations
@@ -12,7 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prefillcli.models.shape import Mlp, Shape
+import torch
+
+from prefillcli.errors import brief
+from prefillcli.models.families import VERIFIED
+from prefillcli.models.meta_forward import NoSizesError, model_sizes
+from prefillcli.models.shape import Mlp, NoCostModel, Shape
 from prefillcli.plan.plan import Plan
 
 
@@ -48,6 +56,12 @@ class _Layer:
     output: float
     pair: float
     window: int | None  # most keys that a query sees, itself included
+    recurs: bool = False  # the last layer is then computed in full
+
+    @property
+    def keys(self) -> float:
+        """What is computed for a token where only K,V and states are asked for."""
+        return self.mlp + self.inputs + self.output if self.recurs else self.inputs
 
 
 def table5(config: Any, tokens: int, *, head_tokens: int | None = None) -> Flops:
@@ -107,7 +121,7 @@ def walk_flops(config: Any, plan: Plan, *, skipped: int = 0, only: int | None = 
     ]
     whole = layers[skipped:-1] if only is None else layers[:only]
     pairs = [sum(_pairs(start, length, layer.window) for start, length in nodes) for layer in whole]
-    return _flops(config, whole, tokens, pairs, 0).total + (tokens * layers[-1].inputs if only is None else 0.0)
+    return _flops(config, whole, tokens, pairs, 0).total + (tokens * layers[-1].keys if only is None else 0.0)
 
 
 def keys_share(config: Any) -> float:
@@ -155,6 +169,8 @@ def _triangle(tokens: int, window: int | None) -> float:
 
 
 def _layers(config: Any) -> list[_Layer]:
+    if config.model_type not in VERIFIED:
+        return _watched_layers(config)
     shape = Shape(config)
     row = 2.0 * shape.hidden * shape.head_width  # of one head's projection
     inputs, output = row * (shape.heads + 2 * shape.kv_heads), row * shape.heads
@@ -162,6 +178,18 @@ def _layers(config: Any) -> list[_Layer]:
     return [
         _Layer(_mlp(shape.hidden, shape.mlp(number)), inputs, output, pair, window)
         for number, window in enumerate(shape.windows)
+    ]
+
+
+def _watched_layers(config: Any) -> list[_Layer]:
+    """The layers as the model's own forward computes them. Raises NoCostModel if it cannot be run without weights."""
+    try:
+        layers = model_sizes(config, torch.bfloat16).layers
+    except NoSizesError as error:
+        raise NoCostModel(f"the operations of {config.model_type} are not known: {brief(error)}") from None
+    return [
+        _Layer(each.behind + each.scan, each.before, 0.0, each.pair, each.window, recurs=each.states > 0)
+        for each in layers
     ]
 
 

@@ -1,7 +1,8 @@
 """What a pack costs in memory, and what fits a budget.
 
 The memory law of the layer walk: per token one row of the residual stream and one layer's K,V, and per chunk a
-constant. Everything else a layer makes lives for one chunk.
+constant. Everything else a layer makes lives for one chunk. Recurrent layers add one layer's states for each open
+branch, and a held node keeps those of all layers.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from typing import Any
 import torch
 
 from prefillcli.errors import ResourceError
-from prefillcli.models.families import FLOAT32_ROTARY
-from prefillcli.models.shape import Shape
+from prefillcli.models.families import FLOAT32_ROTARY, VERIFIED
+from prefillcli.models.meta_forward import ModelSizes, NoSizesError, model_sizes
+from prefillcli.models.shape import Shape, usual_settings
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.fusion import copy_pays
 from prefillcli.prefill.model_ends import LOGIT_BYTES
+from prefillcli.prefill.recurrent import STATE_BYTES
 from prefillcli.runtime.memory import available_memory
 
 #: A pack this large keeps every core or tensor core busy; a larger one only loses more work when it is killed.
@@ -29,6 +32,8 @@ FREE_SHARE = 0.7  # of the free memory, taken where no budget is given
 VOTES_SHARE = 0.25  # of a draft's budget, for the importance of tokens
 POSITION_BYTES = 8
 HELD_SHARE = 0.5  # of the budget, at most, for K,V kept from pack to pack
+OPEN_BRANCHES = 8  # nodes on a path whose states wait for what follows them
+ACTIVATION_COPIES = 2  # of what a layer's modules make: the walk gathers rows, and puts them back
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,9 @@ class MemoryLaw:
     size: int = 4  # bytes of a number
     beyond: int = 0  # a token's bytes that were measured and are none of these
     host: int = 0  # a token's bytes in host memory, where the residual stream is kept there
+    all_key_values: int = 0  # a token's K,V in all layers
+    states: int = 0  # of all layers at the end of a node
+    layer_states: int = 0  # of the layer with most
 
     @property
     def token(self) -> int:
@@ -65,11 +73,20 @@ class MemoryLaw:
         """Bytes per pack whatever its size: a chunk's activations, logits, and on a CPU a layer's weights laid out."""
         copied = device.type == "cpu" and copy_pays(self.weights, self.outputs, chunk_tokens)
         size = self.transient * chunk_tokens + 3 * max(LOGIT_BYTES, 4 * self.vocabulary)
+        batched = min(STATE_BYTES, chunk_tokens * self.layer_states)
+        size += OPEN_BRANCHES * self.layer_states + 2 * batched
         return size + (self.weights * self.size if copied else 0)
 
 
 def memory_law(config: Any, dtype: torch.dtype) -> MemoryLaw:
-    """The law for a transformers text configuration. Raises NoCostModel if it lacks a size."""
+    """The law for a transformers text configuration: by its settings for verified families, whose names are known;
+    else as the model's own forward shows it. Where that does not run without numbers, the settings are taken for those
+    of usual attention. Raises NoCostModel if they lack even the width of the model."""
+    if config.model_type not in VERIFIED:
+        try:
+            return _law_of(model_sizes(config, dtype), config, dtype)
+        except NoSizesError:
+            config = usual_settings(config)
     shape, size = Shape(config), dtype.itemsize
     # Normed rows in float32 and rows in dtype; q, k, v before and after rotation and the output twice; gate, up,
     # their product and its activation.
@@ -86,6 +103,28 @@ def memory_law(config: Any, dtype: torch.dtype) -> MemoryLaw:
         weights=shape.hidden * (2 * shape.head_width * (shape.heads + shape.kv_heads) + 3 * shape.inner),
         outputs=shape.head_width * (shape.heads + 2 * shape.kv_heads) + 2 * (shape.hidden + shape.inner),
         size=size,
+        all_key_values=2 * shape.kv_heads * shape.head_width * size * shape.layers,
+    )
+
+
+def _law_of(sizes: ModelSizes, config: Any, dtype: torch.dtype) -> MemoryLaw:
+    """The law of a model whose forward was watched."""
+    largest = max(sizes.layers, key=lambda layer: layer.before + layer.behind)
+    # What attends without a cache of transformers keeps at most a row of the residual stream for K, and one for V.
+    key_values = [layer.key_value or 2 * sizes.residual * layer.attends for layer in sizes.layers]
+    return MemoryLaw(
+        residual=sizes.residual,
+        key_value=max(key_values),
+        rotary=sizes.arguments + POSITION_BYTES,
+        layers=len(sizes.layers),
+        transient=ACTIVATION_COPIES * max(layer.transient for layer in sizes.layers),
+        vocabulary=Shape(config).vocabulary,
+        weights=int(largest.before + largest.behind) // 2,
+        outputs=max(layer.transient for layer in sizes.layers) // dtype.itemsize,
+        size=dtype.itemsize,
+        all_key_values=sum(key_values),
+        states=sum(layer.states for layer in sizes.layers),
+        layer_states=max(layer.states for layer in sizes.layers),
     )
 
 
@@ -120,7 +159,7 @@ def pack_limits(
             f"a memory budget of {budget / 2**20:,.0f} MiB is too small: this model needs {need / 2**20:,.0f} MiB "
             f"with --chunk-tokens {chunk_tokens}; raise --memory{smaller}"
         )
-    all_layers = law.key_value * law.layers
+    all_layers = max(law.all_key_values, 1)
     in_place = prefix_kv in ("auto", "keep")
     held = 0 if prefix_kv == "discard" else int(room * HELD_SHARE) // all_layers
     if prefix_kv == "offload":
@@ -130,6 +169,8 @@ def pack_limits(
         max_tokens=most,
         held_tokens=held,
         held_cost=(all_layers if in_place else law.key_value) / law.token,
+        whole_nodes=law.states > 0,
+        node_tokens=math.ceil(law.states / all_layers),
     )
 
 
@@ -143,7 +184,7 @@ def draft_limits(
     """
     room = budget - law.constant(chunk_tokens, device)
     votes = int(room * VOTES_SHARE) // (4 * queries)
-    token = law.token + (law.key_value * (law.layers - 1) if all_layers else 0)
+    token = law.token + (law.all_key_values - law.key_value if all_layers else 0)
     most = (room - 4 * queries * max(votes, 0)) // token
     if most < 16 or votes < 16:
         raise ResourceError(

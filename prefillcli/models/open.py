@@ -72,8 +72,8 @@ class Opened:
         return self.draft is not None or self.drafts_itself
 
 
-def open_model(choice: ModelChoice, *, walk: bool = True) -> tuple[ModelFiles, torch.device]:
-    """Find and check the model, to be walked layer by layer or not, and its device.
+def open_model(choice: ModelChoice) -> tuple[ModelFiles, torch.device]:
+    """Find and check the model and its device.
 
     Raises UsageError or ResourceError.
     """
@@ -86,19 +86,17 @@ def open_model(choice: ModelChoice, *, walk: bool = True) -> tuple[ModelFiles, t
     else:
         path = find_model(choice.model, choice.revision)
     device = choose_device(choice.device)
-    files = read_model_files(
-        path, dtype=choice.dtype, device=device.type, trust_remote_code=choice.trust_remote_code, walk=walk
-    )
+    files = read_model_files(path, dtype=choice.dtype, device=device.type, trust_remote_code=choice.trust_remote_code)
     return files, device
 
 
-def open_models(choice: DraftChoice, *, walk: bool = True) -> Opened:
+def open_models(choice: DraftChoice) -> Opened:
     """`open_model`, and its tokenizer and the draft. Raises UsageError or ResourceError."""
     from prefillcli.models.find import find_model, read_model_files
     from prefillcli.models.tokenizers import difference
 
     threads = Threads(choice.threads)
-    files, device = open_model(choice, walk=walk)
+    files, device = open_model(choice)
     tokenizer = _load_tokenizer(files, choice.trust_remote_code)
     small = None
     if choice.draft is not None and not choice.drafts_itself:

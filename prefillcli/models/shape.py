@@ -6,10 +6,15 @@ The memory law, the count of operations and the sliding windows follow from thes
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from prefillcli.errors import PrefillError
-from prefillcli.models.families import ATTENTION_LAYERS
+
+#: Kinds of layers, in a configuration's `layer_types`, by what a query in them sees.
+SEE_ALL = frozenset({"full_attention", "attention", "hybrid", "indexed_attention"})
+SEE_A_WINDOW = frozenset({"sliding_attention", "hybrid_sliding"})
+DO_NOT_ATTEND = frozenset({"linear_attention", "mamba", "recurrent", "conv", "mlp", "moe", "sparse", "dense"})
 
 
 class NoCostModel(PrefillError):
@@ -24,6 +29,33 @@ class Mlp:
     experts: int = 0  # that a token goes through; 0 for a dense MLP
     routed: int = 0  # numbers that the router, and the gate of shared experts, give a token
     shared: int = 0  # width of the experts that every token goes through, together
+
+
+def usual_settings(config: Any) -> Any:
+    """The settings of a decoder with usual attention as wide as the model that `config` describes.
+
+    For families whose settings have other names: what is known of them is kept. Raises NoCostModel if the width of the
+    model is not.
+    """
+    shape = Shape(config)
+    kept = {}
+    for name, other in (
+        ("num_attention_heads", 1),
+        ("num_key_value_heads", 0),
+        ("head_dim", 0),
+        ("num_hidden_layers", 1),
+    ):
+        value = getattr(config, name, None)
+        kept[name] = value if isinstance(value, int) and value > 0 else other
+    width = getattr(config, "intermediate_size", None)
+    kept["intermediate_size"] = width if isinstance(width, int) else 4 * shape.hidden
+    return SimpleNamespace(
+        model_type=config.model_type,
+        hidden_size=shape.hidden,
+        vocab_size=shape.vocabulary,
+        rope_parameters=getattr(config, "rope_parameters", None),
+        **kept,
+    )
 
 
 class Shape:
@@ -74,13 +106,14 @@ class Shape:
 
     @property
     def windows(self) -> list[int | None]:
-        """The sliding window of each layer."""
+        """How many tokens a query of each layer sees: None for all before it, 0 in a layer without attention."""
         # Families without layer_types (mistral, mixtral, phi3) slide in every layer or in none.
         kinds = getattr(self._config, "layer_types", None) or ["sliding_attention"] * self.layers
-        window = self.sliding_window
-        if strange := set(kinds) - (ATTENTION_LAYERS - {"chunked_attention"}):
+        seen = dict.fromkeys(SEE_ALL, None) | dict.fromkeys(SEE_A_WINDOW, self.sliding_window)
+        seen |= dict.fromkeys(DO_NOT_ATTEND, 0) | {"chunked_attention": self._first("attention_chunk_size") or None}
+        if strange := set(kinds) - seen.keys():
             raise NoCostModel(f"{self._config.model_type} has layers of type {', '.join(sorted(strange))}")
-        return [window if kind == "sliding_attention" else None for kind in kinds]
+        return [seen[kind] for kind in kinds]
 
     @property
     def ropes(self) -> int:

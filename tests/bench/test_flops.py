@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, MixtralConfig, Qwen3Config, Qwen3NextConfig
+from transformers import LlamaConfig, MixtralConfig, Qwen3Config
 
 from benchmarks.flops import plain_flops, predicted_speedup
 from prefillcli.models.flops import (
@@ -22,6 +22,9 @@ from prefillcli.models.shape import NoCostModel
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from tests.prefill.families import FAMILIES, WINDOW, make_config, make_model
+from tests.prefill.tiny_models import make_tiny_config
+
+LAST_LAYERS = ("full_attention", "linear_attention")
 
 
 def llama(hidden: int, intermediate: int, layers: int, heads: int) -> LlamaConfig:
@@ -156,9 +159,16 @@ def test_experts_of_mixtral_and_dense_qwen3_by_hand() -> None:
     assert table5(qwen3, 5).projections == 2 * 2 * 5 * (8 * 32 + 2 * 8 * 16 + 32 * 8)
 
 
-def test_layers_without_attention_have_no_cost_model() -> None:
-    with pytest.raises(NoCostModel, match="qwen3_next has layers of type linear_attention"):
-        prefill_flops(Qwen3NextConfig(), 10)
+def test_layers_that_recur_are_counted_in_full_where_only_keys_are_asked_for() -> None:
+    """Their state is behind all of what they compute."""
+    attention, linear = (
+        make_tiny_config("qwen3_next", layer_types=["full_attention"] * 3 + [last]) for last in LAST_LAYERS
+    )
+    prompt = [np.arange(40, dtype=np.int32)]
+    plan = make_plan(prompt, Limits(99, 99))
+    alone = prefill_flops(linear, 40, head_tokens=0)
+    assert walk_flops(linear, plan) == pytest.approx(alone.total)
+    assert walk_flops(attention, plan) < prefill_flops(attention, 40, head_tokens=0).total
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoConfig
 
-from prefillcli.models.families import ATTENTION_LAYERS, VERIFIED
-from prefillcli.models.shape import NoCostModel, Shape
+from prefillcli.models.families import VERIFIED
+from prefillcli.models.shape import SEE_A_WINDOW, SEE_ALL, NoCostModel, Shape
 from tests.prefill.families import FAMILIES, make_config
 
 ARCHITECTURES = Path(__file__).parents[2] / "docs" / "architectures.md"
@@ -23,7 +23,7 @@ def test_verified_are_the_families_that_the_walk_is_tested_with() -> None:
 def test_a_family_is_one_of_transformers_and_in_the_manual(family: str, title: str) -> None:
     config = AutoConfig.for_model(family)
     assert config.model_type == family
-    assert set(getattr(config, "layer_types", None) or ()) <= ATTENTION_LAYERS
+    assert set(getattr(config, "layer_types", None) or ()) <= SEE_ALL | SEE_A_WINDOW
     assert title in " ".join(ARCHITECTURES.read_text().split())
 
 
