@@ -38,6 +38,9 @@ from prefillcli.models.weights import plan_weights
 from prefillcli.plan.account import Account, account
 from prefillcli.plan.exit_work import LayersDone
 from prefillcli.plan.pack import Key, Limits, Pack
+from prefillcli.prefill.layer_place import decoder_layers
+from prefillcli.prefill.own_cache import has_forest_attention
+from prefillcli.prefill.recurrent import recurrent_modules
 from prefillcli.prefill.walk import LayerWalk
 from prefillcli.runtime.memory import available_memory, device_capacity
 
@@ -110,6 +113,7 @@ class TorchEngine(PackByPack):
         layers: StreamedLayers | None = None,
         weights: WeightsReport | None = None,
     ) -> None:
+        self.limits = replace(limits, whole_nodes=limits.whole_nodes or _keeps_ends(model))
         self.model = model
         self._layers = layers
         self._weights = weights
@@ -121,7 +125,6 @@ class TorchEngine(PackByPack):
             hidden_on_host=hidden_on_host,
             layers=layers,
         )
-        self.limits = replace(limits, whole_nodes=limits.whole_nodes or self._walk.recurrent)
         self._keys_share = _keys_share(model.config.get_text_config())
         self._block_seconds = 0.0  # of packs without answers since the last one with some
 
@@ -203,6 +206,11 @@ def _answer(
         skipped=part.skipped,
         readings=tuple(exits.readings[prompt]),
     )
+
+
+def _keeps_ends(model: PreTrainedModel) -> bool:
+    """Whether something is kept of a node that only what follows all of its tokens can read."""
+    return not has_forest_attention(model) or any(recurrent_modules(layer) for layer in decoder_layers(model).layers)
 
 
 def _keys_share(config: Any) -> float:
