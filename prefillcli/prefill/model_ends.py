@@ -33,6 +33,7 @@ from prefillcli.prefill.stand_ins import (
 )
 
 LOGIT_BYTES = 16 << 20  # float32 logits of this size at a time
+MOST_FIRST_POSITION = 3  # RoBERTa begins behind the number of its padding token
 HEAD_ROWS = 1024  # rows at a time, at most: some models make a mask for as many tokens
 
 #: How a model's forward calls the cache that its layers fill.
@@ -46,6 +47,7 @@ class _Manner:
     form: OutputForm
     lanes: Lanes
     vocabulary: int  # numbers of a token's logits
+    first_position: int  # that it gives a prompt's first token by itself
 
 
 class _LabelHead(nn.Module):
@@ -116,7 +118,7 @@ class ModelEnds:
         if attention_mask is not None:
             given["attention_mask"] = attention_mask
         try:
-            self._run(recorder, tokens, positions, cache=cache, **given)
+            self._run(recorder, tokens, manner.first_position + positions, cache=cache, **given)
         except AllRecorded:
             return recorder.recording
         raise UnsupportedModelError("the model's forward does not call all of its layers")
@@ -158,10 +160,12 @@ class ModelEnds:
         logits = self._run(Injection(self._manner.form, self.lanes, hidden), placeholder, placeholder)
         return logits[0].float()
 
-    def _run(self, reached: Reached, tokens: Tensor, positions: IntArray | Tensor, **given: Any) -> Tensor:
+    def _run(self, reached: Reached, tokens: Tensor, positions: IntArray | Tensor | None, **given: Any) -> Tensor:
         """The logits of the model's forward, where `reached` stands for its layers."""
         cache = given.pop("cache", None)
-        given = {"use_cache": False, "position_ids": torch.as_tensor(positions)[None].to(self.device)} | given
+        given = {"use_cache": False} | given
+        if positions is not None:
+            given["position_ids"] = torch.as_tensor(positions)[None].to(self.device)
         given = {name: value for name, value in given.items() if name in self._takes}
         if cache is not None:
             name = next((name for name in _CACHES if name in self._takes), None)
@@ -197,13 +201,36 @@ class ModelEnds:
         raise UnsupportedModelError(reasons[0])
 
     def _try(self, form: OutputForm) -> _Manner:
-        trial, tokens = TrialForward(form), torch.arange(TRIAL_TOKENS)
-        logits = self._run(trial, tokens + 1, tokens)
+        trial, tokens = TrialForward(form), self._trial_tokens()
+        logits = self._run(trial, tokens, torch.arange(TRIAL_TOKENS))
         if trial.reached != len(self.layers):
             raise UnsupportedModelError("the model's forward does not call all of its layers")
         if logits.dim() != 3 or logits.shape[:2] != (1, TRIAL_TOKENS):
             raise ValueError(f"the logits have the shape {list(logits.shape)}")
-        return _Manner(trial.form, trial.lanes, logits.shape[2])
+        first = self._first_position(trial.form, trial.lanes)
+        return _Manner(trial.form, trial.lanes, logits.shape[2], first)
+
+    def _trial_tokens(self) -> Tensor:
+        text = self._model.config.get_text_config(decoder=True)
+        padding = getattr(text, "pad_token_id", None)
+        return torch.as_tensor([token for token in range(TRIAL_TOKENS + 1) if token != padding][:TRIAL_TOKENS])
+
+    def _first_position(self, form: OutputForm, lanes: Lanes) -> int:
+        """The position that the model gives a prompt's first token: 0, or some above that of padding."""
+
+        def embedded(positions: Tensor | None) -> Tensor:
+            recorder = CallRecorder(form, lanes, len(self.layers))
+            try:
+                self._run(recorder, self._trial_tokens(), positions)
+            except AllRecorded:
+                pass
+            return recorder.recording.hidden
+
+        by_itself = embedded(None)
+        for first in range(MOST_FIRST_POSITION + 1):
+            if torch.equal(embedded(first + torch.arange(TRIAL_TOKENS)), by_itself):
+                return first
+        raise UnsupportedModelError("the model does not count positions from a prompt's first token")
 
 
 def _is_walked(index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
