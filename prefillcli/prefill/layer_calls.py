@@ -3,10 +3,14 @@
 The same tensors (rotary tables, position ids) go to every layer, and live as long as the pack. Left where each chunk's
 forward put them, they lie scattered between its temporaries, and the allocator cannot use the gaps again: with small
 chunks that costs as much as the residual stream. So they are copied into one buffer each.
+
+Some models have later layers attend over the keys and values of an earlier one. Those are handed on in a mapping that
+every layer is called with. They are kept for the whole pack too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +38,58 @@ class Recording:
         return self.first
 
 
+class SharedKeysValues(MutableMapping[Any, tuple[Tensor, Tensor]]):
+    """K,V [1, kv heads, tokens, width] that layers leave for later ones, for some tokens of a pack.
+
+    `whole` are those of all its tokens, by the layer's name for them; `start` is the first token of these.
+    """
+
+    def __init__(self, whole: dict[Any, tuple[Tensor, Tensor]], start: int, tokens: int, pack_tokens: int) -> None:
+        self.whole = whole
+        self._part = slice(start, start + tokens)
+        self._tokens = (tokens, pack_tokens)
+
+    def __getitem__(self, name: Any) -> tuple[Tensor, Tensor]:
+        keys, values = self.whole[name]
+        return keys[:, :, self._part], values[:, :, self._part]
+
+    def __setitem__(self, name: Any, both: tuple[Tensor, Tensor]) -> None:
+        own, tokens = self._tokens
+        if not all(isinstance(each, Tensor) and each.dim() == 4 and each.shape[2] == own for each in both):
+            raise UnsupportedModelError("a layer hands more than its keys and values on to later layers")
+        if name not in self.whole:
+            keys, values = (each.new_empty(1, each.shape[1], tokens, each.shape[3]) for each in both)
+            self.whole[name] = keys, values
+        for place, each in zip(self.whole[name], both, strict=True):
+            place[:, :, self._part] = each
+
+    def __delitem__(self, name: Any) -> None:
+        raise UnsupportedModelError("a layer takes back what it has handed on to later layers")
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.whole)
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+
+def lend_shared(calls: list[LayerCall], of_chunk: list[LayerCall], tokens: int) -> None:
+    """Let layers that attend over K,V of earlier ones be called by themselves with `calls`, for so many tokens whose
+    K,V are not used. `of_chunk` are the calls of any chunk of the pack."""
+    for mapping, shared in zip(_mappings(calls), _mappings(of_chunk), strict=True):
+        if not mapping and isinstance(shared, SharedKeysValues):
+            for name, (keys, values) in shared.whole.items():
+                mapping[name] = tuple(
+                    each.new_zeros(()).expand(1, each.shape[1], tokens, each.shape[3]) for each in (keys, values)
+                )
+
+
+def _mappings(calls: list[LayerCall]) -> list[MutableMapping[Any, Any]]:
+    """The mappings that layers are called with, each once."""
+    given = [value for args, kwargs in calls for value in (*args, *kwargs.values())]
+    return list({id(each): each for each in given if isinstance(each, MutableMapping)}.values())
+
+
 class CallBuffers:
     """Buffers for the tensors of all chunks of a pack of `tokens` tokens."""
 
@@ -41,10 +97,25 @@ class CallBuffers:
         self._tokens = tokens
         self._buffers: dict[tuple[int, torch.dtype, int], Tensor] = {}
         self._filled: dict[tuple[int, torch.dtype, int], int] = {}
+        self._shared: list[dict[Any, tuple[Tensor, Tensor]]] = []  # of each mapping that layers share
+        self._begun = 0  # tokens of the chunks so far
+
+    def take_over(self, calls: list[list[LayerCall]], at: Tensor) -> None:
+        """Keep what layers have left for later ones of the tokens `at` of the pack, whose chunks had these calls."""
+        for mapping in _mappings([call for chunk in calls[:1] for call in chunk]):
+            if isinstance(mapping, SharedKeysValues):
+                kept: dict[Any, tuple[Tensor, Tensor]] = {}
+                self._shared.append(kept)
+                for name in list(mapping.whole):  # one at a time: the old ones go
+                    keys, values = mapping.whole.pop(name)
+                    rows = at.to(keys.device)
+                    kept[name] = keys[:, :, rows], values[:, :, rows]
 
     def keep(self, calls: list[LayerCall], chunk_tokens: int) -> list[LayerCall]:
-        """The same calls with their tensors moved to the buffers. A tensor that several layers share stays one."""
+        """The same calls with their tensors moved to the buffers. What several layers share stays one."""
         moved: dict[int, Tensor] = {}
+        mappings: dict[int, SharedKeysValues] = {}
+        start, self._begun = self._begun, self._begun + chunk_tokens
 
         def move(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -53,11 +124,21 @@ class CallBuffers:
                 return moved[id(value)]
             if isinstance(value, tuple | list):
                 return type(value)(move(part) for part in value)
+            if isinstance(value, MutableMapping) and not value:  # for what layers will leave there
+                if id(value) not in mappings:
+                    whole = self._shared_by(len(mappings))
+                    mappings[id(value)] = SharedKeysValues(whole, start, chunk_tokens, self._tokens)
+                return mappings[id(value)]
             if isinstance(value, dict):
                 return {key: move(part) for key, part in value.items()}
             return value
 
-        return [(move(args), move(kwargs)) for args, kwargs in calls]
+        return [(move(args), {name: move(value) for name, value in kwargs.items()}) for args, kwargs in calls]
+
+    def _shared_by(self, mapping: int) -> dict[Any, tuple[Tensor, Tensor]]:
+        if mapping == len(self._shared):
+            self._shared.append({})
+        return self._shared[mapping]
 
     def _move(self, tensor: Tensor, number: int, chunk_tokens: int) -> Tensor:
         per_token, rest = divmod(tensor.numel(), chunk_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -220,10 +220,8 @@ class ModelEnds:
 
         def embedded(positions: Tensor | None) -> Tensor:
             recorder = CallRecorder(form, lanes, len(self.layers))
-            try:
+            with suppress(AllRecorded):
                 self._run(recorder, self._trial_tokens(), positions)
-            except AllRecorded:
-                pass
             return recorder.recording.hidden
 
         by_itself = embedded(None)

@@ -23,7 +23,7 @@ from prefillcli.prefill.forest import ForestAttention, KeysStored, UnsupportedMo
 from prefillcli.prefill.fusion import fused
 from prefillcli.prefill.held_parts import HeldPart, HeldParts
 from prefillcli.prefill.key_window import KeyWindow
-from prefillcli.prefill.layer_calls import CallBuffers, LayerCall, Recording
+from prefillcli.prefill.layer_calls import CallBuffers, LayerCall, Recording, lend_shared
 from prefillcli.prefill.layers import LayerSource, ResidentLayers
 from prefillcli.prefill.layout import Chunk, IntArray, LastTokens, Tree, split_evenly
 from prefillcli.prefill.leaving import ExitRule, Remainder, going_on, remainder
@@ -237,6 +237,7 @@ class LayerWalk:
             last = LastTokens(state.tree, nodes[start:end], self.device)
             at = torch.as_tensor(last.tokens)
             recording = self.record(state.tokens[at], state.tree.positions[last.tokens])
+            lend_shared(recording.calls, state.calls[0], len(at))
             attention.last_tokens(last)
             hidden = self._residual.pick(state.hidden, at)
             rows.append(self.call(layer, hidden, recording.calls[index], attention))
@@ -266,6 +267,8 @@ class LayerWalk:
         at = torch.as_tensor(left.tokens)
         state.pack, state.nodes = left.pack, [state.nodes[node] for node in left.nodes]
         state.tokens, state.tree = state.tokens[at], Tree(left.pack)
+        buffers = CallBuffers(len(at))
+        buffers.take_over(state.calls, at)
         state.chunks, state.calls = self._chunks(state.tree, len(at)), []
         attention.resize(left.pack.held_tokens + len(at))
         hidden = state.hidden
@@ -275,7 +278,6 @@ class LayerWalk:
             rows = self._residual.pick(hidden, at[chunk.start : chunk.end])
             self._residual.write(state.hidden, chunk.start, rows)
         state.hidden = state.hidden[:, : len(at)]
-        buffers = CallBuffers(len(at))
         state.calls = [self._arguments(state.tokens, chunk, buffers)[1] for chunk in state.chunks]
         state.done.regroupings += 1
 
