@@ -62,7 +62,10 @@ def register() -> None:
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    return _active.get()(module, query, key, value, attention_mask, **kwargs), None
+    active = _active.get(None)
+    if active is None:
+        raise UnsupportedModelError(f"{type(module).__name__} attends outside of the model's layers")
+    return active(module, query, key, value, attention_mask, **kwargs), None
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

@@ -153,7 +153,8 @@ class Trial:
         )
         whole, layers_in_config = getattr(owner, name), config.num_hidden_layers
         setattr(owner, name, whole[:count])
-        config.num_hidden_layers = count
+        if not getattr(config.get_text_config(), "hidden_size_per_layer_input", None):  # inputs for as many layers
+            config.num_hidden_layers = count
         try:
             yield
         finally:

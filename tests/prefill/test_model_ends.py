@@ -15,6 +15,7 @@ from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.prefill.lanes import Lanes
 from prefillcli.prefill.layer_calls import Recording
 from prefillcli.prefill.layer_place import decoder_layers
+from prefillcli.prefill.layout import IntArray
 from prefillcli.prefill.model_ends import ModelEnds
 from tests.prefill.families import VOCABULARY, make_model
 
@@ -76,11 +77,11 @@ def ends_of(family: str) -> Iterator[tuple[Any, ModelEnds]]:
         ends.close()
 
 
-def through_layers(ends: ModelEnds, recording: Recording) -> Tensor:
+def through_layers(ends: ModelEnds, recording: Recording, depths: IntArray) -> Tensor:
     """The folded residual stream after the last layer."""
     hidden = recording.hidden
     for layer, call in zip(ends.layers, recording.calls, strict=True):
-        hidden = ends.call(layer, hidden, call)
+        hidden = ends.call(layer, hidden, call, depths)
         assert hidden.shape == recording.hidden.shape
     return hidden
 
@@ -89,7 +90,8 @@ def through_layers(ends: ModelEnds, recording: Recording) -> Tensor:
 @pytest.mark.filterwarnings("ignore")  # some of these warn while they are built
 def test_the_ends_with_the_layers_in_between_are_the_models_own_forward(family: str) -> None:
     with ends_of(family) as (model, ends):
-        hidden = through_layers(ends, ends.record(TOKENS, np.arange(len(TOKENS))))
+        places = np.arange(len(TOKENS))
+        hidden = through_layers(ends, ends.record(TOKENS, places), places)
         found, labels = torch.cat(list(ends.logits(hidden))), ends.label_logits(hidden[0], [5, 9])
         ends.close()
         wanted = model(input_ids=TOKENS[None], use_cache=False).logits[0]
@@ -110,10 +112,22 @@ def test_layers_that_are_recorded_with_a_cache_read_on_behind_it(family: str) ->
         before = model(input_ids=TOKENS[None, :20], use_cache=True)
         ends = ModelEnds(model)
         cache = next(before[name] for name in ("past_key_values", "cache_params", "state") if name in before)
-        recording = ends.record(TOKENS[20:], np.arange(20, 30), cache=cache, attention_mask=torch.ones(1, 30))
-        found = torch.cat(list(ends.logits(through_layers(ends, recording))))
+        places = np.arange(20, 30)
+        recording = ends.record(TOKENS[20:], places, cache=cache, attention_mask=torch.ones(1, 30))
+        found = torch.cat(list(ends.logits(through_layers(ends, recording, places))))
         ends.close()
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_positions_begin_where_the_model_begins_them() -> None:
+    with ends_of("roberta") as (model, ends):  # behind the number of its padding token
+        first = ends.record(TOKENS, np.arange(len(TOKENS))).hidden
+        gap = ends.record(TOKENS[4:], np.arange(4, len(TOKENS))).hidden
+        ends.close()
+        wanted = model.roberta.embeddings(input_ids=TOKENS[None])
+    assert torch.equal(first, wanted)
+    assert torch.equal(gap, wanted[:, 4:])
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from prefillcli.errors import ContentChangedError, ResourceError, UsageError
-from prefillcli.models import placement
+from prefillcli.models import load, placement
 from prefillcli.models.families import VERIFIED
 from prefillcli.models.find import ModelFiles, read_model_files
 from prefillcli.models.load import load_model, load_streamed
@@ -33,6 +33,7 @@ from prefillcli.prefill.walk import LayerWalk
 from tests.prefill.families import FAMILIES, each_family, make_model
 from tests.prefill.test_leaving import LeaveAfter
 from tests.prefill.test_walk import Prompt, mixed, single, three_levels
+from tests.prefill.tiny_models import make_tiny_model
 
 CPU = torch.device("cpu")
 SMALL_PACKS = Limits(300, 1 << 20, held_tokens=1 << 20)
@@ -87,6 +88,28 @@ def test_streamed_weights_give_the_same_bits(family: str, saved: str, dtype: str
 
 def test_all_verified_families_are_compared() -> None:
     assert FAMILIES.keys() == VERIFIED.keys()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "modernbert-decoder", "gemma4_text"])
+def test_layers_are_read_wherever_a_family_keeps_them(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tiny_model(family).save_pretrained(tmp_path)
+    files = read_model_files(tmp_path)
+    monkeypatch.setattr(load, "VERIFIED", {files.family: "one that is compared"})
+    assert_same_bits(files)
+
+
+def test_the_weights_of_gpt2_are_read_by_the_names_of_its_hub_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tiny_model("gpt2").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    own = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    own["h.0.attn.bias"] = torch.ones(1, 1, 8, 8)  # a mask, which is no weight any more
+    save_file(own, tmp_path / "model.safetensors", {"format": "pt"})
+    monkeypatch.setattr(load, "VERIFIED", {"gpt2": "GPT-2"})
+    assert_same_bits(read_model_files(tmp_path))
 
 
 @pytest.mark.parametrize("slots", [2, 3, 5, 6])
