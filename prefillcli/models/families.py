@@ -27,6 +27,16 @@ VERIFIED = {
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
+#: Kinds of layers, in a configuration's `layer_types`, that see a selection of the tokens before.
+SELECTIVE_LAYERS = frozenset(
+    {
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+        "indexed_attention",
+        "minimax_m3_sparse",
+    }
+)
+
 #: Families whose position encodings stay float32, whatever the model's dtype.
 FLOAT32_ROTARY = frozenset({"olmo2"})
 
@@ -46,6 +56,11 @@ def refusal(whole: Any, text: Any, *, causal: bool) -> str | None:
     return None
 
 
+def selects_keys(text: Any) -> bool:
+    """Whether layers see tokens that an indexer selects or compresses, of which an attention function is not told."""
+    return bool(SELECTIVE_LAYERS.intersection(getattr(text, "layer_types", None) or ()))
+
+
 def longest_prompt(text: Any) -> int:
     """Longest prompt, in tokens, that can be scored together with shorter ones as the model itself does.
 
@@ -53,6 +68,8 @@ def longest_prompt(text: Any) -> int:
     models, so they end at that length.
     """
     longest = int(getattr(text, "max_position_embeddings", 0) or 1 << 30)
+    if text.model_type == "doge":  # beyond it, its layers drop keys, and others where a prompt comes in parts
+        longest = min(longest, int(text.keep_window_size))
     rope = getattr(text, "rope_parameters", None) or {}
     for one in [rope, *(v for v in rope.values() if isinstance(v, dict))]:
         if one.get("rope_type") in LENGTH_DEPENDENT_ROPE:

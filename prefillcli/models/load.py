@@ -25,10 +25,14 @@ from prefillcli.prefill.layer_place import decoder_layers
 def load_model(files: ModelFiles, device: torch.device, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Load the weights onto `device`, ready to be walked.
 
-    Raises UnsupportedModelError if the walk of a family that is not verified differs from its own eager forward.
+    A family that is not verified is rehearsed: it has the forest attention then, or one of transformers where it is
+    walked with its own cache. Raises UnsupportedModelError if its walk differs from its own eager forward both ways.
     """
     register()
-    model = load_weights(files, device, attention=ATTENTION, trust_remote_code=trust_remote_code)
+    try:
+        model = load_weights(files, device, attention=ATTENTION, trust_remote_code=trust_remote_code)
+    except KeyError:  # some families have a table of attention classes, and no other attention
+        model = load_weights(files, device, attention="eager", trust_remote_code=trust_remote_code)
     if files.family not in VERIFIED:
         rehearse(model, files.config)
     return model

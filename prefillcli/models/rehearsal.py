@@ -2,70 +2,195 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from prefillcli.errors import brief
+from prefillcli.models.families import selects_keys
 from prefillcli.models.shape import Shape
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
+from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError
 from prefillcli.prefill.key_window import KeyWindow
 from prefillcli.prefill.layer_place import embedding_device
+from prefillcli.prefill.own_cache import has_forest_attention, set_eager_attention, set_own_attention
 from prefillcli.prefill.walk import LayerWalk
 
 _REHEARSAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
+#: What a configuration calls the number of tokens after which a layer sees less than the whole prompt.
+_REACHES = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size", "index_topk")
+LONGEST_REACH = 128  # that a rehearsal's prompts pass; longer ones would take long
 
-def rehearse(model: PreTrainedModel, config: Any) -> None:
-    """Walk a few prompts and compare their logits with the model's own eager forward.
 
-    Prompts share prefixes over two levels and spread over chunks and packs. Raises UnsupportedModelError if
-    they differ: a score that is silently wrong is worse than none.
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """How a model gives the logits of its own forward when it is walked.
+
+    With `own_cache` only its own attention and cache do, because of the `reason`. Without `gaps` it does so for whole
+    prompts alone, and not where tokens are left out.
     """
-    family, vocabulary = config.model_type, int(config.vocab_size)
-    rng = np.random.default_rng(0)
-    root, middle = rng.integers(0, vocabulary, 23), rng.integers(0, vocabulary, 11)
-    tails = [rng.integers(0, vocabulary, n) for n in (1, 7, 12)]
-    prompts = [np.concatenate([root, middle, tail]).astype(np.int32) for tail in tails]
-    prompts += [
-        np.concatenate([root, tails[2]]).astype(np.int32),
-        rng.integers(0, vocabulary, 19).astype(np.int32),
-    ]
-    device = embedding_device(model)
+
+    own_cache: bool
+    reason: str | None = None
+    gaps: bool = True
+
+    def set_attention(self, model: PreTrainedModel) -> None:
+        """Give the model the attention that it is walked with."""
+        if self.own_cache:
+            set_own_attention(model)
+        else:
+            model.set_attn_implementation(ATTENTION)
+
+
+FOREST = Rehearsal(own_cache=False)
+
+
+def rehearse(model: PreTrainedModel, config: Any) -> Rehearsal:
+    """Walk a few prompts and compare their logits with the model's own eager forward; set the attention that fits.
+
+    The forest attention is tried first, then the model's own attention and cache. Prompts share prefixes over two
+    levels, spread over chunks and packs, pass short windows, and one has gaps in its positions. Raises
+    UnsupportedModelError if they differ both ways: a score that is silently wrong is worse than none.
+
+    `rehearsal_of` finds the outcome again.
+    """
+    family, reasons = config.model_type, []
+    prompts, kept = _prompts(config)
     try:
-        model.set_attn_implementation("eager")
-        with torch.inference_mode():
-            wanted = [
-                model(input_ids=torch.as_tensor(p, dtype=torch.long, device=device)[None], use_cache=False).logits[
-                    0, -1
-                ]
-                for p in prompts
-            ]
-        model.set_attn_implementation(ATTENTION)
-        walk = LayerWalk(model, chunk_tokens=9)
+        set_eager_attention(model)
+        wanted = _own_forward(model, prompts[:-1], kept[:-1])
+    except _ERRORS as error:
+        raise UnsupportedModelError(f"{family} cannot be walked layer by layer: {_named(error)}") from error
+    sparse: list[torch.Tensor] = []
+    with suppress(*_ERRORS):  # some models cannot read a prompt with gaps themselves
+        sparse = _own_forward(model, prompts[-1:], kept[-1:])
+    ways = [FOREST, Rehearsal(own_cache=True)]
+    if selects_keys(config):  # which short prompts may not show
+        ways, reasons = ways[1:], ["some of its layers see a selection of the tokens"]
+    for way in ways:
+        way.set_attention(model)
+        if has_forest_attention(model) == way.own_cache:
+            reasons.append("its attention is not called through the interface of transformers")
+            continue
         try:
-            found: dict[int, torch.Tensor] = {}
-            for pack in make_plan(prompts, Limits(48, 1 << 20, held_tokens=1 << 20)).packs:
-                logits = torch.cat(list(walk.read_logits(pack)))
-                found |= {n: logits[i] for i, (_, numbers) in enumerate(pack.reads) for n in numbers}
-        finally:
-            walk.close()
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{family} cannot be walked layer by layer: {error}") from None
-    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
-        raise UnsupportedModelError(
-            f"{family} cannot be walked layer by layer: {type(error).__name__}: {brief(error)}"
-        ) from error
-    window = Shape(config).sliding_window
-    if window is not None and KeyWindow(window) not in walk.windows:
-        raise UnsupportedModelError(f"{family} does not tell its attention function of its sliding window")
-    worst = max(float((found[i] - w.float()).abs().max()) for i, w in enumerate(wanted))
-    scale = max(float(w.float().abs().max()) for w in wanted)
-    if not worst <= _REHEARSAL_TOLERANCE[wanted[0].dtype] * max(scale, 1.0):
-        raise UnsupportedModelError(
-            f"{family} cannot be walked layer by layer: its logits differ by {worst:.2g} from its own forward"
-        )
+            _compare(model, config, prompts[:-1], kept[:-1], wanted)
+        except UnsupportedModelError as error:
+            reasons.append(str(error))
+        except torch.OutOfMemoryError:
+            raise
+        except _ERRORS as error:
+            reasons.append(_named(error))
+        else:
+            gaps = bool(sparse) and _agree(model, config, prompts[-1:], kept[-1:], sparse)
+            found = _rehearsals[model] = Rehearsal(way.own_cache, reasons[0] if reasons else None, gaps)
+            return found
+    both = reasons[0] if reasons[0] == reasons[1] else f"{reasons[0]}; with its own cache: {reasons[1]}"
+    raise UnsupportedModelError(f"{family} cannot be walked layer by layer: {both}")
+
+
+def rehearsal_of(model: PreTrainedModel) -> Rehearsal:
+    """How a model was rehearsed; as a verified one if it was not."""
+    return _rehearsals.get(model, FOREST)
+
+
+_rehearsals: WeakKeyDictionary[PreTrainedModel, Rehearsal] = WeakKeyDictionary()
+_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, NotImplementedError)
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {brief(error)}"
+
+
+def _prompts(config: Any) -> tuple[list[TokenArray], list[TokenArray | None]]:
+    """The prompts, and the positions that are kept of them, where that is not all."""
+    rng, vocabulary = np.random.default_rng(0), int(config.vocab_size)
+    reaches = [getattr(config, name, None) for name in _REACHES]
+    reaches += (getattr(config, "compress_rates", None) or {}).values()
+    beyond = max((reach for reach in reaches if isinstance(reach, int) and 0 < reach <= LONGEST_REACH), default=0)
+
+    def words(count: int) -> TokenArray:
+        return rng.integers(0, vocabulary, count).astype(np.int32)
+
+    root, middle = words(23 + beyond), words(11)
+    tails = [words(n) for n in (1, 7, 12)]
+    prompts = [np.concatenate([root, middle, tail]) for tail in tails]
+    prompts += [np.concatenate([root, tails[2]]), words(19), words(13 + beyond)]
+    kept: list[TokenArray | None] = [None] * len(prompts)
+    spread = np.arange(2 * len(prompts[-1]) + 5, dtype=np.int32)
+    kept[-1] = spread[spread // 5 % 2 == 0][: len(prompts[-1])]
+    return prompts, kept
+
+
+def _own_forward(
+    model: PreTrainedModel, prompts: Sequence[TokenArray], kept: Sequence[TokenArray | None]
+) -> list[torch.Tensor]:
+    """The logits of each prompt's last token."""
+    device = embedding_device(model)
+    rows = []
+    for prompt, positions in zip(prompts, kept, strict=True):
+        ids = torch.as_tensor(prompt, dtype=torch.long, device=device)[None]
+        given = {}
+        if positions is not None:  # with a mask, transformers does not take gaps for packed sequences
+            given = {"position_ids": torch.as_tensor(positions, device=device).long()[None]}
+            given["attention_mask"] = torch.ones_like(ids)
+        taken = inspect.signature(model.forward).parameters
+        given = {name: value for name, value in given.items() if name in taken}
+        with torch.inference_mode():
+            rows.append(model(input_ids=ids, use_cache=False, **given).logits[0, -1].float())
+    return rows
+
+
+def _agree(*compared: Any) -> bool:
+    try:
+        _compare(*compared)
+    except _ERRORS:
+        return False
+    except UnsupportedModelError:
+        return False
+    return True
+
+
+def _unseen_windows(config: Any) -> set[KeyWindow]:
+    """The windows of some layers that are longer than a rehearsal's prompts."""
+    windows = set()
+    sliding, chunk = Shape(config).sliding_window, getattr(config, "attention_chunk_size", None)
+    if sliding is not None:
+        windows.add(KeyWindow(sliding))
+    if chunk and "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        windows.add(KeyWindow(chunk, aligned=True))
+    return {window for window in windows if window.size > LONGEST_REACH}
+
+
+def _compare(
+    model: PreTrainedModel,
+    config: Any,
+    prompts: Sequence[TokenArray],
+    kept: Sequence[TokenArray | None],
+    wanted: Sequence[torch.Tensor],
+) -> None:
+    """Walk the prompts with the attention that the model has. Raises UnsupportedModelError if it does not work."""
+    walk = LayerWalk(model, chunk_tokens=9)
+    try:
+        found: dict[int, torch.Tensor] = {}
+        limits = Limits(48, 1 << 20, held_tokens=1 << 20, whole_nodes=True)
+        for pack in make_plan(prompts, limits, positions=kept).packs:
+            logits = torch.cat(list(walk.read_logits(pack)))
+            found |= {n: logits[i] for i, (_, numbers) in enumerate(pack.reads) for n in numbers}
+    finally:
+        walk.close()
+    if has_forest_attention(model) and not _unseen_windows(config) <= walk.windows:
+        raise UnsupportedModelError("it does not tell its attention function of its sliding window")
+    worst = max(float((found[i] - row).abs().max()) for i, row in enumerate(wanted))
+    scale = max(float(row.abs().max()) for row in wanted)
+    if not worst <= _REHEARSAL_TOLERANCE[model.dtype] * max(scale, 1.0):
+        raise UnsupportedModelError(f"its logits differ by {worst:.2g} from its own forward")

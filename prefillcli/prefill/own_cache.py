@@ -220,11 +220,17 @@ def has_forest_attention(model: PreTrainedModel) -> bool:
 
 def set_own_attention(model: PreTrainedModel) -> None:
     """Give a model the fastest attention of transformers that it has."""
-    for name in ("sdpa", "eager"):
-        with suppress(ValueError):
-            model.set_attn_implementation(name)
-        if not has_forest_attention(model):
-            return
+    with suppress(ValueError):
+        model.set_attn_implementation("sdpa")
+    if has_forest_attention(model):
+        set_eager_attention(model)
+
+
+def set_eager_attention(model: PreTrainedModel) -> None:
+    """Give a model the eager attention of transformers."""
+    model.set_attn_implementation("eager")
+    if has_forest_attention(model):  # some have no other, and only their masks go by this name
+        model.config.get_text_config()._attn_implementation = "eager"
 
 
 def _blank_cache(ends: ModelEnds) -> Cache:

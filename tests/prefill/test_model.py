@@ -13,8 +13,9 @@ from prefillcli.errors import ResourceError, UsageError
 from prefillcli.models.find import find_model, read_model_files
 from prefillcli.models.load import load_model
 from prefillcli.models.rehearsal import rehearse
-from prefillcli.prefill import forest
+from prefillcli.prefill import forest, own_cache
 from prefillcli.prefill.forest import UnsupportedModelError, register
+from prefillcli.prefill.layer_past import LayerPast
 from prefillcli.runtime.devices import choose_device
 from tests.prefill.families import make_config, make_model
 from tests.prefill.test_walk import assert_equal, eager, mixed, walked
@@ -24,10 +25,6 @@ UNTESTED += ["gpt2", "gpt_bigcode", "modernbert-decoder"]
 REFUSED = [
     "hrm_text",
     "recurrent_gemma",
-    "mamba",
-    "doge",
-    "qwen3_5_text",
-    "codegen",
     "t5",
 ]
 
@@ -59,15 +56,20 @@ def test_what_cannot_be_walked_is_refused(family: str, tmp_path: Path) -> None:
         allowed = read_model_files(tmp_path).config
         rehearse(make_model(family), allowed)
 
-    with pytest.raises(UnsupportedModelError, match=f"{family}.* cannot be walked"):
+    with pytest.raises(UnsupportedModelError, match=f"{family}.* cannot (be walked|score prompts)"):
         load()
 
 
 def test_the_rehearsal_finds_wrong_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     register()
     model = make_model("granite")
+    assert not rehearse(model, model.config).own_cache
     monkeypatch.setattr(forest, "merge_into", lambda *parts: None)  # queries see their own node only
-    with pytest.raises(UnsupportedModelError, match="differ by"):
+    found = rehearse(model, model.config)
+    assert found.own_cache, "transformers' own attention is not broken"
+    assert "differ by" in str(found.reason)
+    monkeypatch.setattr(own_cache, "fork_past", lambda past: LayerPast())  # and neither is what they keep
+    with pytest.raises(UnsupportedModelError, match="granite cannot be walked"):
         rehearse(model, model.config)
 
 
@@ -79,8 +81,9 @@ def test_the_rehearsal_finds_a_window_that_attention_is_not_told_of(monkeypatch:
     monkeypatch.setattr(
         forest.ForestAttention, "__call__", lambda self, *a, **k: plain(self, *a, **{**k, "sliding_window": None})
     )
-    with pytest.raises(UnsupportedModelError, match="sliding window"):
-        rehearse(model, model.config)
+    found = rehearse(model, model.config)
+    assert found.own_cache
+    assert "sliding window" in str(found.reason)
 
 
 def test_a_saved_model_loads_and_is_walked(saved: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from prefillcli.models.find import read_model_files
+from prefillcli.models.load import load_model
+from prefillcli.models.rehearsal import rehearsal_of, rehearse
 from prefillcli.plan.exit_work import LayersDone
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
@@ -261,3 +265,20 @@ def test_a_model_without_a_cache_is_refused() -> None:
     set_own_attention(model)
     with pytest.raises(UnsupportedModelError, match="cache"):
         LayerWalk(model, chunk_tokens=64)
+
+
+@pytest.mark.parametrize("family", ["gptj", "bloom", "falcon with ALiBi"])
+def test_a_saved_model_is_walked_with_its_own_cache(family: str, tmp_path: Path) -> None:
+    model_of(family).save_pretrained(tmp_path)
+    loaded = load_model(read_model_files(tmp_path), torch.device("cpu"))
+    found = rehearsal_of(loaded)
+    assert found.own_cache
+    assert found.gaps
+    assert_equal(walked(loaded, three_levels(), chunk=97), wanted(family, three_levels))
+
+
+def test_a_model_that_its_gaps_confuse_is_walked_whole() -> None:
+    """In deepseek_v4, a token sees as many compressed keys as its position says."""
+    found = rehearse(model_of("deepseek_v4"), model_of("deepseek_v4").config)
+    assert found.own_cache
+    assert not found.gaps
