@@ -41,6 +41,13 @@ SELECTIVE_LAYERS = frozenset(
 FLOAT32_ROTARY = frozenset({"olmo2"})
 
 
+#: Families of images and text whose text attends in both directions before the answer.
+BOTH_WAYS = frozenset({"paligemma", "pi0"})
+
+#: Tokens that a family embeds beside those of its vocabulary.
+EXTRA_TOKENS = {"mllama_text_model": 8}
+
+
 def refusal(whole: Any, text: Any, *, causal: bool) -> str | None:
     """Why a model cannot be scored; None if its configuration gives no reason.
 
@@ -49,6 +56,8 @@ def refusal(whole: Any, text: Any, *, causal: bool) -> str | None:
     """
     if getattr(whole, "is_encoder_decoder", False):
         return "is an encoder-decoder: its encoder reads a prompt, and its decoder only what it writes"
+    if getattr(whole, "model_type", None) in BOTH_WAYS:
+        return "reads a prompt in both directions"
     if not causal:
         return "has no causal language model in transformers"
     if getattr(text, "use_bidirectional_attention", False) or not getattr(text, "is_causal", True):

@@ -15,6 +15,7 @@ from prefillcli.errors import ResourceError, UsageError, brief
 from prefillcli.models.families import longest_prompt, refusal
 from prefillcli.models.files import check_config
 from prefillcli.models.gguf import GgufModel, dequantise_gguf, describe_gguf, find_dequantised, open_gguf
+from prefillcli.models.multimodal import text_part
 from prefillcli.models.safetensors import check_weights, weight_files
 from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.runtime.memory import loadable_memory
@@ -23,6 +24,8 @@ from prefillcli.runtime.memory import loadable_memory
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
     """A model as its files describe it. `config` is the text model's configuration.
+
+    `part_of` is the family of a multimodal model of which only the text model is loaded, else None.
 
     `path` is its directory. For a model in GGUF format, this is a directory that prefill keeps of it, with
     configuration and tokenizer, and with the weights once they are `saved` there.
@@ -33,6 +36,7 @@ class ModelFiles:
     config: Any
     dtype: torch.dtype
     gguf: GgufModel | None = None
+    part_of: str | None = None
 
     @property
     def origin(self) -> Path:
@@ -87,7 +91,8 @@ def read_model_files(
     except Exception as error:  # each family has checks of its own, or none
         raise UsageError(f"{folder}/config.json: {brief(error)}") from None
     config = whole.get_text_config()
-    causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or trust_remote_code
+    part = text_part(whole) if gguf is None else None
+    causal = part is not None or config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or trust_remote_code
     if why := refusal(whole, config, causal=causal):
         raise UnsupportedModelError(f"{folder}: a model of type {whole.model_type} cannot score prompts: it {why}")
     own = config.dtype or whole.dtype or torch.float32 if gguf is None else gguf.dtype
@@ -98,7 +103,7 @@ def read_model_files(
         folder = find_dequantised(gguf, chosen) or folder
     else:
         check_weights(folder, weights, config)
-    return ModelFiles(folder, config.model_type, config, chosen, gguf)
+    return ModelFiles(folder, config.model_type, config, chosen, gguf, None if part is None else whole.model_type)
 
 
 def with_weights(files: ModelFiles) -> ModelFiles:

@@ -14,6 +14,7 @@ from prefillcli.errors import ResourceError, UsageError, brief
 from prefillcli.models.families import VERIFIED
 from prefillcli.models.find import ModelFiles, with_weights
 from prefillcli.models.gguf import load_gguf, refuse_missing
+from prefillcli.models.multimodal import load_text_part
 from prefillcli.models.placement import Placement, place_weights
 from prefillcli.models.rehearsal import rehearse
 from prefillcli.models.streamed_layers import ROLLING_SLOTS, StreamedLayers, slot_bytes
@@ -49,6 +50,8 @@ def load_weights(
             model, info = load_gguf(files.gguf, files.path, files.dtype, attention)
             return _placed(files, model, info, device)
         try:
+            if files.part_of is not None:
+                return _placed(files, *load_text_part(files.path, files.dtype, attention), device)
             model, info = AutoModelForCausalLM.from_pretrained(
                 files.path,
                 dtype=files.dtype,
@@ -83,6 +86,11 @@ def load_streamed(
     verified, and for files that cannot be read layer by layer.
     """
     register()
+    if files.part_of is not None:
+        raise UnsupportedModelError(
+            f"{files.origin}: the text model of a {files.part_of} cannot be read layer by layer\n"
+            "take --weights resident"
+        )
     if files.family not in VERIFIED:
         raise UnsupportedModelError(
             f"{files.family} is not among the verified families, so its own forward must be compared with the walk's, "

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from prefillcli.errors import UsageError
+from prefillcli.models.families import EXTRA_TOKENS
 from prefillcli.models.files import quoted, read_json
 
 _MOST_HEADER = 100 << 20  # bytes, as the safetensors library has it
@@ -42,7 +43,7 @@ def check_weights(folder: Path, files: Sequence[Path], config: Any) -> None:
     wide = getattr(config, "word_embed_proj_dim", None) or getattr(config, "hidden_size", None)
     if len(embeddings) == 1 and len(embeddings[0]) == 2 and wide and not hasattr(config, "embedding_size"):
         rows, width = embeddings[0]
-        if (rows, width) != (config.vocab_size, wide):
+        if (rows - EXTRA_TOKENS.get(config.model_type, 0), width) != (config.vocab_size, wide):
             raise UsageError(
                 f"{folder}: the shapes of the weights are not those of config.json: {rows:,} tokens of {width:,} "
                 f"numbers are embedded, not {config.vocab_size:,} of {wide:,}"

@@ -73,7 +73,7 @@ def plan_weights(opened: Opened, choice: WeightsChoice, *, draft: bool = True, s
     allowed = parse_size(choice.weights_memory) if choice.weights_memory else None
     limit = min((each for each in (allowed, free) if each is not None), default=total)
     quantised = getattr(opened.files.config, "quantization_config", None) is not None
-    streamable = opened.files.family in VERIFIED and not quantised
+    streamable = opened.files.family in VERIFIED and not quantised and opened.files.part_of is None
     if choice.weights == "resident" or (choice.weights == "auto" and (total <= limit or not streamable)):
         refuse_what_cannot_fit(opened, draft=draft)
         return WeightsPlan(False, total, total)

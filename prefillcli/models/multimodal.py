@@ -1,0 +1,182 @@
+"""The text model of a checkpoint that also has eyes or ears: only its weights are read.
+
+Where a family has a text class of its own, that is loaded. Else the whole class is, with nothing in the place of its
+towers: without an image, its forward does not call them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from prefillcli.models.safetensors import read_header, weight_files
+from prefillcli.prefill.forest import UnsupportedModelError
+from prefillcli.prefill.layer_place import decoder_layers
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """What is built of a multimodal model, and with which configuration."""
+
+    kind: type[PreTrainedModel]
+    config: Any
+
+
+def text_part(whole: Any) -> TextPart | None:
+    """What scores text in a multimodal model with this configuration; None for models of text alone, and where
+    transformers has no class that gives the next token."""
+    text = whole.get_text_config()
+    own_code = not type(whole).__module__.startswith("transformers.")
+    if text is whole or own_code:
+        return None
+    for family in (text.model_type, whole.model_type):
+        kind = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family, ""), None)
+        if kind is not None and kind.config_class is type(text):
+            text = copy.deepcopy(text)
+            text.tie_word_embeddings = getattr(whole, "tie_word_embeddings", text.tie_word_embeddings)
+            return TextPart(kind, text)
+    kind = getattr(transformers, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(whole.model_type, ""), None)
+    return None if kind is None else TextPart(kind, whole)
+
+
+def load_text_part(folder: Path, dtype: torch.dtype, attention: str | None) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The text model of a checkpoint on the CPU, and what transformers says of the loading.
+
+    Raises UnsupportedModelError for quantised weights and for files whose names are not those of the text model.
+    """
+    whole = AutoConfig.from_pretrained(folder)
+    if getattr(whole, "quantization_config", None) is not None:
+        raise UnsupportedModelError(
+            f"{folder}: of a quantised {whole.model_type}, the text model cannot be loaded by itself"
+        )
+    part = text_part(whole)
+    if part is None:
+        raise UnsupportedModelError(f"{folder}: {whole.model_type} has no text model that scores")
+    with torch.device("meta"):
+        empty = part.kind._from_config(part.config, dtype=dtype)
+    towers = _towers(empty) if part.config is whole else []
+    idle = _idle_layers(part)
+    unread = (*towers, *(f"{decoder_layers(empty).prefix}{number}." for number in idle))
+    wanted = {name: tensor for name, tensor in empty.state_dict().items() if not name.startswith(unread)}
+    places = _names_in_files(folder, empty, wanted)
+    given = _read({name: place for name, place in places.items() if not name.startswith(unread)})
+    # One number stands for each other tensor: it takes no memory, and transformers finds nothing missing.
+    given |= {
+        name: torch.zeros((), dtype=dtype).expand(tensor.shape)
+        for name, tensor in empty.state_dict().items()
+        if name not in wanted
+    }
+    model, info = part.kind.from_pretrained(
+        None,
+        config=part.config,
+        state_dict=given,
+        dtype=dtype,
+        attn_implementation=attention,
+        output_loading_info=True,
+    )
+    for name in towers:
+        owner, _, own = name.removesuffix(".").rpartition(".")
+        setattr(model.get_submodule(owner), own, nn.Identity())
+    if idle:
+        place = decoder_layers(model)
+        place.replace([layer for number, layer in enumerate(place.layers) if number not in idle])
+        decoder: Any = place.owner
+        decoder.cross_attention_layers = []
+        model.config.num_hidden_layers = len(place.layers)
+    return model, info
+
+
+def _idle_layers(part: TextPart) -> frozenset[int]:
+    """The layers of a text model that only read images: its forward leaves them out where there is none."""
+    return frozenset(getattr(part.config.get_text_config(), "cross_attention_layers", None) or ())
+
+
+def _towers(model: PreTrainedModel) -> list[str]:
+    """The names of what is beside the decoder and the head, each with a dot at its end."""
+    head = _name_of_head(model)
+    kept = [_prefix(model).removesuffix("."), *([head] if head else [])]
+    found = []
+    inside = [""]
+    while inside:
+        at = inside.pop()
+        for own, child in model.get_submodule(at).named_children():
+            name = f"{at}.{own}".removeprefix(".")
+            if name in kept:
+                continue
+            if any(each.startswith(f"{name}.") for each in kept):
+                inside.append(name)
+            elif any(True for _ in child.parameters()):
+                found.append(f"{name}.")
+    return found
+
+
+def _names_in_files(folder: Path, model: PreTrainedModel, wanted: dict[str, Tensor]) -> dict[str, tuple[Path, str]]:
+    """By the model's names, the files and the names there of the decoder's tensors and those of the head.
+
+    Checkpoints have a decoder's tensors under one prefix, which other versions of transformers have called otherwise.
+    The prefix is that under which most names and shapes are found.
+    """
+    prefix = _prefix(model)
+    inner = {name.removeprefix(prefix): tuple(each.shape) for name, each in wanted.items() if name.startswith(prefix)}
+    stored = {name: (path, shape) for path, name, shape in _stored(folder)}
+    found: Counter[str] = Counter()
+    for name, (_, shape) in stored.items():
+        for start in [0, *(at + 1 for at, letter in enumerate(name) if letter == ".")]:
+            if inner.get(name[start:]) == shape:
+                found[name[:start]] += 1
+    if not found:
+        raise UnsupportedModelError(f"{folder}: no tensors of {type(model).__name__} are in the files")
+    theirs = max(found, key=lambda each: (found[each], -len(each)))
+    places = {
+        prefix + name.removeprefix(theirs): (path, name)
+        for name, (path, _) in stored.items()
+        if name.startswith(theirs) and (theirs or name in inner)
+    }
+    if head := _name_of_head(model):
+        for own in (name for name in wanted if name.startswith(f"{head}.")):
+            last = head.rpartition(".")[2] + own.removeprefix(head)
+            for name, (path, shape) in stored.items():
+                if shape == tuple(wanted[own].shape) and f".{name}".endswith(f".{last}"):
+                    places[own] = (path, name)
+    return places
+
+
+def _prefix(model: PreTrainedModel) -> str:
+    """What the names of a decoder's tensors begin with."""
+    place = decoder_layers(model)
+    return place.prefix.removesuffix(f"{place.name}.")
+
+
+def _name_of_head(model: PreTrainedModel) -> str | None:
+    head = model.get_output_embeddings()
+    return next((name for name, module in model.named_modules() if module is head), None)
+
+
+def _stored(folder: Path) -> Iterator[tuple[Path, str, tuple[int, ...]]]:
+    for path in weight_files(folder):
+        for name, tensor in read_header(path).items():
+            yield path, name, tuple(tensor["shape"])
+
+
+def _read(places: dict[str, tuple[Path, str]]) -> dict[str, Tensor]:
+    given = {}
+    for path in sorted({path for path, _ in places.values()}):
+        with safe_open(path, framework="pt") as file:
+            for name, (own, stored) in places.items():
+                if own == path:
+                    given[name] = file.get_tensor(stored)
+    return given
