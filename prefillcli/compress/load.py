@@ -21,12 +21,15 @@ if TYPE_CHECKING:  # these take torch along
 
 
 def load_draft(opened: Opened, *, trust_remote_code: bool) -> Any:
-    """The draft's weights on the model's device. Raises as `load_model`."""
+    """The draft's weights on the model's device. Raises as `load_model`, and UsageError if it cannot be a draft."""
     from prefillcli.models.load import load_model
+    from prefillcli.models.rehearsal import check_uses
 
     if opened.draft is None:
         raise ValueError("no draft was opened")
-    return load_model(opened.draft, opened.device, trust_remote_code=trust_remote_code)
+    draft = load_model(opened.draft, opened.device, trust_remote_code=trust_remote_code)
+    check_uses(draft, drafts=f"--draft {opened.draft.origin}", compresses=False)
+    return draft
 
 
 def plan_draft(

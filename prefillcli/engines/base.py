@@ -111,7 +111,7 @@ class WeightsReport:
 
     `bytes` are those of the whole model in its dtype, `memory_bytes` those on the device at a time, at most.
     `weights_over_memory` is `bytes` over all memory of the device. In `seconds_waited` nothing was computed, because a
-    layer was not there yet.
+    layer was not there yet. With `own_cache` the layers are called with the model's own attention and cache.
     """
 
     mode: Literal["resident", "stream"]
@@ -120,6 +120,7 @@ class WeightsReport:
     weights_over_memory: float
     bytes_read: int = 0
     seconds_waited: float = 0.0
+    own_cache: bool = False
 
 
 class PlanEngine(Protocol):

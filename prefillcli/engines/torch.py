@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -31,6 +32,7 @@ from prefillcli.models import open as models
 from prefillcli.models.flops import keys_share
 from prefillcli.models.load import load_model, load_streamed
 from prefillcli.models.open import Opened
+from prefillcli.models.rehearsal import check_uses
 from prefillcli.models.shape import NoCostModel
 from prefillcli.models.stream_speed import measure_speed
 from prefillcli.models.streamed_layers import StreamedLayers
@@ -69,6 +71,12 @@ def load(request: LoadRequest) -> Loaded[TorchEngine]:
         )
     else:
         model = load_model(opened.files, opened.device, trust_remote_code=choice.trust_remote_code)
+    drafts = "--draft self" if opened.drafts_itself else None
+    own_cache = check_uses(model, drafts=drafts, compresses=opened.compresses).own_cache
+    if own_cache and request.share == 1.0:  # not by each of several workers
+        print(
+            f"prefill: a {opened.files.family} model is walked with its own cache, prompt by prompt", file=sys.stderr
+        )
     free = None
     if not choice.memory:
         free = int(available_memory(opened.device) * request.share) - (0 if source is None else source.memory_bytes)
@@ -91,6 +99,7 @@ def load(request: LoadRequest) -> Loaded[TorchEngine]:
             bytes=weights.bytes,
             memory_bytes=weights.bytes if source is None else source.resident_bytes + source.memory_bytes,
             weights_over_memory=weights.bytes / device_capacity(opened.device),
+            own_cache=own_cache,
         ),
     )
     return Loaded(engine, plan, budget, 0.0 if speed is None else speed.read_seconds)

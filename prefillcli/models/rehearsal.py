@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from prefillcli.errors import brief
+from prefillcli.errors import UsageError, brief
 from prefillcli.models.families import selects_keys
 from prefillcli.models.shape import Shape
 from prefillcli.plan.pack import Limits
@@ -101,6 +101,23 @@ def rehearse(model: PreTrainedModel, config: Any) -> Rehearsal:
 def rehearsal_of(model: PreTrainedModel) -> Rehearsal:
     """How a model was rehearsed; as a verified one if it was not."""
     return _rehearsals.get(model, FOREST)
+
+
+def check_uses(model: PreTrainedModel, *, drafts: str | None, compresses: bool) -> Rehearsal:
+    """How a model was rehearsed. Raises UsageError if it is to choose tokens, as the option `drafts`, and is walked
+    with its own cache, or if it `compresses` and reads whole prompts alone."""
+    found, family = rehearsal_of(model), model.config.get_text_config().model_type
+    if drafts is not None and found.own_cache:
+        raise UsageError(
+            f"{drafts}: a {family} model is walked with its own attention and cache, where the queries that choose "
+            "tokens are not seen\ntake another draft"
+        )
+    if compresses and not found.gaps:
+        raise UsageError(
+            f"--keep: where tokens are left out of a prompt, {family} gives other scores than its own forward\n"
+            "take --draft and --keep away, so that it reads whole prompts"
+        )
+    return found
 
 
 _rehearsals: WeakKeyDictionary[PreTrainedModel, Rehearsal] = WeakKeyDictionary()

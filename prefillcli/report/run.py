@@ -91,6 +91,7 @@ class WeightsUse(BaseModel):
     weights_over_memory: float  # all weights over all memory of the device
     bytes_read: int = 0  # of layers, from the files
     seconds_waited: float = 0.0  # in which nothing was computed because a layer was not there yet
+    own_cache: bool = False  # the layers are called with the model's own attention and cache, one node at a time
 
     @classmethod
     def of_workers(cls, used: Sequence[WeightsUse]) -> WeightsUse | None:
