@@ -15,9 +15,10 @@ from prefillcli.compress.request import Request
 from prefillcli.data.methods import FULL
 from prefillcli.engines.base import THROUGH, Answer, BetweenLayers, LabelTokens, PlanEngine
 from prefillcli.plan.blocks import CarriedBlock
+from prefillcli.plan.long_positions import marked_positions
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import Plan, make_plan
-from prefillcli.plan.trie import token_order
+from prefillcli.plan.trie import TokenArray, token_order
 
 if TYPE_CHECKING:  # takes torch along
     from prefillcli.compress.self_draft import SelfDraftRule
@@ -42,10 +43,15 @@ def plan_requests(
         [request.tokens for request in requests],
         limits,
         schedule,
-        [request.positions for request in requests],
+        planned_positions(requests, limits),
         carried=carried,
         block_tokens=block_tokens,
     )
+
+
+def planned_positions(requests: Sequence[Request], limits: Limits) -> list[TokenArray | None]:
+    """The positions that each request's tokens are planned with."""
+    return [marked_positions(each.positions, len(each.tokens), limits.switch) for each in requests]
 
 
 def thinning_of(requests: Mapping[int, Request]) -> SelfDraftRule | None:
@@ -107,7 +113,8 @@ def _joined(requests: Sequence[Request], limits: Limits, schedule: str) -> Plan:
     unique = 0
     limits = replace(limits, held_tokens=0)
     for group, own in _groups(requests, limits):
-        plan = make_plan([requests[number].tokens for number in group], own, schedule)
+        some = [requests[number] for number in group]
+        plan = make_plan([request.tokens for request in some], own, schedule, planned_positions(some, limits))
         for pack in plan.packs:
             reads = [(node, tuple(group[prompt] for prompt in prompts)) for node, prompts in pack.reads]
             packs.append(replace(pack.shifted(len(packs) - pack.index), reads=reads))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -35,7 +36,8 @@ OPTIONS = ("attn_implementation",)
 def open_models(choice: EngineChoice) -> Opened:
     """As `Loader`; any causal language model of transformers will do."""
     check_options("hf", choice.engine_options, OPTIONS)
-    return models.open_models(choice)
+    opened = models.open_models(choice)
+    return replace(opened, max_length=opened.files.max_length_apart)
 
 
 def load(request: LoadRequest) -> Loaded[HfEngine]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from prefillcli.models.open import WeightsChoice
@@ -83,6 +83,7 @@ def plan_packs(
     `measured` says what a token takes and how long a pack. Packs of less than `least_tokens` would wait for streamed
     weights, so they are as large where they fit. Raises ResourceError where not even a small prompt fits.
     """
+    from prefillcli.models.families import length_switch
     from prefillcli.models.law import PACK_TOKENS, choose_chunk, memory_law, pack_limits
 
     law = memory_law(opened.files.config, opened.files.dtype)
@@ -104,6 +105,7 @@ def plan_packs(
         pack_tokens=pack_tokens,
         prefix_kv=choice.prefix_kv,
     )
+    limits = replace(limits, switch=length_switch(opened.files.config))
     asked = [choice.memory, choice.pack_tokens, choice.chunk_tokens, choice.prefix_kv]
     return {"asked": asked, "chunk_tokens": chunk_tokens, "limits": asdict(limits)}
 

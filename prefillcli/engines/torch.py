@@ -51,7 +51,8 @@ USUAL_KEYS_SHARE = 0.115  # of Llama-3.1-8B
 
 def open_models(choice: EngineChoice) -> Opened:
     """As `Loader`; the model must be one that can be walked layer by layer."""
-    return models.open_models(choice)
+    opened = models.open_models(choice)
+    return replace(opened, max_length=opened.files.max_length_apart)
 
 
 def load(request: LoadRequest) -> Loaded[TorchEngine]:

@@ -8,7 +8,7 @@ from itertools import repeat
 
 import numpy as np
 
-from prefillcli.compress.answers import plan_requests
+from prefillcli.compress.answers import plan_requests, planned_positions
 from prefillcli.compress.load import own_layers, plan_draft, worth_of
 from prefillcli.compress.pickers.self_draft import SelfDraft
 from prefillcli.compress.rates import keep_rates
@@ -165,7 +165,7 @@ class Alternatives:
         yield from make_plans(
             [each.tokens for each in requests],
             cases,
-            [each.positions for each in requests],
+            planned_positions(requests, cases[0][1]),
             carried=carried,
             block_tokens=self._block_tokens,
         )

@@ -70,16 +70,24 @@ def selects_keys(text: Any) -> bool:
     return bool(SELECTIVE_LAYERS.intersection(getattr(text, "layer_types", None) or ()))
 
 
-def longest_prompt(text: Any) -> int:
+def length_switch(text: Any) -> int:
+    """The longest prompt before the one way of encoding positions that longer prompts have instead; 0 without one."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    return int(rope.get("original_max_position_embeddings") or 0) if rope.get("rope_type") == "longrope" else 0
+
+
+def longest_prompt(text: Any, *, apart: bool = False) -> int:
     """Longest prompt, in tokens, that can be scored together with shorter ones as the model itself does.
 
     Position encodings that change all positions once a prompt passes a length make short and long prompts different
-    models, so they end at that length.
+    models, so they end at that length. Where long prompts are planned apart, they may be longer than `length_switch`.
     """
     longest = int(getattr(text, "max_position_embeddings", 0) or 1 << 30)
     if text.model_type == "doge":  # beyond it, its layers drop keys, and others where a prompt comes in parts
         longest = min(longest, int(text.keep_window_size))
     rope = getattr(text, "rope_parameters", None) or {}
+    if apart and length_switch(text):
+        return longest
     for one in [rope, *(v for v in rope.values() if isinstance(v, dict))]:
         if one.get("rope_type") in LENGTH_DEPENDENT_ROPE:
             longest = min(longest, int(one.get("original_max_position_embeddings") or longest))

@@ -50,8 +50,13 @@ class ModelFiles:
 
     @property
     def max_length(self) -> int:
-        """Longest prompt, in tokens, that the walk scores as the model's own forward does."""
+        """Longest prompt, in tokens, that is scored together with shorter ones as the model's own forward does."""
         return longest_prompt(self.config)
+
+    @property
+    def max_length_apart(self) -> int:
+        """The same where long prompts share nothing with shorter ones."""
+        return longest_prompt(self.config, apart=True)
 
 
 def find_model(name: str, revision: str | None = None, *, option: str = "--model") -> Path:

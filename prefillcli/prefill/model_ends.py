@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from prefillcli.errors import brief
+from prefillcli.plan.long_positions import LONG
 from prefillcli.prefill.depth_cache import DepthCache, asks_for_depths
 from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.prefill.lanes import Lanes
 from prefillcli.prefill.layer_calls import LayerCall, Recording
 from prefillcli.prefill.layer_place import decoder_layers, embedding_device
 from prefillcli.prefill.layout import IntArray, split_evenly
+from prefillcli.prefill.length_tables import LengthTables
 from prefillcli.prefill.stand_ins import (
     FORMS,
     TRIAL_TOKENS,
@@ -76,11 +78,13 @@ class ModelEnds:
         self.device: torch.device = embedding_device(model)
         self._asked_for_depths = asks_for_depths(model.config.get_text_config())
         self._takes = _parameters(model, self._place.prefix)
+        self._length_tables = LengthTables(model)
         self._reached: Reached = _is_walked
         self._place.replace(list(stand_ins(self.layers, lambda *call: self._reached(*call))))
 
     def close(self) -> None:
         """Give the model its layers back."""
+        self._length_tables.close()
         self._place.replace(self.layers)
 
     @property
@@ -110,6 +114,8 @@ class ModelEnds:
         needs more of the one before than the residual stream.
         """
         manner = self._manner
+        if not self._length_tables and (positions >= LONG).any():
+            raise UnsupportedModelError("its position encodings change with the prompt's length in an unknown way")
         use_cache = use_cache or cache is not None
         if manner.form.carried and not use_cache:
             raise UnsupportedModelError("the model hands more than the residual stream from layer to layer")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -90,6 +92,34 @@ def test_hf_gives_the_eager_forwards_answers_and_computes_every_token(model: Pat
     score(source, "eager.parquet", model=model, engine="hf", engine_options=["attn_implementation=eager"])
     for row, text in zip(read_output("eager.parquet"), prompts, strict=True):
         assert abs(row["score"] - reference.answer(text).score) < 1e-6
+
+
+@pytest.mark.parametrize("options", [{}, {"pack_tokens": 150}, {"schedule": "fifo"}], ids=["alone", "packs", "fifo"])
+def test_prompts_longer_than_the_length_where_positions_change_are_scored(
+    model: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Rows of the same text and of others, on both sides of it; transformers reads each row by itself."""
+    twin = shutil.copytree(model, tmp_path / "longrope")
+    config = json.loads((twin / "config.json").read_text())
+    config["rope_parameters"] = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [1.5 + number for number in range(8)],
+        "original_max_position_embeddings": 100,
+        "factor": 20.0,
+    }
+    (twin / "config.json").write_text(json.dumps(config))
+    story = "A fox and a dog walked along a river. " * 6
+    prompts = [story[:length] + "?" for length in range(90, 220, 9)] + texts(5)
+    source = write_parquet("in.parquet", prompt=prompts)
+    assert score(source, "hf.parquet", model=twin, engine="hf")["exit_code"] == 0
+    assert score(source, model=twin, **options)["exit_code"] == 0
+    rows, others = read_output("out.parquet"), read_output("hf.parquet")
+    lengths = [row["prompt_tokens"] for row in rows]
+    assert min(lengths) < 100 < max(lengths)
+    for row, other in zip(rows, others, strict=True):
+        assert abs(row["score"] - other["score"]) < EXACT
 
 
 def test_hf_sums_the_variants_of_a_label(model: Path, reference: Reference) -> None:

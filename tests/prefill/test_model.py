@@ -114,7 +114,8 @@ def test_position_encodings_that_depend_on_the_length_end_where_they_change(tmp_
         "original_max_position_embeddings": 512,
     }
     make_model("phi3", rope_parameters=rope, original_max_position_embeddings=512).save_pretrained(tmp_path)
-    assert read_model_files(tmp_path).max_length == 512
+    files = read_model_files(tmp_path)
+    assert (files.max_length, files.max_length_apart) == (512, 4096)
 
 
 def test_a_directory_without_safetensors_says_what_it_found(saved: Path) -> None:

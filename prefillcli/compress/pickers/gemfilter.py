@@ -14,6 +14,7 @@ from prefillcli.compress.fallbacks import NOT_FINITE
 from prefillcli.compress.pickers.row_picker import RowPicker
 from prefillcli.data.rows import Prompt
 from prefillcli.plan.account import account
+from prefillcli.plan.long_positions import marked_positions
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import WatchedLayer
@@ -36,7 +37,7 @@ class GemFilter(RowPicker):
     def __init__(self, layer: int, walking: Callable[[], AbstractContextManager[LayerWalk]], limits: Limits) -> None:
         self.layer = layer
         self._walking = walking
-        self._limits = Limits(limits.tokens, limits.max_tokens)
+        self._limits = Limits(limits.tokens, limits.max_tokens, switch=limits.switch)
 
     def rank(self, prompt: Prompt) -> Float32Array | None:
         return self.estimate([prompt], lambda tokens: None)[0].importance
@@ -44,7 +45,9 @@ class GemFilter(RowPicker):
     def estimate(self, prompts: Sequence[Prompt], tick: Tick) -> list[ImportanceEstimate]:
         found = [ImportanceEstimate() for _ in prompts]
         with self._walking() as walk:
-            for pack in make_plan([prompt.tokens for prompt in prompts], self._limits).packs:
+            tokens = [prompt.tokens for prompt in prompts]
+            positions = [marked_positions(None, len(own), self._limits.switch) for own in tokens]
+            for pack in make_plan(tokens, self._limits, positions=positions).packs:
                 begun = time.monotonic()
                 votes = self._votes(walk, pack, tick)
                 self.tokens += len(pack.tokens)
