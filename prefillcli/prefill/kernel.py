@@ -102,24 +102,33 @@ def _has_instructions() -> bool:
     return all(able.get(name) for name in ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_bf16"))
 
 
-#: Heads, K,V heads, width, tokens, window: several runs, heads that fill no vector, a window that ends inside a tile.
-_CASES = ((6, 2, 32, 70, None), (3, 3, 64, 50, 17), (8, 1, 128, 9, None))
+#: Heads, K,V heads, widths of keys and values, tokens, window: several runs, heads that fill no vector, a window that
+#: ends inside a tile, narrow values.
+_CASES = (
+    (6, 2, (32, 32), 70, None),
+    (3, 3, (64, 64), 50, 17),
+    (8, 1, (128, 128), 9, None),
+    (2, 2, (48, 32), 20, None),
+)
 
 
-def _error(kernel: ForestKernel, heads: int, kv_heads: int, width: int, tokens: int, window: int | None) -> float:
+def _error(
+    kernel: ForestKernel, heads: int, kv_heads: int, widths: tuple[int, int], tokens: int, window: int | None
+) -> float:
     """How far the kernel is from explicit scores, for tokens behind a prefix of 57 keys with a gap after it."""
     generator = torch.Generator().manual_seed(0)
 
-    def drawn(count: int, length: int) -> Tensor:
+    def drawn(count: int, length: int, width: int) -> Tensor:
         return torch.randn(1, count, length, width, generator=generator).bfloat16()
 
-    prefix, gap = 57, 5
-    query, key, value = drawn(heads, tokens), *(drawn(kv_heads, prefix + gap + tokens) for _ in range(2))
+    prefix, gap, width = 57, 5, widths[0]
+    query = drawn(heads, tokens, width)
+    key, value = (drawn(kv_heads, prefix + gap + tokens, each) for each in widths)
     rows = LANES // (heads // kv_heads)
     starts = range(0, tokens, rows)
     blocks = [[at, min(rows, tokens - at), prefix + gap + at, prefix + at, 0, 2] for at in starts]
     runs = [[0, prefix, 0], [prefix + gap, prefix + gap + tokens, prefix]]
-    out, lse = torch.empty_like(query), torch.empty(1, heads, tokens)
+    out, lse = query.new_empty(1, heads, tokens, widths[1]), torch.empty(1, heads, tokens)
     kernel.attend(
         query, key, value, np.array(blocks, np.int64), np.array(runs, np.int64),
         scale=width**-0.5, window=window, out=out, lse=lse,

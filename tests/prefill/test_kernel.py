@@ -50,15 +50,23 @@ def test_a_forest_in_bfloat16_is_as_near_the_eager_forward_as_without_the_kernel
 
 @needs_kernel
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "width", "tokens", "window"),
-    [(1, 1, 16, 1, None), (5, 1, 48, 30, 3), (16, 2, 64, 130, 64), (64, 1, 32, 7, None), (2, 2, 256, 200, 150)],
+    ("heads", "kv_heads", "widths", "tokens", "window"),
+    [
+        (1, 1, (16, 16), 1, None),
+        (5, 1, (48, 48), 30, 3),
+        (16, 2, (64, 64), 130, 64),
+        (64, 1, (32, 32), 7, None),
+        (2, 2, (256, 256), 200, 150),
+        (4, 4, (192, 128), 90, None),
+        (4, 2, (64, 96), 90, 20),
+    ],
 )
 def test_any_shape_agrees_with_explicit_scores(
-    heads: int, kv_heads: int, width: int, tokens: int, window: int | None
+    heads: int, kv_heads: int, widths: tuple[int, int], tokens: int, window: int | None
 ) -> None:
     found = kernel.forest_kernel()
     assert found is not None
-    assert kernel._error(found, heads, kv_heads, width, tokens, window) <= kernel.TOLERANCE
+    assert kernel._error(found, heads, kv_heads, widths, tokens, window) <= kernel.TOLERANCE
 
 
 def test_other_shapes_and_dtypes_are_left_to_others() -> None:
