@@ -10,7 +10,7 @@ import numpy as np
 
 from prefillcli.plan.pack import Pack
 from prefillcli.plan.trie import TrieNode, build_forest, token_order
-from prefillcli.prefill.forest import ForestAttention, WatchedLayer
+from prefillcli.prefill.forest import ForestAttention, UnsupportedModelError, WatchedLayer
 from prefillcli.prefill.layout import IntArray, Tree
 from prefillcli.prefill.leaving import Remainder
 from prefillcli.prefill.walk_state import WalkState
@@ -34,7 +34,7 @@ class ThinningRule(Protocol):
 
     @property
     def layer(self) -> int:
-        """After this layer, by its number, tokens are left behind. It is not the last one."""
+        """After this layer, by its number, or the next that attends, tokens are left behind. It is not the last."""
 
     def of(self, prompts: Collection[int]) -> ThinningRule:
         """What of it concerns these prompts. The others go on whole."""
@@ -49,9 +49,16 @@ class ThinningRule(Protocol):
         """What goes on of each read of the pack. `layer` has all keys, and the queries of the `watched` tokens."""
 
 
-def watch_for(rule: ThinningRule, layer: int, state: WalkState, attention: ForestAttention) -> None:
-    """Let the attention keep the queries that the rule wants to see, if `layer`, which is next, is its layer."""
-    attention.watch(rule.watched(state.pack, state.tree) if layer == rule.layer else ())
+def watch_for(rule: ThinningRule, layer: int, layers: int, state: WalkState, attention: ForestAttention) -> None:
+    """Let the attention keep the queries that the rule wants to see in `layer`, which is next, of so many `layers`.
+
+    Layers without attention have none, so the rule sees those of the first layer from its own on that attends. Raises
+    UnsupportedModelError if only the last layer is left.
+    """
+    watched = rule.watched(state.pack, state.tree) if layer >= rule.layer else ()
+    if len(watched) and layer == layers - 1:
+        raise UnsupportedModelError("no layer attends between the one that is to choose tokens and the last")
+    attention.watch(watched)
 
 
 def thin_pack(pack: Pack, kept: Sequence[IntArray]) -> Remainder:

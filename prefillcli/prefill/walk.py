@@ -43,8 +43,8 @@ class LayerWalk:
     `model` must be in eval mode and have the forest attention (`prefillcli.prefill.forest.ATTENTION`); one that has an
     attention of transformers is walked with its own cache. Its layers stay what they are; while the walk exists,
     stand-ins take their places in the model. The layers that are called come from `layers`, by default the model's.
-    `chunk_tokens` are computed by one call of a layer. `offload_held` keeps the K,V held between packs in host memory,
-    `hidden_on_host` the residual stream of a pack.
+    `chunk_tokens` are computed by one call of a layer. Of a pack, `offload_held` keeps what later ones hold in host
+    memory, and `hidden_on_host` the residual stream.
     """
 
     def __init__(
@@ -59,11 +59,10 @@ class LayerWalk:
         self.model = model
         self.chunk_tokens = chunk_tokens
         self._ends = ModelEnds(model)
-        self._own_layers = self._ends.layers
-        self.layers: LayerSource = layers or ResidentLayers(self._own_layers)
+        self.layers: LayerSource = layers or ResidentLayers(self._ends.layers)
         self.device = self._ends.device
         self._residual = ResidualRows(self.device, on_host=hidden_on_host)
-        self._held = HeldParts(len(self._own_layers), torch.device("cpu") if offload_held else self.device)
+        self._held = HeldParts(len(self._ends.layers), torch.device("cpu") if offload_held else self.device)
         self._own_cache = None if has_forest_attention(model) else OwnCache(model, self._ends)
         self.windows: set[KeyWindow] = set()  # that layers have asked for so far
 
@@ -88,8 +87,8 @@ class LayerWalk:
         lets leave early get no logits. `done`, of the pack's nodes, counts the layers that they go through. The rule
         `thinning` leaves tokens behind.
         """
-        if thinning is not None and self._own_cache is not None:
-            raise UnsupportedModelError(NO_QUERIES)
+        if thinning is not None:
+            self.check_queries()
         self._held.drop_others(pack.keep | {node.key for node in pack.held})  # what another plan has left
         state, hidden = self.begin(pack, done), None
         with ForestAttention(pack.held_tokens + len(pack.tokens)) as attention:
@@ -118,8 +117,7 @@ class LayerWalk:
     ) -> Generator[WatchedLayer, None, None]:
         """Walk `pack`, which holds nothing, for the queries of its tokens `watched` (ascending), layer by layer.
 
-        A layer is valid until the next one is asked for; those without attention are left out. Of the last one only
-        keys and queries are computed.
+        A layer is valid until the next one is asked for. Those without attention are left out.
         """
         self.check_queries()
         with ForestAttention(len(pack.tokens), watched) as attention:
@@ -160,13 +158,13 @@ class LayerWalk:
     ) -> Iterator[tuple[int, nn.Module]]:
         """Bring all chunks through one layer after the other.
 
-        Yields each layer with its number once its K,V are complete; it is in use until the next is asked for. Reads
-        leave as the rule `exits` says, tokens as `thinning` does. Ends early when there is nothing left to compute.
+        Yields each layer with its number once its K,V are complete; it is in use until the next is asked for.
+        Reads leave as `exits` says, tokens as `thinning` does. Ends early when nothing is left to compute.
         """
         for index in range(len(self.layers)):
             most = max(chunk.end - chunk.start for chunk in state.chunks)
-            asked = index < len(self.layers) - 1 and len(state.reads) > 0
-            rule = exits if asked and exits is not None and index in exits.layers else None
+            asked = exits is not None and index < len(self.layers) - 1 and state.reads and index in exits.layers
+            rule = exits if asked else None
             with self.layers.use(index) as layer, fused(layer, most):
                 before = None if rule is None else self._at_last_tokens(state)
                 self.start_layer(state, index, layer, attention)
@@ -178,11 +176,12 @@ class LayerWalk:
                     rule = None
                 if state.chunks:
                     if thinning is not None:
-                        watch_for(thinning, index, state, attention)
+                        watch_for(thinning, index, len(self.layers), state, attention)
                     self.through_layer(state, index, layer, attention, tick)
                     yield index, layer
-                    if thinning is not None and attention.watches:
+                    if thinning is not None and attention.watches and attention.attended:
                         self._thin(index, state, attention, thinning, tick)
+                        thinning = None
                 if rule is not None and before is not None:
                     after = self._at_last_tokens(state)
                     self._let_leave(index, state, attention, tick, rule, before, after, through=index + 1)
@@ -284,6 +283,7 @@ class LayerWalk:
     def _thin(self, index: int, state: WalkState, attention: ForestAttention, rule: ThinningRule, tick: Tick) -> None:
         """Let the tokens go on that the rule chooses after layer `index`."""
         thinned = rule(state.pack, state.tree, attention.watched_layer(index))
+        attention.watch(())
         left, before = thin_pack(state.pack, [each.tokens for each in thinned]), len(state.tokens)
         self.regroup(state, left, attention)
         tick((before - len(left.tokens)) * (1 - (index + 1) / len(self.layers)))

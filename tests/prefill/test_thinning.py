@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +14,11 @@ from torch import Tensor, nn
 
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill.forest import ATTENTION, WatchedLayer
+from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError, WatchedLayer, register
 from prefillcli.prefill.layout import Tree
 from prefillcli.prefill.thinning import Thinned, thin_pack
 from prefillcli.prefill.walk import LayerWalk
-from tests.prefill.families import VOCABULARY, each_family
+from tests.prefill.families import VOCABULARY, each_family, make_model
 from tests.prefill.test_walk import ONE_PACK, Prompt, assert_equal, mixed, model_of, three_levels, walked
 
 
@@ -133,6 +134,23 @@ def test_kept_tokens_go_on_as_by_hand(family: str, kept: Callable[[Sequence[Prom
     own = [own[number] for number in same]
     wanted = torch.stack([by_hand(model, prompt, each, layer) for prompt, each in zip(prompts, own, strict=True)])
     assert_equal(thinned(model, prompts, KeepTheSame(layer, own)), wanted)
+
+
+HYBRID: dict[str, Any] = {
+    "layers_block_type": ["mamba", "mamba", "attention", "moe", "mamba"], "num_hidden_layers": 5, "mamba_num_heads": 8,
+    "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 32, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32,
+}  # fmt: skip
+
+
+def test_the_next_layer_that_attends_chooses_where_one_does_not() -> None:
+    register()
+    model, prompts = make_model("nemotron_h", **HYBRID), three_levels()
+    own = kept_of(prompts)
+    wanted = torch.stack([by_hand(model, prompt, each, 2) for prompt, each in zip(prompts, own, strict=True)])
+    assert_equal(thinned(model, prompts, KeepTheSame(1, own)), wanted)
+    with pytest.raises(UnsupportedModelError, match="no layer attends"):
+        thinned(model, prompts, KeepTheSame(3, own))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
