@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ class ModelSizes:
     """A model of decoder layers, by one token of its forward."""
 
     residual: int  # bytes of a token between two layers
-    arguments: int  # bytes of what all layers are called with beside it: positions and their encodings
+    arguments: int  # bytes of what layers are called with beside it: positions, their encodings, K,V that layers share
     layers: tuple[LayerSizes, ...]
     head: float  # operations outside of the layers
 
@@ -169,6 +169,8 @@ class _Forward:
             for each in others:
                 if TOKENS in each.shape[:2] and each.shape[2:3] != (TOKENS,):  # masks have two such sides
                     self._arguments[id(each)] = each
+            for each in _left_for_later((*args, *kwargs.values())):
+                self._arguments[id(each)] = each
             self._at, self._base = sizes, self._live.now
             self._live.most = self._live.now
 
@@ -294,6 +296,13 @@ def _description(layer: nn.Module, number: int, config: Any) -> str:
         said.append(f"{name} {type(module).__name__} {own}")
     said += [f"{name} {tuple(each.shape)}" for name, each in layer.named_parameters()]
     return "\n".join(said)
+
+
+def _left_for_later(arguments: Sequence[Any]) -> Iterator[Tensor]:
+    """K,V that earlier layers have left, in a mapping that every layer is called with."""
+    for mapping in arguments:
+        if isinstance(mapping, MutableMapping):
+            yield from _tensors(list(mapping.values()))
 
 
 def _rest_bytes(cache: Any) -> int:
