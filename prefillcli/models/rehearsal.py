@@ -135,8 +135,12 @@ def _prompts(config: Any) -> tuple[list[TokenArray], list[TokenArray | None]]:
     reaches += (getattr(config, "compress_rates", None) or {}).values()
     beyond = max((reach for reach in reaches if isinstance(reach, int) and 0 < reach <= LONGEST_REACH), default=0)
 
+    padding = getattr(config, "pad_token_id", None)  # no prompt has it, and some models do not count it
+
     def words(count: int) -> TokenArray:
-        return rng.integers(0, vocabulary, count).astype(np.int32)
+        drawn = rng.integers(0, vocabulary, count).astype(np.int32)
+        drawn[drawn == padding] = ((padding or 0) + 1) % vocabulary
+        return drawn
 
     root, middle = words(23 + beyond), words(11)
     tails = [words(n) for n in (1, 7, 12)]

@@ -103,6 +103,9 @@ class Trial:
         register()
         self.model = make_tiny_model(family)
         self._takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
+        embeddings = getattr(self.model.base_model, "embeddings", None)
+        padded = hasattr(embeddings, "position_embeddings") and hasattr(embeddings, "padding_idx")
+        self._first_position = embeddings.padding_idx + 1 if padded else 0  # RoBERTa counts from its padding on
 
     def prepare(self) -> None:
         """Ready for the walk, as the product makes it. Raises UnsupportedModelError where it refuses the class."""
@@ -122,7 +125,7 @@ class Trial:
             if kept is not None:  # with a mask, transformers does not take gaps for packed sequences
                 more["attention_mask"] = torch.ones_like(ids)
                 if self._takes_positions:
-                    more["position_ids"] = torch.as_tensor(at).long()[None]
+                    more["position_ids"] = torch.as_tensor(at).long()[None] + self._first_position
             with torch.inference_mode():
                 rows.append(self.model(input_ids=ids, use_cache=False, **more).logits[0, -1].float())
         return torch.stack(rows)
