@@ -77,11 +77,13 @@ def plan_packs(
     *,
     least_tokens: int = 0,
     hidden_on_host: bool = False,
+    own_cache: bool = False,
 ) -> dict[str, Any]:
     """What fits one pack of the model in `budget` bytes, as the part of a job's plan that says so.
 
     `measured` says what a token takes and how long a pack. Packs of less than `least_tokens` would wait for streamed
-    weights, so they are as large where they fit. Raises ResourceError where not even a small prompt fits.
+    weights, so they are as large where they fit. With `own_cache` the model is walked so. Raises ResourceError where
+    not even a small prompt fits.
     """
     from prefillcli.models.families import length_switch
     from prefillcli.models.law import PACK_TOKENS, choose_chunk, memory_law, pack_limits
@@ -89,6 +91,8 @@ def plan_packs(
     law = memory_law(opened.files.config, opened.files.dtype)
     if hidden_on_host:
         law = law.with_hidden_on_host()
+    if own_cache:
+        law = law.with_own_cache()
     chunk_tokens = choice.chunk_tokens or choose_chunk(law, budget, opened.device)
     pack_tokens = choice.pack_tokens or PACK_TOKENS[opened.device.type]
     if measured is not None:

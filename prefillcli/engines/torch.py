@@ -86,7 +86,15 @@ def load(request: LoadRequest) -> Loaded[TorchEngine]:
     plan = dict(request.before)
     if not request.planned:
         least = 0 if speed is None else speed.hiding_tokens
-        packs = plan_packs(opened, choice, budget, request.measured, least_tokens=least, hidden_on_host=on_host)
+        packs = plan_packs(
+            opened,
+            choice,
+            budget,
+            request.measured,
+            least_tokens=least,
+            hidden_on_host=on_host,
+            own_cache=own_cache,
+        )
         plan = keep_plan(plan, packs)
     engine = TorchEngine(
         model,

@@ -20,6 +20,7 @@ from prefillcli.models.shape import Shape, usual_settings
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.fusion import copy_pays
 from prefillcli.prefill.model_ends import LOGIT_BYTES
+from prefillcli.prefill.own_cache import JOINED_PATHS, SCORE_BYTES
 from prefillcli.prefill.recurrent import STATE_BYTES
 from prefillcli.runtime.memory import available_memory
 
@@ -54,6 +55,7 @@ class MemoryLaw:
     all_key_values: int = 0  # a token's K,V in all layers
     states: int = 0  # of all layers at the end of a node
     layer_states: int = 0  # of the layer with most
+    scores: int = 0  # of attention that keeps them
 
     @property
     def token(self) -> int:
@@ -65,6 +67,14 @@ class MemoryLaw:
         rows = 3 * self.residual  # of a chunk: read ahead, computed, written back
         return replace(self, residual=0, host=self.residual, transient=self.transient + rows)
 
+    def with_own_cache(self) -> MemoryLaw:
+        """The law of a model that is walked with its own attention and cache.
+
+        A token's K,V are in the parts of its path, in the paths that are joined, in the one that a call makes longer,
+        and once more where fewer heads of K,V are repeated for those of the queries.
+        """
+        return replace(self, key_value=(JOINED_PATHS + 3) * self.key_value, scores=2 * SCORE_BYTES)
+
     def measured(self, token: float | None) -> MemoryLaw:
         """The law with the measured bytes of a token, where they are more; None if they were not measured."""
         return replace(self, beyond=max(0, math.ceil((token or 0) - self.token)))
@@ -75,7 +85,7 @@ class MemoryLaw:
         size = self.transient * chunk_tokens + 3 * max(LOGIT_BYTES, 4 * self.vocabulary)
         batched = min(STATE_BYTES, chunk_tokens * self.layer_states)
         size += OPEN_BRANCHES * self.layer_states + 2 * batched
-        return size + (self.weights * self.size if copied else 0)
+        return size + self.scores + (self.weights * self.size if copied else 0)
 
 
 def memory_law(config: Any, dtype: torch.dtype) -> MemoryLaw:

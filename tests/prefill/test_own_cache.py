@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.memory import peak_in_child
 from prefillcli.models.find import read_model_files
+from prefillcli.models.law import memory_law, pack_limits
 from prefillcli.models.load import load_model
 from prefillcli.models.rehearsal import rehearsal_of, rehearse
 from prefillcli.plan.exit_work import LayersDone
@@ -245,6 +247,35 @@ def test_reads_leave_after_a_layer_and_change_no_other(family: str) -> None:
     assert_equal(rows, wanted(family, three_levels)[numbers[1::2]])
     for read, number in enumerate(numbers):
         torch.testing.assert_close(rule.seen[read], after_first[number], atol=1e-4, rtol=0)
+
+
+def ready_to_walk(budget: int, kind: str) -> Callable[[], None]:
+    config = AutoConfig.for_model("bloom", vocab_size=2000, hidden_size=256, n_layer=3, n_head=8)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    law = memory_law(config, torch.float32).with_own_cache()
+    cpu = torch.device("cpu")
+    limits = pack_limits(law, budget=budget, device=cpu, chunk_tokens=1024, pack_tokens=1 << 30)
+    rng = np.random.default_rng(1)
+    history = tokens(rng, limits.max_tokens // 2)
+    tails = 12 if kind == "tree" else 1
+    each = (limits.max_tokens - len(history)) // tails
+    prompts = [np.concatenate([history, tokens(rng, each)]) for _ in range(tails)]
+    walk = LayerWalk(model, chunk_tokens=1024)
+
+    def run(prompts: list[Prompt]) -> None:
+        for pack in make_plan(prompts, limits).packs:
+            list(walk.read_logits(pack))
+
+    run([tokens(rng, 64)])  # what is set up once is not the packs'
+    return lambda: run(prompts)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["longest", "tree"])
+def test_peak_memory_stays_within_the_budget(kind: str) -> None:
+    budget = 420 << 20
+    peak = peak_in_child(ready_to_walk, budget, kind)
+    assert budget / 5 < peak <= budget, f"{peak / 2**20:.0f} MiB"
 
 
 def test_what_needs_queries_is_refused() -> None:
