@@ -201,6 +201,9 @@ class ModuleCall:
         finally:
             _scan_states.reset(token)
             _step_limit.reset(limit)
+        if shape[1] == 1 < shape[0] and isinstance(out, Tensor) and out.shape[:2] == (shape[0], shape[0]):
+            # Falcon-H1's norm drops the side of a single token, so that every row meets every other row's gate.
+            out = out.diagonal(dim1=0, dim2=1).T[:, None]
         if any(part.shape[:2] != shape for part in ([out] if isinstance(out, Tensor) else out)):
             raise UnsupportedModelError(f"{type(self._module).__name__} does not give a row for each token")
         return out

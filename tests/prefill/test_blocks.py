@@ -14,13 +14,15 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan, packs_to_run
 from prefillcli.plan.refills import free_packs
 from prefillcli.plan.schedules import SCHEDULES
-from prefillcli.prefill.forest import ATTENTION
+from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
 from tests.prefill.families import VOCABULARY, each_family
 from tests.prefill.test_walk import Prompt, assert_equal, eager, model_of, p_yes, tokens
+from tests.prefill.tiny_models import make_tiny_model
 
 BLOCK = 32
 LIMITS = Limits(110, 10**6, held_tokens=10**6)
+WHOLE = replace(LIMITS, whole_nodes=True, node_tokens=5)
 
 
 def windows() -> list[list[Prompt]]:
@@ -84,6 +86,20 @@ def test_logits_behind_carried_blocks_equal_the_eager_forward(family: str) -> No
     found, computed = walked(model, chosen, chunk=41)
     assert computed == sum(plan.computed_tokens for plan in chosen)
     assert_equal(torch.cat(found), eager(model, [prompt for prompts in windows() for prompt in prompts]))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h", "falcon_h1"])
+def test_states_behind_carried_blocks_go_on_in_the_next_window(family: str) -> None:
+    """Whether they are at hand or made again by another process."""
+    register()
+    model, chosen = make_tiny_model(family, vocab_size=VOCABULARY), plans(WHOLE)
+    assert [bool(plan.given) for plan in chosen] == [False, True, True]
+    found, computed = walked(model, chosen, chunk=41)
+    assert computed == sum(plan.computed_tokens for plan in chosen)
+    again, _ = walked(model, chosen, chunk=41, afresh=(1, 2))
+    wanted = eager(model, [prompt for prompts in windows() for prompt in prompts])
+    assert_equal(torch.cat(found), wanted)
+    assert_equal(torch.cat(again), wanted)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
