@@ -77,7 +77,7 @@ def _attend_on_cpu(
     width, narrow = query.shape[-1], value.shape[-1]
     if width == narrow:
         return _flash_cpu(query, key, value, scale, causal, visible)
-    # Explicit scores are faster than wider values, except where half is hidden. They are less exact in half.
+    # Explicit scores are faster than wider values, except for triangles. In bfloat16 they are less exact.
     exact = query.dtype == torch.float32 or shift is not None
     if narrow > width or (exact and not causal):
         return attend_blockwise(query, key, value, scale=scale, causal=causal, visible=visible)
