@@ -85,9 +85,9 @@ def windowed_walk(model: PreTrainedModel, windows: Sequence[Sequence[TokenArray]
     return computed
 
 
-def compressor_for(draft: PreTrainedModel, settings: Compression) -> Compressor:
+def compressor_for(draft: PreTrainedModel, settings: Compression, *, target_window: int | None = None) -> Compressor:
     """The draft at work, with memory to spare; close it in the end. `settings` say a number of tokens above
-    which prompts are compressed."""
+    which prompts are compressed. `target_window` is the target's sliding window."""
     kind = draft.get_input_embeddings().weight.device.type
     limits = Limits(PACK_TOKENS[kind], 1 << 30, read_tokens=1 << 30)
     chunk = CHUNK_TOKENS[kind]
@@ -96,6 +96,7 @@ def compressor_for(draft: PreTrainedModel, settings: Compression) -> Compressor:
         settings,
         keep=1.0,
         worth=WorthCompressing(settings),
+        target_window=target_window,
     )
 
 

@@ -4,8 +4,10 @@
     python -m recipes.train_sample_models draft --minutes 15
     python -m recipes.train_sample_models deep --steps 300 --rate 1e-3 --batch-tokens 1024
     python -m recipes.train_sample_models deep-plain --steps 60 --rate 1e-3 --batch-tokens 1024
+    python -m recipes.train_sample_models hybrid --steps 900 --batch-tokens 1024
 
-The deep ones are grown from the target; `deep` is trained with LayerSkip's loss and layer dropout.
+The deep ones are grown from the target; `deep` is trained with LayerSkip's loss and layer dropout. The hybrid is the
+target with Mamba-2 mixers in place of most of its attention.
 
 Runs on the CPU or on CUDA. The clock decides when to stop, so two runs differ, or a number of steps; the data and the
 initial weights come from the seed. The best checkpoint so far, judged on held-out prompts in the
@@ -24,26 +26,34 @@ from random import Random
 
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    GraniteMoeHybridForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+)
 
 from prefillcli.bench.sample_text import CASES
 from recipes.curriculum import MOST_LINES, Batch, BatchMaker, Curriculum
 from recipes.deep_model import LayerSkip, grow
 from recipes.evaluate_samples import SAMPLES, Row, ScoredRow, accuracy, draw_rows, nll, score
+from recipes.hybrid_model import ASKED_BEFORE, IMITATES, Imitation, graft
 from recipes.sample_tokenizer import LONGEST, train_tokenizer
 
 TEXT_WEIGHT = 0.2  # of the mean text loss beside the mean answer loss: 0.01 a token
 LONGEST_STEP = 5.0  # seconds that one step can count for
-ASKED_BEFORE = 3  # tokens from the asked word to the ":" before the answer
 GOOD = 0.95  # accuracy without gaps that training with gaps must keep
 WARMUP = 50  # steps
 DECAY_FROM = 0.6  # share of the time after which the learning rate falls linearly
 LEAST_RATE = 0.03  # of the full learning rate, at the end
 
+SampleModel = LlamaForCausalLM | GraniteMoeHybridForCausalLM
+
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of a Llama model."""
+    """Size of a sample model."""
 
     width: int
     feed_forward: int
@@ -52,6 +62,7 @@ class Shape:
     kv_heads: int
     grown: bool = False  # from the target, which gives all sizes but the layers
     early: bool = False  # early layers learn to answer
+    hybrid: bool = False  # grown as above, with Mamba-2 mixers
 
 
 SHAPES = {
@@ -59,6 +70,7 @@ SHAPES = {
     "draft": Shape(width=64, feed_forward=128, layers=3, heads=4, kv_heads=4),
     "deep": Shape(width=128, feed_forward=256, layers=12, heads=4, kv_heads=2, grown=True, early=True),
     "deep-plain": Shape(width=128, feed_forward=256, layers=12, heads=4, kv_heads=2, grown=True),
+    "hybrid": Shape(width=128, feed_forward=256, layers=4, heads=4, kv_heads=2, grown=True, hybrid=True),
 }
 
 
@@ -97,14 +109,14 @@ def build_model(shape: Shape, tokenizer: PreTrainedTokenizerBase, seed: int) -> 
     return model
 
 
-def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save(model: SampleModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a complete transformers directory; each file is replaced in one step.
 
     A model that is grown is saved in bfloat16.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if SHAPES[folder.name].grown:
-        trained, model = model, LlamaForCausalLM(copy.deepcopy(model.config)).to(torch.bfloat16)
+        trained, model = model, type(model)(copy.deepcopy(model.config)).to(torch.bfloat16)
         model.load_state_dict(trained.state_dict())
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         model.save_pretrained(scratch)
@@ -114,7 +126,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Pa
 
 
 def learn(
-    model: LlamaForCausalLM, batch: Batch, hint_weight: float, skip: LayerSkip | None, step: int
+    model: SampleModel, batch: Batch, hint_weight: float, skip: LayerSkip | None, step: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss of a batch, and the share of its answers that are right.
 
@@ -172,15 +184,22 @@ class Newest(Best):
         return accuracy(scored) >= GOOD
 
 
-def open_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+def open_target(args: argparse.Namespace) -> LlamaForCausalLM:
+    """The trained target, in float32."""
+    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(args.out / "target", dtype=torch.float32)
+    return model
+
+
+def open_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> SampleModel:
     """The model to train: from its checkpoint, grown from the target, or new."""
     shape = SHAPES[args.model]
     shape = replace(shape, width=args.width or shape.width, layers=args.layers or shape.layers)
     if args.resume:
-        model = LlamaForCausalLM.from_pretrained(args.out / args.model, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(args.out / args.model, dtype=torch.float32)
     elif shape.grown:
         torch.manual_seed(args.seed)
-        model = grow(LlamaForCausalLM.from_pretrained(args.out / "target", dtype=torch.float32), shape.layers)
+        target = open_target(args)
+        model = graft(target) if shape.hybrid else grow(target, shape.layers)
     else:
         model = build_model(shape, tokenizer, args.seed)
     return model.to(args.device).train()
@@ -199,11 +218,13 @@ def train(args: argparse.Namespace) -> None:
     folder = args.out / args.model
     curriculum, best = Curriculum(), Best()
     if shape.grown:  # it reads long histories from the start: most answers for the time are in short ones
-        curriculum, best = Curriculum(drill=False, length=MOST_LINES, longest_share=0.02, bend=2.0), Newest()
+        curriculum = Curriculum(drill=False, length=MOST_LINES, longest_share=0.02, bend=2.0)
+        best = Best() if shape.hybrid else Newest()
     elif args.resume:
         curriculum = Curriculum(drill=False, length=MOST_LINES)
     model = open_model(args, tokenizer)
     skip = LayerSkip(model) if shape.early else None
+    imitation = Imitation(model, open_target(args).to(args.device)) if shape.hybrid and not args.resume else None
     batches = BatchMaker(tokenizer, rng, args.batch_tokens)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.rate, betas=(0.9, 0.98), weight_decay=0.01)
     rows = draw_rows(f"validation {args.seed}", args.validation_rows)
@@ -222,12 +243,16 @@ def train(args: argparse.Namespace) -> None:
         batch = batches.make(lesson, gaps=gaps and rng.random() < 0.5)
         for group in optimizer.param_groups:
             group["lr"] = args.rate * rate_factor(step, share)
-        loss, right = learn(model, batch, args.hint if lesson.drill else 0.0, skip, step)
+        alone = imitation if share < IMITATES else None  # each layer of the hybrid by itself, at first
+        if alone is not None:
+            loss = alone.distances(batch.ids.to(args.device), batch.answers.to(args.device)).mean()
+        else:
+            loss, right = learn(model, batch, args.hint if lesson.drill else 0.0, skip, step)
+            curriculum.record(lesson, right.item())
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        curriculum.record(lesson, right.item())
         step, tokens = step + 1, tokens + batch.ids.numel()
         # a process that was stopped for a while has not trained meanwhile
         spent += min(time.monotonic() - begun, LONGEST_STEP)
@@ -248,7 +273,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def validate(
-    model: LlamaForCausalLM,
+    model: SampleModel,
     tokenizer: PreTrainedTokenizerBase,
     rows: list[Row],
     best: Best,

@@ -20,12 +20,14 @@ def interleaved(
     warm_up: bool = True,
     within: float = math.inf,
     on_run: Callable[[int, str, float], None] = lambda turn, name, seconds: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds of each method, run in turn for `rounds` rounds after one warm-up of each.
 
     A disturbance of the machine then hits all methods: compare within a round. After the first round none
     begins that would, by the longest so far, end more than `within` seconds after the first began. `on_run` is
-    called after each run with the round (0: the warm-up), the name and the seconds.
+    called after each run with the round (0: the warm-up), the name and the seconds. `clock` measures the methods; with
+    `time.process_time` what other programs take of the machine does not count.
     """
     seconds: dict[str, list[float]] = {name: [] for name in methods}
     first, longest = time.perf_counter(), 0.0
@@ -34,9 +36,9 @@ def interleaved(
         if turn > 1 and round_begun - first + longest > within:
             break
         for name, method in methods.items():
-            begun = time.perf_counter()
+            begun = clock()
             method()
-            taken = time.perf_counter() - begun
+            taken = clock() - begun
             if turn:
                 seconds[name].append(taken)
             on_run(turn, name, taken)
