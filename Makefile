@@ -14,7 +14,7 @@ RAY_VENV := .venv-ray
 TEST_WORKERS ?= 2
 
 .PHONY: setup setup-real setup-airflow setup-vllm setup-ray demo demo-real test test-matrix test-real test-nightly \
-	test-airflow test-vllm test-ray lint format bench bench-reviews distill-draft bench-peers bench-exits deep-models samples architectures clean
+	test-airflow test-vllm test-ray lint format bench bench-reviews distill-draft bench-peers bench-exits bench-families deep-models hybrid-model samples architectures clean
 
 setup: $(VENV)/.ready
 
@@ -134,6 +134,14 @@ samples: setup
 deep-models: setup
 	$(BIN)/python -m recipes.train_sample_models deep --steps 300 --rate 1e-3 --batch-tokens 1024 --threads 1
 	$(BIN)/python -m recipes.train_sample_models deep-plain --steps 60 --rate 1e-3 --batch-tokens 1024 --threads 1
+
+# The hybrid sample model anew, grafted from the target: half an hour on one core
+hybrid-model: setup
+	$(BIN)/python -m recipes.train_sample_models hybrid --steps 900 --batch-tokens 1024 --gaps-from 1 --threads 1
+
+# SpecPrefill on three families of models, and flips and drift of the hybrid sample: minutes on one core
+bench-families: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.families
 
 # What early exit brings, on the real model and on the deep samples. Takes an hour on one core
 bench-exits: setup-real

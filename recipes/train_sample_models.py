@@ -4,7 +4,7 @@
     python -m recipes.train_sample_models draft --minutes 15
     python -m recipes.train_sample_models deep --steps 300 --rate 1e-3 --batch-tokens 1024
     python -m recipes.train_sample_models deep-plain --steps 60 --rate 1e-3 --batch-tokens 1024
-    python -m recipes.train_sample_models hybrid --steps 900 --batch-tokens 1024
+    python -m recipes.train_sample_models hybrid --steps 900 --batch-tokens 1024 --gaps-from 1
 
 The deep ones are grown from the target; `deep` is trained with LayerSkip's loss and layer dropout. The hybrid is the
 target with Mamba-2 mixers in place of most of its attention.

@@ -16,7 +16,7 @@ from prefillcli.bench.vocabulary import CREDITORS, SUBJECTS, TOPICS
 from recipes.evaluate_samples import SAMPLES, Row, accuracy, auc, draw_rows, right_by_layer, sample_rows, score
 from recipes.make_samples import CREDIT_FILE, LABEL_FILE, POST_FILE, write_samples
 
-DEEP = SAMPLES / "models" / "deep"
+DEEP, HYBRID = SAMPLES / "models" / "deep", SAMPLES / "models" / "hybrid"
 TARGET, DRAFT = SAMPLES / "models" / "target", SAMPLES / "models" / "draft"
 MIB = 2**20
 
@@ -124,6 +124,14 @@ def test_the_deep_model_answers_before_its_last_layers(tokenizer: PreTrainedToke
     assert shares[-1] >= 0.95
     assert shares[5] >= 0.95
     assert shares[0] < 0.8
+
+
+def test_the_hybrid_model_answers_new_rows_of_any_length(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert (HYBRID / "tokenizer.json").read_bytes() == (TARGET / "tokenizer.json").read_bytes()
+    model = AutoModelForCausalLM.from_pretrained(HYBRID, dtype=torch.float32).eval()
+    kinds = model.config.layer_types
+    assert (kinds.count("linear_attention"), kinds.count("full_attention")) == (3, 1)
+    assert accuracy(score(model, tokenizer, draw_rows("hybrid", 10))) >= 0.9
 
 
 def test_draft_is_several_times_cheaper() -> None:
