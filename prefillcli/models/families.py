@@ -60,7 +60,8 @@ def refusal(whole: Any, text: Any, *, causal: bool) -> str | None:
         return "reads a prompt in both directions"
     if not causal:
         return "has no causal language model in transformers"
-    if getattr(text, "use_bidirectional_attention", False) or not getattr(text, "is_causal", True):
+    both_ways = getattr(text, "use_bidirectional_attention", False)  # "vision": only within an image
+    if both_ways not in (None, False, "vision") or not getattr(text, "is_causal", True):
         return "attends in both directions, so it does not predict the next token"
     return None
 

@@ -21,19 +21,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from prefillcli.models.families import VERIFIED
+from prefillcli.models.families import VERIFIED, refusal
+from prefillcli.models.multimodal import text_part
 from prefillcli.models.rehearsal import rehearse
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError, register
+from prefillcli.prefill.forest import UnsupportedModelError, register
 from prefillcli.prefill.walk import LayerWalk
-from tests.prefill.tiny_models import NOT_DECODERS, VOCABULARY, class_names, make_tiny_model
+from tests.prefill.tiny_models import NOT_DECODERS, VARIANTS, VOCABULARY, class_names, make_tiny_model
+from tests.prefill.tiny_multimodal import WHOLE, make_whole_model, whole_class
 
 README_PATH = Path(__file__).parents[2] / "README.md"
 PAGE = README_PATH.parent / "docs" / "architectures.md"
 TOLERANCE = 1e-4  # of a logit, where logits spread over a few units
 ONE_PACK = Limits(10**6, 10**6)
-HELD = Limits(30, 10**6, held_tokens=10**6)
+HELD = Limits(30, 10**6, held_tokens=10**6, whole_nodes=True)  # as for layers that keep states
 LABELS = (9, 5, 200, 9)
 
 Prompt = NDArray[np.int32]
@@ -48,11 +50,16 @@ class Outcome:
 
 
 def make_prompts() -> list[Prompt]:
-    """Two levels of shared prefixes, a long prompt, short ones, a duplicate, and one that another begins with."""
-    rng = np.random.default_rng(4)
+    """Two levels of shared prefixes, a long prompt, short ones, a duplicate, and one that another begins with.
+
+    No prompt has a token twice, so that no two of its keys are equal where layers choose among them.
+    """
+    order, taken = np.random.default_rng(4).permutation(np.arange(3, VOCABULARY)).astype(np.int32), 0
 
     def words(count: int) -> Prompt:
-        return rng.integers(3, VOCABULARY, count).astype(np.int32)
+        nonlocal taken
+        taken += count
+        return order[taken - count : taken]
 
     root, middle = words(19), words(11)
     prompts = [np.concatenate([root, middle, words(count)]) for count in (1, 6, 17)]
@@ -99,9 +106,10 @@ class Reading:
 class Trial:
     """A class on trial: its tiny model, its own eager forward, and its walk."""
 
-    def __init__(self, family: str) -> None:
+    def __init__(self, family: str, **changes: object) -> None:
         register()
-        self.model = make_tiny_model(family)
+        self._in_registry = family in class_names()
+        self.model = make_tiny_model(family, **changes) if self._in_registry else make_whole_model(family)
         self._takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
         embeddings = getattr(self.model.base_model, "embeddings", None)
         padded = hasattr(embeddings, "position_embeddings") and hasattr(embeddings, "padding_idx")
@@ -109,7 +117,22 @@ class Trial:
 
     def prepare(self) -> None:
         """Ready for the walk, as the product makes it. Raises UnsupportedModelError where it refuses the class."""
-        rehearse(self.model, self.model.config)
+        text = self.model.config.get_text_config()
+        causal = self._in_registry or text_part(self.model.config) is not None
+        if why := refusal(self.model.config, text, causal=causal):
+            raise UnsupportedModelError(why)
+        self._rehearsal = rehearse(self.model, text)
+
+    @property
+    def limits(self) -> str:
+        """Within which limits the walk is exact."""
+        gaps = self._rehearsal.gaps
+        limits = {
+            "own cache": self._rehearsal.own_cache,
+            "whole prompts": not gaps,
+            "positions have no meaning": gaps and not self.positions_matter,
+        }
+        return ", ".join(limit for limit, holds in limits.items() if holds)
 
     # The oracle
 
@@ -147,28 +170,24 @@ class Trial:
     @contextmanager
     def cut_off(self, layers: Sequence[nn.Module], count: int) -> Iterator[None]:
         """The model with its first `count` layers only."""
-        config = self.model.config
         owner, name = next(
             (module, name)
             for module in self.model.modules()
             for name, child in module.named_children()
             if isinstance(child, nn.ModuleList) and list(child) == list(layers)
         )
-        whole, layers_in_config = getattr(owner, name), config.num_hidden_layers
+        whole = getattr(owner, name)
         setattr(owner, name, whole[:count])
-        if not getattr(config.get_text_config(), "hidden_size_per_layer_input", None):  # inputs for as many layers
-            config.num_hidden_layers = count
         try:
             yield
         finally:
             setattr(owner, name, whole)
-            config.num_hidden_layers = layers_in_config
 
     # The walk
 
     @contextmanager
     def walking(self, chunk: int) -> Iterator[LayerWalk]:
-        self.model.set_attn_implementation(ATTENTION)
+        self._rehearsal.set_attention(self.model)
         walk = LayerWalk(self.model, chunk_tokens=chunk)
         try:
             yield walk
@@ -195,9 +214,10 @@ class Trial:
             "one pack": self.walked(7, ONE_PACK) - self.whole,
             "one chunk": self.walked(10**4, ONE_PACK) - self.whole,
             "held prefix": self.walked(16, HELD) - self.whole,
-            "kept tokens": self.walked(16, ONE_PACK, KEPT) - self.sparse,
-            "kept tokens, held prefix": self.walked(7, HELD, KEPT) - self.sparse,
         }
+        if self._rehearsal.gaps:
+            off["kept tokens"] = self.walked(16, ONE_PACK, KEPT) - self.sparse
+            off["kept tokens, held prefix"] = self.walked(7, HELD, KEPT) - self.sparse
         worst = {case: float(each.abs().max()) for case, each in off.items()}
         worst["labels after each layer"] = self._off_after_layers()
         return {case: each / scale for case, each in worst.items()}
@@ -222,22 +242,32 @@ class WrongError(AssertionError):
 
 
 def outcome_of(family: str) -> Outcome:
-    """Build, prepare and walk a class. Raises WrongError if it is neither exact nor refused."""
+    """Build, prepare and walk a class and its variants. Raises WrongError if one is neither exact nor refused."""
     if why := NOT_DECODERS.get(family):
         return Outcome("not a decoder", why)
+    plain = _try(family)
+    notes = [plain.note] if plain.note else []
+    for title, changes in VARIANTS.get(family, {}).items():
+        other = _try(family, **changes)
+        if other != plain:
+            notes.append(f"with {title}: {other.kind}" + (f", {other.note}" if other.note else ""))
+    return Outcome(plain.kind, "; ".join(notes))
+
+
+def _try(family: str, **changes: object) -> Outcome:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trial = Trial(family)
+        trial = Trial(family, **changes)
         if not trial.whole.std() > 0.3:
             raise WrongError(f"{family}: its logits must differ enough to tell a wrong answer")
         try:
             trial.prepare()
         except UnsupportedModelError as error:
-            return Outcome("refused", _reason(str(error)))
+            return Outcome("refused", _WHY_REFUSED.get(family) or _reason(str(error)))
         worst = trial.differences()
-    if off := {case: f"{each:.2g}" for case, each in worst.items() if not each <= TOLERANCE}:
-        raise WrongError(f"{family} is walked, and is off its own forward: {off}")
-    return Outcome("exact", "" if trial.positions_matter else "positions have no meaning")
+        if off := {case: f"{each:.2g}" for case, each in worst.items() if not each <= TOLERANCE}:
+            raise WrongError(f"{family} {changes or ''} is walked, and is off its own forward: {off}")
+        return Outcome("exact", trial.limits)
 
 
 def _reason(message: str) -> str:
@@ -246,9 +276,31 @@ def _reason(message: str) -> str:
     return re.sub(r" by [\d.e+-]+", "", (why or message).splitlines()[0]).replace("|", "\\|")
 
 
+_GRAMS = "its layers look up n-grams of the tokens before them"
+_BOTH = "keeps its keys in a cache for encoders and decoders"
+_WHY_REFUSED = {
+    "blt": "another of its models cuts bytes into patches, and its layers read those",
+    "cpmant": "puts learned tokens before each prompt",
+    "hrm_text": "goes through its layers several times",
+    "megatron-bert": _BOTH,
+    "mllama": "leaves out the layers that read images where there are none",
+    "openai-gpt": "its attention is not called through the interface of transformers, and keeps no cache",
+    "qwen4_exp": _GRAMS,
+    "qwen4_exp_text": _GRAMS,
+    "recurrent_gemma": "its recurrent layers keep their states in themselves, where paths cannot fork",
+    "reformer": "its layers are reversible, with two streams, and hash the keys of a whole prompt",
+    "rembert": _BOTH,
+    "rwkv": "its layers share states that no cache of transformers holds",
+    "xlm": "changes the residual stream between its layers",
+    "xlnet": "has memories in the place of a cache",
+    "xlstm": "its layers share states that no cache of transformers holds",
+}
+
+
 def row_of(family: str, outcome: Outcome) -> str:
     """A class's line of the page."""
-    return f"| `{family}` | {class_names()[family]} | {outcome.kind} | {outcome.note} |"
+    name = class_names().get(family) or whole_class(family).__name__
+    return f"| `{family}` | {name} | {outcome.kind} | {outcome.note} |"
 
 
 def counted(kinds: Sequence[str]) -> str:
@@ -262,12 +314,16 @@ def counted(kinds: Sequence[str]) -> str:
 
 def make_page(outcomes: dict[str, Outcome]) -> str:
     """The page, from the outcomes of all classes."""
-    sentence = fill(counted([each.kind for each in outcomes.values()]), 120)
+    sentence = fill(counted([outcomes[family].kind for family in class_names()]), 120)
     intro = _INTRO.format(counts=sentence, verified=fill(", ".join(VERIFIED.values()) + ".", 120))
-    return intro + "".join(row_of(family, outcomes[family]) + "\n" for family in sorted(outcomes))
+    rows = [row_of(family, outcomes[family]) for family in class_names()]
+    return intro + "\n".join([*rows, _MULTIMODAL, *(row_of(family, outcomes[family]) for family in WHOLE), ""])
 
 
-_INTRO = """# Architectures
+_TABLE = """| family | class | outcome | limits, or why |
+| --- | --- | --- | --- |"""
+_INTRO = (
+    """# Architectures
 
 Which models can be walked layer by layer:
 
@@ -280,25 +336,40 @@ differ by more than 0.0001. `make test-matrix` does this and checks that this pa
 the page anew.
 
 A model is compared with its own forward when it is loaded, too. If the two differ, it is refused, never scored
-wrongly.
-Families that all tests of the walk are run with need no such comparison, and their weights can be streamed:
+wrongly. Families that all tests of the walk are run with need no such comparison, and their weights can be streamed:
 {verified}
 
-| family | class | outcome | note |
-| --- | --- | --- | --- |
+Some classes are exact within limits:
+
+- **own cache**: layers are called with the attention and the cache of transformers, for one run of tokens at a time.
+  Shared prefixes are computed once there, too. Many short rows are slower, and the model cannot be a draft.
+- **whole prompts**: the model reads whole prompts only, so `--keep` is refused.
+- **positions have no meaning**: the model does not see at which positions kept tokens were, and reads them side by
+  side.
+
 """
+    + _TABLE
+    + "\n"
+)
+_MULTIMODAL = f"""
+## Multimodal checkpoints
+
+Only the text model of a multimodal checkpoint is loaded. Mostly it is a class of the table above: that of `llava` is a
+`llama`, that of `internvl` a `qwen2`, that of `kimi_k25` a `deepseek_v3`. These have no text class of their own, and
+are loaded without their towers:
+
+{_TABLE}"""
 
 
 def main() -> None:
     """Write the page, and the counts in the README."""
     outcomes = {}
-    for family in class_names():
+    for family in [*class_names(), *WHOLE]:
         outcomes[family] = outcome_of(family)
         print(row_of(family, outcomes[family]), flush=True)
     PAGE.write_text(make_page(outcomes))
-    sentence = fill(
-        counted([each.kind for each in outcomes.values()]), 120, subsequent_indent="  ", initial_indent="  "
-    )
+    sentence = counted([outcomes[family].kind for family in class_names()])
+    sentence = fill(sentence, 120, initial_indent="  ", subsequent_indent="  ")
     README_PATH.write_text(
         re.sub(r"  Of the \d+ causal .*?refused\.", sentence, README_PATH.read_text(), flags=re.DOTALL)
     )

@@ -51,7 +51,7 @@ _SIZES: dict[str, Any] = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 12,
     "index_topk": 7,
-    "index_n_heads": 2,
+    "index_n_heads": 16,  # so many that no score is 0 in all of them: of equal scores, any may be chosen
     "index_head_dim": 16,
     # recurrent modules
     **dict.fromkeys(("linear_num_value_heads", "linear_num_heads"), 4),
@@ -121,7 +121,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "index_topk": 4,
         "hc_mult": 2,
     },
-    "doge": {"keep_window_size": 7},
+    "doge": {"keep_window_size": 64},  # beyond it, keys are dropped, and of equal ones any may be
     "dots1": {**_SLIDING, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "ernie4_5_moe": {"moe_num_experts": EXPERTS, "moe_k": 2, "moe_num_shared_experts": 1},
     "exaone4": _SLIDING,
@@ -197,6 +197,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "minimax_m3_vl_text": {
         **_DENSE_FIRST,
         "layer_types": ["full_attention", "minimax_m3_sparse", "full_attention", "minimax_m3_sparse"],
+        "index_n_heads": 4,
         "index_block_size": 4,
         "index_topk_blocks": 3,
         "rotary_dim": 8,
@@ -204,13 +205,14 @@ CHANGES: dict[str, dict[str, Any]] = {
     "ministral": _SLIDING,
     "mllama_text_model": {"cross_attention_layers": [1]},
     "modernbert-decoder": {**_SLIDING, "local_attention": 2 * WINDOW, "cls_token_id": 1, "sep_token_id": 2},
-    "moshi": {"audio_vocab_size": 20},
+    "moshi": {"audio_vocab_size": 20, "sliding_window": None},  # which only its cache knows
     "nemotron_h": {
         "layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba", "attention"],
         "moe_shared_expert_intermediate_size": 32,
     },
     "olmo3": _SLIDING,
     "olmo_hybrid": {**_RECURS, "linear_num_key_heads": 4},
+    "phimoe": {"sliding_window": None},
     "phi4_multimodal": {
         "vision_config": _SMALL_EYES,
         "audio_config": {
@@ -220,7 +222,6 @@ CHANGES: dict[str, dict[str, Any]] = {
         },
     },
     "qwen2": _SOME_SLIDE,
-    "qwen2_moe": _SOME_SLIDE,
     "qwen3": _SOME_SLIDE,
     "qwen3_5_moe_text": _RECURS_LAST,
     "qwen3_5_text": _RECURS,
@@ -285,6 +286,43 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+#: Further settings of a family that change how it computes: title, and what it is to be built with besides.
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "bamba": {"a recurrent layer last": {"attn_layer_indices": [0, 2]}},
+    "doge": {"experts": {"is_moe": True, "num_experts": 16}},
+    "falcon": {
+        "its new decoder": {"new_decoder_architecture": True},
+        "ALiBi": {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True, "num_kv_heads": 4},
+    },
+    "gemma4_text": {
+        "experts, and keys that are values": {
+            "enable_moe_block": True,
+            "top_k_experts": 2,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "num_kv_shared_layers": 0,
+        }
+    },
+    "granitemoehybrid": {"a recurrent layer last": {**_RECURS_LAST, "position_embedding_type": "rope"}},
+    "jamba": {"a recurrent layer last": {"attn_layer_offset": 0}},
+    "kimi_linear": {"attention last": _RECURS},
+    "lfm2": {"a convolution last": {"layer_types": ["full_attention", "conv", "full_attention", "conv"]}},
+    "minimax": {"a recurrent layer last": _RECURS_LAST},
+    "nemotron_h": {
+        "a recurrent layer last": {"layers_block_type": ["attention", "mlp", "mamba", "moe", "attention", "mamba"]},
+        "experts last": {"layers_block_type": ["mamba", "attention", "mamba", "moe"]},
+    },
+    "olmo_hybrid": {"a recurrent layer last": _RECURS_LAST},
+    "phimoe": {"sliding windows": {"sliding_window": WINDOW}},
+    "qwen2_moe": {"sliding windows": _SOME_SLIDE},
+    "qwen3_5_text": {"a recurrent layer last": _RECURS_LAST},
+    "qwen3_next": {"a recurrent layer last": _RECURS_LAST},
+    "recurrent_gemma": {"attention last": {"num_hidden_layers": 6}},
+    "zamba2": {
+        "a recurrent layer last": {"layers_block_type": ["mamba", "hybrid", "mamba", "mamba", "hybrid", "mamba"]},
+    },
+}
+
 _HALF = "the decoder of an encoder-decoder, which reads what the encoder saw"
 _DRAFTER = "a drafter, which reads the states of the model that it drafts for"
 _CODES = "makes codes of audio, not text"
@@ -309,13 +347,17 @@ def model_class(family: str) -> type[PreTrainedModel]:
     return getattr(transformers, class_names()[family])
 
 
+def sized(kind: type[PreTrainedConfig], changes: dict[str, Any]) -> PreTrainedConfig:
+    """A configuration with the general sizes that its kind knows, and these changes."""
+    known = kind().to_dict()
+    sizes = {name: size for name, size in _SIZES.items() if name in known}
+    return kind(**{name: value for name, value in {**sizes, **changes}.items() if value is not None})
+
+
 def make_tiny_config(family: str, **changes: object) -> PreTrainedConfig:
     """The configuration of a family's text model at test size."""
     text = model_class(family).config_class().get_text_config(decoder=True)
-    known = type(text)().to_dict()
-    sizes = {name: size for name, size in _SIZES.items() if name in known}
-    given = {**sizes, **CHANGES.get(text.model_type, {}), **changes}
-    return type(text)(**{name: value for name, value in given.items() if value is not None})
+    return sized(type(text), {**CHANGES.get(text.model_type, {}), **changes})
 
 
 def redraw(model: PreTrainedModel, seed: int = 7) -> PreTrainedModel:
@@ -328,7 +370,7 @@ def redraw(model: PreTrainedModel, seed: int = 7) -> PreTrainedModel:
         for name, weight in model.named_parameters():
             if weight.dim() > 1:
                 weight.normal_(0, weight.shape[-1] ** -0.5, generator=generator)
-            elif "sinks" in name or (name.endswith("bias") and "dt" not in name):
+            elif name.endswith(("sinks", ".A")) or (name.endswith("bias") and "dt" not in name):
                 weight.normal_(0, 0.5, generator=generator)
     return model.requires_grad_(False)
 
