@@ -27,6 +27,7 @@ from prefillcli.models.rehearsal import rehearse
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import UnsupportedModelError, register
+from prefillcli.prefill.layer_place import decoder_layers
 from prefillcli.prefill.walk import LayerWalk
 from tests.prefill.tiny_models import NOT_DECODERS, VARIANTS, VOCABULARY, class_names, make_tiny_model
 from tests.prefill.tiny_multimodal import WHOLE, make_whole_model, whole_class
@@ -223,10 +224,10 @@ class Trial:
         return {case: each / scale for case, each in worst.items()}
 
     def _off_after_layers(self) -> float:
-        prompts, worst = PROMPTS[:6:2], 0.0
+        prompts, worst, layers = PROMPTS[:6:2], 0.0, list(decoder_layers(self.model).layers)
         with self.walking(16) as walk:
             (pack,) = make_plan(prompts, ONE_PACK).packs
-            rule, layers = Reading(walk, pack), list(walk._own_layers)
+            rule = Reading(walk, pack)
             for _ in walk.read_logits(pack, exits=rule):
                 pass
         for layer in range(len(layers) - 1):
