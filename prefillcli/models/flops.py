@@ -15,11 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from prefillcli.errors import brief
 from prefillcli.models.families import VERIFIED
-from prefillcli.models.meta_forward import NoSizesError, model_sizes
 from prefillcli.models.shape import Mlp, NoCostModel, Shape
 from prefillcli.plan.plan import Plan
 
@@ -183,6 +180,10 @@ def _layers(config: Any) -> list[_Layer]:
 
 def _watched_layers(config: Any) -> list[_Layer]:
     """The layers as the model's own forward computes them. Raises NoCostModel if it cannot be run without weights."""
+    import torch
+
+    from prefillcli.models.meta_forward import NoSizesError, model_sizes
+
     try:
         layers = model_sizes(config, torch.bfloat16).layers
     except NoSizesError as error:
