@@ -44,6 +44,12 @@ FLOAT32_ROTARY = frozenset({"olmo2"})
 #: Families of images and text whose text attends in both directions before the answer.
 BOTH_WAYS = frozenset({"paligemma", "pi0"})
 
+#: Families that attend in both directions unless their configuration says that they are decoders.
+ENCODERS = frozenset(
+    {"bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert",
+     "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"}
+)  # fmt: skip
+
 #: Tokens that a family embeds beside those of its vocabulary.
 EXTRA_TOKENS = {"mllama_text_model": 8}
 
@@ -60,6 +66,8 @@ def refusal(whole: Any, text: Any, *, causal: bool) -> str | None:
         return "reads a prompt in both directions"
     if not causal:
         return "has no causal language model in transformers"
+    if getattr(text, "model_type", None) in ENCODERS and not getattr(text, "is_decoder", False):
+        return "is an encoder, which attends in both directions (is_decoder is false in its configuration)"
     both_ways = getattr(text, "use_bidirectional_attention", False)  # "vision": only within an image
     if both_ways not in (None, False, "vision") or not getattr(text, "is_causal", True):
         return "attends in both directions, so it does not predict the next token"

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoConfig
 
-from prefillcli.models.families import VERIFIED
+from prefillcli.models.families import VERIFIED, refusal
 from prefillcli.models.shape import SEE_A_WINDOW, SEE_ALL, NoCostModel, Shape
 from tests.prefill.families import FAMILIES, make_config
 
@@ -35,6 +35,23 @@ def test_every_size_of_a_verified_family_is_known(family: str) -> None:
     assert len(shape.windows) == shape.layers
     assert shape.sliding_window in (None, *shape.windows)
     assert all(shape.mlp(layer).width > 0 for layer in range(shape.layers))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "why"),
+    [
+        ("bert", {}, "is an encoder"),
+        ("bert", {"is_decoder": True}, None),
+        ("t5", {}, "is an encoder-decoder"),
+        ("paligemma", {}, "reads a prompt in both directions"),
+        ("nemotron_h", {}, None),
+        ("gpt_neox", {}, None),
+    ],
+)
+def test_only_what_cannot_score_is_refused(family: str, changes: dict[str, object], why: str | None) -> None:
+    config = AutoConfig.for_model(family, **changes)
+    found = refusal(config, config.get_text_config(), causal=True)
+    assert found is None if why is None else found is not None and found.startswith(why)
 
 
 def test_a_size_that_is_missing_is_named() -> None:
