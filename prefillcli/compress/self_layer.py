@@ -35,7 +35,7 @@ def choosing_layers(config: Any, wanted: int | None, max_length: int) -> int:
     if wanted not in able:
         near = min(able, key=lambda number: abs(number - wanted))
         why = (
-            "has a sliding window, so it does not see a whole prompt"
+            "has a sliding window or is recurrent, so it does not attend to a whole prompt"
             if wanted < len(windows)
             else f"leaves no layer that reads less: the model has {len(windows)}"
         )
