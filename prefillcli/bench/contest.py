@@ -136,7 +136,6 @@ def compare(
         answers = _answers(entry, own, material.truths, temperature, result.notes)
         result.methods.append(_measured(entry, seconds, cost.flops, result, answers))
         result.methods[-1].exits = entry.contender.exits(entry.run, reference.run.logprobs)
-        begin(f"{material.name}: {entry.contender.name}, its state drift")
         result.methods[-1].drift = entry.contender.drift(entry.run)
         if entry is reference and answers.accuracy_interval is not None:
             result.reference_able = answers.accuracy_interval[0] > 0.5

@@ -52,6 +52,7 @@ USUAL_KEYS_SHARE = 0.115  # of Llama-3.1-8B
 def open_models(choice: EngineChoice) -> Opened:
     """As `Loader`; the model must be one that can be walked layer by layer."""
     opened = models.open_models(choice)
+    models.check_walkable(opened.files, "take another model, or --engine hf")
     return replace(opened, max_length=opened.files.max_length_apart)
 
 

@@ -23,6 +23,25 @@ VERIFIED = {
     "gpt_oss": "gpt-oss",
 }
 
+_FOR_BOTH = "keeps its keys in a cache for encoders and decoders"
+_TOGETHER = "keeps the states of all layers together, in no cache of transformers"
+#: Families that cannot be walked layer by layer, and why. Other engines may score them.
+UNWALKED = {
+    "blt": "cuts bytes into patches with another model, and its layers read those",
+    "cpmant": "puts learned tokens before each prompt",
+    "hrm_text": "goes through its layers several times",
+    "megatron-bert": _FOR_BOTH,
+    "openai-gpt": "keeps no cache, and does not attend through the interface of transformers",
+    "qwen4_exp_text": "looks up n-grams of the tokens before in its layers",
+    "recurrent_gemma": "keeps its states in its modules, and its convolutions forget them in a call of several tokens",
+    "reformer": "has reversible layers with two streams, and hashes the keys of a whole prompt",
+    "rembert": _FOR_BOTH,
+    "rwkv": _TOGETHER,
+    "xlm": "changes the residual stream between its layers",
+    "xlnet": "has memories in the place of a cache",
+    "xlstm": _TOGETHER,
+}
+
 #: Position encodings that change all positions once a prompt passes a length.
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 

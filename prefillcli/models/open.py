@@ -106,10 +106,22 @@ def open_models(choice: DraftChoice) -> Opened:
             device=device.type,
             trust_remote_code=choice.trust_remote_code,
         )
+        check_walkable(small, "take another draft")
         other = difference(tokenizer, _load_tokenizer(small, choice.trust_remote_code))
         if other is not None:
             raise UsageError(f"--draft {choice.draft}: its tokenizer is not the model's: {other}")
     return Opened(files, device, tokenizer, small, files.max_length, threads, choice.drafts_itself)
+
+
+def check_walkable(files: ModelFiles, advice: str) -> None:
+    """Raise UsageError, with this advice, for a family that is known not to be walked layer by layer."""
+    from prefillcli.models.families import UNWALKED
+
+    if why := UNWALKED.get(files.family):
+        raise UsageError(
+            f"{files.origin}: a model of type {files.family} cannot be walked layer by layer: it {why}\n"
+            f"{advice}"
+        )
 
 
 def _load_tokenizer(files: ModelFiles, trust_remote_code: bool) -> Any:

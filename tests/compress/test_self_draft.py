@@ -188,10 +188,11 @@ def test_a_layer_that_does_not_see_the_whole_prompt_is_not_taken() -> None:
     assert choosing_layers(gemma, None, WINDOW) == 5, "the window spans such prompts"
     with pytest.raises(UsageError, match=r"--self-layer 4: .*sliding window.*\n.* is 6"):
         choosing_layers(gemma, 4, 4096)
-    with pytest.raises(UsageError, match="no layer but the last"):
-        choosing_layers(make_config("mistral"), None, 4096)
+    for config in (make_config("mistral"), MambaConfig()):
+        with pytest.raises(UsageError, match="no layer but the last"):
+            choosing_layers(config, None, 4096)
     with pytest.raises(UsageError, match="not known"):
-        choosing_layers(MambaConfig(), None, 4096)
+        choosing_layers(make_config("llama", layer_types=["compressed_sparse_attention"] * 3), None, 64)
 
 
 def requests_of(prompts: list[Tokens], keeps: list[float | None], how: Compression) -> list[Request]:

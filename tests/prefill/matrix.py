@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from prefillcli.models.families import VERIFIED, refusal
+from prefillcli.models.families import UNWALKED, VERIFIED, refusal
 from prefillcli.models.multimodal import text_part
 from prefillcli.models.rehearsal import rehearse
 from prefillcli.plan.pack import Limits, Pack
@@ -264,11 +264,15 @@ def _try(family: str, **changes: object) -> Outcome:
         try:
             trial.prepare()
         except UnsupportedModelError as error:
-            return Outcome("refused", _WHY_REFUSED.get(family) or _reason(str(error)))
+            return Outcome("refused", _why(family) or _reason(str(error)))
         worst = trial.differences()
         if off := {case: f"{each:.2g}" for case, each in worst.items() if not each <= TOLERANCE}:
             raise WrongError(f"{family} {changes or ''} is walked, and is off its own forward: {off}")
         return Outcome("exact", trial.limits)
+
+
+def _why(family: str) -> str | None:
+    return _WHY_REFUSED.get(family) or UNWALKED.get(family) or UNWALKED.get(f"{family}_text")
 
 
 def _reason(message: str) -> str:
@@ -277,25 +281,8 @@ def _reason(message: str) -> str:
     return re.sub(r" by [\d.e+-]+", "", (why or message).splitlines()[0]).replace("|", "\\|")
 
 
-_GRAMS = "its layers look up n-grams of the tokens before them"
-_BOTH = "keeps its keys in a cache for encoders and decoders"
-_WHY_REFUSED = {
-    "blt": "another of its models cuts bytes into patches, and its layers read those",
-    "cpmant": "puts learned tokens before each prompt",
-    "hrm_text": "goes through its layers several times",
-    "megatron-bert": _BOTH,
-    "mllama": "leaves out the layers that read images where there are none",
-    "openai-gpt": "its attention is not called through the interface of transformers, and keeps no cache",
-    "qwen4_exp": _GRAMS,
-    "qwen4_exp_text": _GRAMS,
-    "recurrent_gemma": "its recurrent layers keep their states in themselves, where paths cannot fork",
-    "reformer": "its layers are reversible, with two streams, and hash the keys of a whole prompt",
-    "rembert": _BOTH,
-    "rwkv": "its layers share states that no cache of transformers holds",
-    "xlm": "changes the residual stream between its layers",
-    "xlnet": "has memories in the place of a cache",
-    "xlstm": "its layers share states that no cache of transformers holds",
-}
+#: Of classes whose checkpoints are loaded in another way.
+_WHY_REFUSED = {"mllama": "leaves out layers where there are no images; its checkpoints are loaded without them"}
 
 
 def row_of(family: str, outcome: Outcome) -> str:

@@ -63,3 +63,17 @@ def test_such_a_model_chooses_no_tokens(own_cached: Path, tmp_path: Path, capsys
         assert "walked with its own attention and cache" in error
         assert "take another draft" in error
     assert not Path("b.parquet").exists()
+
+
+def test_what_cannot_be_walked_is_refused_with_the_reason_and_scored_by_another_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, plain = save_model(tmp_path / "gpt", family="openai-gpt"), save_model(tmp_path / "plain")
+    for flags in ({"model": model}, {"model": plain, "draft": model, "keep": 0.5}):
+        assert score("in.parquet", **flags)["exit_code"] == 2
+        error = capsys.readouterr().err
+        assert "a model of type openai-gpt cannot be walked layer by layer: it keeps no cache" in error
+        assert ("--engine hf" in error) == ("draft" not in flags)
+    assert score("in.parquet", model=model, engine="hf")["exit_code"] == 0
+    reference = Reference(model)
+    assert_scored(read_output("out.parquet"), [reference.answer(text) for text in texts(ROWS)])
