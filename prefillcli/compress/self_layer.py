@@ -28,7 +28,8 @@ def choosing_layers(config: Any, wanted: int | None, max_length: int) -> int:
     if not able:
         raise UsageError(
             f"--draft self: no layer but the last attends to prompts of {max_length:,} tokens: the model has "
-            f"{len(windows)} layers, and the others have sliding windows or are recurrent\nname a small model with the same tokenizer as --draft"
+            f"{len(windows)} layers, and the others have sliding windows or are recurrent\n"
+            "name a small model with the same tokenizer as --draft"
         )
     if wanted is None:
         return min(able, key=lambda number: (abs(number - DEPTH * len(windows)), -number))

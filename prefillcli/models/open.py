@@ -119,8 +119,7 @@ def check_walkable(files: ModelFiles, advice: str) -> None:
 
     if why := UNWALKED.get(files.family):
         raise UsageError(
-            f"{files.origin}: a model of type {files.family} cannot be walked layer by layer: it {why}\n"
-            f"{advice}"
+            f"{files.origin}: a model of type {files.family} cannot be walked layer by layer: it {why}\n{advice}"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, T5Config
 
 from prefillcli.compress.settings import Compression
 from prefillcli.compress.worth import OVERHEAD, UNKNOWN_ABOVE, WorthCompressing
@@ -61,6 +61,6 @@ def test_auto_compresses_where_it_is_faster_and_a_number_stands_whatever_it_cost
 
 
 def test_an_architecture_without_a_cost_model_is_compressed_where_prompts_are_long() -> None:
-    unknown = WorthCompressing(Compression(compress_above="auto"), MambaConfig(), DRAFT)
+    unknown = WorthCompressing(Compression(compress_above="auto"), T5Config(), DRAFT)
     assert unknown.speedup(10_000, 0.2) is None
     assert [unknown(tokens, 0.2) for tokens in (UNKNOWN_ABOVE, UNKNOWN_ABOVE + 1)] == [False, True]

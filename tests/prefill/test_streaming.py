@@ -164,7 +164,7 @@ def test_no_more_weights_are_held_than_allowed(llama: ModelFiles, slots: int, mo
         walked_twice(walk, mixed())
     assert made == [layers.slot_bytes] * slots
     assert layers.resident_bytes + sum(made) <= memory < layers.resident_bytes + sum(made) + layers.slot_bytes
-    assert all(weight.is_meta for layer in walk._own_layers for weight in layer.parameters())
+    assert all(weight.is_meta for layer in walk._ends.layers for weight in layer.parameters())
 
 
 @pytest.mark.parametrize(("slots", "read_again"), [(2, 6), (3, 5), (5, 3), (6, 0)])

@@ -53,6 +53,8 @@ def inspection_of(
         compressed=AnswerView({"Yes": -1.02, "No": -0.61}, 0.399, 0.904, "No"),
         settings={"keep": 0.2, "select_chunk": 10},
         method="specprefill",
+        voters=(2, 4),
+        draft_layers=6,
     )
 
 
