@@ -81,20 +81,16 @@ def load_streamed(
 ) -> tuple[PreTrainedModel, StreamedLayers]:
     """The model on `device` without the weights of its decoder layers, and the source that reads these from the files.
 
-    At most `memory` bytes of weights will be on the device, this process's `share` of what all may take. Raises
-    ResourceError, with what it takes, where that is too little; UnsupportedModelError for a family that is not
-    verified, and for files that cannot be read layer by layer.
+    At most `memory` bytes of weights will be on the device, this process's `share` of what all may take. A family that
+    is not verified is rehearsed, which reads all weights several times. Raises ResourceError, with what it takes,
+    where the memory is too little; UnsupportedModelError for a model whose walk differs from its own forward, and for
+    files that cannot be read layer by layer.
     """
     register()
     if files.part_of is not None:
         raise UnsupportedModelError(
             f"{files.origin}: the text model of a {files.part_of} cannot be read layer by layer\n"
             "take --weights resident"
-        )
-    if files.family not in VERIFIED:
-        raise UnsupportedModelError(
-            f"{files.family} is not among the verified families, so its own forward must be compared with the walk's, "
-            f"which needs all weights in memory\ntake --weights resident; verified are {', '.join(sorted(VERIFIED))}"
         )
     with quiet_transformers():
         files = with_weights(files)
@@ -103,15 +99,11 @@ def load_streamed(
                 f"{files.origin}: weights are streamed from the cache, which has no room for them\n"
                 "make room, set XDG_CACHE_HOME to a larger disk, or take --weights resident"
             )
-        model, placement = _load_around_layers(files, trust_remote_code)
-    place = decoder_layers(model)
-    layers = place.layers
-    place.replace([])  # without weights they cannot be moved
-    model = model.to(device).eval()
-    model.requires_grad_(False)
-    place.replace(list(layers.eval()))
-    for layer, parts in zip(layers, placement.layers, strict=True):
-        _keep_buffers(layer, set(parts.tensors), device)
+        try:
+            model, placement = _load_around_layers(files, ATTENTION, trust_remote_code)
+        except KeyError:
+            model, placement = _load_around_layers(files, "eager", trust_remote_code)
+    model, layers = _moved(model, placement, device)
     around = sum(tensor.nbytes for tensor in {id(p): p for p in model.parameters() if not p.is_meta}.values())
     sizes = [slot_bytes(parts, device) for parts in placement.layers]
     least = around + min(ROLLING_SLOTS, len(sizes)) * max(sizes)
@@ -123,7 +115,7 @@ def load_streamed(
             f"give {math.ceil(least / share / 2**20)}MiB or more, which is room for two layers"
         )
     per_token = getattr(files.config, "num_experts_per_tok", None) or 0
-    return model, StreamedLayers(
+    source = StreamedLayers(
         list(layers),
         placement.layers,
         device,
@@ -131,11 +123,35 @@ def load_streamed(
         resident_bytes=around,
         experts_per_token=per_token,
     )
+    if files.family not in VERIFIED:
+        try:
+            rehearse(model, files.config, source)
+        except BaseException:
+            source.close()
+            raise
+    return model, source
 
 
-def _load_around_layers(files: ModelFiles, trust_remote_code: bool) -> tuple[PreTrainedModel, Placement]:
-    """The model on the CPU as transformers loads it, but for the tensors of decoder layers, which are on the meta
-    device; and where those are. Raises UsageError."""
+def _moved(
+    model: PreTrainedModel, placement: Placement, device: torch.device
+) -> tuple[PreTrainedModel, nn.ModuleList]:
+    """The model on `device`, ready to be walked, and its layers, whose weights stay where they are."""
+    place = decoder_layers(model)
+    layers = place.layers
+    place.replace([])  # without weights they cannot be moved
+    model = model.to(device).eval()
+    model.requires_grad_(False)
+    place.replace(list(layers.eval()))
+    for layer, parts in zip(layers, placement.layers, strict=True):
+        _keep_buffers(layer, set(parts.tensors), device)
+    return model, layers
+
+
+def _load_around_layers(
+    files: ModelFiles, attention: str, trust_remote_code: bool
+) -> tuple[PreTrainedModel, Placement]:
+    """The model on the CPU as transformers loads it with this `attention`, but for the tensors of decoder layers,
+    which are on the meta device; and where those are. Raises UsageError."""
     whole = AutoConfig.from_pretrained(files.path, trust_remote_code=trust_remote_code)
     if getattr(whole, "quantization_config", None) is not None:
         raise UnsupportedModelError(f"{files.path}: quantised weights cannot be read layer by layer")
@@ -159,7 +175,7 @@ def _load_around_layers(files: ModelFiles, trust_remote_code: bool) -> tuple[Pre
             config=whole,
             state_dict=given,
             dtype=files.dtype,
-            attn_implementation=ATTENTION,
+            attn_implementation=attention,
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError, ImportError) as error:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,7 +21,8 @@ from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError
 from prefillcli.prefill.key_window import KeyWindow
-from prefillcli.prefill.layer_place import embedding_device
+from prefillcli.prefill.layer_place import decoder_layers, embedding_device
+from prefillcli.prefill.layers import LayerSource
 from prefillcli.prefill.own_cache import has_forest_attention, set_eager_attention, set_own_attention
 from prefillcli.prefill.walk import LayerWalk
 
@@ -55,25 +56,25 @@ class Rehearsal:
 FOREST = Rehearsal(own_cache=False)
 
 
-def rehearse(model: PreTrainedModel, config: Any) -> Rehearsal:
+def rehearse(model: PreTrainedModel, config: Any, layers: LayerSource | None = None) -> Rehearsal:
     """Walk a few prompts and compare their logits with the model's own eager forward; set the attention that fits.
 
     The forest attention is tried first, then the model's own attention and cache. Prompts share prefixes over two
     levels, spread over chunks and packs, pass short windows, and one has gaps in its positions. Raises
     UnsupportedModelError if they differ both ways: a score that is silently wrong is worse than none.
 
-    `rehearsal_of` finds the outcome again.
+    The weights of the model's layers come from `layers` where these are given. `rehearsal_of` finds the outcome again.
     """
     family, reasons = config.model_type, []
     prompts, kept = _prompts(config)
     try:
         set_eager_attention(model)
-        wanted = _own_forward(model, prompts[:-1], kept[:-1])
+        wanted = _own_forward(model, prompts[:-1], kept[:-1], layers)
     except _ERRORS as error:
         raise UnsupportedModelError(f"{family} cannot be walked layer by layer: {_named(error)}") from error
     sparse: list[torch.Tensor] = []
     with suppress(*_ERRORS):  # some models cannot read a prompt with gaps themselves
-        sparse = _own_forward(model, prompts[-1:], kept[-1:])
+        sparse = _own_forward(model, prompts[-1:], kept[-1:], layers)
     ways = [FOREST, Rehearsal(own_cache=True)]
     if selects_keys(config):  # which short prompts may not show
         ways, reasons = ways[1:], ["some of its layers see a selection of the tokens"]
@@ -83,7 +84,7 @@ def rehearse(model: PreTrainedModel, config: Any) -> Rehearsal:
             reasons.append("its attention is not called through the interface of transformers")
             continue
         try:
-            _compare(model, config, prompts[:-1], kept[:-1], wanted)
+            _compare(model, config, prompts[:-1], kept[:-1], wanted, layers)
         except UnsupportedModelError as error:
             reasons.append(str(error))
         except torch.OutOfMemoryError:
@@ -91,7 +92,7 @@ def rehearse(model: PreTrainedModel, config: Any) -> Rehearsal:
         except _ERRORS as error:
             reasons.append(_named(error))
         else:
-            gaps = bool(sparse) and _agree(model, config, prompts[-1:], kept[-1:], sparse)
+            gaps = bool(sparse) and _agree(model, config, prompts[-1:], kept[-1:], sparse, layers)
             found = _rehearsals[model] = Rehearsal(way.own_cache, reasons[0] if reasons else None, gaps)
             return found
     both = reasons[0] if reasons[0] == reasons[1] else f"{reasons[0]}; with its own cache: {reasons[1]}"
@@ -152,8 +153,38 @@ def _prompts(config: Any) -> tuple[list[TokenArray], list[TokenArray | None]]:
     return prompts, kept
 
 
+@contextmanager
+def _layers_used(model: PreTrainedModel, source: LayerSource | None) -> Iterator[None]:
+    """While this lasts, the model's own forward takes the weights of its layers from `source`, one layer at a time."""
+    if source is None:
+        yield
+        return
+    with ExitStack() as hooks, ExitStack() as used:
+
+        def take(index: int) -> Callable[..., None]:
+            def hook(*_: Any) -> None:
+                used.enter_context(source.use(index))
+
+            return hook
+
+        def give_back(*_: Any) -> None:
+            used.close()
+
+        for index, layer in enumerate(decoder_layers(model).layers):
+            hooks.callback(layer.register_forward_pre_hook(take(index)).remove)
+            hooks.callback(layer.register_forward_hook(give_back).remove)
+        try:
+            yield
+        finally:
+            used.close()
+            source.end_pass()
+
+
 def _own_forward(
-    model: PreTrainedModel, prompts: Sequence[TokenArray], kept: Sequence[TokenArray | None]
+    model: PreTrainedModel,
+    prompts: Sequence[TokenArray],
+    kept: Sequence[TokenArray | None],
+    layers: LayerSource | None,
 ) -> list[torch.Tensor]:
     """The logits of each prompt's last token."""
     device = embedding_device(model)
@@ -166,7 +197,7 @@ def _own_forward(
             given["attention_mask"] = torch.ones_like(ids)
         taken = inspect.signature(model.forward).parameters
         given = {name: value for name, value in given.items() if name in taken}
-        with torch.inference_mode():
+        with torch.inference_mode(), _layers_used(model, layers):
             rows.append(model(input_ids=ids, use_cache=False, **given).logits[0, -1].float())
     return rows
 
@@ -198,9 +229,10 @@ def _compare(
     prompts: Sequence[TokenArray],
     kept: Sequence[TokenArray | None],
     wanted: Sequence[torch.Tensor],
+    layers: LayerSource | None,
 ) -> None:
     """Walk the prompts with the attention that the model has. Raises UnsupportedModelError if it does not work."""
-    walk = LayerWalk(model, chunk_tokens=9)
+    walk = LayerWalk(model, chunk_tokens=9, layers=layers)
     try:
         found: dict[int, torch.Tensor] = {}
         limits = Limits(48, 1 << 20, held_tokens=1 << 20, whole_nodes=True)

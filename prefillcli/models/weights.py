@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 
 from prefillcli.errors import ResourceError
-from prefillcli.models.families import VERIFIED
 from prefillcli.models.find import ModelFiles
 from prefillcli.models.open import Opened, WeightsChoice, refuse_what_cannot_fit
 from prefillcli.models.safetensors import layer_number, read_header, weight_files
@@ -61,7 +60,7 @@ def weight_bytes(files: ModelFiles, device: torch.device) -> int:
 def plan_weights(opened: Opened, choice: WeightsChoice, *, draft: bool = True, share: float = 1.0) -> WeightsPlan:
     """Whether the weights are loaded or streamed, and in how much memory.
 
-    `auto` streams where they do not fit in the device's memory, or in `--weights-memory`, if the family can be
+    `auto` streams where they do not fit in the device's memory, or in `--weights-memory`, if they can be
     streamed. With `draft` those of the draft, which stay in memory, have to fit as well. `share` is the part of the
     memory that streamed weights may take: other workers take the rest. Raises ResourceError where it is certain that
     the device has no room.
@@ -73,7 +72,7 @@ def plan_weights(opened: Opened, choice: WeightsChoice, *, draft: bool = True, s
     allowed = parse_size(choice.weights_memory) if choice.weights_memory else None
     limit = min((each for each in (allowed, free) if each is not None), default=total)
     quantised = getattr(opened.files.config, "quantization_config", None) is not None
-    streamable = opened.files.family in VERIFIED and not quantised and opened.files.part_of is None
+    streamable = not quantised and opened.files.part_of is None
     if choice.weights == "resident" or (choice.weights == "auto" and (total <= limit or not streamable)):
         refuse_what_cannot_fit(opened, draft=draft)
         return WeightsPlan(False, total, total)

@@ -324,7 +324,7 @@ differ by more than 0.0001. `make test-matrix` does this and checks that this pa
 the page anew.
 
 A model is compared with its own forward when it is loaded, too. If the two differ, it is refused, never scored
-wrongly. Families that all tests of the walk are run with need no such comparison, and their weights can be streamed:
+wrongly. Families that all tests of the walk are run with need no such comparison:
 {verified}
 
 Some classes are exact within limits:

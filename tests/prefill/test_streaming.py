@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from prefillcli.errors import ContentChangedError, ResourceError, UsageError
-from prefillcli.models import load, placement
+from prefillcli.models import placement, rehearsal
 from prefillcli.models.families import VERIFIED
 from prefillcli.models.find import ModelFiles, read_model_files
 from prefillcli.models.load import load_model, load_streamed
@@ -90,25 +90,34 @@ def test_all_verified_families_are_compared() -> None:
     assert FAMILIES.keys() == VERIFIED.keys()
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt", "modernbert-decoder", "gemma4_text"])
-def test_layers_are_read_wherever_a_family_keeps_them(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    "family",
+    ["gpt2", "opt", "modernbert-decoder", "gemma4_text", "nemotron_h", "qwen3_next", "deepseek_v3", "bloom", "gptj"],
+)
+def test_other_families_are_rehearsed_while_their_layers_are_read(family: str, tmp_path: Path) -> None:
     make_tiny_model(family).save_pretrained(tmp_path)
-    files = read_model_files(tmp_path)
-    monkeypatch.setattr(load, "VERIFIED", {files.family: "one that is compared"})
-    assert_same_bits(files)
+    assert_same_bits(read_model_files(tmp_path))
 
 
-def test_the_weights_of_gpt2_are_read_by_the_names_of_its_hub_files(
+def test_one_that_differs_from_its_own_forward_is_refused_and_nothing_is_left_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    make_tiny_model("gpt2").save_pretrained(tmp_path)
+    closed: list[StreamedLayers] = []
+    close = StreamedLayers.close
+    monkeypatch.setattr(StreamedLayers, "close", lambda source: (closed.append(source), close(source)))
+    monkeypatch.setattr(rehearsal, "_REHEARSAL_TOLERANCE", {torch.float32: 0.0})
+    with pytest.raises(UnsupportedModelError, match=r"differ by .* from its own forward"):
+        load_streamed(read_model_files(tmp_path), CPU, memory=1 << 30)
+    assert len(closed) == 1
+
+
+def test_the_weights_of_gpt2_are_read_by_the_names_of_its_hub_files(tmp_path: Path) -> None:
     make_tiny_model("gpt2").save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     own = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     own["h.0.attn.bias"] = torch.ones(1, 1, 8, 8)  # a mask, which is no weight any more
     save_file(own, tmp_path / "model.safetensors", {"format": "pt"})
-    monkeypatch.setattr(load, "VERIFIED", {"gpt2": "GPT-2"})
     assert_same_bits(read_model_files(tmp_path))
 
 
@@ -336,12 +345,6 @@ def test_weights_of_other_shapes_are_refused(llama: ModelFiles) -> None:
     (llama.path / "config.json").write_text(json.dumps({**config, "intermediate_size": 128}))
     with pytest.raises(UsageError, match="the shapes of the weights are not those of config"):
         load_streamed(read_model_files(llama.path), CPU, memory=1 << 30)
-
-
-def test_a_family_that_is_not_verified_is_refused(tmp_path: Path) -> None:
-    make_model("granite").save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="granite is not among the verified families"):
-        load_streamed(read_model_files(tmp_path), CPU, memory=1 << 30)
 
 
 def test_a_conversion_that_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

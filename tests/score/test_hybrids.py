@@ -73,6 +73,7 @@ def test_scores_do_not_depend_on_packs_memory_or_workers(hybrid: Path) -> None:
         {"pack_tokens": 200, "prefix_kv": "offload"},
         {"pack_tokens": 200, "schedule": "fifo"},
         {"pack_tokens": 200, "workers": 2},
+        {"pack_tokens": 200, "weights": "stream"},
     ]
     for flags in others:
         assert score("in.parquet", "b.parquet", model=hybrid, overwrite=True, **flags)["exit_code"] == 0
