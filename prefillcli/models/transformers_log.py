@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,3 +22,16 @@ def quiet_transformers() -> Iterator[None]:
         transformers_logging.set_verbosity(level)
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+def keep_kernel_advice(device_type: str) -> None:
+    """On CPUs, leave out the advice to install kernels for recurrent layers: there are none for CPUs."""
+    logger = logging.getLogger("transformers.integrations.hub_kernels")
+    if device_type == "cpu":
+        logger.addFilter(_is_no_fallback)
+    else:
+        logger.removeFilter(_is_no_fallback)
+
+
+def _is_no_fallback(record: logging.LogRecord) -> bool:
+    return "falling back to its reference" not in record.getMessage()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,14 @@ def test_rows_have_transformers_scores_and_shared_prefixes_are_computed_once(hyb
     tokens = report["tokens"]
     assert tokens["computed"] <= 1.01 * tokens["unique"], "as for any model: the smallest shared nodes are no nodes"
     assert tokens["unique"] < tokens["prompt"] / 1.5
+
+
+def test_nobody_is_told_to_install_kernels_that_are_not_for_cpus(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", family="nemotron_h", **HYBRIDS["nemotron_h"])
+    command = [sys.executable, "-m", "prefillcli", "score", "in.parquet", "--model", str(model), "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "falling back" not in done.stderr
 
 
 def test_scores_do_not_depend_on_packs_memory_or_workers(hybrid: Path) -> None:
