@@ -18,7 +18,7 @@ from prefillcli.models.multimodal import load_text_part
 from prefillcli.models.placement import Placement, place_weights
 from prefillcli.models.rehearsal import rehearse
 from prefillcli.models.streamed_layers import ROLLING_SLOTS, StreamedLayers, slot_bytes
-from prefillcli.models.transformers_log import keep_kernel_advice, quiet_transformers
+from prefillcli.models.transformers_log import limit_kernel_advice, quiet_transformers
 from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError, register
 from prefillcli.prefill.layer_place import decoder_layers
 
@@ -30,7 +30,7 @@ def load_model(files: ModelFiles, device: torch.device, *, trust_remote_code: bo
     walked with its own cache. Raises UnsupportedModelError if its walk differs from its own eager forward both ways.
     """
     register()
-    keep_kernel_advice(device.type)
+    limit_kernel_advice(device.type)
     try:
         model = load_weights(files, device, attention=ATTENTION, trust_remote_code=trust_remote_code)
     except KeyError:  # some families have a table of attention classes, and no other attention
@@ -88,7 +88,7 @@ def load_streamed(
     files that cannot be read layer by layer.
     """
     register()
-    keep_kernel_advice(device.type)
+    limit_kernel_advice(device.type)
     if files.part_of is not None:
         raise UnsupportedModelError(
             f"{files.origin}: the text model of a {files.part_of} cannot be read layer by layer\n"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ SCAN_OPERATIONS = 9
 VMamba (arXiv 2401.10166, appendix), with L tokens, D channels and N states of each."""
 
 _ATTENTION = "prefillcli-sizes"
+_running: ContextVar[_Forward] = ContextVar("running_forward")  # each thread has its own
 
 
 @dataclass(slots=True)
@@ -96,14 +98,12 @@ def _sizes(config: Any, dtype: torch.dtype) -> ModelSizes | str:
 
 
 def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-    _Forward.running.attend(query, key, value, kwargs.get("sliding_window"))
+    _running.get().attend(query, key, value, kwargs.get("sliding_window"))
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
 
 class _Forward:
     """One forward of a model, watched."""
-
-    running: _Forward
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -120,7 +120,7 @@ class _Forward:
 
     def run(self) -> ModelSizes:
         """Watch it. Whatever a family's modules raise goes through."""
-        _Forward.running = self
+        _running.set(self)
         first: dict[str, int] = {}
         same = [
             first.setdefault(_description(layer, at, self._model.config), at) for at, layer in enumerate(self._layers)

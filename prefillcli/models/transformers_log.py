@@ -24,7 +24,7 @@ def quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def keep_kernel_advice(device_type: str) -> None:
+def limit_kernel_advice(device_type: str) -> None:
     """On CPUs, leave out the advice to install kernels for recurrent layers: there are none for CPUs."""
     logger = logging.getLogger("transformers.integrations.hub_kernels")
     if device_type == "cpu":

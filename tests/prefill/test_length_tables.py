@@ -7,17 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch import nn
 
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.plan.long_positions import LONG, marked_positions
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError, register
-from prefillcli.prefill.walk import LayerWalk
-from tests.prefill.families import VOCABULARY, make_model
-from tests.prefill.test_sparse import eager_sparse, kept_of
+from prefillcli.prefill.forest import UnsupportedModelError, register
+from tests.prefill.families import make_model
+from tests.prefill.test_sparse import eager_sparse, kept_of, walked_sparse
 from tests.prefill.test_walk import Prompt, assert_equal, eager, mixed, tokens
 
 SWITCH = 120
@@ -53,25 +51,6 @@ def both_sides() -> list[Prompt]:
     return [*(np.concatenate([history, tokens(rng, n)]) for n in lengths), *mixed()]
 
 
-def walked_by_length(
-    model: nn.Module, prompts: list[Prompt], kept: list[Prompt | None] | None = None, *, chunk: int, limits: Limits
-) -> torch.Tensor:
-    kept = kept or [None] * len(prompts)
-    read = [prompt if own is None else prompt[own] for prompt, own in zip(prompts, kept, strict=True)]
-    positions = [marked_positions(own, len(each), limits.switch) for each, own in zip(read, kept, strict=True)]
-    model.set_attn_implementation(ATTENTION)
-    walk = LayerWalk(model, chunk_tokens=chunk)
-    logits = torch.zeros(len(prompts), VOCABULARY)
-    try:
-        for pack in make_plan(read, limits, positions=positions).packs:
-            rows = torch.cat(list(walk.read_logits(pack)))
-            for row, (_, numbers) in zip(rows, pack.reads, strict=True):
-                logits[list(numbers)] = row
-    finally:
-        walk.close()
-    return logits
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "limits",
@@ -80,12 +59,12 @@ def walked_by_length(
 )
 def test_each_prompt_has_the_tables_of_its_length(family: str, limits: Limits) -> None:
     model, prompts = model_of(family), both_sides()
-    assert_equal(walked_by_length(model, prompts, chunk=41, limits=limits), eager(model, prompts))
+    assert_equal(walked_sparse(model, prompts, chunk=41, limits=limits), eager(model, prompts))
 
 
 def test_tables_of_the_other_side_are_wrong() -> None:
     model, prompts = model_of("phi3"), both_sides()
-    unmarked = walked_by_length(model, prompts, chunk=1000, limits=Limits(10**6, 10**6))
+    unmarked = walked_sparse(model, prompts, chunk=1000, limits=Limits(10**6, 10**6))
     difference = (unmarked - eager(model, prompts)).abs().amax(dim=1)
     assert difference.max() > 0.05
 
@@ -94,7 +73,7 @@ def test_a_prompt_that_has_lost_tokens_is_as_long_as_before() -> None:
     model, prompts = model_of("phi3"), both_sides()
     kept = kept_of(prompts)
     limits = Limits(110, 10**6, held_tokens=10**6, switch=SWITCH)
-    found = walked_by_length(model, prompts, kept, chunk=41, limits=limits)
+    found = walked_sparse(model, prompts, kept, chunk=41, limits=limits)
     assert_equal(found, eager_sparse(model, prompts, kept))
 
 
@@ -117,7 +96,7 @@ def test_a_prompt_at_the_switch_is_not_long() -> None:
 def test_a_model_without_such_tables_refuses_marked_positions() -> None:
     register()
     with pytest.raises(UnsupportedModelError, match="position encodings"):
-        walked_by_length(make_model("llama"), both_sides(), chunk=41, limits=Limits(10**6, 10**6, switch=SWITCH))
+        walked_sparse(make_model("llama"), both_sides(), chunk=41, limits=Limits(10**6, 10**6, switch=SWITCH))
 
 
 def test_the_model_has_its_own_forward_afterwards() -> None:

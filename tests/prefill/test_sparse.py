@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from prefillcli.plan.long_positions import marked_positions
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION
@@ -47,14 +48,21 @@ def eager_sparse(model: Any, prompts: list[Prompt], kept: list[Prompt | None]) -
 
 
 def walked_sparse(
-    model: Any, prompts: list[Prompt], kept: list[Prompt | None], *, chunk: int, limits: Limits = ONE_PACK
+    model: Any,
+    prompts: list[Prompt],
+    kept: list[Prompt | None] | None = None,
+    *,
+    chunk: int,
+    limits: Limits = ONE_PACK,
 ) -> torch.Tensor:
+    kept = kept or [None] * len(prompts)
     tokens = [prompt if own is None else prompt[own] for prompt, own in zip(prompts, kept, strict=True)]
+    positions = [marked_positions(own, len(each), limits.switch) for each, own in zip(tokens, kept, strict=True)]
     model.set_attn_implementation(ATTENTION)
     walk = LayerWalk(model, chunk_tokens=chunk)
     logits = torch.zeros(len(prompts), VOCABULARY)
     try:
-        for pack in make_plan(tokens, limits, positions=kept).packs:
+        for pack in make_plan(tokens, limits, positions=positions).packs:
             rows = torch.cat(list(walk.read_logits(pack)))
             for row, (_, numbers) in zip(rows, pack.reads, strict=True):
                 logits[list(numbers)] = row
