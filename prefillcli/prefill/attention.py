@@ -8,11 +8,13 @@ scaled scores.
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from prefillcli.prefill.attention_paths import may_take
 from prefillcli.prefill.products import Shift, attend_by_products, fast_products, products_pay
 
 KEY_BLOCK = 1024  # keys at a time where scores are computed explicitly
@@ -51,7 +53,7 @@ def attend(
         if out is None or lse is None:
             raise ValueError("no keys to attend over")
         return out, lse
-    if softcap is None and visible is None and query.device.type == "cuda" and _fits_flash(query, value):
+    if softcap is None and visible is None and fits_flash(query, value):
         wide = _widened(value, query.shape[-1])
         found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, wide, 0.0, causal, scale=scale)
         return found[0][..., : value.shape[-1]], found[1]
@@ -85,10 +87,21 @@ def _attend_on_cpu(
     return out[..., :narrow], lse
 
 
-def _fits_flash(query: Tensor, value: Tensor) -> bool:
-    """Whether the flash kernel of CUDA takes such queries and values, the latter as wide as the former."""
-    width = query.shape[-1]
-    return value.shape[-1] <= width <= 256 and width % 8 == 0 and query.dtype != torch.float32
+def fits_flash(query: Tensor, value: Tensor) -> bool:
+    """Whether the device's flash kernel takes such queries and values, the latter made as wide as the former.
+
+    It is PyTorch's for CUDA, and needs compute capability 8.0: a T4 or V100 has none.
+    """
+    width, device = query.shape[-1], query.device
+    if device.type != "cuda" or query.dtype == torch.float32 or value.shape[-1] > width:
+        return False
+    return width <= 256 and width % 8 == 0 and may_take("flash-cuda", device) and compute_capability(device) >= (8, 0)
+
+
+@cache
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """What a CUDA device can do, as NVIDIA counts it."""
+    return torch.cuda.get_device_capability(device)
 
 
 def _widened(value: Tensor, width: int) -> Tensor:
@@ -121,36 +134,72 @@ def attend_blockwise(
     softcap: float | None = None,
     block: int = KEY_BLOCK,
 ) -> tuple[Tensor, Tensor]:
-    """`attend` with explicit scores, in blocks of keys under an online softmax in float32. Runs on any device."""
+    """`attend` with explicit scores, in blocks of keys under an online softmax in float32. Runs on any device.
+
+    Half-precision products are not rounded: with scores around 200, rounding would move them by whole units.
+    """
+    if not causal:
+        return _attend_in_blocks(query, key, value, scale, visible, softcap, block)
+    parts = []
+    for start in range(0, query.shape[2], block):  # the keys behind a block of queries are left out
+        rows = query[:, :, start : start + block]
+        end = start + rows.shape[2]
+        parts.append(_attend_in_blocks(rows, key[:, :, :end], value[:, :, :end], scale, None, softcap, block, start))
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([out for out, _ in parts], dim=2), torch.cat([lse for _, lse in parts], dim=2)
+
+
+def _attend_in_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    visible: Tensor | None,
+    softcap: float | None,
+    block: int,
+    first: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attend_blockwise`; where queries are causal, the `first` of them stands at that key, the last at the end."""
     batch, heads, queries, width = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]
-    groups = heads // kv_heads
-    stacked = query.reshape(batch, kv_heads, groups * queries, width)
-    if causal:
-        visible = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
-    out = torch.zeros(batch, kv_heads, groups * queries, value.shape[-1], device=query.device)
-    total = torch.zeros(batch, kv_heads, groups * queries, device=query.device)
+    stacked = query.reshape(batch * kv_heads, heads // kv_heads * queries, width)
+    key, value = key.flatten(0, 1), value.flatten(0, 1)
+    out = torch.zeros(*stacked.shape[:2], value.shape[-1], device=query.device)
+    total = torch.zeros(stacked.shape[:2], device=query.device)
     top = torch.full_like(total, -math.inf)
-    for start in range(0, keys, block):
+    steps = range(0, keys, block) if first is None else range(0, first + 1, block)
+    for start in steps:
         part = slice(start, min(start + block, keys))
-        scores = torch.matmul(stacked, key[:, :, part].transpose(2, 3)).float().mul_(scale)
+        scores = _product(stacked, key[:, part].transpose(1, 2)).mul_(scale)
         if softcap is not None:
             scores.div_(softcap).tanh_().mul_(softcap)
-        if visible is not None:
-            hidden = ~visible[..., part].expand(batch, 1, queries, -1).unsqueeze(2)
-            scores.view(batch, kv_heads, groups, queries, -1).masked_fill_(hidden, -math.inf)
+        seen = None if visible is None else visible[..., part]
+        if start == first:
+            seen = torch.ones(queries, keys - start, dtype=torch.bool, device=query.device).tril()
+        if seen is not None:
+            hidden = ~seen.expand(batch, 1, queries, -1).unsqueeze(2)
+            scores.view(batch, kv_heads, -1, queries, hidden.shape[-1]).masked_fill_(hidden, -math.inf)
         new_top = torch.maximum(top, scores.amax(dim=-1))
         shift = torch.where(new_top == -math.inf, 0.0, new_top)
         scores.sub_(shift.unsqueeze(-1)).exp_()
         fade = torch.exp(top - shift)
         total.mul_(fade).add_(scores.sum(dim=-1))
-        out.mul_(fade.unsqueeze(-1)).add_(torch.matmul(scores.to(value.dtype), value[:, :, part]))
+        out.mul_(fade.unsqueeze(-1)).add_(_product(scores, value[:, part]))
         top = new_top
-    lse = top + torch.log(total)
-    lse = torch.where(total == 0, -math.inf, lse)
+    lse = torch.where(total == 0, -math.inf, top + torch.log(total))
     out.div_(torch.where(total == 0, 1.0, total).unsqueeze(-1))
     shape = (batch, heads, queries)
     return out.to(query.dtype).view(*shape, -1), lse.view(shape)
+
+
+def _product(one: Tensor, other: Tensor) -> Tensor:
+    """The product of `one` [n, rows, m], which may be float32, and `other` [n, m, columns], in float32."""
+    if other.dtype == torch.float32:
+        return torch.bmm(one, other)
+    if other.device.type == "cuda" and torch.version.hip is None:
+        return torch.bmm(one.to(other.dtype), other, out_dtype=torch.float32)
+    return torch.bmm(one.float(), other.float())
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from prefillcli.prefill import products
+from prefillcli.prefill import attention, products
 from prefillcli.prefill.attention import apply_sinks, attend, attend_blockwise, merge_into
 from prefillcli.prefill.products import Shift, attend_by_products
 
@@ -75,6 +76,60 @@ def test_values_of_another_width_than_the_keys(width: int) -> None:
 def test_blocks_of_keys_change_nothing() -> None:
     qkv = random_qkv(keys=50)
     assert_same(attend_blockwise(*qkv, scale=0.3, block=7), reference(*qkv))
+    square = random_qkv(queries=50, keys=50)
+    tril = torch.ones(50, 50, dtype=torch.bool).tril()
+    for block in (7, 10, 64):
+        found = attend_blockwise(*square, scale=0.3, block=block, causal=True, softcap=2.0)
+        assert_same(found, reference(*square, visible=tril, softcap=2.0))
+
+
+def test_blocks_of_causal_keys_compute_little_of_the_hidden_triangle(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores, multiply = [], torch.bmm
+
+    def noted(one: Tensor, other: Tensor) -> Tensor:
+        scores.append(one.shape[1] * other.shape[2])
+        return multiply(one, other)
+
+    monkeypatch.setattr(torch, "bmm", noted)
+    attend_blockwise(*(torch.randn(1, 1, 80, 4) for _ in range(3)), scale=0.3, causal=True, block=10)
+    assert sum(scores[::2]) == 36 * 10 * 10, "the blocks on the diagonal and below"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_blocks_err_no_more_than_flash_where_scores_are_large(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    common = torch.randn(1, 1, 1, 16, generator=generator)
+    common *= 25 / common.norm()  # a direction that all share: the scores are around 0.3 * 25^2
+
+    def drawn(heads: int, tokens: int) -> Tensor:
+        return torch.randn(1, heads, tokens, 16, generator=generator)
+
+    query, key, value = (
+        (x + y).to(dtype) for x, y in ((drawn(6, 500), common), (drawn(2, 900), common), (drawn(2, 900), 0))
+    )
+    wanted, wanted_lse = reference(query, key, value)
+    assert 180 < wanted_lse.mean() < 220
+    flash, flash_lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, False, scale=0.3
+    )
+    visible = torch.ones(500, 900, dtype=torch.bool)
+    for found, lse in (
+        attend_blockwise(query, key, value, scale=0.3),
+        attend_blockwise(query, key, value, scale=0.3, visible=visible[None, None], block=100),
+    ):
+        assert (found - wanted).square().mean() <= 1.05 * (flash - wanted).square().mean()
+        assert (lse - wanted_lse).abs().max() <= 1.05 * (flash_lse - wanted_lse).abs().max() + 1e-4
+
+
+@pytest.mark.parametrize(("capability", "fits"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
+def test_cuda_devices_without_flash_take_blocks(
+    capability: tuple[int, int], fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "compute_capability", lambda device: capability)
+    with FakeTensorMode():
+        query, _, value = (torch.empty(1, heads, 9, 16, device="cuda", dtype=torch.float16) for heads in (6, 2, 2))
+        assert attention.fits_flash(query, value) is fits
+        assert not attention.fits_flash(query.float(), value.float())
 
 
 @given(st.sets(st.integers(1, 28), max_size=5), st.integers(0, 9))
