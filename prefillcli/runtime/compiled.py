@@ -47,6 +47,19 @@ def load_compiled(package: str, name: str, flags: Sequence[str]) -> ctypes.CDLL 
     return None
 
 
+def compiler_file() -> str | None:
+    """The compiler that would be used, with its size and time; None without one. It is not started."""
+    compiler = _compiler()
+    path = None if compiler is None else shutil.which(compiler[0])
+    if compiler is None or path is None:
+        return None
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return f"{shlex.join([path, *compiler[1:]])} {status.st_size} {status.st_mtime_ns}"
+
+
 def share_openmp(package: str) -> bool:
     """Show the OpenMP that a package has loaded to libraries loaded from now on. False if it is not GNU's.
 

@@ -35,6 +35,15 @@ def cpu_name(root: Path = ROOT) -> str:
     return platform.processor() or platform.machine()
 
 
+def cpu_flags(root: Path = ROOT) -> list[str]:
+    """The processor's instruction sets and other features, in order, as far as the system tells."""
+    with suppress(OSError):
+        for line in (root / "proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return sorted(line.partition(":")[2].split())
+    return []
+
+
 @dataclass(frozen=True, slots=True)
 class Quota:
     """A control group that gets no more than `cores` cores for all its processes together."""

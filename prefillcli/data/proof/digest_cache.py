@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
-import os
-import tempfile
 import time
 from typing import Any
 
 from prefillcli.data.proof.stamps import Stamp
-from prefillcli.runtime.user_cache import cache_folder
+from prefillcli.runtime.kept_entries import KeptEntries
 
 MOST = 4096
 
@@ -24,7 +20,7 @@ class DigestCache:
     """
 
     def __init__(self, most: int = MOST) -> None:
-        self._path = cache_folder() / "digests.json"
+        self._kept = KeptEntries("digests.json")
         self._most = most
         self._entries: dict[str, list[Any]] | None = None
         self._new: dict[str, list[Any]] = {}
@@ -32,7 +28,7 @@ class DigestCache:
     def get(self, path: str, stamp: Stamp) -> str | None:
         """The digest of this version of the file, if it is known."""
         if self._entries is None:
-            self._entries = self._read()
+            self._entries = self._kept.read()
         entry = self._entries.get(_key(path, stamp))
         if entry is None:
             return None
@@ -50,33 +46,10 @@ class DigestCache:
         """
         if not self._new:
             return
-        entries = self._read() | self._new
-        kept = dict(sorted(entries.items(), key=lambda item: -item[1][1])[: self._most])
-        text = json.dumps({"check": _check(kept), "entries": kept})
-        with contextlib.suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self._path.parent, prefix="digests.", suffix=".tmp")
-            try:
-                with os.fdopen(handle, "w") as file:
-                    file.write(text)
-                os.replace(name, self._path)
-            except BaseException:
-                os.unlink(name)
-                raise
+        entries = self._kept.read() | self._new
+        self._kept.write(dict(sorted(entries.items(), key=lambda item: -item[1][1])[: self._most]))
         self._new = {}
-
-    def _read(self) -> dict[str, list[Any]]:
-        try:
-            content = json.loads(self._path.read_bytes())
-            entries: dict[str, list[Any]] = content["entries"]
-            return entries if content["check"] == _check(entries) else {}
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return {}
 
 
 def _key(path: str, stamp: Stamp) -> str:
     return json.dumps([path, *stamp.identity, stamp.changed_ns])
-
-
-def _check(entries: dict[str, list[Any]]) -> str:
-    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,323 @@
+"""Each path of attention against explicit scores in float64, with the tensors on the device that will compute.
+
+What is attended to is what a walk meets: a node's own tokens, and two ancestors that are merged by their log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prefillcli.errors import brief
+from prefillcli.prefill.attention import attend, attend_blockwise, merge_into
+from prefillcli.prefill.attention_paths import PATHS, ruled_out
+from prefillcli.prefill.kernel import LANES, compiled_kernel, has_kernel_instructions, takes
+from prefillcli.prefill.products import Shift, attend_by_products, fast_products
+
+GAP = 5  # keys between the ancestors and the tokens that nobody may see
+FACTOR = 3.0  # of the error that eager attention has in the same dtype
+#: What is allowed above that, of outputs around 1 and of their log-sum-exp.
+FLOORS = {torch.float32: (1e-5, 1e-4), torch.float16: (4e-3, 1e-2), torch.bfloat16: (3e-2, 3e-2)}
+LARGE = 200.0
+
+Attention = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Shapes of one comparison: `ancestors` are the numbers of keys of two nodes before the `tokens`.
+
+    `widths` are those of keys and of values. Scores are `around` a number, and spread over `spread` times a normal
+    distribution.
+    """
+
+    name: str
+    heads: int = 4
+    kv_heads: int = 4
+    widths: tuple[int, int] = (64, 64)
+    tokens: int = 70
+    ancestors: tuple[int, int] = (40, 17)
+    window: int | None = None
+    softcap: float | None = None
+    spread: float = 1.0
+    around: float = 0.0
+
+
+CASES = (
+    Case("heads of 64"),
+    Case("grouped queries, heads of 32", heads=6, kv_heads=2, widths=(32, 32)),
+    Case("one K,V head, heads of 128", heads=8, kv_heads=1, widths=(128, 128), tokens=9),
+    Case("heads of 256", heads=2, kv_heads=1, widths=(256, 256), tokens=33),
+    Case("heads of 80", heads=3, kv_heads=3, widths=(80, 80), tokens=50),
+    Case("narrow values", heads=2, kv_heads=2, widths=(96, 64), tokens=40),
+    Case("one token", heads=4, kv_heads=2, tokens=1),
+    Case("long", heads=2, kv_heads=1, tokens=520, ancestors=(1100, 300)),
+    Case("window", heads=3, kv_heads=3, tokens=50, window=17),
+    Case("window in an ancestor", heads=4, kv_heads=2, tokens=60, window=75),
+    Case("soft cap", heads=4, kv_heads=2, softcap=20.0, spread=8.0),
+    Case("scores up to 200", heads=4, kv_heads=2, spread=LARGE / 3.5),
+    Case("scores around 200", heads=4, kv_heads=2, around=LARGE),
+)
+
+
+class Trial(NamedTuple):
+    """The tensors of a case: `query` [1, heads, tokens, width], `key` and `value` [1, kv heads, keys, width].
+
+    `runs` are the keys of each node with the depth of its first; between the ancestors and the tokens are `GAP` keys
+    that belong to none.
+    """
+
+    case: Case
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    runs: tuple[tuple[int, int, int], ...]
+    scale: float
+
+    def to(self, device: torch.device) -> Trial:
+        """The same on another device."""
+        return self._replace(query=self.query.to(device), key=self.key.to(device), value=self.value.to(device))
+
+
+class Difference(NamedTuple):
+    """How far attention is from explicit scores: outputs, log-sum-exps, and the larger share of what is allowed."""
+
+    out: float
+    lse: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class PathCheck:
+    """How a path did in a dtype. `error` is the largest of its outputs, `lse_error` of its log-sum-exps."""
+
+    path: str
+    dtype: str
+    status: Literal["agrees", "differs", "fails", "not here"]
+    why: str | None = None
+    error: float | None = None
+    lse_error: float | None = None
+
+
+def check_path(path: str, device: torch.device, dtype: torch.dtype) -> PathCheck:
+    """Compare a path with explicit scores in all cases that it takes. Raises KeyError for an unknown path.
+
+    A path that is ruled out already differs, for the reason that was given then.
+    """
+    name = str(dtype).removeprefix("torch.")
+    lacks = _WAYS[path].lacks(device, dtype)
+    if lacks is not None:
+        return PathCheck(path, name, "not here", lacks)
+    known = ruled_out(device).get(path)
+    if known is not None:
+        return PathCheck(path, name, "differs", known)
+    errors = []
+    for case in CASES:
+        trial = make_trial(case, dtype)
+        if not _WAYS[path].suits(trial):
+            continue
+        try:
+            found = _WAYS[path].attend(trial.to(device))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # what an operator raises on a device that it does not know can be anything
+            return PathCheck(path, name, "fails", f"{case.name}: {type(error).__name__}: {brief(error)}")
+        errors.append((difference(found, trial), case))
+    worst, case = max(errors, key=lambda pair: pair[0].share)
+    largest = (max(each.out for each, _ in errors), max(each.lse for each, _ in errors))
+    if worst.share <= 1.0:
+        return PathCheck(path, name, "agrees", None, *largest)
+    why = f"{case.name}: outputs differ by {worst.out:.2g}, log-sum-exps by {worst.lse:.2g}"
+    return PathCheck(path, name, "differs", why, *largest)
+
+
+def check_paths(paths: Iterable[str], device: torch.device, dtype: torch.dtype) -> list[PathCheck]:
+    """`check_path` of several; nothing stays in memory."""
+    try:
+        return [check_path(path, device, dtype) for path in paths]
+    finally:
+        make_trial.cache_clear()
+        _explicit.cache_clear()
+
+
+@cache
+def make_trial(case: Case, dtype: torch.dtype) -> Trial:
+    """The tensors of a case on the CPU, the same at each call."""
+    generator = torch.Generator().manual_seed(0)
+    before = sum(case.ancestors)
+    keys = before + GAP + case.tokens
+    width, narrow = case.widths
+
+    def drawn(heads: int, length: int, wide: int) -> Tensor:
+        return torch.randn(1, heads, length, wide, generator=generator)
+
+    query, key = drawn(case.heads, case.tokens, width), drawn(case.kv_heads, keys, width)
+    scale = width**-0.5
+    query.mul_(case.spread)
+    if case.around:  # each query's product with a part that all keys have
+        direction = torch.full((width,), width**-0.5)
+        query.add_(direction * (case.around / scale) ** 0.5)
+        key.add_(direction * (case.around / scale) ** 0.5)
+    value = drawn(case.kv_heads, keys, narrow)
+    first = case.ancestors[0]
+    key[:, :, before : before + GAP] = 50.0
+    runs = ((0, first, 0), (first, before, first), (before + GAP, keys, before))
+    return Trial(case, query.to(dtype), key.to(dtype), value.to(dtype), runs, scale)
+
+
+def difference(found: Attention, trial: Trial) -> Difference:
+    """How far the attention of a trial, on any device, is from explicit scores in float64 on the CPU."""
+    wanted, eager = _explicit(trial.case, trial.query.dtype)
+    floors, shares, errors = FLOORS[trial.query.dtype], [], []
+    for each, exact, usual, floor in zip(found, wanted, eager, floors, strict=True):
+        error = _largest(each.cpu().double() - exact)
+        errors.append(error)
+        shares.append(error / (FACTOR * _largest(usual.double() - exact) + floor))
+    return Difference(errors[0], errors[1], max(shares))
+
+
+def _largest(error: Tensor) -> float:
+    """The largest number, infinity if any is none."""
+    return float(error.abs().nan_to_num(math.inf).max())
+
+
+@cache
+def _explicit(case: Case, dtype: torch.dtype) -> tuple[Attention, Attention]:
+    """Attention with explicit scores: in float64, and as eager attention computes it in `dtype`."""
+    trial = make_trial(case, dtype)
+    seen = torch.cat([torch.arange(start, end) for start, end, _ in trial.runs])
+    at = torch.arange(case.tokens)[:, None] + sum(case.ancestors) - torch.arange(len(seen))[None, :]
+    visible = (at >= 0) & (at < (case.window or len(seen)))
+    groups = case.heads // case.kv_heads
+    key, value = (x[:, :, seen].repeat_interleave(groups, dim=1) for x in (trial.key, trial.value))
+
+    def computed(in_dtype: torch.dtype, softmax: torch.dtype) -> Attention:
+        scores = trial.query.to(in_dtype) @ key.to(in_dtype).transpose(2, 3) * trial.scale
+        if case.softcap is not None:
+            scores = case.softcap * torch.tanh(scores / case.softcap)
+        scores = scores.to(softmax).masked_fill(~visible, -math.inf)
+        return scores.softmax(dim=-1).to(in_dtype) @ value.to(in_dtype), scores.logsumexp(dim=-1)
+
+    return computed(torch.float64, torch.float64), computed(dtype, torch.float32)
+
+
+def _merged(trial: Trial, attend_part: Callable[..., Attention]) -> Attention:
+    """Attention of a trial from that of its nodes. `attend_part(query, key, value, causal=, visible=)`."""
+    case, tokens = trial.case, trial.case.tokens
+    depths = torch.arange(tokens, device=trial.query.device) + trial.runs[-1][2]
+    found: Attention | None = None
+    for start, end, depth in reversed(trial.runs):
+        own = end == trial.key.shape[2]
+        visible = None
+        ahead = depths[:, None] - torch.arange(depth, depth + end - start, device=depths.device)[None, :]
+        if case.window is not None and bool((ahead >= case.window).any()):
+            visible = ((ahead >= 0) & (ahead < case.window))[None, None]
+        key, value = trial.key[:, :, start:end], trial.value[:, :, start:end]
+        part = attend_part(trial.query, key, value, causal=own and visible is None, visible=visible)
+        if found is None:
+            found = part[0].clone(), part[1].clone()
+        else:
+            merge_into(*found, *part)
+    if found is None:
+        raise ValueError("a trial without keys")
+    return found
+
+
+def _by_attend(trial: Trial) -> Attention:
+    return _merged(trial, partial(attend, scale=trial.scale))
+
+
+def _by_blocks(trial: Trial) -> Attention:
+    return _merged(trial, partial(attend_blockwise, scale=trial.scale, softcap=trial.case.softcap))
+
+
+def _by_products(trial: Trial) -> Attention:
+    shift = Shift.of(trial.key[:, :, trial.runs[-1][0] :], trial.scale)
+    for start, end, _ in trial.runs:
+        shift.include(key=trial.key[:, :, start:end])
+    shift.include(query=trial.query)
+
+    def part(query: Tensor, key: Tensor, value: Tensor, causal: bool, visible: Tensor | None) -> Attention:
+        return attend_by_products(query, shift.moved(key), value, causal=causal, safe=shift.safe)
+
+    out, lse = _merged(trial, part)
+    return out, lse + shift.taken(trial.query)
+
+
+def _by_kernel(trial: Trial) -> Attention:
+    kernel = compiled_kernel()
+    if kernel is None:
+        raise ValueError("no kernel")
+    query, key, value = trial.query, trial.key, trial.value
+    case, (first, _, depth) = trial.case, trial.runs[-1]
+    rows = LANES // (case.heads // case.kv_heads)
+    starts = range(0, case.tokens, rows)
+    blocks = [[at, min(rows, case.tokens - at), first + at, depth + at, 0, len(trial.runs)] for at in starts]
+    out, lse = query.new_empty(*query.shape[:3], value.shape[3]), torch.empty(query.shape[:3])
+    kernel.attend(
+        query, key, value, np.array(blocks, np.int64), np.array(trial.runs, np.int64),
+        scale=trial.scale, window=case.window, out=out, lse=lse,
+    )  # fmt: skip
+    return out, lse
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a path is run: what a device lacks for it (None: nothing), which trials it takes, and its attention."""
+
+    lacks: Callable[[torch.device, torch.dtype], str | None]
+    suits: Callable[[Trial], bool]
+    attend: Callable[[Trial], Attention]
+
+
+def _lacks_cpu(device: torch.device, dtype: torch.dtype) -> str | None:
+    return None if device.type == "cpu" else "for CPUs"
+
+
+def _lacks_products(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return "for bfloat16 on CPUs"
+    return None if fast_products(device, dtype) else "the processor has no instructions for bfloat16"
+
+
+def _lacks_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return "for bfloat16 on CPUs"
+    if not has_kernel_instructions():
+        return "the processor has no AVX512-BF16"
+    return None if compiled_kernel() is not None else "no C++ compiler, or no OpenMP of GNU in torch"
+
+
+def _lacks_flash(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cuda" or dtype == torch.float32:
+        return "for half precision on CUDA devices"
+    capability = torch.cuda.get_device_capability(device)
+    return None if capability >= (8, 0) else f"compute capability {capability[0]}.{capability[1]} is below 8.0"
+
+
+def _is_plain(trial: Trial) -> bool:
+    """Without a soft cap or a window."""
+    return trial.case.softcap is None and trial.case.window is None
+
+
+_WAYS: dict[str, _Way] = {
+    "blocks": _Way(lambda *_: None, lambda _: True, _by_blocks),
+    "flash-cpu": _Way(_lacks_cpu, lambda trial: trial.case.softcap is None, _by_attend),
+    "products": _Way(_lacks_products, _is_plain, _by_products),
+    "kernel": _Way(
+        _lacks_kernel,
+        lambda trial: takes(trial.query, trial.value, trial.case.kv_heads, trial.case.softcap),
+        _by_kernel,
+    ),
+    "flash-cuda": _Way(_lacks_flash, _is_plain, _by_attend),
+}
+
+CHECKED = tuple(path for path in PATHS if path in _WAYS)
+"""The paths that can be checked, in the order of `PATHS`."""

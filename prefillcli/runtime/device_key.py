@@ -1,0 +1,96 @@
+"""What decides how a device computes: the device, its driver, and the software between it and a model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib import metadata, resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prefillcli import __version__
+from prefillcli.runtime.compiled import compiler_file
+from prefillcli.runtime.cores import cpu_flags, cpu_name
+
+if TYPE_CHECKING:
+    import torch
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceKey:
+    """A device and its software. Where any of it changes, nothing that was found of it holds any more."""
+
+    kind: str
+    """As torch calls it: cpu, cuda, mps."""
+    device: str
+    capability: str | None
+    """Compute capability of a CUDA device, or the architecture of one of ROCm."""
+    driver: str | None
+    torch: str
+    transformers: str
+    prefill: str
+    """Version, and a digest of the code that computes."""
+    cpu: str
+    cpu_flags: str
+    """The instruction sets that the processor has, and which of them torch uses."""
+    compiler: str | None
+    """The C++ compiler, with its size and time."""
+
+    @property
+    def digest(self) -> str:
+        """A name for all of it."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:32]
+
+
+def device_key(device: torch.device) -> DeviceKey:
+    """The key of a device of this machine."""
+    import torch
+
+    name, capability, driver = cpu_name(), None, None
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name, capability, driver = properties.name, f"{properties.major}.{properties.minor}", driver_version()
+        capability = getattr(properties, "gcnArchName", None) if torch.version.hip else capability
+    elif device.type != "cpu":
+        name, driver = f"{device.type} of {platform.machine()}", platform.platform()
+    runtime = torch.version.cuda or torch.version.hip
+    return DeviceKey(
+        kind=device.type,
+        device=name,
+        capability=capability,
+        driver=driver,
+        torch=f"{torch.__version__} {torch.version.git_version}" + (f" with {runtime}" if runtime else ""),
+        transformers=metadata.version("transformers"),
+        prefill=f"{__version__} {_source_digest()}",
+        cpu=f"{cpu_name()}, {platform.machine()}",
+        cpu_flags=f"{torch.backends.cpu.get_cpu_capability()} {_digest(' '.join(cpu_flags()).encode())}",
+        compiler=compiler_file(),
+    )
+
+
+def driver_version() -> str | None:
+    """The version of NVIDIA's driver, as its kernel module tells it; None where there is none."""
+    with suppress(OSError, IndexError):
+        words = _DRIVER.read_text().splitlines()[0].split()
+        return next((word for word in words if word[0].isdigit() and "." in word), " ".join(words))
+    return None
+
+
+@cache
+def _source_digest() -> str:
+    """Of the files that compute a walk: in a checkout they change without the version."""
+    digest = hashlib.sha256()
+    for file in sorted(resources.files("prefillcli.prefill").iterdir(), key=lambda each: each.name):
+        if file.name.endswith((".py", ".cpp")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]
