@@ -19,6 +19,7 @@ from prefillcli.models.placement import Placement, place_weights
 from prefillcli.models.rehearsal import rehearse
 from prefillcli.models.streamed_layers import ROLLING_SLOTS, StreamedLayers, slot_bytes
 from prefillcli.models.transformers_log import limit_kernel_advice, quiet_transformers
+from prefillcli.models.trust import settle_paths
 from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError, register
 from prefillcli.prefill.layer_place import decoder_layers
 
@@ -31,6 +32,7 @@ def load_model(files: ModelFiles, device: torch.device, *, trust_remote_code: bo
     """
     register()
     limit_kernel_advice(device.type)
+    settle_paths(device, files.dtype)
     try:
         model = load_weights(files, device, attention=ATTENTION, trust_remote_code=trust_remote_code)
     except KeyError:  # some families have a table of attention classes, and no other attention
@@ -89,6 +91,7 @@ def load_streamed(
     """
     register()
     limit_kernel_advice(device.type)
+    settle_paths(device, files.dtype)
     if files.part_of is not None:
         raise UnsupportedModelError(
             f"{files.origin}: the text model of a {files.part_of} cannot be read layer by layer\n"

@@ -112,6 +112,8 @@ def _widened(value: Tensor, width: int) -> Tensor:
 def _flash_cpu(
     query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, visible: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    if not may_take("flash-cpu", query.device):
+        return attend_blockwise(query, key, value, scale=scale, causal=causal, visible=visible)
     bias = None
     if visible is not None:
         bias = torch.zeros(visible.shape, dtype=query.dtype).masked_fill_(~visible, -math.inf)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from prefillcli.errors import brief
-from prefillcli.prefill.attention import attend, attend_blockwise, merge_into
+from prefillcli.prefill.attention import attend, attend_blockwise, compute_capability, merge_into
 from prefillcli.prefill.attention_paths import PATHS, ruled_out
 from prefillcli.prefill.kernel import LANES, compiled_kernel, has_kernel_instructions, takes
-from prefillcli.prefill.products import Shift, attend_by_products, fast_products
+from prefillcli.prefill.products import Shift, attend_by_products, has_bfloat16_instructions
 
 GAP = 5  # keys between the ancestors and the tokens that nobody may see
 FACTOR = 3.0  # of the error that eager attention has in the same dtype
@@ -31,7 +31,7 @@ Attention = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class AttentionCase:
     """Shapes of one comparison: `ancestors` are the numbers of keys of two nodes before the `tokens`.
 
     `widths` are those of keys and of values. Scores are `around` a number, and spread over `spread` times a normal
@@ -51,37 +51,37 @@ class Case:
 
 
 CASES = (
-    Case("heads of 64"),
-    Case("grouped queries, heads of 32", heads=6, kv_heads=2, widths=(32, 32)),
-    Case("one K,V head, heads of 128", heads=8, kv_heads=1, widths=(128, 128), tokens=9),
-    Case("heads of 256", heads=2, kv_heads=1, widths=(256, 256), tokens=33),
-    Case("heads of 80", heads=3, kv_heads=3, widths=(80, 80), tokens=50),
-    Case("narrow values", heads=2, kv_heads=2, widths=(96, 64), tokens=40),
-    Case("one token", heads=4, kv_heads=2, tokens=1),
-    Case("long", heads=2, kv_heads=1, tokens=520, ancestors=(1100, 300)),
-    Case("window", heads=3, kv_heads=3, tokens=50, window=17),
-    Case("window in an ancestor", heads=4, kv_heads=2, tokens=60, window=75),
-    Case("soft cap", heads=4, kv_heads=2, softcap=20.0, spread=8.0),
-    Case("scores up to 200", heads=4, kv_heads=2, spread=LARGE / 3.5),
-    Case("scores around 200", heads=4, kv_heads=2, around=LARGE),
+    AttentionCase("heads of 64"),
+    AttentionCase("grouped queries, heads of 32", heads=6, kv_heads=2, widths=(32, 32)),
+    AttentionCase("one K,V head, heads of 128", heads=8, kv_heads=1, widths=(128, 128), tokens=9),
+    AttentionCase("heads of 256", heads=2, kv_heads=1, widths=(256, 256), tokens=33),
+    AttentionCase("heads of 80", heads=3, kv_heads=3, widths=(80, 80), tokens=50),
+    AttentionCase("narrow values", heads=2, kv_heads=2, widths=(96, 64), tokens=40),
+    AttentionCase("one token", heads=4, kv_heads=2, tokens=1),
+    AttentionCase("long", heads=2, kv_heads=1, tokens=520, ancestors=(1100, 300)),
+    AttentionCase("window", heads=3, kv_heads=3, tokens=50, window=17),
+    AttentionCase("window in an ancestor", heads=4, kv_heads=2, tokens=60, window=75),
+    AttentionCase("soft cap", heads=4, kv_heads=2, softcap=20.0, spread=8.0),
+    AttentionCase("scores up to 200", heads=4, kv_heads=2, spread=LARGE / 3.5),
+    AttentionCase("scores around 200", heads=4, kv_heads=2, around=LARGE),
 )
 
 
-class Trial(NamedTuple):
+class AttentionTrial(NamedTuple):
     """The tensors of a case: `query` [1, heads, tokens, width], `key` and `value` [1, kv heads, keys, width].
 
     `runs` are the keys of each node with the depth of its first; between the ancestors and the tokens are `GAP` keys
     that belong to none.
     """
 
-    case: Case
+    case: AttentionCase
     query: Tensor
     key: Tensor
     value: Tensor
     runs: tuple[tuple[int, int, int], ...]
     scale: float
 
-    def to(self, device: torch.device) -> Trial:
+    def to(self, device: torch.device) -> AttentionTrial:
         """The same on another device."""
         return self._replace(query=self.query.to(device), key=self.key.to(device), value=self.value.to(device))
 
@@ -129,7 +129,7 @@ def check_path(path: str, device: torch.device, dtype: torch.dtype) -> PathCheck
             raise
         except Exception as error:  # what an operator raises on a device that it does not know can be anything
             return PathCheck(path, name, "fails", f"{case.name}: {type(error).__name__}: {brief(error)}")
-        errors.append((difference(found, trial), case))
+        errors.append((difference_of(found, trial), case))
     worst, case = max(errors, key=lambda pair: pair[0].share)
     largest = (max(each.out for each, _ in errors), max(each.lse for each, _ in errors))
     if worst.share <= 1.0:
@@ -148,7 +148,7 @@ def check_paths(paths: Iterable[str], device: torch.device, dtype: torch.dtype) 
 
 
 @cache
-def make_trial(case: Case, dtype: torch.dtype) -> Trial:
+def make_trial(case: AttentionCase, dtype: torch.dtype) -> AttentionTrial:
     """The tensors of a case on the CPU, the same at each call."""
     generator = torch.Generator().manual_seed(0)
     before = sum(case.ancestors)
@@ -169,10 +169,10 @@ def make_trial(case: Case, dtype: torch.dtype) -> Trial:
     first = case.ancestors[0]
     key[:, :, before : before + GAP] = 50.0
     runs = ((0, first, 0), (first, before, first), (before + GAP, keys, before))
-    return Trial(case, query.to(dtype), key.to(dtype), value.to(dtype), runs, scale)
+    return AttentionTrial(case, query.to(dtype), key.to(dtype), value.to(dtype), runs, scale)
 
 
-def difference(found: Attention, trial: Trial) -> Difference:
+def difference_of(found: Attention, trial: AttentionTrial) -> Difference:
     """How far the attention of a trial, on any device, is from explicit scores in float64 on the CPU."""
     wanted, eager = _explicit(trial.case, trial.query.dtype)
     floors, shares, errors = FLOORS[trial.query.dtype], [], []
@@ -189,7 +189,7 @@ def _largest(error: Tensor) -> float:
 
 
 @cache
-def _explicit(case: Case, dtype: torch.dtype) -> tuple[Attention, Attention]:
+def _explicit(case: AttentionCase, dtype: torch.dtype) -> tuple[Attention, Attention]:
     """Attention with explicit scores: in float64, and as eager attention computes it in `dtype`."""
     trial = make_trial(case, dtype)
     seen = torch.cat([torch.arange(start, end) for start, end, _ in trial.runs])
@@ -208,7 +208,7 @@ def _explicit(case: Case, dtype: torch.dtype) -> tuple[Attention, Attention]:
     return computed(torch.float64, torch.float64), computed(dtype, torch.float32)
 
 
-def _merged(trial: Trial, attend_part: Callable[..., Attention]) -> Attention:
+def _merged(trial: AttentionTrial, attend_part: Callable[..., Attention]) -> Attention:
     """Attention of a trial from that of its nodes. `attend_part(query, key, value, causal=, visible=)`."""
     case, tokens = trial.case, trial.case.tokens
     depths = torch.arange(tokens, device=trial.query.device) + trial.runs[-1][2]
@@ -230,15 +230,15 @@ def _merged(trial: Trial, attend_part: Callable[..., Attention]) -> Attention:
     return found
 
 
-def _by_attend(trial: Trial) -> Attention:
+def _by_attend(trial: AttentionTrial) -> Attention:
     return _merged(trial, partial(attend, scale=trial.scale))
 
 
-def _by_blocks(trial: Trial) -> Attention:
+def _by_blocks(trial: AttentionTrial) -> Attention:
     return _merged(trial, partial(attend_blockwise, scale=trial.scale, softcap=trial.case.softcap))
 
 
-def _by_products(trial: Trial) -> Attention:
+def _by_products(trial: AttentionTrial) -> Attention:
     shift = Shift.of(trial.key[:, :, trial.runs[-1][0] :], trial.scale)
     for start, end, _ in trial.runs:
         shift.include(key=trial.key[:, :, start:end])
@@ -251,7 +251,7 @@ def _by_products(trial: Trial) -> Attention:
     return out, lse + shift.taken(trial.query)
 
 
-def _by_kernel(trial: Trial) -> Attention:
+def _by_kernel(trial: AttentionTrial) -> Attention:
     kernel = compiled_kernel()
     if kernel is None:
         raise ValueError("no kernel")
@@ -273,8 +273,8 @@ class _Way:
     """How a path is run: what a device lacks for it (None: nothing), which trials it takes, and its attention."""
 
     lacks: Callable[[torch.device, torch.dtype], str | None]
-    suits: Callable[[Trial], bool]
-    attend: Callable[[Trial], Attention]
+    suits: Callable[[AttentionTrial], bool]
+    attend: Callable[[AttentionTrial], Attention]
 
 
 def _lacks_cpu(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -284,7 +284,7 @@ def _lacks_cpu(device: torch.device, dtype: torch.dtype) -> str | None:
 def _lacks_products(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cpu" or dtype != torch.bfloat16:
         return "for bfloat16 on CPUs"
-    return None if fast_products(device, dtype) else "the processor has no instructions for bfloat16"
+    return None if has_bfloat16_instructions() else "the processor has no instructions for bfloat16"
 
 
 def _lacks_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -298,11 +298,11 @@ def _lacks_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
 def _lacks_flash(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda" or dtype == torch.float32:
         return "for half precision on CUDA devices"
-    capability = torch.cuda.get_device_capability(device)
-    return None if capability >= (8, 0) else f"compute capability {capability[0]}.{capability[1]} is below 8.0"
+    major, minor = compute_capability(device)
+    return None if major >= 8 else f"compute capability {major}.{minor} is below 8.0"
 
 
-def _is_plain(trial: Trial) -> bool:
+def _is_plain(trial: AttentionTrial) -> bool:
     """Without a soft cap or a window."""
     return trial.case.softcap is None and trial.case.window is None
 

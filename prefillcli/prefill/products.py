@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from prefillcli.prefill.attention_paths import may_take
+
 ROWS = 512  # queries at a time, those of all heads of a K,V head together
 SCORES = ROWS * 1024  # of a K,V head at a time
 TOGETHER = 4 * SCORES  # of all sequences and heads at a time
@@ -74,11 +76,13 @@ class Shift:
 
 def fast_products(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether products are what this device is fast at: bfloat16 on a CPU with instructions for it."""
-    return device.type == "cpu" and dtype == torch.bfloat16 and _has_instructions()
+    cpu = device.type == "cpu" and dtype == torch.bfloat16
+    return cpu and has_bfloat16_instructions() and may_take("products", device)
 
 
 @cache
-def _has_instructions() -> bool:
+def has_bfloat16_instructions() -> bool:
+    """Whether the processor multiplies matrices of bfloat16 by itself."""
     able: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # an older torch does not tell
     return bool(able.get("amx_bf16") or able.get("avx512_bf16"))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from prefillcli.plan.pack import Limits
-from prefillcli.prefill import forest, kernel
+from prefillcli.prefill import attention_checks, forest, kernel
 from prefillcli.prefill.forest import register
 from prefillcli.runtime import compiled
 from tests.prefill.families import each_family, make_model
@@ -19,6 +19,7 @@ from tests.prefill.test_walk import eager, mixed, p_yes, walked
 needs_kernel = pytest.mark.skipif(
     kernel.forest_kernel() is None, reason="needs AVX512-BF16, GNU's OpenMP and a C++ compiler"
 )
+CPU = torch.device("cpu")
 SOURCE = 'extern "C" int answer() { return ANSWER; }'
 
 
@@ -62,11 +63,16 @@ def test_a_forest_in_bfloat16_is_as_near_the_eager_forward_as_without_the_kernel
     ],
 )
 def test_any_shape_agrees_with_explicit_scores(
-    heads: int, kv_heads: int, widths: tuple[int, int], tokens: int, window: int | None
+    heads: int,
+    kv_heads: int,
+    widths: tuple[int, int],
+    tokens: int,
+    window: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = kernel.forest_kernel()
-    assert found is not None
-    assert kernel._error(found, heads, kv_heads, widths, tokens, window) <= kernel.TOLERANCE
+    case = attention_checks.AttentionCase("", heads, kv_heads, widths, tokens, window=window)
+    monkeypatch.setattr(attention_checks, "CASES", [case])
+    assert attention_checks.check_path("kernel", CPU, torch.bfloat16).status == "agrees"
 
 
 def test_other_shapes_and_dtypes_are_left_to_others() -> None:
@@ -81,17 +87,17 @@ def test_other_shapes_and_dtypes_are_left_to_others() -> None:
 
 
 @needs_kernel
-def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_kernel_that_computes_something_else_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     text = resources.files("prefillcli.prefill").joinpath("forest_attention.cpp").read_text()
     (tmp_path / "wrong_kernel").mkdir()
     (tmp_path / "wrong_kernel" / "wrong.cpp").write_text(text.replace("_mm512_mul_ps(sum[k][v], scale)", "sum[k][v]"))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(kernel, "_SOURCE", ("wrong_kernel", "wrong.cpp"))
-    kernel.forest_kernel.cache_clear()
+    kernel.compiled_kernel.cache_clear()
     try:
-        assert kernel.forest_kernel() is None
+        assert attention_checks.check_path("kernel", CPU, torch.bfloat16).status == "differs"
     finally:
-        kernel.forest_kernel.cache_clear()
+        kernel.compiled_kernel.cache_clear()
 
 
 @pytest.fixture
