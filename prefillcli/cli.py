@@ -26,6 +26,7 @@ from prefillcli.options.parameters import parameters_of
 from prefillcli.options.profile import ProfileSettings
 from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import shown
+from prefillcli.runtime.memory import prepare_allocator
 from prefillcli.runtime.streams import survive_closed_streams
 from prefillcli.runtime.threads import prepare
 
@@ -205,6 +206,7 @@ def _load(kind: type[AnyOptions], recipe: str | None, flags: dict[str, Any]) -> 
         _finish({"status": "failed", "exit_code": error.exit_code, "error": str(error)})
     if isinstance(settings, ModelOptions) and settings.computes_here:
         prepare(settings.threads)
+        prepare_allocator()
     return settings
 
 

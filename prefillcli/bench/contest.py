@@ -161,7 +161,7 @@ def _first_runs(material: Material, methods: Sequence[Contender], equipment: Equ
             if kind not in {entry.contender.name.partition("@")[0] for entry in entries}:
                 method.run(material.prompts[:1])  # so that one-time set-up does not count
             begun = time.perf_counter()
-            run, peak = with_peak(partial(method.first_run, material.prompts), cuda=equipment.device.type == "cuda")
+            run, peak = with_peak(partial(method.first_run, material.prompts), equipment.device)
             taken = time.perf_counter() - begun + run.reused_seconds
             if method.elsewhere:
                 peak = None

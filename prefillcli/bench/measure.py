@@ -6,9 +6,12 @@ import gc
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from prefillcli.runtime.memory import process_memory, reset_peak_memory, trim_heap
+from prefillcli.runtime.memory import process_memory, reserved_at_peak, reset_peak_memory, trim_heap
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -46,21 +49,16 @@ def interleaved(
     return seconds
 
 
-def with_peak(step: Callable[[], T], *, cuda: bool = False) -> tuple[T, int | None]:
+def with_peak(step: Callable[[], T], device: torch.device | None = None) -> tuple[T, int | None]:
     """What `step` returns, and the bytes at its peak above what was in use before, in this process.
 
-    Of the host, or with `cuda` of tensors on the current device. None off Linux, as it resets and reads
+    Of a CUDA `device` what torch has reserved, else of the host. None off Linux, as it resets and reads
     VmHWM. Memory that earlier steps freed is given back to the system first: otherwise a step that
     uses it again would seem to need none.
     """
     gc.collect()
-    if cuda:
-        import torch
-
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        used = torch.cuda.memory_allocated()
-        return step(), int(torch.cuda.max_memory_allocated()) - used
+    if device is not None and device.type == "cuda":
+        return reserved_at_peak(step, device)
     trim_heap()
     try:
         reset_peak_memory()

@@ -19,7 +19,7 @@ from prefillcli.models.meta_forward import ModelSizes, NoSizesError, model_sizes
 from prefillcli.models.shape import Shape, usual_settings
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.fusion import copy_pays
-from prefillcli.prefill.model_ends import LOGIT_BYTES
+from prefillcli.prefill.model_ends import logit_bytes
 from prefillcli.prefill.own_cache import JOINED_PATHS, SCORE_BYTES
 from prefillcli.prefill.recurrent import STATE_BYTES
 from prefillcli.runtime.memory import available_memory
@@ -82,7 +82,7 @@ class MemoryLaw:
     def constant(self, chunk_tokens: int, device: torch.device) -> int:
         """Bytes per pack whatever its size: a chunk's activations, logits, and on a CPU a layer's weights laid out."""
         copied = device.type == "cpu" and copy_pays(self.weights, self.outputs, chunk_tokens)
-        size = self.transient * chunk_tokens + 3 * max(LOGIT_BYTES, 4 * self.vocabulary)
+        size = self.transient * chunk_tokens + 3 * logit_bytes(device, self.vocabulary)
         batched = min(STATE_BYTES, chunk_tokens * self.layer_states)
         size += OPEN_BRANCHES * self.layer_states + 2 * batched
         return size + self.scores + (self.weights * self.size if copied else 0)

@@ -34,7 +34,8 @@ from prefillcli.prefill.stand_ins import (
     stand_ins,
 )
 
-LOGIT_BYTES = 16 << 20  # float32 logits of this size at a time
+#: Float32 logits of this size at a time. Each piece is a pass of the model's forward, which a GPU waits for.
+LOGIT_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 MOST_FIRST_POSITION = 3  # RoBERTa begins behind the number of its padding token
 HEAD_ROWS = 1024  # rows at a time, at most: some models make a mask for as many tokens
 
@@ -62,6 +63,14 @@ class _LabelHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return nn.functional.linear(hidden, self.weight, self.bias)
+
+
+def logit_bytes(device: torch.device, vocabulary: int) -> int:
+    """Bytes of the largest piece of logits on a device, which holds one token at least."""
+    token = 4 * vocabulary
+    if device.type != "cuda":
+        return max(LOGIT_BYTES["cpu"], token)
+    return max(min(LOGIT_BYTES["cuda"], HEAD_ROWS * token), token)
 
 
 class ModelEnds:
@@ -143,7 +152,8 @@ class ModelEnds:
     def logits(self, hidden: Tensor) -> Iterator[Tensor]:
         """The model's own norm and head over `hidden` [1, tokens, width]: float32 [tokens, vocabulary], in pieces of
         a bounded size."""
-        rows = max(1, min(HEAD_ROWS, LOGIT_BYTES // (4 * self._manner.vocabulary)))
+        vocabulary = self._manner.vocabulary
+        rows = max(1, min(HEAD_ROWS, logit_bytes(hidden.device, vocabulary) // (4 * vocabulary)))
         for start, end in split_evenly(hidden.shape[1], rows):
             yield self._head(hidden[:, start:end])
 

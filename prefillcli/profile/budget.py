@@ -1,7 +1,7 @@
 """Memory that a process allocates: its peak, and a limit on it.
 
 The same quantity is measured and limited. On the CPU that is private memory as the system maps it, touched or not
-(VmData, which RLIMIT_DATA bounds), on CUDA what torch's allocator has given out or, for the limit, has reserved.
+(VmData, which RLIMIT_DATA bounds), on CUDA what torch's allocator has reserved, with the holes that nothing fits in.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from prefillcli.errors import PrefillError
-from prefillcli.runtime.memory import process_memory, resident_memory, trim_heap
+from prefillcli.runtime.memory import process_memory, reserved_at_peak, reserved_memory, resident_memory, trim_heap
+
+if TYPE_CHECKING:
+    import torch
 
 #: Blocks from this size on are mapped by themselves and go back to the system as soon as they are freed. glibc raises
 #: its own limit to the largest block freed so far, up to 32 MiB, and keeps smaller ones in a heap with holes: short
@@ -29,14 +33,7 @@ def peak_bytes(step: Callable[[], object], device: str) -> int:
     """Bytes at the peak of `step` above what was allocated before. Raises PrefillError off Linux."""
     gc.collect()
     if device.startswith("cuda"):
-        import torch
-
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step()
-        torch.cuda.synchronize()
-        return int(torch.cuda.max_memory_allocated()) - before
+        return reserved_at_peak(step, _cuda(device))[1]
     trim_heap()
     # The peak of the address space (VmPeak) cannot be reset. So the present size is raised to that peak, by space
     # without access, which the limit does not count: a later peak is then due to the step.
@@ -49,17 +46,15 @@ def peak_bytes(step: Callable[[], object], device: str) -> int:
 
 
 def resident(device: str) -> int:
-    """Bytes in use: of tensors on the device, or resident in this process."""
+    """Bytes in use: reserved on the device, or resident in this process."""
     if device.startswith("cuda"):
-        import torch
-
-        return int(torch.cuda.memory_allocated())
+        return reserved_memory(_cuda(device))
     return resident_memory()
 
 
 @dataclass(slots=True)
 class Enforcement:
-    """A limit on what the process may allocate, in bytes: all private memory of the host, or the device's tensors."""
+    """A limit on what the process may allocate, in bytes: the host's private memory, or the device's reserved."""
 
     device: str
     limit: int
@@ -89,12 +84,12 @@ def enforced(device: str, budget: int) -> Iterator[Enforcement]:
         import torch
 
         torch.cuda.empty_cache()
-        limit = _counted(device) + budget
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / torch.cuda.mem_get_info()[1]))
+        limit, own = _counted(device) + budget, _cuda(device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / torch.cuda.mem_get_info(own)[1]), own)
         try:
             yield Enforcement(device, limit)
         finally:
-            torch.cuda.set_per_process_memory_fraction(1.0)
+            torch.cuda.set_per_process_memory_fraction(1.0, own)
         return
     trim_heap()
     limit = _counted(device) + budget
@@ -122,10 +117,16 @@ def make_malloc_exact() -> None:
 def _counted(device: str) -> int:
     """What the limit counts."""
     if device.startswith("cuda"):
-        import torch
-
-        return int(torch.cuda.memory_reserved())
+        return reserved_memory(_cuda(device))
     return _memory("VmData")
+
+
+def _cuda(device: str) -> torch.device:
+    """The device, whichever is the current one."""
+    import torch
+
+    found = torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if found.index is None else found
 
 
 def _memory(field: str) -> int:

@@ -102,7 +102,7 @@ def _now(device: Any) -> float:
     import torch
 
     if device.type == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
     return time.perf_counter()
 
 

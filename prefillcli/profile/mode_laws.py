@@ -15,7 +15,6 @@ import torch
 
 from prefillcli.models.law import memory_law
 from prefillcli.models.shape import Shape
-from prefillcli.prefill.model_ends import LOGIT_BYTES
 
 _IDS = 8  # token id, int64; the position is in the law
 
@@ -101,8 +100,8 @@ def layer_bytes(config: Any, dtype: torch.dtype) -> int:
 
 
 def _logits(config: Any) -> float:
-    """One prompt's logits in the dtype and in float32, within a piece of the walk's."""
-    return float(min(LOGIT_BYTES, 8 * config.vocab_size))
+    """One prompt's logits in the dtype and in float32."""
+    return float(8 * config.vocab_size)
 
 
 def attention_windows(config: Any) -> list[tuple[int | None, int]]:

@@ -10,15 +10,20 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Callable, MutableMapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from prefillcli.errors import ResourceError
 
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
+
+#: What configures torch's allocator of device memory. Every supported version of torch reads the first.
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _PROC = Path("/proc")
 _GROUP = Path("/sys/fs/cgroup")
 
@@ -26,9 +31,7 @@ _GROUP = Path("/sys/fs/cgroup")
 def available_memory(device: torch.device) -> int:
     """Free bytes: of the device, or of the host within the limit of its control group. Raises ResourceError."""
     if device.type == "cuda":
-        import torch
-
-        return int(torch.cuda.mem_get_info(device)[0])
+        return _free_or_unused(device)
     free = []
     with suppress(OSError, KeyError):
         free.append(_meminfo()["MemAvailable"])
@@ -42,10 +45,7 @@ def available_memory(device: torch.device) -> int:
 def loadable_memory(device: torch.device) -> int | None:
     """Bytes that weights on `device` can take at the very most; None if this system does not tell."""
     if device.type == "cuda":
-        import torch
-
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + unused
+        return _free_or_unused(device)
     try:
         found = _meminfo()
         most = found["MemAvailable"] + found["SwapFree"]
@@ -55,6 +55,45 @@ def loadable_memory(device: torch.device) -> int | None:
     with suppress(OSError, ValueError):
         most = min(most, _group("memory.max") + _group("memory.swap.max"))
     return most
+
+
+def _free_or_unused(device: torch.device) -> int:
+    """Bytes of a CUDA device that nobody has reserved, or that this process has reserved without using them."""
+    import torch
+
+    unused = reserved_memory(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + unused
+
+
+def reserved_memory(device: torch.device) -> int:
+    """Bytes that torch's allocator has taken of a CUDA device, whether or not tensors use them.
+
+    It is what a limit counts, so it is what every measurement of a device counts.
+    """
+    import torch
+
+    return int(torch.cuda.memory_reserved(device))
+
+
+def reserved_at_peak(step: Callable[[], T], device: torch.device) -> tuple[T, int]:
+    """What `step` returns, and the bytes of a CUDA device that were reserved at its peak above those before it."""
+    import torch
+
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()  # else a step that uses freed memory again would seem to need none
+    torch.cuda.reset_peak_memory_stats(device)
+    before = reserved_memory(device)
+    result = step()
+    torch.cuda.synchronize(device)
+    return result, int(torch.cuda.max_memory_reserved(device)) - before
+
+
+def prepare_allocator(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Before CUDA starts: segments of device memory can grow, so that packs of many sizes leave no unusable holes.
+    What the user has set for the allocator stays. For commands: a library leaves the environment to the program that
+    imports it."""
+    if not any(name in environment for name in _ALLOCATOR):
+        environment[_ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def device_capacity(device: torch.device) -> int:

@@ -25,6 +25,7 @@ from tests.prefill.test_walk import (
     ONE_PACK,
     Prompt,
     assert_equal,
+    each_device,
     mixed,
     model_of,
     three_levels,
@@ -317,13 +318,14 @@ def test_layers_that_nobody_needs_are_not_asked_for(peek: bool) -> None:
         layers.give_back()
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@each_device
 @pytest.mark.parametrize("hidden_on_host", [False, True])
 @pytest.mark.parametrize("peek", [False, True])
-def test_on_cuda_those_that_stay_have_the_logits_of_the_eager_forward(peek: bool, hidden_on_host: bool) -> None:
+def test_on_any_device_those_that_stay_have_the_logits_of_the_eager_forward(
+    peek: bool, hidden_on_host: bool, device: str
+) -> None:
     register()
-    there, prompts = make_model("llama").to("cuda"), mixed()
+    there, prompts = make_model("llama").to(device), mixed()
     leaving = {number: number % 2 for number in range(len(prompts)) if number % 3}
     limits = Limits(110, 10**6, held_tokens=10**6)
     rule = LeaveAfter(leaving, peek=peek)

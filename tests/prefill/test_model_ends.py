@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from prefillcli.prefill import model_ends
 from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.prefill.lanes import Lanes
 from prefillcli.prefill.layer_calls import Recording
 from prefillcli.prefill.layer_place import decoder_layers
 from prefillcli.prefill.layout import IntArray
-from prefillcli.prefill.model_ends import ModelEnds
+from prefillcli.prefill.model_ends import HEAD_ROWS, ModelEnds, logit_bytes
 from tests.prefill.families import VOCABULARY, make_model
 
 # Where their layers are.
@@ -99,6 +100,31 @@ def test_the_ends_with_the_layers_in_between_are_the_models_own_forward(family: 
     assert (place.prefix, list(place.layers)) == (PLACES[family], ends.layers)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
     torch.testing.assert_close(labels, wanted[:, [5, 9]], atol=1e-5, rtol=0)
+
+
+def test_logits_come_in_pieces_that_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ends_of("llama") as (_, ends):
+        places = np.arange(len(TOKENS))
+        hidden = through_layers(ends, ends.record(TOKENS, places), places)
+        (whole,) = ends.logits(hidden)
+        monkeypatch.setitem(model_ends.LOGIT_BYTES, "cpu", 4 * VOCABULARY * 8)
+        pieces = list(ends.logits(hidden))
+        ends.close()
+    assert max(map(len, pieces)) <= 8
+    torch.testing.assert_close(torch.cat(pieces), whole)
+
+
+@pytest.mark.parametrize(("device", "passes"), [("cpu", 13), ("cuda", 1), ("cuda:1", 1)])
+def test_a_gpu_reads_hundreds_of_prompts_in_one_pass_over_the_head(device: str, passes: int) -> None:
+    reads, vocabulary = 400, 128_256
+    rows = logit_bytes(torch.device(device), vocabulary) // (4 * vocabulary)
+    assert -(-reads // min(rows, HEAD_ROWS)) == passes
+
+
+def test_a_piece_holds_what_the_memory_law_counts() -> None:
+    for device in (torch.device("cpu"), torch.device("cuda")):
+        assert logit_bytes(device, 10**9) == 4 * 10**9, "one token at least"
+    assert logit_bytes(torch.device("cuda"), VOCABULARY) == 4 * VOCABULARY * HEAD_ROWS
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "opt", "gpt_neo", "rwkv", "mamba2"])
