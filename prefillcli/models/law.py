@@ -33,6 +33,9 @@ FREE_SHARE = 0.7  # of the free memory, taken where no budget is given
 VOTES_SHARE = 0.25  # of a draft's budget, for the importance of tokens
 POSITION_BYTES = 8
 HELD_SHARE = 0.5  # of the budget, at most, for K,V kept from pack to pack
+#: Copies of one layer's K,V that a token takes on the device while its K,V are in host memory: the ones that are used,
+#: and on a GPU those that leave, those that were fetched and those that come.
+HELD_COPIES = {"cpu": 1, "cuda": 4}
 OPEN_BRANCHES = 8  # nodes on a path whose states wait for what follows them
 ACTIVATION_COPIES = 2  # of what a layer's modules make: the walk gathers rows, and puts them back
 
@@ -178,7 +181,7 @@ def pack_limits(
         tokens=min(pack_tokens or PACK_TOKENS[device.type], most),
         max_tokens=most,
         held_tokens=held,
-        held_cost=(all_layers if in_place else law.key_value) / law.token,
+        held_cost=(all_layers if in_place else law.key_value * HELD_COPIES[device.type]) / law.token,
         whole_nodes=law.states > 0,
         node_tokens=math.ceil(law.states / all_layers),
     )

@@ -1,4 +1,8 @@
-"""What layers keep of nodes that later packs hold: their K,V, and the states of recurrent modules behind them."""
+"""What layers keep of nodes that later packs hold: their K,V, and the states of recurrent modules behind them.
+
+Offloaded from a CUDA device, K,V are in pinned host memory. They leave while the next layer is computed, and those of
+the next layer come while one is computed.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from prefillcli.plan.pack import Held, Key, Pack
+from prefillcli.prefill.copies import CopyStream, Leaving, copies_for
 from prefillcli.prefill.layer_past import LayerPast, Path, moved
 
 KeyValue = tuple[Tensor, Tensor]
@@ -23,15 +28,31 @@ class HeldPart(NamedTuple):
     states: tuple[LinearAttentionLayer, ...] | tuple[LayerPast] = ()  # of each recurrent module, or the own cache's
 
 
-class HeldParts:
-    """The parts of every layer, by `Held.key`. They stay on `place`."""
+class _Coming(NamedTuple):
+    """K,V of held nodes that are on their way to the device."""
 
-    def __init__(self, layers: int, place: torch.device) -> None:
+    layer: int
+    held: tuple[Held, ...]
+    keys_values: list[KeyValue]
+    copied: torch.cuda.Event | None  # the last copy; None where there is none
+
+
+class HeldParts:
+    """The parts of every layer, by `Held.key`: on `device`, or with `offload` in host memory."""
+
+    def __init__(self, layers: int, device: torch.device, *, offload: bool = False) -> None:
         self._layers: list[dict[Key, HeldPart]] = [{} for _ in range(layers)]
-        self._place = place
+        self._device = device
+        self._place = torch.device("cpu") if offload else device
+        self._copies = copies_for(device) if offload else None
+        self._leaving = None if self._copies is None else Leaving(self._copies, 1)
+        self._leaves: int | None = None  # the layer whose K,V left last
+        self._given: _Coming | None = None  # what was asked for last
+        self._next: _Coming | None = None
 
     def clear(self) -> None:
         """Drop everything."""
+        self._land()
         for parts in self._layers:
             parts.clear()
 
@@ -41,6 +62,8 @@ class HeldParts:
 
     def drop_others(self, keep: Set[Key], layer: int | None = None) -> None:
         """Drop what is not to be kept, of one layer or of all."""
+        if layer is None:
+            self._land()  # another pack begins
         for parts in self._layers if layer is None else [self._layers[layer]]:
             for key in parts.keys() - keep:
                 del parts[key]
@@ -48,7 +71,9 @@ class HeldParts:
     def put(self, layer: int, key: Key, part: HeldPart) -> None:
         """Keep a copy of a layer's part of a node."""
         both = part.keys_values
-        if both is not None:
+        if both is not None and self._copies is not None:
+            both = self._offloaded(layer, both)
+        elif both is not None:
             both = both[0].to(self._place, copy=True), both[1].to(self._place, copy=True)
         states = part.states
         if states and isinstance(states[0], LayerPast):
@@ -57,6 +82,8 @@ class HeldParts:
 
     def keys_values(self, layer: int, pack: Pack) -> list[KeyValue]:
         """A layer's K,V of the nodes that a pack holds; none of a layer without attention."""
+        if self._copies is not None:
+            return self._fetched(self._copies, layer, pack.held)
         found = [(node, self._layers[layer][node.key].keys_values) for node in pack.held]
         return [_cut(both, node) for node, both in found if both is not None]
 
@@ -85,6 +112,65 @@ class HeldParts:
             if parts:
                 found[root] = tuple(part.states[0] for part in parts if isinstance(part.states[0], LayerPast))
         return found
+
+    # Offloaded from a CUDA device. On the host, tokens come first, so that any run of them is contiguous.
+
+    def _offloaded(self, layer: int, both: KeyValue) -> KeyValue:
+        if self._copies is None or self._leaving is None:
+            raise RuntimeError("nothing is offloaded from this device")
+        if layer != self._leaves:
+            self._leaving.begin()
+            self._leaves = layer
+        rows = []
+        for each in both:
+            source = each[0].transpose(0, 1).clone(memory_format=torch.contiguous_format)
+            rows.append(self._copies.host_memory(tuple(source.shape), source.dtype))
+            self._leaving.start(rows[-1], source)
+        return rows[0], rows[1]
+
+    def _fetched(self, copies: CopyStream, layer: int, held: tuple[Held, ...]) -> list[KeyValue]:
+        given = self._given
+        if given is None or (given.layer, given.held) != (layer, held):
+            given, coming = None, self._next
+            if coming is not None and (coming.layer, coming.held) == (layer, held):
+                given = coming
+            else:
+                self._forget(coming)
+                given = self._fetch(copies, layer, held)
+            if given.copied is not None:
+                copies.wait(given.copied)
+            self._given = given
+            self._next = self._fetch(copies, layer + 1, held) if layer + 1 < len(self._layers) else None
+        return given.keys_values
+
+    def _fetch(self, copies: CopyStream, layer: int, held: tuple[Held, ...]) -> _Coming:
+        found: list[KeyValue] = []
+        copied = None
+        for node in held:
+            part = self._layers[layer].get(node.key)
+            if part is None or part.keys_values is None:
+                continue
+            pair = []
+            for rows in part.keys_values:
+                source = rows[node.offset : node.offset + node.length]
+                target = torch.empty(source.shape, dtype=source.dtype, device=self._device)
+                copied = copies.start(target, source)
+                pair.append(target.transpose(0, 1)[None])
+            found.append((pair[0], pair[1]))
+        return _Coming(layer, held, found, copied)
+
+    def _forget(self, coming: _Coming | None) -> None:
+        """Let go of K,V that nobody has asked for, once their memory is not written any more."""
+        if coming is not None and coming.copied is not None and self._copies is not None:
+            self._copies.wait(coming.copied)
+
+    def _land(self) -> None:
+        """Wait for all copies, and let go of their memory on the device."""
+        self._forget(self._next)
+        self._given = self._next = None
+        if self._leaving is not None:
+            self._leaving.clear()
+            self._leaves = None
 
 
 def _refuse_cut(node: Held, part: HeldPart) -> None:

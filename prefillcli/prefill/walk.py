@@ -62,7 +62,7 @@ class LayerWalk:
         self.layers: LayerSource = layers or ResidentLayers(self._ends.layers)
         self.device = self._ends.device
         self._residual = ResidualRows(self.device, on_host=hidden_on_host)
-        self._held = HeldParts(len(self._ends.layers), torch.device("cpu") if offload_held else self.device)
+        self._held = HeldParts(len(self._ends.layers), self.device, offload=offload_held)
         self._own_cache = None if has_forest_attention(model) else OwnCache(model, self._ends)
         self.windows: set[KeyWindow] = set()  # that layers have asked for so far
 

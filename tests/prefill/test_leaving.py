@@ -83,6 +83,7 @@ def walked(
     chunk: int,
     limits: Limits = ONE_PACK,
     hidden_on_host: bool = False,
+    offload_held: bool = False,
 ) -> Walked:
     model.set_attn_implementation(ATTENTION)
     layers = model.get_decoder().layers
@@ -96,7 +97,7 @@ def walked(
 
     hooks = [layer.register_forward_pre_hook(count(begun, i)) for i, layer in enumerate(layers)]
     hooks += [layer.register_forward_hook(count(ended, i)) for i, layer in enumerate(layers)]
-    walk = LayerWalk(model, chunk_tokens=chunk, hidden_on_host=hidden_on_host)
+    walk = LayerWalk(model, chunk_tokens=chunk, hidden_on_host=hidden_on_host, offload_held=offload_held)
     found: dict[int, Tensor] = {}
     counts = []
     try:
