@@ -20,8 +20,10 @@ from prefillcli.errors import UsageError
 from prefillcli.prefill.attention import apply_sinks, attend, longest_batched, merge_into
 from prefillcli.prefill.kernel import LANES, ForestKernel, forest_kernel, takes
 from prefillcli.prefill.key_window import KeyWindow, layer_window
-from prefillcli.prefill.layout import Chunk, Group, IntArray, LastTokens, Span, group_runs, split_by_length
+from prefillcli.prefill.layout import Chunk, Group, IntArray, LastTokens, group_runs, split_by_length
 from prefillcli.prefill.products import Shift, fast_products
+from prefillcli.prefill.varlen import attend_sequences, sequence_tables, takes_sequences
+from prefillcli.prefill.visibility import Span
 
 ATTENTION = "prefillcli"
 
@@ -225,14 +227,18 @@ class ForestAttention:
 
     def compute(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
         """What the queries of a call see: output [1, heads, tokens, width] and log-sum-exp [1, heads, tokens]."""
-        if isinstance(self._computed, Chunk):
-            kernel = self._by_kernel(query, key, value, scoring)
-            if kernel is not None:
-                return self._attend_by_kernel(kernel, self._computed, query, scoring)
-            return self._attend_chunk(self._computed, query, key, value, scoring, self.shift)
-        if self._computed is None:
+        computed = self._computed
+        if computed is None:
             raise RuntimeError("say what is computed before a layer is called")
-        return self.attend_last_tokens(self._computed, query, scoring)
+        if takes_sequences(query, value, scoring.softcap):
+            tables = sequence_tables(computed, scoring.window)
+            return attend_sequences(tables, query, *self.keys_values, scoring.scale)
+        if isinstance(computed, LastTokens):
+            return self.attend_last_tokens(computed, query, scoring)
+        kernel = self._by_kernel(query, key, value, scoring)
+        if kernel is not None:
+            return self._attend_by_kernel(kernel, computed, query, scoring)
+        return self._attend_chunk(computed, query, key, value, scoring, self.shift)
 
     def _store(self, chunk: Chunk, key: Tensor, value: Tensor) -> None:
         held = chunk.tree.held
@@ -298,10 +304,10 @@ class ForestAttention:
             for group in view.groups:
                 q, k, v = (_gather(x, group) for x in (query, key, value))
                 padded, padded_lse = _attend_causally(q, k, v, scoring, shift)
-                to = group.index[group.valid]
-                by_token.index_copy_(0, to, padded.transpose(1, 2)[group.valid])
-                lse[0, :, to] = padded_lse.transpose(0, 1)[:, group.valid]
-        self._merge_spans(view.spans, out, lse, query, chunk.depths, scoring, shift)
+                rows, row_lse = padded.transpose(1, 2).flatten(0, 1), padded_lse.transpose(0, 1).flatten(1)
+                by_token.index_copy_(0, group.tokens, rows.index_select(0, group.places))
+                lse[0].index_copy_(1, group.tokens, row_lse.index_select(1, group.places))
+        self._merge_spans(view.spans, out, lse, query, chunk, scoring, shift)
         return out, lse
 
     def attend_last_tokens(self, last: LastTokens, query: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
@@ -329,7 +335,7 @@ class ForestAttention:
             padded, padded_lse = attend(q, k, v, visible=group.valid[:, None, None], **how)
             out[0, :, rows] = padded[:, :, 0].transpose(0, 1)
             lse[0, :, rows] = padded_lse[:, :, 0].transpose(0, 1)
-        self._merge_spans(last.spans(scoring.window), out, lse, query, last.depths, scoring, shift)
+        self._merge_spans(last.ancestors(scoring.window), out, lse, query, last, scoring, shift)
         return out, lse
 
     def _merge_spans(
@@ -338,17 +344,17 @@ class ForestAttention:
         out: Tensor,
         lse: Tensor,
         query: Tensor,
-        depths: IntArray,
+        computed: Chunk | LastTokens,
         scoring: Scoring,
         shift: Shift | None,
     ) -> None:
-        """Add what the queries, at `depths`, see of earlier pieces and ancestors to `out` and `lse`."""
+        """Add what the queries see of earlier pieces and ancestors to `out` and `lse`."""
         keys, values = self.keys_values
         for span in spans:
             at, run = slice(span.q0, span.q1), slice(span.k0, span.k1)
             visible = None
             if span.masked and scoring.window is not None:
-                oldest = torch.as_tensor(scoring.window.oldest(depths[at]), device=query.device)
+                oldest = scoring.window.oldest(computed.depths_on_device)[at]
                 key_depths = torch.arange(span.k1 - span.k0, device=query.device) + span.k_depth
                 visible = (key_depths[None, :] >= oldest[:, None])[None, None]
             part, part_lse = attend(

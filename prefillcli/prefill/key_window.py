@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
-Depth = TypeVar("Depth", int, npt.NDArray[np.int64])
+Depth = TypeVar("Depth", int, npt.NDArray[np.int64], Tensor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ import torch
 from prefillcli.plan.pack import Pack
 from prefillcli.prefill.key_window import KeyWindow, oldest_key, query_blocks
 from prefillcli.prefill.products import ROW_STEP, round_up
+from prefillcli.prefill.visibility import Span, SpanSet
 
 IntArray = npt.NDArray[np.int64]
 
@@ -27,31 +29,18 @@ MIN_BLOCK = 128  # under a window triangles are cut into blocks of its size; of 
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Queries `q0:q1` of a chunk see the keys `k0:k1` of the buffer; key `k0` is token number `k_depth` of its path.
-
-    `masked`: a window hides some of these keys from some of these queries.
-    """
-
-    q0: int
-    q1: int
-    k0: int
-    k1: int
-    k_depth: int
-    masked: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Group:
     """Runs of tokens of similar length as one batch.
 
     `index` [runs, longest] are their tokens, padded on the right with each run's last one; `valid` [runs, longest]
-    is False for the padding.
+    is False for the padding. `tokens` are those that are not padding, at the `places` of the flattened batch.
     """
 
     runs: list[tuple[int, int]]
     index: torch.Tensor
     valid: torch.Tensor
+    tokens: torch.Tensor
+    places: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +123,7 @@ class Chunk:
     end: int
     device: torch.device
     batched: int  # pieces up to this length are batched
+    tables: dict[Any, Any] = field(default_factory=dict)  # what `varlen` makes of this, by what is seen
     _views: dict[KeyWindow | None, View] = field(default_factory=dict)
     _blocks: dict[tuple[KeyWindow | None, int], tuple[IntArray, IntArray]] = field(default_factory=dict)
 
@@ -144,6 +134,11 @@ class Chunk:
     @property
     def depths(self) -> IntArray:
         return self.tree.depths[self.start : self.end]
+
+    @property
+    def depths_on_device(self) -> torch.Tensor:
+        """The depths, int64 [tokens]."""
+        return _kept_on_device(self, self.depths, 0)
 
     def view(self, window: KeyWindow | None) -> View:
         """What is seen through a window, or without one."""
@@ -176,22 +171,44 @@ class Chunk:
                 blocks.append((at - a, after - at, tree.held + at, depth, first, len(runs)))
         return np.array(blocks, np.int64).reshape(-1, 6), np.array(runs, np.int64).reshape(-1, 3)
 
+    def ancestors(self, window: KeyWindow | None) -> list[Span]:
+        """What the queries see of their nodes' ancestors."""
+        spans = SpanSet(self.depths, window)
+        for node in self.tree.nodes_over(self.start, self.end):
+            self._add_ancestor(spans, node)
+        return spans.merged()
+
+    def own_blocks(self, window: KeyWindow | None, most: int) -> list[tuple[int, int, int, int]]:
+        """Blocks of at most `most` tokens of one node, as (start, end) in the chunk, and the keys that they see of it.
+
+        The keys are a run of the buffer; they end with the block, and the last query sees all that the window shows.
+        """
+        tree, a, b = self.tree, self.start, self.end
+        blocks = []
+        for node in range(bisect_right(tree.offsets, a) - 1, bisect_left(tree.offsets, b, hi=len(tree.parents))):
+            first, depth = tree.offsets[node], tree.starts[node]
+            start, end = max(a, first), min(b, tree.offsets[node + 1])
+            for s, e in query_blocks(window, start, end, depth + start - first, most):
+                seen = first + max(0, oldest_key(window, depth + s - first) - depth)
+                blocks.append((s - a, e - a, tree.held + seen, tree.held + e))
+        return blocks
+
+    def _add_ancestor(self, spans: SpanSet, node: int) -> None:
+        """What descendants see of a node, and what they and it see of held ones that it begins behind."""
+        tree, a, b = self.tree, self.start, self.end
+        first, last, below = tree.offsets[node], tree.offsets[node + 1], tree.ends[node]
+        for k0, k1, depth in tree.attach[node]:
+            spans.add(max(a, first) - a, min(b, below) - a, k0, k1, depth)
+        if max(a, last) < min(b, below):
+            spans.add(max(a, last) - a, min(b, below) - a, tree.held + first, tree.held + last, tree.starts[node])
+
     def _look(self, window: KeyWindow | None) -> View:
         tree, a, b = self.tree, self.start, self.end
-        spans = _Spans(self.depths, window)
+        spans = SpanSet(self.depths, window)
         pieces: list[tuple[int, int]] = []
         for node in tree.nodes_over(a, b):
-            first, last, below = tree.offsets[node], tree.offsets[node + 1], tree.ends[node]
-            for k0, k1, depth in tree.attach[node]:
-                spans.add(max(a, first) - a, min(b, below) - a, k0, k1, depth)
-            if max(a, last) < min(b, below):
-                spans.add(
-                    max(a, last) - a,
-                    min(b, below) - a,
-                    tree.held + first,
-                    tree.held + last,
-                    tree.starts[node],
-                )
+            self._add_ancestor(spans, node)
+            first, last = tree.offsets[node], tree.offsets[node + 1]
             start, end = max(a, first), min(b, last)
             block = max(window.size, MIN_BLOCK) if window else max(end - start, 1)
             for s, e in query_blocks(window, start, end, tree.starts[node] + start - first, block):
@@ -208,14 +225,15 @@ class Chunk:
 class LastTokens:
     """The last tokens of prompts, one query for each, or queries that stand `ahead` tokens behind them.
 
-    They see whole nodes, their own included: `spans(window)` gives the ancestors', `own(window)` the keys of their own
-    nodes as runs of the buffer (empty where the window has passed them).
+    They see whole nodes, their own included: `ancestors(window)` and, as runs of the buffer, `own(window)` (empty
+    where the window has passed the node).
     """
 
     tree: Tree
     nodes: list[int]  # the node that each read ends
     device: torch.device
     ahead: int = 0
+    tables: dict[Any, Any] = field(default_factory=dict)  # as a chunk's
 
     @property
     def tokens(self) -> IntArray:
@@ -226,8 +244,14 @@ class LastTokens:
     def depths(self) -> IntArray:
         return self.tree.depths[self.tokens] + self.ahead
 
-    def spans(self, window: KeyWindow | None) -> list[Span]:
-        spans = _Spans(self.depths, window)
+    @property
+    def depths_on_device(self) -> torch.Tensor:
+        """The depths, int64 [reads]."""
+        return _kept_on_device(self, self.depths, self.ahead)
+
+    def ancestors(self, window: KeyWindow | None) -> list[Span]:
+        """What the queries see of their nodes' ancestors."""
+        spans = SpanSet(self.depths, window)
         tree = self.tree
         for query, node in enumerate(self.nodes):
             root = node
@@ -248,59 +272,6 @@ class LastTokens:
             first = min(first + max(0, oldest_key(window, depth) - tree.starts[node]), last)
             runs.append((tree.held + first, tree.held + last))
         return runs
-
-
-class _Spans:
-    """Collects spans: clips them to the window, joins those that continue one another."""
-
-    def __init__(self, depths: IntArray, window: KeyWindow | None) -> None:
-        self._depths = depths
-        self._window = window
-        self._spans: dict[tuple[int, int], list[Span]] = {}  # by keys
-
-    def add(self, q0: int, q1: int, k0: int, k1: int, k_depth: int) -> None:
-        known = self._spans.setdefault((k0, k1), [])
-        if known and known[-1].q1 == q0:
-            known[-1] = Span(known[-1].q0, q1, k0, k1, k_depth)
-        else:
-            known.append(Span(q0, q1, k0, k1, k_depth))
-
-    def merged(self) -> list[Span]:
-        """All spans; those of the same queries whose keys follow one another are one."""
-        by_queries: dict[tuple[int, int], list[Span]] = {}
-        for spans in self._spans.values():
-            for span in spans:
-                by_queries.setdefault((span.q0, span.q1), []).append(span)
-        result: list[Span] = []
-        for spans in by_queries.values():
-            spans.sort(key=lambda s: s.k0)
-            joined = spans[:1]
-            for span in spans[1:]:
-                last = joined[-1]
-                if last.k1 == span.k0 and last.k_depth + last.k1 - last.k0 == span.k_depth:
-                    joined[-1] = Span(last.q0, last.q1, last.k0, span.k1, last.k_depth)
-                else:
-                    joined.append(span)
-            result.extend(joined)
-        if self._window is None:
-            return result
-        return [clipped for span in result if (clipped := self._clip(span, self._window)) is not None]
-
-    def _clip(self, span: Span, window: KeyWindow) -> Span | None:
-        seen = window.oldest(self._depths[span.q0 : span.q1])
-        first, last = int(seen.min()), int(seen.max())
-        end = span.k_depth + span.k1 - span.k0
-        if first >= end:
-            return None
-        cut = max(0, first - span.k_depth)
-        return Span(
-            span.q0,
-            span.q1,
-            span.k0 + cut,
-            span.k1,
-            span.k_depth + cut,
-            masked=last > span.k_depth + cut,
-        )
 
 
 def _without_older(run: tuple[int, int, int], oldest: int) -> tuple[int, int, int] | None:
@@ -332,10 +303,25 @@ def group_runs(runs: list[tuple[int, int]], device: torch.device) -> list[Group]
         starts = np.asarray([r[0] for r in runs[at:end]])[:, None]
         lengths = np.asarray([r[1] - r[0] for r in runs[at:end]])[:, None]
         steps = np.arange(lengths.max())[None, :]
-        index = torch.as_tensor(starts + np.minimum(steps, lengths - 1)).to(device)
-        groups.append(Group(runs[at:end], index, torch.as_tensor(steps < lengths).to(device)))
+        index, valid = starts + np.minimum(steps, lengths - 1), steps < lengths
+        arrays = (index, valid, index[valid], np.flatnonzero(valid))
+        groups.append(Group(runs[at:end], *(on_device(each, device) for each in arrays)))
         at = end
     return groups
+
+
+def _kept_on_device(computed: Chunk | LastTokens, depths: IntArray, ahead: int) -> torch.Tensor:
+    at = ("depths", ahead)
+    if at not in computed.tables:
+        computed.tables[at] = on_device(depths, computed.device)
+    kept: torch.Tensor = computed.tables[at]
+    return kept
+
+
+def on_device(numbers: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """The numbers as a tensor. To CUDA they are copied from pinned memory, and nobody waits for them."""
+    tensor = torch.from_numpy(np.ascontiguousarray(numbers))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def split_evenly(total: int, most: int) -> list[tuple[int, int]]:

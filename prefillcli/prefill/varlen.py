@@ -1,0 +1,276 @@
+"""Attention of many sequences of different lengths in one call of PyTorch's flash attention, on CUDA.
+
+A call takes queries in sequences. For each it is told where the keys start in the layer's buffer and how many there
+are, so runs of keys may lie anywhere and overlap. All own pieces of a chunk are one call, and what is left are few:
+one for each level of the tree. The tables of a chunk are made once, uploaded once, and used in all layers.
+
+A mask is aligned at the end of each sequence: its last query stands at its last key. Two kinds of sequences have one.
+A block of a node's tokens sees the node from its beginning (or the window's) to the block's end. Where a sliding
+window ends inside an ancestor, each token of a node sees one key less than the token before it: of as many keys as
+queries it sees those from its own place on. All other keys of ancestors are seen by whole sequences.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prefillcli.prefill.attention import fits_flash, merge_into
+from prefillcli.prefill.attention_paths import may_take
+from prefillcli.prefill.key_window import KeyWindow
+from prefillcli.prefill.layout import Chunk, IntArray, LastTokens, on_device
+from prefillcli.prefill.visibility import Span
+
+try:
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+except ImportError:  # an older torch has the operator alone
+    AuxRequest = varlen_attn = None  # type: ignore[assignment,misc]
+
+MOST_QUERIES = 512  # of a sequence: with one much longer than the others, most of a launch would be empty
+FEWEST_QUERIES = 2  # the longest sequence is said to have: with one, the operator stacks heads and needs no empty ones
+
+#: How many keys before and behind its own place a query sees; -1: all.
+Sides = tuple[int, int]
+WHOLE: Sides = (-1, -1)
+CAUSAL: Sides = (-1, 0)
+NEWER: Sides = (0, -1)
+
+
+class Seen(NamedTuple):
+    """Queries `q0:q1` of a chunk see the keys `k0:k1` of the buffer, those on the `sides` of each query's place.
+
+    The last query's place is the last key.
+    """
+
+    sides: Sides
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceTable:
+    """The sequences of one call, which has the queries `first:end` of a chunk.
+
+    `queries` int32 [sequences + 1]: where the queries of each start, counted from `first`, and where the last end.
+    `keys` int32 [sequences + 1]: where its keys start in the buffer (the last number means nothing). `lengths` int32
+    [sequences]: how many keys it has; 0 in the `gaps`, where queries see nothing in this call.
+    """
+
+    first: int
+    end: int
+    queries: Tensor
+    keys: Tensor
+    lengths: Tensor
+    most_queries: int
+    most_keys: int
+    sides: Sides
+    gaps: bool
+
+
+def takes_sequences(query: Tensor, value: Tensor, softcap: float | None) -> bool:
+    """Whether attention of such queries and values is computed in sequences."""
+    return (
+        softcap is None
+        and fits_flash(query, value)
+        and query.shape[-1] == value.shape[-1]
+        and query.stride(-1) == 1
+        and may_take("varlen-flash", query.device)
+    )
+
+
+def flash_sequences(
+    query: Tensor, key: Tensor, value: Tensor, table: SequenceTable, scale: float
+) -> tuple[Tensor, Tensor]:
+    """One call: `query` [queries, heads, width] over the buffer `key`, `value` [keys, kv heads, width].
+
+    Gives the output [queries, heads, width], 0 where nothing is seen, and the log-sum-exp float32 [heads, queries],
+    +inf there.
+    """
+    lengths = (max(table.most_queries, FEWEST_QUERIES), table.most_keys)
+    if _has_public_operator():
+        out, lse = varlen_attn(
+            query, key, value, table.queries, table.keys, *lengths,
+            return_aux=AuxRequest(lse=True), scale=scale, window_size=table.sides, enable_gqa=True,
+            seqused_k=table.lengths,
+        )  # fmt: skip
+        return out, lse
+    found = torch.ops.aten._flash_attention_forward(
+        query, key, value, table.queries, table.keys, *lengths, 0.0, table.sides == CAUSAL, False,
+        scale=scale, window_size_left=table.sides[0], window_size_right=table.sides[1], seqused_k=table.lengths,
+    )  # fmt: skip
+    return found[0], found[1]
+
+
+@cache
+def _has_public_operator() -> bool:
+    """Whether PyTorch's public operator can be told how many keys a sequence has."""
+    return varlen_attn is not None and "seqused_k" in inspect.signature(varlen_attn).parameters
+
+
+def attend_sequences(
+    tables: Sequence[SequenceTable], query: Tensor, key: Tensor, value: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of `query` [1, heads, tokens, width] over the buffer `key`, `value` [1, kv heads, keys, width].
+
+    Gives the output [1, heads, tokens, width] and the log-sum-exp [1, heads, tokens]. The first table has all queries.
+    """
+    queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
+    found: tuple[Tensor, Tensor] | None = None
+    for table in tables:
+        part, part_lse = flash_sequences(queries[table.first : table.end], keys, values, table, scale)
+        if table.gaps:
+            part_lse.nan_to_num_(nan=math.nan, posinf=-math.inf, neginf=-math.inf)
+        part, part_lse = part.transpose(0, 1)[None], part_lse[None]
+        if found is None:
+            found = part, part_lse
+        else:
+            out, lse = (x[:, :, table.first : table.end] for x in found)
+            merge_into(out, lse, part, part_lse)
+    if found is None:
+        raise ValueError("no queries")
+    return found
+
+
+def sequence_tables(computed: Chunk | LastTokens, window: KeyWindow | None) -> list[SequenceTable]:
+    """The calls for what is computed, seen through a window or without one. They are made once."""
+    at = (window, computed.ahead if isinstance(computed, LastTokens) else 0)
+    if at not in computed.tables:
+        if isinstance(computed, Chunk):
+            sliding = window is not None and not window.aligned
+            sides = (window.size - 1, 0) if window is not None and sliding else CAUSAL
+            own = [Seen(sides, *block) for block in computed.own_blocks(window, MOST_QUERIES)]
+        else:
+            own = [Seen(WHOLE, query, query + 1, *run) for query, run in enumerate(computed.own(window))]
+        depths = computed.depths
+        seen = [part for span in computed.ancestors(window) for part in visible_parts(span, depths, window)]
+        computed.tables[at] = make_tables(own, seen, len(depths), computed.device)
+    tables: list[SequenceTable] = computed.tables[at]
+    return tables
+
+
+def visible_parts(span: Span, depths: IntArray, window: KeyWindow | None) -> Iterator[Seen]:
+    """What queries at these `depths` see of the keys of an ancestor through a window, in sequences."""
+    shared = span.k0
+    if span.masked and window is not None:
+        oldest = window.oldest(depths)
+        shared += max(0, int(oldest[span.q0 : span.q1].max()) - span.k_depth)
+        end = min(span.k1, shared)
+        for first, last in _runs_of_queries(oldest, span.q0, span.q1, 0 if window.aligned else 1):
+            yield from _parts_of_run(span, first, last, int(oldest[first]) - span.k_depth, end - span.k0, window)
+    if shared < span.k1:
+        yield from _cut(span.q0, span.q1, shared, span.k1)
+
+
+def _runs_of_queries(oldest: IntArray, first: int, end: int, step: int) -> Iterator[tuple[int, int]]:
+    """Queries `first:end` in runs in which the oldest key moves on by `step` from one to the next."""
+    breaks = np.flatnonzero(np.diff(oldest[first:end]) != step) + first + 1
+    edges = [first, *breaks.tolist(), end]
+    for start, stop in pairwise(edges):
+        for at in range(start, stop, MOST_QUERIES):
+            yield at, min(at + MOST_QUERIES, stop)
+
+
+def _parts_of_run(span: Span, first: int, last: int, oldest: int, end: int, window: KeyWindow) -> Iterator[Seen]:
+    """What the queries `first:last` see of the span's first `end` keys; the first of them sees those from `oldest` on.
+
+    Keys are counted from the span's first, so `oldest` may be negative.
+    """
+    count, k0 = last - first, span.k0
+    if window.aligned:
+        begin = max(oldest, 0)
+        if begin < end:
+            yield from _cut(first, last, k0 + begin, k0 + end)
+        return
+    whole = max(oldest + count - 1, 0)  # from here on all of them see all
+    if whole < end:
+        yield Seen(WHOLE, first, last, k0 + whole, k0 + end)
+    low, high = max(0, -oldest), min(count - 1, end - oldest)  # query `first + i` sees these keys from the i-th on
+    if low < high:
+        begin, stop = k0 + oldest + low, k0 + oldest + high
+        yield Seen(NEWER, first + low, first + high, begin, stop)
+        if low:
+            yield Seen(WHOLE, first, first + low, begin, stop)
+
+
+def _cut(q0: int, q1: int, k0: int, k1: int) -> Iterator[Seen]:
+    for at in range(q0, q1, MOST_QUERIES):
+        yield Seen(WHOLE, at, min(at + MOST_QUERIES, q1), k0, k1)
+
+
+def make_tables(own: Sequence[Seen], others: Sequence[Seen], count: int, device: torch.device) -> list[SequenceTable]:
+    """As few calls as possible: one for `own`, with all `count` queries, then those for the `others`.
+
+    In one call a query is in one sequence, and the sides are the same for all.
+    """
+    calls = [_Call(own[0].sides, 0, count)]
+    for each in own:
+        calls[0].add(each)
+    open_calls: list[_Call] = []
+    for each in sorted(others, key=lambda seen: (seen.q0, -seen.q1, seen.k0)):
+        call = next((call for call in open_calls if call.sides == each.sides and call.end <= each.q0), None)
+        if call is None:
+            call = _Call(each.sides, each.q0)
+            open_calls.append(call)
+        call.add(each)
+    calls += open_calls
+    numbers = [call.numbers() for call in calls]
+    table = on_device(np.concatenate([row for rows in numbers for row in rows]).astype(np.int32), device)
+    parts = iter(torch.split(table, [len(row) for rows in numbers for row in rows]))
+    return [call.table(*(next(parts) for _ in rows)) for call, rows in zip(calls, numbers, strict=True)]
+
+
+class _Call:
+    """The sequences of a call, which are added in the order of their queries."""
+
+    def __init__(self, sides: Sides, first: int, count: int | None = None) -> None:
+        self.sides = sides
+        self.first = self.end = first
+        self.gaps = False
+        self._until = count
+        self._rows: list[tuple[int, int, int]] = []  # queries, the first key, keys
+
+    def add(self, seen: Seen) -> None:
+        if seen.k0 == seen.k1:
+            return
+        self._leave_out(seen.q0)
+        self._rows.append((seen.q1 - seen.q0, seen.k0, seen.k1 - seen.k0))
+        self.end = seen.q1
+
+    def _leave_out(self, until: int) -> None:
+        """The queries before this one see nothing."""
+        while self.end < until:
+            queries = min(until - self.end, MOST_QUERIES)
+            self._rows.append((queries, 0, 0))
+            self.end += queries
+            self.gaps = True
+
+    def numbers(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Where queries and keys start, and the numbers of keys."""
+        self._leave_out(self._until or 0)
+        queries, keys, lengths = np.asarray(self._rows, np.int64).T
+        return np.concatenate([[0], np.cumsum(queries)]), np.append(keys, keys[-1] + lengths[-1]), lengths
+
+    def table(self, queries: Tensor, keys: Tensor, lengths: Tensor) -> SequenceTable:
+        """The call, with its numbers on the device."""
+        return SequenceTable(
+            self.first,
+            self.end,
+            queries,
+            keys,
+            lengths,
+            most_queries=max(row[0] for row in self._rows),
+            most_keys=max(max(row[2] for row in self._rows), 1),
+            sides=self.sides,
+            gaps=self.gaps,
+        )
