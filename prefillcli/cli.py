@@ -16,6 +16,7 @@ from prefillcli.errors import PrefillError
 from prefillcli.options.bench import BenchSettings
 from prefillcli.options.calibrate import CalibrateSettings
 from prefillcli.options.commands import COMMANDS
+from prefillcli.options.doctor import DoctorSettings
 from prefillcli.options.groups import ModelOptions
 from prefillcli.options.help_page import GroupedCommand
 from prefillcli.options.inspect import InspectSettings
@@ -163,6 +164,18 @@ def calibrate(settings: CalibrateSettings) -> Summary:
     from prefillcli.jobs.calibrate import calibrate_job
 
     return calibrate_job(settings)
+
+
+@_job
+def doctor(settings: DoctorSettings) -> Summary:
+    """Show what this machine has and what will be used, and check each path of attention against explicit scores.
+
+    A path that is wrong here is not used by later runs. Tables go to stderr; the last line on stdout is one JSON
+    object that says the same. Exit code 0, or 1 where a path is wrong.
+    """
+    from prefillcli.jobs.doctor import doctor_job
+
+    return doctor_job(settings)
 
 
 _Output = Annotated[str, typer.Argument(metavar="OUTPUT", help="What prefill score wrote: a file, a folder or a URL.")]

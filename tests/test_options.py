@@ -57,6 +57,7 @@ LEAST: dict[str, Values] = {
     "profile": {},
     "merge": {"output": "o.parquet"},
     "calibrate": {"scores": "s.parquet", "truth": "answer"},
+    "doctor": {},
 }
 #: Of these each option takes the first that it can.
 VALUES = (0.5, 5, 100, "5MiB", "text", True, "num_cpus=1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prefillcli.options.bench import BenchSettings
 from prefillcli.options.calibrate import CalibrateSettings
+from prefillcli.options.doctor import DoctorSettings
 from prefillcli.options.inspect import InspectSettings
 from prefillcli.options.merge import MergeSettings
 from prefillcli.options.option import Settings
@@ -17,5 +18,6 @@ COMMANDS: dict[str, type[Settings]] = {
     "inspect": InspectSettings,
     "merge": MergeSettings,
     "calibrate": CalibrateSettings,
+    "doctor": DoctorSettings,
 }
 """The commands that take options, by name."""

@@ -66,7 +66,7 @@ class ModelOptions(Settings):
         None, "Revision of a hub model.", MODEL, changes="scores", metavar="NAME", requires=requirements.HUB_MODEL
     )
     trust_remote_code: bool = option(False, "Run Python code that comes with the model.", MODEL, changes="scores")
-    device: str = option("auto", "cpu, cuda, cuda:1, ... or auto.", MODEL, changes="speed", metavar="DEVICE")
+    device: str = option("auto", "cpu, cuda, cuda:1, mps, ... or auto.", MODEL, changes="speed", metavar="DEVICE")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "Number format of weights and activations; auto: as the model is saved.", MODEL, changes="scores"
     )
@@ -131,14 +131,19 @@ class PromptOptions(Settings):
     )
 
 
-class MemoryOptions(Settings):
-    """How much is computed at a time, and in which order."""
+class BudgetOptions(Settings):
+    """How much memory may be taken."""
 
     memory: ByteSize | None = option(
         None,
         "Budget for activations and K,V, e.g. 8GiB. (default: what is free)",
         MEMORY, changes="speed", metavar="SIZE", needs="memory",
     )  # fmt: skip
+
+
+class MemoryOptions(BudgetOptions):
+    """How much is computed at a time, and in which order."""
+
     pack_tokens: int | None = option(
         None,
         "Most tokens in one pass through the model. (default: from --memory)",

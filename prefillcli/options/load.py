@@ -65,7 +65,7 @@ def load_settings(
         if flags.get(name) and other not in flags:  # the flag wins over a recipe with the other
             given.values.pop(other, None)
     place = kind.given_by_place()
-    if not given.values.get(place) and kind.model_fields[place].is_required():
+    if place is not None and not given.values.get(place) and kind.model_fields[place].is_required():
         raise UsageError(f"no {_PLACES[place][0]} given: name {_PLACES[place][1]}")
     settings = given.settings(kind)
     settings.check()
@@ -117,7 +117,8 @@ class _Merged:
         alone = {key: value for key, value in self._recipe.items() if key in kind.model_fields}
         try:
             place = kind.given_by_place()
-            return name in kind.model_validate({place: ("INPUT",) if place == "inputs" else "x"} | alone).ignored()
+            least = {} if place is None else {place: ("INPUT",) if place == "inputs" else "x"}
+            return name in kind.model_validate(least | alone).ignored()
         except ValidationError:
             return False  # the recipe is wrong by itself; a flag or the environment put it right
 

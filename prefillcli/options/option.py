@@ -138,10 +138,10 @@ class Settings(BaseModel):
         return name in self._flags
 
     @classmethod
-    def given_by_place(cls) -> str:
-        """The field that the command line has without a flag."""
-        (name,) = [name for name in cls.model_fields if not details_of(cls, name).panel]
-        return name
+    def given_by_place(cls) -> str | None:
+        """The field that the command line has without a flag, if there is one."""
+        names = [name for name in cls.model_fields if not details_of(cls, name).panel]
+        return names[0] if names else None
 
     def check(self) -> None:
         """Raise UsageError for options that contradict one another."""

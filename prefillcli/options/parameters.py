@@ -16,15 +16,19 @@ def parameters_of(settings: type[Settings]) -> list[inspect.Parameter]:
     None stands for "not given".
     """
     place = settings.given_by_place()
-    field = settings.model_fields[place]
-    kind: Any = str if field.annotation is str else list[str]
-    metavar = "INPUT" if place == "inputs" else place.upper()
     recipe = typer.Option("--recipe", metavar="FILE", help="YAML with options by name.", rich_help_panel=RUN)
     return [
-        _parameter(place, kind, typer.Argument(metavar=metavar, help=field.description)),
+        *([] if place is None else [_argument(settings, place)]),
         *(_option(settings, name) for name in settings.model_fields if name != place),
         _parameter("recipe", str, recipe),
     ]
+
+
+def _argument(settings: type[Settings], name: str) -> inspect.Parameter:
+    field = settings.model_fields[name]
+    kind: Any = str if field.annotation is str else list[str]
+    metavar = "INPUT" if name == "inputs" else name.upper()
+    return _parameter(name, kind, typer.Argument(metavar=metavar, help=field.description))
 
 
 def _option(settings: type[Settings], name: str) -> inspect.Parameter:

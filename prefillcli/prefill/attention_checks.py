@@ -49,6 +49,11 @@ class AttentionCase:
     spread: float = 1.0
     around: float = 0.0
 
+    @property
+    def large(self) -> bool:
+        """Whether scores are so large that products in half precision round them by whole units."""
+        return max(self.spread, self.around) > 50
+
 
 CASES = (
     AttentionCase("heads of 64"),
@@ -96,13 +101,15 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PathCheck:
-    """How a path did in a dtype. `error` is the largest of its outputs, `lse_error` of its log-sum-exps."""
+    """How a path did in a dtype. `error` is the largest of its outputs for usual scores, `large_error` for scores near
+    200, `lse_error` the largest of its log-sum-exps; None also where some are no numbers."""
 
     path: str
     dtype: str
     status: Literal["agrees", "differs", "fails", "not here"]
     why: str | None = None
     error: float | None = None
+    large_error: float | None = None
     lse_error: float | None = None
 
 
@@ -131,11 +138,23 @@ def check_path(path: str, device: torch.device, dtype: torch.dtype) -> PathCheck
             return PathCheck(path, name, "fails", f"{case.name}: {type(error).__name__}: {brief(error)}")
         errors.append((difference_of(found, trial), case))
     worst, case = max(errors, key=lambda pair: pair[0].share)
-    largest = (max(each.out for each, _ in errors), max(each.lse for each, _ in errors))
+    largest = (
+        max(each.out for each, case in errors if not case.large),
+        max((each.out for each, case in errors if case.large), default=None),
+        max(each.lse for each, _ in errors),
+    )
+    told = [each if each is not None and math.isfinite(each) else None for each in largest]
     if worst.share <= 1.0:
-        return PathCheck(path, name, "agrees", None, *largest)
+        return PathCheck(path, name, "agrees", None, *told)
     why = f"{case.name}: outputs differ by {worst.out:.2g}, log-sum-exps by {worst.lse:.2g}"
-    return PathCheck(path, name, "differs", why, *largest)
+    return PathCheck(path, name, "differs", why, *told)
+
+
+def eager_errors(dtype: torch.dtype) -> tuple[float, float]:
+    """The largest error of outputs that eager attention has, for comparison: for usual scores, and near 200."""
+    found = [(_explicit(case, dtype), case.large) for case in CASES]
+    errors = [(_largest(usual[0].double() - exact[0]), large) for (exact, usual), large in found]
+    return max(error for error, large in errors if not large), max(error for error, large in errors if large)
 
 
 def check_paths(paths: Iterable[str], device: torch.device, dtype: torch.dtype) -> list[PathCheck]:

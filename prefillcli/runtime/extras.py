@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from importlib.util import find_spec
 
 from prefillcli.errors import UsageError
@@ -16,6 +17,33 @@ EXTRAS = {
     "eval": ("sklearn",),
 }
 """The extras of `pyproject.toml`, and the packages that they bring, by the names that Python imports them by."""
+
+OPTIONAL = {
+    "gguf": "models in GGUF format",
+    "accelerate": "models in GGUF format",
+    "ray": "--runner ray",
+    "vllm": "--engine vllm",
+    "sklearn": "fits of prefill calibrate",
+    "s3fs": "s3:// paths",
+    "gcsfs": "gs:// paths",
+    "adlfs": "abfs:// paths",
+    "kernels": "kernels from the hub, for recurrent layers on CUDA devices",
+    "bitsandbytes": "weights of 4 and 8 bits",
+    "compressed_tensors": "weights of llm-compressor",
+    "gptqmodel": "GPTQ and AWQ weights",
+    "torchao": "weights of torchao",
+}
+"""Packages that are used where they are installed, by the names that Python imports them by, and what for."""
+
+
+def installed(package: str) -> str | None:
+    """The version of a package, None where it is not installed. Imports nothing."""
+    if find_spec(package) is None:
+        return None
+    try:
+        return metadata.version("scikit-learn" if package == "sklearn" else package)
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def require_extra(extra: str, wanted_by: str, *, advice: str = "") -> None:

@@ -32,7 +32,7 @@ def prepare(asked: int | Literal["auto"], environment: MutableMapping[str, str] 
         environment["OMP_WAIT_POLICY"] = "PASSIVE"
     if asked != "auto":
         environment.setdefault("RAYON_NUM_THREADS", str(asked))
-    elif not _given(environment):
+    elif not given_numbers(environment):
         environment.setdefault("RAYON_NUM_THREADS", str(allowed()))
 
 
@@ -50,7 +50,7 @@ class Threads:
         self._left = None
         if asked != "auto":
             torch.set_num_threads(asked)
-        elif not _given(os.environ):
+        elif not given_numbers(os.environ):
             torch.set_num_threads(allowed())
             self._left = left or Left()
         self.most = torch.get_num_threads()
@@ -105,8 +105,9 @@ def threads_for(cores: float, most: int) -> int:
     return min(most, max(int(cores + 0.5), int(most * LEAST_SHARE + 0.5), 1))
 
 
-def _given(environment: Mapping[str, str]) -> bool:
-    return any(environment.get(name) for name in _NUMBERS)
+def given_numbers(environment: Mapping[str, str]) -> list[str]:
+    """The variables by which a user says how many threads compute, or where."""
+    return [name for name in _NUMBERS if environment.get(name)]
 
 
 def _limit_arrow(threads: int) -> None:

@@ -153,7 +153,7 @@ def test_devices() -> None:
     assert choose_device("cpu") == torch.device("cpu")
     with pytest.raises(UsageError, match="no such kind of device"):
         choose_device("abacus")
-    with pytest.raises(UsageError, match="only cpu and cuda"):
+    with pytest.raises(UsageError, match="only cpu, cuda and mps"):
         choose_device("mps")
     with pytest.raises(ResourceError, match="CUDA devices found"):
         choose_device("cuda:99")

@@ -1,0 +1,273 @@
+"""`prefill doctor` says what a machine has and finds what it computes wrongly; runs go around that."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from prefillcli.cli import app
+from prefillcli.jobs import doctor
+from prefillcli.jobs.doctor import doctor_job
+from prefillcli.options.doctor import DoctorSettings
+from prefillcli.options.load import load_settings
+from prefillcli.prefill import attention_paths, kernel
+from prefillcli.prefill.attention_checks import CHECKED
+from prefillcli.prefill.attention_paths import PATHS
+from prefillcli.report.diagnosis import DTYPES, Diagnosis
+from tests.prefill.test_attention_paths import break_flash, in_base_2
+from tests.score.jobs import Reference, assert_scored, read_output, score, texts, write_parquet
+from tests.score.models import save_model
+
+ROOT = Path(__file__).parent.parent
+SAMPLE = ROOT / "samples" / "models" / "target"
+needs_kernel = pytest.mark.skipif(
+    kernel.compiled_kernel() is None, reason="needs AVX512-BF16, GNU's OpenMP and a C++ compiler"
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder and a cache of its own, and nothing stays ruled out."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    attention_paths.allow_all()
+    yield tmp_path / "cache" / "prefillcli"
+    attention_paths.allow_all()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("doctor") / "model")
+
+
+def examine(**flags: Any) -> dict[str, Any]:
+    return doctor_job(load_settings(DoctorSettings, flags, environment={}))
+
+
+def test_a_healthy_machine_is_described(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
+    found = examine()
+    assert (found["status"], found["exit_code"], found["error"]) == ("complete", 0, None)
+    assert found["device"]["name"] == "cpu"
+    assert found["device"]["memory_bytes"] > found["device"]["free_bytes"] > 0
+    assert found["attention"]["float32"] == ["flash-cpu", "blocks"]
+    assert found["attention"]["bfloat16"][-2:] == ["flash-cpu", "blocks"]
+    assert found["versions"]["torch"] == torch.__version__
+    assert {(each["path"], each["dtype"]) for each in found["checks"]} == {(p, d) for p in CHECKED for d in DTYPES}
+    assert {each["status"] for each in found["checks"]} <= {"agrees", "not here"}
+    assert found["cache"] == {"folder": str(cache), "remembered": True}
+    assert found["model"] is None
+    told = capsys.readouterr()
+    assert told.out == ""
+    for name in ("processor", "--device", "--dtype", "in bfloat16", "--threads", "--memory", "attention path"):
+        assert f"\n{name}" in f"\n{told.err}", name
+    assert "\x1b" not in told.err
+
+
+def test_quietly_it_says_what_is_wrong_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    examine(quiet=True)
+    assert capsys.readouterr().err == ""
+    break_flash(monkeypatch, in_base_2)
+    examine(quiet=True)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert all(line.startswith("prefill: flash-cpu is wrong in ") for line in lines)
+
+
+def test_the_command_prints_one_line_of_json_and_tables_on_stderr() -> None:
+    done = subprocess.run([sys.executable, "-m", "prefillcli", "doctor"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert json.loads(line)["exit_code"] == 0
+    assert "attention path" in done.stderr
+
+
+def test_flash_attention_that_tells_its_log_sum_exp_in_base_2_is_found_and_gone_around(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As ROCm's did: outputs of one node are right, and where nodes are merged they are not."""
+    break_flash(monkeypatch, in_base_2)
+    found = examine()
+    assert (found["status"], found["exit_code"]) == ("failed", 1)
+    assert "flash-cpu is wrong in float32" in found["error"]
+    assert "flash-cpu" not in found["attention"]["float32"]
+    assert found["attention"]["float32"] == ["blocks"]
+    told = capsys.readouterr().err
+    assert "WRONG" in told
+    assert "runs on this machine go without it" in told
+    attention_paths.allow_all()  # as in a new process, which finds it in the cache
+    prompts, reference = texts(9), Reference(model)
+    summary = score(write_parquet("in.parquet", prompt=prompts), model=model)
+    assert summary["exit_code"] == 0
+    assert "goes without flash-cpu" in capsys.readouterr().err
+    assert_scored(read_output("out.parquet"), [reference.answer(text) for text in prompts])
+
+
+def test_without_the_doctor_a_run_finds_it_too(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_flash(monkeypatch, in_base_2)
+    prompts, reference = texts(9), Reference(model)
+    score(write_parquet("in.parquet", prompt=prompts), model=model)
+    assert_scored(read_output("out.parquet"), [reference.answer(text) for text in prompts])
+
+
+@needs_kernel
+def test_a_compiled_kernel_with_wrong_numbers_is_found_and_gone_around(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = kernel.ForestKernel.attend
+
+    def wrong(self: kernel.ForestKernel, *tensors: Any, out: torch.Tensor, lse: torch.Tensor, **how: Any) -> None:
+        own(self, *tensors, out=out, lse=lse, **how)
+        out.mul_(1.5)
+
+    monkeypatch.setattr(kernel.ForestKernel, "attend", wrong)
+    found = examine(quiet=True)
+    assert found["exit_code"] == 1
+    assert "kernel is wrong in bfloat16" in found["error"]
+    assert "kernel" not in found["attention"]["bfloat16"]
+    attention_paths.allow_all()
+    capsys.readouterr()
+    prompts, reference = texts(9), Reference(model)
+    score(write_parquet("in.parquet", prompt=prompts), model=model, dtype="bfloat16")
+    assert "goes without kernel" in capsys.readouterr().err
+    for row, text in zip(read_output("out.parquet"), prompts, strict=True):
+        assert row["score"] == pytest.approx(reference.answer(text).score, abs=0.02)  # of bfloat16 weights
+    monkeypatch.setattr(kernel.ForestKernel, "attend", own)
+    assert examine(quiet=True)["exit_code"] == 0, "the doctor looks again, whatever is remembered"
+    attention_paths.allow_all()
+    score("in.parquet", "again.parquet", model=model, dtype="bfloat16")
+    assert "goes without" not in capsys.readouterr().err
+
+
+def test_a_cache_that_cannot_be_written_is_told(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache.parent.write_text("a file where the folder should be")
+    found = examine()
+    assert found["exit_code"] == 0
+    assert not found["cache"]["remembered"]
+    assert "every run checks anew" in capsys.readouterr().err
+
+
+def test_what_a_run_would_do_with_a_model(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = examine(model=str(model), memory="1GiB")["model"]
+    assert found["family"] == "llama"
+    assert (found["dtype"], found["weights"]) == ("float32", "all in memory")
+    assert found["longest_prompt"] == 2048
+    assert found["limited_by"] == "what the model reads"
+    assert "layer by layer" in found["walk"]
+    assert f"{found['token_bytes']:,} bytes" in capsys.readouterr().err
+    config = json.loads((model / "config.json").read_text())
+    width = config["hidden_size"] // config["num_attention_heads"]
+    kv = 2 * config["num_key_value_heads"] * width
+    assert found["token_bytes"] >= 4 * (config["hidden_size"] + kv), "a row of the residual stream and one layer's K,V"
+
+
+def test_the_shortest_memory_limits_the_longest_prompt(tmp_path: Path) -> None:
+    long = save_model(tmp_path / "long")
+    config = json.loads((long / "config.json").read_text()) | {"max_position_embeddings": 1 << 24}
+    (long / "config.json").write_text(json.dumps(config))
+    small, large = (examine(model=str(long), memory=size)["model"] for size in ("200MiB", "800MiB"))
+    assert small["limited_by"] == large["limited_by"] == "what fits the memory"
+    assert small["longest_prompt"] < large["longest_prompt"]
+    assert large["longest_prompt"] * large["token_bytes"] < 800 << 20
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        ({"model": "nowhere/at/all"}, 2, "no such directory"),
+        ({"device": "abacus"}, 2, "no such kind of device"),
+        ({"device": "cuda:7"}, 5, "CUDA devices found"),
+        ({"device": "mps"}, 5, "no Apple GPU found"),
+    ],
+)
+def test_what_is_not_there_is_an_error(flags: dict[str, str], code: int, message: str) -> None:
+    found = examine(**flags)
+    assert (found["status"], found["exit_code"]) == ("failed", code)
+    assert message in found["error"]
+
+
+def test_a_torch_without_cuda_beside_a_driver_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.version.cuda is not None:
+        pytest.skip("this torch has CUDA")
+    monkeypatch.setattr(doctor, "driver_version", lambda: "570.86.15")
+    assert any("built for CPUs" in note for note in examine(quiet=True)["notes"])
+
+
+def test_threads_and_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    try:
+        found = examine(quiet=True, threads="1")
+        assert (found["threads"], found["why_threads"]) == (1, "as asked for")
+    finally:
+        torch.set_num_threads(before)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert examine(quiet=True)["why_threads"] == "OMP_NUM_THREADS=1 in the environment"
+
+
+def test_help_imports_no_torch() -> None:
+    code = (
+        "import sys\nfrom prefillcli.cli import app\n"
+        "try:\n    app(['doctor', '--help'])\nexcept SystemExit:\n    pass\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+    assert "--device" in CliRunner().invoke(app, ["doctor", "--help"]).output
+
+
+def shown_by_doctor(page: Path) -> list[str]:
+    """The lines of the page's block that shows the command."""
+    (block,) = re.findall(r"```console\n\$ prefill doctor\n(.*?)```", page.read_text(), re.DOTALL)
+    return block.splitlines()
+
+
+def first_words(lines: list[str]) -> list[str]:
+    """What each line of a table begins with, as far as its first column."""
+    return [re.split(r"  +", line)[0] for line in lines if line and not line.startswith(" ")]
+
+
+def test_the_readme_shows_the_table_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    page = shown_by_doctor(ROOT / "README.md")
+    examine()
+    now = capsys.readouterr().err.splitlines()
+    of_machines = {"note", *PATHS}  # some have these lines, others not
+    shown, printed = ([word for word in first_words(each) if word not in of_machines] for each in (page, now))
+    assert shown == printed
+    numbers = [line for line in page if line.startswith(("blocks", "eager"))]
+    for line in numbers:
+        assert len(re.findall(r"\de-\d\d, \de-\d\d", line)) == len(DTYPES), line
+
+
+def test_the_page_of_the_command_has_every_key_path_and_status() -> None:
+    text = (ROOT / "docs" / "doctor.md").read_text()
+    for each in fields(Diagnosis):
+        assert f"`{each.name}`" in text, each.name
+    for path, meaning in PATHS.items():
+        assert f"| `{path}` | {meaning} |" in text, path
+    for status in ("agrees", "differs", "fails", "not here"):
+        assert f"`{status}`" in text
+
+
+def test_errors_are_numbers_that_json_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    def infinite(own: Any) -> Any:
+        def changed(*tensors: Any, **how: Any) -> Any:
+            out, lse = own(*tensors, **how)
+            return out * math.nan, lse
+
+        return changed
+
+    break_flash(monkeypatch, infinite)
+    found = examine(quiet=True)
+    assert found["exit_code"] == 1
+    json.dumps(found, allow_nan=False)
