@@ -21,7 +21,7 @@ from benchmarks.memory import tree_memory
 from benchmarks.methods import plain_loop
 from benchmarks.padded import padded_batches
 from prefillcli.engines.base import Engine, LabelTokens
-from prefillcli.engines.torch import label_logprobs
+from prefillcli.engines.readout import label_numbers
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
 
@@ -194,7 +194,7 @@ def _transformers_model(model: Path, dtype: str) -> Any:
 
 
 def _logprobs(logits: torch.Tensor) -> Scores:
-    return label_logprobs(logits, list(range(len(logits))), [LABELS] * len(logits))
+    return label_numbers(logits, list(range(len(logits))), [LABELS] * len(logits))
 
 
 def _share(logprobs: Scores) -> Scores:

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.methods import layer_walk
 from benchmarks.models import random_llama
-from prefillcli.engines.torch import label_logprobs
+from prefillcli.engines.readout import label_numbers
 from prefillcli.profile.prompts import prompts_with_histories, random_prompt
 from prefillcli.runtime.cores import affinity
 from prefillcli.runtime.threads import Threads, prepare, threads_for
@@ -143,7 +143,7 @@ def test_scores_do_not_depend_on_the_number_of_threads() -> None:
     for threads in (1, 2, 4):
         torch.set_num_threads(threads)
         logits = layer_walk(model, prompts, 64)
-        logprobs = label_logprobs(logits, list(range(len(prompts))), [((5, 6), (7,))] * len(prompts))
+        logprobs = label_numbers(logits, list(range(len(prompts))), [((5, 6), (7,))] * len(prompts))
         scores[threads] = 1 / (1 + np.exp(logprobs[:, 1] - logprobs[:, 0]))
     assert np.ptp(scores[1]) > 1e-3, "rows must differ enough to tell a wrong one"
     for threads in (2, 4):

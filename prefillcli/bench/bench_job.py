@@ -15,15 +15,16 @@ from prefillcli.bench.probes import WORKLOADS
 from prefillcli.bench.report import METHODS, NAMED, UNCOMPRESSED, BenchReport, WorkloadResult
 from prefillcli.bench.workload_tables import print_workload
 from prefillcli.compress.pickers.registry import PICKERS
-from prefillcli.data.prompts.labels import Labels, parse_labels
+from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.reading.source import Source
 from prefillcli.engines.vllm import check_place
 from prefillcli.errors import PrefillError, ResourceError, UsageError, did_you_mean
 from prefillcli.jobs.inputs import open_source, prompt_builder
+from prefillcli.jobs.label_uses import require_shares
 from prefillcli.jobs.load import load_walk
 from prefillcli.jobs.paths import refuse_among_inputs, require_json
 from prefillcli.jobs.shell import shell
-from prefillcli.models.open import Opened, open_models
+from prefillcli.models.open import Opened, answer_labels, open_models
 from prefillcli.models.samples import sample_draft
 from prefillcli.options.bench import BenchSettings
 from prefillcli.redaction import shown, without_secrets
@@ -86,7 +87,8 @@ def _run(settings: BenchSettings, report: BenchReport, steps: StepLog, most_toke
     opened = open_models(settings)
     if "vllm" in names:
         check_place(settings, opened, {})
-    labels = Labels(opened.tokenizer, parse_labels(settings.labels))
+    labels = answer_labels(opened, settings)
+    require_shares(labels, "bench")
     material = _materials(settings, opened, labels, source, most_tokens)
     first = next(material)  # errors in the input are reported before the weights are loaded
     _compare(settings, opened, labels, names, first, material, report, steps)

@@ -25,7 +25,8 @@ from prefillcli.data.prompts.spans import Spans
 from prefillcli.data.rows import Float64Array, Prompt
 from prefillcli.engines.base import THROUGH, Answer, BetweenLayers
 from prefillcli.engines.hf import last_logits
-from prefillcli.engines.torch import TorchEngine, label_logprobs
+from prefillcli.engines.readout import activation_of, label_numbers
+from prefillcli.engines.torch import TorchEngine
 from prefillcli.jobs.load import Models, compression_of
 from prefillcli.models.flops import (
     answer_flops,
@@ -86,6 +87,7 @@ class Equipment:
         self.settings = settings
         self.labels = labels
         self._model = loaded.engine.model
+        self._activation = activation_of(opened.files)
         self._draft = loaded.draft
         self._draft_limits = Limits(**loaded.plan["draft"]["limits"]) if "draft" in loaded.plan else None
         self._chunk_tokens: int = loaded.plan["chunk_tokens"]
@@ -115,7 +117,8 @@ class Equipment:
         self._model.set_attn_implementation("sdpa")
         logits = (last_logits(self._model, prompt.tokens) for prompt in prompts)
         sets = [self.labels.sets[prompt.labels] for prompt in prompts]
-        return np.concatenate([label_logprobs(row[None], [0], [own]) for row, own in zip(logits, sets, strict=True)])
+        rows = zip(logits, sets, strict=True)
+        return np.concatenate([label_numbers(row[None], [0], [own], self._activation) for row, own in rows])
 
     def walk(self, groups: Sequence[Sequence[Request]]) -> Float64Array:
         """Label log-probabilities [requests, labels] by the layer walk; requests share within their group."""
@@ -142,7 +145,11 @@ class Equipment:
     def _walking(self) -> Iterator[TorchEngine]:
         self._model.set_attn_implementation(ATTENTION)
         engine = TorchEngine(
-            self._model, limits=self.limits, chunk_tokens=self._chunk_tokens, offload_held=self._offload
+            self._model,
+            limits=self.limits,
+            chunk_tokens=self._chunk_tokens,
+            offload_held=self._offload,
+            activation=self._activation,
         )
         try:
             yield engine

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from prefillcli.engines.base import BetweenLayers, EarlyAnswer, EarlyExits, LabelTokens
+from prefillcli.engines.readout import label_logits, output_numbers
 from prefillcli.exits.layer_readings import Readings
 from prefillcli.plan.pack import Pack
 from prefillcli.prefill.leaving import REGROUP_LAYERS
@@ -97,10 +98,4 @@ class PromptExits:
 
     def _label_logits(self, hidden: Tensor, labels: LabelTokens) -> npt.NDArray[np.float64]:
         """Label logits by the model's own norm and head, variants summed in probability, float64 [rows, labels]."""
-        ids = [token for variants in labels for token in variants]
-        logits = self._walk.label_logits(hidden, ids).double()
-        parts = torch.split(logits, [len(variants) for variants in labels], dim=1)
-        found: npt.NDArray[np.float64] = (
-            torch.stack([torch.logsumexp(part, dim=1) for part in parts], dim=1).cpu().numpy()
-        )
-        return found
+        return label_logits(self._walk.label_logits(hidden, output_numbers(labels)), labels)

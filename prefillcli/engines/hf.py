@@ -22,13 +22,15 @@ from prefillcli.engines.base import (
     sequences,
 )
 from prefillcli.engines.engine_options import check_options
-from prefillcli.engines.torch import label_logprobs
+from prefillcli.engines.readout import activation_of, label_numbers
 from prefillcli.models import open as models
+from prefillcli.models.heads import Activation
 from prefillcli.models.load import load_weights
 from prefillcli.models.open import Opened
 from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.layer_place import embedding_device
+from prefillcli.prefill.model_ends import last_row
 
 OPTIONS = ("attn_implementation",)
 
@@ -50,7 +52,7 @@ def load(request: LoadRequest) -> Loaded[HfEngine]:
         attention=request.options.get("attn_implementation"),
         trust_remote_code=request.choice.trust_remote_code,
     )
-    return Loaded(HfEngine(model, max_length=opened.max_length))
+    return Loaded(HfEngine(model, max_length=opened.max_length, activation=activation_of(opened.files)))
 
 
 class HfEngine(PackByPack):
@@ -59,9 +61,10 @@ class HfEngine(PackByPack):
     whole_packs = False
     waits = False
 
-    def __init__(self, model: PreTrainedModel, *, max_length: int) -> None:
+    def __init__(self, model: PreTrainedModel, *, max_length: int, activation: Activation = "softmax") -> None:
         self.limits = Limits(tokens=1 << 62, max_tokens=max_length)
         self.model = model
+        self._activation = activation
 
     def answer(
         self,
@@ -74,7 +77,7 @@ class HfEngine(PackByPack):
         for prompt, tokens in sequences(pack):
             begun = time.monotonic()
             logits = last_logits(self.model, tokens)
-            (logprobs,) = label_logprobs(logits[None], [0], [labels(prompt)])
+            (logprobs,) = label_numbers(logits[None], [0], [labels(prompt)], self._activation)
             yield [Answer(prompt, logprobs, 0, len(tokens), time.monotonic() - begun)]
             tick(step)
 
@@ -89,9 +92,9 @@ class HfEngine(PackByPack):
 
 
 def last_logits(model: PreTrainedModel, tokens: TokenArray) -> Tensor:
-    """Logits of the last token, float32 [vocabulary]: one forward without cache."""
+    """Logits of the last token, float32 [vocabulary] or [classes]: one forward without cache."""
     device = embedding_device(model)
     with torch.inference_mode():
         ids = torch.as_tensor(tokens, dtype=torch.long, device=device)[None]
-        logits: Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1].float()
-    return logits
+        keeps_one = {"logits_to_keep": 1} if model.get_output_embeddings() is not None else {}  # else it has few
+        return last_row(model(input_ids=ids, use_cache=False, **keeps_one).logits)

@@ -88,7 +88,8 @@ def plan_packs(
     from prefillcli.models.families import length_switch
     from prefillcli.models.law import PACK_TOKENS, choose_chunk, memory_law, pack_limits
 
-    law = memory_law(opened.files.config, opened.files.dtype)
+    head = opened.files.head
+    law = memory_law(opened.files.config, opened.files.dtype, None if head is None else len(head.classes))
     if hidden_on_host:
         law = law.with_hidden_on_host()
     if own_cache:

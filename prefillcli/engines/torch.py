@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from prefillcli.engines.base import (
@@ -27,9 +25,11 @@ from prefillcli.engines.base import (
 )
 from prefillcli.engines.exit_reading import PromptExits
 from prefillcli.engines.memory_plan import budget_of, hidden_on_host, keep_plan, plan_packs
+from prefillcli.engines.readout import activation_of, label_numbers
 from prefillcli.engines.thinned_prompts import PackThinning
 from prefillcli.models import open as models
 from prefillcli.models.flops import keys_share
+from prefillcli.models.heads import Activation
 from prefillcli.models.load import load_model, load_streamed
 from prefillcli.models.open import Opened
 from prefillcli.models.rehearsal import check_uses
@@ -111,6 +111,7 @@ def load(request: LoadRequest) -> Loaded[TorchEngine]:
             weights_over_memory=weights.bytes / device_capacity(opened.device),
             own_cache=own_cache,
         ),
+        activation=activation_of(opened.files),
     )
     return Loaded(engine, plan, budget, 0.0 if speed is None else speed.read_seconds)
 
@@ -131,11 +132,13 @@ class TorchEngine(PackByPack):
         hidden_on_host: bool = False,
         layers: StreamedLayers | None = None,
         weights: WeightsReport | None = None,
+        activation: Activation = "softmax",
     ) -> None:
         self.limits = replace(limits, whole_nodes=limits.whole_nodes or _keeps_ends(model))
         self.model = model
         self._layers = layers
         self._weights = weights
+        self._activation = activation
         self._waited_before = 0.0 if layers is None else layers.seconds_waited  # to measure its speed
         self._walk = LayerWalk(
             model,
@@ -166,7 +169,9 @@ class TorchEngine(PackByPack):
             reads = [pack.reads[read] for read in going[at : at + len(logits)]]
             at += len(logits)
             prompts = [(row, prompt) for row, (_, numbers) in enumerate(reads) for prompt in numbers]
-            found = label_logprobs(logits, [row for row, _ in prompts], [labels(prompt) for _, prompt in prompts])
+            found = label_numbers(
+                logits, [row for row, _ in prompts], [labels(prompt) for _, prompt in prompts], self._activation
+            )
             logprobs.update(zip((prompt for _, prompt in prompts), found, strict=True))
         seconds = time.monotonic() - begun + self._block_seconds
         self._block_seconds = 0.0 if pack.reads else seconds
@@ -238,20 +243,3 @@ def _keys_share(config: Any) -> float:
         return keys_share(config)
     except NoCostModel:
         return USUAL_KEYS_SHARE
-
-
-def label_logprobs(logits: Tensor, rows: list[int], labels: list[LabelTokens]) -> npt.NDArray[np.float64]:
-    """Log-probabilities float64 [answers, labels] over the whole vocabulary.
-
-    Answer i reads row `rows[i]` of `logits` (float32 [reads, vocabulary]) for `labels[i]`; a label's tokens are summed
-    in probability.
-    """
-    total = torch.logsumexp(logits, dim=-1)
-    result = np.empty((len(rows), len(labels[0])), dtype=np.float64)
-    for tokens in set(labels):
-        answers = [i for i, own in enumerate(labels) if own == tokens]
-        at = torch.as_tensor([rows[i] for i in answers], device=logits.device)
-        for number, ids in enumerate(tokens):
-            picked = logits[at][:, list(ids)].double()
-            result[answers, number] = (torch.logsumexp(picked, dim=-1) - total[at].double()).cpu().numpy()
-    return result

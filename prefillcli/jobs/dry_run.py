@@ -9,16 +9,16 @@ from typing import Any
 from prefillcli.data.dealing import ShardRows
 from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.store import put_text
-from prefillcli.data.prompts.labels import parse_labels
 from prefillcli.data.proof.fingerprints import hash_model
 from prefillcli.errors import PrefillError, ResourceError, UsageError
 from prefillcli.forecast.profile import find_profile
-from prefillcli.jobs.calibration_file import calibration_of
+from prefillcli.jobs.calibration_file import calibration_of, check_calibration
 from prefillcli.jobs.inputs import Granularity, carried_columns, open_source, prompt_builder, refuse_unlike_partitions
+from prefillcli.jobs.label_uses import require_label_uses
 from prefillcli.jobs.load import compression_of
 from prefillcli.jobs.paths import default_output, dry_run_report, refuse_among_inputs
 from prefillcli.jobs.shell import conclude, shell
-from prefillcli.models.open import Opened, open_models, weights_of
+from prefillcli.models.open import Opened, answer_labels, open_models, weights_of
 from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import shown, shown_report
 from prefillcli.report.dry_run import DryRunReport, print_dry_run
@@ -62,10 +62,13 @@ def _run(settings: ScoreSettings, report: DryRunReport, granularity: Granularity
     report.report = dry_run_report(report.output, settings.report, settings.shard_of)
     carried = carried_columns(settings)
     with stop.at_once():
-        calibration_of(settings, parse_labels(settings.labels))
+        check_calibration(settings)
         source = open_source(settings, carried)
         refuse_unlike_partitions(settings, source, report.output)
         opened = open_models(settings)
+        labels = answer_labels(opened, settings)
+        require_label_uses(settings, labels)
+        calibration_of(settings, labels.labels)
         refuse_among_inputs(report.output, source)
         profile, name, report.no_prediction = find_profile(
             settings.profile, hash_model(opened.files.origin), opened.files.dtype, opened.device

@@ -10,7 +10,7 @@ from typing import Any
 from prefillcli.data.output.scored_truth import ScoredTruth, read_scored_truth, row_names
 from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.encoding import Encoder
-from prefillcli.data.prompts.labels import Label, label_of, parse_labels
+from prefillcli.data.prompts.labels import Label, Labels, label_of
 from prefillcli.data.rows import Float64Array, Int32Array, Window
 from prefillcli.data.search import find_prompts
 from prefillcli.data.values import to_python
@@ -59,18 +59,22 @@ class EvaluationPlan:
         return asdict(self)
 
     @classmethod
-    def of(cls, settings: ScoreSettings) -> EvaluationPlan | None:
+    def of(cls, settings: ScoreSettings, labels: Labels) -> EvaluationPlan | None:
         """None without --truth. Raises UsageError for what the labels do not allow."""
         if settings.truth is None:
             return None
-        labels = parse_labels(settings.labels)
-        if settings.wanted_precision is not None and len(labels) > 2:
+        if settings.wanted_precision is not None and len(labels.labels) > 2:
             raise UsageError(
-                f"--wanted-precision is for two labels, and --labels has {len(labels)}\n"
+                f"--wanted-precision is for two labels, and there are {len(labels.labels)}\n"
                 "it would be ignored: leave it out"
             )
         return cls(
-            settings.truth, labels, settings.temperature, settings.wanted_precision, settings.calibrates, settings.exit
+            settings.truth,
+            labels.labels,
+            settings.temperature,
+            settings.wanted_precision,
+            settings.calibrates,
+            settings.exit,
         )
 
     @property

@@ -162,6 +162,8 @@ def make_builder(settings: JobOptions, opened: Opened, available: Sequence[str])
             literal=settings.literal,
             max_row_bytes=parse_size(settings.max_row_bytes) if settings.max_row_bytes else None,
             compression=opened.compresses,
+            classifies=files.head is not None,
+            padding=None if files.head is None else files.head.padding,
         ),
         available,
     )

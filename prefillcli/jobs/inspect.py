@@ -17,7 +17,7 @@ from prefillcli.compress.reasons import Neighbour, TokenReason, why_in_full, why
 from prefillcli.compress.request import Request
 from prefillcli.compress.selection import tails
 from prefillcli.data.prompts.encoding import Encoder
-from prefillcli.data.prompts.labels import Labels, parse_labels
+from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.token_texts import token_texts
 from prefillcli.data.rows import ErrorCode, Prompt, RowError
 from prefillcli.data.search import find_row
@@ -26,9 +26,10 @@ from prefillcli.errors import PrefillError, UsageError
 from prefillcli.exits.policy import ExitPolicy
 from prefillcli.jobs.answers_by_layer import answer_by_layer, exit_policy
 from prefillcli.jobs.inputs import open_source, prompt_builder
+from prefillcli.jobs.label_uses import require_shares
 from prefillcli.jobs.load import Models, load_walk
 from prefillcli.jobs.shell import shell
-from prefillcli.models.open import Opened, open_models
+from prefillcli.models.open import Opened, answer_labels, open_models
 from prefillcli.options.compression import CompressionOptions
 from prefillcli.options.inspect import InspectSettings
 from prefillcli.plan.trie import common_prefix
@@ -133,7 +134,8 @@ class _InspectJob:
             source = open_source(settings, carried)
             opened = open_models(settings)
             builder = prompt_builder(settings, opened, source, carried)
-            labels = Labels(opened.tokenizer, parse_labels(settings.labels))
+            labels = answer_labels(opened, settings)
+            require_shares(labels, "inspect")
             found = find_row(source, builder, labels, row=settings.row or "", id_column=settings.id_column)
             summary.row, summary.id = found.row, found.id
             labels.check(found.window)

@@ -16,7 +16,7 @@ from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.heartbeat import Heartbeat
 from prefillcli.data.output.shard_sink import ShardSink
 from prefillcli.data.output.sink import Sink
-from prefillcli.data.prompts.labels import Labels, parse_labels
+from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Window
 from prefillcli.data.windows import Prefetcher, windows
@@ -29,7 +29,7 @@ from prefillcli.errors import (
 )
 from prefillcli.forecast.profile import find_profile
 from prefillcli.forecast.remaining_time import RemainingTime
-from prefillcli.jobs.calibration_file import calibration_of, require_fitting
+from prefillcli.jobs.calibration_file import calibration_of, check_calibration, require_fitting
 from prefillcli.jobs.content_free import content_free_prompts
 from prefillcli.jobs.dry_run import dry_run_job
 from prefillcli.jobs.evaluation import EVALUATION, EvaluationPlan, evaluate_output, require_labels, with_texts
@@ -48,11 +48,12 @@ from prefillcli.jobs.inputs import (
     refuse_idle_draft,
     refuse_unlike_partitions,
 )
+from prefillcli.jobs.label_uses import require_label_uses
 from prefillcli.jobs.paths import default_output, refuse_among_inputs, report_path
 from prefillcli.jobs.recorder import Recorder
 from prefillcli.jobs.shell import conclude, shell
 from prefillcli.jobs.window_loop import WindowLoop, keep_rate
-from prefillcli.models.open import Opened
+from prefillcli.models.open import Opened, answer_labels
 from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import shown, shown_report
 from prefillcli.report.files import write_files
@@ -110,11 +111,11 @@ class _ScoreJob:
 
     def run(self, stop: Stop) -> None:
         settings, report = self.settings, self.report
-        self._evaluation = EvaluationPlan.of(settings)
         output = settings.output or default_output(settings.inputs[0], partition=settings.partition)
         report.output, report.shard = output, settings.shard
         report.report = report_path(output, settings.report, settings.shard_of)
         inputs = self._inputs = self._open_inputs(output, stop)
+        self._evaluation = EvaluationPlan.of(settings, inputs.labels)
         with self.clock.phase("read"), stop.at_once():
             digests = report.fingerprint = fingerprint(
                 settings,
@@ -155,8 +156,7 @@ class _ScoreJob:
     def _open_inputs(self, output: str, stop: Stop) -> JobInputs:
         settings, clock = self.settings, self.clock
         with clock.phase("read"):
-            wanted = parse_labels(settings.labels)
-            calibration = calibration_of(settings, wanted)
+            check_calibration(settings)
             exit_profile = read_exit_profile(settings)
             source = open_source(settings, carried_columns(settings))
             self._refuse_among_inputs(output, source)
@@ -166,8 +166,10 @@ class _ScoreJob:
             models = LocalModels(settings)  # before anything of them is read
         with clock.phase("load"), stop.at_once():
             opened = self._loader.open_models(settings)
+            labels = answer_labels(opened, settings)
+            require_label_uses(settings, labels)
+            calibration = calibration_of(settings, labels.labels)
             builder = prompt_builder(settings, opened, source, carried_columns(settings, source))
-            labels = Labels(opened.tokenizer, wanted)
             content_free = content_free_prompts(settings, source, builder, labels)
         return JobInputs(source, builder, labels, opened, models, calibration, content_free, exit_profile)
 
@@ -211,6 +213,7 @@ class _ScoreJob:
                 truth=settings.truth,
                 calibrated=settings.calibrates,
                 exits=settings.exit,
+                measure=inputs.labels.measure,
                 partitions=source.partitions if settings.partition else None,
                 shard=settings.shard_of,
             )

@@ -17,7 +17,7 @@ from prefillcli.data.output.manifest import Job
 from prefillcli.data.output.parts import make_rows
 from prefillcli.data.output.schema import OutputSchema
 from prefillcli.data.prompts.builder import PromptBuilder
-from prefillcli.data.prompts.labels import Labels, parse_labels
+from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.settings import prompt_column
 from prefillcli.data.reading.arrow_table import TableRows
 from prefillcli.data.reading.source import Source
@@ -26,11 +26,13 @@ from prefillcli.data.windows import Prefetcher, windows
 from prefillcli.engines.base import Engine
 from prefillcli.engines.registry import loader_of
 from prefillcli.errors import Interrupted, UsageError
-from prefillcli.jobs.calibration_file import calibration_of
+from prefillcli.jobs.calibration_file import calibration_of, check_calibration
 from prefillcli.jobs.content_free import content_free_prompts, contextual_calibration
 from prefillcli.jobs.inputs import carried_columns, make_builder, open_source, prompt_builder, refuse_idle_draft
+from prefillcli.jobs.label_uses import require_label_uses
 from prefillcli.jobs.load import Models, load_models
 from prefillcli.jobs.window_scoring import ScoringOptions, score_window
+from prefillcli.models.open import answer_labels
 from prefillcli.options.score import ScoreSettings
 from prefillcli.plan.blocks import BLOCK_TOKENS, CarriedBlock
 from prefillcli.plan.pack import Pack
@@ -53,12 +55,13 @@ class TableScorer:
     """
 
     def __init__(self, settings: ScoreSettings, *, share: float = 1.0) -> None:
-        wanted = parse_labels(settings.labels)
-        self._calibration = calibration_of(settings, wanted)
+        check_calibration(settings)
         loader = loader_of(settings.engine)
         opened = self._opened = loader.open_models(settings)
         self._settings = settings
-        self._labels = Labels(opened.tokenizer, wanted)
+        self._labels = answer_labels(opened, settings)
+        require_label_uses(settings, self._labels)
+        self._calibration = calibration_of(settings, self._labels.labels)
         self._builder: PromptBuilder | None = make_builder(settings, opened, ())  # a wrong template costs no load
         self._models = load_models(
             opened,
@@ -84,7 +87,8 @@ class TableScorer:
         Its rows are planned together, in windows of a bounded size. Raises UsageError if the table has such a column
         already or lacks one that the prompt needs, or if the labels fail after every prompt of the first table.
         """
-        schema = result_schema(self._labels.names, calibrated=self._settings.calibrates)
+        labels = self._labels
+        schema = result_schema(labels.names, calibrated=self._settings.calibrates, measure=labels.measure)
         for name in schema.names:
             if name in table.column_names:
                 raise UsageError(f"the table has a column {name!r} already, which scoring adds\nrename or drop it")
@@ -116,6 +120,7 @@ class TableScorer:
                 audit=False,
                 truth=None,
                 calibrated=self._settings.calibrates,
+                measure=self._labels.measure,
             )
             schema.require_distinct()
             heard.expect(source.selected_rows)
@@ -200,9 +205,8 @@ class TableScorer:
             results += finished.rows
             errors |= finished.errors
             handed = handed if finished.carried is None else finished.carried
-        done = ResultRows.of(
-            window, results, errors, self._labels.names, self._settings.temperature, self._calibration
-        )
+        labels, temperature = self._labels, self._settings.temperature
+        done = ResultRows.of(window, results, errors, labels.names, temperature, self._calibration, labels.measure)
         return make_rows(window, done), handed
 
 

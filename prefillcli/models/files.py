@@ -27,6 +27,7 @@ _WHOLE = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), (0, 1 << 16)),
 }
 _REAL = frozenset({"rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "rope_theta"})
+CLASSIFIER = "ForSequenceClassification"  # how the names of such classes end
 _OTHER_PARTS = ("vision", "audio")  # of a model for several kinds of input, with numbers of their own
 
 
@@ -46,6 +47,12 @@ def check_config(path: Path) -> None:
                 )
         elif name in _REAL and (type(value) not in (int, float) or not math.isfinite(value) or value < 0):
             raise UsageError(f"{path}: {name} is {quoted(value)}; it must be a finite number, not below 0")
+
+
+def names_classifier(config: Any) -> bool:
+    """Whether the content of a `config.json` names a class with a head of sequence classification."""
+    names = config.get("architectures") if isinstance(config, dict) else None
+    return any(str(name).endswith(CLASSIFIER) for name in names or ())
 
 
 def brings_code(folder: Path) -> bool:

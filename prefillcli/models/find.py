@@ -15,6 +15,7 @@ from prefillcli.errors import ResourceError, UsageError, brief
 from prefillcli.models.families import longest_prompt, refusal
 from prefillcli.models.files import check_config
 from prefillcli.models.gguf import GgufModel, dequantise_gguf, describe_gguf, find_dequantised, open_gguf
+from prefillcli.models.heads import ClassHead, HeadChoice, find_head
 from prefillcli.models.multimodal import text_part
 from prefillcli.models.safetensors import check_weights, weight_files
 from prefillcli.prefill.forest import UnsupportedModelError
@@ -25,7 +26,8 @@ from prefillcli.runtime.memory import loadable_memory
 class ModelFiles:
     """A model as its files describe it. `config` is the text model's configuration.
 
-    `part_of` is the family of a multimodal model of which only the text model is loaded, else None.
+    `part_of` is the family of a multimodal model of which only the text model is loaded, else None. `head` is the
+    classification head that is read; None for the vocabulary's.
 
     `path` is its directory. For a model in GGUF format, this is a directory that prefill keeps of it, with
     configuration and tokenizer, and with the weights once they are `saved` there.
@@ -37,6 +39,7 @@ class ModelFiles:
     dtype: torch.dtype
     gguf: GgufModel | None = None
     part_of: str | None = None
+    head: ClassHead | None = None
 
     @property
     def origin(self) -> Path:
@@ -81,9 +84,15 @@ def find_model(name: str, revision: str | None = None, *, option: str = "--model
 
 
 def read_model_files(
-    path: Path, *, dtype: str = "auto", device: str = "cpu", trust_remote_code: bool = False
+    path: Path,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+    head: HeadChoice = "auto",
 ) -> ModelFiles:
-    """Check that `path` holds a causal language model, without reading weights.
+    """Check that `path` holds a causal language model, or one with a classification head in the place of its own, as
+    `head` says; without reading weights.
 
     Raises UsageError for a directory that is none, UnsupportedModelError for an architecture that is refused.
     """
@@ -100,6 +109,9 @@ def read_model_files(
     causal = part is not None or config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or trust_remote_code
     if why := refusal(whole, config, causal=causal):
         raise UnsupportedModelError(f"{folder}: a model of type {whole.model_type} cannot score prompts: it {why}")
+    found = None if gguf is not None else find_head(folder, whole, head, multimodal=part is not None)
+    if gguf is not None and head in ("probability", "value"):
+        raise UsageError(f"--head {head}: {path} is a GGUF model, of which only the vocabulary's head is read")
     own = config.dtype or whole.dtype or torch.float32 if gguf is None else gguf.dtype
     chosen = getattr(torch, dtype) if dtype != "auto" else own
     if dtype == "auto" and device == "cpu" and chosen == torch.float16:
@@ -108,7 +120,8 @@ def read_model_files(
         folder = find_dequantised(gguf, chosen) or folder
     else:
         check_weights(folder, weights, config)
-    return ModelFiles(folder, config.model_type, config, chosen, gguf, None if part is None else whole.model_type)
+    part_of = None if part is None else whole.model_type
+    return ModelFiles(folder, config.model_type, config, chosen, gguf, part_of, found)
 
 
 def with_weights(files: ModelFiles) -> ModelFiles:

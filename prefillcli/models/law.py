@@ -91,10 +91,16 @@ class MemoryLaw:
         return size + self.scores + (self.weights * self.size if copied else 0)
 
 
-def memory_law(config: Any, dtype: torch.dtype) -> MemoryLaw:
+def memory_law(config: Any, dtype: torch.dtype, classes: int | None = None) -> MemoryLaw:
     """The law for a transformers text configuration: by its settings for verified families, whose names are known;
     else as the model's own forward shows it. Where that does not run without numbers, the settings are taken for those
-    of usual attention. Raises NoCostModel if they lack even the width of the model."""
+    of usual attention. With a classification head, a token has as many logits as there are `classes`. Raises
+    NoCostModel if the settings lack even the width of the model."""
+    law = _vocabulary_law(config, dtype)
+    return law if classes is None else replace(law, vocabulary=classes)
+
+
+def _vocabulary_law(config: Any, dtype: torch.dtype) -> MemoryLaw:
     if config.model_type not in VERIFIED:
         try:
             return _law_of(model_sizes(config, dtype), config, dtype)

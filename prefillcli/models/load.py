@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from prefillcli.errors import ResourceError, UsageError, brief
 from prefillcli.models.families import VERIFIED
 from prefillcli.models.find import ModelFiles, with_weights
 from prefillcli.models.gguf import load_gguf, refuse_missing
+from prefillcli.models.heads import auto_class
 from prefillcli.models.multimodal import load_text_part
 from prefillcli.models.placement import Placement, place_weights
 from prefillcli.models.rehearsal import rehearse
@@ -55,7 +56,7 @@ def load_weights(
         try:
             if files.part_of is not None:
                 return _placed(files, *load_text_part(files.path, files.dtype, attention), device)
-            model, info = AutoModelForCausalLM.from_pretrained(
+            model, info = auto_class(files.head).from_pretrained(
                 files.path,
                 dtype=files.dtype,
                 attn_implementation=attention,
@@ -162,7 +163,7 @@ def _load_around_layers(
         raise UnsupportedModelError(f"{files.path}: quantised weights cannot be read layer by layer")
     try:
         with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(whole, dtype=files.dtype, trust_remote_code=trust_remote_code)
+            empty = auto_class(files.head).from_config(whole, dtype=files.dtype, trust_remote_code=trust_remote_code)
         placement = place_weights(files.path, empty)
         given: dict[str, Tensor] = {}
         for stored in placement.others:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.errors import ResourceError, UsageError, brief
 from prefillcli.models.samples import sample_model
 from prefillcli.runtime.threads import Threads
@@ -30,6 +32,8 @@ class ModelChoice(Protocol):
     @property
     def dtype(self) -> str: ...
     @property
+    def head(self) -> Literal["auto", "vocabulary", "probability", "value"]: ...
+    @property
     def threads(self) -> int | Literal["auto"]: ...
 
 
@@ -40,6 +44,15 @@ class DraftChoice(ModelChoice, Protocol):
     def draft(self) -> str | None: ...
     @property
     def drafts_itself(self) -> bool: ...
+
+
+class LabelChoice(Protocol):
+    """Which labels are asked for, and whether somebody has: else they are the default."""
+
+    @property
+    def labels(self) -> str | Sequence[str]: ...
+    @property
+    def labels_given(self) -> bool: ...
 
 
 class WeightsChoice(Protocol):
@@ -86,7 +99,13 @@ def open_model(choice: ModelChoice) -> tuple[ModelFiles, torch.device]:
     else:
         path = find_model(choice.model, choice.revision)
     device = choose_device(choice.device)
-    files = read_model_files(path, dtype=choice.dtype, device=device.type, trust_remote_code=choice.trust_remote_code)
+    files = read_model_files(
+        path,
+        dtype=choice.dtype,
+        device=device.type,
+        trust_remote_code=choice.trust_remote_code,
+        head=choice.head,
+    )
     return files, device
 
 
@@ -106,11 +125,25 @@ def open_models(choice: DraftChoice) -> Opened:
             device=device.type,
             trust_remote_code=choice.trust_remote_code,
         )
+        if small.head is not None:
+            raise UsageError(
+                f"--draft {choice.draft}: it has a classification head, and a draft is a causal language model\n"
+                "take another draft, or --draft self"
+            )
         check_walkable(small, "take another draft")
         other = difference(tokenizer, _load_tokenizer(small, choice.trust_remote_code))
         if other is not None:
             raise UsageError(f"--draft {choice.draft}: its tokenizer is not the model's: {other}")
     return Opened(files, device, tokenizer, small, files.max_length, threads, choice.drafts_itself)
+
+
+def answer_labels(opened: Opened, choice: LabelChoice) -> Labels:
+    """The labels of a job: tokens of the vocabulary, or classes of the model's head. Raises UsageError."""
+    if opened.files.head is None:
+        return Labels(opened.tokenizer, parse_labels(choice.labels))
+    from prefillcli.models.heads import class_labels
+
+    return class_labels(opened.files.head, choice.labels if choice.labels_given else None)
 
 
 def check_walkable(files: ModelFiles, advice: str) -> None:

@@ -23,6 +23,7 @@ from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError
 from prefillcli.prefill.key_window import KeyWindow
 from prefillcli.prefill.layer_place import decoder_layers, embedding_device
 from prefillcli.prefill.layers import LayerSource
+from prefillcli.prefill.model_ends import last_row
 from prefillcli.prefill.own_cache import has_forest_attention, set_eager_attention, set_own_attention
 from prefillcli.prefill.walk import LayerWalk
 
@@ -198,7 +199,7 @@ def _own_forward(
         taken = inspect.signature(model.forward).parameters
         given = {name: value for name, value in given.items() if name in taken}
         with torch.inference_mode(), _layers_used(model, layers):
-            rows.append(model(input_ids=ids, use_cache=False, **given).logits[0, -1].float())
+            rows.append(last_row(model(input_ids=ids, use_cache=False, **given).logits))
     return rows
 
 

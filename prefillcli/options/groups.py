@@ -70,6 +70,12 @@ class ModelOptions(Settings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "Number format of weights and activations; auto: as the model is saved.", MODEL, changes="scores"
     )
+    head: Literal["auto", "vocabulary", "probability", "value"] = option(
+        "auto",
+        "What is read of the model: the next token (vocabulary), or the probabilities or raw values of its "
+        "classification or reward head. auto: as config.json says.",
+        MODEL, changes="scores",
+    )  # fmt: skip
     threads: ThreadCount = option(
         "auto",
         "CPU threads that compute; auto: one per core it may use, fewer while other programs are busy.",
@@ -123,12 +129,17 @@ class PromptOptions(Settings):
 
     labels: LabelTexts = option(
         "Yes,No",
-        "Answers, the positive one first; 'Yes= Yes|yes|YES' sums variants.",
+        "Answers, the positive one first; 'Yes= Yes|yes|YES' sums variants. Of a classification head, classes.",
         ANSWERS, changes="scores", metavar="LABELS",
     )  # fmt: skip
     temperature: float = option(
         1.0, "Divides the label logits.", ANSWERS, changes="scores", metavar="T", gt=0, allow_inf_nan=False
     )
+
+    @property
+    def labels_given(self) -> bool:
+        """Whether somebody has asked for these labels."""
+        return "labels" in self.model_fields_set
 
 
 class BudgetOptions(Settings):

@@ -37,6 +37,7 @@ class ScorerOptions(TypedDict, total=False):
 
     revision: str | None
     trust_remote_code: bool
+    head: Literal["auto", "vocabulary", "probability", "value"]
     device: str
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     threads: int | Literal["auto"]

@@ -51,6 +51,7 @@ class _Manner:
     lanes: Lanes
     vocabulary: int  # numbers of a token's logits
     first_position: int  # that it gives a prompt's first token by itself
+    pooled: bool  # one row of logits for each prompt, of its last token: a classification head
 
 
 class _LabelHead(nn.Module):
@@ -74,10 +75,10 @@ def logit_bytes(device: torch.device, vocabulary: int) -> int:
 
 
 class ModelEnds:
-    """A causal language model of transformers without its decoder layers.
+    """A causal language model of transformers, or one with a classification head, without its decoder layers.
 
-    Until `close`, stand-ins take the layers' places in the model. Raises UnsupportedModelError for a model whose
-    layers are not found.
+    The logits of such a head are those of its classes. Until `close`, stand-ins take the layers' places in the model.
+    Raises UnsupportedModelError for a model whose layers are not found.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -172,12 +173,17 @@ class ModelEnds:
 
     def _head(self, hidden: Tensor) -> Tensor:
         """Final norm and head, with whatever scaling the model gives its logits: float32 [tokens, vocabulary]."""
-        placeholder = torch.zeros(hidden.shape[1], dtype=torch.long)
-        logits = self._run(Injection(self._manner.form, self.lanes, hidden), placeholder, placeholder)
-        return logits[0].float()
+        form, placeholder = self._manner.form, torch.zeros(hidden.shape[1], dtype=torch.long)
+        if not self._manner.pooled:
+            return self._run(Injection(form, self.lanes, hidden), placeholder, placeholder)[0].float()
+        # Each token is a prompt of its own, so that it is the last one.
+        prompts = Injection(form, self.lanes, hidden.transpose(0, 1))
+        with _some_padding(self._model.config.get_text_config()):
+            return self._run(prompts, placeholder[:, None], placeholder[:1]).float()
 
     def _run(self, reached: Reached, tokens: Tensor, positions: IntArray | Tensor | None, **given: Any) -> Tensor:
-        """The logits of the model's forward, where `reached` stands for its layers."""
+        """The logits of the model's forward over `tokens` [tokens] or [prompts, tokens], where `reached` stands for
+        its layers."""
         cache = given.pop("cache", None)
         given = {"use_cache": False} | given
         if positions is not None:
@@ -189,7 +195,7 @@ class ModelEnds:
                 raise UnsupportedModelError("the model's forward takes no cache")
             given[name] = cache
         with self._staged(reached):
-            logits: Tensor = self._model(input_ids=tokens[None].to(self.device), **given).logits
+            logits: Tensor = self._model(input_ids=tokens.view(-1, tokens.shape[-1]).to(self.device), **given).logits
         return logits
 
     @contextmanager
@@ -221,10 +227,11 @@ class ModelEnds:
         logits = self._run(trial, tokens, torch.arange(TRIAL_TOKENS))
         if trial.reached != len(self.layers):
             raise UnsupportedModelError("the model's forward does not call all of its layers")
-        if logits.dim() != 3 or logits.shape[:2] != (1, TRIAL_TOKENS):
+        pooled = logits.dim() == 2 and len(logits) == 1
+        if not pooled and (logits.dim() != 3 or logits.shape[:2] != (1, TRIAL_TOKENS)):
             raise ValueError(f"the logits have the shape {list(logits.shape)}")
         first = self._first_position(trial.form, trial.lanes)
-        return _Manner(trial.form, trial.lanes, logits.shape[2], first)
+        return _Manner(trial.form, trial.lanes, logits.shape[-1], first, pooled)
 
     def _trial_tokens(self) -> Tensor:
         text = self._model.config.get_text_config(decoder=True)
@@ -246,6 +253,23 @@ class ModelEnds:
             if torch.allclose(other, by_itself, rtol=0, atol=0, equal_nan=True):
                 return first
         raise UnsupportedModelError("the model does not count positions from a prompt's first token")
+
+
+def last_row(logits: Tensor) -> Tensor:
+    """The logits of a prompt's last token, float32 [vocabulary], as a model's own forward over it gives them: for some
+    of its tokens, or by a classification head for the last one alone."""
+    return logits.flatten(0, -2)[-1].float()
+
+
+@contextmanager
+def _some_padding(config: Any) -> Iterator[None]:
+    """While this lasts, the model takes some token for padding: without, it classifies one prompt at a time."""
+    before = getattr(config, "pad_token_id", None)
+    config.pad_token_id = 0 if before is None else before
+    try:
+        yield
+    finally:
+        config.pad_token_id = before
 
 
 def _is_walked(index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from prefillcli.errors import PrefillError, ResourceError, brief
 from prefillcli.forecast.mode_results import Confirmation, MemoryPoint, TracePoint
@@ -50,6 +50,7 @@ class Subject:
     trust_remote_code: bool
     threads: int
     chunk_tokens: int = 0  # 0: not decided yet
+    head: Literal["auto", "vocabulary", "probability", "value"] = "auto"
 
 
 def in_child(task: Callable[..., None], *arguments: Any, timeout: float | None = None) -> Generator[Any, None, None]:
@@ -135,7 +136,11 @@ def load_subject(subject: Subject) -> tuple[Any, Any]:
 
     torch.set_num_threads(subject.threads)
     files = read_model_files(
-        subject.path, dtype=subject.dtype, device=subject.device, trust_remote_code=subject.trust_remote_code
+        subject.path,
+        dtype=subject.dtype,
+        device=subject.device,
+        trust_remote_code=subject.trust_remote_code,
+        head=subject.head,
     )
     device = choose_device(subject.device)
     if device.type == "cuda" and device.index is not None:

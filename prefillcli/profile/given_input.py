@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.reading.source import Source
 from prefillcli.data.windows import windows
 from prefillcli.forecast.profile import Profile
@@ -13,7 +12,7 @@ from prefillcli.forecast.survey import survey
 from prefillcli.jobs.inputs import open_source, prompt_builder
 from prefillcli.jobs.load import compression_of
 from prefillcli.jobs.paths import refuse_among_inputs
-from prefillcli.models.open import Opened, open_models
+from prefillcli.models.open import Opened, answer_labels, open_models
 from prefillcli.options.profile import ProfileSettings
 from prefillcli.report.survey import Survey
 from prefillcli.runtime.progress import Progress
@@ -38,7 +37,7 @@ def open_input(settings: ProfileSettings, outputs: Iterable[str]) -> Input:
         refuse_among_inputs(output, source)
     opened = open_models(settings)
     builder = prompt_builder(settings, opened, source, ())
-    labels = Labels(opened.tokenizer, parse_labels(settings.labels))
+    labels = answer_labels(opened, settings)
     first = next(windows(source, builder, labels, id_column=None, max_rows=1), None)
     if first is not None:
         labels.check(first)

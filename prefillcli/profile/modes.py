@@ -16,6 +16,7 @@ from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ATTENTION, ForestAttention
 from prefillcli.prefill.layer_place import decoder_layers, embedding_device
 from prefillcli.prefill.layout import split_evenly
+from prefillcli.prefill.model_ends import last_row
 from prefillcli.prefill.walk import LayerWalk
 from prefillcli.prefill.walk_state import WalkState
 
@@ -61,8 +62,7 @@ class Prefill:
                 ).logits
         if logits is None:
             raise ValueError("a prompt has at least one token")
-        last: Tensor = logits[0, -1].float()
-        return last
+        return last_row(logits)
 
     def _walk(self, prompt: TokenArray, tick: Tick) -> Tensor:
         self.model.set_attn_implementation(ATTENTION)

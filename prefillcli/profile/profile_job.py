@@ -111,6 +111,7 @@ def _measure(settings: ProfileSettings, given: Input | None, announce: Callable[
         trust_remote_code=settings.trust_remote_code,
         threads=torch.get_num_threads(),
         chunk_tokens=settings.chunk_tokens or 0,
+        head=settings.head,
     )
 
     announce("completion times: packs of several lengths, with and without cached tokens")

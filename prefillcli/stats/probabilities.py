@@ -1,11 +1,35 @@
-"""What label log-probabilities say: each label's probability among the labels, and that of all together."""
+"""What the numbers of a row's labels say: each label's score, and the probability of all labels together."""
 
 from __future__ import annotations
+
+from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
 
 Float64Array = npt.NDArray[np.float64]
+
+
+class Measure(StrEnum):
+    """What an engine's numbers for the labels of a row are."""
+
+    SHARES = "shares"
+    """Log-probabilities of labels that exclude one another."""
+    CHANCES = "chances"
+    """Log-probabilities of labels, each of which may be right, whatever the others are."""
+    VALUES = "values"
+    """Any numbers."""
+
+
+def label_scores(numbers: Float64Array, temperature: float = 1.0, measure: Measure = Measure.SHARES) -> Float64Array:
+    """The score of each label, float64 [..., labels]: a probability, or the number as it is if it is a value.
+
+    Only shares have a `temperature`; see `label_probabilities`.
+    """
+    if measure is Measure.SHARES:
+        return label_probabilities(numbers, temperature)
+    scores: Float64Array = np.exp(numbers) if measure is Measure.CHANCES else numbers
+    return scores
 
 
 def label_probabilities(logprobs: Float64Array, temperature: float = 1.0) -> Float64Array:

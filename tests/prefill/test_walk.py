@@ -84,10 +84,10 @@ def walked(
     model: nn.Module, prompts: list[Prompt], *, chunk: int, limits: Limits = ONE_PACK, schedule: str = "prefix-tree",
     done: tuple[int, ...] = (), offload_held: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """Float32 logits [prompts, vocabulary] of the walk; rows of `done` prompts may stay 0."""
+    """Float32 logits [prompts, vocabulary or classes] of the walk; rows of `done` prompts may stay 0."""
     model.set_attn_implementation(ATTENTION)
     walk = LayerWalk(model, chunk_tokens=chunk, offload_held=offload_held)
-    logits = torch.zeros(len(prompts), VOCABULARY)
+    logits = torch.zeros(len(prompts), getattr(model, "num_labels", VOCABULARY))
     try:
         for pack in packs_to_run(make_plan(prompts, limits, schedule), done):
             rows = torch.cat(list(walk.read_logits(pack)))

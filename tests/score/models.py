@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 VOCABULARY = 400
@@ -27,11 +27,13 @@ def save_model(
     layers: int = 2,
     hidden: int = 64,
     family: str = "llama",
+    classifies: bool = False,
     **sizes: object,
 ) -> Path:
     """Save a model of random weights whose logits spread over a few units, and its tokenizer (BOS first).
 
-    `sizes` are further settings of the family's configuration.
+    One that `classifies` has a head of sequence classification. `sizes` are further settings of the family's
+    configuration.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -49,7 +51,7 @@ def save_model(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 0)]
     )
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=chat_template, **_SPECIAL).save_pretrained(path)
-    model = AutoModelForCausalLM.from_config(
+    model = (AutoModelForSequenceClassification if classifies else AutoModelForCausalLM).from_config(
         AutoConfig.for_model(
             family,
             vocab_size=VOCABULARY,

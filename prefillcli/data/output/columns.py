@@ -12,12 +12,17 @@ import pyarrow as pa
 
 from prefillcli.data.rows import ErrorCode, Float64Array, Int64Array, Prompt, RowError, ScoredRow, Window
 from prefillcli.stats.calibration import Calibration
-from prefillcli.stats.probabilities import label_mass, label_probabilities
+from prefillcli.stats.probabilities import Measure, label_mass, label_scores
 
 ROW_COLUMN = "row"
 """The column with the row number, in an output without ids."""
 
 ObjectArray = npt.NDArray[np.object_]
+_KINDS = {
+    Measure.SHARES: "label log-probabilities",
+    Measure.CHANCES: "label log-probabilities",
+    Measure.VALUES: "label values",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +40,17 @@ class ResultRows:
     places: Int64Array
     """Where these are among all rows [scored]."""
     logprobs: Float64Array
-    """Log-probability of every label over the whole vocabulary; of rows that left early, among the labels alone
-    [scored, labels]."""
-    probabilities: Float64Array
-    """Probability of every label among the labels, after the temperature [scored, labels]."""
+    """Log-probability of every label over the whole vocabulary, or over all classes; of rows that left early, among
+    the labels alone. Of a head that gives values, the value of every label [scored, labels]."""
+    scores: Float64Array
+    """Score of every label: mostly its probability among the labels, after the temperature [scored, labels]."""
     audited: list[Float64Array | None]
-    """`probabilities` as the whole prompt and all layers give them, for rows of the audit [scored]."""
+    """`scores` as the whole prompt and all layers give them, for rows of the audit [scored]."""
     labels: tuple[str, ...]
     calibrated: Float64Array | None = None
     """Calibrated probability of every label [scored, labels]; None where nothing is calibrated."""
+    measure: Measure = Measure.SHARES
+    """What the numbers in `logprobs` are."""
 
     @classmethod
     def of(
@@ -54,14 +61,15 @@ class ResultRows:
         labels: Sequence[str],
         temperature: float,
         calibration: Calibration | None = None,
+        measure: Measure = Measure.SHARES,
     ) -> ResultRows:
         """Made of some rows of a window. A result that is not a finite number becomes an error."""
         results = sorted(results, key=lambda scored: scored.row)
         logprobs = np.array([scored.logprobs for scored in results], np.float64).reshape(-1, len(labels))
-        probabilities = label_probabilities(logprobs, temperature)
-        finite = np.isfinite(probabilities[:, 0])
+        scores = label_scores(logprobs, temperature, measure)
+        finite = np.isfinite(scores[:, 0])
         errors = errors | {
-            scored.row: RowError(ErrorCode.NONFINITE_SCORE, f"label log-probabilities {scored.logprobs.tolist()}")
+            scored.row: RowError(ErrorCode.NONFINITE_SCORE, f"{_KINDS[measure]} {scored.logprobs.tolist()}")
             for scored, good in zip(results, finite.tolist(), strict=True)
             if not good
         }
@@ -75,10 +83,13 @@ class ResultRows:
             scored=results,
             places=np.searchsorted(numbers, np.array([scored.row for scored in results], np.int64)),
             logprobs=logprobs[finite],
-            probabilities=probabilities[finite],
-            audited=[None if each.audit is None else label_probabilities(each.audit, temperature) for each in results],
+            scores=scores[finite],
+            audited=[
+                None if each.audit is None else label_scores(each.audit, temperature, measure) for each in results
+            ],
             labels=tuple(labels),
             calibrated=None if calibration is None else calibration.probabilities(logprobs[finite]),
+            measure=measure,
         )
 
     def of_scored(self, values: Sequence[Any] | npt.NDArray[Any]) -> ObjectArray:
@@ -107,11 +118,14 @@ class Column(NamedTuple):
     """Whether only an output with calibrated probabilities has it."""
     least_labels: int = 0
     """Only an output with so many labels has it."""
+    measures: tuple[Measure, ...] = tuple(Measure)
+    """Only an output whose labels have one of these measures has it."""
 
 
-def _best(rows: ResultRows, probabilities: Iterable[Float64Array | None]) -> list[str | None]:
-    """The likeliest label [scored]."""
-    return [None if each is None else rows.labels[int(each.argmax())] for each in probabilities]
+def _best(rows: ResultRows, scores: Iterable[Float64Array | None]) -> list[str | None]:
+    """The label with the largest score [scored]; None where there is only one."""
+    some = len(rows.labels) > 1
+    return [rows.labels[int(each.argmax())] if some and each is not None else None for each in scores]
 
 
 def _of_result(name: str) -> Callable[[ResultRows], ObjectArray]:
@@ -133,19 +147,30 @@ def _calibrated(rows: ResultRows) -> ObjectArray:
 
 
 COLUMNS = (
-    Column("score", pa.float64(), lambda rows: rows.of_scored(rows.probabilities[:, 0]), counted=True),
+    Column("score", pa.float64(), lambda rows: rows.of_scored(rows.scores[:, 0]), counted=True),
     Column("probability", pa.float64(), lambda rows: _calibrated(rows)[:, 0], calibrated=True),
-    Column("logprob_<label>", pa.float64(), lambda rows: _full_only(rows, rows.logprobs)),
+    Column(
+        "logprob_<label>",
+        pa.float64(),
+        lambda rows: _full_only(rows, rows.logprobs),
+        measures=(Measure.SHARES, Measure.CHANCES),
+    ),
+    Column("value_<label>", pa.float64(), lambda rows: rows.of_scored(rows.logprobs), measures=(Measure.VALUES,)),
     Column("probability_<label>", pa.float64(), _calibrated, calibrated=True, least_labels=3),
     Column(
         "score_<label>",
         pa.float64(),
-        lambda rows: rows.of_scored(rows.probabilities),
+        lambda rows: rows.of_scored(rows.scores),
         exits=True,
         least_labels=3,
     ),
-    Column("label_mass", pa.float64(), lambda rows: _full_only(rows, label_mass(rows.logprobs))),
-    Column("prediction", pa.string(), lambda rows: rows.of_scored(_best(rows, rows.probabilities)), counted=True),
+    Column(
+        "label_mass",
+        pa.float64(),
+        lambda rows: _full_only(rows, label_mass(rows.logprobs)),
+        measures=(Measure.SHARES,),
+    ),
+    Column("prediction", pa.string(), lambda rows: rows.of_scored(_best(rows, rows.scores)), counted=True),
     Column("prompt_tokens", pa.int64(), lambda rows: [p and len(p.tokens) for p in rows.prompts], counted=True),
     Column("shared_tokens", pa.int64(), _of_result("shared_tokens")),
     Column("kept_tokens", pa.int64(), _of_result("kept_tokens")),
@@ -176,17 +201,21 @@ COLUMN_TYPES = {column.name: column.type for column in COLUMNS}
 
 
 def result_schema(
-    labels: Sequence[str], audit: bool = False, calibrated: bool = False, exits: bool = False
+    labels: Sequence[str],
+    audit: bool = False,
+    calibrated: bool = False,
+    exits: bool = False,
+    measure: Measure = Measure.SHARES,
 ) -> pa.Schema:
     """Names and types of the columns that scoring adds."""
-    columns = _columns(len(labels), audit, calibrated, exits)
+    columns = _columns(len(labels), audit, calibrated, exits, measure)
     return pa.schema([(name, column.type) for column in columns for name in _names(column, labels)])
 
 
 def result_arrays(rows: ResultRows, audit: bool = False, exits: bool = False) -> list[pa.Array]:
     """The columns of `result_schema` for these rows, with those of a calibration where they have one."""
     arrays = []
-    for column in _columns(len(rows.labels), audit, rows.calibrated is not None, exits):
+    for column in _columns(len(rows.labels), audit, rows.calibrated is not None, exits, rows.measure):
         values = column.values(rows)
         if "<label>" in column.name:
             arrays += [pa.array(of_label, column.type) for of_label in np.asarray(values).T]
@@ -195,7 +224,7 @@ def result_arrays(rows: ResultRows, audit: bool = False, exits: bool = False) ->
     return arrays
 
 
-def _columns(labels: int, audit: bool, calibrated: bool, exits: bool) -> list[Column]:
+def _columns(labels: int, audit: bool, calibrated: bool, exits: bool, measure: Measure) -> list[Column]:
     return [
         column
         for column in COLUMNS
@@ -203,6 +232,7 @@ def _columns(labels: int, audit: bool, calibrated: bool, exits: bool) -> list[Co
         and (calibrated or not column.calibrated)
         and (exits or not column.exits)
         and labels >= column.least_labels
+        and measure in column.measures
     ]
 
 

@@ -101,10 +101,10 @@ def is_part(name: str) -> bool:
 def make_rows(window: Window, rows: ResultRows, audit: bool = False, exits: bool = False) -> pa.Table:
     """Row number, carried columns and result columns of some rows of a window."""
     carried = window.carried.take(pa.array(np.searchsorted(window.rows, rows.numbers)))
-    calibrated = rows.calibrated is not None
+    results = result_schema(rows.labels, audit, rows.calibrated is not None, exits, rows.measure)
     return pa.Table.from_arrays(
         [pa.array(rows.numbers), *carried.columns, *result_arrays(rows, audit, exits)],
-        schema=pa.schema([(ROW, pa.int64()), *carried.schema, *result_schema(rows.labels, audit, calibrated, exits)]),
+        schema=pa.schema([(ROW, pa.int64()), *carried.schema, *results]),
     )
 
 

@@ -15,6 +15,7 @@ from prefillcli.data.output.manifest import Job
 from prefillcli.data.output.tallies import ROW
 from prefillcli.data.proof.seals import JOB_KEY
 from prefillcli.errors import UsageError
+from prefillcli.stats.probabilities import Measure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,8 @@ class OutputSchema:
     """Whether there are calibrated probabilities."""
     exits: bool = False
     """Whether there are the columns of a job whose rows may leave early."""
+    measure: Measure = Measure.SHARES
+    """What the numbers of the labels are."""
 
     def require_distinct(self) -> None:
         """Raise UsageError if a carried column has the name of another column of the output."""
@@ -78,7 +81,7 @@ class OutputSchema:
     @property
     def _results(self) -> pa.Schema:
         """The columns that scoring adds."""
-        return result_schema(self.labels, self.audit, self.calibrated, self.exits)
+        return result_schema(self.labels, self.audit, self.calibrated, self.exits, self.measure)
 
     @property
     def _typed(self) -> bool:

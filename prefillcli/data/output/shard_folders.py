@@ -18,6 +18,7 @@ from prefillcli.data.output.target import Target
 from prefillcli.data.paths import WORK_ENDING, split_path
 from prefillcli.data.reading.partitions import Partitions
 from prefillcli.data.shard import Shard
+from prefillcli.stats.probabilities import Measure
 
 
 @dataclass
@@ -99,12 +100,14 @@ def of_schema(schema: OutputSchema) -> dict[str, Any]:
     """An output's columns as JSON; whether JSON is written as text follows from the format."""
     plain = {name: getattr(schema, name) for name in ("labels", "id_name", "json_carried", "audit", "truth")}
     plain |= {name: True for name in ("calibrated", "exits") if getattr(schema, name)}
+    plain |= {} if schema.measure is Measure.SHARES else {"measure": schema.measure.value}
     return plain | {"carried": _packed(schema.carried)}
 
 
 def to_schema(content: dict[str, Any], *, json_text: bool) -> OutputSchema:
     """The columns of `of_schema`. Raises KeyError, TypeError, ValueError or ArrowException for anything else."""
     rest = content | {"labels": tuple(content["labels"]), "carried": _unpacked(content["carried"])}
+    rest["measure"] = Measure(content.get("measure", Measure.SHARES))
     return OutputSchema(**rest, json_text=json_text)
 
 

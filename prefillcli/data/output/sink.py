@@ -25,6 +25,7 @@ from prefillcli.data.reading.partitions import Partitions
 from prefillcli.data.rows import Int64Array, RowError, ScoredRow, Window
 from prefillcli.data.shard import Shard
 from prefillcli.stats.calibration import Calibration
+from prefillcli.stats.probabilities import Measure
 
 
 class Sink:
@@ -65,6 +66,7 @@ class Sink:
         truth: str | None = None,
         calibrated: bool = False,
         exits: bool = False,
+        measure: Measure = Measure.SHARES,
         partitions: Partitions | None = None,
         shard: Shard | None = None,
     ) -> Self:
@@ -73,10 +75,10 @@ class Sink:
         `selection` are the options that say which rows of the input are taken, `carried` is the schema of the id and
         the kept columns (`Source.carried_schema`). With an `audit` the output has its columns; `truth` is the carried
         column with the right answers. With `calibrated` it has probabilities, and `write` needs the calibration; with
-        `exits` it says where rows left. With `partitions`, whose keys are carried columns, the files of a directory
-        lie in folders that hold them. Raises UsageError for an unknown ending, a clash of column names, or if the
-        job's own output exists and neither flag is given; OutputConflictError if it is another job's, or damaged;
-        ResourceError if another process is working on it.
+        `exits` it says where rows left. `measure` says what the labels' numbers are. With `partitions`, whose keys are
+        carried columns, the files of a directory lie in folders that hold them. Raises UsageError for an unknown
+        ending, a clash of column names, or if the job's own output exists and neither flag is given;
+        OutputConflictError if it is another job's, or damaged; ResourceError if another process is working on it.
         """
         target = Target.parse(output, shard)
         schema = OutputSchema(
@@ -89,6 +91,7 @@ class Sink:
             truth=truth,
             calibrated=calibrated,
             exits=exits,
+            measure=measure,
         )
         schema.require_distinct()
         job = Job(fingerprint, selection, id_name)
@@ -204,7 +207,7 @@ class Sink:
             return
         self._lock.check()
         schema, shard = self._schema, self._target.shard
-        found = ResultRows.of(window, results, errors, schema.labels, temperature, calibration)
+        found = ResultRows.of(window, results, errors, schema.labels, temperature, calibration, schema.measure)
         rows = parts.make_rows(window, found, schema.audit, schema.exits)
         info = parts.PartInfo(
             job=self._manifest.job,

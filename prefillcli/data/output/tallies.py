@@ -118,6 +118,8 @@ def _exit_layers(rows: pa.Table) -> dict[str, LayerRows]:
 def _score_bins(rows: pa.Table) -> dict[str, list[int]]:
     found = {}
     for name in _counted(rows["prediction"]):
+        if f"value_{name}" in rows.column_names:
+            continue  # values are not from 0 to 1
         scores = rows["score"].filter(pc.equal(rows["prediction"], name)).to_numpy()
         found[name] = np.histogram(scores, SCORE_BINS, (0, 1))[0].tolist()
     return found

@@ -12,7 +12,7 @@ from prefillcli.data.prompts.chat import ChatTemplate
 from prefillcli.data.prompts.controls import NotLiteral, not_literal
 from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.labels import LabelError, Labels, tail_of
-from prefillcli.data.prompts.lengths import default_row_bytes, fit
+from prefillcli.data.prompts.lengths import default_row_bytes, fit, without_padding
 from prefillcli.data.prompts.raw_prompts import RawPrompt, RawPromptReader, not_in_vocabulary, text_error
 from prefillcli.data.prompts.row_options import COMPRESSION_COLUMNS, with_compression
 from prefillcli.data.prompts.settings import (
@@ -116,7 +116,7 @@ class PromptBuilder:
     def _with_chats_rendered(self, raw: list[RawPrompt], errors: dict[int, RowError]) -> list[RawPrompt]:
         chats = [each.chat for each in raw if each.chat is not None]
         if chats and self._chat_template is None:
-            self._chat_template = ChatTemplate(self._tokenizer)
+            self._chat_template = ChatTemplate(self._tokenizer, answers=not self.settings.classifies)
         texts = iter(self._chat_template.render(chats) if self._chat_template else ())
         done = []
         for each in raw:
@@ -138,6 +138,8 @@ class PromptBuilder:
         prompts: dict[int, Prompt] = {}
         tails: dict[bool, dict[int, str]] = {False: {}, True: {}}
         for each in raw:
+            if self.settings.padding is not None:
+                tokens[each.row] = without_padding(tokens[each.row], self.settings.padding)
             fitted = self._fit(tokens[each.row])
             if isinstance(fitted, RowError):
                 errors[each.row] = fitted

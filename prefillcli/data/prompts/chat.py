@@ -31,12 +31,12 @@ def messages_of(value: Sequence[Any], system: str | None) -> list[Message] | Row
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer.
+    """The chat template of a tokenizer. Where a model `answers`, chats end where the assistant begins to.
 
     Raises UsageError if there is none, or if it cannot be compiled within the limits.
     """
 
-    def __init__(self, tokenizer: Any, limits: RenderLimits | None = None) -> None:
+    def __init__(self, tokenizer: Any, limits: RenderLimits | None = None, *, answers: bool = True) -> None:
         from transformers import PreTrainedTokenizerBase  # takes long to import; the tokenizer has done so
 
         if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
@@ -51,13 +51,14 @@ class ChatTemplate:
         spec = {
             "kind": "chat",
             "text": text,
+            "answers": answers,
             "variables": dict(tokenizer.special_tokens_map),
             "name": "the model's chat template",
         }
         self._renderer = Renderer(spec, code=ErrorCode.CHAT_ERROR, limits=limits)
 
     def render(self, chats: Sequence[list[Message]]) -> list[str | RowError]:
-        """Every chat as text up to where the assistant answers, or why there is none."""
+        """Every chat as text, or why there is none."""
         return self._renderer.render(chats)
 
     def close(self) -> None:

@@ -34,8 +34,9 @@ class _Generation(Extension):
         return caller()
 
 
-def compile_chat_template(text: str, variables: dict[str, Any]) -> Callable[[Any], str]:
-    """What renders messages up to where the assistant answers; `variables` are the tokenizer's special tokens.
+def compile_chat_template(text: str, variables: dict[str, Any], *, answers: bool = True) -> Callable[[Any], str]:
+    """What renders messages, if a model `answers` up to where the assistant begins to. `variables` are the tokenizer's
+    special tokens.
 
     Some templates print today's date. A score must not depend on the day, nor a resume on midnight: it is always the
     same day. Raises whatever Jinja raises.
@@ -49,7 +50,7 @@ def compile_chat_template(text: str, variables: dict[str, Any]) -> Callable[[Any
     given = {**variables, "strftime_now": _DAY.strftime}
 
     def render(messages: Any) -> str:
-        return template.render(messages=messages, tools=None, documents=None, add_generation_prompt=True, **given)
+        return template.render(messages=messages, tools=None, documents=None, add_generation_prompt=answers, **given)
 
     return render
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.rows import ErrorCode, Window
 from prefillcli.errors import UsageError
+from prefillcli.stats.probabilities import Measure
 
 LabelSet = tuple[tuple[int, ...], ...]
 """Token ids of every label's variants."""
@@ -31,15 +32,15 @@ class Label(NamedTuple):
     variants: tuple[str, ...] | None = None
 
 
-def parse_labels(labels: str | Sequence[str]) -> tuple[Label, ...]:
+def parse_labels(labels: str | Sequence[str], *, least: int = 2) -> tuple[Label, ...]:
     r"""Labels of `--labels`: `Yes,No`, or `Yes= Yes|yes|YES,No= No|no` with literal variants.
 
     A list has one label per item. A backslash before `,` `|` `=` or `\` takes it literally. Raises UsageError
-    if there are fewer than two labels, an empty one, or one name twice.
+    if there are fewer than `least` labels, an empty one, or one name twice.
     """
     items = _split(labels, ",") if isinstance(labels, str) else list(labels)
     parsed = tuple(_parse_label(item) for item in items)
-    if len(parsed) < 2:
+    if len(parsed) < least:
         raise UsageError(f"--labels {labels!r}: at least two labels are needed, as in Yes,No")
     names = [label.name for label in parsed]
     for name in names:
@@ -117,6 +118,9 @@ def tail_of(text: str) -> str:
 
 class Labels:
     """Finds the tokens of the labels after any prompt; equal sets of tokens are stored once."""
+
+    measure = Measure.SHARES
+    """What an engine's numbers for the labels are."""
 
     def __init__(self, tokenizer: Any, labels: Sequence[Label]) -> None:
         self.labels = tuple(labels)

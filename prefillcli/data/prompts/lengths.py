@@ -44,3 +44,10 @@ def fit(tokens: Int32Array, max_length: int, on_long: OnLong, start_ids: Set[int
         while head < max_length - 1 and int(tokens[head]) in start_ids:
             head += 1
     return np.concatenate([tokens[:head], tokens[len(tokens) - (max_length - head) :]])
+
+
+def without_padding(tokens: Int32Array, padding: int) -> Int32Array:
+    """The tokens int32 [tokens] up to the last one that is no padding; of padding alone the first one, as transformers
+    has it."""
+    last = np.flatnonzero(tokens != padding)[-1:]
+    return tokens[: int(last[0]) + 1] if len(last) else tokens[:1]

@@ -55,7 +55,7 @@ def compile_spec(spec: dict[str, Any]) -> tuple[Render, list[str]]:
         return compile_template(spec["text"], spec["name"])
     from prefillcli.data.prompts.chat_sandbox import compile_chat_template
 
-    return compile_chat_template(spec["text"], spec["variables"]), []
+    return compile_chat_template(spec["text"], spec["variables"], answers=spec["answers"]), []
 
 
 def _serve(rows: BinaryIO, answers: BinaryIO, processor: _Processor, text_bytes: int) -> None:

@@ -37,6 +37,10 @@ class PromptSettings:
     """Longest row, and longest prompt made of one, in bytes; None: as `default_row_bytes` has it."""
     compression: bool = False
     """Whether the columns `keep` and `specprefill` say how a row is compressed."""
+    classifies: bool = False
+    """Whether a classification head reads the prompt: text is no chat unless `chat` says so, and no answer begins."""
+    padding: int | None = None
+    """The token that such a head takes for padding where it ends a prompt."""
 
 
 def has_chat_template(tokenizer: Any) -> bool:
@@ -48,9 +52,14 @@ def wants_chat(settings: PromptSettings, tokenizer: Any) -> bool:
     has_template = has_chat_template(tokenizer)
     if settings.chat and not has_template:
         raise UsageError("--chat: the tokenizer has no chat template\nleave --chat out, or write one with --template")
-    chat = has_template if settings.chat is None else settings.chat
+    chat = (has_template and not settings.classifies) if settings.chat is None else settings.chat
     if settings.system is not None and not chat:
-        raise UsageError("--system needs a chat: the tokenizer has no chat template, or --no-chat is given")
+        why = (
+            "a classification head reads text as it is: give --chat"
+            if settings.classifies
+            else ("the tokenizer has no chat template, or --no-chat is given")
+        )
+        raise UsageError(f"--system needs a chat: {why}")
     return chat
 
 

@@ -1,0 +1,169 @@
+"""Heads of sequence classification: which checkpoints have one, what its outputs mean, and the labels that they make.
+
+transformers reads such a head at the last token of a prompt that is no padding. Its outputs become probabilities as
+in transformers' text-classification pipeline: by `problem_type`, else a logistic function of a single output, and a
+softmax over several ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+from prefillcli.data.prompts.class_labels import ClassLabels
+from prefillcli.data.prompts.labels import Label, LabelSet, parse_labels
+from prefillcli.errors import UsageError
+from prefillcli.models.files import CLASSIFIER
+from prefillcli.models.safetensors import read_header, weight_files
+from prefillcli.prefill.forest import UnsupportedModelError
+from prefillcli.stats.probabilities import Measure
+
+HeadChoice = Literal["auto", "vocabulary", "probability", "value"]
+"""What is read of a model: what its configuration says, the next token, or a head's probabilities or values."""
+Activation = Literal["softmax", "sigmoid", "none"]
+"""What makes numbers of a model's outputs: log-probabilities, of all outputs or of each by itself, or nothing does."""
+
+_WEIGHT = "score.weight"
+_OTHERS = ("ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice", "RewardModel")
+_MOST_NAMED = 12  # classes, in a message
+
+
+@dataclass(frozen=True, slots=True)
+class ClassHead:
+    """A head of sequence classification: the names of its outputs, and what makes numbers of them."""
+
+    classes: tuple[str, ...]
+    activation: Activation
+    padding: int | None
+    """The token that the model takes for padding at a prompt's end."""
+
+
+def find_head(folder: Path, config: Any, choice: HeadChoice, *, multimodal: bool = False) -> ClassHead | None:
+    """The head that is read of a checkpoint in a folder, by its transformers configuration and `--head`; None for the
+    vocabulary's.
+
+    Raises UnsupportedModelError for heads that are not read, and UsageError where a head is asked for that is not
+    there.
+    """
+    names = config.architectures or []
+    if choice == "vocabulary":
+        return None
+    if choice == "auto" and not any(name.endswith(CLASSIFIER) for name in names):
+        if other := next((name for name in names if name.endswith(_OTHERS)), None):
+            raise UnsupportedModelError(
+                f"{folder}: {other} has a head that is not read: only those of causal language models and "
+                f"*{CLASSIFIER} are\ngive --head vocabulary to score its next token, if it has one"
+            )
+        return None
+    if multimodal:
+        raise UnsupportedModelError(f"{folder}: of a {config.model_type}, the text model has no classification head")
+    own_code = CLASSIFIER in str(getattr(config, "auto_map", ""))
+    if config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES and not own_code:
+        raise UnsupportedModelError(f"{folder}: transformers has no classification head for {config.model_type}")
+    if not any(name.endswith(CLASSIFIER) for name in names) and not _has_weight(folder):
+        raise UsageError(
+            f"--head {choice}: {folder} has no classification head: there is no tensor {_WEIGHT}\nleave --head out"
+        )
+    text = config.get_text_config()
+    return ClassHead(_class_names(config), _activation(config, choice), getattr(text, "pad_token_id", None))
+
+
+def auto_class(head: ClassHead | None) -> Any:
+    """The class of transformers that loads a model with this head."""
+    return AutoModelForCausalLM if head is None else AutoModelForSequenceClassification
+
+
+def class_labels(head: ClassHead, labels: str | Sequence[str] | None) -> ClassLabels:
+    """The labels of a job that reads a head: those of `--labels`, else all of its classes. Raises UsageError."""
+    given = None if labels is None else parse_labels(labels, least=1)
+    if len(head.classes) == 1:
+        return _of_one_output(head, given)
+    return _of_classes(head, given)
+
+
+def _of_one_output(head: ClassHead, given: Sequence[Label] | None) -> ClassLabels:
+    """Of a head with a single output. Its labels may have any names: one, and one for its complement."""
+    value = head.activation == "none"
+    named = list(given or (Label(head.classes[0]),))
+    if len(named) > (1 if value else 2):
+        names = ", ".join(label.name for label in named)
+        most = "one value, which has one name" if value else "one output: it and its complement have two names"
+        raise UsageError(f"--labels {names}: the model's head gives {most}\nleave --labels out")
+    if value:
+        return ClassLabels(named, ((0,),), Measure.VALUES)
+    return _with_complement(0, named)
+
+
+def _of_classes(head: ClassHead, given: Sequence[Label] | None) -> ClassLabels:
+    """Of a head with several outputs."""
+    own = [Label(name, _spelling(number, head.classes)) for number, name in enumerate(head.classes)]
+    exclusive = head.activation == "softmax"
+    if given is None:
+        chosen = list(range(len(own)))
+        if len(own) == 2 and head.activation != "sigmoid":
+            chosen = [1, 0]  # of two classes, the second is the positive one
+    else:
+        chosen = [_number_of(label, head.classes) for label in given]
+        own = [own[at] if named is None else named for at, named in enumerate(_renamed(own, chosen, given))]
+    if len(chosen) == 1 and head.activation == "sigmoid":
+        return _with_complement(chosen[0], [own[chosen[0]]])
+    if len(chosen) == 1 and exclusive:
+        chosen += [number for number in range(len(own)) if number != chosen[0]]
+    measure = {"softmax": Measure.SHARES, "sigmoid": Measure.CHANCES, "none": Measure.VALUES}[head.activation]
+    return ClassLabels([own[number] for number in chosen], tuple((number,) for number in chosen), measure)
+
+
+def _with_complement(number: int, named: Sequence[Label]) -> ClassLabels:
+    """A class that is right or not, and its complement, whose output stands under the complement of its number."""
+    first = named[0]
+    second = named[1] if len(named) > 1 else Label(f"not {first.name}")
+    labels = [
+        label._replace(variants=label.variants or (spelling,))
+        for label, spelling in zip((first, second), "10", strict=True)
+    ]
+    found: LabelSet = ((number,), (~number,))
+    return ClassLabels(labels, found, Measure.SHARES)
+
+
+def _renamed(own: Sequence[Label], chosen: Sequence[int], given: Sequence[Label]) -> list[Label | None]:
+    """Of each class, the label that the user gave with spellings of its own; else None."""
+    said = {number: label for number, label in zip(chosen, given, strict=True) if label.variants}
+    return [said.get(number) for number in range(len(own))]
+
+
+def _number_of(label: Label, classes: Sequence[str]) -> int:
+    if label.name in classes:
+        return classes.index(label.name)
+    shown = ", ".join(classes[:_MOST_NAMED]) + (
+        f" and {len(classes) - _MOST_NAMED} more" * (len(classes) > _MOST_NAMED)
+    )
+    raise UsageError(f"--labels: {label.name!r} is no class of the model\nits classes are {shown}")
+
+
+def _spelling(number: int, classes: Sequence[str]) -> tuple[str, ...] | None:
+    """A class's number as a spelling of right answers, unless some class has a number for a name."""
+    return None if any(name.lstrip("-").isdigit() for name in classes) else (str(number),)
+
+
+def _class_names(config: Any) -> tuple[str, ...]:
+    count = int(config.num_labels)
+    names = {int(number): str(name).strip() for number, name in (config.id2label or {}).items()}
+    found = tuple(names.get(number) or f"LABEL_{number}" for number in range(count))
+    return found if len(set(found)) == count else tuple(f"LABEL_{number}" for number in range(count))
+
+
+def _activation(config: Any, choice: HeadChoice) -> Activation:
+    """As transformers' text-classification pipeline chooses it, unless `--head` does."""
+    kind = getattr(config, "problem_type", None)
+    if choice == "value" or (choice == "auto" and kind == "regression"):
+        return "none"
+    return "sigmoid" if kind == "multi_label_classification" or config.num_labels == 1 else "softmax"
+
+
+def _has_weight(folder: Path) -> bool:
+    return any(_WEIGHT in read_header(path) for path in weight_files(folder))

@@ -1,0 +1,123 @@
+"""Classification heads in the walk, against transformers' own classification of one prompt at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForSequenceClassification
+
+from prefillcli.plan.pack import Limits
+from prefillcli.prefill.forest import register
+from prefillcli.prefill.walk import LayerWalk
+from tests.prefill.families import make_config
+from tests.prefill.test_walk import ONE_PACK, Prompt, mixed, single, three_levels, two_levels, walked
+
+TOLERANCE = 1e-5
+SEVERAL_PACKS = Limits(tokens=150, max_tokens=10**6, held_tokens=400)
+FAMILIES = ("llama", "qwen3", "gemma2", "mistral", "phi3", "qwen3_moe")
+
+
+@cache
+def classifier(family: str, classes: int = 3, **changes: Any) -> nn.Module:
+    """A model of `family` with a head of so many classes, and weights that spread its outputs over a few units."""
+    register()
+    config = make_config(family, num_labels=classes, **changes)
+    model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, weight.shape[-1] ** -0.5, generator=generator)
+    return model.requires_grad_(False)
+
+
+def own_forward(model: nn.Module, prompts: list[Prompt]) -> torch.Tensor:
+    """Float32 logits [prompts, classes] of transformers' own forward over each prompt."""
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        rows = [model(input_ids=torch.as_tensor(prompt, dtype=torch.long)[None]).logits[0] for prompt in prompts]
+    return torch.stack(rows).float()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("make", [two_levels, three_levels])
+@pytest.mark.parametrize("limits", [ONE_PACK, SEVERAL_PACKS], ids=["one pack", "several packs"])
+def test_classes_are_those_of_transformers(family: str, make: Callable[[], list[Prompt]], limits: Limits) -> None:
+    model, prompts = classifier(family), make()
+    wanted = own_forward(model, prompts)
+    assert float(wanted.std(dim=0).min()) > 0.1, "a wrong prompt would show"
+    for chunk in (64, 1000):
+        torch.testing.assert_close(walked(model, prompts, chunk=chunk, limits=limits), wanted, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("make", [single, mixed])
+@pytest.mark.parametrize("classes", [1, 2, 7])
+def test_any_number_of_classes_is_read(make: Callable[[], list[Prompt]], classes: int) -> None:
+    model, prompts = classifier("llama", classes), make()
+    wanted = own_forward(model, prompts)
+    assert wanted.shape == (len(prompts), classes)
+    torch.testing.assert_close(walked(model, prompts, chunk=48), wanted, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("padding", [None, 0, 57])
+def test_the_token_for_padding_does_not_matter_before_the_end(padding: int | None) -> None:
+    model = classifier("qwen3", pad_token_id=padding)
+    prompts = two_levels()
+    for prompt in prompts:
+        prompt[3] = padding or 0
+        prompt[-1] = 5
+    wanted = own_forward(model, prompts)
+    torch.testing.assert_close(walked(model, prompts, chunk=64), wanted, rtol=0, atol=TOLERANCE)
+    assert model.config.pad_token_id == padding
+
+
+def test_classes_after_a_layer_are_those_of_the_model_cut_off_behind_it() -> None:
+    model, cut = classifier("llama"), 2
+    shorter = AutoModelForSequenceClassification.from_config(
+        make_config("llama", num_labels=3, num_hidden_layers=cut), attn_implementation="eager"
+    ).eval()
+    shorter.load_state_dict(
+        {name: value for name, value in model.state_dict().items() if name in shorter.state_dict()}
+    )
+    (prompt,) = single()
+    ids = torch.as_tensor(prompt, dtype=torch.long)[None]
+    with torch.inference_mode():
+        model.set_attn_implementation("eager")
+        hidden = model.model(ids, output_hidden_states=True).hidden_states[cut][0, -1:]
+        wanted = shorter(input_ids=ids).logits
+    walk = LayerWalk(model, chunk_tokens=64)
+    try:
+        found = walk.label_logits(hidden, [2, 0])
+    finally:
+        walk.close()
+    torch.testing.assert_close(found, wanted[:, [2, 0]], rtol=0, atol=TOLERANCE)
+
+
+def test_a_head_in_bfloat16_errs_as_transformers_does() -> None:
+    model, prompts = classifier("llama"), two_levels()
+    exact = own_forward(model, prompts)
+    rounded = classifier("llama", 3, attention_bias=False)  # a copy: `to` changes a model in place
+    rounded.load_state_dict(model.state_dict())
+    rounded = rounded.to(torch.bfloat16)
+    own = float((own_forward(rounded, prompts) - exact).abs().mean())
+    found = float((walked(rounded, prompts, chunk=64) - exact).abs().mean())
+    assert found < 1.5 * own + 1e-3
+
+
+def test_prompts_without_their_padding_end_at_the_last_other_token() -> None:
+    from prefillcli.data.prompts.lengths import without_padding
+
+    rng = np.random.default_rng(0)
+    model, drawn = classifier("llama"), rng.integers(3, 211, 20).astype(np.int32)
+    for ends in ([0], [0, 0, 0], [9, 0]):
+        padded = np.concatenate([drawn, np.array(ends, np.int32)])
+        kept = without_padding(padded, 0)
+        assert len(kept) == 20 + ends.index(0)
+        torch.testing.assert_close(walked(model, [kept], chunk=64), own_forward(model, [padded]), rtol=0, atol=1e-5)
+    assert without_padding(np.zeros(4, np.int32), 0).tolist() == [0]
