@@ -16,9 +16,13 @@ import torch
 from torch import Tensor
 
 from prefillcli.errors import brief
+from prefillcli.plan.pack import Pack
 from prefillcli.prefill.attention import attend, attend_blockwise, compute_capability, merge_into
 from prefillcli.prefill.attention_paths import PATHS, ruled_out
+from prefillcli.prefill.flex import attend_by_flex, forest_mask, lacks_flex
 from prefillcli.prefill.kernel import LANES, compiled_kernel, has_kernel_instructions, takes
+from prefillcli.prefill.key_window import KeyWindow
+from prefillcli.prefill.layout import Tree
 from prefillcli.prefill.products import Shift, attend_by_products, has_bfloat16_instructions
 
 GAP = 5  # keys between the ancestors and the tokens that nobody may see
@@ -287,6 +291,19 @@ def _by_kernel(trial: AttentionTrial) -> Attention:
     return out, lse
 
 
+def _by_flex(trial: AttentionTrial) -> Attention:
+    """A pack of the ancestors, one below the other, and below them the gap and the tokens."""
+    (_, first, _), (_, before, _), (start, end, _) = trial.runs
+    numbers = np.arange(end, dtype=np.int32)
+    offsets = [0, first, before, start, end]
+    tree = Tree(Pack(0, numbers, numbers, offsets, [0, first, before, before], [-1, 0, 1, 1], [()] * 4, []))
+    at, window = np.arange(start, end), trial.case.window
+    mask = forest_mask(tree, at, tree.depths[at], KeyWindow(window) if window else None, trial.query.device)
+    if mask is None:
+        raise ValueError("no mask")
+    return attend_by_flex(trial.query, trial.key, trial.value, mask, scale=trial.scale, softcap=trial.case.softcap)
+
+
 @dataclass(frozen=True, slots=True)
 class _Way:
     """How a path is run: what a device lacks for it (None: nothing), which trials it takes, and its attention."""
@@ -336,6 +353,7 @@ _WAYS: dict[str, _Way] = {
         _by_kernel,
     ),
     "flash-cuda": _Way(_lacks_flash, _is_plain, _by_attend),
+    "flex": _Way(lacks_flex, lambda _: True, _by_flex),
 }
 
 CHECKED = tuple(path for path in PATHS if path in _WAYS)

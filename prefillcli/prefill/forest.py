@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from prefillcli.errors import UsageError
 from prefillcli.prefill.attention import apply_sinks, attend, longest_batched, merge_into
+from prefillcli.prefill.flex import attend_by_flex, mask_of, takes_flex
 from prefillcli.prefill.kernel import LANES, ForestKernel, forest_kernel, takes
 from prefillcli.prefill.key_window import KeyWindow, layer_window
 from prefillcli.prefill.layout import Chunk, Group, IntArray, LastTokens, group_runs, split_by_length
@@ -81,6 +82,11 @@ class Scoring:
     scale: float
     softcap: float | None
     window: KeyWindow | None
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """What does not depend on which keys are seen."""
+        return {"scale": self.scale, "softcap": self.softcap}
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +239,10 @@ class ForestAttention:
         if takes_sequences(query, value, scoring.softcap):
             tables = sequence_tables(computed, scoring.window)
             return attend_sequences(tables, query, *self.keys_values, scoring.scale)
+        if takes_flex(query, value, scoring.softcap):
+            mask = mask_of(computed, scoring.window)
+            if mask is not None:
+                return attend_by_flex(query, *self.keys_values, mask, **scoring.how)
         if isinstance(computed, LastTokens):
             return self.attend_last_tokens(computed, query, scoring)
         kernel = self._by_kernel(query, key, value, scoring)
@@ -314,7 +324,7 @@ class ForestAttention:
         """`compute` for queries that see whole nodes."""
         shift = self.shift
         keys, values = self.keys_values
-        how: dict[str, Any] = {"scale": scoring.scale, "softcap": scoring.softcap, "shift": shift}
+        how: dict[str, Any] = {**scoring.how, "shift": shift}
         batched = longest_batched(query.device, query.dtype)
         out, lse = _room_for_output(query, values)
         runs = last.own(scoring.window)
@@ -357,16 +367,9 @@ class ForestAttention:
                 oldest = scoring.window.oldest(computed.depths_on_device)[at]
                 key_depths = torch.arange(span.k1 - span.k0, device=query.device) + span.k_depth
                 visible = (key_depths[None, :] >= oldest[:, None])[None, None]
-            part, part_lse = attend(
-                query[:, :, at],
-                keys[:, :, run],
-                values[:, :, run],
-                scale=scoring.scale,
-                visible=visible,
-                softcap=scoring.softcap,
-                shift=shift,
-            )
-            merge_into(out[:, :, at], lse[:, :, at], part, part_lse)
+            q, k, v = query[:, :, at], keys[:, :, run], values[:, :, run]
+            part = attend(q, k, v, visible=visible, shift=shift, **scoring.how)
+            merge_into(out[:, :, at], lse[:, :, at], *part)
 
 
 def _attend_causally(
@@ -377,8 +380,7 @@ def _attend_causally(
     if window is not None and tokens > window.size:
         ones = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device)
         band = (ones.tril() & ones.triu(1 - window.size))[None, None]
-    how: dict[str, Any] = {"scale": scoring.scale, "softcap": scoring.softcap, "shift": shift}
-    return attend(query, key, value, causal=band is None, visible=band, **how)
+    return attend(query, key, value, causal=band is None, visible=band, shift=shift, **scoring.how)
 
 
 def _gather(states: Tensor, group: Group) -> Tensor:

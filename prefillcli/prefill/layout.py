@@ -123,7 +123,7 @@ class Chunk:
     end: int
     device: torch.device
     batched: int  # pieces up to this length are batched
-    tables: dict[Any, Any] = field(default_factory=dict)  # what `varlen` makes of this, by what is seen
+    tables: dict[Any, Any] = field(default_factory=dict)  # what `varlen` and `flex` make of this, by what is seen
     _views: dict[KeyWindow | None, View] = field(default_factory=dict)
     _blocks: dict[tuple[KeyWindow | None, int], tuple[IntArray, IntArray]] = field(default_factory=dict)
 
