@@ -16,6 +16,8 @@ from prefillcli.data.output.formats import FORMATS
 from prefillcli.data.rows import ErrorCode
 from prefillcli.jobs.status import Status
 from prefillcli.jobs.verify import Verified
+from prefillcli.models.quantised import FORMATS as QUANTISED
+from prefillcli.models.quantised import QuantisedFormat
 from prefillcli.options.commands import COMMANDS
 from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.report.run import RunReport
@@ -129,3 +131,22 @@ def test_every_promise_of_reliability_names_a_test_that_exists() -> None:
         assert named, row
         for path, name in named:
             assert f"def {name}(" in (ROOT / path).read_text(), (path, name)
+
+
+def test_the_manual_lists_the_formats_of_quantised_weights() -> None:
+    text = (ROOT / "docs" / "quantised.md").read_text().partition("\n| `quant_method` |")[2].partition("\n\n")[0]
+    assert text.splitlines()[2:] == [_quantised_row(each) for each in QUANTISED.values()]
+
+
+def _quantised_row(each: QuantisedFormat) -> str:
+    install = f"`prefillcli[{each.extra}]`" if each.extra else ""
+    install = ", ".join(filter(None, [install, *(f"`{package}`" for package in each.packages)]))
+    cuda: str = each.cuda or "no"
+    if each.kernels:
+        packages = " and ".join(f"`{name}`" for name in each.kernels)
+        cuda += f" from compute capability {'.'.join(map(str, each.capability))} with {packages}, else unpacked"
+    elif each.capability > (0, 0):
+        cuda += f" from compute capability {'.'.join(map(str, each.capability))}"
+    method = each.method.partition("_")[0] if each.extra == "bitsandbytes" else each.method
+    cells = [f"`{method}`", each.name, install, each.cpu or "no", cuda, "yes" if each.tested else "no"]
+    return f"| {' | '.join(cells)} |"

@@ -15,7 +15,10 @@ from prefillcli.runtime.extras import EXTRAS, require_extra
 
 ROOT = Path(__file__).parent.parent
 OFFERED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-DISTRIBUTIONS = {"sklearn": "scikit-learn"}  # the others are called what they are imported as
+DISTRIBUTIONS = {
+    "sklearn": "scikit-learn",
+    "compressed_tensors": "compressed-tensors",
+}  # the others are called what they are imported as
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
@@ -48,5 +51,9 @@ def test_the_extras_are_those_of_the_package() -> None:
 
 def test_development_has_what_its_tests_need_of_the_extras() -> None:
     there = {Requirement(line).name for line in OFFERED["dev"]}
-    wanted = {Requirement(line).name for extra in ("s3", "gguf", "eval") for line in OFFERED[extra]}
+    wanted = {
+        Requirement(line).name
+        for extra in ("s3", "gguf", "eval", "fp8", "bitsandbytes", "compressed-tensors", "torchao")
+        for line in OFFERED[extra]
+    }
     assert wanted <= there

@@ -39,6 +39,7 @@ def open_models(choice: EngineChoice) -> Opened:
     """As `Loader`; any causal language model of transformers will do."""
     check_options("hf", choice.engine_options, OPTIONS)
     opened = models.open_models(choice)
+    models.check_loadable(opened.files, opened.device)
     return replace(opened, max_length=opened.files.max_length_apart)
 
 

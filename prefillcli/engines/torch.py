@@ -32,6 +32,7 @@ from prefillcli.models.flops import keys_share
 from prefillcli.models.heads import Activation
 from prefillcli.models.load import load_model, load_streamed
 from prefillcli.models.open import Opened
+from prefillcli.models.quantised import plan_quantisation
 from prefillcli.models.rehearsal import check_uses
 from prefillcli.models.shape import NoCostModel
 from prefillcli.models.stream_speed import measure_speed
@@ -53,6 +54,7 @@ def open_models(choice: EngineChoice) -> Opened:
     """As `Loader`; the model must be one that can be walked layer by layer."""
     opened = models.open_models(choice)
     models.check_walkable(opened.files, "take another model, or --engine hf")
+    models.check_loadable(opened.files, opened.device)
     return replace(opened, max_length=opened.files.max_length_apart)
 
 
@@ -73,6 +75,7 @@ def load(request: LoadRequest) -> Loaded[TorchEngine]:
         )
     else:
         model = load_model(opened.files, opened.device, trust_remote_code=choice.trust_remote_code)
+    quantisation = plan_quantisation(opened.files.origin, opened.files.quantised, opened.device)
     drafts = "--draft self" if opened.drafts_itself else None
     own_cache = check_uses(model, drafts=drafts, compresses=opened.compresses).own_cache
     if own_cache and request.share == 1.0:  # not by each of several workers
@@ -110,6 +113,7 @@ def load(request: LoadRequest) -> Loaded[TorchEngine]:
             memory_bytes=weights.bytes if source is None else source.resident_bytes + source.memory_bytes,
             weights_over_memory=weights.bytes / device_capacity(opened.device),
             own_cache=own_cache,
+            quantisation=None if quantisation is None else quantisation.describe(opened.files.dtype),
         ),
         activation=activation_of(opened.files),
     )

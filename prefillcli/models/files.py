@@ -28,7 +28,7 @@ _WHOLE = {
 }
 _REAL = frozenset({"rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "rope_theta"})
 CLASSIFIER = "ForSequenceClassification"  # how the names of such classes end
-_OTHER_PARTS = ("vision", "audio")  # of a model for several kinds of input, with numbers of their own
+_OTHER_PARTS = ("vision", "audio", "quantization")  # with numbers of their own under the same names
 
 
 def check_config(path: Path) -> None:
@@ -76,7 +76,7 @@ def read_json(path: Path, *, most: int = _MOST_JSON) -> Any:
 
 
 def _entries(content: Any) -> Iterator[tuple[str, Any]]:
-    """All names with their values, at any depth, but for those of parts that do not read text."""
+    """All names with their values, at any depth, but for those of parts that do not read text, and of quantisation."""
     waiting = [content]
     while waiting:
         value = waiting.pop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ class ModelFiles:
     `part_of` is the family of a multimodal model of which only the text model is loaded, else None. `head` is the
     classification head that is read; None for the vocabulary's.
 
+    `quantised` is what config.json says of quantised weights, if they are.
+
     `path` is its directory. For a model in GGUF format, this is a directory that prefill keeps of it, with
     configuration and tokenizer, and with the weights once they are `saved` there.
     """
@@ -40,6 +43,7 @@ class ModelFiles:
     gguf: GgufModel | None = None
     part_of: str | None = None
     head: ClassHead | None = None
+    quantised: Mapping[str, Any] | None = None
 
     @property
     def origin(self) -> Path:
@@ -121,7 +125,13 @@ def read_model_files(
     else:
         check_weights(folder, weights, config)
     part_of = None if part is None else whole.model_type
-    return ModelFiles(folder, config.model_type, config, chosen, gguf, part_of, found)
+    return ModelFiles(folder, config.model_type, config, chosen, gguf, part_of, found, _quantised(whole, config))
+
+
+def _quantised(*configs: Any) -> Mapping[str, Any] | None:
+    """What the first of the configurations that says so says of quantised weights."""
+    found = (getattr(config, "quantization_config", None) for config in configs)
+    return next((each for each in found if isinstance(each, Mapping)), None)
 
 
 def with_weights(files: ModelFiles) -> ModelFiles:

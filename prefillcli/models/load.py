@@ -17,12 +17,15 @@ from prefillcli.models.gguf import load_gguf, refuse_missing
 from prefillcli.models.heads import auto_class
 from prefillcli.models.multimodal import load_text_part
 from prefillcli.models.placement import Placement, place_weights
+from prefillcli.models.quantised import Quantisation, plan_quantisation
 from prefillcli.models.rehearsal import rehearse
 from prefillcli.models.streamed_layers import ROLLING_SLOTS, StreamedLayers, slot_bytes
-from prefillcli.models.transformers_log import limit_kernel_advice, quiet_transformers
+from prefillcli.models.transformers_log import limit_cast_advice, limit_kernel_advice, quiet_transformers
 from prefillcli.models.trust import settle_paths
 from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError, register
 from prefillcli.prefill.layer_place import decoder_layers
+
+ROUNDED_TOLERANCE = 0.15  # of the largest logit, where a last bit may decide about a step of an activation
 
 
 def load_model(files: ModelFiles, device: torch.device, *, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -39,8 +42,14 @@ def load_model(files: ModelFiles, device: torch.device, *, trust_remote_code: bo
     except KeyError:  # some families have a table of attention classes, and no other attention
         model = load_weights(files, device, attention="eager", trust_remote_code=trust_remote_code)
     if files.family not in VERIFIED:
-        rehearse(model, files.config)
+        rehearse(model, files.config, tolerance=_rehearsal_tolerance(files, device))
     return model
+
+
+def _rehearsal_tolerance(files: ModelFiles, device: torch.device) -> float | None:
+    """What a quantised model's logits may differ by in a rehearsal, of the largest one; None where as usual."""
+    quantisation = plan_quantisation(files.origin, files.quantised, device)
+    return ROUNDED_TOLERANCE if quantisation is not None and quantisation.rounds_activations else None
 
 
 def load_weights(
@@ -49,6 +58,7 @@ def load_weights(
     """The model on `device` as transformers makes it, from safetensors or GGUF only; `attention` as it is called there
     (None: what transformers takes by itself). Raises UsageError."""
     files = with_weights(files)
+    quantisation = plan_quantisation(files.origin, files.quantised, device)
     with quiet_transformers():
         if files.gguf is not None and not files.saved:
             model, info = load_gguf(files.gguf, files.path, files.dtype, attention)
@@ -63,6 +73,7 @@ def load_weights(
                 use_safetensors=True,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
+                **_quantised_loading(files, quantisation, device, trust_remote_code),
             )
         except (OSError, ValueError, RuntimeError, ImportError) as error:
             if isinstance(error, torch.OutOfMemoryError):
@@ -70,12 +81,28 @@ def load_weights(
             if "ignore_mismatched_sizes" in str(error):
                 raise UsageError(f"{files.path}: the shapes of the weights are not those of config.json") from None
             raise UsageError(f"{files.path}: cannot load the weights: {brief(error)}") from None
+    if quantisation is not None and quantisation.kept == "unpacked" and files.dtype == torch.float32:
+        nn.Module.float(model)  # transformers unpacks some experts to bfloat16, whatever the dtype is
     return _placed(files, model, info, device)
+
+
+def _quantised_loading(
+    files: ModelFiles, quantisation: Quantisation | None, device: torch.device, trust_remote_code: bool
+) -> dict[str, Any]:
+    """What transformers is told besides to load a quantised checkpoint."""
+    if quantisation is None:
+        return {}
+    limit_cast_advice()
+    config = AutoConfig.from_pretrained(files.path, trust_remote_code=trust_remote_code)
+    config.quantization_config = {**config.quantization_config, **quantisation.changes}
+    # Packed weights must not be moved, and transformers would take a CUDA device where there is one.
+    return {"config": config} | ({"device_map": {"": device}} if quantisation.kept == "packed" else {})
 
 
 def _placed(files: ModelFiles, model: Any, info: dict[str, Any], device: torch.device) -> PreTrainedModel:
     refuse_missing(files.origin, info)
-    placed: PreTrainedModel = model.to(device).eval()
+    on_device = getattr(model, "hf_device_map", None) is not None
+    placed: PreTrainedModel = (model if on_device else model.to(device)).eval()
     placed.requires_grad_(False)
     return placed
 

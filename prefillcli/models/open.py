@@ -131,6 +131,7 @@ def open_models(choice: DraftChoice) -> Opened:
                 "take another draft, or --draft self"
             )
         check_walkable(small, "take another draft")
+        check_loadable(small, device)
         other = difference(tokenizer, _load_tokenizer(small, choice.trust_remote_code))
         if other is not None:
             raise UsageError(f"--draft {choice.draft}: its tokenizer is not the model's: {other}")
@@ -154,6 +155,28 @@ def check_walkable(files: ModelFiles, advice: str) -> None:
         raise UsageError(
             f"{files.origin}: a model of type {files.family} cannot be walked layer by layer: it {why}\n{advice}"
         )
+
+
+def check_loadable(files: ModelFiles, device: torch.device) -> None:
+    """Raise UsageError or UnsupportedModelError for quantised weights that cannot be loaded on the device.
+
+    On stderr, say what becomes of those that can, where they are not computed with as they are.
+    """
+    from prefillcli.models.quantised import plan_quantisation
+    from prefillcli.prefill.forest import UnsupportedModelError
+
+    found = plan_quantisation(files.origin, files.quantised, device)
+    if found is None:
+        return
+    if files.part_of is not None:
+        raise UnsupportedModelError(
+            f"{files.origin}: of a quantised {files.part_of}, the text model cannot be loaded by itself\n"
+            "take the model as it was before it was quantised"
+        )
+    if found.kept == "unpacked":
+        print(f"prefill: {files.origin}: weights are {found.describe(files.dtype)}", file=sys.stderr)
+    if found.warning is not None:
+        print(f"prefill: warning: {found.warning}", file=sys.stderr)
 
 
 def _load_tokenizer(files: ModelFiles, trust_remote_code: bool) -> Any:

@@ -57,12 +57,16 @@ class Rehearsal:
 FOREST = Rehearsal(own_cache=False)
 
 
-def rehearse(model: PreTrainedModel, config: Any, layers: LayerSource | None = None) -> Rehearsal:
+def rehearse(
+    model: PreTrainedModel, config: Any, layers: LayerSource | None = None, *, tolerance: float | None = None
+) -> Rehearsal:
     """Walk a few prompts and compare their logits with the model's own eager forward; set the attention that fits.
 
     The forest attention is tried first, then the model's own attention and cache. Prompts share prefixes over two
     levels, spread over chunks and packs, pass short windows, and one has gaps in its positions. Raises
     UnsupportedModelError if they differ both ways: a score that is silently wrong is worse than none.
+
+    The logits may differ by `tolerance` of the largest, or by what its dtype allows.
 
     The weights of the model's layers come from `layers` where these are given. `rehearsal_of` finds the outcome again.
     """
@@ -85,7 +89,7 @@ def rehearse(model: PreTrainedModel, config: Any, layers: LayerSource | None = N
             reasons.append("its attention is not called through the interface of transformers")
             continue
         try:
-            _compare(model, config, prompts[:-1], kept[:-1], wanted, layers)
+            _compare(model, config, prompts[:-1], kept[:-1], wanted, layers, tolerance)
         except UnsupportedModelError as error:
             reasons.append(str(error))
         except torch.OutOfMemoryError:
@@ -93,7 +97,7 @@ def rehearse(model: PreTrainedModel, config: Any, layers: LayerSource | None = N
         except _ERRORS as error:
             reasons.append(_named(error))
         else:
-            gaps = bool(sparse) and _agree(model, config, prompts[-1:], kept[-1:], sparse, layers)
+            gaps = bool(sparse) and _agree(model, config, prompts[-1:], kept[-1:], sparse, layers, tolerance)
             found = _rehearsals[model] = Rehearsal(way.own_cache, reasons[0] if reasons else None, gaps)
             return found
     both = reasons[0] if reasons[0] == reasons[1] else f"{reasons[0]}; with its own cache: {reasons[1]}"
@@ -231,6 +235,7 @@ def _compare(
     kept: Sequence[TokenArray | None],
     wanted: Sequence[torch.Tensor],
     layers: LayerSource | None,
+    tolerance: float | None,
 ) -> None:
     """Walk the prompts with the attention that the model has. Raises UnsupportedModelError if it does not work."""
     walk = LayerWalk(model, chunk_tokens=9, layers=layers)
@@ -246,5 +251,5 @@ def _compare(
         raise UnsupportedModelError("it does not tell its attention function of its sliding window")
     worst = max(float((found[i] - row).abs().max()) for i, row in enumerate(wanted))
     scale = max(float(row.abs().max()) for row in wanted)
-    if not worst <= _REHEARSAL_TOLERANCE[model.dtype] * max(scale, 1.0):
+    if not worst <= (tolerance or _REHEARSAL_TOLERANCE[model.dtype]) * max(scale, 1.0):
         raise UnsupportedModelError(f"its logits differ by {worst:.2g} from its own forward")

@@ -35,3 +35,12 @@ def limit_kernel_advice(device_type: str) -> None:
 
 def _is_no_fallback(record: logging.LogRecord) -> bool:
     return "falling back to its reference" not in record.getMessage()
+
+
+def limit_cast_advice() -> None:
+    """Leave out what bitsandbytes says at each product of 8 bits: that it computes in float16."""
+    logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_no_cast)
+
+
+def _is_no_cast(record: logging.LogRecord) -> bool:
+    return "inputs will be cast" not in record.getMessage()

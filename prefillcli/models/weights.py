@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ import torch
 
 from prefillcli.errors import ResourceError
 from prefillcli.models.find import ModelFiles
+from prefillcli.models.heads import auto_class
 from prefillcli.models.open import Opened, WeightsChoice, refuse_what_cannot_fit
+from prefillcli.models.quantised import plan_quantisation
 from prefillcli.models.safetensors import layer_number, read_header, weight_files
 from prefillcli.runtime import memory
 from prefillcli.runtime.sizes import parse_size
@@ -49,7 +52,7 @@ def weight_bytes(files: ModelFiles, device: torch.device) -> int:
     weights take any.
     """
     total = 0
-    for tensor in _saved_tensors(files):
+    for tensor in _saved_tensors(files, device):
         if device.type != "cpu":
             total += tensor.numbers * files.dtype.itemsize if tensor.dtype else tensor.bytes
         elif tensor.dtype not in (None, files.dtype):
@@ -65,14 +68,13 @@ def plan_weights(opened: Opened, choice: WeightsChoice, *, draft: bool = True, s
     memory that streamed weights may take: other workers take the rest. Raises ResourceError where it is certain that
     the device has no room.
     """
-    sizes = _layer_bytes(opened.files)
+    sizes = _layer_bytes(opened.files, opened.device)
     total, most = sum(sizes.values()), memory.loadable_memory(opened.device)
     small = draft_bytes(opened) if draft else 0
     free = None if most is None else max(most - small, 0)
     allowed = parse_size(choice.weights_memory) if choice.weights_memory else None
     limit = min((each for each in (allowed, free) if each is not None), default=total)
-    quantised = getattr(opened.files.config, "quantization_config", None) is not None
-    streamable = not quantised and opened.files.part_of is None
+    streamable = opened.files.quantised is None and opened.files.part_of is None
     if choice.weights == "resident" or (choice.weights == "auto" and (total <= limit or not streamable)):
         refuse_what_cannot_fit(opened, draft=draft)
         return WeightsPlan(False, total, total)
@@ -98,21 +100,41 @@ def draft_bytes(opened: Opened) -> int:
     return 0 if opened.draft is None else weight_bytes(opened.draft, opened.device)
 
 
-def _layer_bytes(files: ModelFiles) -> dict[int | None, int]:
+def _layer_bytes(files: ModelFiles, device: torch.device) -> dict[int | None, int]:
     """Bytes of the weights in the model's dtype, by the number of their layer; None for all others."""
     found: dict[int | None, int] = defaultdict(int)
-    for tensor in _saved_tensors(files):
+    for tensor in _saved_tensors(files, device):
         found[layer_number(tensor.name)] += tensor.numbers * files.dtype.itemsize if tensor.dtype else tensor.bytes
     return dict(found)
 
 
-def _saved_tensors(files: ModelFiles) -> Iterator[_SavedTensor]:
-    """The tensors in a model's files; of GGUF files as they will be in the cache."""
+def _saved_tensors(files: ModelFiles, device: torch.device) -> Iterator[_SavedTensor]:
+    """The tensors in a model's files; of GGUF files as they will be in the cache, and of quantised weights that are
+    unpacked on the device as they will be there."""
     if files.gguf is not None and not files.saved:
         for each in files.gguf.tensors:
             yield _SavedTensor(each.name, files.dtype, each.numbers, each.numbers * files.dtype.itemsize)
+        return
+    quantisation = plan_quantisation(files.origin, files.quantised, device)
+    if quantisation is not None and quantisation.kept == "unpacked":
+        yield from _unpacked_tensors(files)
         return
     for path in weight_files(files.path):
         for name, tensor in read_header(path).items():
             begin, end = tensor["data_offsets"]
             yield _SavedTensor(name, _FLOATS.get(tensor["dtype"]), prod(tensor["shape"]), end - begin)
+
+
+def _unpacked_tensors(files: ModelFiles) -> Iterator[_SavedTensor]:
+    """The tensors of a quantised model once it is loaded; those that are whole in the files have their dtype there."""
+    whole = {
+        name: _FLOATS.get(tensor["dtype"])
+        for path in weight_files(files.path)
+        for name, tensor in read_header(path).items()
+    }
+    config = copy.deepcopy(files.config)
+    vars(config).pop("quantization_config", None)
+    with torch.device("meta"):
+        empty = auto_class(files.head).from_config(config, dtype=files.dtype)
+    for name, tensor in {id(each): (name, each) for name, each in empty.state_dict(keep_vars=True).items()}.values():
+        yield _SavedTensor(name, whole.get(name) or torch.uint8, tensor.numel(), tensor.nbytes)

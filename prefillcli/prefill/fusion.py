@@ -69,7 +69,9 @@ def _sizes(linear: nn.Linear) -> tuple[int, int]:
 
 
 def _fits(module: nn.Module) -> TypeGuard[nn.Linear]:
-    if type(module) is not nn.Linear:  # a subclass may compute something else
+    if type(module) is not nn.Linear or "forward" in vars(module):  # others may compute something else
+        return False
+    if type(module.weight) is not nn.Parameter:  # packed numbers
         return False
     return module.weight.device.type == "cpu" and module.weight.dtype in _DTYPES
 

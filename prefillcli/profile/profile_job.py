@@ -18,7 +18,7 @@ from prefillcli.forecast.profile import Profile
 from prefillcli.forecast.replay_results import Replay
 from prefillcli.jobs.paths import require_json
 from prefillcli.jobs.shell import shell
-from prefillcli.models.open import open_model
+from prefillcli.models.open import check_loadable, open_model
 from prefillcli.options.profile import ProfileSettings
 from prefillcli.profile.given_input import Input, open_input, survey_input
 from prefillcli.redaction import shown, without_secrets
@@ -103,6 +103,7 @@ def _measure(settings: ProfileSettings, given: Input | None, announce: Callable[
     else:
         Threads(settings.threads)
         files, device = open_model(settings)
+        check_loadable(files, device)
     files = with_weights(files)  # here, or each measuring process would dequantise them
     subject = Subject(
         path=files.path if files.saved else files.origin,

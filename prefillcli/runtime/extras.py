@@ -15,6 +15,10 @@ EXTRAS = {
     "vllm": ("vllm",),
     "gguf": ("gguf", "accelerate"),
     "eval": ("sklearn",),
+    "fp8": ("accelerate",),
+    "bitsandbytes": ("bitsandbytes", "accelerate"),
+    "compressed-tensors": ("compressed_tensors", "accelerate"),
+    "torchao": ("torchao", "accelerate"),
 }
 """The extras of `pyproject.toml`, and the packages that they bring, by the names that Python imports them by."""
 

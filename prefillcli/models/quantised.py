@@ -1,0 +1,207 @@
+"""Quantised checkpoints: which formats there are, what each needs, and how its weights are kept on a device.
+
+transformers loads them. A format is known by the `quant_method` of config.json. Its weights stay packed where that
+device computes with them, or are unpacked to the model's dtype when they are loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from prefillcli.errors import UsageError
+from prefillcli.prefill.forest import UnsupportedModelError
+from prefillcli.runtime.extras import require_extra
+
+Kept = Literal["packed", "unpacked"]
+_BASE_MODEL = "take the model as it was before it was quantised, or as a GGUF file"
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedFormat:
+    """A format of quantised weights.
+
+    `cpu` and `cuda` say how its weights are kept there, None where it does not run. `capability` is the least of a
+    CUDA device that computes with packed weights, for which `kernels` are needed as well; where these are missing, a
+    format that can be unpacked is. `extra` brings the packages that it needs everywhere, or `packages` names those
+    that are in no extra. `tested` devices are those on which the tests compare it with transformers. A format that
+    transformers cannot load has a reason in `refused`.
+    """
+
+    method: str
+    name: str
+    cpu: Kept | None = None
+    cuda: Kept | None = None
+    extra: str | None = None
+    packages: tuple[str, ...] = ()
+    capability: tuple[int, int] = (0, 0)
+    kernels: tuple[str, ...] = ()
+    tested: bool = False
+    refused: str | None = None
+
+
+_NO_LOADER = "transformers {version} has no loader for such checkpoints"
+
+FORMATS: dict[str, QuantisedFormat] = {
+    each.method: each
+    for each in (
+        QuantisedFormat(
+            "fp8", "fine-grained FP8", "unpacked", "packed", "fp8", (), (8, 9), ("kernels", "triton"), tested=True
+        ),
+        QuantisedFormat("mxfp8", "MXFP8", "unpacked", "packed", "fp8", (), (8, 9), ("kernels", "triton"), tested=True),
+        QuantisedFormat("mxfp4", "MXFP4", "unpacked", "packed", "fp8", (), (7, 5), ("kernels", "triton"), tested=True),
+        QuantisedFormat(
+            "compressed-tensors", "compressed-tensors", "unpacked", "unpacked", "compressed-tensors", tested=True
+        ),
+        QuantisedFormat("bitsandbytes_4bit", "bitsandbytes, 4 bits", "packed", "packed", "bitsandbytes", tested=True),
+        QuantisedFormat("bitsandbytes_8bit", "bitsandbytes, 8 bits", "packed", "packed", "bitsandbytes", tested=True),
+        QuantisedFormat("torchao", "torchao", "packed", "packed", "torchao", tested=True),
+        QuantisedFormat("fbgemm_fp8", "FBGEMM FP8", None, "packed", "fp8", ("fbgemm_gpu",), (9, 0)),
+        QuantisedFormat("bitnet", "BitNet", None, "packed", "fp8"),
+        QuantisedFormat("gptq", "GPTQ", None, "packed", None, ("gptqmodel", "optimum")),
+        QuantisedFormat("awq", "AWQ", None, "packed", None, ("gptqmodel", "accelerate")),
+        QuantisedFormat("auto-round", "AutoRound", None, "packed", None, ("auto_round",)),
+        QuantisedFormat("aqlm", "AQLM", None, "packed", None, ("aqlm", "accelerate")),
+        QuantisedFormat("eetq", "EETQ", None, "packed", None, ("kernels", "accelerate")),
+        QuantisedFormat("higgs", "HIGGS", None, "packed", None, ("flute", "fast_hadamard_transform", "accelerate")),
+        QuantisedFormat("vptq", "VPTQ", None, "packed", None, ("vptq", "accelerate")),
+        QuantisedFormat("spqr", "SpQR", None, "packed", None, ("spqr_quant", "accelerate")),
+        QuantisedFormat("fp_quant", "FP-Quant", None, "packed", None, ("fp_quant",)),
+        QuantisedFormat("quark", "Quark", None, "packed", None, ("quark",)),
+        QuantisedFormat("sinq", "SINQ", None, "packed", None, ("sinq",)),
+        QuantisedFormat("fouroversix", "Four Over Six", None, "packed", None, ("fouroversix",)),
+        QuantisedFormat("hqq", "HQQ", refused=_NO_LOADER),
+        QuantisedFormat("quanto", "quanto", refused=_NO_LOADER),
+        QuantisedFormat("nvfp4", "NVFP4", refused=_NO_LOADER),
+        QuantisedFormat("gemma", "Gemma's own", refused="it is not supported here"),
+        QuantisedFormat("metal", "Metal", refused="it is for Apple's GPUs"),
+    )
+}
+"""All formats that transformers knows by name, but for GGUF."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """How the weights of a quantised checkpoint are kept on a device.
+
+    `changes` are what differs from the file's own entry in the configuration that it is loaded with. `warning` is for
+    the user: what scores depend on besides their row. `rounds_activations` says that layers round what goes into them,
+    so that the last bits of a number may decide about a whole step.
+    """
+
+    format: QuantisedFormat
+    kept: Kept
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    warning: str | None = None
+    rounds_activations: bool = False
+
+    def describe(self, dtype: torch.dtype) -> str:
+        """For people: the format and what becomes of the weights."""
+        if self.kept == "packed":
+            return f"{self.format.name}, packed"
+        return f"{self.format.name}, unpacked to {str(dtype).removeprefix('torch.')}"
+
+
+def plan_quantisation(origin: Path, entry: Mapping[str, Any] | None, device: torch.device) -> Quantisation | None:
+    """How the checkpoint at `origin` is loaded whose config.json has this `quantization_config`; None without one.
+
+    Raises UsageError where a package is missing or the device is another, UnsupportedModelError for formats that are
+    not known, that transformers cannot load, and whose scores depend on the rows that are computed with them.
+    """
+    if entry is None:
+        return None
+    kind = _format(origin, entry)
+    kept = _kept(origin, kind, device)
+    _require_packages(origin, kind)
+    if kind.method == "compressed-tensors":
+        rounds = _check_activations(origin, entry)
+        return Quantisation(kind, kept, {"dequantize": True}, rounds_activations=rounds)
+    if kind.method == "bitsandbytes_8bit":
+        warning = None
+        if float(entry.get("llm_int8_threshold", 6.0) or 0.0) > 0:
+            warning = (
+                f"{origin}: bitsandbytes multiplies features with outliers in 16 bits, and finds them in all tokens "
+                "that are computed together: a row's score depends on its neighbours in the last digits"
+            )
+        return Quantisation(kind, kept, warning=warning, rounds_activations=True)
+    if kind.method == "torchao":
+        return Quantisation(kind, kept, rounds_activations="Dynamic" in str(entry.get("quant_type")))
+    if kept == "unpacked":
+        return Quantisation(kind, kept, {"dequantize": True})
+    return Quantisation(kind, kept, rounds_activations=True)
+
+
+def _format(origin: Path, entry: Mapping[str, Any]) -> QuantisedFormat:
+    method = str(entry.get("quant_method") or "")
+    if method in ("", "bitsandbytes") and (entry.get("load_in_8bit") or entry.get("load_in_4bit")):
+        method = "bitsandbytes_4bit" if entry.get("load_in_4bit") else "bitsandbytes_8bit"
+    kind = FORMATS.get(method)
+    if kind is None:
+        raise UnsupportedModelError(
+            f"{origin}: its weights are quantised as {method[:40] or 'nothing that config.json names'!r}, "
+            f"which transformers does not know\n{_BASE_MODEL}, or --engine vllm"
+        )
+    if kind.refused:
+        from transformers import __version__
+
+        why = kind.refused.format(version=__version__)
+        raise UnsupportedModelError(f"{origin}: its weights are quantised with {kind.name}: {why}\n{_BASE_MODEL}")
+    return kind
+
+
+def _kept(origin: Path, kind: QuantisedFormat, device: torch.device) -> Kept:
+    """How the weights are kept on this device."""
+    kept = kind.cuda if device.type == "cuda" else kind.cpu
+    if device.type not in ("cpu", "cuda") and kept == "packed":
+        kept = None
+    if kept is None:
+        raise UsageError(
+            f"{origin}: weights quantised with {kind.name} run on CUDA devices only, not on {device}\n"
+            f"{_BASE_MODEL}, or --device cuda"
+        )
+    if kept == "packed" and device.type == "cuda":
+        able = torch.cuda.get_device_capability(device) >= kind.capability
+        if not able and kind.cpu != "unpacked":
+            least = ".".join(map(str, kind.capability))
+            raise UsageError(
+                f"{origin}: weights quantised with {kind.name} need a CUDA device of compute capability {least} or "
+                f"more\n{_BASE_MODEL}"
+            )
+        if not able or not all(map(find_spec, kind.kernels)):
+            return "unpacked"
+    return kept
+
+
+def _require_packages(origin: Path, kind: QuantisedFormat) -> None:
+    """Raise UsageError if a package is missing that the format needs."""
+    if kind.extra is not None:
+        require_extra(kind.extra, f"{origin}: weights quantised with {kind.name}")
+    for package in kind.packages:
+        if find_spec(package) is None:
+            raise UsageError(
+                f"{origin}: weights quantised with {kind.name}: the package {package} is not installed\n"
+                f"install it as its own page says, or {_BASE_MODEL}"
+            )
+
+
+def _check_activations(origin: Path, entry: Mapping[str, Any]) -> bool:
+    """Whether a compressed-tensors checkpoint rounds activations.
+
+    Raises UnsupportedModelError where their scale is found in all tokens of a call.
+    """
+    rounds = False
+    for group in (entry.get("config_groups") or {}).values():
+        for each in ("input_activations", "output_activations"):
+            taken = group.get(each) if isinstance(group, Mapping) else None
+            rounds |= taken is not None
+            if taken and taken.get("dynamic") is True and taken.get("strategy") in ("tensor", "channel"):
+                raise UnsupportedModelError(
+                    f"{origin}: its activations are scaled by the largest of all tokens that are computed together, "
+                    "so a row's score would depend on its neighbours\ntake a checkpoint with scales per token"
+                )
+    return rounds
