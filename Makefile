@@ -14,7 +14,7 @@ RAY_VENV := .venv-ray
 TEST_WORKERS ?= 2
 
 .PHONY: setup setup-real setup-airflow setup-vllm setup-ray demo demo-real test test-matrix test-real test-nightly \
-	test-airflow test-vllm test-ray lint format bench bench-reviews distill-draft bench-peers bench-exits bench-families deep-models hybrid-model samples architectures clean
+	test-airflow test-vllm test-ray lint format bench bench-reviews distill-draft bench-peers bench-exits bench-families deep-models hybrid-model words-draft samples architectures clean
 
 setup: $(VENV)/.ready
 
@@ -138,6 +138,11 @@ deep-models: setup
 # The hybrid sample model anew, grafted from the target: half an hour on one core
 hybrid-model: setup
 	$(BIN)/python -m recipes.train_sample_models hybrid --steps 900 --batch-tokens 1024 --gaps-from 1 --threads 1
+
+# The sample draft with a tokenizer of its own anew: a minute on one core
+words-draft: setup
+	$(BIN)/python -m recipes.train_sample_models draft-words --steps 300 --rate 5e-4 --batch-tokens 2048 --gaps-from 1 \
+		--threads 1 --validate-seconds 40
 
 # SpecPrefill on three families of models, and flips and drift of the hybrid sample: minutes on one core
 bench-families: setup

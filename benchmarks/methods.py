@@ -7,10 +7,13 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
+from prefillcli.compress.base import Estimator
 from prefillcli.compress.compressor import Compressor
 from prefillcli.compress.draft import Draft
 from prefillcli.compress.pickers.specprefill import SpecPrefill
 from prefillcli.compress.settings import Compression
+from prefillcli.compress.translated_draft import TranslatedDraft
+from prefillcli.compress.translation import Translator
 from prefillcli.compress.worth import WorthCompressing
 from prefillcli.data.rows import Prompt
 from prefillcli.engines.hf import last_logits
@@ -85,14 +88,22 @@ def windowed_walk(model: PreTrainedModel, windows: Sequence[Sequence[TokenArray]
     return computed
 
 
-def compressor_for(draft: PreTrainedModel, settings: Compression, *, target_window: int | None = None) -> Compressor:
+def compressor_for(
+    draft: PreTrainedModel,
+    settings: Compression,
+    *,
+    target_window: int | None = None,
+    translator: Translator | None = None,
+) -> Compressor:
     """The draft at work, with memory to spare; close it in the end. `settings` say a number of tokens above
-    which prompts are compressed. `target_window` is the target's sliding window."""
+    which prompts are compressed. `target_window` is the target's sliding window; a draft with another tokenizer needs
+    a `translator`."""
     kind = draft.get_input_embeddings().weight.device.type
     limits = Limits(PACK_TOKENS[kind], 1 << 30, read_tokens=1 << 30)
     chunk = CHUNK_TOKENS[kind]
+    own: Estimator = Draft(draft, settings, limits=limits, chunk_tokens=chunk, max_length=1 << 30)
     return Compressor(
-        SpecPrefill(Draft(draft, settings, limits=limits, chunk_tokens=chunk, max_length=1 << 30)),
+        SpecPrefill(own if translator is None else TranslatedDraft(own, translator)),
         settings,
         keep=1.0,
         worth=WorthCompressing(settings),

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from prefillcli.bench.sample_text import CASES, Case, ask_fairly
 from prefillcli.bench.vocabulary import CREDITORS, SUBJECTS, TOPICS
+from recipes.sample_tokenizer import answer_tokens
 
 WORDS = tuple(dict.fromkeys((*TOPICS, *CREDITORS, *SUBJECTS)))
 MOST_LINES = 250  # about 4,900 tokens of history
@@ -110,7 +111,7 @@ class BatchMaker:
         self._rng = rng
         self._least_tokens = least_tokens
         self._newline = tokenizer("\n", add_special_tokens=False)["input_ids"]
-        self._answers = {a: tokenizer.convert_tokens_to_ids(f"Ġ{a}") for a in ("Yes", "No")}
+        self._answers = dict(zip(("Yes", "No"), answer_tokens(tokenizer), strict=True))
 
     def make(self, lesson: Lesson, gaps: bool = False) -> Batch:
         """A batch of one lesson; with `gaps`, positions rise in random jumps."""

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from prefillcli.bench.sample_text import CASES, ask, prompt
 from recipes.curriculum import gapped_positions
+from recipes.sample_tokenizer import answer_tokens
 
 SAMPLES = Path(__file__).resolve().parent.parent / "samples"
 BUCKETS = (0, 500, 1500, 3000, 4000, 8192)  # edges, in prompt tokens
@@ -70,7 +71,7 @@ def score(
     gaps: Random | None = None,
 ) -> list[ScoredRow]:
     """One forward pass for each row; with a generator for gaps, positions rise in random jumps."""
-    labels = [tokenizer.convert_tokens_to_ids(token) for token in ("ĠYes", "ĠNo")]
+    labels = answer_tokens(tokenizer)
     scored = []
     for row in rows:
         ids = tokenizer(row.prompt, return_tensors="pt")["input_ids"].to(model.device)
@@ -146,7 +147,7 @@ def right_by_layer(
     make of it, the likelier of the two answers."""
     body: Any = model.base_model
     head = model.get_output_embeddings()
-    labels = [tokenizer.convert_tokens_to_ids(token) for token in ("ĠYes", "ĠNo")]
+    labels = answer_tokens(tokenizer)
     found: dict[str, list[list[bool]]] = {}
     for row in rows:
         ids = tokenizer(row.prompt, return_tensors="pt")["input_ids"].to(model.device)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from random import Random
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from prefillcli.bench.sample_text import CASES, ask_fairly
 from prefillcli.bench.vocabulary import CREDITORS, SUBJECTS, TOPICS
@@ -15,7 +15,8 @@ LONGEST = 8192
 ANSWERS = (" Yes", " No")
 
 
-def _texts(seed: int, cases: int) -> Iterator[str]:
+def sample_texts(seed: int, cases: int) -> Iterator[str]:
+    """The generated texts that the tokenizers of the sample models are trained on."""
     rng = Random(f"tokenizer {seed}")
     for number in range(cases):
         for domain, make in CASES.items():
@@ -25,6 +26,14 @@ def _texts(seed: int, cases: int) -> Iterator[str]:
             # equal counts for the asked words: each must become one token
             words = [*TOPICS, *CREDITORS, *SUBJECTS]
             yield "".join(f" {word}" for word in rng.sample(words, len(words)))
+
+
+def answer_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The token ids of `ANSWERS`. Raises ValueError if one of them is not a single token."""
+    (yes, no) = (tokenizer(answer, add_special_tokens=False)["input_ids"] for answer in ANSWERS)
+    if len(yes) != 1 or len(no) != 1:
+        raise ValueError(f"not single tokens: {ANSWERS}")
+    return [yes[0], no[0]]
 
 
 def train_tokenizer(seed: int = 0, cases: int = 200) -> PreTrainedTokenizerFast:
@@ -44,7 +53,7 @@ def train_tokenizer(seed: int = 0, cases: int = 200) -> PreTrainedTokenizerFast:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_texts(seed, cases), trainer)
+    tokenizer.train_from_iterator(sample_texts(seed, cases), trainer)
     bos = tokenizer.token_to_id(BOS)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, bos)]

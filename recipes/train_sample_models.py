@@ -5,9 +5,10 @@
     python -m recipes.train_sample_models deep --steps 300 --rate 1e-3 --batch-tokens 1024
     python -m recipes.train_sample_models deep-plain --steps 60 --rate 1e-3 --batch-tokens 1024
     python -m recipes.train_sample_models hybrid --steps 900 --batch-tokens 1024 --gaps-from 1
+    python -m recipes.train_sample_models draft-words --steps 300 --rate 5e-4 --batch-tokens 2048
 
 The deep ones are grown from the target; `deep` is trained with LayerSkip's loss and layer dropout. The hybrid is the
-target with Mamba-2 mixers in place of most of its attention.
+target with Mamba-2 mixers in place of most of its attention. `draft-words` is the draft, taught another tokenizer.
 
 Runs on the CPU or on CUDA. The clock decides when to stop, so two runs differ, or a number of steps; the data and the
 initial weights come from the seed. The best checkpoint so far, judged on held-out prompts in the
@@ -39,7 +40,9 @@ from recipes.curriculum import MOST_LINES, Batch, BatchMaker, Curriculum
 from recipes.deep_model import LayerSkip, grow
 from recipes.evaluate_samples import SAMPLES, Row, ScoredRow, accuracy, draw_rows, nll, score
 from recipes.hybrid_model import ASKED_BEFORE, IMITATES, Imitation, graft
+from recipes.respelled_draft import respell
 from recipes.sample_tokenizer import LONGEST, train_tokenizer
+from recipes.word_tokenizer import train_word_tokenizer
 
 TEXT_WEIGHT = 0.2  # of the mean text loss beside the mean answer loss: 0.01 a token
 LONGEST_STEP = 5.0  # seconds that one step can count for
@@ -63,6 +66,12 @@ class Shape:
     grown: bool = False  # from the target, which gives all sizes but the layers
     early: bool = False  # early layers learn to answer
     hybrid: bool = False  # grown as above, with Mamba-2 mixers
+    respelled: bool = False  # from the draft, for another tokenizer
+
+    @property
+    def trained_before(self) -> bool:
+        """It begins as a model that does the task, or nearly so."""
+        return self.grown or self.respelled
 
 
 SHAPES = {
@@ -71,6 +80,7 @@ SHAPES = {
     "deep": Shape(width=128, feed_forward=256, layers=12, heads=4, kv_heads=2, grown=True, early=True),
     "deep-plain": Shape(width=128, feed_forward=256, layers=12, heads=4, kv_heads=2, grown=True),
     "hybrid": Shape(width=128, feed_forward=256, layers=4, heads=4, kv_heads=2, grown=True, hybrid=True),
+    "draft-words": Shape(width=64, feed_forward=128, layers=3, heads=4, kv_heads=4, respelled=True),
 }
 
 
@@ -200,6 +210,9 @@ def open_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> 
         torch.manual_seed(args.seed)
         target = open_target(args)
         model = graft(target) if shape.hybrid else grow(target, shape.layers)
+    elif shape.respelled:
+        draft = LlamaForCausalLM.from_pretrained(args.out / "draft", dtype=torch.float32)
+        model = respell(draft, train_tokenizer(), tokenizer)
     else:
         model = build_model(shape, tokenizer, args.seed)
     return model.to(args.device).train()
@@ -214,10 +227,10 @@ def train(args: argparse.Namespace) -> None:
     """Train one model until the time is over."""
     shape = SHAPES[args.model]
     rng = Random(f"training {args.model} {args.seed} {args.resume}")
-    tokenizer = train_tokenizer()
+    tokenizer = train_word_tokenizer() if shape.respelled else train_tokenizer()
     folder = args.out / args.model
     curriculum, best = Curriculum(), Best()
-    if shape.grown:  # it reads long histories from the start: most answers for the time are in short ones
+    if shape.trained_before:  # it reads long histories from the start: most answers for the time are in short ones
         curriculum = Curriculum(drill=False, length=MOST_LINES, longest_share=0.02, bend=2.0)
         best = Best() if shape.hybrid else Newest()
     elif args.resume:
@@ -237,7 +250,7 @@ def train(args: argparse.Namespace) -> None:
         begun = time.monotonic()
         if not gaps and share > args.gaps_from and curriculum.complete:
             # from now on only checkpoints that bear gaps and still read plain prompts well are kept
-            gaps, best = True, best if shape.grown else Best(accuracy=GOOD)
+            gaps, best = True, best if shape.trained_before else Best(accuracy=GOOD)
             log(f"step {step}: from here on half of the batches have gaps in their positions")
         lesson = curriculum.draw(rng)
         batch = batches.make(lesson, gaps=gaps and rng.random() < 0.5)

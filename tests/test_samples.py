@@ -15,8 +15,12 @@ from prefillcli.bench.sample_text import CASES, ask_fairly, prompt
 from prefillcli.bench.vocabulary import CREDITORS, SUBJECTS, TOPICS
 from recipes.evaluate_samples import SAMPLES, Row, accuracy, auc, draw_rows, right_by_layer, sample_rows, score
 from recipes.make_samples import CREDIT_FILE, LABEL_FILE, POST_FILE, write_samples
+from recipes.respelled_draft import old_tokens, respell
+from recipes.sample_tokenizer import train_tokenizer
+from recipes.word_tokenizer import train_word_tokenizer
 
 DEEP, HYBRID = SAMPLES / "models" / "deep", SAMPLES / "models" / "hybrid"
+WORDS = SAMPLES / "models" / "draft-words"
 TARGET, DRAFT = SAMPLES / "models" / "target", SAMPLES / "models" / "draft"
 MIB = 2**20
 
@@ -134,10 +138,34 @@ def test_the_hybrid_model_answers_new_rows_of_any_length(tokenizer: PreTrainedTo
     assert accuracy(score(model, tokenizer, draw_rows("hybrid", 10))) >= 0.9
 
 
-def test_draft_is_several_times_cheaper() -> None:
+def test_the_words_draft_reads_its_own_tokens_and_answers_new_rows() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(WORDS)
+    assert tokenizer.backend_tokenizer.to_str() == train_word_tokenizer().backend_tokenizer.to_str()
+    model = AutoModelForCausalLM.from_pretrained(WORDS, dtype=torch.float32).eval()
+    assert accuracy(score(model, tokenizer, draw_rows("words", 10))) >= 0.9
+
+
+def test_a_token_of_the_words_draft_begins_as_what_it_says_in_the_drafts_tokens() -> None:
+    old, new = train_tokenizer(), train_word_tokenizer()
+    draft = AutoModelForCausalLM.from_pretrained(DRAFT, dtype=torch.float32).eval()
+    model = respell(draft, old, new).eval()
+    ids = old_tokens(old, new)
+    for text in ("<s>", " chess", "\n", " Yes", "é"):
+        spelled = new(text, add_special_tokens=False)["input_ids"]
+        assert [number for piece in spelled for number in ids[piece]] == old(text, add_special_tokens=False)[
+            "input_ids"
+        ]
+    for number in (new.bos_token_id, new.convert_tokens_to_ids("▁2012")):
+        wanted = draft.model.embed_tokens.weight[ids[number]].mean(dim=0)
+        torch.testing.assert_close(model.model.embed_tokens.weight[number], wanted)
+    assert accuracy(score(model, new, draw_rows("respelled", 8))) >= 0.9  # before any training
+
+
+@pytest.mark.parametrize("folder", [DRAFT, WORDS], ids=["draft", "words"])
+def test_draft_is_several_times_cheaper(folder: Path) -> None:
     costs = []
-    for folder in (TARGET, DRAFT):
-        config = AutoConfig.from_pretrained(folder)
+    for own in (TARGET, folder):
+        config = AutoConfig.from_pretrained(own)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         weights = sum(p.numel() for p in model.model.layers.parameters())

@@ -16,7 +16,7 @@ from prefillcli.bench.state_drift import state_drift
 from prefillcli.compress.answers import answer, answer_requests, plan_requests
 from prefillcli.compress.base import ImportanceEstimate
 from prefillcli.compress.compressor import Compressor
-from prefillcli.compress.load import make_compressor
+from prefillcli.compress.load import make_compressor, translator_of
 from prefillcli.compress.pickers.registry import PickerResources
 from prefillcli.compress.request import Request
 from prefillcli.compress.settings import Compression
@@ -89,6 +89,7 @@ class Equipment:
         self._model = loaded.engine.model
         self._activation = activation_of(opened.files)
         self._draft = loaded.draft
+        self._translator = translator_of(opened)
         self._draft_limits = Limits(**loaded.plan["draft"]["limits"]) if "draft" in loaded.plan else None
         self._chunk_tokens: int = loaded.plan["chunk_tokens"]
         self._offload = settings.prefix_kv == "offload"
@@ -163,11 +164,17 @@ class Equipment:
     def plan(self, requests: Sequence[Request]) -> Plan:
         return plan_requests(requests, self.limits, self._schedule)
 
+    def in_draft_tokens(self, prompts: Sequence[TokenArray]) -> list[TokenArray]:
+        """Prompts that the draft has read, as it read them."""
+        if self._translator is None:
+            return list(prompts)
+        return [each.tokens for each in self._translator.translate(prompts) if not isinstance(each, str)]
+
     def draft_flops(self, prompts: Sequence[TokenArray]) -> float:
         """The operations of the draft over these prompts, as it plans them, without those of the votes."""
         if not prompts or self._draft_limits is None:
             return 0.0
-        plan = make_plan(prompts, self._draft_limits)
+        plan = make_plan(self.in_draft_tokens(prompts), self._draft_limits)
         found = walk_flops(self.draft_config, plan)
         if self.compression.decoded:
             found += answer_flops(self.draft_config, plan, ahead=self.compression.decoded)
@@ -333,7 +340,8 @@ class Compressed(Contender):
             whole = sum(table5(equipment.config, length).total for length in lengths)
             part = sum(table5(equipment.config, length).total for length in kept)
             if drafts:
-                part += sum(table5(equipment.draft_config, len(tokens)).total for tokens in run.drafted)
+                read = equipment.in_draft_tokens(run.drafted)
+                part += sum(table5(equipment.draft_config, len(tokens)).total for tokens in read)
             return ratio, whole / part
         except NoCostModel:  # `cost` says why
             return None

@@ -14,6 +14,7 @@ from prefillcli.data.rows import Int64Array, Prompt
 from prefillcli.plan.trie import TokenArray
 
 if TYPE_CHECKING:
+    from prefillcli.compress.overlap import Overlap
     from prefillcli.compress.request import Thinning
 
 Float32Array = npt.NDArray[np.float32]
@@ -39,14 +40,20 @@ class ImportanceEstimate:
 class Estimator(Protocol):
     """A draft model, or several at work in other processes."""
 
-    tokens: int
-    """Tokens computed so far."""
-    failure: BaseException | None
-    """What it failed with last."""
+    @property
+    def tokens(self) -> int:
+        """Tokens computed so far."""
 
-    def estimate(self, prompts: Sequence[TokenArray], tick: Tick) -> list[ImportanceEstimate]:
-        """One estimate for each prompt, int32 [tokens] each. A failure concerns the prompts that were computed
-        together: they get it as their reason."""
+    @property
+    def failure(self) -> BaseException | None:
+        """What it failed with last."""
+
+    def estimate(
+        self, prompts: Sequence[TokenArray], tick: Tick, overlaps: Sequence[Overlap] | None = None
+    ) -> list[ImportanceEstimate]:
+        """One estimate for each prompt, int32 [tokens] each; with `overlaps` of the tokens of another tokenizer.
+
+        A failure concerns the prompts that were computed together: they get it as their reason."""
 
     def close(self) -> None:
         """Let go of memory."""

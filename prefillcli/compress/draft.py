@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from prefillcli.compress.base import Float32Array, ImportanceEstimate, Tick
 from prefillcli.compress.fallbacks import FAILED, NO_MEMORY, NO_VOTE, NOT_FINITE, TOO_LONG, VOCABULARY
 from prefillcli.compress.importance import PromptQueries, add_votes, importance, last_queries, last_tokens
+from prefillcli.compress.overlap import Overlap
 from prefillcli.compress.settings import Compression
 from prefillcli.decode.lookahead import look_ahead
 from prefillcli.errors import UsageError
@@ -22,7 +23,7 @@ from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.layout import Tree
 from prefillcli.prefill.walk import LayerWalk
 
-Votes = tuple[Float32Array | None, str | None, tuple[int, ...]]
+Found = tuple[Float32Array | None, str | None, tuple[int, ...]]
 """The importance of a prompt's tokens, float32 [tokens], or why there is none; and the layers that voted."""
 
 
@@ -65,9 +66,15 @@ class Draft:
     def close(self) -> None:
         self._walk.close()
 
-    def estimate(self, prompts: Sequence[TokenArray], tick: Tick = lambda tokens: None) -> list[ImportanceEstimate]:
+    def estimate(
+        self,
+        prompts: Sequence[TokenArray],
+        tick: Tick = lambda tokens: None,
+        overlaps: Sequence[Overlap] | None = None,
+    ) -> list[ImportanceEstimate]:
         """One estimate for each prompt, int32 [tokens] each. A common prefix is computed once.
 
+        With `overlaps`, one for each prompt, the estimates are of the tokens of another tokenizer.
         A failure concerns the prompts of one pack: they get it as their reason.
         """
         estimates = [ImportanceEstimate(reason=self._refusal(tokens)) for tokens in prompts]
@@ -75,7 +82,8 @@ class Draft:
         for pack in make_plan([prompts[number] for number in able], self._limits).packs:
             begun = time.monotonic()
             try:
-                found = self._importances(pack, tick)
+                votes = self._votes(pack, tick)
+                found = {n: self._importance(own, overlaps[able[n]] if overlaps else None) for n, own in votes.items()}
             except Exception as error:  # whatever it is, the rows can be read in full
                 self.failure = error
                 self._on_failure(error)
@@ -106,8 +114,13 @@ class Draft:
             return NO_MEMORY
         return None
 
-    def _importances(self, pack: Pack, tick: Tick) -> dict[int, Votes]:
-        """What the layers find important, by prompt of a pack."""
+    def _importance(self, prompt: PromptQueries, overlap: Overlap | None) -> Found:
+        settings = self._settings
+        found = importance(prompt, settings.query_reduce, settings.select_chunk, overlap)
+        return (*_checked(found), tuple(prompt.voters))
+
+    def _votes(self, pack: Pack, tick: Tick) -> dict[int, PromptQueries]:
+        """How the queries of each prompt of a pack have voted."""
         settings = self._settings
         tree = Tree(pack)
         paths = [tree.path(node) for node, _ in pack.reads]
@@ -128,11 +141,7 @@ class Draft:
                 for layer in layers:
                     add_votes(layer, queries, settings.pool)
         self.tokens += len(pack.tokens)
-        found: dict[int, Votes] = {}
-        for prompt, (_, numbers) in zip(queries, pack.reads, strict=True):
-            votes = _checked(importance(prompt, settings.query_reduce, settings.select_chunk))
-            found |= dict.fromkeys(numbers, (*votes, tuple(prompt.voters)))
-        return found
+        return {number: own for own, (_, numbers) in zip(queries, pack.reads, strict=True) for number in numbers}
 
 
 def _add_decoded(prompt: PromptQueries, queries: list[int]) -> None:

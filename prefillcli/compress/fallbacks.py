@@ -13,6 +13,7 @@ FALLBACK = "fallback:"
 
 NO_MEMORY, TOO_LONG, VOCABULARY = "draft_memory", "draft_length", "draft_vocabulary"
 NO_VOTE, NOT_FINITE, FAILED = "draft_window", "draft_not_finite", "draft_error"
+TEXT = "draft_text"
 
 ENOUGH_ROWS = 32
 """Rows that show that a draft is of no use if it has compressed none of them."""
@@ -29,6 +30,7 @@ FALLBACKS = {
     NO_MEMORY: Fallback("the prompt does not fit the memory budget of the draft"),
     TOO_LONG: Fallback("the prompt is longer than the draft's position encoding reaches"),
     VOCABULARY: Fallback("the prompt has a token that the draft's vocabulary lacks"),
+    TEXT: Fallback("the draft's own tokenizer has no tokens for the prompt's text, or for too much of it"),
     NO_VOTE: Fallback("no layer of the draft attends to the whole prompt"),
     NOT_FINITE: Fallback("the draft's attention is not finite", fault=True),
     FAILED: Fallback("the draft failed on the prompt's pack, for lack of memory for example", fault=True),

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prefillcli.compress.base import Float32Array
+from prefillcli.compress.overlap import Overlap
 from prefillcli.compress.settings import Reduce
 from prefillcli.prefill.forest import WatchedLayer
 from prefillcli.prefill.key_window import oldest_key
@@ -114,8 +115,12 @@ def _average(shares: Tensor, width: int) -> Tensor:
     return total.div_(width)
 
 
-def importance(prompt: PromptQueries, reduce: Reduce, chunk: int) -> Float32Array | None:
+def importance(
+    prompt: PromptQueries, reduce: Reduce, chunk: int, overlap: Overlap | None = None
+) -> Float32Array | None:
     """The importance of each token, float32 [tokens]; None where no layer had a vote.
+
+    With an `overlap` it is that of another tokenizer's tokens, and chunks are of those.
 
     `rank`: every query ranks the chunks of `chunk` tokens by their mean votes, and a token's importance is 1 over the
     best rank that any query gives its chunk. A query that attends a little to many tokens then counts as much as one
@@ -124,12 +129,14 @@ def importance(prompt: PromptQueries, reduce: Reduce, chunk: int) -> Float32Arra
     votes = prompt.votes
     if votes is None:
         return None
+    if overlap is not None:
+        votes = overlap.spread(votes)
     if reduce == "rank" and bool(votes.isfinite().all()):
         means = torch.stack([part.mean(dim=1) for part in torch.split(votes, chunk, dim=1)], dim=1)
         order = means.argsort(dim=1, descending=True, stable=True)
         ascending = torch.arange(1, order.shape[1] + 1, device=order.device)
         places = torch.empty_like(order).scatter_(1, order, ascending.expand_as(order))
-        reduced = (1.0 / places.amin(dim=0)).repeat_interleave(chunk)[: prompt.tokens]
+        reduced = (1.0 / places.amin(dim=0)).repeat_interleave(chunk)[: votes.shape[1]]
     else:
         reduced = votes.amax(dim=0) if reduce == "max" else votes.mean(dim=0)
     found: Float32Array = reduced.float().cpu().numpy()

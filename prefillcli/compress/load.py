@@ -18,6 +18,7 @@ from prefillcli.plan.pack import Limits
 if TYPE_CHECKING:  # these take torch along
     from prefillcli.compress.compressor import Compressor
     from prefillcli.compress.draft import Draft
+    from prefillcli.compress.translation import Translator
 
 
 def load_draft(opened: Opened, *, trust_remote_code: bool) -> Any:
@@ -93,6 +94,10 @@ def make_compressor(picker: str, resources: PickerResources, opened: Opened, kee
     own = PICKERS[picker].needs == "self"
     if own:
         resources = replace(resources, own_layers=own_layers(resources.settings, opened))
+    if resources.draft is not None and (translator := translator_of(opened)) is not None:
+        from prefillcli.compress.translated_draft import TranslatedDraft
+
+        resources = replace(resources, draft=TranslatedDraft(resources.draft, translator))
     return Compressor(
         PICKERS[picker].make(resources),
         resources.settings,
@@ -100,6 +105,13 @@ def make_compressor(picker: str, resources: PickerResources, opened: Opened, kee
         worth=worth_of(resources.settings, opened, own=own),
         target_window=Shape(opened.files.config).sliding_window,
     )
+
+
+def translator_of(opened: Opened) -> Translator | None:
+    """What maps prompts to the tokens of the draft, where it has another tokenizer than the model."""
+    from prefillcli.compress.translation import Translator
+
+    return None if opened.draft_tokenizer is None else Translator(opened.tokenizer, opened.draft_tokenizer)
 
 
 def worth_of(compression: Compression, opened: Opened, *, own: bool) -> WorthCompressing:

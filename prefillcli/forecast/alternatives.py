@@ -9,7 +9,7 @@ from itertools import repeat
 import numpy as np
 
 from prefillcli.compress.answers import plan_requests, planned_positions
-from prefillcli.compress.load import own_layers, plan_draft, worth_of
+from prefillcli.compress.load import own_layers, plan_draft, translator_of, worth_of
 from prefillcli.compress.pickers.self_draft import SelfDraft
 from prefillcli.compress.rates import keep_rates
 from prefillcli.compress.request import Request
@@ -81,6 +81,7 @@ class Alternatives:
         self._carried: list[tuple[CarriedBlock, ...]] = [() for _ in self.plans]  # into the next window
         self._keep = settings.keep if isinstance(settings.keep, float) else 1.0
         self._compression: Compression | None = None
+        self._drafted: list[int | None] = []  # of the window that is planned
         self.keeps: list[KeepCost] = []
         self._own_layers = own_layers(compression, opened) if opened.drafts_itself else 0
         if opened.compresses:
@@ -91,6 +92,7 @@ class Alternatives:
             self._worth = worth_of(compression, opened, own=opened.drafts_itself)
             self._compression = compression.for_target(shape.sliding_window)
             self._draft_reach = opened.max_length
+            self._translator = translator_of(opened)
             if opened.draft is not None:
                 draft = plan_draft(opened, compression, budget, settings.chunk_tokens, {})
                 self._draft_reach = _draft_reach(opened, compression, Limits(**draft["limits"]))
@@ -99,6 +101,7 @@ class Alternatives:
 
     def add(self, prompts: Sequence[Prompt]) -> None:
         """Plan the prompts of a window."""
+        self._drafted = self._draft_lengths(prompts)
         requests = self._requests(prompts, self._keep)
         fitting = self._fitting(requests)
         if len(fitting) < len(requests):
@@ -115,6 +118,13 @@ class Alternatives:
             self.given_tokens += sum(len(pack.tokens) for pack in own.given)
         for keep in self.keeps:
             self._add_keep(keep, prompts, own if keep.keep == self._keep else None)
+
+    def _draft_lengths(self, prompts: Sequence[Prompt]) -> list[int | None]:
+        """How many tokens each prompt has for the draft; None for one that it cannot read."""
+        tokens = [prompt.tokens for prompt in prompts]
+        if self._compression is None or self._translator is None:
+            return [len(each) for each in tokens]
+        return self._translator.lengths(tokens)
 
     def price(self, per_hour: float) -> None:
         """Set the prices of what was predicted."""
@@ -141,8 +151,8 @@ class Alternatives:
         longest = max((len(prompt.tokens) for prompt in prompts), default=0)
         equal = np.zeros(longest, dtype=np.float32)  # of equally important chunks the first are kept
         importances = [
-            equal[: len(prompt.tokens)] if rate is not None and len(prompt.tokens) <= self._draft_reach else None
-            for prompt, rate in zip(prompts, rates, strict=True)
+            equal[: len(prompt.tokens)] if rate is not None and own is not None and own <= self._draft_reach else None
+            for prompt, rate, own in zip(prompts, rates, self._drafted, strict=True)
         ]
         kept = select_all([prompt.tokens for prompt in prompts], importances, rates, self._compression)
         return [

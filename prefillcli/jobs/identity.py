@@ -74,6 +74,8 @@ def fingerprint(
         found["calibration"] = calibration.digest()
     if opened.draft is not None:
         found["draft"] = models.of(opened.draft.origin).model()
+        if opened.draft_tokenizer is not None:
+            found["draft_tokenizer"] = models.of(opened.draft.origin).tokenizer()
     elif settings.drafts_itself:
         found["draft"] = hash_value(SELF)
     if settings.compresses:

@@ -43,6 +43,8 @@ class DraftChoice(ModelChoice, Protocol):
     @property
     def draft(self) -> str | None: ...
     @property
+    def draft_tokenizer(self) -> Literal["same", "translate"]: ...
+    @property
     def drafts_itself(self) -> bool: ...
 
 
@@ -78,6 +80,8 @@ class Opened:
     max_length: int
     threads: Threads | None = None
     drafts_itself: bool = False
+    draft_tokenizer: Any = None
+    """The draft's tokenizer where it is another one than the model's."""
 
     @property
     def compresses(self) -> bool:
@@ -112,12 +116,11 @@ def open_model(choice: ModelChoice) -> tuple[ModelFiles, torch.device]:
 def open_models(choice: DraftChoice) -> Opened:
     """`open_model`, and its tokenizer and the draft. Raises UsageError or ResourceError."""
     from prefillcli.models.find import find_model, read_model_files
-    from prefillcli.models.tokenizers import difference
 
     threads = Threads(choice.threads)
     files, device = open_model(choice)
     tokenizer = _load_tokenizer(files, choice.trust_remote_code)
-    small = None
+    small = other = None
     if choice.draft is not None and not choice.drafts_itself:
         small = read_model_files(
             find_model(choice.draft, option="--draft"),
@@ -132,10 +135,28 @@ def open_models(choice: DraftChoice) -> Opened:
             )
         check_walkable(small, "take another draft")
         check_loadable(small, device)
-        other = difference(tokenizer, _load_tokenizer(small, choice.trust_remote_code))
-        if other is not None:
-            raise UsageError(f"--draft {choice.draft}: its tokenizer is not the model's: {other}")
-    return Opened(files, device, tokenizer, small, files.max_length, threads, choice.drafts_itself)
+        other = _other_tokenizer(tokenizer, _load_tokenizer(small, choice.trust_remote_code), choice)
+    return Opened(files, device, tokenizer, small, files.max_length, threads, choice.drafts_itself, other)
+
+
+def _other_tokenizer(tokenizer: Any, own: Any, choice: DraftChoice) -> Any:
+    """The draft's `own` tokenizer, or None if it is the model's. Raises UsageError if it cannot be used."""
+    from prefillcli.models.tokenizers import difference
+
+    wrong = difference(tokenizer, own)
+    if wrong is None:
+        return None
+    if choice.draft_tokenizer == "same":
+        raise UsageError(
+            f"--draft {choice.draft}: its tokenizer is not the model's: {wrong}\n"
+            "--draft-tokenizer translate lets it read the prompts in its own tokens"
+        )
+    if getattr(own, "backend_tokenizer", None) is None:
+        raise UsageError(
+            f"--draft {choice.draft}: --draft-tokenizer translate needs a tokenizer that says where its tokens lie in "
+            "a text\nconvert it to a tokenizer.json, or take another draft"
+        )
+    return own
 
 
 def answer_labels(opened: Opened, choice: LabelChoice) -> Labels:

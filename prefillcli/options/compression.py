@@ -25,6 +25,11 @@ class CompressionOptions(Settings):
         "Small model with the same tokenizer, which picks the tokens; self: the model's own first layers.",
         COMPRESSION, changes="scores", metavar="DIR|NAME|self",
     )  # fmt: skip
+    draft_tokenizer: Literal["same", "translate"] = option(
+        "same",
+        "translate: the draft may have another tokenizer, and reads the text of the prompts in its own tokens.",
+        COMPRESSION, changes="scores", requires=requirements.DRAFT,
+    )  # fmt: skip
     self_layer: int | None = option(
         None,
         "After N of its layers, a model that is its own draft goes on with the tokens that it keeps. (default: 0.45 "

@@ -54,6 +54,7 @@ class ScorerOptions(TypedDict, total=False):
     hidden: Literal["auto", "device", "host"]
 
     draft: StrPath | None
+    draft_tokenizer: Literal["same", "translate"]
     self_layer: int | None
     keep: float
     paper: bool

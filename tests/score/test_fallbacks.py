@@ -251,3 +251,21 @@ def break_token(path: Path, token: int) -> None:
     weights = load_file(path / "model.safetensors")
     weights["model.embed_tokens.weight"][token] = float("nan")
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_draft_text(model: Path, tmp_path: Path) -> None:
+    """The draft's own tokenizer knows no letters but those of ASCII, and drops the others."""
+    draft = save_model(tmp_path / "draft", seed=3, layers=1)
+    content = json.loads((draft / "tokenizer.json").read_text())
+    letters = [
+        letter for letter in content["model"]["vocab"] if len(letter) == 1 and ord(letter) > 127 and letter not in "ĠĊ"
+    ]
+    content["model"]["vocab"] = {
+        f"unused {number}" if token in letters else token: number
+        for token, number in content["model"]["vocab"].items()
+    }
+    (draft / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    texts = ["the brown fox " * 20, "你好世界 " * 20, "the quick dog " * 20 + "é", "the " + "naïve 你" * 30]
+    prompts = [tokenizer(text + "Answer:")["input_ids"] for text in texts]
+    assert_falls_back(prompts, "draft_text", [1, 3], model, draft, draft_tokenizer="translate")

@@ -129,6 +129,15 @@ class Controls:
             at = stop
         return "".join([*pieces, text[at:]])
 
+    @property
+    def names(self) -> dict[int, str]:
+        """The text of each control token, by its id."""
+        return {number: token.content for number, token in self._tokens.items()}
+
+    def spelling(self, number: int) -> str:
+        """A control token as `literal_backend` knows it, by its id."""
+        return _spelling(number)
+
     def shown(self, text: str) -> str:
         """A respelled text as a reader knows it."""
         for number, token in self._tokens.items():

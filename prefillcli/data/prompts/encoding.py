@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from prefillcli.data.prompts.controls import Controls
 from prefillcli.data.rows import Int32Array
+
+
+class EncodedText(NamedTuple):
+    """Token ids of a text, int32 [tokens], and of each its first character and the one after its last, [tokens, 2]."""
+
+    ids: Int32Array
+    offsets: Int32Array
 
 
 class Encoder:
@@ -35,6 +42,8 @@ class Encoder:
         """Tokens that stand before every text, like BOS."""
         self.unknown_id: int | None = tokenizer.unk_token_id
         self.size = len(tokenizer)
+        self.has_offsets = self._backend is not None
+        """Whether it can say where tokens lie in a text."""
         self.controls = Controls.of(tokenizer)
 
     def longest_token(self) -> int:
@@ -57,6 +66,23 @@ class Encoder:
             found = [e.ids for e in backend.encode_batch_fast(list(texts), add_special_tokens=special)]
         closing = self._closing if special else 0
         return [np.array(ids[: len(ids) - closing], np.int32) for ids in found]
+
+    def encode_with_offsets(self, texts: Sequence[str], *, special: bool, literal: bool = False) -> list[EncodedText]:
+        """As `encode`, and where each token lies in its text: tokens that stand before a text have (0, 0).
+
+        Bytes of one letter have the place of that letter, bytes of a run of unknown letters may have that of the run.
+        Needs a tokenizer of the tokenizers library.
+        """
+        if not texts:
+            return []
+        backend: Any = self.controls.literal_backend if literal else self._backend
+        closing = self._closing if special else 0
+        found = []
+        for coded in backend.encode_batch(list(texts), add_special_tokens=special):
+            end = len(coded.ids) - closing
+            offsets = np.array(coded.offsets[:end], np.int32).reshape(-1, 2)
+            found.append(EncodedText(np.array(coded.ids[:end], np.int32), offsets))
+        return found
 
     def _count_closing(self) -> int:
         """Special tokens that the tokenizer puts after a text."""

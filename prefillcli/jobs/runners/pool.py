@@ -23,6 +23,7 @@ from prefillcli.runtime.signals import Stop
 
 if TYPE_CHECKING:  # takes torch along
     from prefillcli.compress.base import ImportanceEstimate, Tick
+    from prefillcli.compress.overlap import Overlap
     from prefillcli.plan.trie import TokenArray
 
 Cost = Callable[[Plan], float]
@@ -158,7 +159,9 @@ class Pool:
 
     # As a draft.
 
-    def estimate(self, prompts: Sequence[TokenArray], tick: Tick) -> list[ImportanceEstimate]:
+    def estimate(
+        self, prompts: Sequence[TokenArray], tick: Tick, overlaps: Sequence[Overlap] | None = None
+    ) -> list[ImportanceEstimate]:
         """As `Draft.estimate`: each of the draft's packs is a task."""
         from prefillcli.compress.base import ImportanceEstimate
 
@@ -181,7 +184,10 @@ class Pool:
                 estimates.update((number, ImportanceEstimate(reason=FAILED)) for number in own)
             tick(0.0)
 
-        tasks = [(own, part, EstimateTask([prompts[number] for number in own])) for own, part in parts]
+        def task_of(own: list[int]) -> EstimateTask:
+            return EstimateTask([prompts[n] for n in own], None if overlaps is None else [overlaps[n] for n in own])
+
+        tasks = [(own, part, task_of(own)) for own, part in parts]
         self.add([self.item(task, part, partial(took, own))] for own, part, task in tasks)
         while len(estimates) < len(prompts):
             self.pump()

@@ -15,6 +15,7 @@ from prefillcli.plan.trie import TokenArray
 
 if TYPE_CHECKING:  # takes torch along
     from prefillcli.compress.base import ImportanceEstimate
+    from prefillcli.compress.overlap import Overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +73,10 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class EstimateTask:
-    """Prompts, int32 [tokens] each, whose tokens the draft finds more or less important."""
+    """Prompts, int32 [tokens] each, whose tokens the draft finds more or less important; `overlaps` as in `Draft`."""
 
     prompts: list[TokenArray]
+    overlaps: list[Overlap] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ class Worker:
             self._adjust_threads()
             tell(0.0)
 
-        estimates = draft.estimate(task.prompts, tick)
+        estimates = draft.estimate(task.prompts, tick, task.overlaps)
         failure = draft.failure
         if failure is not None:  # other libraries' exceptions may not survive pickling
             kind = type(failure) if isinstance(failure, MemoryError) else RuntimeError
