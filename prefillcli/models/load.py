@@ -11,17 +11,15 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from prefillcli.errors import ResourceError, UsageError, brief
-from prefillcli.models.families import VERIFIED
 from prefillcli.models.find import ModelFiles, with_weights
 from prefillcli.models.gguf import load_gguf, refuse_missing
 from prefillcli.models.heads import auto_class
 from prefillcli.models.multimodal import load_text_part
 from prefillcli.models.placement import Placement, place_weights
 from prefillcli.models.quantised import Quantisation, plan_quantisation
-from prefillcli.models.rehearsal import rehearse
 from prefillcli.models.streamed_layers import ROLLING_SLOTS, StreamedLayers, slot_bytes
 from prefillcli.models.transformers_log import limit_cast_advice, limit_kernel_advice, quiet_transformers
-from prefillcli.models.trust import settle_paths
+from prefillcli.models.trust import prove_model, settle_paths
 from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError, register
 from prefillcli.prefill.layer_place import decoder_layers
 
@@ -31,8 +29,9 @@ ROUNDED_TOLERANCE = 0.15  # of the largest logit, where a last bit may decide ab
 def load_model(files: ModelFiles, device: torch.device, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Load the weights onto `device`, ready to be walked.
 
-    A family that is not verified is rehearsed: it has the forest attention then, or one of transformers where it is
-    walked with its own cache. Raises UnsupportedModelError if its walk differs from its own eager forward both ways.
+    A family that is not verified is rehearsed, and on a device that the tests do not know any family: it has the
+    forest attention then, or one of transformers where it is walked with its own cache. Raises UnsupportedModelError
+    if its walk differs from its own eager forward both ways.
     """
     register()
     limit_kernel_advice(device.type)
@@ -41,8 +40,7 @@ def load_model(files: ModelFiles, device: torch.device, *, trust_remote_code: bo
         model = load_weights(files, device, attention=ATTENTION, trust_remote_code=trust_remote_code)
     except KeyError:  # some families have a table of attention classes, and no other attention
         model = load_weights(files, device, attention="eager", trust_remote_code=trust_remote_code)
-    if files.family not in VERIFIED:
-        rehearse(model, files.config, tolerance=_rehearsal_tolerance(files, device))
+    prove_model(model, files, tolerance=_rehearsal_tolerance(files, device))
     return model
 
 
@@ -156,12 +154,11 @@ def load_streamed(
         resident_bytes=around,
         experts_per_token=per_token,
     )
-    if files.family not in VERIFIED:
-        try:
-            rehearse(model, files.config, source)
-        except BaseException:
-            source.close()
-            raise
+    try:
+        prove_model(model, files, source)
+    except BaseException:
+        source.close()
+        raise
     return model, source
 
 

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from prefillcli.errors import UsageError, brief
+from prefillcli.models.exact_forward import in_float32
 from prefillcli.models.families import selects_keys
 from prefillcli.models.shape import Shape
 from prefillcli.plan.pack import Limits
@@ -27,6 +29,8 @@ from prefillcli.prefill.model_ends import last_row
 from prefillcli.prefill.own_cache import has_forest_attention, set_eager_attention, set_own_attention
 from prefillcli.prefill.walk import LayerWalk
 
+#: Errors of logits in half precision that a walk may have, of those that the model's own forward has.
+HALF_PRECISION_FACTOR = 2.0
 _REHEARSAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
 #: What a configuration calls the number of tokens after which a layer sees less than the whole prompt.
@@ -58,7 +62,12 @@ FOREST = Rehearsal(own_cache=False)
 
 
 def rehearse(
-    model: PreTrainedModel, config: Any, layers: LayerSource | None = None, *, tolerance: float | None = None
+    model: PreTrainedModel,
+    config: Any,
+    layers: LayerSource | None = None,
+    *,
+    tolerance: float | None = None,
+    strictly: bool = False,
 ) -> Rehearsal:
     """Walk a few prompts and compare their logits with the model's own eager forward; set the attention that fits.
 
@@ -66,7 +75,9 @@ def rehearse(
     levels, spread over chunks and packs, pass short windows, and one has gaps in its positions. Raises
     UnsupportedModelError if they differ both ways: a score that is silently wrong is worse than none.
 
-    The logits may differ by `tolerance` of the largest, or by what its dtype allows.
+    The logits may differ by `tolerance` of the largest, or by what its dtype allows. `strictly` also bounds errors in
+    half precision by those that the model's own forward has, where no `tolerance` is given: both are compared with its
+    forward in float32. That is for devices that the tests do not know.
 
     The weights of the model's layers come from `layers` where these are given. `rehearsal_of` finds the outcome again.
     """
@@ -77,6 +88,7 @@ def rehearse(
         wanted = _own_forward(model, prompts[:-1], kept[:-1], layers)
     except _ERRORS as error:
         raise UnsupportedModelError(f"{family} cannot be walked layer by layer: {_named(error)}") from error
+    exact = _exact_forward(model, prompts[:-1], kept[:-1], layers) if strictly and tolerance is None else None
     sparse: list[torch.Tensor] = []
     with suppress(*_ERRORS):  # some models cannot read a prompt with gaps themselves
         sparse = _own_forward(model, prompts[-1:], kept[-1:], layers)
@@ -89,7 +101,7 @@ def rehearse(
             reasons.append("its attention is not called through the interface of transformers")
             continue
         try:
-            _compare(model, config, prompts[:-1], kept[:-1], wanted, layers, tolerance)
+            _compare(model, config, prompts[:-1], kept[:-1], wanted, layers, tolerance, exact)
         except UnsupportedModelError as error:
             reasons.append(str(error))
         except torch.OutOfMemoryError:
@@ -207,6 +219,20 @@ def _own_forward(
     return rows
 
 
+def _exact_forward(
+    model: PreTrainedModel,
+    prompts: Sequence[TokenArray],
+    kept: Sequence[TokenArray | None],
+    layers: LayerSource | None,
+) -> list[torch.Tensor] | None:
+    """`_own_forward` in float32; None for a model in float32, or that does not compute in it."""
+    if model.dtype == torch.float32:
+        return None
+    with suppress(*_ERRORS), in_float32(model):
+        return _own_forward(model, prompts, kept, layers)
+    return None
+
+
 def _agree(*compared: Any) -> bool:
     try:
         _compare(*compared)
@@ -236,6 +262,7 @@ def _compare(
     wanted: Sequence[torch.Tensor],
     layers: LayerSource | None,
     tolerance: float | None,
+    exact: Sequence[torch.Tensor] | None = None,
 ) -> None:
     """Walk the prompts with the attention that the model has. Raises UnsupportedModelError if it does not work."""
     walk = LayerWalk(model, chunk_tokens=9, layers=layers)
@@ -253,3 +280,20 @@ def _compare(
     scale = max(float(row.abs().max()) for row in wanted)
     if not worst <= (tolerance or _REHEARSAL_TOLERANCE[model.dtype]) * max(scale, 1.0):
         raise UnsupportedModelError(f"its logits differ by {worst:.2g} from its own forward")
+    if exact is not None:
+        _compare_errors([found[i] for i in range(len(wanted))], wanted, exact)
+
+
+def _compare_errors(
+    found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]
+) -> None:
+    """Raise UnsupportedModelError if logits are much further from the exact ones than those of the own forward."""
+    # The prompt in the middle counts: in a mixture of experts, a last bit may choose another expert for one of them.
+    errors = [
+        median(float((row - true).square().mean().sqrt()) for row, true in zip(rows, exact, strict=True))
+        for rows in (found, wanted)
+    ]
+    if not errors[0] <= HALF_PRECISION_FACTOR * errors[1]:
+        raise UnsupportedModelError(
+            f"its logits are off by {errors[0]:.2g} from those in float32, and its own forward's by {errors[1]:.2g}"
+        )

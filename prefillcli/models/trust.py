@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from prefillcli.errors import ResourceError
+from prefillcli.models.families import VERIFIED
+from prefillcli.models.find import ModelFiles
+from prefillcli.models.rehearsal import Rehearsal, rehearse
 from prefillcli.prefill.attention_checks import CHECKED, PathCheck, check_paths
-from prefillcli.prefill.attention_paths import may_take, rule_out
+from prefillcli.prefill.attention_paths import PATHS, may_take, only_blocks, rule_out
+from prefillcli.prefill.forest import UnsupportedModelError
+from prefillcli.prefill.layer_place import embedding_device
+from prefillcli.prefill.layers import LayerSource
 from prefillcli.runtime import device_key as devices
 from prefillcli.runtime.kept_entries import KeptEntries
 
 FILE = "devices.json"
 MOST = 64  # devices that are remembered
-PROVEN = frozenset({"cpu"})
-"""Kinds of devices on which the verified families are tested. On others, each family is rehearsed at first."""
+TESTED = frozenset({"cpu"})
+"""Kinds of devices on which the tests compare the verified families with their own forward."""
 
 
 class DeviceRecord:
@@ -37,6 +45,11 @@ class DeviceRecord:
         known = self._kept.read().get(self.key.digest)
         if isinstance(known, dict) and isinstance(known.get("paths"), dict) and isinstance(known["families"], dict):
             self.paths, self.families = known["paths"], known["families"]
+
+    @property
+    def tested(self) -> bool:
+        """Whether the tests know such a device."""
+        return self.key.kind in TESTED
 
     def save(self) -> bool:
         """Remember it; gives whether the cache could be written. What others have found meanwhile stays."""
@@ -84,3 +97,55 @@ def settle_paths(device: torch.device, dtype: torch.dtype) -> None:
             file=sys.stderr,
         )
         rule_out(path, device, why)
+
+
+def prove_model(
+    model: PreTrainedModel, files: ModelFiles, layers: LayerSource | None = None, *, tolerance: float | None = None
+) -> None:
+    """Before a model is walked: compare it with its own forward, unless that is known to agree.
+
+    It is known of verified families on devices that the tests know, and of those that have agreed on this device
+    before. Where a model does not agree on a device that the tests do not know, attention goes by explicit scores
+    alone. Raises UnsupportedModelError where it does not agree then either. `layers` and `tolerance` as in `rehearse`.
+    """
+    device, family = embedding_device(model), files.family
+    record = DeviceRecord(device)
+    once = partial(rehearse, model, files.config, layers, tolerance=tolerance)
+    if record.tested:
+        if family not in VERIFIED:
+            once()
+        return
+    name = f"{family}/{str(files.dtype).removeprefix('torch.')}"
+    if files.quantised is not None:
+        name += f"/{files.quantised.get('quant_method')}"
+    known = record.families.get(name)
+    if known:
+        _go_by_blocks(family, device)
+    if known is None or family not in VERIFIED:
+        record.families[name] = _rehearse_on_unknown(partial(once, strictly=True), family, device)
+        record.save()
+
+
+def _rehearse_on_unknown(once: Callable[[], Rehearsal], family: str, device: torch.device) -> bool:
+    """Rehearse on a device that the tests do not know; gives whether only explicit scores agreed."""
+    others = any(may_take(path, device) for path in PATHS if path != "blocks")
+    found: Rehearsal | None = None
+    try:
+        found = once()
+    except UnsupportedModelError:
+        if not others:
+            raise
+    if found is not None and not (found.own_cache and family in VERIFIED and others):
+        return False
+    _go_by_blocks(family, device)
+    once()
+    return True
+
+
+def _go_by_blocks(family: str, device: torch.device) -> None:
+    print(
+        f"prefill: warning: on {device} a {family} model agrees with its own forward only where attention goes by "
+        "explicit scores, which are slower (prefill doctor checks the others)",
+        file=sys.stderr,
+    )
+    only_blocks(device, f"a {family} model did not agree with its own forward")

@@ -25,6 +25,13 @@ def rule_out(path: str, device: torch.device, why: str) -> None:
     _ruled_out[path, _plain(device)] = why
 
 
+def only_blocks(device: torch.device, why: str) -> None:
+    """Let attention on `device` be computed with explicit scores alone."""
+    for path in PATHS:
+        if path != "blocks" and may_take(path, device):
+            rule_out(path, device, why)
+
+
 def may_take(path: str, device: torch.device) -> bool:
     """Whether attention on `device` may be computed this way."""
     return (path, _plain(device)) not in _ruled_out

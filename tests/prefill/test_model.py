@@ -154,7 +154,10 @@ def test_devices() -> None:
     with pytest.raises(UsageError, match="no such kind of device"):
         choose_device("abacus")
     with pytest.raises(UsageError, match="only cpu, cuda and mps"):
-        choose_device("mps")
+        choose_device("meta")
+    if not torch.backends.mps.is_available():
+        with pytest.raises(ResourceError, match="no Apple GPU"):
+            choose_device("mps")
     with pytest.raises(ResourceError, match="CUDA devices found"):
         choose_device("cuda:99")
 
