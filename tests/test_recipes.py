@@ -35,7 +35,8 @@ FIELD = r"(?:\*|\d+(?:-\d+)?(?:,\d+)*)(?:/\d+)?"
 
 
 def test_every_recipe_is_tested() -> None:
-    assert {path.stem for path in RECIPES.glob("*.yaml")} == ROWS.keys()
+    elsewhere = {"rerank"}  # its model is no sample: tests/test_rerank_recipe.py
+    assert {path.stem for path in RECIPES.glob("*.yaml")} == ROWS.keys() | elsewhere
 
 
 @pytest.mark.slow
