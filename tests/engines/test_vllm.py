@@ -139,6 +139,29 @@ def test_variants_of_a_label_are_summed_over_the_whole_vocabulary(started: list[
         assert abs(row["label_mass"] - wanted.label_mass) < FLOAT32
 
 
+# ----------------------------------------------------------------------------------------------------------- heads
+
+
+@pytest.mark.parametrize(
+    ("family", "flags"), [("llama", {"head": "value"}), ("qwen3", {"labels": "LABEL_2,LABEL_0"})], ids=FAMILIES
+)
+def test_a_head_gives_the_outputs_of_the_walk(
+    family: str, flags: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_model(tmp_path / "m", hidden=HIDDEN, family=family, classifies=True, num_labels=3)
+    source = write_parquet("in.parquet", prompt=texts(10) + sharing(20))
+    score(source, "torch.parquet", model=model, **flags)
+    assert score(source, model=model, engine="vllm", engine_options=FAST, **flags)["exit_code"] == 0
+    rows, wanted = read_output("out.parquet"), read_output("torch.parquet")
+    assert rows[0].keys() == wanted[0].keys()
+    names = [name for name in rows[0] if name.startswith(("score", "value_", "logprob_", "label_mass"))]
+    largest = max(abs(row[name] - other[name]) for row, other in zip(rows, wanted, strict=True) for name in names)
+    with capsys.disabled():
+        print(f"\n{family} head {flags}: largest difference {largest:.1e}")
+    assert largest < FLOAT32
+    assert sum(row["shared_tokens"] for row in rows) > 0
+
+
 # ------------------------------------------------------------------------------------------------------------- rows
 
 
