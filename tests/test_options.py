@@ -37,6 +37,7 @@ TOLD: dict[str, tuple[Values, Values]] = {
     "AUDITABLE": ({"exit": "true"}, {"exit": "false"}),
     "TRUTH": ({"truth": "answer"}, {"truth": None}),
     "RANDOM": ({"inputs": ["x.parquet"], "sample": "9"}, {"sample": None}),
+    "ADAPTERS": ({"adapter": "a"}, {"adapter": None}),
     "HUB_MODEL": ({"model": "someone/some-model"}, {"model": "."}),
     "FORECAST": ({"dry_run": "true"}, {"dry_run": "false"}),
     "STREAMABLE": ({"weights": "stream"}, {"weights": "resident"}),

@@ -44,6 +44,7 @@ def plan_requests(
         limits,
         schedule,
         planned_positions(requests, limits),
+        adapters=planned_adapters(requests),
         carried=carried,
         block_tokens=block_tokens,
     )
@@ -52,6 +53,11 @@ def plan_requests(
 def planned_positions(requests: Sequence[Request], limits: Limits) -> list[TokenArray | None]:
     """The positions that each request's tokens are planned with."""
     return [marked_positions(each.positions, len(each.tokens), limits.switch) for each in requests]
+
+
+def planned_adapters(requests: Sequence[Request]) -> list[str | None]:
+    """The adapters that read the requests."""
+    return [each.prompt.adapter for each in requests]
 
 
 def thinning_of(requests: Mapping[int, Request]) -> SelfDraftRule | None:
@@ -114,7 +120,13 @@ def _joined(requests: Sequence[Request], limits: Limits, schedule: str) -> Plan:
     limits = replace(limits, held_tokens=0)
     for group, own in _groups(requests, limits):
         some = [requests[number] for number in group]
-        plan = make_plan([request.tokens for request in some], own, schedule, planned_positions(some, limits))
+        plan = make_plan(
+            [request.tokens for request in some],
+            own,
+            schedule,
+            planned_positions(some, limits),
+            adapters=planned_adapters(some),
+        )
         for pack in plan.packs:
             reads = [(node, tuple(group[prompt] for prompt in prompts)) for node, prompts in pack.reads]
             packs.append(replace(pack.shifted(len(packs) - pack.index), reads=reads))

@@ -51,6 +51,7 @@ class ErrorCode(StrEnum):
         "invalid_keep",
         "the row's keep is not a rate above 0 and up to 1, or its specprefill is not true, false or null",
     )
+    UNKNOWN_ADAPTER = "unknown_adapter", "the row names an adapter that --adapter does not give"
     EXCEEDS_MEMORY = "exceeds_memory", "the prompt does not fit the memory budget"
     NULL_ID = "null_id", "the id is null or missing"
     DUPLICATE_ID = "duplicate_id", "an earlier row has the same id"
@@ -121,6 +122,8 @@ class Prompt:
     """The row's own keep rate."""
     specprefill: bool | None = None
     """Whether the row is to be compressed, where it says so."""
+    adapter: str | None = None
+    """The adapter that the row names."""
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from prefillcli.engines.memory_plan import RESIDENT, Measured, MemoryChoice, PlacementChoice
 from prefillcli.exits.layer_readings import Readings
 from prefillcli.exits.policy import ExitPolicy
+from prefillcli.models.adapters import AdapterChoice
 from prefillcli.models.open import DraftChoice, Opened
 from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.plan.trie import TokenArray
@@ -196,7 +197,7 @@ class LoadChoice(MemoryChoice, Protocol):
     def trust_remote_code(self) -> bool: ...
 
 
-class EngineChoice(DraftChoice, Protocol):
+class EngineChoice(AdapterChoice, DraftChoice, Protocol):
     """What a job's options say of opening the models of an engine."""
 
     @property

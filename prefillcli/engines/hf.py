@@ -24,6 +24,8 @@ from prefillcli.engines.base import (
 from prefillcli.engines.engine_options import check_options
 from prefillcli.engines.readout import activation_of, label_numbers
 from prefillcli.models import open as models
+from prefillcli.models.adapter_merging import ExchangedAdapters, merge_adapters
+from prefillcli.models.adapters import open_adapters
 from prefillcli.models.heads import Activation
 from prefillcli.models.load import load_weights
 from prefillcli.models.open import Opened
@@ -40,6 +42,7 @@ def open_models(choice: EngineChoice) -> Opened:
     check_options("hf", choice.engine_options, OPTIONS)
     opened = models.open_models(choice)
     models.check_loadable(opened.files, opened.device)
+    opened = open_adapters(opened, choice, choice.trust_remote_code)
     return replace(opened, max_length=opened.files.max_length_apart)
 
 
@@ -53,7 +56,8 @@ def load(request: LoadRequest) -> Loaded[HfEngine]:
         attention=request.options.get("attn_implementation"),
         trust_remote_code=request.choice.trust_remote_code,
     )
-    return Loaded(HfEngine(model, max_length=opened.max_length, activation=activation_of(opened.files)))
+    activation, adapters = activation_of(opened.files), merge_adapters(model, opened)
+    return Loaded(HfEngine(model, max_length=opened.max_length, activation=activation, adapters=adapters))
 
 
 class HfEngine(PackByPack):
@@ -62,10 +66,18 @@ class HfEngine(PackByPack):
     whole_packs = False
     waits = False
 
-    def __init__(self, model: PreTrainedModel, *, max_length: int, activation: Activation = "softmax") -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_length: int,
+        activation: Activation = "softmax",
+        adapters: ExchangedAdapters | None = None,
+    ) -> None:
         self.limits = Limits(tokens=1 << 62, max_tokens=max_length)
         self.model = model
         self._activation = activation
+        self._adapters = adapters
 
     def answer(
         self,
@@ -74,6 +86,8 @@ class HfEngine(PackByPack):
         tick: Callable[[float], None],
         between: BetweenLayers = THROUGH,
     ) -> Iterator[list[Answer]]:
+        if self._adapters is not None:
+            self._adapters.use(pack.adapter)
         step = len(pack.tokens) / len(pack.prompts)
         for prompt, tokens in sequences(pack):
             begun = time.monotonic()

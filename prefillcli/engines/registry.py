@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from prefillcli.engines.base import Loader
 
 #: What options of a job ask of an engine, and how that is said to the user.
-Capability = Literal["compression", "packs", "memory", "forecast", "options", "threads", "streaming", "exits"]
+Capability = Literal[
+    "compression", "packs", "memory", "forecast", "options", "threads", "streaming", "exits", "adapters"
+]
 CAPABILITIES: dict[Capability, str] = {
     "compression": "compression",
     "packs": "packs to size",
@@ -23,6 +25,7 @@ CAPABILITIES: dict[Capability, str] = {
     "threads": "threads in this process",
     "streaming": "weights or hidden states outside the device",
     "exits": "early exits",
+    "adapters": "adapters to merge",
 }
 
 
@@ -47,9 +50,9 @@ ENGINES: dict[str, EngineKind] = {
         EngineKind(
             "torch",
             "prefillcli.engines.torch",
-            frozenset({"compression", "packs", "memory", "forecast", "threads", "streaming", "exits"}),
+            frozenset({"compression", "packs", "memory", "forecast", "threads", "streaming", "exits", "adapters"}),
         ),
-        EngineKind("hf", "prefillcli.engines.hf", frozenset({"options", "threads"})),
+        EngineKind("hf", "prefillcli.engines.hf", frozenset({"options", "threads", "adapters"})),
         EngineKind(
             "vllm",
             "prefillcli.engines.vllm",

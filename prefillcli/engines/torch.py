@@ -28,6 +28,8 @@ from prefillcli.engines.memory_plan import budget_of, hidden_on_host, keep_plan,
 from prefillcli.engines.readout import activation_of, label_numbers
 from prefillcli.engines.thinned_prompts import PackThinning
 from prefillcli.models import open as models
+from prefillcli.models.adapter_merging import ExchangedAdapters, merge_adapters
+from prefillcli.models.adapters import open_adapters
 from prefillcli.models.flops import keys_share
 from prefillcli.models.heads import Activation
 from prefillcli.models.load import load_model, load_streamed
@@ -55,6 +57,7 @@ def open_models(choice: EngineChoice) -> Opened:
     opened = models.open_models(choice)
     models.check_walkable(opened.files, "take another model, or --engine hf")
     models.check_loadable(opened.files, opened.device)
+    opened = open_adapters(opened, choice, choice.trust_remote_code)
     return replace(opened, max_length=opened.files.max_length_apart)
 
 
@@ -76,6 +79,7 @@ def load(request: LoadRequest) -> Loaded[TorchEngine]:
     else:
         model = load_model(opened.files, opened.device, trust_remote_code=choice.trust_remote_code)
     quantisation = plan_quantisation(opened.files.origin, opened.files.quantised, opened.device)
+    adapters = merge_adapters(model, opened)
     drafts = "--draft self" if opened.drafts_itself else None
     own_cache = check_uses(model, drafts=drafts, compresses=opened.compresses).own_cache
     if own_cache and request.share == 1.0:  # not by each of several workers
@@ -116,6 +120,7 @@ def load(request: LoadRequest) -> Loaded[TorchEngine]:
             quantisation=None if quantisation is None else quantisation.describe(opened.files.dtype),
         ),
         activation=activation_of(opened.files),
+        adapters=adapters,
     )
     return Loaded(engine, plan, budget, 0.0 if speed is None else speed.read_seconds)
 
@@ -137,9 +142,11 @@ class TorchEngine(PackByPack):
         layers: StreamedLayers | None = None,
         weights: WeightsReport | None = None,
         activation: Activation = "softmax",
+        adapters: ExchangedAdapters | None = None,
     ) -> None:
         self.limits = replace(limits, whole_nodes=limits.whole_nodes or _keeps_ends(model))
         self.model = model
+        self._adapters = adapters
         self._layers = layers
         self._weights = weights
         self._activation = activation
@@ -162,6 +169,8 @@ class TorchEngine(PackByPack):
         between: BetweenLayers = THROUGH,
     ) -> Iterator[list[Answer]]:
         begun = time.monotonic()
+        if self._adapters is not None:
+            self._adapters.use(pack.adapter)
         if self._layers is not None:
             self._layers.expect(len(pack.tokens), len(pack.reads))
         exits, done = PromptExits.of(self._walk, pack, labels, between), LayersDone.none(pack)

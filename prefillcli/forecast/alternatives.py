@@ -8,7 +8,7 @@ from itertools import repeat
 
 import numpy as np
 
-from prefillcli.compress.answers import plan_requests, planned_positions
+from prefillcli.compress.answers import plan_requests, planned_adapters, planned_positions
 from prefillcli.compress.load import own_layers, plan_draft, translator_of, worth_of
 from prefillcli.compress.pickers.self_draft import SelfDraft
 from prefillcli.compress.rates import keep_rates
@@ -176,6 +176,7 @@ class Alternatives:
             [each.tokens for each in requests],
             cases,
             planned_positions(requests, cases[0][1]),
+            adapters=planned_adapters(requests),
             carried=carried,
             block_tokens=self._block_tokens,
         )

@@ -18,7 +18,13 @@ from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import without_secrets
 from prefillcli.stats.calibration import SCHEMA_VERSION, Calibration
 
-REFUSED = {"model": "model", "tokenizer": "tokenizer", "prompt": "prompt settings", "labels": "label spellings"}
+REFUSED = {
+    "model": "model",
+    "adapters": "set of adapters",
+    "tokenizer": "tokenizer",
+    "prompt": "prompt settings",
+    "labels": "label spellings",
+}
 """Parts of a fingerprint that must be those of the scores a calibration was fitted on, as messages call them."""
 WARNED = {"draft": "draft", "compression": "compression", "engine": "engine"}
 """Parts that change scores less; where they differ there is a warning."""

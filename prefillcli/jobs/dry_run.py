@@ -18,6 +18,7 @@ from prefillcli.jobs.label_uses import require_label_uses
 from prefillcli.jobs.load import compression_of
 from prefillcli.jobs.paths import default_output, dry_run_report, refuse_among_inputs
 from prefillcli.jobs.shell import conclude, shell
+from prefillcli.models.adapters import open_adapters
 from prefillcli.models.open import Opened, answer_labels, open_models, weights_of
 from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import shown, shown_report
@@ -65,7 +66,7 @@ def _run(settings: ScoreSettings, report: DryRunReport, granularity: Granularity
         check_calibration(settings)
         source = open_source(settings, carried)
         refuse_unlike_partitions(settings, source, report.output)
-        opened = open_models(settings)
+        opened = open_adapters(open_models(settings), settings, settings.trust_remote_code)
         labels = answer_labels(opened, settings)
         require_label_uses(settings, labels)
         calibration_of(settings, labels.labels)

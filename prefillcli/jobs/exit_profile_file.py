@@ -38,7 +38,9 @@ def job_of_exits(
 ) -> dict[str, Any]:
     """Whose the exits are that a job learns, by its fingerprint: what must be the same where they are used again."""
     # Not the digest of all options of compression: an audit changes nothing that a model reads.
-    kept = [settings.keep, asdict(compression_of(settings))] if settings.compresses else []
+    kept: list[Any] = [settings.keep, asdict(compression_of(settings))] if settings.compresses else []
+    if "adapters" in digests:
+        kept.append(digests["adapters"])
     return {
         "model": digests["model"],
         "prompt": hash_value([*(digests.get(part) for part in ("tokenizer", "prompt", "draft")), *kept]),

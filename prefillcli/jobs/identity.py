@@ -32,6 +32,7 @@ STANDS_FOR = {
     "engine": ("engine", "engine_options"),
     "calibration": ("calibration",),
     "exit_profile": ("exit_profile",),
+    "adapters": ("adapter", "adapter_column"),
 }
 """Parts of the fingerprint that are not made of the values of options, and the options that they stand for."""
 
@@ -68,6 +69,10 @@ def fingerprint(
         "labels": hash_value([[label.name, label.variants] for label in labels.labels]),
         "settings": hash_value([*(values[name] for name in SETTINGS_ORDER), *_added(values, SETTINGS_ORDER)]),
     }
+    if opened.adapters:
+        contents = [(each.name, models.of(each.path)) for each in opened.adapters]
+        adapters = [[name, files.model(), files.tokenizer()] for name, files in contents]
+        found["adapters"] = hash_value([sorted(adapters), settings.adapter_column])
     if settings.engine != "torch":
         found["engine"] = hash_engine(settings)
     if calibration is not None:

@@ -18,11 +18,11 @@ from prefillcli.data.reading.selection import BATCH_ROWS
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Int64Array, Prompt
 from prefillcli.data.windows import MAX_ROWS
-from prefillcli.errors import UsageError
+from prefillcli.errors import UsageError, did_you_mean
 from prefillcli.exits.profile_file import ExitProfile
 from prefillcli.models.open import Opened
 from prefillcli.models.samples import sample_model
-from prefillcli.options.groups import JobOptions, LoadingOptions
+from prefillcli.options.groups import JobOptions
 from prefillcli.options.score import ScoreSettings
 from prefillcli.plan.blocks import BLOCK_TOKENS
 from prefillcli.redaction import without_secrets
@@ -46,13 +46,15 @@ USUAL = Granularity()
 
 
 class LocalModels:
-    """The contents of the model and the draft, from before anything of them is read: their hashing begins at once.
+    """The contents of the model, the draft and the adapters, from before anything of them is read.
 
-    A name on the hub has a folder only when it is opened, in `of`. Raises UsageError for incomplete GGUF models.
+    Their hashing begins at once. A name on the hub has a folder only when it is opened, in `of`. Raises UsageError for
+    incomplete GGUF models.
     """
 
-    def __init__(self, settings: LoadingOptions) -> None:
-        names = (settings.model or sample_model(), None if settings.drafts_itself else settings.draft)
+    def __init__(self, settings: ScoreSettings) -> None:
+        draft = None if settings.drafts_itself else settings.draft
+        names = (settings.model or sample_model(), draft, *settings.adapter.values())
         paths = [Path(name).expanduser() for name in names if name is not None]
         self._contents = {path: ModelContents(path) for path in paths if path.is_dir() or gguf_parts(path)}
         for contents in self._contents.values():
@@ -140,6 +142,7 @@ def prompt_builder(
 ) -> PromptBuilder:
     """What makes prompts of the rows of `source`, which will read the columns for it. Raises UsageError."""
     builder = make_builder(settings, opened, source.available)
+    refuse_missing_adapters(builder, source)
     source.select(
         columns=builder.columns, carried=carried, optional=builder.optional, max_row_bytes=builder.max_row_bytes
     )
@@ -164,9 +167,20 @@ def make_builder(settings: JobOptions, opened: Opened, available: Sequence[str])
             compression=opened.compresses,
             classifies=files.head is not None,
             padding=None if files.head is None else files.head.padding,
+            adapter_column=opened.adapter_column,
+            adapters=tuple(each.name for each in opened.adapters),
         ),
         available,
     )
+
+
+def refuse_missing_adapters(builder: PromptBuilder, source: Source | TableRows) -> None:
+    """Raise UsageError if no row can name an adapter."""
+    column = builder.settings.adapter_column
+    if column is not None and column not in source.available:
+        raise UsageError(
+            f"--adapter-column {column}: the input has no such column{did_you_mean(column, source.available)}"
+        )
 
 
 def refuse_idle_draft(settings: ScoreSettings, source: Source | TableRows) -> None:

@@ -57,7 +57,16 @@ from prefillcli.models.open import Opened, answer_labels
 from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import shown, shown_report
 from prefillcli.report.files import write_files
-from prefillcli.report.run import MemoryTrace, PeakMemory, RunReport, ThreadCounts, Tokens, WeightsUse, versions
+from prefillcli.report.run import (
+    AdapterUse,
+    MemoryTrace,
+    PeakMemory,
+    RunReport,
+    ThreadCounts,
+    Tokens,
+    WeightsUse,
+    versions,
+)
 from prefillcli.report.run_table import print_table
 from prefillcli.runtime.clock import Clock, MemoryWatch
 from prefillcli.runtime.memory import peak_memory
@@ -116,6 +125,7 @@ class _ScoreJob:
         report.report = report_path(output, settings.report, settings.shard_of)
         inputs = self._inputs = self._open_inputs(output, stop)
         self._evaluation = EvaluationPlan.of(settings, inputs.labels)
+        report.adapters = [AdapterUse(name=each.name, path=str(each.path)) for each in inputs.opened.adapters]
         with self.clock.phase("read"), stop.at_once():
             digests = report.fingerprint = fingerprint(
                 settings,
@@ -214,6 +224,7 @@ class _ScoreJob:
                 calibrated=settings.calibrates,
                 exits=settings.exit,
                 measure=inputs.labels.measure,
+                adapters=settings.adapter_column is not None,
                 partitions=source.partitions if settings.partition else None,
                 shard=settings.shard_of,
             )

@@ -28,7 +28,14 @@ from prefillcli.engines.registry import loader_of
 from prefillcli.errors import Interrupted, UsageError
 from prefillcli.jobs.calibration_file import calibration_of, check_calibration
 from prefillcli.jobs.content_free import content_free_prompts, contextual_calibration
-from prefillcli.jobs.inputs import carried_columns, make_builder, open_source, prompt_builder, refuse_idle_draft
+from prefillcli.jobs.inputs import (
+    carried_columns,
+    make_builder,
+    open_source,
+    prompt_builder,
+    refuse_idle_draft,
+    refuse_missing_adapters,
+)
 from prefillcli.jobs.label_uses import require_label_uses
 from prefillcli.jobs.load import Models, load_models
 from prefillcli.jobs.window_scoring import ScoringOptions, score_window
@@ -87,8 +94,8 @@ class TableScorer:
         Its rows are planned together, in windows of a bounded size. Raises UsageError if the table has such a column
         already or lacks one that the prompt needs, or if the labels fail after every prompt of the first table.
         """
-        labels = self._labels
-        schema = result_schema(labels.names, calibrated=self._settings.calibrates, measure=labels.measure)
+        labels, calibrated, by_row = self._labels, self._settings.calibrates, self._opened.adapter_by_row
+        schema = result_schema(labels.names, calibrated=calibrated, measure=labels.measure, adapters=by_row)
         for name in schema.names:
             if name in table.column_names:
                 raise UsageError(f"the table has a column {name!r} already, which scoring adds\nrename or drop it")
@@ -121,6 +128,7 @@ class TableScorer:
                 truth=None,
                 calibrated=self._settings.calibrates,
                 measure=self._labels.measure,
+                adapters=self._opened.adapter_by_row,
             )
             schema.require_distinct()
             heard.expect(source.selected_rows)
@@ -154,6 +162,7 @@ class TableScorer:
         ):
             self._drop_builder()
             builder = self._builder = make_builder(self._settings, self._opened, rows.available)
+        refuse_missing_adapters(builder, rows)
         rows.select(columns=builder.columns, optional=builder.optional, max_row_bytes=builder.max_row_bytes)
         return builder
 
@@ -207,7 +216,7 @@ class TableScorer:
             handed = handed if finished.carried is None else finished.carried
         labels, temperature = self._labels, self._settings.temperature
         done = ResultRows.of(window, results, errors, labels.names, temperature, self._calibration, labels.measure)
-        return make_rows(window, done), handed
+        return make_rows(window, done, adapters=self._opened.adapter_by_row), handed
 
 
 class Steps:

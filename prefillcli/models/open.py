@@ -15,6 +15,7 @@ from prefillcli.runtime.threads import Threads
 if TYPE_CHECKING:  # torch takes seconds to import; wrong input should not wait for it
     import torch
 
+    from prefillcli.models.adapters import AdapterFiles
     from prefillcli.models.find import ModelFiles
 
 
@@ -70,7 +71,8 @@ class WeightsChoice(Protocol):
 class Opened:
     """The files of a model and its draft, checked; no weights. `max_length` is the longest prompt in tokens.
 
-    `threads` are those of this process, where it is the one that computes.
+    `threads` are those of this process, where it is the one that computes. Of the `adapters` there is one for all
+    rows, or the `adapter_column` says which a row has, if any.
     """
 
     files: ModelFiles
@@ -82,6 +84,13 @@ class Opened:
     drafts_itself: bool = False
     draft_tokenizer: Any = None
     """The draft's tokenizer where it is another one than the model's."""
+    adapters: tuple[AdapterFiles, ...] = ()
+    adapter_column: str | None = None
+
+    @property
+    def adapter_by_row(self) -> bool:
+        """Whether each row has one of the adapters or none."""
+        return self.adapter_column is not None
 
     @property
     def compresses(self) -> bool:
@@ -210,11 +219,13 @@ def _load_tokenizer(files: ModelFiles, trust_remote_code: bool) -> Any:
 
 
 def weights_of(opened: Opened, *, draft: bool = True) -> int:
-    """Bytes of the device's free memory that the model's weights will take, with those of the `draft` or without."""
+    """Bytes of the device's free memory that the model's weights will take, with those of its adapters, and with
+    those of the `draft` or without."""
+    from prefillcli.models.adapters import adapter_bytes
     from prefillcli.models.weights import weight_bytes
 
     every = (opened.files, opened.draft if draft else None)
-    return sum(weight_bytes(files, opened.device) for files in every if files is not None)
+    return sum(weight_bytes(files, opened.device) for files in every if files is not None) + adapter_bytes(opened)
 
 
 def refuse_what_cannot_fit(opened: Opened, *, draft: bool = True) -> None:

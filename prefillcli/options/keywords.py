@@ -41,6 +41,8 @@ class ScorerOptions(TypedDict, total=False):
     device: str
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     threads: int | Literal["auto"]
+    adapter: StrPath | Sequence[str] | Mapping[str, StrPath]
+    adapter_column: str | None
     engine: str
     engine_options: Mapping[str, Any]
 

@@ -7,6 +7,7 @@ from prefillcli.data.shard import Shard
 from prefillcli.engines.registry import ENGINES, Capability, refuse
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
+from prefillcli.options.adapters import AdapterOptions
 from prefillcli.options.calibrate import ProbabilityOptions
 from prefillcli.options.compression import check_keep
 from prefillcli.options.early_exit import ExitOptions
@@ -31,6 +32,7 @@ class ScoreSettings(
     PriceOptions,
     RunOptions,
     WeightsOptions,
+    AdapterOptions,
     ScheduledOptions,
 ):
     """Everything `prefill score` can be told."""
@@ -123,6 +125,8 @@ class ScoreSettings(
                 "--exit: what is learnt about exits is of one keep rate, and --keep auto has not chosen it yet\n"
                 "choose the rate in a run without --exit, then give it"
             )
+        streamed, content_free = self.weights == "stream", bool(self.calibrate_with)
+        self.check_adapters(streamed=streamed, exits=self.exit, content_free=content_free)
         self._check_shard()
 
     def _check_shard(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -90,6 +91,28 @@ def _read_mapping(value: object) -> object:
         raise ValueError("its value is not valid YAML") from None
 
 
+def _read_adapters(value: object) -> object:
+    """Folders by adapter name, from texts like `DIR` and `NAME=DIR`, or as a recipe has them.
+
+    An adapter without a name is called like its folder.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        value = _read_mapping(value)
+    if isinstance(value, dict):
+        return {str(name): str(folder) for name, folder in value.items()}
+    found: dict[str, str] = {}
+    for text in map(str, value if isinstance(value, list | tuple) else [value]):
+        name, equals, folder = text.partition("=")
+        if not equals or "/" in name:
+            name, folder = os.path.basename(os.path.abspath(os.path.expanduser(text))), text
+        if not name or not folder:
+            raise ValueError("must be a folder, or NAME=FOLDER")
+        if name in found:
+            raise ValueError(f"two adapters are called {name!r}: name them, NAME=FOLDER")
+        found[name] = folder
+    return found
+
+
 def _check_resources(value: object) -> object:
     """Amounts by name; memory may be a size."""
     if not isinstance(value, dict):
@@ -121,6 +144,7 @@ else:
 EngineName = Annotated[str, AfterValidator(_check_engine)]
 ShardName = Annotated[str, AfterValidator(_check_shard)]
 KeyValues = Annotated[dict[str, Any], BeforeValidator(_read_mapping)]
+AdapterFolders = Annotated[dict[str, str], BeforeValidator(_read_adapters)]
 Resources = Annotated[dict[str, float], BeforeValidator(_check_resources), BeforeValidator(_read_mapping)]
 KeepRates = Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], BeforeValidator(_split_numbers)]
 LabelTexts = Annotated[str | tuple[str, ...], BeforeValidator(_labels_as_text)]

@@ -21,24 +21,28 @@ def cut_packs(
     limits: Limits,
     positions: Sequence[TokenArray | None],
     cover: Cover = NO_COVER,
+    adapters: Sequence[str | None] | None = None,
 ) -> list[Pack]:
-    """Fill packs with the prompts of the queue as they come. `positions` as in `make_plan`.
+    """Fill packs with the prompts of the queue as they come. `positions` and `adapters` as in `make_plan`.
 
     Every prompt is answered in exactly one pack. A prompt longer than `limits.tokens` gets a pack of its own; the
     caller keeps out prompts longer than `limits.max_tokens`. Between packs the prefix cache keeps nodes that waiting
     prompts begin with, those used last before others. What `cover` says lies in blocks is read from these; a block is
     computed in a pack of its own before the first one that reads it, unless it is given.
     """
-    return _Cutter(queue, prompts, limits, positions, cover).cut()
+    return _Cutter(queue, prompts, limits, positions, cover, adapters or [None] * len(prompts)).cut()
 
 
 def given_packs(
-    blocks: Sequence[Block], prompts: Sequence[TokenArray], positions: Sequence[TokenArray | None]
+    blocks: Sequence[Block],
+    prompts: Sequence[TokenArray],
+    positions: Sequence[TokenArray | None],
+    adapters: Sequence[str | None],
 ) -> list[Pack]:
     """The packs of given blocks, the first of a plan, for a run that does not have their K,V any more."""
     keep = frozenset(block.key for block in blocks)
     numbers = {block.key: number for number, block in enumerate(blocks)}
-    return [_block_pack(block, numbers, keep, prompts, positions) for block in blocks]
+    return [_block_pack(block, numbers, keep, prompts, positions, adapters) for block in blocks]
 
 
 class _OpenPack:
@@ -81,12 +85,14 @@ class _Cutter:
         limits: Limits,
         positions: Sequence[TokenArray | None],
         cover: Cover,
+        adapters: Sequence[str | None],
     ) -> None:
         self._queue = queue
         self._prompts = prompts
         self._limits = limits
         self._positions = positions
         self._cover = cover
+        self._adapters = adapters
         self._carried = {block.key for block in cover.blocks.carried}
         self._at_hand = {block.key: block for block in cover.blocks.given}  # when the pack being filled begins
         self._block_packs = {key: number for number, key in enumerate(self._at_hand)}  # the pack that computes each
@@ -115,6 +121,8 @@ class _Cutter:
 
     def _fits(self, path: Sequence[TrieNode]) -> bool:
         filled, limits = self._open, self._limits
+        if self._adapters[path[-1].prompt] != self._adapters[filled.ends[0].prompt]:
+            return False
         if limits.read_tokens is not None and filled.read_tokens + path[-1].end > limits.read_tokens:
             return False
         tokens = filled.tokens + sum(node.length for node in filled.missing(path))
@@ -202,8 +210,9 @@ class _Cutter:
             if key not in self._block_packs:
                 self._block_packs[key] = self._first_index + len(self._packs)
                 at_hand |= {key}
-                packs = self._block_packs
-                self._packs.append(_block_pack(block, packs, frozenset(at_hand), self._prompts, self._positions))
+                keep_now, numbers = frozenset(at_hand), self._block_packs
+                of_prompts = self._prompts, self._positions, self._adapters
+                self._packs.append(_block_pack(block, numbers, keep_now, *of_prompts))
         self._packs.append(self._pack(keep, blocks))
         self._answering += 1
 
@@ -237,6 +246,7 @@ class _Cutter:
             reads=[(numbers[id(end)], tuple(end.ending)) for end in filled.ends],
             held=held,
             keep=frozenset(self._keys[id(node)] for node in keep) | blocks.keys(),
+            adapter=self._adapters[filled.ends[0].prompt],
         )
 
     def _held(self, node: TrieNode) -> Held:
@@ -258,6 +268,7 @@ def _block_pack(
     keep: frozenset[Key],
     prompts: Sequence[TokenArray],
     positions: Sequence[TokenArray | None],
+    adapters: Sequence[str | None],
 ) -> Pack:
     """What computes a block behind those before it. `packs` are the numbers of the packs of all of them."""
     *before, _ = block.chain
@@ -273,6 +284,7 @@ def _block_pack(
         held=tuple(Held(each.key, packs[each.key], each.start, each.length) for each in before),
         keep=keep,
         block=block.key,
+        adapter=adapters[block.prompt],
     )
 
 

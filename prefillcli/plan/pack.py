@@ -85,6 +85,8 @@ class Pack:
     """Keys of the nodes, held or its own, whose K,V later packs hold."""
     block: Key | None = None
     """What the only node is held by, where nothing is read: a block, or a node that another worker needs too."""
+    adapter: str | None = None
+    """The adapter that the model computes it with; None: the model itself."""
 
     @property
     def prompts(self) -> list[int]:

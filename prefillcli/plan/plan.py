@@ -56,6 +56,7 @@ def make_plan(
     schedule: str = "prefix-tree",
     positions: Sequence[TokenArray | None] | None = None,
     *,
+    adapters: Sequence[str | None] | None = None,
     carried: Sequence[CarriedBlock] = (),
     block_tokens: int = 0,
 ) -> Plan:
@@ -65,11 +66,14 @@ def make_plan(
     `fifo` keeps the order given, `srjf` takes short prompts first, `srjf-calibrated` those with the fewest tokens that
     are not at hand: computed in the same pack, or held in the prefix cache. `positions` are ascending, one for each
     token of a prompt; None where they count from 0. Tokens are shared only at the same positions.
+    `adapters` name the adapter that reads each prompt; None: no prompt has one. A pack has prompts of one adapter, and
+    those of an adapter come one after the other.
 
     `carried` are the blocks that the plan of the window before carries. A prefix of `block_tokens` and more at this
     window's end is cut into blocks; with 0 there are none.
     """
-    return next(make_plans(prompts, [(schedule, limits)], positions, carried=[carried], block_tokens=block_tokens))
+    cases = [(schedule, limits)]
+    return next(make_plans(prompts, cases, positions, adapters=adapters, carried=[carried], block_tokens=block_tokens))
 
 
 def make_plans(
@@ -77,6 +81,7 @@ def make_plans(
     cases: Iterable[tuple[str, Limits]],
     positions: Sequence[TokenArray | None] | None = None,
     *,
+    adapters: Sequence[str | None] | None = None,
     carried: Iterable[Sequence[CarriedBlock]] = repeat(()),
     block_tokens: int = 0,
 ) -> Iterator[Plan]:
@@ -85,12 +90,13 @@ def make_plans(
     What the prompts share is looked for once.
     """
     positions = positions or [None] * len(prompts)
-    window = _Prompts(prompts, positions)
+    adapters = adapters or [None] * len(prompts)
+    window = _Prompts(prompts, positions, adapters)
     for (schedule, limits), before in zip(cases, carried, strict=False):
         blocks = window.blocks(limits, before, block_tokens)
         roots, cover = window.forest(blocks, whole=limits.whole_nodes)
-        given = given_packs(blocks.given, prompts, positions)
-        packs = cut_packs(Queue(roots, schedule), prompts, limits, positions, cover)
+        given = given_packs(blocks.given, prompts, positions, adapters)
+        packs = cut_packs(Queue(roots, schedule, window.groups), prompts, limits, positions, cover, adapters)
         unique = window.unique_tokens - sum(len(pack.tokens) for pack in given)
         yield Plan(packs, unique, given, tuple((block.end, block.key) for block in blocks.carried))
 
@@ -113,13 +119,27 @@ def packs_to_run(plan: Plan, done: Iterable[int], at_hand: Container[Key | None]
 class _Prompts:
     """The prompts of a window and what they share, looked for once for each set of blocks."""
 
-    def __init__(self, prompts: Sequence[TokenArray], positions: Sequence[TokenArray | None]) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[TokenArray],
+        positions: Sequence[TokenArray | None],
+        adapters: Sequence[str | None],
+    ) -> None:
         self._prompts = prompts
         self._positions = positions
+        self._adapters = adapters
+        self.groups = _groups_of(adapters)
+        """The group of each prompt: those of one adapter. Empty where there is one alone."""
         self._keys: Sequence[KeyArray] = prompts
-        if any(own is not None for own in positions):
-            self._keys = [keys_with_positions(tokens, own) for tokens, own in zip(prompts, positions, strict=True)]
+        if any(own is not None for own in positions) or self.groups:
+            groups = self.groups or [0] * len(prompts)
+            self._keys = [
+                keys_with_positions(tokens, own, group)
+                for tokens, own, group in zip(prompts, positions, groups, strict=True)
+            ]
         self._order = token_order(self._keys)
+        if self.groups:
+            self._order.sort(key=self.groups.__getitem__)
         roots = build_forest(self._keys, self._order)
         self.unique_tokens = forest_tokens(roots)
         last = len(prompts) - 1
@@ -137,7 +157,8 @@ class _Prompts:
         if limits.held_cost:
             room = min(room, (limits.max_tokens - max(map(len, self._prompts))) / limits.held_cost)
         shared = self._shared[limits.whole_nodes]
-        return find_blocks(self._prompts, self._positions, shared, int(room), carried, block_tokens, limits)
+        ends = self._adapters[0], self._adapters[-1]
+        return find_blocks(self._prompts, self._positions, shared, int(room), carried, block_tokens, limits, ends)
 
     def forest(self, blocks: WindowBlocks, *, whole: bool = False) -> tuple[list[TrieNode], Cover]:
         """The forest with small nodes dissolved, split at the ends of blocks; with `whole` each block is one node."""
@@ -149,3 +170,19 @@ class _Prompts:
             order_siblings(roots, cover)
             self._forests[name] = roots, cover
         return self._forests[name]
+
+
+def _groups_of(adapters: Sequence[str | None]) -> list[int]:
+    """Numbers of the adapters, one for each prompt, in the order in which they read; empty if there is one.
+
+    The first prompt's comes first and the last prompt's last: what these share with other windows is held for a short
+    time then.
+    """
+    names = list(dict.fromkeys(adapters))
+    if len(names) < 2:
+        return []
+    if adapters[-1] != names[0]:
+        names.remove(adapters[-1])
+        names.append(adapters[-1])
+    numbers = {name: number for number, name in enumerate(names)}
+    return [numbers[name] for name in adapters]

@@ -16,10 +16,11 @@ class Queue:
 
     Prompts that end at the same node are one job, which came with the first of them. All have come before the first is
     taken, so they have waited equally long and algorithm 1's lambda changes nothing here; its completion times
-    are the tokens that are not at hand. Raises ValueError for a schedule that is none.
+    are the tokens that are not at hand. With `groups`, which say the group of each prompt, a group's prompts are taken
+    before those of the next. Raises ValueError for a schedule that is none.
     """
 
-    def __init__(self, roots: Sequence[TrieNode], schedule: str) -> None:
+    def __init__(self, roots: Sequence[TrieNode], schedule: str, groups: Sequence[int] = ()) -> None:
         if schedule not in SCHEDULES:
             raise ValueError(f"{schedule!r} is not a schedule: there are {', '.join(SCHEDULES)}")
         by = SCHEDULES[schedule]
@@ -41,6 +42,8 @@ class Queue:
         order = list(range(len(ends)))
         if (key := by.key) is not None:
             order.sort(key=lambda at: key(WaitingPrompts(min(ends[at].ending), ends[at].end)))
+        if groups and (by.key is not None or by.calibrated):
+            order.sort(key=lambda at: groups[ends[at].prompt])
         self._jobs: list[TrieNode] = [ends[at] for at in order]
         self._job_of = np.argsort(np.asarray(order, dtype=np.int64))  # of each end, depth first
         self._input = np.asarray([node.end for node in self._jobs], dtype=np.float64)
@@ -48,6 +51,10 @@ class Queue:
         self._waiting = np.ones(len(ends), dtype=bool)  # ends, depth first
         self._left = len(ends)
         self._next = 0
+        self._ends = [len(ends)]  # of the groups among the jobs
+        if groups and by.calibrated:
+            numbers = [groups[job.prompt] for job in self._jobs]
+            self._ends = [at for at in range(1, len(ends)) if numbers[at] != numbers[at - 1]] + [len(ends)]
 
     def __bool__(self) -> bool:
         return self._left > 0
@@ -64,7 +71,12 @@ class Queue:
     def next(self) -> TrieNode:
         """The end of the prompts to compute next."""
         if self._calibrated:
-            self._next = shortest_job(self._input, self._cached)
+            taken, first = len(self._jobs) - self._left, 0
+            for end in self._ends:
+                if taken < end:
+                    break
+                first = end
+            self._next = first + shortest_job(self._input[first:end], self._cached[first:end])
         return self._jobs[self._next]
 
     def take(self) -> None:

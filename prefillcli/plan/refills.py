@@ -84,4 +84,5 @@ def _alone(key: Key, packs: dict[int, Pack]) -> Pack:
         reads=[],
         held=before,
         block=key,
+        adapter=source.adapter,
     )

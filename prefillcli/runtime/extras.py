@@ -19,6 +19,7 @@ EXTRAS = {
     "bitsandbytes": ("bitsandbytes", "accelerate"),
     "compressed-tensors": ("compressed_tensors", "accelerate"),
     "torchao": ("torchao", "accelerate"),
+    "peft": ("peft",),
 }
 """The extras of `pyproject.toml`, and the packages that they bring, by the names that Python imports them by."""
 

@@ -110,8 +110,9 @@ BESIDE: dict[str, dict[str, Any]] = {
     "partition": {"inputs": ("day=1", "day=2")},
 }
 #: Other contents are another job: tests/data/test_fingerprints.py, tests/score/test_calibrated.py. Code of the model:
-#: below.
+#: below. Adapters: tests/score/test_adapters.py.
 FILES = {"inputs", "model", "revision", "draft", "trust_remote_code", "calibration", "exit_profile"}
+FILES |= {"adapter", "adapter_column"}
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,7 @@ OF_SCORER, OF_FILES = get_type_hints(ScorerOptions), get_type_hints(FileOptions)
 OWN_TYPES: dict[str, Any] = {
     "template": StrPath | None,
     "draft": StrPath | None,
+    "adapter": StrPath | Sequence[str] | Mapping[str, StrPath],
     "calibration": StrPath | None,
     "calibrate_with": str | Sequence[str],
     "calibrate_columns": str | Sequence[str],

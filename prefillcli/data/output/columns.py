@@ -116,6 +116,8 @@ class Column(NamedTuple):
     """Whether only an output of a job with exits has it."""
     calibrated: bool = False
     """Whether only an output with calibrated probabilities has it."""
+    adapters: bool = False
+    """Whether only an output whose rows have adapters of their own has it."""
     least_labels: int = 0
     """Only an output with so many labels has it."""
     measures: tuple[Measure, ...] = tuple(Measure)
@@ -177,6 +179,12 @@ COLUMNS = (
     Column("computed_tokens", pa.int64(), _of_result("computed_tokens"), counted=True),
     Column("seconds", pa.float64(), _of_result("seconds"), counted=True),
     Column("method", pa.string(), _of_result("method"), counted=True),
+    Column(
+        "adapter",
+        pa.string(),
+        lambda rows: [p and p.adapter for p in rows.prompts],
+        adapters=True,
+    ),
     Column("exit_layer", pa.int64(), _of_result("exit_layer"), exits=True),
     Column("truncated", pa.bool_(), lambda rows: [p is not None and p.truncated for p in rows.prompts], counted=True),
     Column("error", pa.string(), lambda rows: [error and error.code for error in rows.errors], counted=True),
@@ -206,16 +214,19 @@ def result_schema(
     calibrated: bool = False,
     exits: bool = False,
     measure: Measure = Measure.SHARES,
+    adapters: bool = False,
 ) -> pa.Schema:
     """Names and types of the columns that scoring adds."""
-    columns = _columns(len(labels), audit, calibrated, exits, measure)
+    columns = _columns(len(labels), audit, calibrated, exits, measure, adapters)
     return pa.schema([(name, column.type) for column in columns for name in _names(column, labels)])
 
 
-def result_arrays(rows: ResultRows, audit: bool = False, exits: bool = False) -> list[pa.Array]:
+def result_arrays(
+    rows: ResultRows, audit: bool = False, exits: bool = False, adapters: bool = False
+) -> list[pa.Array]:
     """The columns of `result_schema` for these rows, with those of a calibration where they have one."""
     arrays = []
-    for column in _columns(len(rows.labels), audit, rows.calibrated is not None, exits, rows.measure):
+    for column in _columns(len(rows.labels), audit, rows.calibrated is not None, exits, rows.measure, adapters):
         values = column.values(rows)
         if "<label>" in column.name:
             arrays += [pa.array(of_label, column.type) for of_label in np.asarray(values).T]
@@ -224,13 +235,16 @@ def result_arrays(rows: ResultRows, audit: bool = False, exits: bool = False) ->
     return arrays
 
 
-def _columns(labels: int, audit: bool, calibrated: bool, exits: bool, measure: Measure) -> list[Column]:
+def _columns(
+    labels: int, audit: bool, calibrated: bool, exits: bool, measure: Measure, adapters: bool
+) -> list[Column]:
     return [
         column
         for column in COLUMNS
         if (audit or not column.audit)
         and (calibrated or not column.calibrated)
         and (exits or not column.exits)
+        and (adapters or not column.adapters)
         and labels >= column.least_labels
         and measure in column.measures
     ]

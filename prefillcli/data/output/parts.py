@@ -98,12 +98,14 @@ def is_part(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def make_rows(window: Window, rows: ResultRows, audit: bool = False, exits: bool = False) -> pa.Table:
+def make_rows(
+    window: Window, rows: ResultRows, audit: bool = False, exits: bool = False, adapters: bool = False
+) -> pa.Table:
     """Row number, carried columns and result columns of some rows of a window."""
     carried = window.carried.take(pa.array(np.searchsorted(window.rows, rows.numbers)))
-    results = result_schema(rows.labels, audit, rows.calibrated is not None, exits, rows.measure)
+    results = result_schema(rows.labels, audit, rows.calibrated is not None, exits, rows.measure, adapters)
     return pa.Table.from_arrays(
-        [pa.array(rows.numbers), *carried.columns, *result_arrays(rows, audit, exits)],
+        [pa.array(rows.numbers), *carried.columns, *result_arrays(rows, audit, exits, adapters)],
         schema=pa.schema([(ROW, pa.int64()), *carried.schema, *results]),
     )
 

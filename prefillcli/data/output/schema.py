@@ -41,6 +41,8 @@ class OutputSchema:
     """Whether there are the columns of a job whose rows may leave early."""
     measure: Measure = Measure.SHARES
     """What the numbers of the labels are."""
+    adapters: bool = False
+    """Whether there is the column with each row's adapter."""
 
     def require_distinct(self) -> None:
         """Raise UsageError if a carried column has the name of another column of the output."""
@@ -81,7 +83,7 @@ class OutputSchema:
     @property
     def _results(self) -> pa.Schema:
         """The columns that scoring adds."""
-        return result_schema(self.labels, self.audit, self.calibrated, self.exits, self.measure)
+        return result_schema(self.labels, self.audit, self.calibrated, self.exits, self.measure, self.adapters)
 
     @property
     def _typed(self) -> bool:

@@ -99,7 +99,7 @@ def folder_of(target: Target, shard: Shard) -> ShardFolder:
 def of_schema(schema: OutputSchema) -> dict[str, Any]:
     """An output's columns as JSON; whether JSON is written as text follows from the format."""
     plain = {name: getattr(schema, name) for name in ("labels", "id_name", "json_carried", "audit", "truth")}
-    plain |= {name: True for name in ("calibrated", "exits") if getattr(schema, name)}
+    plain |= {name: True for name in ("calibrated", "exits", "adapters") if getattr(schema, name)}
     plain |= {} if schema.measure is Measure.SHARES else {"measure": schema.measure.value}
     return plain | {"carried": _packed(schema.carried)}
 

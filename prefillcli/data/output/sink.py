@@ -67,6 +67,7 @@ class Sink:
         calibrated: bool = False,
         exits: bool = False,
         measure: Measure = Measure.SHARES,
+        adapters: bool = False,
         partitions: Partitions | None = None,
         shard: Shard | None = None,
     ) -> Self:
@@ -75,10 +76,11 @@ class Sink:
         `selection` are the options that say which rows of the input are taken, `carried` is the schema of the id and
         the kept columns (`Source.carried_schema`). With an `audit` the output has its columns; `truth` is the carried
         column with the right answers. With `calibrated` it has probabilities, and `write` needs the calibration; with
-        `exits` it says where rows left. `measure` says what the labels' numbers are. With `partitions`, whose keys are
-        carried columns, the files of a directory lie in folders that hold them. Raises UsageError for an unknown
-        ending, a clash of column names, or if the job's own output exists and neither flag is given;
-        OutputConflictError if it is another job's, or damaged; ResourceError if another process is working on it.
+        `exits` it says where rows left, with `adapters` which adapter read each. `measure` says what the labels'
+        numbers are. With `partitions`, whose keys are carried columns, the files of a directory lie in folders that
+        hold them. Raises UsageError for an unknown ending, a clash of column names, or if the job's own output exists
+        and neither flag is given; OutputConflictError if it is another job's, or damaged; ResourceError if another
+        process is working on it.
         """
         target = Target.parse(output, shard)
         schema = OutputSchema(
@@ -92,6 +94,7 @@ class Sink:
             calibrated=calibrated,
             exits=exits,
             measure=measure,
+            adapters=adapters,
         )
         schema.require_distinct()
         job = Job(fingerprint, selection, id_name)
@@ -208,7 +211,7 @@ class Sink:
         self._lock.check()
         schema, shard = self._schema, self._target.shard
         found = ResultRows.of(window, results, errors, schema.labels, temperature, calibration, schema.measure)
-        rows = parts.make_rows(window, found, schema.audit, schema.exits)
+        rows = parts.make_rows(window, found, schema.audit, schema.exits, schema.adapters)
         info = parts.PartInfo(
             job=self._manifest.job,
             plan=self.plan,

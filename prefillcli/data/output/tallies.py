@@ -51,6 +51,8 @@ class Tallies:
     """Scored rows by method."""
     exit_layers: dict[str, LayerRows] = field(default_factory=dict)
     """Scored rows by the layers they went through, or `TO_THE_END`; empty for an output without exits."""
+    adapters: dict[str, int] = field(default_factory=dict)
+    """Scored rows by adapter, those without one under an empty name; empty for an output without such a column."""
     slowest: list[dict[str, Any]] = field(default_factory=list)
     """Slowest first: row, id, seconds, prompt_tokens, computed_tokens, method."""
     failed: list[dict[str, Any]] = field(default_factory=list)
@@ -73,6 +75,7 @@ class Tallies:
                 lengths=_length_bins(rows),
                 methods=_counted(rows["method"]),
                 exit_layers=_exit_layers(rows),
+                adapters=_adapters(rows),
                 slowest=_slowest(rows, id_name, json_id),
                 failed=_failed(rows, id_name, json_id),
             )
@@ -86,6 +89,7 @@ class Tallies:
         for kind, found in other.lengths.items():
             _add(self.lengths.setdefault(kind, {}), found)
         _add(self.methods, other.methods)
+        _add(self.adapters, other.adapters)
         for name, added in other.exit_layers.items():
             before = self.exit_layers.get(name, LayerRows(0, 0))
             self.exit_layers[name] = LayerRows(*(a + b for a, b in zip(before, added, strict=True)))
@@ -100,6 +104,12 @@ def _add(mine: dict[str, int], other: dict[str, int]) -> None:
 
 def _counted(column: pa.ChunkedArray) -> dict[str, int]:
     return {entry["values"]: entry["counts"] for entry in pc.value_counts(column.drop_null()).to_pylist()}
+
+
+def _adapters(rows: pa.Table) -> dict[str, int]:
+    if "adapter" not in rows.column_names:
+        return {}
+    return _counted(pc.fill_null(rows["adapter"].filter(pc.is_valid(rows["score"])), ""))
 
 
 def _exit_layers(rows: pa.Table) -> dict[str, LayerRows]:

@@ -14,7 +14,7 @@ from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.labels import LabelError, Labels, tail_of
 from prefillcli.data.prompts.lengths import default_row_bytes, fit, without_padding
 from prefillcli.data.prompts.raw_prompts import RawPrompt, RawPromptReader, not_in_vocabulary, text_error
-from prefillcli.data.prompts.row_options import COMPRESSION_COLUMNS, with_compression
+from prefillcli.data.prompts.row_options import COMPRESSION_COLUMNS, with_adapters, with_compression
 from prefillcli.data.prompts.settings import (
     PromptSettings,
     has_chat_template,
@@ -54,7 +54,8 @@ class PromptBuilder:
         """The column with the prompt, where there is no template."""
         self.columns: tuple[str, ...] = self.template.columns if self.template else (self.column,)
         """The columns that `build` needs."""
-        self.optional: tuple[str, ...] = COMPRESSION_COLUMNS if settings.compression else ()
+        own = () if settings.adapter_column is None else (settings.adapter_column,)
+        self.optional: tuple[str, ...] = (*(COMPRESSION_COLUMNS if settings.compression else ()), *own)
         """Columns that `build` uses where they are there."""
         if self.template is None and self.column == "messages":
             require_chat(settings, tokenizer)
@@ -103,8 +104,10 @@ class PromptBuilder:
             prompts += self._prompts(texts, labels, errors)
             started = time.perf_counter()
             self.tokenize_seconds += started - rendered
-        if self.optional:
+        if self.settings.compression:
             prompts = with_compression(prompts, batch, errors)
+        if self.settings.adapter_column is not None:
+            prompts = with_adapters(prompts, batch, errors, self.settings.adapter_column, self.settings.adapters)
         return prompts, errors
 
     def close(self) -> None:

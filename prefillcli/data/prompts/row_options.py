@@ -1,8 +1,9 @@
-"""Options that a row sets for itself: how it is compressed."""
+"""Options that a row sets for itself: how it is compressed, and by which adapter it is read."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from prefillcli.data.rows import ErrorCode, Prompt, RowBatch, RowError
 
@@ -31,4 +32,32 @@ def with_compression(prompts: list[Prompt], batch: RowBatch, errors: dict[int, R
         else:
             prompt.keep, prompt.specprefill = keep, choice
             done.append(prompt)
+    return done
+
+
+def with_adapters(
+    prompts: list[Prompt], batch: RowBatch, errors: dict[int, RowError], column: str, names: Sequence[str]
+) -> list[Prompt]:
+    """The prompts with the adapters that a column of their rows names; a row that names another becomes an error.
+
+    A row without a value, or with an empty one, has no adapter.
+    """
+    values = batch.columns.get(column)
+    if values is None:
+        return prompts
+    place = {row: at for at, row in enumerate(batch.rows.tolist())}
+    known = frozenset(names)
+    done = []
+    for prompt in prompts:
+        value = values[place[prompt.row]]
+        if value is None or value == "":
+            done.append(prompt)
+        elif (name := str(value)) in known and type(value) in (str, int):
+            prompt.adapter = name
+            done.append(prompt)
+        else:
+            shown = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}..."
+            errors[prompt.row] = RowError(
+                ErrorCode.UNKNOWN_ADAPTER, f"{column} is {shown}: --adapter does not give it"
+            )
     return done

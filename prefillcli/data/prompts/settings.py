@@ -41,6 +41,10 @@ class PromptSettings:
     """Whether a classification head reads the prompt: text is no chat unless `chat` says so, and no answer begins."""
     padding: int | None = None
     """The token that such a head takes for padding where it ends a prompt."""
+    adapter_column: str | None = None
+    """Column with the name of the row's adapter; null or empty: none."""
+    adapters: tuple[str, ...] = ()
+    """The names that it may hold."""
 
 
 def has_chat_template(tokenizer: Any) -> bool:

@@ -68,13 +68,14 @@ class ModelContents:
         self._contents.begin()
 
     def model(self) -> str:
-        """Digest of what the model computes. Raises as `FileContents.digests`, and UsageError for another folder.
+        """Digest of what the model, or an adapter, computes. Raises as `FileContents.digests`, and UsageError for
+        another folder.
 
         GGUF files are known by their contents alone, wherever they are and whatever they are called.
         """
         if self._gguf:
             return hash_value(["gguf", *self._contents.digests()])
-        if not (self._root / "config.json").is_file():
+        if not any((self._root / name).is_file() for name in ("config.json", "adapter_config.json")):
             raise UsageError(f"{self._root} is not a model folder: it has no config.json")
         return self._digest(_MODEL_FILES)
 
