@@ -39,7 +39,7 @@ from prefillcli.models.rehearsal import check_uses
 from prefillcli.models.shape import NoCostModel
 from prefillcli.models.stream_speed import measure_speed
 from prefillcli.models.streamed_layers import StreamedLayers
-from prefillcli.models.weights import plan_weights
+from prefillcli.models.weights import WeightsPlan, plan_weights
 from prefillcli.plan.account import Account, account
 from prefillcli.plan.exit_work import LayersDone
 from prefillcli.plan.pack import Key, Limits, Pack
@@ -67,17 +67,7 @@ def load(request: LoadRequest) -> Loaded[TorchEngine]:
     # The draft is there by now.
     weights = plan_weights(opened, request.placement, draft=False, share=request.share)
     on_host = hidden_on_host(request.placement, opened.device, streamed=weights.streamed)
-    source: StreamedLayers | None = None
-    if weights.streamed:
-        model, source = load_streamed(
-            opened.files,
-            opened.device,
-            memory=weights.memory,
-            share=request.share,
-            trust_remote_code=choice.trust_remote_code,
-        )
-    else:
-        model = load_model(opened.files, opened.device, trust_remote_code=choice.trust_remote_code)
+    model, source = _load_weights(request, weights)
     quantisation = plan_quantisation(opened.files.origin, opened.files.quantised, opened.device)
     adapters = merge_adapters(model, opened)
     drafts = "--draft self" if opened.drafts_itself else None
@@ -123,6 +113,14 @@ def load(request: LoadRequest) -> Loaded[TorchEngine]:
         adapters=adapters,
     )
     return Loaded(engine, plan, budget, 0.0 if speed is None else speed.read_seconds)
+
+
+def _load_weights(request: LoadRequest, plan: WeightsPlan) -> tuple[PreTrainedModel, StreamedLayers | None]:
+    """The model, and where its layers come from if they are streamed."""
+    files, device, trust = request.opened.files, request.opened.device, request.choice.trust_remote_code
+    if plan.streamed:
+        return load_streamed(files, device, memory=plan.memory, share=request.share, trust_remote_code=trust)
+    return load_model(files, device, trust_remote_code=trust), None
 
 
 class TorchEngine(PackByPack):
