@@ -19,11 +19,12 @@ from prefillcli.errors import brief
 from prefillcli.plan.pack import Pack
 from prefillcli.prefill.attention import attend, attend_blockwise, compute_capability, merge_into
 from prefillcli.prefill.attention_paths import PATHS, ruled_out
-from prefillcli.prefill.flex import attend_by_flex, forest_mask, lacks_flex
+from prefillcli.prefill.flex import attend_by_flex, lacks_flex, mask_of
 from prefillcli.prefill.kernel import LANES, compiled_kernel, has_kernel_instructions, takes
 from prefillcli.prefill.key_window import KeyWindow
-from prefillcli.prefill.layout import Tree
+from prefillcli.prefill.layout import Chunk, Tree
 from prefillcli.prefill.products import Shift, attend_by_products, has_bfloat16_instructions
+from prefillcli.prefill.varlen import attend_sequences, sequence_tables
 
 GAP = 5  # keys between the ancestors and the tokens that nobody may see
 FACTOR = 3.0  # of the error that eager attention has in the same dtype
@@ -291,14 +292,23 @@ def _by_kernel(trial: AttentionTrial) -> Attention:
     return out, lse
 
 
-def _by_flex(trial: AttentionTrial) -> Attention:
-    """A pack of the ancestors, one below the other, and below them the gap and the tokens."""
+def _forest(trial: AttentionTrial) -> tuple[Chunk, KeyWindow | None]:
+    """A pack of the ancestors, one below the other, and below them the gap and the tokens, which are computed."""
     (_, first, _), (_, before, _), (start, end, _) = trial.runs
     numbers = np.arange(end, dtype=np.int32)
     offsets = [0, first, before, start, end]
     tree = Tree(Pack(0, numbers, numbers, offsets, [0, first, before, before], [-1, 0, 1, 1], [()] * 4, []))
-    at, window = np.arange(start, end), trial.case.window
-    mask = forest_mask(tree, at, tree.depths[at], KeyWindow(window) if window else None, trial.query.device)
+    window = trial.case.window
+    return Chunk(tree, start, end, trial.query.device, batched=1), KeyWindow(window) if window else None
+
+
+def _by_sequences(trial: AttentionTrial) -> Attention:
+    tables = sequence_tables(*_forest(trial))
+    return attend_sequences(tables, trial.query, trial.key, trial.value, trial.scale)
+
+
+def _by_flex(trial: AttentionTrial) -> Attention:
+    mask = mask_of(*_forest(trial))
     if mask is None:
         raise ValueError("no mask")
     return attend_by_flex(trial.query, trial.key, trial.value, mask, scale=trial.scale, softcap=trial.case.softcap)
@@ -343,6 +353,11 @@ def _is_plain(trial: AttentionTrial) -> bool:
     return trial.case.softcap is None and trial.case.window is None
 
 
+def _is_of_one_width(trial: AttentionTrial) -> bool:
+    """Without a soft cap, and with values as wide as keys."""
+    return trial.case.softcap is None and trial.case.widths[0] == trial.case.widths[1]
+
+
 _WAYS: dict[str, _Way] = {
     "blocks": _Way(lambda *_: None, lambda _: True, _by_blocks),
     "flash-cpu": _Way(_lacks_cpu, lambda trial: trial.case.softcap is None, _by_attend),
@@ -353,6 +368,7 @@ _WAYS: dict[str, _Way] = {
         _by_kernel,
     ),
     "flash-cuda": _Way(_lacks_flash, _is_plain, _by_attend),
+    "varlen-flash": _Way(_lacks_flash, _is_of_one_width, _by_sequences),
     "flex": _Way(lacks_flex, lambda _: True, _by_flex),
 }
 

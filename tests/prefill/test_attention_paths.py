@@ -15,11 +15,12 @@ from torch import Tensor
 
 from prefillcli.errors import ResourceError
 from prefillcli.models import trust
-from prefillcli.prefill import attention, attention_checks, attention_paths, kernel
+from prefillcli.prefill import attention, attention_checks, attention_paths, kernel, varlen
 from prefillcli.prefill.attention_checks import CHECKED, check_path, check_paths
 from prefillcli.prefill.attention_paths import PATHS, may_take, rule_out, ruled_out
 from prefillcli.runtime import device_key as devices
 from tests.prefill.test_walk import assert_equal, eager, make_model, mixed, register, walked
+from tests.prefill.varlen_reference import by_sequences
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -121,6 +122,21 @@ def test_products_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None
     assert check_path("products", CPU, torch.bfloat16).status == "differs"
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("wrong", [False, True])
+def test_sequences_on_cuda_are_checked_as_a_forest(
+    wrong: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With explicit scores in place of the operator, and with a log-sum-exp in base 2."""
+    by_sequences(monkeypatch)
+    way = replace(attention_checks._WAYS["varlen-flash"], lacks=lambda *_: None)
+    monkeypatch.setitem(attention_checks._WAYS, "varlen-flash", way)
+    if wrong:
+        monkeypatch.setattr(varlen, "flash_sequences", in_base_2(varlen.flash_sequences))
+    check = check_path("varlen-flash", CPU, dtype)
+    assert check.status == ("differs" if wrong else "agrees"), check
+
+
 def test_a_path_for_another_device_is_not_here() -> None:
     check = check_path("flash-cuda", CPU, torch.bfloat16)
     assert (check.status, check.why, check.error) == ("not here", "for half precision on CUDA devices", None)
@@ -134,7 +150,7 @@ def test_checks_leave_no_tensors_behind() -> None:
 
 
 def test_a_path_is_ruled_out_on_its_device_alone() -> None:
-    assert set(CHECKED) <= set(PATHS)
+    assert set(CHECKED) == set(PATHS), "each path is checked"
     rule_out("flash-cuda", torch.device("cuda"), "why")
     assert not may_take("flash-cuda", torch.device("cuda:0"))
     assert may_take("flash-cuda", torch.device("cuda:1"))
