@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows")
-    for name in ("model", "draft", "labels", "truth", "template", "prompt-column"):
+    for name in ("model", "draft", "draft-tokenizer", "labels", "truth", "template", "prompt-column"):
         parser.add_argument(f"--{name}", default=None)
     parser.add_argument("--method", default="specprefill,self-draft")
     parser.add_argument("--keep", default="0.2")

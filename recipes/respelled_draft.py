@@ -1,9 +1,21 @@
-"""The sample draft, taught another tokenizer: its layers stay, and a new token begins as it reads in the old one."""
+"""A draft for another tokenizer: its layers stay, and each new token begins as it reads in the old one.
 
+    python -m recipes.respelled_draft out/real/draft out/real/own.chosen.parquet out/real/shared.chosen.parquet \
+        --out out/real/draft-words
+
+counts the words of the rows' prompts and writes the draft for them, without any training. The sample draft is made in
+this way too, and then trained (`python -m recipes.train_sample_models draft-words`).
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow.parquet as pq
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from recipes.word_tokenizer import SPACE
+from recipes.word_tokenizer import SPACE, train_word_tokenizer
 
 
 def respell(draft: LlamaForCausalLM, old: PreTrainedTokenizerBase, new: PreTrainedTokenizerBase) -> LlamaForCausalLM:
@@ -23,8 +35,9 @@ def respell(draft: LlamaForCausalLM, old: PreTrainedTokenizerBase, new: PreTrain
     model = LlamaForCausalLM(config)
     weights = draft.state_dict()
     texts = old_tokens(old, new)
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        weights[name] = torch.stack([weights[name][ids].mean(dim=0) for ids in texts])
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):  # one and the same where they are tied
+        rows = weights[name].float()
+        weights[name] = torch.stack([rows[ids].mean(dim=0) for ids in texts]).to(weights[name].dtype)
     model.load_state_dict(weights)
     return model
 
@@ -51,3 +64,23 @@ def _byte_letter(byte: int) -> str:
     if byte in printable:
         return chr(byte)
     return chr(0x100 + [each for each in range(0x100) if each not in printable].index(byte))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("draft", type=Path)
+    parser.add_argument("rows", type=Path, nargs="+", help="Parquet files whose column `prompt` has the texts")
+    parser.add_argument("--often", type=int, default=2, help="times that a word must be seen to be a piece")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args(arguments)
+    draft = LlamaForCausalLM.from_pretrained(args.draft, dtype="auto")
+    texts = [text for path in args.rows for text in pq.read_table(path, columns=["prompt"])["prompt"].to_pylist()]
+    new = train_word_tokenizer(texts, often=args.often, longest=draft.config.max_position_embeddings)
+    respell(draft, AutoTokenizer.from_pretrained(args.draft), new).to(draft.dtype).save_pretrained(args.out)
+    new.save_pretrained(args.out)
+    print(f"{args.out}: {len(new):,} tokens")
+
+
+if __name__ == "__main__":
+    main()

@@ -6,6 +6,7 @@ letter that is not in the vocabulary is its bytes of UTF-8.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from math import log
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -17,8 +18,11 @@ UNKNOWN, SPACE = "<unk>", "▁"
 OFTEN = 12  # times that a word must be seen to be a piece
 
 
-def train_word_tokenizer(seed: int = 0, cases: int = 200) -> PreTrainedTokenizerFast:
-    """A Unigram model of words and letters with byte fallback, counted on the texts of the other tokenizer."""
+def train_word_tokenizer(
+    texts: Iterable[str] | None = None, *, often: int = OFTEN, longest: int = LONGEST
+) -> PreTrainedTokenizerFast:
+    """A Unigram model of words and letters with byte fallback, counted on `texts`: by default on those of the other
+    tokenizer. A word is a piece that is seen `often`; `longest` is the longest prompt."""
     split = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="never"),
@@ -27,15 +31,15 @@ def train_word_tokenizer(seed: int = 0, cases: int = 200) -> PreTrainedTokenizer
         ]
     )
     words: Counter[str] = Counter()
-    for text in sample_texts(seed, cases):
+    for text in sample_texts(0, 200) if texts is None else texts:
         words.update(word for word, _ in split.pre_tokenize_str(text))
     total = words.total()
-    often = {word: log(count / total) for word, count in sorted(words.items()) if count >= OFTEN}
-    letters = sorted(set("".join(words)) - often.keys())
+    known = {word: log(count / total) for word, count in sorted(words.items()) if count >= often}
+    letters = sorted(set("".join(words)) - known.keys())
     rare = log(1 / total)  # a word is never spelled where it is a piece
     specials = [UNKNOWN, BOS, EOS]
     pieces = [(piece, 0.0) for piece in specials + [f"<0x{byte:02X}>" for byte in range(256)]]
-    pieces += [*often.items(), *((letter, rare) for letter in letters)]
+    pieces += [*known.items(), *((letter, rare) for letter in letters)]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
     tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in specials])
     tokenizer.pre_tokenizer = split
@@ -49,6 +53,6 @@ def train_word_tokenizer(seed: int = 0, cases: int = 200) -> PreTrainedTokenizer
         eos_token=EOS,
         unk_token=UNKNOWN,
         pad_token=EOS,
-        model_max_length=LONGEST,
+        model_max_length=longest,
         clean_up_tokenization_spaces=False,
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -15,6 +16,7 @@ from prefillcli.bench.sample_text import CASES, ask_fairly, prompt
 from prefillcli.bench.vocabulary import CREDITORS, SUBJECTS, TOPICS
 from recipes.evaluate_samples import SAMPLES, Row, accuracy, auc, draw_rows, right_by_layer, sample_rows, score
 from recipes.make_samples import CREDIT_FILE, LABEL_FILE, POST_FILE, write_samples
+from recipes.respelled_draft import main as respelled_draft
 from recipes.respelled_draft import old_tokens, respell
 from recipes.sample_tokenizer import train_tokenizer
 from recipes.word_tokenizer import train_word_tokenizer
@@ -159,6 +161,19 @@ def test_a_token_of_the_words_draft_begins_as_what_it_says_in_the_drafts_tokens(
         wanted = draft.model.embed_tokens.weight[ids[number]].mean(dim=0)
         torch.testing.assert_close(model.model.embed_tokens.weight[number], wanted)
     assert accuracy(score(model, new, draw_rows("respelled", 8))) >= 0.9  # before any training
+
+
+def test_a_draft_is_respelled_for_the_words_of_any_rows(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": ["a red fox, a red fox", "the red hen"]}), tmp_path / "rows.parquet")
+    respelled_draft([str(DRAFT), str(tmp_path / "rows.parquet"), "--out", str(tmp_path / "own")])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "own")
+    assert tokenizer.tokenize("a red hen") == ["a", "▁red", "▁", "h", "e", "n"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "own")
+    old = AutoTokenizer.from_pretrained(DRAFT)
+    before = AutoModelForCausalLM.from_pretrained(DRAFT).model.embed_tokens.weight
+    wanted = before[old(" red", add_special_tokens=False)["input_ids"]].mean(dim=0)
+    found = model.model.embed_tokens.weight[tokenizer.convert_tokens_to_ids("▁red")]
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("folder", [DRAFT, WORDS], ids=["draft", "words"])
