@@ -20,6 +20,8 @@ from prefillcli.options.score import ScoreSettings
 from prefillcli.plan.trie import common_prefix
 from prefillcli.report.evaluated import CalibratedFigures, EvaluatedRow, RunEvaluation, TruthValue
 from prefillcli.stats.evaluation import Evaluation, closest_call, evaluate, evaluate_labels, nearest, surest_wrong
+from prefillcli.stats.probabilities import Measure
+from prefillcli.stats.value_evaluation import evaluate_values
 
 EVALUATION = "evaluation"
 """Where the plan of a shard has the `EvaluationPlan`, for `prefill merge`."""
@@ -45,6 +47,8 @@ class EvaluationPlan:
     """Whether the output has calibrated probabilities."""
     exits: bool = False
     """Whether its rows may have left early."""
+    values: bool = False
+    """Whether its scores are values, of which the first label's rank the rows."""
 
     @classmethod
     def of_json(cls, content: Any) -> EvaluationPlan | None:
@@ -63,18 +67,20 @@ class EvaluationPlan:
         """None without --truth. Raises UsageError for what the labels do not allow."""
         if settings.truth is None:
             return None
-        if settings.wanted_precision is not None and len(labels.labels) > 2:
+        values = labels.measure is Measure.VALUES
+        if settings.wanted_precision is not None and len(labels.labels) > 2 and not values:
             raise UsageError(
                 f"--wanted-precision is for two labels, and there are {len(labels.labels)}\n"
                 "it would be ignored: leave it out"
             )
         return cls(
             settings.truth,
-            labels.labels,
+            labels.with_absence,
             settings.temperature,
             settings.wanted_precision,
             settings.calibrates,
             settings.exit,
+            values,
         )
 
     @property
@@ -92,7 +98,7 @@ def evaluate_output(output: str, plan: EvaluationPlan, id_name: str | None) -> R
     pairs = read_scored_truth(
         target,
         plan.truth,
-        plan.names,
+        plan.names[:2] if plan.values else plan.names,
         lambda answer: label_of(answer, plan.labels),
         temperature=plan.temperature,
         calibrated=plan.calibrated,
@@ -102,12 +108,8 @@ def evaluate_output(output: str, plan: EvaluationPlan, id_name: str | None) -> R
         raise _no_label(plan, {value: rows for value, (_, rows) in pairs.found.values.items()})
     figures = _figures(pairs, pairs.scores, plan)
     calibrated = None if pairs.calibrated is None else _figures(pairs, pairs.calibrated, plan)
-    threshold = _threshold(figures)
-    wrong = surest_wrong(pairs.probabilities, pairs.truth, MOST_ROWS)
-    if threshold is None:
-        near = closest_call(pairs.probabilities, MOST_ROWS)
-    else:
-        near = nearest(pairs.scores, threshold, MOST_ROWS)
+    threshold = None if plan.values else _threshold(figures)
+    wrong, near = ([], []) if plan.values else _named_rows(pairs, threshold)
     names = row_names(target, pairs.places[[*wrong, *near]].tolist(), id_name)
     return RunEvaluation(
         **dict(figures),
@@ -118,6 +120,14 @@ def evaluate_output(output: str, plan: EvaluationPlan, id_name: str | None) -> R
         near_threshold=[_evaluated_row(pairs, at, plan, names, id_name) for at in near],
         threshold=threshold,
     )
+
+
+def _named_rows(pairs: ScoredTruth, threshold: float | None) -> tuple[list[int], list[int]]:
+    """The rows with the surest wrong predictions, and the closest calls."""
+    wrong = surest_wrong(pairs.probabilities, pairs.truth, MOST_ROWS)
+    if threshold is None:
+        return wrong, closest_call(pairs.probabilities, MOST_ROWS)
+    return wrong, nearest(pairs.scores, threshold, MOST_ROWS)
 
 
 def require_labels(window: Window, plan: EvaluationPlan, *, json_text: bool) -> None:
@@ -180,7 +190,7 @@ def _no_label(plan: EvaluationPlan, found: Mapping[str, int]) -> UsageError:
 def _figures(pairs: ScoredTruth, scores: Float64Array, plan: EvaluationPlan) -> Evaluation:
     if scores.ndim == 2:
         return evaluate_labels(scores, pairs.truth, plan.names, without_truth=pairs.without_truth, errors=pairs.errors)
-    return evaluate(
+    return (evaluate_values if plan.values else evaluate)(
         scores,
         pairs.truth == 0,
         plan.names,

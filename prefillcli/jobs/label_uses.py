@@ -25,6 +25,7 @@ def require_label_uses(settings: ScoreSettings, labels: Labels) -> None:
         why = "the classes of this model do not exclude one another: each has a probability of its own"
         advice = f"name one of them, --labels {labels.names[0]} for example, which is scored against its absence"
     else:
+        del asked["truth"]
         asked["audit"] = settings.audit > 0 and len(labels.names) == 1  # no prediction could flip
         why = "the model's head gives values, which are no probabilities"
         advice = "leave it out, or give --head probability"

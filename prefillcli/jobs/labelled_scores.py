@@ -22,8 +22,10 @@ from prefillcli.options.calibrate import CalibrateSettings
 from prefillcli.stats.probabilities import label_probabilities
 
 _LOGPROB = "logprob_"
+_VALUE = "value_"
 _EXIT = "exit_layer"
 _SAME = 1e-6
+_MORE_THAN_ALL = 1e-3
 _PLAIN = (str, int, float, bool)
 
 
@@ -54,6 +56,10 @@ def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
     path, truth_name = settings.scores, settings.truth or ""
     source = Source.open([path])
     labels = tuple(name.removeprefix(_LOGPROB) for name in source.available if name.startswith(_LOGPROB))
+    if "score" in source.available and not labels and any(name.startswith(_VALUE) for name in source.available):
+        raise UsageError(
+            f"{path}: its scores are a head's values, which are no probabilities\nscore with --head probability"
+        )
     if "score" not in source.available or len(labels) < 2:
         raise UsageError(f"{path}: not an output of prefill score: it needs the columns score and {_LOGPROB}<label>")
     job = _job_of(path)
@@ -183,6 +189,11 @@ def _job_of(path: str) -> Job | None:
 
 def _require_order(path: str, labels: Sequence[str], found: _Found) -> None:
     """Raise UsageError unless the first label is that of the score: in a copy the columns may have another order."""
+    if np.any(np.exp(found.logprobs).sum(axis=1) > 1 + _MORE_THAN_ALL):
+        raise UsageError(
+            f"{path}: its labels do not exclude one another: their probabilities add up to more than 1\n"
+            f"score one of them, with --labels {labels[0]}"
+        )
     likeliest = found.logprobs.argmax(axis=1) == 0 if len(found.truth) else np.zeros(0, np.bool_)
     second = np.sort(found.logprobs, axis=1)[:, -2:]
     clear = np.diff(second, axis=1)[:, 0] > _SAME

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from prefillcli.data.prompts.class_labels import ClassLabels
-from prefillcli.data.prompts.labels import Label, LabelSet, parse_labels
+from prefillcli.data.prompts.labels import Label, LabelSet, complementary, parse_labels
 from prefillcli.errors import UsageError
 from prefillcli.models.files import CLASSIFIER
 from prefillcli.models.safetensors import read_header, weight_files
@@ -120,12 +120,7 @@ def _of_classes(head: ClassHead, given: Sequence[Label] | None) -> ClassLabels:
 
 def _with_complement(number: int, named: Sequence[Label]) -> ClassLabels:
     """A class that is right or not, and its complement, whose output stands under the complement of its number."""
-    first = named[0]
-    second = named[1] if len(named) > 1 else Label(f"not {first.name}")
-    labels = [
-        label._replace(variants=label.variants or (spelling,))
-        for label, spelling in zip((first, second), "10", strict=True)
-    ]
+    labels = complementary(*named)
     found: LabelSet = ((number,), (~number,))
     return ClassLabels(labels, found, Measure.SHARES)
 

@@ -23,7 +23,7 @@ def evaluation_view(found: RunEvaluation | None) -> dict[str, Any] | None:
     return {
         "lines": list(evaluation_lines(found)),
         "charts": [chart for chart in _charts(found) if chart[2] is not None],
-        "confusion": _confusion(found) if found.rows and len(found.labels) <= MOST_LABELS else None,
+        "confusion": _confusion(found),
         "labels": [
             (each.label, f"{each.rows:,}", _percent(each.precision), _percent(each.recall), _number(each.f1),
              _number(each.auc.value), _number(each.average_precision))
@@ -89,7 +89,7 @@ def _charts(found: RunEvaluation) -> list[tuple[str, str, Plot | None]]:
         note = f"Across: of the {found.labels[1]} rows those found. Up: of the {found.labels[0]} rows those found."
         charts.append(("ROC", note, curve_plot(*points, area, _DIAGONAL)))
     if found.precision_recall is not None and found.roc is not None:
-        curve, height = found.precision_recall, 100 - 100 * found.by_label[0].rows / found.rows
+        curve, height = found.precision_recall, 100 - 100 * _positives(found) / found.rows
         area = [("precision", f"average {_number(found.average_precision.value)}"), ("chance", "")]
         flat = f"0,{height:.2f} 100,{height:.2f}"
         note = (
@@ -99,7 +99,17 @@ def _charts(found: RunEvaluation) -> list[tuple[str, str, Plot | None]]:
     return charts
 
 
-def _confusion(found: RunEvaluation) -> list[list[str]]:
+def _positives(found: RunEvaluation) -> float:
+    """Rows whose right answer is the first label."""
+    if found.by_label or found.best_f1 is None:
+        return found.by_label[0].rows if found.by_label else 0
+    return found.best_f1.rows * found.best_f1.precision / found.best_f1.recall
+
+
+def _confusion(found: RunEvaluation) -> list[list[str]] | None:
+    """None without rows, for values, and for more labels than fit."""
+    if not found.rows or not found.confusion or len(found.labels) > MOST_LABELS:
+        return None
     header = ["right answer", *(f"predicted {label}" for label in found.labels), "rows"]
     rows = [
         [label, *(f"{count:,}" for count in counts), f"{sum(counts):,}"]

@@ -121,9 +121,9 @@ def evaluate(
     _check(scores, truth, labels, dimensions=1)
     ranking, predicted = Ranking.of(scores, truth), scores >= 0.5
     confusion = _confusion((~truth).astype(np.int64), (~predicted).astype(np.int64), 2)
-    wanted = None if wanted_precision is None else _wanted(ranking, wanted_precision)
+    wanted = None if wanted_precision is None else precision_wanted(ranking, wanted_precision)
     precision = [each.average_precision for each in (ranking, Ranking.of(1 - scores, ~truth))]
-    area = _area(ranking, labels[0], confidence)
+    area = area_estimate(ranking, labels[0], confidence)
     brier = mean_estimate(brier_losses(scores, truth), confidence)
     return Evaluation(
         rows=len(scores),
@@ -176,7 +176,7 @@ def evaluate_labels(
         is_label, scores = truth == at, np.ascontiguousarray(probabilities[:, at])
         ranking = Ranking.of(scores, is_label)
         brier = brier_score(scores, is_label) if rows else None
-        area = _area(ranking, label, confidence)
+        area = area_estimate(ranking, label, confidence)
         by_label.append(_label_figures(label, confusion, at, area, ranking.average_precision, brier, confidence))
     return Evaluation(
         rows=rows,
@@ -265,7 +265,8 @@ def _label_figures(
     )
 
 
-def _area(ranking: Ranking, label: str, confidence: float) -> Estimate:
+def area_estimate(ranking: Ranking, label: str, confidence: float) -> Estimate:
+    """The area under the ROC curve, with DeLong's interval."""
     if not ranking.positives and not ranking.negatives:
         return Estimate(reason="there are no such rows")
     if not ranking.positives or not ranking.negatives:
@@ -281,7 +282,8 @@ def _mean_over_labels(values: Sequence[float | None]) -> Estimate:
     return Estimate(value=sum(known) / len(known))
 
 
-def _wanted(ranking: Ranking, wanted: float) -> WantedPrecision:
+def precision_wanted(ranking: Ranking, wanted: float) -> WantedPrecision:
+    """The lowest threshold with this precision."""
     reached = ranking.lowest_with_precision(wanted)
     if reached is not None:
         return WantedPrecision(wanted=wanted, reached=reached, best=None)

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from sklearn.metrics import average_precision_score, precision_recall_curve, roc_auc_score
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 from typer.testing import CliRunner, Result
 
@@ -256,7 +257,6 @@ def test_another_head_is_another_job(graded: Path) -> None:
     ("flags", "said"),
     [
         ({"temperature": "2"}, "--temperature: the model's head gives values"),
-        ({"truth": "answer"}, "--truth: the model's head gives values"),
         ({"calibrate_with": "N/A", "template": "{{ prompt }}"}, "--calibrate-with: the model's head gives values"),
         ({"exit": True, "max_flips": "0.1"}, "--exit: the model's head gives values"),
         ({"draft": "self", "keep": "0.5", "audit": "2"}, "--audit: the model's head gives values"),
@@ -435,3 +435,59 @@ def test_a_profile_measures_the_model_with_its_head(reward: Path, mode: str) -> 
     prompt = np.arange(3, 60, dtype=np.int32)
     found = Prefill(model, mode, 16)(prompt)
     close(found.numpy(), own_values(reward, [prompt.tolist()])[0])
+
+
+def evaluated(model: Path, prompts: Sequence[str], answers: Sequence[Any], **flags: Any) -> dict[str, Any]:
+    source = write_parquet("in.parquet", prompt=prompts, answer=pa.array(answers))
+    summary = score(source, model=model, head="value", truth="answer", overwrite=True, **flags)
+    assert summary["exit_code"] == 0, summary
+    return read_report()["evaluation"]
+
+
+def test_values_are_evaluated_by_how_they_rank_the_rows(reward: Path, graded: Path) -> None:
+    prompts = texts(24)
+    values = own_values(reward, prompts)[:, 0]
+    answers = np.random.default_rng(3).random(24) < 1 / (1 + np.exp(-values))
+    for given in (answers.tolist(), [int(each) for each in answers]):
+        found = evaluated(reward, prompts, given, wanted_precision="0.5")
+        assert found["auc"]["value"] == pytest.approx(roc_auc_score(answers, values))
+        assert found["average_precision"]["value"] == pytest.approx(average_precision_score(answers, values))
+        assert found["brier"] == {"value": None, "interval": None, "reason": "values are no probabilities"}
+        assert found["accuracy"]["value"] is None
+        precision, _, thresholds = precision_recall_curve(answers, values)
+        reaches = [at for at in range(len(thresholds)) if precision[at] >= 0.5]
+        assert found["wanted_precision"]["reached"]["threshold"] == pytest.approx(
+            thresholds[reaches[0]], abs=TOLERANCE
+        )
+    page = Path("out.run.html").read_text()
+    assert "Precision and recall" in page
+    assert "Reliability" not in page
+    names = [CLASSES[at % 3] for at in range(24)]
+    found = evaluated(graded, prompts, names, labels="good,bad,fair")
+    wanted = roc_auc_score([name == "good" for name in names], own_values(graded, prompts)[:, 2])
+    assert found["auc"]["value"] == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(("head", "said"), [("value", "a head's values"), ("auto", "do not exclude one another")])
+def test_what_is_no_distribution_over_labels_is_not_calibrated(
+    topics: Path, head: str, said: str, capsys: pytest.CaptureFixture
+) -> None:
+    source = write_parquet("in.parquet", prompt=texts(30), answer=[CLASSES[at % 3] for at in range(30)])
+    score(source, model=topics, head=head, keep_columns="answer")
+    done = command("calibrate", "out.parquet", "--truth", "answer", "-o", "c.json", "--quiet")
+    assert done.exit_code == 2
+    assert said in done.stderr
+
+
+def test_a_single_output_is_calibrated_as_any_two_labels(reward: Path) -> None:
+    prompts = texts(40)
+    values = own_values(reward, prompts)[:, 0]
+    answers = np.random.default_rng(1).random(40) < 1 / (1 + np.exp(-2 * values))
+    source = write_parquet("in.parquet", prompt=prompts, answer=answers)
+    score(source, model=reward, truth="answer", labels="good,bad")
+    assert command("calibrate", "out.parquet", "--truth", "answer", "-o", "c.json", "--quiet").exit_code == 0
+    score(source, "calibrated.parquet", model=reward, labels="good,bad", calibration="c.json")
+    rows = read_output("calibrated.parquet")
+    order = np.argsort(column(rows, "score"))
+    assert (np.diff(column(rows, "probability")[order]) >= 0).all()
+    assert (column(rows, "probability") != column(rows, "score")).any()

@@ -49,6 +49,12 @@ def parse_labels(labels: str | Sequence[str], *, least: int = 2) -> tuple[Label,
     return parsed
 
 
+def complementary(label: Label, other: Label | None = None) -> tuple[Label, Label]:
+    """A label and its complement, which right answers may also name as 1 and 0."""
+    other = other or Label(f"not {label.name}")
+    return (label._replace(variants=label.variants or ("1",)), other._replace(variants=other.variants or ("0",)))
+
+
 def label_of(answer: str | int | float | bool | None, labels: Sequence[Label]) -> int | None:
     """The number of the label that a right answer of a data set stands for; None if it is not a label.
 
@@ -131,6 +137,13 @@ class Labels:
         self._index: dict[LabelSet, int] = {}
         self._memo: OrderedDict[tuple[str, bool], int | LabelError] = OrderedDict()
         self._alone: dict[str, list[int]] = {}
+
+    @property
+    def with_absence(self) -> tuple[Label, ...]:
+        """The labels that right answers may be: a single one may be right or not."""
+        if len(self.labels) > 1:
+            return self.labels
+        return complementary(self.labels[0])
 
     def is_positive(self, answer: str | int | float | bool | None) -> bool | None:
         """Whether a right answer, as a data set has it, is the first label; None if it is not a label.
