@@ -32,10 +32,12 @@ class MemoryChoice(Protocol):
 
 
 class PlacementChoice(WeightsChoice, Protocol):
-    """What of a model and a pack may be kept outside the device."""
+    """What of a model and a pack may be kept outside the device, and whether the layers are compiled."""
 
     @property
     def hidden(self) -> Literal["auto", "device", "host"]: ...
+    @property
+    def compile(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class Placed:
     weights: Literal["auto", "resident", "stream"] = "resident"
     weights_memory: str | None = None
     hidden: Literal["auto", "device", "host"] = "device"
+    compile: bool = False
 
 
 RESIDENT = Placed()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 #: What options of a job ask of an engine, and how that is said to the user.
 Capability = Literal[
-    "compression", "packs", "memory", "forecast", "options", "threads", "streaming", "exits", "adapters"
+    "compression", "packs", "memory", "forecast", "options", "threads", "streaming", "compilation", "exits", "adapters"
 ]
 CAPABILITIES: dict[Capability, str] = {
     "compression": "compression",
@@ -24,6 +24,7 @@ CAPABILITIES: dict[Capability, str] = {
     "options": "options of its own",
     "threads": "threads in this process",
     "streaming": "weights or hidden states outside the device",
+    "compilation": "layers to compile",
     "exits": "early exits",
     "adapters": "adapters to merge",
 }
@@ -50,7 +51,19 @@ ENGINES: dict[str, EngineKind] = {
         EngineKind(
             "torch",
             "prefillcli.engines.torch",
-            frozenset({"compression", "packs", "memory", "forecast", "threads", "streaming", "exits", "adapters"}),
+            frozenset(
+                {
+                    "compression",
+                    "packs",
+                    "memory",
+                    "forecast",
+                    "threads",
+                    "streaming",
+                    "compilation",
+                    "exits",
+                    "adapters",
+                }
+            ),
         ),
         EngineKind("hf", "prefillcli.engines.hf", frozenset({"options", "threads", "adapters"})),
         EngineKind(

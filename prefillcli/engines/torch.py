@@ -43,6 +43,8 @@ from prefillcli.models.weights import WeightsPlan, plan_weights
 from prefillcli.plan.account import Account, account
 from prefillcli.plan.exit_work import LayersDone
 from prefillcli.plan.pack import Key, Limits, Pack
+from prefillcli.prefill.compilation import check_compiler, compiled
+from prefillcli.prefill.fusion import Preparation, fused
 from prefillcli.prefill.layer_place import decoder_layers
 from prefillcli.prefill.own_cache import has_forest_attention
 from prefillcli.prefill.recurrent import recurrent_modules
@@ -111,6 +113,7 @@ def load(request: LoadRequest) -> Loaded[TorchEngine]:
         ),
         activation=activation_of(opened.files),
         adapters=adapters,
+        prepare=_preparation(request, model),
     )
     return Loaded(engine, plan, budget, 0.0 if speed is None else speed.read_seconds)
 
@@ -141,6 +144,7 @@ class TorchEngine(PackByPack):
         weights: WeightsReport | None = None,
         activation: Activation = "softmax",
         adapters: ExchangedAdapters | None = None,
+        prepare: Preparation = fused,
     ) -> None:
         self.limits = replace(limits, whole_nodes=limits.whole_nodes or _keeps_ends(model))
         self.model = model
@@ -155,6 +159,7 @@ class TorchEngine(PackByPack):
             offload_held=offload_held,
             hidden_on_host=hidden_on_host,
             layers=layers,
+            prepare=prepare,
         )
         self._keys_share = _keys_share(model.config.get_text_config())
         self._block_seconds = 0.0  # of packs without answers since the last one with some
@@ -241,6 +246,21 @@ def _answer(
         skipped=part.skipped,
         readings=tuple(exits.readings[prompt]),
     )
+
+
+def _preparation(request: LoadRequest, model: PreTrainedModel) -> Preparation:
+    """Through what layers are called. Raises UsageError where they cannot be compiled on this machine."""
+    if not request.placement.compile:
+        return fused
+    if _keeps_ends(model):
+        print(
+            f"prefill: warning: --compile: layers of a {request.opened.files.family} model keep states or a cache of "
+            "their own, and are called as they are",
+            file=sys.stderr,
+        )
+        return fused
+    check_compiler(request.opened.device)
+    return compiled
 
 
 def _keeps_ends(model: PreTrainedModel) -> bool:

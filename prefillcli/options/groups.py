@@ -174,7 +174,7 @@ class MemoryOptions(BudgetOptions):
 
 
 class WeightsOptions(Settings):
-    """What is kept outside the device where it does not fit."""
+    """What is kept outside the device where it does not fit, and how layers are called."""
 
     weights: Literal["auto", "resident", "stream"] = option(
         "auto",
@@ -193,6 +193,11 @@ class WeightsOptions(Settings):
         "Where the residual stream of a pack is: on the device, or in host memory for longer prompts. auto: on the "
         "host if CUDA streams the weights.",
         MEMORY, changes="speed", needs="streaming",
+    )  # fmt: skip
+    compile: bool = option(
+        False,
+        "Compile the layers with torch.compile: some minutes at the start, and fewer kernels on CUDA.",
+        MEMORY, changes="speed", needs="compilation",
     )  # fmt: skip
 
 

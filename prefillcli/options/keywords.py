@@ -54,6 +54,7 @@ class ScorerOptions(TypedDict, total=False):
     weights: Literal["auto", "resident", "stream"]
     weights_memory: str | int | None
     hidden: Literal["auto", "device", "host"]
+    compile: bool
 
     draft: StrPath | None
     draft_tokenizer: Literal["same", "translate"]

@@ -36,8 +36,6 @@ _HARMLESS = {
     "cache_position",
     "is_causal",
     "past_key_values",
-}
-_HARMLESS |= {
     "output_attentions",
     "output_hidden_states",
     "return_dict",
@@ -58,8 +56,14 @@ class KeysStored(BaseException):
 
 def register() -> None:
     """Make the forest attention known to transformers. Idempotent."""
-    AttentionInterface.register(ATTENTION, _attention)
-    AttentionMaskInterface.register(ATTENTION, _no_mask)
+    if ATTENTION not in AttentionInterface():
+        AttentionInterface.register(ATTENTION, _attention)
+        AttentionMaskInterface.register(ATTENTION, _no_mask)
+
+
+def leave_untraced() -> None:
+    """From now on torch.compile calls the forest attention as it is, and compiles what is around it."""
+    AttentionInterface.register(ATTENTION, torch.compiler.disable(_attention))  # type: ignore[no-untyped-call]
 
 
 def _attention(

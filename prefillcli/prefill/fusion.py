@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cache
 from typing import Any, TypeGuard
 
@@ -34,7 +34,9 @@ _ACTIVATIONS: dict[str, tuple[str, str]] = {
     "GELUActivation": ("gelu", "none"),
 }
 
-Forward = Callable[[Tensor], Tensor]
+Forward = Callable[..., Any]
+Preparation = Callable[[nn.Module, int], AbstractContextManager[None]]
+"""What makes a layer faster while it has its turn, for chunks of so many tokens."""
 
 
 def copy_pays(weights: int, outputs: int, chunk_tokens: int) -> bool:
@@ -58,9 +60,9 @@ def fused(layer: nn.Module, chunk_tokens: int) -> Iterator[None]:
         prepared = {id(each): _laid_out(each, chunk_tokens) for each in linear}
         mlps = [module for module in layer.modules() if _is_gated(module, prepared)]
         for each in linear:
-            stack.enter_context(_called_through(each, _linear(each, prepared[id(each)])))
+            stack.enter_context(called_through(each, _linear(each, prepared[id(each)])))
         for mlp in mlps:
-            stack.enter_context(_called_through(mlp, _gated(mlp, prepared)))
+            stack.enter_context(called_through(mlp, _gated(mlp, prepared)))
         yield
 
 
@@ -77,7 +79,7 @@ def _fits(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 @contextmanager
-def _called_through(module: nn.Module, forward: Forward) -> Iterator[None]:
+def called_through(module: nn.Module, forward: Forward) -> Iterator[None]:
     """Let calls of `module` go to `forward`. One that is called through something else already is left alone."""
     if "forward" in vars(module):
         yield

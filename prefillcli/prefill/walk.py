@@ -20,7 +20,7 @@ from prefillcli.plan.exit_work import KEYS_SHARE, LayersDone
 from prefillcli.plan.pack import Key, Pack
 from prefillcli.prefill.attention import longest_batched
 from prefillcli.prefill.forest import ForestAttention, KeysStored, UnsupportedModelError, WatchedLayer
-from prefillcli.prefill.fusion import fused
+from prefillcli.prefill.fusion import Preparation, fused
 from prefillcli.prefill.held_parts import HeldPart, HeldParts
 from prefillcli.prefill.key_window import KeyWindow
 from prefillcli.prefill.layer_calls import CallBuffers, LayerCall, Recording, lend_shared
@@ -42,9 +42,9 @@ class LayerWalk:
 
     `model` must be in eval mode and have the forest attention (`prefillcli.prefill.forest.ATTENTION`); one that has an
     attention of transformers is walked with its own cache. Its layers stay what they are; while the walk exists,
-    stand-ins take their places in the model. The layers that are called come from `layers`, by default the model's.
-    `chunk_tokens` are computed by one call of a layer. Of a pack, `offload_held` keeps what later ones hold in host
-    memory, and `hidden_on_host` the residual stream.
+    stand-ins take their places in the model. The layers that are called come from `layers`, by default the model's;
+    `prepare` makes them faster. `chunk_tokens` are computed by one call of a layer. Of a pack, `offload_held` keeps
+    what later ones hold in host memory, and `hidden_on_host` the residual stream.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class LayerWalk:
         offload_held: bool = False,
         hidden_on_host: bool = False,
         layers: LayerSource | None = None,
+        prepare: Preparation = fused,
     ) -> None:
-        self.model = model
-        self.chunk_tokens = chunk_tokens
+        self.model, self.chunk_tokens, self._prepare = model, chunk_tokens, prepare
         self._ends = ModelEnds(model)
         self.layers: LayerSource = layers or ResidentLayers(self._ends.layers)
         self.device = self._ends.device
@@ -165,7 +165,7 @@ class LayerWalk:
             most = max(chunk.end - chunk.start for chunk in state.chunks)
             asked = exits is not None and index < len(self.layers) - 1 and state.reads and index in exits.layers
             rule = exits if asked else None
-            with self.layers.use(index) as layer, fused(layer, most):
+            with self.layers.use(index) as layer, self._prepare(layer, most):
                 before = None if rule is None else self._at_last_tokens(state)
                 self.start_layer(state, index, layer, attention)
                 if rule is not None and before is not None and rule.peeks(index) and not state.recurrence:
