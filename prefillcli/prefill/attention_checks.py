@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Literal, NamedTuple
 
@@ -304,7 +304,8 @@ def _forest(trial: AttentionTrial) -> tuple[Chunk, KeyWindow | None]:
 
 def _by_sequences(trial: AttentionTrial) -> Attention:
     tables = sequence_tables(*_forest(trial))
-    return attend_sequences(tables, trial.query, trial.key, trial.value, trial.scale)
+    nothing = replace(tables[0], lengths=torch.zeros_like(tables[0].lengths), gaps=True)  # which must change nothing
+    return attend_sequences([*tables, nothing], trial.query, trial.key, trial.value, trial.scale)
 
 
 def _by_flex(trial: AttentionTrial) -> Attention:

@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -21,7 +22,7 @@ from prefillcli.prefill.attention import apply_sinks, attend, longest_batched, m
 from prefillcli.prefill.flex import attend_by_flex, mask_of, takes_flex
 from prefillcli.prefill.kernel import LANES, ForestKernel, forest_kernel, takes
 from prefillcli.prefill.key_window import KeyWindow, layer_window
-from prefillcli.prefill.layout import Chunk, Group, IntArray, LastTokens, group_runs, split_by_length
+from prefillcli.prefill.layout import Chunk, Group, IntArray, LastTokens, on_device
 from prefillcli.prefill.products import Shift, fast_products
 from prefillcli.prefill.varlen import attend_sequences, sequence_tables, takes_sequences
 from prefillcli.prefill.visibility import Span
@@ -279,7 +280,7 @@ class ForestAttention:
     def _watch(self, chunk: Chunk, query: Tensor) -> None:
         first, last = bisect_left(self._watched, chunk.start), bisect_left(self._watched, chunk.end)
         if first < last:
-            at = torch.as_tensor(self._watched[first:last], device=query.device) - chunk.start
+            at = on_device(np.asarray(self._watched[first:last]) - chunk.start, query.device)
             self.queries.append(query[0][:, at])
 
     def _room(self, buffer: Tensor | None, like: Tensor) -> Tensor:
@@ -329,21 +330,15 @@ class ForestAttention:
         shift = self.shift
         keys, values = self.keys_values
         how: dict[str, Any] = {**scoring.how, "shift": shift}
-        batched = longest_batched(query.device, query.dtype)
+        own = last.own_keys(scoring.window, longest_batched(query.device, query.dtype))
         out, lse = _room_for_output(query, values)
-        runs = last.own(scoring.window)
-        reader = {run: at for at, run in enumerate(runs)}
-        for start, end in runs:
-            if start == end:  # the window has passed the whole node
-                at = slice(reader[start, end], reader[start, end] + 1)
-                out[:, :, at], lse[:, :, at] = 0.0, -torch.inf
-        long, short = split_by_length([run for run in runs if run[0] < run[1]], batched)
-        for start, end in long:
-            at, run = slice(reader[start, end], reader[start, end] + 1), slice(start, end)
+        for read in own.passed:
+            out[:, :, read], lse[:, :, read] = 0.0, -torch.inf
+        for read, start, end in own.alone:
+            at, run = slice(read, read + 1), slice(start, end)
             part = attend(query[:, :, at], keys[:, :, run], values[:, :, run], **how)
             out[:, :, at], lse[:, :, at] = part
-        for group in group_runs(short, query.device):
-            rows = torch.as_tensor([reader[run] for run in group.runs], device=query.device)
+        for group, rows in own.groups:
             q = query[0][:, rows].transpose(0, 1).unsqueeze(2)
             k, v = (x[0][:, group.index].transpose(0, 1) for x in (keys, values))
             padded, padded_lse = attend(q, k, v, visible=group.valid[:, None, None], **how)

@@ -55,6 +55,17 @@ class View:
     groups: list[Group]
 
 
+@dataclass(frozen=True, slots=True)
+class OwnKeys:
+    """How reads attend to their own nodes: `alone` one by one, as (read, start, end) in the buffer, the others in
+    groups of runs with the numbers of their reads [runs]. The window of those in `passed` shows nothing of their node.
+    """
+
+    passed: list[int]
+    alone: list[tuple[int, int, int]]
+    groups: list[tuple[Group, torch.Tensor]]
+
+
 class Tree:
     """The nodes of a pack, as the layout needs them. Token numbers count the pack's own tokens."""
 
@@ -272,6 +283,24 @@ class LastTokens:
             first = min(first + max(0, oldest_key(window, depth) - tree.starts[node]), last)
             runs.append((tree.held + first, tree.held + last))
         return runs
+
+    def own_keys(self, window: KeyWindow | None, batched: int) -> OwnKeys:
+        """The same, in groups of runs of at most `batched` tokens."""
+        at = ("own", window, self.ahead, batched)
+        if at not in self.tables:
+            runs = self.own(window)
+            read = {run: number for number, run in enumerate(runs)}
+            long, short = split_by_length([run for run in runs if run[0] < run[1]], batched)
+            self.tables[at] = OwnKeys(
+                [read[run] for run in runs if run[0] == run[1]],
+                [(read[run], *run) for run in long],
+                [
+                    (group, on_device(np.asarray([read[run] for run in group.runs]), self.device))
+                    for group in group_runs(short, self.device)
+                ],
+            )
+        kept: OwnKeys = self.tables[at]
+        return kept
 
 
 def _without_older(run: tuple[int, int, int], oldest: int) -> tuple[int, int, int] | None:

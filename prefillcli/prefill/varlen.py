@@ -147,8 +147,7 @@ def sequence_tables(computed: Chunk | LastTokens, window: KeyWindow | None) -> l
     at = (window, computed.ahead if isinstance(computed, LastTokens) else 0)
     if at not in computed.tables:
         if isinstance(computed, Chunk):
-            sliding = window is not None and not window.aligned
-            sides = (window.size - 1, 0) if window is not None and sliding else CAUSAL
+            sides = own_sides(window)
             own = [Seen(sides, *block) for block in computed.own_blocks(window, MOST_QUERIES)]
         else:
             own = [Seen(WHOLE, query, query + 1, *run) for query, run in enumerate(computed.own(window))]
@@ -157,6 +156,11 @@ def sequence_tables(computed: Chunk | LastTokens, window: KeyWindow | None) -> l
         computed.tables[at] = make_tables(own, seen, len(depths), computed.device)
     tables: list[SequenceTable] = computed.tables[at]
     return tables
+
+
+def own_sides(window: KeyWindow | None) -> Sides:
+    """What tokens see of their own node, where its keys begin with the part of an aligned window."""
+    return CAUSAL if window is None or window.aligned else (window.size - 1, 0)
 
 
 def visible_parts(span: Span, depths: IntArray, window: KeyWindow | None) -> Iterator[Seen]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.schedules import SCHEDULES
-from prefillcli.prefill import attention_paths, varlen
+from prefillcli.prefill import attention_checks, attention_paths, varlen
+from prefillcli.prefill.attention_checks import PathCheck
 from prefillcli.prefill.key_window import KeyWindow, oldest_key
 from prefillcli.prefill.layout import Chunk, LastTokens, Tree, split_evenly
 from prefillcli.prefill.varlen import (
@@ -28,6 +31,7 @@ from prefillcli.prefill.varlen import (
     make_tables,
     sequence_tables,
 )
+from tests.prefill import varlen_reference
 from tests.prefill.families import each_family
 from tests.prefill.test_sparse import eager_sparse, kept_of, walked_sparse
 from tests.prefill.test_walk import (
@@ -235,3 +239,62 @@ def test_every_layer_reuses_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = model.config.num_hidden_layers
     uses = Counter(id(table) for table in calls.tables)
     assert max(uses.values()) == layers - 1  # the last layer computes the last tokens alone
+
+
+def in_base_2(out: Tensor, lse: Tensor, table: SequenceTable) -> tuple[Tensor, Tensor]:
+    """As ROCm's operator once answered."""
+    return out, lse * math.log2(math.e)
+
+
+def empty_ones_weigh_all(out: Tensor, lse: Tensor, table: SequenceTable) -> tuple[Tensor, Tensor]:
+    return out, lse.nan_to_num(posinf=1e4)
+
+
+def as_if_causal(table: SequenceTable) -> SequenceTable:
+    return replace(table, sides=CAUSAL)
+
+
+def without_a_left_side(table: SequenceTable) -> SequenceTable:
+    return replace(table, sides=(-1, table.sides[1]))
+
+
+def lengths_by_the_next_start(table: SequenceTable) -> SequenceTable:
+    """As an operator would that knows no lengths of its own."""
+    return replace(table, lengths=table.keys.diff().clamp(0, table.most_keys))
+
+
+def checked(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, operator: Callable[..., Any]) -> PathCheck:
+    """The check that a device gets, on the CPU with this operator."""
+    way = attention_checks._WAYS["varlen-flash"]
+    monkeypatch.setitem(attention_checks._WAYS, "varlen-flash", replace(way, lacks=lambda device, dtype: None))
+    monkeypatch.setattr(varlen, "flash_sequences", operator)
+    return attention_checks.check_path("varlen-flash", CPU, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_an_operator_that_does_as_it_says_agrees_with_explicit_scores(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert checked(monkeypatch, dtype, flash_by_definition).status == "agrees"
+
+
+@pytest.mark.parametrize("change", [as_if_causal, without_a_left_side, lengths_by_the_next_start])
+def test_an_operator_that_sees_other_keys_is_found_out(
+    change: Callable[[SequenceTable], SequenceTable], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(query: Tensor, key: Tensor, value: Tensor, table: SequenceTable, scale: float) -> tuple[Tensor, Tensor]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(varlen_reference, "check_arguments", lambda *tensors: None)
+            return flash_by_definition(query, key, value, change(table), scale)
+
+    assert checked(monkeypatch, torch.bfloat16, wrong).status in ("differs", "fails")
+
+
+@pytest.mark.parametrize("change", [in_base_2, empty_ones_weigh_all])
+def test_an_operator_with_another_log_sum_exp_is_found_out(
+    change: Callable[..., tuple[Tensor, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*tensors: Any) -> tuple[Tensor, Tensor]:
+        return change(*flash_by_definition(*tensors), tensors[3])
+
+    assert checked(monkeypatch, torch.bfloat16, wrong).status == "differs"

@@ -20,8 +20,10 @@ from prefillcli.prefill.varlen import SequenceTable
 def flash_by_definition(
     query: Tensor, key: Tensor, value: Tensor, table: SequenceTable, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """`varlen.flash_sequences`, one sequence after the other."""
+    """`varlen.flash_sequences` in float32, one sequence after the other."""
     check_arguments(query, key, value, table)
+    dtype = query.dtype
+    query, key, value = query.float(), key.float(), value.float()
     groups = query.shape[1] // key.shape[1]
     out = torch.full_like(query, math.nan)
     lse = torch.full((query.shape[1], len(query)), math.nan)
@@ -38,7 +40,7 @@ def flash_by_definition(
         found = torch.logsumexp(scores, dim=-1)
         lse[:, first:end] = torch.where(found == -math.inf, math.inf, found)
         out[first:end] = (torch.softmax(scores, dim=-1).nan_to_num(0.0) @ v).transpose(0, 1)
-    return out, lse
+    return out.to(dtype), lse
 
 
 def check_arguments(query: Tensor, key: Tensor, value: Tensor, table: SequenceTable) -> None:
