@@ -17,14 +17,23 @@ import torch
 from typer.testing import CliRunner
 
 from prefillcli.cli import app
+from prefillcli.engines.memory_plan import Placed
+from prefillcli.errors import UsageError
 from prefillcli.jobs import doctor
 from prefillcli.jobs.doctor import doctor_job
+from prefillcli.models import law
+from prefillcli.models.find import read_model_files
+from prefillcli.models.open import Opened
+from prefillcli.models.weights import plan_weights
 from prefillcli.options.doctor import DoctorSettings
 from prefillcli.options.load import load_settings
 from prefillcli.prefill import attention_paths, kernel
 from prefillcli.prefill.attention_checks import CHECKED
 from prefillcli.prefill.attention_paths import PATHS
 from prefillcli.report.diagnosis import DTYPES, Diagnosis
+from prefillcli.runtime import memory
+from prefillcli.runtime.devices import KINDS, choose_device, other_devices
+from prefillcli.runtime.memory import available_memory, device_capacity, loadable_memory
 from tests.prefill.test_attention_paths import break_flash, in_base_2
 from tests.score.jobs import Reference, assert_scored, read_output, score, texts, write_parquet
 from tests.score.models import save_model
@@ -203,6 +212,37 @@ def test_a_torch_without_cuda_beside_a_driver_is_noted(monkeypatch: pytest.Monke
         pytest.skip("this torch has CUDA")
     monkeypatch.setattr(doctor, "driver_version", lambda: "570.86.15")
     assert any("built for CPUs" in note for note in examine(quiet=True)["notes"])
+
+
+def test_every_kind_of_device_has_sizes() -> None:
+    for sizes in (law.PACK_TOKENS, law.CHUNK_TOKENS, law.HELD_COPIES):
+        assert set(sizes) == set(KINDS)
+
+
+def test_the_memory_of_an_apple_gpu_is_what_its_system_recommends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 12 << 30)
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 2 << 30)
+    device = torch.device("mps")
+    assert available_memory(device) == loadable_memory(device) == 10 << 30
+    assert device_capacity(device) == 12 << 30
+
+
+def test_no_weights_are_streamed_to_an_apple_gpu(model: Path) -> None:
+    files = read_model_files(model)
+    opened = Opened(files, torch.device("mps"), None, None, 2048)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "loadable_memory", lambda device: 1 << 30)
+        assert not plan_weights(opened, Placed(weights="auto")).streamed
+        with pytest.raises(UsageError, match="not to mps"):
+            plan_weights(opened, Placed(weights="stream"))
+
+
+def test_auto_never_takes_an_apple_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto") == torch.device("cpu")
+    assert choose_device("mps") == torch.device("mps")
+    assert "mps" in other_devices(torch.device("cpu"))
 
 
 def test_threads_and_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:

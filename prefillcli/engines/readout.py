@@ -35,13 +35,13 @@ def label_numbers(
     for tokens in set(labels):
         answers = [i for i, own in enumerate(labels) if own == tokens]
         at = torch.as_tensor([rows[i] for i in answers], device=logits.device)
-        own, before = logits[at], total.to(logits.device)[at].double()
+        own, before = logits[at], total.to(logits.device)[at].cpu().double()
         for number, ids in enumerate(tokens):
             if activation == "softmax":
-                found = torch.logsumexp(own[:, list(ids)].double(), dim=-1) - before
+                found = torch.logsumexp(own[:, list(ids)].cpu().double(), dim=-1) - before
             else:
                 found = _output(own, ids[0], activation)
-            result[answers, number] = found.cpu().numpy()
+            result[answers, number] = found.numpy()
     return result
 
 
@@ -50,13 +50,13 @@ def label_logits(outputs: Tensor, labels: LabelTokens) -> npt.NDArray[np.float64
 
     `outputs` float32 [rows, tokens] are those of all the labels' tokens, in their order.
     """
-    logits = outputs.double()
+    logits = outputs.cpu().double()  # not every device computes in float64
     parts = torch.split(logits, [len(variants) for variants in labels], dim=1)
     found = [torch.logsumexp(part, dim=1) for part in parts]
     for number, ids in enumerate(labels):
         if ids[0] < 0:  # the complement of the output beside it, whose logit is this one's distance to 0
             found[number] = torch.zeros_like(found[number])
-    stacked: npt.NDArray[np.float64] = torch.stack(found, dim=1).cpu().numpy()
+    stacked: npt.NDArray[np.float64] = torch.stack(found, dim=1).numpy()
     return stacked
 
 
@@ -67,7 +67,7 @@ def output_numbers(labels: LabelTokens) -> list[int]:
 
 def _output(logits: Tensor, number: int, activation: Activation) -> Tensor:
     """One output of a head, or for ~number the probability that it is not, float64 [rows]."""
-    value = logits[:, max(number, ~number)].double()
+    value = logits[:, max(number, ~number)].cpu().double()
     if activation == "none":
         return value
     return torch.nn.functional.logsigmoid(-value if number < 0 else value)

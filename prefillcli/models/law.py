@@ -25,8 +25,8 @@ from prefillcli.prefill.recurrent import STATE_BYTES
 from prefillcli.runtime.memory import available_memory
 
 #: A pack this large keeps every core or tensor core busy; a larger one only loses more work when it is killed.
-PACK_TOKENS = {"cpu": 65_536, "cuda": 262_144}
-CHUNK_TOKENS = {"cpu": 2048, "cuda": 8192}
+PACK_TOKENS = {"cpu": 65_536, "cuda": 262_144, "mps": 65_536}
+CHUNK_TOKENS = {"cpu": 2048, "cuda": 8192, "mps": 2048}
 MIN_CHUNK_TOKENS = 64
 CHUNK_SHARE = 1 / 8  # of the budget, at most, for what a layer makes of one chunk
 FREE_SHARE = 0.7  # of the free memory, taken where no budget is given
@@ -35,7 +35,7 @@ POSITION_BYTES = 8
 HELD_SHARE = 0.5  # of the budget, at most, for K,V kept from pack to pack
 #: Copies of one layer's K,V that a token takes on the device while its K,V are in host memory: the ones that are used,
 #: and on a GPU those that leave, those that were fetched and those that come.
-HELD_COPIES = {"cpu": 1, "cuda": 4}
+HELD_COPIES = {"cpu": 1, "cuda": 4, "mps": 4}
 OPEN_BRANCHES = 8  # nodes on a path whose states wait for what follows them
 ACTIVATION_COPIES = 2  # of what a layer's modules make: the walk gathers rows, and puts them back
 

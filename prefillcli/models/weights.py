@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from prefillcli.errors import ResourceError
+from prefillcli.errors import ResourceError, UsageError
 from prefillcli.models.find import ModelFiles
 from prefillcli.models.heads import auto_class
 from prefillcli.models.open import Opened, WeightsChoice, refuse_what_cannot_fit
@@ -21,6 +21,9 @@ from prefillcli.runtime import memory
 from prefillcli.runtime.sizes import parse_size
 
 STREAMED_SHARE = 1 / 4  # of the free memory, for streamed weights where no --weights-memory is given
+
+STREAMED_TO = ("cpu", "cuda")
+"""Kinds of devices that weights can be streamed to."""
 
 _ALIGNMENT_BYTES = 1 << 20  # for the gaps between the tensors of two layers
 
@@ -75,9 +78,15 @@ def plan_weights(opened: Opened, choice: WeightsChoice, *, draft: bool = True, s
     allowed = parse_size(choice.weights_memory) if choice.weights_memory else None
     limit = min((each for each in (allowed, free) if each is not None), default=total)
     streamable = opened.files.quantised is None and opened.files.part_of is None and not opened.adapters
+    streamable = streamable and opened.device.type in STREAMED_TO
     if choice.weights == "resident" or (choice.weights == "auto" and (total <= limit or not streamable)):
         refuse_what_cannot_fit(opened, draft=draft)
         return WeightsPlan(False, total, total)
+    if opened.device.type not in STREAMED_TO:
+        raise UsageError(
+            f"--weights stream: weights are streamed to CPUs and CUDA devices, not to {opened.device}\n"
+            "take --weights resident, or --device cpu"
+        )
     given = None if allowed is None else int(allowed * share)  # resident weights are shared between workers
     layers = sorted((size for number, size in sizes.items() if number is not None), reverse=True)
     least = sizes.get(None, 0) + sum(layers[:1]) * min(2, len(layers))

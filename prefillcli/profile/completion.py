@@ -103,6 +103,8 @@ def _now(device: Any) -> float:
 
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
     return time.perf_counter()
 
 

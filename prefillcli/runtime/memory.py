@@ -32,6 +32,8 @@ def available_memory(device: torch.device) -> int:
     """Free bytes: of the device, or of the host within the limit of its control group. Raises ResourceError."""
     if device.type == "cuda":
         return _free_or_unused(device)
+    if device.type == "mps":
+        return _free_of_apple_gpu()
     free = []
     with suppress(OSError, KeyError):
         free.append(_meminfo()["MemAvailable"])
@@ -46,6 +48,8 @@ def loadable_memory(device: torch.device) -> int | None:
     """Bytes that weights on `device` can take at the very most; None if this system does not tell."""
     if device.type == "cuda":
         return _free_or_unused(device)
+    if device.type == "mps":
+        return _free_of_apple_gpu()
     try:
         found = _meminfo()
         most = found["MemAvailable"] + found["SwapFree"]
@@ -63,6 +67,13 @@ def _free_or_unused(device: torch.device) -> int:
 
     unused = reserved_memory(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0]) + unused
+
+
+def _free_of_apple_gpu() -> int:
+    """Bytes of what the system recommends as the most for an Apple GPU, which this process has not taken of it."""
+    import torch
+
+    return max(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory(), 0)
 
 
 def reserved_memory(device: torch.device) -> int:
@@ -102,6 +113,10 @@ def device_capacity(device: torch.device) -> int:
         import torch
 
         return int(torch.cuda.mem_get_info(device)[1])
+    if device.type == "mps":
+        import torch
+
+        return int(torch.mps.recommended_max_memory())
     most = total_memory()
     with suppress(OSError, ValueError):
         most = min(most, _group("memory.max"))
