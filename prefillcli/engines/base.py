@@ -126,6 +126,18 @@ class WeightsReport:
     quantisation: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ReducedPacks:
+    """What an engine has done with since the device's memory ran out, which it did `failures` times.
+
+    A layer takes at most `chunk_tokens` at a time; packs of more than `pack_tokens` are split (None: none).
+    """
+
+    failures: int
+    chunk_tokens: int
+    pack_tokens: int | None = None
+
+
 class PlanEngine(Protocol):
     """Answers all packs of a plan: an engine, or several at work in other processes."""
 
@@ -159,6 +171,10 @@ class PackByPack:
         for pack in packs:
             yield from self.answer(pack, labels, tick, between)
 
+    def reduced(self) -> ReducedPacks | None:
+        """As `Engine`: it does not go on when memory runs out."""
+        return None
+
 
 class Engine(PlanEngine, Protocol):
     """Answers packs, one after the other, in the order of a plan."""
@@ -185,6 +201,9 @@ class Engine(PlanEngine, Protocol):
 
     def weights_report(self) -> WeightsReport | None:
         """How it keeps its weights; None where it does not know."""
+
+    def reduced(self) -> ReducedPacks | None:
+        """What it does with since memory has run out; None if it has not."""
 
     def close(self) -> None:
         """Let go of memory, and of other processes."""

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from prefillcli.models.open import Opened
 
+REDUCED = "reduced"
+"""Where the plan of a job says how large chunks and packs may be since memory ran out."""
 PACK_SECONDS = 60.0
 """Seconds that a pack may take, by the profile where there is one: finished rows are written between packs."""
 
@@ -127,7 +129,11 @@ def hidden_on_host(choice: PlacementChoice, device: torch.device, *, streamed: b
 
 def keep_plan(before: Mapping[str, Any], plan: dict[str, Any]) -> dict[str, Any]:
     """`plan`, or what an earlier attempt had planned: that stands, so that a resumed run cuts the same packs, unless
-    other limits were asked for or it does not fit any more."""
-    if before.get("asked") == plan["asked"] and before["limits"]["max_tokens"] <= plan["limits"]["max_tokens"]:
-        return {name: before[name] for name in plan}
-    return plan
+    other limits were asked for or it does not fit any more. Unless other limits were asked for, it has what packs were
+    reduced to since memory ran out."""
+    if before.get("asked") != plan["asked"]:
+        return plan
+    reduced = {REDUCED: before[REDUCED]} if REDUCED in before else {}
+    if before["limits"]["max_tokens"] <= plan["limits"]["max_tokens"]:
+        plan = {name: before[name] for name in plan}
+    return plan | reduced

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from transformers import PreTrainedModel
 
 from prefillcli.engines.base import (
@@ -21,11 +22,13 @@ from prefillcli.engines.base import (
     Loaded,
     LoadRequest,
     PackByPack,
+    ReducedPacks,
     WeightsReport,
 )
 from prefillcli.engines.exit_reading import PromptExits
-from prefillcli.engines.memory_plan import budget_of, hidden_on_host, keep_plan, plan_packs
+from prefillcli.engines.memory_plan import REDUCED, budget_of, hidden_on_host, keep_plan, plan_packs
 from prefillcli.engines.readout import activation_of, label_numbers
+from prefillcli.engines.recovery import MemoryRecovery
 from prefillcli.engines.thinned_prompts import PackThinning
 from prefillcli.models import open as models
 from prefillcli.models.adapter_merging import ExchangedAdapters, merge_adapters
@@ -85,13 +88,12 @@ def load(request: LoadRequest) -> Loaded[TorchEngine]:
     speed = None if source is None else measure_speed(source)
     plan = dict(request.before)
     if not request.planned:
-        least = 0 if speed is None else speed.hiding_tokens
         packs = plan_packs(
             opened,
             choice,
             budget,
             request.measured,
-            least_tokens=least,
+            least_tokens=0 if speed is None else speed.hiding_tokens,
             hidden_on_host=on_host,
             own_cache=own_cache,
         )
@@ -114,6 +116,7 @@ def load(request: LoadRequest) -> Loaded[TorchEngine]:
         activation=activation_of(opened.files),
         adapters=adapters,
         prepare=_preparation(request, model),
+        reduced=plan.get(REDUCED),
     )
     return Loaded(engine, plan, budget, 0.0 if speed is None else speed.read_seconds)
 
@@ -145,6 +148,7 @@ class TorchEngine(PackByPack):
         activation: Activation = "softmax",
         adapters: ExchangedAdapters | None = None,
         prepare: Preparation = fused,
+        reduced: Mapping[str, Any] | None = None,
     ) -> None:
         self.limits = replace(limits, whole_nodes=limits.whole_nodes or _keeps_ends(model))
         self.model = model
@@ -161,6 +165,8 @@ class TorchEngine(PackByPack):
             layers=layers,
             prepare=prepare,
         )
+        self._recovery = MemoryRecovery(self._walk, reduced)
+        self._limit_packs()
         self._keys_share = _keys_share(model.config.get_text_config())
         self._block_seconds = 0.0  # of packs without answers since the last one with some
 
@@ -171,6 +177,22 @@ class TorchEngine(PackByPack):
         tick: Callable[[float], None],
         between: BetweenLayers = THROUGH,
     ) -> Iterator[list[Answer]]:
+        def answer(part: Pack, ticks: Callable[[float], None]) -> list[Answer]:
+            begun = time.monotonic()
+            try:
+                return self._answer(part, labels, ticks, between if part is pack else between.of(part.prompts))
+            except torch.OutOfMemoryError:
+                self._block_seconds += time.monotonic() - begun
+                raise
+
+        found = self._recovery.answer(pack, tick, answer)
+        self._limit_packs()
+        yield found
+
+    def _answer(
+        self, pack: Pack, labels: Callable[[int], LabelTokens], tick: Callable[[float], None], between: BetweenLayers
+    ) -> list[Answer]:
+        """The answers of a pack that fits."""
         begun = time.monotonic()
         if self._adapters is not None:
             self._adapters.use(pack.adapter)
@@ -193,7 +215,7 @@ class TorchEngine(PackByPack):
         self._block_seconds = 0.0 if pack.reads else seconds
         slower = self._without_exits(exits, begun) / seconds if exits is not None else 1.0
         answers = [_answer(part, logprobs, seconds * part.share, slower, exits) for part in account(pack, done)]
-        yield answers if thinning is None else thinning.of_answers(answers)
+        return answers if thinning is None else thinning.of_answers(answers)
 
     def _without_exits(self, exits: PromptExits, begun: float) -> float:
         """Seconds that a pack would have taken if none had left, by the layers before the first exit."""
@@ -206,6 +228,15 @@ class TorchEngine(PackByPack):
 
     def holds(self, key: Key) -> bool:
         return self._walk.holds(key)
+
+    def reduced(self) -> ReducedPacks | None:
+        return self._recovery.reduced()
+
+    def _limit_packs(self) -> None:
+        """Later windows are planned with packs as small as those that fit."""
+        most = self._recovery.pack_tokens
+        if most is not None and most < self.limits.tokens:
+            self.limits = replace(self.limits, tokens=most)
 
     def weights_report(self) -> WeightsReport | None:
         if self._weights is None or self._layers is None:

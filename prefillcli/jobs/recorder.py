@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.rows import Int64Array, RowError, ScoredRow, Window
-from prefillcli.engines.base import WeightsReport
+from prefillcli.engines.base import ReducedPacks, WeightsReport
 from prefillcli.errors import Interrupted, ResourceError
 from prefillcli.forecast.remaining_time import RemainingTime
 from prefillcli.jobs.job_exits import NO_EXITS, Spared
@@ -65,6 +65,7 @@ class Recorder:
         """What exits have spared so far."""
         self.packs = 0
         self.weights: Callable[[], WeightsReport | None] = lambda: None
+        self.reduced: Callable[[], ReducedPacks | None] = lambda: None
         self.calibration = calibration
         """What makes the rows' probabilities; set before the first row is taken."""
         self._sink = sink
@@ -97,9 +98,15 @@ class Recorder:
                 self._flush(unwritten)
             raise
 
-    def loaded(self, weights: Callable[[], WeightsReport | None], pack_seconds: float) -> None:
-        """The model is there. `weights` says what becomes of its weights; no pack takes less than `pack_seconds`."""
-        self.weights = weights
+    def loaded(
+        self,
+        weights: Callable[[], WeightsReport | None],
+        pack_seconds: float,
+        reduced: Callable[[], ReducedPacks | None],
+    ) -> None:
+        """The model is there. `weights` says what becomes of its weights, and `reduced` whether memory has run out; no
+        pack takes less than `pack_seconds`."""
+        self.weights, self.reduced = weights, reduced
         if self._forecast is not None:
             self._forecast.least_pack = pack_seconds
 

@@ -61,6 +61,7 @@ from prefillcli.report.run import (
     AdapterUse,
     MemoryTrace,
     PeakMemory,
+    ReducedUse,
     RunReport,
     ThreadCounts,
     Tokens,
@@ -356,6 +357,8 @@ class _ScoreJob:
             report.tokens = tokens
             if (weights := self._recorder.weights()) is not None:
                 report.weights = WeightsUse(**asdict(weights))
+            if (reduced := self._recorder.reduced()) is not None:
+                report.reduced = ReducedUse(**asdict(reduced))
         if self._inputs is not None:
             source, builder, opened = self._inputs.source, self._inputs.builder, self._inputs.opened
             if opened.threads is not None and opened.threads.ran:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from prefillcli.compress.audit_draw import AuditDraw
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.rows import Window
-from prefillcli.engines.base import PlanEngine
+from prefillcli.engines.base import Engine, PlanEngine
+from prefillcli.engines.memory_plan import REDUCED
 from prefillcli.engines.registry import loader_of
 from prefillcli.jobs.content_free import contextual_calibration
 from prefillcli.jobs.exit_learning import ExitLearning
@@ -18,7 +19,7 @@ from prefillcli.jobs.inputs import Granularity, JobInputs
 from prefillcli.jobs.job_exits import EXITS, JobExits
 from prefillcli.jobs.load import load_models
 from prefillcli.jobs.recorder import Recorder
-from prefillcli.jobs.window_scoring import ScoringOptions, score_window
+from prefillcli.jobs.window_scoring import Finished, ScoringOptions, score_window
 from prefillcli.options.score import ScoreSettings
 from prefillcli.report.run import WorkerCounts
 from prefillcli.runtime.clock import Clock
@@ -66,15 +67,30 @@ class WindowLoop:
                 measured=self.profile,
                 placement=settings,
             )
-        self.recorder.loaded(models.engine.weights_report, models.pack_seconds)
+        self.recorder.loaded(models.engine.weights_report, models.pack_seconds, models.engine.reduced)
         self.loaded.callback(models.close)
         exits = self._begin(models.plan, models.engine, models.compressor)
         compressor, options = self._window_compressor(models.compressor, models.engine), self._options(exits)
         for window in windows:
             done, carried = sink.done(window.index), sink.carried_into(window.index)
             scored = score_window(window, done, carried, models.engine, compressor, options, self.recorder)
-            self.recorder.record(window, done, scored)
+            self.recorder.record(window, done, self._noting(models.engine, scored))
             exits.watch(sink, window.index)
+
+    def _noting(self, engine: Engine, scored: Iterator[Finished]) -> Iterator[Finished]:
+        """What is scored; the plan of the job keeps what the engine has had to do with since memory ran out, so that
+        no other attempt runs out of it the same way."""
+        try:
+            for finished in scored:
+                self._note(engine)
+                yield finished
+        finally:
+            self._note(engine)
+
+    def _note(self, engine: Engine) -> None:
+        found = engine.reduced()
+        if found is not None and self.sink.plan.get(REDUCED) != asdict(found):
+            self.sink.plan = self.sink.plan | {REDUCED: asdict(found)}
 
     def run_with_workers(self, windows: Iterator[Window], ready: Callable[[], bool]) -> list[WorkerCounts]:
         """Begin the workers, and score with them; `ready` tells whether the next window can be had at once."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from prefillcli.plan.pack import Held, Key, Pack
@@ -25,10 +25,32 @@ def free_packs(packs: Sequence[Pack]) -> Iterator[FreePack]:
     by_index = {pack.index: pack for pack in packs}
     for pack in packs:
         if pack.reads:
-            pack = _without_idle(pack)
+            pack = without_idle(pack)
             keys = pack.keep | {node.key for node in pack.held}
-            refills = [replace(_alone(node.key, by_index), keep=keys) for node in _whole(pack.held)]
-            yield FreePack(pack, tuple(refills))
+            refills = refills_of(pack, lambda key: alone(key, by_index))
+            yield FreePack(pack, tuple(replace(refill, keep=keys) for refill in refills))
+
+
+def refills_of(pack: Pack, source: Callable[[Key], Pack | None]) -> list[Pack]:
+    """What computes each node that `pack` holds for prompts of its own, those nearer to the root first.
+
+    `source` says what has computed a node, or None if that is not needed. It is computed behind what this pack holds
+    of its path: the same tokens may be held by another key by now, where they were computed again for a prompt.
+    """
+    paths: dict[Key, tuple[Held, ...]] = {}
+    for above in pack.attach:
+        nodes = [pack.held[number] for number in above]
+        for at, node in enumerate(nodes):
+            paths.setdefault(node.key, tuple(replace(each, charged=False) for each in nodes[:at]))
+    found = []
+    for node in sorted(_whole(pack.held), key=lambda node: node.start):
+        refill = source(node.key) if node.key in paths else None
+        if refill is not None and not isinstance(node.key, str):
+            path = paths[node.key]
+            refill = replace(refill, held=path, attach=[tuple(range(len(path)))])
+        if refill is not None:
+            found.append(refill)
+    return found
 
 
 def groups_of(packs: Iterable[FreePack]) -> Iterator[list[FreePack]]:
@@ -45,7 +67,7 @@ def groups_of(packs: Iterable[FreePack]) -> Iterator[list[FreePack]]:
         yield group
 
 
-def _without_idle(pack: Pack) -> Pack:
+def without_idle(pack: Pack) -> Pack:
     """The pack without the nodes that it holds for later packs alone."""
     used = sorted({number for above in pack.attach for number in above})
     numbers = {number: at for at, number in enumerate(used)}
@@ -54,11 +76,11 @@ def _without_idle(pack: Pack) -> Pack:
 
 
 def _whole(held: Sequence[Held]) -> list[Held]:
-    """One node for each key, those nearer to the root first."""
-    return sorted({node.key: node for node in held}.values(), key=lambda node: node.start)
+    """One node for each key."""
+    return list({node.key: node for node in held}.values())
 
 
-def _alone(key: Key, packs: dict[int, Pack]) -> Pack:
+def alone(key: Key, packs: dict[int, Pack]) -> Pack:
     """What computes the block or node that is held under `key`, with nothing else."""
     if isinstance(key, str):
         return next(pack for pack in packs.values() if pack.block == key)

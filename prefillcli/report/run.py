@@ -116,6 +116,14 @@ class AdapterUse(BaseModel):
     rows: int = 0
 
 
+class ReducedUse(BaseModel):
+    """What was computed with since the device's memory ran out."""
+
+    failures: int  # how often it did, in all attempts
+    chunk_tokens: int
+    pack_tokens: int | None = None  # packs of more tokens were split; null: none
+
+
 class WorkerCounts(BaseModel):
     """What a worker did in this run."""
 
@@ -128,6 +136,7 @@ class WorkerCounts(BaseModel):
     own_bytes: int | None  # at the end, with pages that several processes share divided among them
     threads: tuple[int, int] | None  # fewest and most that computed
     weights: WeightsUse | None = None  # None where its engine does not say
+    reduced: ReducedUse | None = None  # None where its memory did not run out
 
 
 class Histogram(BaseModel):
@@ -206,6 +215,7 @@ class RunReport(BaseModel):
     threads: ThreadCounts | None = None  # None where another process computes, or nothing was computed
     weights: WeightsUse | None = None  # None where the engine does not say, or nothing was loaded
     adapters: list[AdapterUse] = Field(default_factory=list)
+    reduced: ReducedUse | None = None  # None where memory did not run out, or did in workers alone
     settings: dict[str, Any] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)
     fingerprint: dict[str, str] = Field(default_factory=dict)

@@ -43,6 +43,18 @@ def windows_of_users(draw: st.DrawFn) -> list[list[np.ndarray]]:
     return [prompts[at : at + size] for at in range(0, len(prompts), size)]
 
 
+def test_what_a_worker_computes_first_is_behind_the_nodes_that_its_pack_holds() -> None:
+    """The beginning of the third prompt was computed again, for the second one, after its next node was."""
+    prompts = [np.asarray(tokens, dtype=np.int32) for tokens in ([23, 25], [23], [23, 25, 30])]
+    packs = make_plan(prompts, Limits(1, 150, held_tokens=2), "fifo").packs
+    assert [node.key for node in packs[-1].held] == [(1, 0), (0, 1)]
+    *_, last = free_packs(packs)
+    assert [(refill.block, [node.key for node in refill.held]) for refill in last.refills] == [
+        ((1, 0), []),
+        ((0, 1), [(1, 0)]),
+    ]
+
+
 def plans_of(windows, limits: Limits, schedule: str = "prefix-tree") -> list[Plan]:
     plans: list[Plan] = []
     for prompts in windows:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from prefillcli.engines.base import THROUGH, Answer, BetweenLayers, LabelTokens, WeightsReport
+from prefillcli.engines.base import THROUGH, Answer, BetweenLayers, LabelTokens, ReducedPacks, WeightsReport
 from prefillcli.engines.memory_plan import Measured
 from prefillcli.options.score import ScoreSettings
 from prefillcli.plan.pack import Limits
@@ -110,6 +110,7 @@ class WorkerReport:
     own_bytes: int | None
     threads: tuple[int, int] | None
     weights: WeightsReport | None = None
+    reduced: ReducedPacks | None = None
 
 
 Task = AnswerTask | EstimateTask | ReportTask

@@ -132,6 +132,7 @@ class Worker:
             device_bytes=peak["device"],
             own_bytes=proportional_memory(),
             weights=self._models.engine.weights_report(),
+            reduced=self._models.engine.reduced(),
             threads=None if threads is None or not threads.ran else (threads.ran[0], threads.ran[1]),
         )
 

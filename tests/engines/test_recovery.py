@@ -1,0 +1,248 @@
+"""A device whose memory runs out: every prompt is answered all the same, as the model's own forward answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefillcli.engines.base import Answer, BetweenLayers, EarlyExits
+from prefillcli.engines.torch import TorchEngine
+from prefillcli.errors import ResourceError
+from prefillcli.plan.pack import Limits, Pack
+from prefillcli.plan.plan import make_plan
+from prefillcli.plan.refills import free_packs
+from prefillcli.plan.splitting import split_pack
+from prefillcli.prefill.forest import ATTENTION
+from tests.prefill.test_walk import NO, ONE_PACK, YES, Prompt, mixed, model_of, three_levels, tokens, wanted
+
+HELD = Limits(110, 10**6, held_tokens=10**6)
+LABELS = ((YES,), (NO,))
+
+Fails = Callable[[int, int], bool]  # by the number of a layer's call, and its tokens
+
+
+@contextmanager
+def engine_of(
+    family: str, fails: Fails, *, limits: Limits = ONE_PACK, chunk: int = 256, **given: Any
+) -> Iterator[TorchEngine]:
+    """An engine whose layers run out of memory."""
+    model = model_of(family)
+    model.set_attn_implementation(ATTENTION)
+    calls = 0
+
+    def fail(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        nonlocal calls
+        calls += 1
+        if fails(calls, inputs[0].shape[1]):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB")
+
+    hooks = [layer.register_forward_pre_hook(fail) for layer in model.get_decoder().layers]
+    engine = TorchEngine(model, limits=limits, chunk_tokens=chunk, **given)
+    try:
+        yield engine
+    finally:
+        engine.close()
+        for hook in hooks:
+            hook.remove()
+
+
+def never(call: int, size: int) -> bool:
+    return False
+
+
+def answers_of(engine: TorchEngine, packs: list[Pack], between: BetweenLayers | None = None) -> dict[int, Answer]:
+    found: dict[int, Answer] = {}
+    for pack in packs:
+        ticks: list[float] = []
+        given = {} if between is None else {"between": between}
+        answers = [each for part in engine.answer(pack, lambda prompt: LABELS, ticks.append, **given) for each in part]
+        assert sum(ticks) == pytest.approx(len(pack.tokens))
+        assert sorted(answer.prompt for answer in answers) == sorted(pack.prompts), "each prompt once"
+        found |= {answer.prompt: answer for answer in answers}
+    return found
+
+
+def assert_right(found: dict[int, Answer], family: str, make: Callable[[], list[Prompt]]) -> None:
+    logprobs = torch.log_softmax(wanted(family, make).double(), dim=-1)[:, [YES, NO]].exp()
+    assert sorted(found) == list(range(len(logprobs)))
+    rows = torch.tensor(np.exp(np.stack([found[number].logprobs for number in sorted(found)])))
+    torch.testing.assert_close(rows, logprobs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("call", [1, 4, 9, 30])
+def test_a_layer_that_does_not_fit_is_called_again_for_less(
+    family: str, call: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packs = make_plan(mixed(), HELD).packs
+    with engine_of(family, lambda number, _: number == call, limits=HELD) as engine:
+        found = answers_of(engine, packs)
+        reduced = engine.reduced()
+    assert_right(found, family, mixed)
+    assert reduced is not None
+    assert (reduced.failures, reduced.chunk_tokens, reduced.pack_tokens) == (1, 128, None)
+    assert capsys.readouterr().err.count("warning: memory ran out on cpu") == 1
+
+
+@pytest.mark.parametrize("limits", [ONE_PACK, HELD, Limits(400, 10**6, held_tokens=10**6), Limits(400, 10**6)])
+def test_chunks_and_packs_are_halved_until_they_fit(limits: Limits, capsys: pytest.CaptureFixture[str]) -> None:
+    packs = make_plan(mixed(), limits).packs
+    largest: list[int] = []
+
+    def too_large(number: int, size: int) -> bool:
+        largest.append(size)
+        return size > 64
+
+    with engine_of("llama", too_large, limits=limits) as engine:
+        found = answers_of(engine, packs)
+        reduced = engine.reduced()
+    assert_right(found, "llama", mixed)
+    assert reduced is not None
+    assert reduced.chunk_tokens <= 64
+    assert capsys.readouterr().err.count("memory ran out") == 1, "it is said once"
+    assert max(largest[-20:]) <= 64, "what follows is as small from the start"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_held_keys_and_values_that_are_gone_are_computed_again(family: str) -> None:
+    """A layer lets go of what no later pack holds as soon as it is done: the second try needs it once more."""
+    packs = make_plan(mixed(), HELD).packs
+    last = max(number for number, pack in enumerate(packs) if pack.held)
+    state = {"pack": -1, "failed": 0}
+
+    def at_the_last_layers(number: int, size: int) -> bool:
+        state["calls"] = state.get("calls", 0) + 1
+        fails = state["pack"] == last and state["calls"] >= 3 and state["failed"] < 2
+        state["failed"] += fails
+        return fails
+
+    found: dict[int, Answer] = {}
+    with engine_of(family, at_the_last_layers, limits=HELD) as engine:
+        for number, pack in enumerate(packs):
+            state |= {"pack": number, "calls": 0}
+            found |= answers_of(engine, [pack])
+    assert state["failed"] == 2
+    assert_right(found, family, mixed)
+
+
+def test_a_beginning_that_was_computed_again_is_found_again() -> None:
+    ids = np.sort(tokens(np.random.default_rng(6), 4))
+    prompts = [ids[at] for at in ([0, 1], [0], [0, 1, 2])]
+    packs = make_plan(prompts, Limits(1, 150, held_tokens=2), "fifo").packs
+    layers = len(model_of("llama").get_decoder().layers)
+    last = 2 * layers + 2  # packs of one token: the second layer of the third
+    with engine_of("llama", never) as engine:
+        whole = answers_of(engine, packs)
+    with engine_of("llama", lambda number, size: number in (last, last + 1)) as engine:
+        found = answers_of(engine, packs)
+        assert engine.reduced() is not None
+    for prompt, answer in found.items():
+        np.testing.assert_allclose(answer.logprobs, whole[prompt].logprobs, atol=1e-5)
+
+
+def test_packs_that_stand_alone_are_answered_so_by_a_worker() -> None:
+    packs = make_plan(mixed(), HELD).packs
+    found: dict[int, Answer] = {}
+    with engine_of("llama", lambda number, size: number in (17, 60), limits=HELD, chunk=512) as engine:
+        for work in free_packs(packs):
+            answers_of(engine, [refill for refill in work.refills if not engine.holds(refill.block)])
+            found |= answers_of(engine, [work.pack])
+    assert_right(found, "llama", mixed)
+
+
+def test_what_is_computed_is_counted_with_what_was_computed_twice() -> None:
+    (pack,) = make_plan(three_levels(), ONE_PACK).packs
+    with engine_of("llama", never) as engine:
+        whole = answers_of(engine, [pack])
+    assert sum(answer.computed_tokens for answer in whole.values()) == len(pack.tokens)
+    half = {"failures": 2, "chunk_tokens": 64, "pack_tokens": len(pack.tokens) // 2}
+    with engine_of("llama", never, reduced=half) as engine:
+        split = answers_of(engine, [pack])
+    parts = split_pack(pack, len(pack.tokens) // 2)
+    assert len(parts) > 1
+    assert sum(answer.computed_tokens for answer in split.values()) == sum(len(part.tokens) for part in parts)
+
+
+def test_another_attempt_begins_with_what_fitted() -> None:
+    packs = make_plan(mixed(), HELD).packs
+    sizes: list[int] = []
+
+    def watch(number: int, size: int) -> bool:
+        sizes.append(size)
+        return False
+
+    before = {"failures": 3, "chunk_tokens": 64, "pack_tokens": 90}
+    with engine_of("llama", watch, limits=HELD, reduced=before) as engine:
+        assert engine.limits.tokens == 90, "later windows are planned so"
+        found = answers_of(engine, packs)
+        assert engine.reduced() is not None
+    assert max(sizes) <= 64
+    assert_right(found, "llama", mixed)
+
+
+def test_readings_between_layers_survive() -> None:
+    (pack,) = make_plan(three_levels(), ONE_PACK).packs
+    between = BetweenLayers(EarlyExits(observed=(0, 1)))
+    with engine_of("llama", never) as engine:
+        whole = answers_of(engine, [pack], between)
+    with engine_of("llama", lambda number, size: number in (3, 6), chunk=128) as engine:
+        found = answers_of(engine, [pack], between)
+    for prompt, answer in found.items():
+        assert len(answer.readings) == 2
+        for own, other in zip(answer.readings, whole[prompt].readings, strict=True):
+            np.testing.assert_allclose(own.hidden, other.hidden, atol=1e-4)
+    assert_right(found, "llama", three_levels)
+
+
+def test_what_does_not_fit_at_all_ends_the_run_and_says_why() -> None:
+    prompts = [tokens(np.random.default_rng(0), 300)]
+    with (
+        engine_of("llama", lambda number, size: True) as engine,
+        pytest.raises(ResourceError, match=r"300 tokens that cannot .* chunks of 64 tokens: CUDA out"),
+    ):
+        answers_of(engine, make_plan(prompts, ONE_PACK).packs)
+
+
+words = st.lists(st.integers(0, 2), min_size=1, max_size=9)
+
+
+@settings(deadline=None)
+@given(st.lists(words, min_size=1, max_size=9), st.integers(1, 40), st.sampled_from([0, 6, 10**6]), st.integers(4, 40))
+def test_split_packs_read_the_same_paths_and_keep_the_same_nodes(
+    texts: list[list[int]], most: int, held: int, size: int
+) -> None:
+    prompts = [np.asarray(text, dtype=np.int32) for text in texts]
+    nodes: dict[object, list[int]] = {}  # what is held by each key
+
+    def path(pack: Pack, node: int) -> list[int]:
+        own = pack.tokens[pack.offsets[node] : pack.offsets[node + 1]].tolist()
+        if pack.parents[node] >= 0:
+            return path(pack, pack.parents[node]) + own
+        return [token for at in pack.attach[node] for token in nodes[pack.held[at].key]] + own
+
+    answered: list[int] = []
+    for pack in make_plan(prompts, Limits(size, 10**6, held_tokens=held)).packs:
+        pack = replace(pack, adapter="formal")
+        parts = split_pack(pack, most)
+        for part in parts:
+            assert part.adapter == "formal"
+            for node, numbers in part.reads:
+                answered += numbers
+                for number in numbers:
+                    assert path(part, node) == prompts[number].tolist()
+            for node, key in part.kept_nodes.items():
+                nodes[key] = part.tokens[part.offsets[node] : part.offsets[node + 1]].tolist()
+            assert part is pack or part.keep >= pack.keep
+        made = {key for part in parts for key in part.kept_nodes.values()}
+        assert made == set(pack.kept_nodes.values())
+        total = sum(len(part.tokens) for part in parts)
+        assert total >= len(pack.tokens)
+    assert sorted(answered) == list(range(len(prompts)))
