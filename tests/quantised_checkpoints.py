@@ -83,6 +83,51 @@ def _mxfp4(name: str, weight: Tensor) -> dict[str, Tensor]:
     return {f"{name}_blocks": blocks, f"{name}_scales": scales}
 
 
+def _integers(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers from 0 to 15 [outputs, inputs], zero points from 1 to 14 and scales, both [outputs, groups]."""
+    rows, columns = weight.shape
+    groups = weight.float().reshape(rows, columns // BLOCK, BLOCK)
+    low, high = groups.amin(-1), groups.amax(-1)
+    scales = ((high - low) / 14).half().float()
+    zeros = (-low / scales).round().clamp(1, 14)
+    numbers = (groups / scales[..., None] + zeros[..., None]).round().clamp(0, 15)
+    return numbers.reshape(rows, columns).long(), zeros.long(), scales
+
+
+def _in_int32(numbers: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+    """Eight numbers of 4 bits in each, along the last dimension: the lowest bits hold the first of `order`."""
+    eights = numbers.reshape(*numbers.shape[:-1], -1, 8)
+    joined = sum(eights[..., at] << (4 * place) for place, at in enumerate(order))
+    return joined.to(torch.uint32).view(torch.int32)
+
+
+def _gptq(name: str, weight: Tensor) -> dict[str, Tensor]:
+    numbers, zeros, scales = _integers(weight)
+    stem = name.removesuffix("weight")
+    return {
+        f"{stem}qweight": _in_int32(numbers).t(),
+        f"{stem}qzeros": _in_int32(zeros.t().contiguous() - 1),
+        f"{stem}scales": scales.t().half(),
+        f"{stem}g_idx": (torch.arange(weight.shape[1]) // BLOCK).int(),
+    }
+
+
+def _awq(name: str, weight: Tensor) -> dict[str, Tensor]:
+    numbers, zeros, scales = _integers(weight)
+    stem, order = name.removesuffix("weight"), (0, 2, 4, 6, 1, 3, 5, 7)
+    return {
+        f"{stem}qweight": _in_int32(numbers.t().contiguous(), order),
+        f"{stem}qzeros": _in_int32(zeros.t().contiguous(), order),
+        f"{stem}scales": scales.t().half(),
+    }
+
+
+def integer_weights(weight: Tensor) -> Tensor:
+    """What a weight is once it was kept as integers, float32."""
+    numbers, zeros, scales = (each.double() for each in _integers(weight))
+    return ((numbers - zeros.repeat_interleave(BLOCK, 1)) * scales.repeat_interleave(BLOCK, 1)).float()
+
+
 def _compressed(preset: str) -> Maker:
     """Made by compressed-tensors, with scales from the largest weights of a group."""
 
@@ -139,6 +184,10 @@ MAKERS: dict[str, Maker] = {
         {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32]}, _mxfp8
     ),
     "mxfp4": _rewritten({"quant_method": "mxfp4"}, _mxfp4),
+    "gptq": _rewritten({"quant_method": "gptq", "bits": 4, "group_size": BLOCK, "desc_act": False}, _gptq),
+    "gptq-experts": _rewritten({"quant_method": "gptq", "bits": 4, "group_size": BLOCK}, _gptq),
+    "awq-experts": _rewritten({"quant_method": "awq", "bits": 4, "group_size": BLOCK}, _awq),
+    "awq": _rewritten({"quant_method": "awq", "bits": 4, "group_size": BLOCK, "version": "gemm"}, _awq),
     "w4a16": _compressed("W4A16"),
     "w8a8": _compressed("W8A8"),
     "w8a8-fp8": _compressed("FP8"),

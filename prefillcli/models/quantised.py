@@ -1,7 +1,8 @@
 """Quantised checkpoints: which formats there are, what each needs, and how its weights are kept on a device.
 
-transformers loads them. A format is known by the `quant_method` of config.json. Its weights stay packed where that
-device computes with them, or are unpacked to the model's dtype when they are loaded.
+transformers loads them, with help for GPTQ and AWQ (`packed_integers.py`). A format is known by the `quant_method` of
+config.json. Its weights stay packed where that device computes with them, or are unpacked to the model's dtype when
+they are loaded.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from prefillcli.errors import UsageError
+from prefillcli.models.packed_integers import loading_changes, why_not_unpacked
 from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.runtime.extras import require_extra
 
@@ -63,8 +65,8 @@ FORMATS: dict[str, QuantisedFormat] = {
         QuantisedFormat("torchao", "torchao", "packed", "packed", "torchao", tested=True),
         QuantisedFormat("fbgemm_fp8", "FBGEMM FP8", None, "packed", "fp8", ("fbgemm_gpu",), (9, 0)),
         QuantisedFormat("bitnet", "BitNet", None, "packed", "fp8"),
-        QuantisedFormat("gptq", "GPTQ", None, "packed", None, ("gptqmodel", "optimum")),
-        QuantisedFormat("awq", "AWQ", None, "packed", None, ("gptqmodel", "accelerate")),
+        QuantisedFormat("gptq", "GPTQ", "unpacked", "unpacked", tested=True),
+        QuantisedFormat("awq", "AWQ", "unpacked", "unpacked", tested=True),
         QuantisedFormat("auto-round", "AutoRound", None, "packed", None, ("auto_round",)),
         QuantisedFormat("aqlm", "AQLM", None, "packed", None, ("aqlm", "accelerate")),
         QuantisedFormat("eetq", "EETQ", None, "packed", None, ("kernels", "accelerate")),
@@ -121,6 +123,12 @@ def plan_quantisation(origin: Path, entry: Mapping[str, Any] | None, device: tor
     if kind.method == "compressed-tensors":
         rounds = _check_activations(origin, entry)
         return Quantisation(kind, kept, {"dequantize": True}, rounds_activations=rounds)
+    if kind.method in ("gptq", "awq"):
+        if why := why_not_unpacked(entry):
+            raise UnsupportedModelError(
+                f"{origin}: weights quantised with {kind.name}: {why}\n{_BASE_MODEL}, or --engine vllm"
+            )
+        return Quantisation(kind, kept, loading_changes(entry))
     if kind.method == "bitsandbytes_8bit":
         warning = None
         if float(entry.get("llm_int8_threshold", 6.0) or 0.0) > 0:

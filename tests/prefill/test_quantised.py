@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -18,6 +20,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from prefillcli.errors import PrefillError, UsageError
 from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model, load_streamed, load_weights
+from prefillcli.models.packed_integers import UNPACKED, unpack_awq
 from prefillcli.models.quantised import FORMATS, plan_quantisation
 from prefillcli.models.transformers_log import quiet_transformers
 from prefillcli.models.weights import weight_bytes
@@ -28,7 +31,7 @@ from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.prefill.walk import LayerWalk
 from tests.prefill.families import make_model
 from tests.prefill.test_walk import Prompt, mixed
-from tests.quantised_checkpoints import MAKERS, make_quantised
+from tests.quantised_checkpoints import BLOCK, MAKERS, integer_weights, make_quantised
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what other packages say of themselves
 
@@ -36,6 +39,9 @@ CPU = torch.device("cpu")
 TOLERANCE = 1e-4
 #: Layers round what goes into them, or compute in bfloat16: a last bit may decide about a step.
 ROUNDING = {"nf4", "nf4-nested", "int8", "torchao-w8a8", "w8a8", "w8a8-fp8", "w8a8-fp8-dynamic"}
+
+#: Of kinds that are not made of a Llama.
+FAMILIES = {"mxfp4": "gpt_oss", "gptq-experts": "qwen3_moe", "awq-experts": "qwen3_moe"}
 
 Folders = Callable[[str], Path]
 
@@ -46,7 +52,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     made: dict[str, Path] = {}
 
     def folder(kind: str) -> Path:
-        family = "gpt_oss" if kind == "mxfp4" else "llama"
+        family = kind if kind not in MAKERS else FAMILIES.get(kind, "llama")
         if family not in made:
             made[family] = tmp_path_factory.mktemp(family)
             make_model(family, hidden_size=64, intermediate_size=128).save_pretrained(made[family])
@@ -57,8 +63,17 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return folder
 
 
-def own_model(folder: Path) -> PreTrainedModel:
-    """What transformers makes of a checkpoint by itself."""
+def own_model(folder: Path, dense: Path | None = None) -> PreTrainedModel:
+    """What transformers makes of a checkpoint by itself; of integers that it leaves to another package, the model of
+    the folder `dense` with the numbers that the integers stand for."""
+    if dense is not None:
+        model = own_model(dense)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if ".layers." in name and "proj" in name and weight.dim() > 1:
+                    parts = weight.reshape(-1, weight.shape[-1]) if weight.dim() == 3 else weight
+                    weight.copy_(integer_weights(parts).reshape(weight.shape))
+        return model
     with quiet_transformers():
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", use_safetensors=True
@@ -86,7 +101,8 @@ def walked_logits(model: Any, prompts: list[Prompt], chunk_tokens: int) -> Tenso
 @pytest.mark.parametrize("kind", MAKERS)
 def test_the_walk_gives_the_logits_of_transformers(kind: str, folder_of: Folders) -> None:
     folder, prompts = folder_of(kind), mixed()
-    wanted = own_logits(own_model(folder), prompts)
+    dense = folder_of(FAMILIES.get(kind, "llama")) if kind.startswith(("gptq", "awq")) else None
+    wanted = own_logits(own_model(folder, dense), prompts)
     model = load_model(read_model_files(folder, dtype="float32"), CPU)
     for chunk_tokens in (31, 1 << 12):
         found = walked_logits(model, prompts, chunk_tokens)
@@ -164,6 +180,8 @@ DYNAMIC = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": True}
         ({"quant_method": "modelopt"}, "quantised as 'modelopt', which transformers does not know"),
         ({"bits": 4}, "quantised as 'nothing that config.json names'"),
         ({"quant_method": "hqq"}, "HQQ: transformers .* has no loader"),
+        ({"quant_method": "gptq", "bits": 3}, "GPTQ: 3 bits in the layout 'gptq' are not read"),
+        ({"quant_method": "awq", "version": "gemv"}, "AWQ: 4 bits in the layout 'gemv' are not read"),
         ({"quant_method": "eetq"}, "EETQ run on CUDA devices only, not on cpu"),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"all": {"input_activations": DYNAMIC}}},
@@ -197,6 +215,27 @@ def test_a_missing_package_is_named(
         plan_quantisation(files.origin, files.quantised, CPU)
 
 
+def test_awq_is_read_as_compressed_tensors_reads_it(folder_of: Folders) -> None:
+    from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
+
+    tensors = load_file(folder_of("awq") / "model.safetensors")
+    stem = "model.layers.1.mlp.down_proj"
+    packed, zeros, scales = (tensors[f"{stem}.{part}"] for part in ("qweight", "qzeros", "scales"))
+    numbers, wide, points = AutoAWQConverter(bits=4, group_size=BLOCK)._convert_gemm_module(packed, scales, zeros)
+    wanted = (numbers - points.repeat_interleave(BLOCK, 1)).float() * wide.float().repeat_interleave(BLOCK, 1)
+    assert torch.equal(unpack_awq(packed, zeros, scales), wanted)
+
+
+def test_zero_points_that_programs_read_in_two_ways_are_refused(folder_of: Folders, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(folder_of("gptq"), folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.qzeros"][0, 0] = -1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UsageError, match="cannot load the weights"):
+        load_weights(read_model_files(folder), CPU)
+
+
 def test_formats_said_to_be_tested_are_those_made_here(folder_of: Folders) -> None:
     made = [read_model_files(folder_of(kind)) for kind in MAKERS]
     found = [plan_quantisation(files.origin, files.quantised, CPU) for files in made]
@@ -204,7 +243,7 @@ def test_formats_said_to_be_tested_are_those_made_here(folder_of: Folders) -> No
 
 
 def test_every_format_of_transformers_is_known() -> None:
-    assert FORMATS.keys() == AUTO_QUANTIZATION_CONFIG_MAPPING.keys() - {"gguf"}
+    assert FORMATS.keys() == AUTO_QUANTIZATION_CONFIG_MAPPING.keys() - {"gguf", UNPACKED}
 
 
 @pytest.mark.parametrize("kernels", [True, False])
