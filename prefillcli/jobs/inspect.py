@@ -29,6 +29,7 @@ from prefillcli.jobs.inputs import open_source, prompt_builder
 from prefillcli.jobs.label_uses import require_shares
 from prefillcli.jobs.load import Models, load_walk
 from prefillcli.jobs.shell import shell
+from prefillcli.models.adapters import open_adapters
 from prefillcli.models.open import Opened, answer_labels, open_models
 from prefillcli.options.compression import CompressionOptions
 from prefillcli.options.inspect import InspectSettings
@@ -132,7 +133,7 @@ class _InspectJob:
         carried = [settings.id_column] if settings.id_column else []
         with self._stop.at_once():
             source = open_source(settings, carried)
-            opened = open_models(settings)
+            opened = open_adapters(open_models(settings), settings, settings.trust_remote_code)
             builder = prompt_builder(settings, opened, source, carried)
             labels = answer_labels(opened, settings)
             require_shares(labels, "inspect")
@@ -183,7 +184,13 @@ class _InspectJob:
             draft=settings.draft,
             labels=list(labels.names),
             tokens=_views(Encoder(opened.tokenizer), read),
-            shared=shared_prefixes([common for other, common in enumerate(shared) if other != number]),
+            shared=shared_prefixes(
+                [
+                    common
+                    for other, common in enumerate(shared)
+                    if other != number and prompts[other].adapter == prompt.adapter
+                ]
+            ),
             full=full,
             compressed=compressed,
             settings=_shown(settings),
@@ -317,4 +324,5 @@ def _shown(settings: InspectSettings) -> dict[str, Any]:
     names = ["template", "prompt_column", "system", "max_length", "on_long", "labels", "temperature"]
     if settings.draft is not None:
         names += [name for name in CompressionOptions.model_fields if name != "draft"]
+    names += ["adapter", "adapter_column"] if settings.adapter else []
     return {name: value for name in names if (value := getattr(settings, name)) is not None}

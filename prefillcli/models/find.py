@@ -162,7 +162,9 @@ def _open_gguf(path: Path) -> GgufModel | None:
 def _find_weights(folder: Path) -> list[Path]:
     """The safetensors files of a model directory. Raises UsageError for another directory."""
     if not (folder / "config.json").is_file():
-        raise UsageError(f"{folder}: no config.json, so this is not a model directory")
+        adapter = (folder / "adapter_config.json").is_file()
+        advice = "\nit has an adapter: give the model as --model, and this as --adapter" if adapter else ""
+        raise UsageError(f"{folder}: no config.json, so this is not a model directory{advice}")
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         if gguf := sorted(folder.glob("*.gguf")):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from prefillcli.errors import UsageError
+from prefillcli.options.adapters import AdapterOptions
 from prefillcli.options.compression import check_keep
 from prefillcli.options.groups import JobOptions, RunOptions, WeightsOptions
 from prefillcli.options.option import COMPRESSION, EARLY_EXIT, FILES, option
 from prefillcli.options.values import KeepRate
 
 
-class InspectSettings(RunOptions, WeightsOptions, JobOptions):
+class InspectSettings(RunOptions, WeightsOptions, AdapterOptions, JobOptions):
     """Everything `prefill inspect` can be told."""
 
     keep: KeepRate = option(
@@ -37,3 +38,6 @@ class InspectSettings(RunOptions, WeightsOptions, JobOptions):
         if self.keep == "auto":
             raise UsageError("--keep auto is for a whole job: give a rate")
         check_keep(self.keep, compresses=self.compresses)
+        self.check_adapters(streamed=self.weights == "stream", exits=False, content_free=False)
+        if self.adapter and self.exit_profile is not None:
+            raise UsageError("--exit-profile: it does not say which adapters it is of\nleave it or --adapter out")

@@ -240,3 +240,9 @@ def test_a_model_around_which_peft_was_is_the_one_before(model: Path, tmp_path: 
     before = [(name, id(module), set(vars(module))) for name, module in loaded.named_modules()]
     ExchangedAdapters(loaded, found.adapters)
     assert [(name, id(module), set(vars(module))) for name, module in loaded.named_modules()] == before
+
+
+def test_an_adapter_that_is_given_as_a_model_is_told_apart(model: Path, tmp_path: Path) -> None:
+    folder = save_adapter(model, tmp_path / "adapter")
+    with pytest.raises(UsageError, match="it has an adapter: give the model as --model, and this as --adapter"):
+        read_model_files(folder)

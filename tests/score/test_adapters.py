@@ -11,10 +11,17 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from transformers import AutoModelForCausalLM
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from typer.testing import CliRunner
 
 import prefillcli
+from prefillcli.cli import app
 from prefillcli.errors import UsageError
+from prefillcli.jobs.inspect import inspect_job
+from prefillcli.options.inspect import InspectSettings
+from prefillcli.options.load import load_settings
 from tests.adapters import PeftReference, peft_model, save_adapter
 from tests.score.jobs import (
     Answer,
@@ -32,6 +39,7 @@ from tests.score.processes import Command, Hold, cut_small_windows
 
 BLOCK = 16
 ROWS = 66  # 11 of each user, in windows of 20
+ROOT = Path(__file__).parents[2]
 NAMES = ("red", "dora", None)
 ANSWER = "prefillcli.engines.torch:TorchEngine.answer"
 
@@ -350,3 +358,49 @@ def test_adapters_saved_for_the_model_score_like_the_merged_model(model: Path, a
     reference = Reference.__new__(Reference)
     reference.tokenizer, reference._model = adapters.references[None].tokenizer, wanted.eval()
     assert_scored(rows_of(), [reference.answer(text) for text in texts(4)])
+
+
+def test_a_row_is_inspected_with_its_adapter(model: Path, adapters: Adapters) -> None:
+    make_input()
+    given = {"model": str(model), **adapters.flags, "quiet": True, "html": "row.html"}
+    for row in (0, 1, 2):
+        found = inspect_job(
+            load_settings(InspectSettings, {"inputs": ["in.parquet"], "row": str(row)} | given, environment={})
+        )
+        (wanted,) = adapters.answers(prompts()[row : row + 1], names("rows")[row : row + 1])
+        assert found["exit_code"] == 0
+        assert abs(found["score"] - wanted.score) < 1e-5
+
+
+def test_an_adapter_of_a_classifier_reads_its_head(tmp_path: Path, model: Path) -> None:
+    folder = tmp_path / "classifier"
+    shutil.copytree(model, folder)
+    torch.manual_seed(0)
+    base = AutoModelForSequenceClassification.from_pretrained(model, num_labels=2, pad_token_id=1)
+    torch.nn.init.normal_(base.score.weight, std=0.3)
+    base.save_pretrained(folder)
+    loaded = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    adapted = get_peft_model(loaded, LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj", "v_proj"], r=4))
+    with torch.no_grad():
+        for name, tensor in adapted.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                tensor.normal_(0, 0.2)
+    adapted.save_pretrained("adapter")
+    write_parquet("in.parquet", prompt=texts(6))
+    assert score("in.parquet", model=folder, adapter="adapter", labels="LABEL_1,LABEL_0")["exit_code"] == 0
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    for row, text in zip(rows_of(), texts(6), strict=True):
+        with torch.inference_mode():
+            logits = adapted.eval()(input_ids=torch.tensor([tokenizer(text)["input_ids"]])).logits[0].double()
+        assert abs(row["score"] - float(torch.softmax(logits, -1)[1])) < 1e-5
+    assert score("in.parquet", "other.parquet", model=model, adapter="adapter")["exit_code"] == 2
+
+
+def test_the_recipe_runs(model: Path, adapters: Adapters) -> None:
+    shutil.copytree(model, "models/base")
+    for name, folder in zip(("risk", "fraud"), adapters.folders.values(), strict=True):
+        shutil.copytree(folder, f"adapters/{name}")
+    write_parquet("rows.parquet", prompt=texts(4), task=["risk", "fraud", "", None])
+    done = CliRunner().invoke(app, ["score", "--recipe", str(ROOT / "recipes" / "adapters.yaml"), "--quiet"])
+    assert done.exit_code == 0, done.stderr
+    assert_scored(rows_of("out/adapters.parquet"), adapters.answers(texts(4), ["red", "dora", None, None]))
