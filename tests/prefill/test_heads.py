@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForSequenceClassification
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
+from prefillcli.models.find import read_model_files
+from prefillcli.models.rehearsal import rehearse
 from prefillcli.plan.pack import Limits
-from prefillcli.prefill.forest import register
+from prefillcli.plan.plan import make_plan
+from prefillcli.prefill.forest import UnsupportedModelError, register
 from prefillcli.prefill.walk import LayerWalk
 from tests.prefill.families import make_config
+from tests.prefill.matrix import HELD, make_prompts
 from tests.prefill.test_walk import ONE_PACK, Prompt, mixed, single, three_levels, two_levels, walked
+from tests.prefill.tiny_models import NOT_DECODERS, class_names, make_tiny_config, redraw
 
 TOLERANCE = 1e-5
+MATRIX_TOLERANCE = 1e-4
 SEVERAL_PACKS = Limits(tokens=150, max_tokens=10**6, held_tokens=400)
 FAMILIES = ("llama", "qwen3", "gemma2", "mistral", "phi3", "qwen3_moe")
 
@@ -121,3 +131,66 @@ def test_prompts_without_their_padding_end_at_the_last_other_token() -> None:
         assert len(kept) == 20 + ends.index(0)
         torch.testing.assert_close(walked(model, [kept], chunk=64), own_forward(model, [padded]), rtol=0, atol=1e-5)
     assert without_padding(np.zeros(4, np.int32), 0).tolist() == [0]
+
+
+#: Families with both classes whose heads are not read: nearly all read a prompt's first token, or in both directions.
+REFUSED = {
+    *("bert", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "openai-gpt", "reformer"),
+    *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm", "xlm-roberta", "xlm-roberta-xl"),
+    *("xlnet", "xmod"),
+}
+BOTH = sorted((set(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES) & set(class_names())) - set(NOT_DECODERS))
+
+
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", BOTH)
+def test_the_head_of_each_family_is_exact_or_refused(family: str) -> None:
+    register()
+    config = make_tiny_config(family, num_labels=3)
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").eval()
+    redraw(model)
+    prompts = make_prompts()
+    wanted = own_forward(model, prompts)
+    if family in REFUSED:
+        with pytest.raises(UnsupportedModelError):
+            rehearse(model, config)
+        return
+    rehearse(model, config)
+    for limits in (ONE_PACK, HELD):
+        found = torch.zeros_like(wanted)
+        walk = LayerWalk(model, chunk_tokens=7)
+        try:
+            for pack in make_plan(prompts, limits).packs:
+                rows = torch.cat(list(walk.read_logits(pack)))
+                for row, (_, numbers) in zip(rows, pack.reads, strict=True):
+                    found[list(numbers)] = row
+        finally:
+            walk.close()
+        torch.testing.assert_close(found, wanted, rtol=0, atol=MATRIX_TOLERANCE)
+
+
+def test_the_manual_says_how_many_families_are_exact() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "heads.md").read_text()
+    assert f"{len(BOTH) - len(REFUSED)} families" in " ".join(page.split())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "said"),
+    [
+        ("LlamaForTokenClassification", {"model_type": "llama"}, "LlamaForTokenClassification has a head that is not"),
+        ("Qwen2ForRewardModel", {"model_type": "qwen2"}, "Qwen2ForRewardModel has a head that is not read"),
+        ("BertForSequenceClassification", {"model_type": "bert"}, "cannot score prompts"),
+        ("Gemma3ForSequenceClassification", {"model_type": "gemma3"}, "the text model has no classification head"),
+        ("GraniteForSequenceClassification", {"model_type": "granite"}, "no classification head for granite"),
+    ],
+)
+def test_heads_that_are_not_read_are_refused_with_the_reason(
+    architecture: str, config: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
+    save_file({"score.weight": torch.zeros(2, 4)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=said):
+        read_model_files(tmp_path)
