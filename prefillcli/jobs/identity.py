@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prefillcli.compress.settings import SELF
+from prefillcli.data.output.manifest import MEASURE
 from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.proof.fingerprints import hash_value
@@ -22,6 +23,7 @@ from prefillcli.models.open import Opened
 from prefillcli.options.option import COMPRESSION, EARLY_EXIT, details_of
 from prefillcli.options.score import ScoreSettings
 from prefillcli.stats.calibration import Calibration
+from prefillcli.stats.probabilities import Measure
 
 STANDS_FOR = {
     "input": ("inputs", "limit", "sample", "seed"),
@@ -73,6 +75,8 @@ def fingerprint(
         contents = [(each.name, models.of(each.path)) for each in opened.adapters]
         adapters = [[name, files.model(), files.tokenizer()] for name, files in contents]
         found["adapters"] = hash_value([sorted(adapters), settings.adapter_column])
+    if labels.measure is not Measure.SHARES:
+        found[MEASURE] = labels.measure.value
     if settings.engine != "torch":
         found["engine"] = hash_engine(settings)
     if calibration is not None:

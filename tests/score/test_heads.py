@@ -340,7 +340,6 @@ def test_workers_give_what_one_process_does(topics: Path) -> None:
 
 def test_shards_of_values_merge_into_one_output(reward: Path) -> None:
     from prefillcli.jobs.merge import merge_job
-    from prefillcli.jobs.verify import verify_job
     from prefillcli.options.load import load_settings
     from prefillcli.options.merge import MergeSettings
 
@@ -353,7 +352,8 @@ def test_shards_of_values_merge_into_one_output(reward: Path) -> None:
     found, whole = read_output("merged.parquet"), read_output("out.parquet")
     assert found[0].keys() == whole[0].keys()
     close(column(found, "score"), column(whole, "score"))
-    assert verify_job is not None
+    done = command("verify", "merged.parquet", "in.parquet")
+    assert done.exit_code == 0, done.output
 
 
 def test_right_answers_may_be_names_or_numbers_of_classes(graded: Path, binary: Path) -> None:
@@ -491,3 +491,26 @@ def test_a_single_output_is_calibrated_as_any_two_labels(reward: Path) -> None:
     order = np.argsort(column(rows, "score"))
     assert (np.diff(column(rows, "probability")[order]) >= 0).all()
     assert (column(rows, "probability") != column(rows, "score")).any()
+
+
+@pytest.mark.parametrize("classes", [1, 2])
+def test_rows_leave_early_with_the_class_that_they_would_have(classes: int, tmp_path: Path) -> None:
+    folder, rows = save_classifier(tmp_path / "deep", classes, layers=6, seed=5), 320
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    with torch.no_grad():
+        for layer in model.model.layers[3:]:  # the answer is nearly there after the third of six
+            layer.self_attn.o_proj.weight.mul_(0.02)
+            layer.mlp.down_proj.weight.mul_(0.02)
+    model.save_pretrained(folder)
+    draws = np.random.default_rng(7)
+    words = ("fox", "dog", "brown", "quick", "number", "saw", "yes", "no")
+    prompts = [f"{' '.join(draws.choice(words, 9))} {row}" for row in range(rows)]
+    source, flags = write_parquet("in.parquet", prompt=prompts), {"exit": True, "max_flips": "0.1", "exit_rows": "200"}
+    score(source, "full.parquet", model=folder)
+    assert score(source, model=folder, **flags)["exit_code"] == 0
+    found, full = read_output("out.parquet"), read_output("full.parquet")
+    left = [at for at, row in enumerate(found) if row["exit_layer"] is not None]
+    assert len(left) > 40
+    assert sum(found[at]["prediction"] != full[at]["prediction"] for at in left) <= 0.1 * len(left)
+    assert max(abs(found[at]["score"] - full[at]["score"]) for at in left) < 0.3
+    assert {found[at]["label_mass"] for at in left} == {None}

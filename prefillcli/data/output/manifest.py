@@ -14,6 +14,8 @@ from prefillcli.errors import DamagedFileError, OutputConflictError
 
 NAME = "manifest.json"
 SCHEMA_VERSION = 2
+MEASURE = "measure"
+"""The part of a fingerprint that says what the labels' numbers are, where they are no shares."""
 
 
 @dataclass(frozen=True)

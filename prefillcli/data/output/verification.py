@@ -14,11 +14,12 @@ from prefillcli.data.output.columns import ROW_COLUMN
 from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.json_columns import typed_column
 from prefillcli.data.output.jsonl_format import as_json
-from prefillcli.data.output.manifest import Job, Manifest
+from prefillcli.data.output.manifest import MEASURE, Job, Manifest
 from prefillcli.data.output.target import Published, Target
 from prefillcli.data.reading.source import Source
 from prefillcli.data.values import to_python
 from prefillcli.errors import ContentChangedError, DamagedFileError, OutputConflictError
+from prefillcli.stats.probabilities import Measure
 
 _MOST = 20  # problems that are named
 
@@ -85,7 +86,7 @@ class Verification:
         """The ids or row numbers of the output, batch by batch, while the rows are checked."""
         last = -1
         for ids, scores, errors in self._batches(published):
-            self._check_results(scores, errors)
+            self._check_results(scores, errors, values=published.job.fingerprint.get(MEASURE) == Measure.VALUES)
             if published.job.id_name is None:
                 if any(b <= a for a, b in zip([last, *ids], ids, strict=False)):
                     self._add(f"rows are out of order or repeated near row {ids[0]}")
@@ -106,12 +107,14 @@ class Verification:
                 except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
                     self._add(f"{name} cannot be read: {error}")
 
-    def _check_results(self, scores: pa.ChunkedArray, errors: pa.ChunkedArray) -> None:
+    def _check_results(self, scores: pa.ChunkedArray, errors: pa.ChunkedArray, *, values: bool) -> None:
         scored, failed = pc.is_valid(scores), pc.is_valid(errors)
         both = pc.sum(pc.equal(scored, failed)).as_py() or 0
         if both:
             self._add(f"{both:,} rows have neither a score nor an error, or both")
-        if pc.all(pc.and_(pc.greater_equal(scores, 0), pc.less_equal(scores, 1))).as_py() is False:
+        if values and pc.all(pc.is_finite(scores)).as_py() is False:
+            self._add("a score is not a finite number")
+        elif not values and pc.all(pc.and_(pc.greater_equal(scores, 0), pc.less_equal(scores, 1))).as_py() is False:
             self._add("a score is not between 0 and 1")
         self.rows["total"] += len(scores)
         self.rows["scored"] += pc.sum(scored).as_py() or 0
