@@ -1,7 +1,7 @@
 """A draft for another tokenizer: its layers stay, and each new token begins as it reads in the old one.
 
     python -m recipes.respelled_draft out/real/draft out/real/own.chosen.parquet out/real/shared.chosen.parquet \
-        --out out/real/draft-words
+        --output out/real/draft-words
 
 counts the words of the rows' prompts and writes the draft for them, without any training. The sample draft is made in
 this way too, and then trained (`python -m recipes.train_sample_models draft-words`).
@@ -72,14 +72,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("draft", type=Path)
     parser.add_argument("rows", type=Path, nargs="+", help="Parquet files whose column `prompt` has the texts")
     parser.add_argument("--often", type=int, default=2, help="times that a word must be seen to be a piece")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args(arguments)
     draft = LlamaForCausalLM.from_pretrained(args.draft, dtype="auto")
     texts = [text for path in args.rows for text in pq.read_table(path, columns=["prompt"])["prompt"].to_pylist()]
     new = train_word_tokenizer(texts, often=args.often, longest=draft.config.max_position_embeddings)
-    respell(draft, AutoTokenizer.from_pretrained(args.draft), new).to(draft.dtype).save_pretrained(args.out)
-    new.save_pretrained(args.out)
-    print(f"{args.out}: {len(new):,} tokens")
+    respell(draft, AutoTokenizer.from_pretrained(args.draft), new).to(draft.dtype).save_pretrained(args.output)
+    new.save_pretrained(args.output)
+    print(f"{args.output}: {len(new):,} tokens")
 
 
 if __name__ == "__main__":

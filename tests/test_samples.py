@@ -165,7 +165,7 @@ def test_a_token_of_the_words_draft_begins_as_what_it_says_in_the_drafts_tokens(
 
 def test_a_draft_is_respelled_for_the_words_of_any_rows(tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": ["a red fox, a red fox", "the red hen"]}), tmp_path / "rows.parquet")
-    respelled_draft([str(DRAFT), str(tmp_path / "rows.parquet"), "--out", str(tmp_path / "own")])
+    respelled_draft([str(DRAFT), str(tmp_path / "rows.parquet"), "--output", str(tmp_path / "own")])
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "own")
     assert tokenizer.tokenize("a red hen") == ["a", "▁red", "▁", "h", "e", "n"]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "own")

@@ -51,6 +51,7 @@ class Translator:
         self._literal = _can_be_literal(self._draft)
         self._target_literal = _can_be_literal(self._target)
         self._target_names = self._target.controls.names
+        self._target_bytes = self._target.bytes_of_tokens()
         names = self._draft.controls.names
         spelled = {name: self._draft.controls.spelling(number) for number, name in names.items()}
         self._spellings = spelled if self._literal else {name: name for name in spelled}
@@ -94,20 +95,34 @@ class Translator:
     def _texts(self, runs: Sequence[list[int]]) -> list[tuple[str, Int32Array]]:
         """The text of each run of tokens, and where its tokens lie in it.
 
-        That is where the tokenizer says, if it makes the same tokens of the text. It does not if the prompt was cut,
-        or given in ids that no text leads to; then it is what each token adds to the text of those before it.
+        The bytes of each token say it, if the tokens are bytes of the text. Else the tokenizer does, if it makes the
+        same tokens of the text. It does not if the prompt was cut, or given in ids that no text leads to; then it is
+        what each token adds to the text of those before it.
         """
         texts = [self._target.decode(ids) for ids in runs]
-        coded: Sequence[EncodedText | None] = [None] * len(texts)
-        if self._target.has_offsets:
-            coded = self._target.encode_with_offsets(texts, special=False, literal=self._target_literal)
-        found = []
-        for ids, text, own in zip(runs, texts, coded, strict=True):
-            if own is not None and own.ids.tolist() == ids:
-                found.append((text, own.offsets))
-            else:
-                found.append((text, _places_of([len(part) for part in token_texts(self._target.decode, ids)])))
-        return found
+        places = [self._places_by_bytes(ids, text) for ids, text in zip(runs, texts, strict=True)]
+        others = [number for number, own in enumerate(places) if own is None] if self._target.has_offsets else []
+        coded = self._target.encode_with_offsets(
+            [texts[number] for number in others], special=False, literal=self._target_literal
+        )
+        for number, own in zip(others, coded, strict=True):
+            if own.ids.tolist() == runs[number]:
+                places[number] = own.offsets
+        return [
+            (text, _places_of([len(part) for part in token_texts(self._target.decode, ids)]) if own is None else own)
+            for ids, text, own in zip(runs, texts, places, strict=True)
+        ]
+
+    def _places_by_bytes(self, ids: list[int], text: str) -> Int32Array | None:
+        if self._target_bytes is None:
+            return None
+        ends = np.cumsum(self._target_bytes[ids])
+        letters = np.frombuffer(text.encode(errors="replace"), np.uint8)
+        if ends[-1] != len(letters):
+            return None
+        letter = np.cumsum((letters & 0xC0) != 0x80) - 1  # of each byte: all but the first of a letter are 10xxxxxx
+        starts = np.concatenate([[0], ends[:-1]])
+        return np.stack([letter[starts], letter[ends - 1] + 1], axis=1).astype(np.int32)
 
     def _mapped(self, text: str, places: Int32Array, coded: EncodedText) -> Translation | str:
         """`places` are those of the target's tokens, of which those before the text have (-1, 0)."""

@@ -19,6 +19,7 @@ from prefillcli.compress.fallbacks import FAILED, FALLBACKS, TEXT
 from prefillcli.compress.overlap import Overlap
 from prefillcli.compress.translated_draft import TranslatedDraft
 from prefillcli.compress.translation import Translation, Translator
+from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.plan.trie import TokenArray
 
 TEXTS = [
@@ -187,6 +188,22 @@ def test_a_word_is_as_important_as_the_drafts_tokens_of_that_word(target: str, d
 
 def overlaps(one: Sequence[int], other: Sequence[int]) -> bool:
     return one[0] < other[1] and other[0] < one[1]
+
+
+@given(MIXED)
+def test_bytes_say_where_a_token_lies_as_the_library_does(text: str) -> None:
+    coded = KINDS["byte level"](text, return_offsets_mapping=True, add_special_tokens=False)
+    translator = TRANSLATORS["byte level", "unigram"]
+    if coded["input_ids"]:
+        found = translator._places_by_bytes(coded["input_ids"], text)
+        assert found is not None
+        assert list(map(tuple, found.tolist())) == coded["offset_mapping"]
+        assert translator._places_by_bytes(coded["input_ids"], text + "x") is None
+
+
+def test_only_byte_level_tokens_are_known_by_their_bytes() -> None:
+    known = {kind: Encoder(tokenizer).bytes_of_tokens() is not None for kind, tokenizer in KINDS.items()}
+    assert known == {kind: kind == "byte level" for kind in KINDS}
 
 
 @given(st.text("你好世界", min_size=1, max_size=40))

@@ -46,6 +46,17 @@ class Encoder:
         """Whether it can say where tokens lie in a text."""
         self.controls = Controls.of(tokenizer)
 
+    def bytes_of_tokens(self) -> Int32Array | None:
+        """Bytes of each token's text, int32 [ids], where tokens are bytes of the text (byte-level BPE), else None."""
+        if self._backend is None or type(self._backend.decoder).__name__ != "ByteLevel":
+            return None
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        found = np.zeros(max(vocabulary.values()) + 1, np.int32)
+        added = {token.content for token in self._backend.get_added_tokens_decoder().values()}
+        for token, number in vocabulary.items():
+            found[number] = len(token.encode()) if token in added else len(token)
+        return found
+
     def longest_token(self) -> int:
         """Bytes of the longest token, as the vocabulary spells it."""
         return max(len(token.encode()) for token in self.tokenizer.get_vocab())
