@@ -27,6 +27,7 @@ from prefillcli.options.parameters import parameters_of
 from prefillcli.options.profile import ProfileSettings
 from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import shown
+from prefillcli.runtime.library_logs import quiet_imports
 from prefillcli.runtime.memory import prepare_allocator
 from prefillcli.runtime.streams import survive_closed_streams
 from prefillcli.runtime.threads import prepare
@@ -47,6 +48,7 @@ app = typer.Typer(
 def main() -> None:
     """Entry point of the `prefill` command."""
     survive_closed_streams()
+    quiet_imports()
     try:
         app()
     except _Finished:

@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -242,3 +243,11 @@ def test_the_installed_command_keeps_data_and_talk_apart(model: Path) -> None:
     assert b"\r" not in done.stderr
     assert b"\x1b" not in done.stderr
     assert b"Warning" not in done.stderr
+
+
+def test_libraries_that_are_imported_say_nothing(model: Path) -> None:
+    """Some of those that transformers imports where they are installed do so in this environment."""
+    assert find_spec("torchao") is not None
+    write_parquet("in.parquet", prompt=texts(2))
+    command = [sys.executable, "-m", "prefillcli", "score", "in.parquet", "--model", str(model), "--quiet"]
+    assert subprocess.run(command, capture_output=True, text=True).stderr == ""
