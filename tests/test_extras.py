@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from prefillcli.errors import UsageError
-from prefillcli.runtime.extras import EXTRAS, require_extra
+from prefillcli.runtime.extras import EXTRAS, OPTIONAL, installed, require_extra
 
 ROOT = Path(__file__).parent.parent
 OFFERED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -38,6 +38,12 @@ def test_nothing_is_said_or_imported_where_all_are_there() -> None:
     code = "import sys; from prefillcli.runtime.extras import require_extra; require_extra('eval', '--x')"
     code += "; assert 'sklearn' not in sys.modules and 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_the_doctor_looks_for_has_the_packages_of_all_extras() -> None:
+    assert {package for packages in EXTRAS.values() for package in packages} <= OPTIONAL.keys()
+    assert installed("no_such_package") is None
+    assert installed("pytest") == pytest.__version__
 
 
 def test_the_extras_are_those_of_the_package() -> None:

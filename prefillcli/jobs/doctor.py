@@ -60,6 +60,7 @@ def _examine(settings: DoctorSettings, found: Diagnosis, stop: Stop) -> None:
     from prefillcli.runtime.devices import choose_device, other_devices
 
     found.versions, found.packages = versions(), {name: installed(name) for name in OPTIONAL}
+    found.uses = dict(OPTIONAL)
     threads = Threads(settings.threads)
     found.threads, found.why_threads = threads.most, _why_threads(settings)
     found.cpu = _processor()

@@ -30,6 +30,8 @@ class Diagnosis:
     versions: dict[str, str] = field(default_factory=dict)
     packages: dict[str, str | None] = field(default_factory=dict)
     """Optional packages and their versions, null for one that is not installed."""
+    uses: dict[str, str] = field(default_factory=dict)
+    """What each of these is for."""
     threads: int = 0
     why_threads: str = ""
     memory: dict[str, Any] = field(default_factory=dict)
@@ -83,6 +85,8 @@ def machine_lines(found: Diagnosis) -> Iterator[tuple[str, str]]:
     yield "software", ", ".join(f"{name} {version}" for name, version in found.versions.items())
     there = [f"{name} {version}" for name, version in found.packages.items() if version is not None]
     yield "packages", ", ".join(there) or "none of the optional ones"
+    lacking = [f"{name} ({found.uses[name]})" for name, version in found.packages.items() if version is None]
+    yield "not here", ", ".join(lacking) or "no optional package"
     yield "compiler", cpu["compiler"] or "none"
 
 

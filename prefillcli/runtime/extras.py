@@ -24,19 +24,21 @@ EXTRAS = {
 """The extras of `pyproject.toml`, and the packages that they bring, by the names that Python imports them by."""
 
 OPTIONAL = {
+    "accelerate": "GGUF and quantised models",
     "gguf": "models in GGUF format",
-    "accelerate": "models in GGUF format",
+    "bitsandbytes": "its weights",
+    "compressed_tensors": "its weights",
+    "torchao": "its weights",
+    "gptqmodel": "GPTQ and AWQ weights",
+    "peft": "adapters",
+    "triton": "kernels on GPUs",
+    "kernels": "recurrent layers on GPUs",
     "ray": "--runner ray",
     "vllm": "--engine vllm",
-    "sklearn": "fits of prefill calibrate",
-    "s3fs": "s3:// paths",
-    "gcsfs": "gs:// paths",
-    "adlfs": "abfs:// paths",
-    "kernels": "kernels from the hub, for recurrent layers on CUDA devices",
-    "bitsandbytes": "weights of 4 and 8 bits",
-    "compressed_tensors": "weights of llm-compressor",
-    "gptqmodel": "GPTQ and AWQ weights",
-    "torchao": "weights of torchao",
+    "sklearn": "prefill calibrate",
+    "s3fs": "s3://",
+    "gcsfs": "gs://",
+    "adlfs": "abfs://",
 }
 """Packages that are used where they are installed, by the names that Python imports them by, and what for."""
 
