@@ -14,7 +14,7 @@ RAY_VENV := .venv-ray
 TEST_WORKERS ?= 2
 
 .PHONY: setup setup-real setup-airflow setup-vllm setup-ray demo demo-real test test-matrix test-real test-nightly \
-	test-airflow test-vllm test-ray lint format bench bench-reviews distill-draft bench-peers bench-exits bench-families deep-models hybrid-model words-draft samples architectures clean
+	test-airflow test-vllm test-ray lint format bench bench-reviews distill-draft bench-peers bench-exits bench-families bench-gpu deep-models hybrid-model words-draft samples architectures clean
 
 setup: $(VENV)/.ready
 
@@ -147,6 +147,10 @@ words-draft: setup
 # SpecPrefill on three families of models, and flips and drift of the hybrid sample: minutes on one core
 bench-families: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.families
+
+# Speeds and longest prompts on a GPU, with shapes of Llama-3.1-8B. For other devices: python -m benchmarks.gpu --help
+bench-gpu: setup
+	$(BIN)/python -m benchmarks.gpu
 
 # What early exit brings, on the real model and on the deep samples. Takes an hour on one core
 bench-exits: setup-real
