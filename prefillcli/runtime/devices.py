@@ -23,7 +23,10 @@ def choose_device(name: str) -> torch.device:
     if device.type not in KINDS:
         raise UsageError(f"--device {name}: only cpu, cuda and mps are supported")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ResourceError(f"--device {name}: {torch.cuda.device_count()} CUDA devices found")
+        found = f"--device {name}: {torch.cuda.device_count()} CUDA devices found"
+        if torch.version.cuda is None and torch.version.hip is None:
+            found += f"\ntorch {torch.__version__} is built for CPUs; install a CUDA build of it"
+        raise ResourceError(found)
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ResourceError(f"--device {name}: no Apple GPU found, or this torch is built without support for it")
     return device

@@ -162,6 +162,14 @@ def test_devices() -> None:
         choose_device("cuda:99")
 
 
+def test_a_torch_for_cpus_is_named_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    for build in (None, "13.0"):
+        monkeypatch.setattr(torch.version, "cuda", build)
+        with pytest.raises(ResourceError, match="CUDA devices found") as refused:
+            choose_device("cuda:99")
+        assert ("is built for CPUs; install a CUDA build" in str(refused.value)) == (build is None)
+
+
 def test_tied_embeddings_are_not_missing_weights(tmp_path: Path) -> None:
     tied = make_model("llama", tie_word_embeddings=True)
     tied.save_pretrained(tmp_path)
