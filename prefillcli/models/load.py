@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -87,14 +88,19 @@ def load_weights(
 def _quantised_loading(
     files: ModelFiles, quantisation: Quantisation | None, device: torch.device, trust_remote_code: bool
 ) -> dict[str, Any]:
-    """What transformers is told besides to load a quantised checkpoint."""
+    """What transformers is told besides, for the device and for a quantised checkpoint."""
     if quantisation is None:
-        return {}
+        return {"device_map": {"": device}} if loads_onto(device) else {}
     limit_cast_advice()
     config = AutoConfig.from_pretrained(files.path, trust_remote_code=trust_remote_code)
     config.quantization_config = {**config.quantization_config, **quantisation.changes}
     # Packed weights must not be moved, and transformers would take a CUDA device where there is one.
     return {"config": config} | ({"device_map": {"": device}} if quantisation.kept == "packed" else {})
+
+
+def loads_onto(device: torch.device) -> bool:
+    """Whether each tensor goes to the device as it is read, not through a whole model in host memory."""
+    return device.type == "cuda" and find_spec("accelerate") is not None
 
 
 def _placed(files: ModelFiles, model: Any, info: dict[str, Any], device: torch.device) -> PreTrainedModel:
