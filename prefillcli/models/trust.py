@@ -127,12 +127,14 @@ def prove_model(
     if known:
         _go_by_blocks(family, device)
     if known is None or family not in VERIFIED:
-        record.families[name] = _rehearse_on_unknown(partial(once, strictly=True), family, device)
-        record.save()
+        found, by_blocks = _rehearse_on_unknown(partial(once, strictly=True), family, device)
+        if found.gaps and not found.own_cache:  # else the next run must find out again how it is walked
+            record.families[name] = by_blocks
+            record.save()
 
 
-def _rehearse_on_unknown(once: Callable[[], Rehearsal], family: str, device: torch.device) -> bool:
-    """Rehearse on a device that the tests do not know; gives whether only explicit scores agreed."""
+def _rehearse_on_unknown(once: Callable[[], Rehearsal], family: str, device: torch.device) -> tuple[Rehearsal, bool]:
+    """Rehearse on a device that the tests do not know; gives also whether only explicit scores agreed."""
     others = any(may_take(path, device) for path in PATHS if path != "blocks")
     found: Rehearsal | None = None
     try:
@@ -141,10 +143,9 @@ def _rehearse_on_unknown(once: Callable[[], Rehearsal], family: str, device: tor
         if not others:
             raise
     if found is not None and not (found.own_cache and family in VERIFIED and others):
-        return False
+        return found, False
     _go_by_blocks(family, device)
-    once()
-    return True
+    return once(), True
 
 
 def _go_by_blocks(family: str, device: torch.device) -> None:

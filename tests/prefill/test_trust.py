@@ -16,7 +16,7 @@ from prefillcli.models import rehearsal, trust
 from prefillcli.models.exact_forward import in_float32
 from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model, load_streamed
-from prefillcli.models.rehearsal import rehearse
+from prefillcli.models.rehearsal import Rehearsal, rehearse
 from prefillcli.prefill import attention, attention_paths, forest
 from prefillcli.prefill.attention_paths import may_take
 from prefillcli.prefill.forest import UnsupportedModelError, register
@@ -91,6 +91,25 @@ def test_an_unknown_device_rehearses_a_family_once(saved: Path, rehearsed: list[
     assert rehearsed == ["llama"], "that is remembered"
     load_model(replace(files, dtype=torch.bfloat16), CPU)
     assert rehearsed == ["llama", "llama"], "but not of another dtype"
+
+
+@pytest.mark.usefixtures("unknown")
+@pytest.mark.parametrize("found", [Rehearsal(own_cache=True), Rehearsal(own_cache=False, gaps=False)])
+def test_a_family_that_is_not_walked_as_elsewhere_is_rehearsed_each_time(
+    found: Rehearsal, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    families: list[str] = []
+
+    def rehearsed(model: Any, config: Any, *others: Any, **how: Any) -> Rehearsal:
+        families.append(config.model_type)
+        return found
+
+    monkeypatch.setattr(trust, "rehearse", rehearsed)
+    load_model(read_model_files(saved), CPU)
+    first = len(families)
+    attention_paths.allow_all()
+    load_model(read_model_files(saved), CPU)
+    assert len(families) == 2 * first > 0
 
 
 @pytest.mark.usefixtures("unknown")
