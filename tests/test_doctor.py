@@ -27,7 +27,7 @@ from prefillcli.models.open import Opened
 from prefillcli.models.weights import plan_weights
 from prefillcli.options.doctor import DoctorSettings
 from prefillcli.options.load import load_settings
-from prefillcli.prefill import attention_paths, kernel
+from prefillcli.prefill import attention, attention_paths, kernel
 from prefillcli.prefill.attention_checks import CHECKED
 from prefillcli.prefill.attention_paths import PATHS
 from prefillcli.report.diagnosis import DTYPES, Diagnosis
@@ -35,7 +35,7 @@ from prefillcli.runtime import memory
 from prefillcli.runtime.devices import KINDS, choose_device, other_devices
 from prefillcli.runtime.memory import available_memory, device_capacity, loadable_memory
 from tests.prefill.test_attention_paths import break_flash, in_base_2
-from tests.score.jobs import Reference, assert_scored, read_output, score, texts, write_parquet
+from tests.score.jobs import Reference, assert_scored, read_output, read_report, score, texts, write_parquet
 from tests.score.models import save_model
 
 ROOT = Path(__file__).parent.parent
@@ -121,6 +121,7 @@ def test_flash_attention_that_tells_its_log_sum_exp_in_base_2_is_found_and_gone_
     summary = score(write_parquet("in.parquet", prompt=prompts), model=model)
     assert summary["exit_code"] == 0
     assert "goes without flash-cpu" in capsys.readouterr().err
+    assert read_report()["weights"]["avoided_paths"] == ["flash-cpu"]
     assert_scored(read_output("out.parquet"), [reference.answer(text) for text in prompts])
 
 
@@ -212,6 +213,15 @@ def test_a_torch_without_cuda_beside_a_driver_is_noted(monkeypatch: pytest.Monke
         pytest.skip("this torch has CUDA")
     monkeypatch.setattr(doctor, "driver_version", lambda: "570.86.15")
     assert any("built for CPUs" in note for note in examine(quiet=True)["notes"])
+
+
+@pytest.mark.parametrize(("capability", "noted"), [((8, 0), True), ((9, 0), False), ((12, 0), True)])
+def test_devices_that_wait_for_each_expert_are_noted(
+    capability: tuple[int, int], noted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "compute_capability", lambda device: capability)
+    notes = doctor._notes(torch.device("cuda"))
+    assert any("models with experts" in note for note in notes) is noted
 
 
 def test_every_kind_of_device_has_sizes() -> None:

@@ -113,7 +113,8 @@ class WeightsReport:
     `bytes` are those of the whole model in its dtype, `memory_bytes` those on the device at a time, at most.
     `weights_over_memory` is `bytes` over all memory of the device. In `seconds_waited` nothing was computed, because a
     layer was not there yet. With `own_cache` the layers are called with the model's own attention and cache.
-    `quantisation` says for people how weights were quantised, and whether they are kept packed.
+    `quantisation` says for people how weights were quantised, and whether they are kept packed. `avoided_paths` are
+    the ways to compute attention that are wrong on the device, and not taken.
     """
 
     mode: Literal["resident", "stream"]
@@ -124,6 +125,7 @@ class WeightsReport:
     seconds_waited: float = 0.0
     own_cache: bool = False
     quantisation: str | None = None
+    avoided_paths: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ from prefillcli.models.weights import WeightsPlan, plan_weights
 from prefillcli.plan.account import Account, account
 from prefillcli.plan.exit_work import LayersDone
 from prefillcli.plan.pack import Key, Limits, Pack
+from prefillcli.prefill.attention_paths import ruled_out
 from prefillcli.prefill.compilation import check_compiler, compiled
 from prefillcli.prefill.fusion import Preparation, fused
 from prefillcli.prefill.layer_place import decoder_layers
@@ -112,6 +113,7 @@ def load(request: LoadRequest) -> Loaded[TorchEngine]:
             weights_over_memory=weights.bytes / device_capacity(opened.device),
             own_cache=own_cache,
             quantisation=None if quantisation is None else quantisation.describe(opened.files.dtype),
+            avoided_paths=tuple(ruled_out(opened.device)),
         ),
         activation=activation_of(opened.files),
         adapters=adapters,

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 #: Paths in the order in which attention takes them.
 _ORDER = ("kernel", "products", "varlen-flash", "flash-cuda", "flex", "flash-cpu", "blocks")
+#: Compute capabilities of CUDA devices on which torch computes a layer's experts as one product.
+FAST_GROUPED_PRODUCTS = {(9, 0), (10, 0)}
 #: Instruction sets that decide what is fast, as processors call them, and as people do.
 _INSTRUCTIONS = {
     "avx2": "AVX2",
@@ -201,9 +203,16 @@ class _Budget:
 def _notes(device: torch.device) -> list[str]:
     import torch
 
+    from prefillcli.prefill.attention import compute_capability
+
     notes = []
     if device.type == "cpu" and driver_version() is not None and torch.version.cuda is None:
         notes.append("a driver of NVIDIA is here, but this torch is built for CPUs: install a CUDA build of it")
+    if device.type == "cuda" and compute_capability(device) not in FAST_GROUPED_PRODUCTS:
+        notes.append(
+            "models with experts wait for this device at each expert: torch's fast grouped products are for compute "
+            "capability 9.0 and 10.0"
+        )
     if device.type == "mps":
         notes.append("prefill never ran on an Apple GPU: each family is compared with its own forward when it loads")
     elif device.type == "cpu" and torch.backends.mps.is_available():

@@ -93,6 +93,7 @@ class WeightsUse(BaseModel):
     seconds_waited: float = 0.0  # in which nothing was computed because a layer was not there yet
     own_cache: bool = False  # the layers are called with the model's own attention and cache, one node at a time
     quantisation: str | None = None  # how they were quantised, and whether they are kept packed; None if they were not
+    avoided_paths: tuple[str, ...] = ()  # ways to compute attention that are wrong on the device, and not taken
 
     @classmethod
     def of_workers(cls, used: Sequence[WeightsUse]) -> WeightsUse | None:
