@@ -25,11 +25,12 @@ from prefillcli.prefill.attention_checks import check_path
 from prefillcli.prefill.flex import BLOCK, ForestMask, attend_by_flex, forest_mask
 from prefillcli.prefill.key_window import KeyWindow
 from prefillcli.prefill.layout import Tree
-from tests.prefill.families import each_family
+from tests.prefill.families import FAMILIES
 from tests.prefill.test_walk import assert_equal, mixed, model_of, walked, wanted
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 CPU = torch.device("cpu")
+OTHERS = [name for name in FAMILIES if name != "gemma2"]
 WINDOWS = (None, KeyWindow(7), KeyWindow(150), KeyWindow(9, aligned=True))
 
 
@@ -48,7 +49,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-@each_family
+@pytest.mark.parametrize("family", ["gemma2", *(pytest.param(name, marks=pytest.mark.matrix) for name in OTHERS)])
 def test_the_walk_by_flex_attention_equals_the_eager_forward(family: str, uncompiled: list[int]) -> None:
     model, limits = model_of(family), Limits(110, 10**6, held_tokens=10**6)
     assert any(pack.held for pack in make_plan(mixed(), limits).packs)

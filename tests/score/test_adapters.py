@@ -142,10 +142,10 @@ def test_a_shared_prefix_is_computed_once_for_each_adapter(model: Path, adapters
     make_input("rows")
     assert score("in.parquet", **flags(model, adapters), overwrite=True)["exit_code"] == 0
     by_row = read_report()["tokens"]
-    assert 2.5 * by_user["computed"] < 2.5 * 3 * by_user["computed"] * 0.8 < 2.5 * by_row["computed"]
+    assert by_row["computed"] > 2.4 * by_user["computed"]
 
 
-@pytest.mark.parametrize("call", [2, 5, 9, 14, 19])
+@pytest.mark.parametrize("call", [9, *(pytest.param(call, marks=pytest.mark.nightly) for call in (2, 5, 14, 19))])
 def test_a_job_that_was_killed_goes_on(model: Path, adapters: Adapters, call: int) -> None:
     make_input()
     assert score("in.parquet", "whole.parquet", **flags(model, adapters))["exit_code"] == 0
