@@ -129,7 +129,7 @@ def test_a_night_is_silent_and_a_second_run_finds_nothing_to_do(home: Path) -> N
     assert report["tokens"]["prompt"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_stopped_night_is_finished_by_the_next_run(home: Path) -> None:
     held = (
         "import time, prefillcli.jobs.score as job; from prefillcli.engines.torch import TorchEngine as T\n"
@@ -225,7 +225,7 @@ def test_exit_codes_pass_through_and_trouble_is_mailed(home: Path, code: int) ->
         assert "prefill: what happened" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_real_failure_says_what_is_wrong(home: Path) -> None:
     done = nightly(home, "--id-column", "none")
     assert done.returncode == 2
@@ -313,7 +313,7 @@ def lines_for_cron(text: str) -> list[str]:
     return re.findall(rf"^{FIELD}(?: {FIELD}){{4}} .*$", text, re.MULTILINE)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_readmes_line_works_every_night(home: Path) -> None:
     (line,) = lines_for_cron((ROOT / "README.md").read_text())
     (home / "in").mkdir()
@@ -376,7 +376,13 @@ def test_the_dag_sets_every_variable_that_its_command_reads() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("given", ["in.parquet", ""], ids=["an input of its own", "the recipe's input"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param("in.parquet", id="an input of its own", marks=pytest.mark.nightly),
+        pytest.param("", id="the recipe's input"),
+    ],
+)
 def test_the_last_line_of_the_dags_command_is_the_summary(home: Path, given: str) -> None:
     names = {"COMMAND": ".venv/bin/prefill", "RECIPE": "job.yaml", "INPUT": given, "OUTPUT": "out/a b.parquet"}
     done = subprocess.run(
