@@ -27,7 +27,7 @@ from prefillcli.bench.material import input_material
 from prefillcli.compress.request import Request
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.rows import Prompt
-from prefillcli.engines.base import BetweenLayers, EarlyExits
+from prefillcli.engines.base import EarlyExits, Treatment
 from prefillcli.exits.calibration_rows import CalibrationRows
 from prefillcli.exits.judging import ExitCalibration, calibrate_exits
 from prefillcli.jobs.exit_learning import calibration_rows, exit_costs, observed_layers
@@ -97,7 +97,7 @@ def read_in_full(equipment: Equipment, prompts: list[Prompt]) -> CalibrationRows
     """The rows that exits are learnt on."""
     layers = observed_layers(equipment.config.get_text_config().num_hidden_layers)
     requests = [Request(prompt) for prompt in prompts]
-    answers = equipment.answers(requests, BetweenLayers(EarlyExits(observed=layers)))
+    answers = equipment.answers(requests, Treatment(EarlyExits(observed=layers)))
     return calibration_rows(requests, answers, layers, len(equipment.labels.names))
 
 

@@ -23,7 +23,7 @@ from prefillcli.compress.settings import Compression
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.spans import Spans
 from prefillcli.data.rows import Float64Array, Prompt
-from prefillcli.engines.base import THROUGH, Answer, BetweenLayers
+from prefillcli.engines.base import PLAIN, Answer, Treatment
 from prefillcli.engines.hf import last_logits
 from prefillcli.engines.readout import activation_of, label_numbers
 from prefillcli.engines.torch import TorchEngine
@@ -128,10 +128,10 @@ class Equipment:
                 [answer(engine, requests, self.labels.sets, schedule=self._schedule) for requests in groups]
             )
 
-    def answers(self, requests: Sequence[Request], between: BetweenLayers = THROUGH) -> list[Answer]:
+    def answers(self, requests: Sequence[Request], treatment: Treatment = PLAIN) -> list[Answer]:
         """The layer walk's answers to requests that are planned together, with what happens between layers."""
         with self._walking() as engine:
-            return answer_requests(engine, requests, self.labels.sets, schedule=self._schedule, between=between)
+            return answer_requests(engine, requests, self.labels.sets, schedule=self._schedule, treatment=treatment)
 
     @contextmanager
     def _walk_alone(self) -> Iterator[LayerWalk]:

@@ -13,7 +13,7 @@ from prefillcli.bench.material import Material, made_material
 from prefillcli.bench.report import ClassFlips, ExitResult
 from prefillcli.compress.request import Request
 from prefillcli.data.rows import Float64Array, Prompt
-from prefillcli.engines.base import BetweenLayers, EarlyExits
+from prefillcli.engines.base import EarlyExits, Treatment
 from prefillcli.exits.judging import ExitCalibration, calibrate_exits
 from prefillcli.exits.policy import ExitPolicy
 from prefillcli.jobs.exit_learning import calibration_rows, exit_costs, observed_layers, rows_to_learn
@@ -31,7 +31,7 @@ class EarlyExit(Contender):
 
     def __init__(self, equipment: Equipment, policy: ExitPolicy, rows_read: int) -> None:
         super().__init__("early-exit", equipment)
-        self._between = BetweenLayers(EarlyExits(policy))
+        self._between = Treatment(EarlyExits(policy))
         self._rows_read = rows_read
 
     def run(self, prompts: Sequence[Prompt]) -> MethodRun:
@@ -118,7 +118,7 @@ def _calibrated(equipment: Equipment, prompts: Sequence[Prompt]) -> ExitCalibrat
     config = equipment.config.get_text_config()
     layers = observed_layers(config.num_hidden_layers)
     requests = [Request(prompt) for prompt in prompts]
-    answers = equipment.answers(requests, BetweenLayers(EarlyExits(observed=layers)))
+    answers = equipment.answers(requests, Treatment(EarlyExits(observed=layers)))
     names = equipment.labels.names
     return calibrate_exits(
         calibration_rows(requests, answers, layers, len(names)),

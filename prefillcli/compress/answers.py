@@ -13,7 +13,7 @@ from prefillcli.compress.base import Tick
 from prefillcli.compress.fallbacks import FALLBACK
 from prefillcli.compress.request import Request
 from prefillcli.data.methods import FULL
-from prefillcli.engines.base import THROUGH, Answer, BetweenLayers, LabelTokens, PlanEngine
+from prefillcli.engines.base import PLAIN, Answer, LabelTokens, PlanEngine, Treatment
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.long_positions import marked_positions
 from prefillcli.plan.pack import Limits, Pack
@@ -88,13 +88,13 @@ def answer_requests(
     labels: Sequence[LabelTokens],
     tick: Tick = lambda tokens: None,
     schedule: str = "prefix-tree",
-    between: BetweenLayers = THROUGH,
+    treatment: Treatment = PLAIN,
 ) -> list[Answer]:
-    """What the engine says of each request; arguments as in `answer`, and what else happens `between` layers."""
+    """What the engine says of each request; arguments as in `answer`; `treatment` as in `Engine.answer`."""
     found: dict[int, Answer] = {}
     plan = plan_requests(requests, engine.limits, schedule)
-    between = replace(between, thinning=thinning_of(dict(enumerate(requests))))
-    for answers in engine.answer_all(plan.packs, lambda i: labels[requests[i].prompt.labels], tick, between):
+    treatment = replace(treatment, thinning=thinning_of(dict(enumerate(requests))))
+    for answers in engine.answer_all(plan.packs, lambda i: labels[requests[i].prompt.labels], tick, treatment):
         found |= {each.prompt: each for each in answers}
     return [found[number] for number in range(len(requests))]
 

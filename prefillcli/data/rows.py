@@ -140,6 +140,28 @@ class Window:
     """In a shard of a job, the row numbers of the job's whole window; `rows` are some of them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rationale:
+    """What the model has written behind a row's prompt and its answer.
+
+    `text` is None where nothing was written. `source` says what the text was written from: `full` for the whole
+    prompt, else the row's method. `gap` is the smallest difference between the two best tokens.
+    """
+
+    text: str | None
+    tokens: int
+    finish_reason: str
+    gap: float
+    source: str
+
+
+class SectionEffect(NamedTuple):
+    """What a section of a prompt contributes: by how much the probability of the first label falls without it."""
+
+    section: str
+    change: float
+
+
 @dataclass(slots=True)
 class ScoredRow:
     """What an engine answers for a row."""
@@ -160,3 +182,7 @@ class ScoredRow:
     exit_layer: int | None = None
     """The layers that the row went through, the first of which is 1; None if it was read to the end. Of a row of the
     audit: where its `logprobs` are from."""
+    rationale: Rationale | None = None
+    """Of a row that is written about."""
+    evidence: tuple[SectionEffect, ...] | None = None
+    """Of a row whose sections are weighed, the largest change first."""

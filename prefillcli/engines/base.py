@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, T
 import numpy as np
 import numpy.typing as npt
 
+from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Writing
 from prefillcli.engines.memory_plan import RESIDENT, Measured, MemoryChoice, PlacementChoice
 from prefillcli.exits.layer_readings import Readings
 from prefillcli.exits.policy import ExitPolicy
@@ -38,29 +39,46 @@ class EarlyExits:
     observed: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class BetweenLayers:
-    """What happens to prompts between layers, for engines that read layer by layer. It can be pickled.
+class Continuations(Protocol):
+    """Which prompts of a pack are written on. It can be pickled."""
 
-    `regroup_cost` is as in `prefill.leaving.ExitRule`; None: what is usual. `thinning` says which tokens of prompts go
-    no further.
+    @property
+    def writing(self) -> Writing: ...
+
+    def wanted(self, answers: Sequence[Answer]) -> Mapping[int, Beginning]:
+        """What is written behind which of these prompts, by prompt."""
+
+    def of(self, prompts: Collection[int]) -> Continuations:
+        """What of it concerns these prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Treatment:
+    """What is done with the prompts of a pack, beside reading their labels. It can be pickled.
+
+    Engines that read layer by layer let prompts leave as `exits` say; `regroup_cost` is as in
+    `prefill.leaving.ExitRule`, None: what is usual. `thinning` says which tokens of prompts go no further.
+    `continuations` says which prompts are written on, and how.
     """
 
     exits: EarlyExits | None = None
     regroup_cost: float | None = None
     thinning: ThinningRule | None = None
+    continuations: Continuations | None = None
 
-    def of(self, prompts: Collection[int]) -> BetweenLayers:
+    def of(self, prompts: Collection[int]) -> Treatment:
         """What of it concerns these prompts."""
-        between = self if self.thinning is None else replace(self, thinning=self.thinning.of(prompts))
-        if between.exits is None or not between.exits.in_full:
-            return between
-        in_full = frozenset(prompt for prompt in between.exits.in_full if prompt in prompts)
-        return replace(between, exits=replace(between.exits, in_full=in_full))
+        treatment = self if self.thinning is None else replace(self, thinning=self.thinning.of(prompts))
+        if treatment.continuations is not None:
+            treatment = replace(treatment, continuations=treatment.continuations.of(prompts))
+        if treatment.exits is None or not treatment.exits.in_full:
+            return treatment
+        in_full = frozenset(prompt for prompt in treatment.exits.in_full if prompt in prompts)
+        return replace(treatment, exits=replace(treatment.exits, in_full=in_full))
 
 
-THROUGH = BetweenLayers()
-"""Every prompt goes through all layers as it is."""
+PLAIN = Treatment()
+"""Every prompt goes through all layers as it is, and nothing is written."""
 
 
 class ThinnedPrompt(NamedTuple):
@@ -90,7 +108,7 @@ class Answer:
     spared it, in layers of a token, and `full_seconds` to what it would have taken without exits; `shared_tokens` of
     the prompt were computed once for several prompts. What a block took is in the answers of the packs that read it
     first. `readings` are what the observed layers show, with one row each. `thinned` says what went on of a prompt
-    that may lose tokens.
+    that may lose tokens. `continuation` is what was written behind the prompt, if it was wanted and there was room.
     """
 
     prompt: int
@@ -104,6 +122,7 @@ class Answer:
     full_seconds: float = 0.0
     readings: tuple[Readings, ...] = ()
     thinned: ThinnedPrompt | None = None
+    continuation: Continuation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +172,7 @@ class PlanEngine(Protocol):
         packs: Sequence[Pack],
         labels: Callable[[int], LabelTokens],
         tick: Callable[[float], None],
-        between: BetweenLayers = THROUGH,
+        treatment: Treatment = PLAIN,
     ) -> Iterator[list[Answer]]:
         """One answer for each prompt of a plan's `packs`, as they are ready. The other arguments as in
         `Engine.answer`."""
@@ -167,14 +186,18 @@ class PackByPack:
         packs: Sequence[Pack],
         labels: Callable[[int], LabelTokens],
         tick: Callable[[float], None],
-        between: BetweenLayers = THROUGH,
+        treatment: Treatment = PLAIN,
     ) -> Iterator[list[Answer]]:
         """As `PlanEngine`: one pack after the other."""
         for pack in packs:
-            yield from self.answer(pack, labels, tick, between)
+            yield from self.answer(pack, labels, tick, treatment)
 
     def reduced(self) -> ReducedPacks | None:
         """As `Engine`: it does not go on when memory runs out."""
+        return None
+
+    def decoded(self) -> DecodingReport | None:
+        """As `Engine`: it writes nothing."""
         return None
 
 
@@ -189,12 +212,12 @@ class Engine(PlanEngine, Protocol):
         pack: Pack,
         labels: Callable[[int], LabelTokens],
         tick: Callable[[float], None],
-        between: BetweenLayers = THROUGH,
+        treatment: Treatment = PLAIN,
     ) -> Iterable[list[Answer]]:
         """One answer for each prompt of `pack`, as they are ready: what comes together may be written together.
 
         `labels` gives a prompt's label tokens. `tick` is called with the tokens each step advanced by (they add up to
-        the pack's) and may raise to stop. Only engines that can do "exits" are given something to do `between` layers.
+        the pack's) and may raise to stop. The `treatment` asks for nothing that the engine cannot do.
         Raises ResourceError if the engine cannot go on.
         """
 
@@ -206,6 +229,9 @@ class Engine(PlanEngine, Protocol):
 
     def reduced(self) -> ReducedPacks | None:
         """What it does with since memory has run out; None if it has not."""
+
+    def decoded(self) -> DecodingReport | None:
+        """What writing continuations has taken so far; None if nothing was written."""
 
     def close(self) -> None:
         """Let go of memory, and of other processes."""

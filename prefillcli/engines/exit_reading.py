@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from prefillcli.engines.base import BetweenLayers, EarlyAnswer, EarlyExits, LabelTokens
+from prefillcli.engines.base import EarlyAnswer, EarlyExits, LabelTokens, Treatment
 from prefillcli.engines.readout import label_logits, output_numbers
 from prefillcli.exits.layer_readings import Readings
 from prefillcli.plan.pack import Pack
@@ -46,13 +46,13 @@ class PromptExits:
 
     @classmethod
     def of(
-        cls, walk: LayerWalk, pack: Pack, labels: Callable[[int], LabelTokens], between: BetweenLayers
+        cls, walk: LayerWalk, pack: Pack, labels: Callable[[int], LabelTokens], treatment: Treatment
     ) -> PromptExits | None:
         """Those of a pack; None where nothing of it is read early."""
-        if between.exits is None or not pack.reads:
+        if treatment.exits is None or not pack.reads:
             return None
-        cost = REGROUP_LAYERS if between.regroup_cost is None else between.regroup_cost
-        return cls(walk, pack, labels, between.exits, cost)
+        cost = REGROUP_LAYERS if treatment.regroup_cost is None else treatment.regroup_cost
+        return cls(walk, pack, labels, treatment.exits, cost)
 
     def peeks(self, layer: int) -> bool:
         """Whether only the prompts' last tokens go through the layer before it is decided who leaves."""

@@ -11,14 +11,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from prefillcli.engines.base import (
-    THROUGH,
+    PLAIN,
     Answer,
-    BetweenLayers,
     EngineChoice,
     LabelTokens,
     Loaded,
     LoadRequest,
     PackByPack,
+    Treatment,
     sequences,
 )
 from prefillcli.engines.engine_options import check_options
@@ -84,7 +84,7 @@ class HfEngine(PackByPack):
         pack: Pack,
         labels: Callable[[int], LabelTokens],
         tick: Callable[[float], None],
-        between: BetweenLayers = THROUGH,
+        treatment: Treatment = PLAIN,
     ) -> Iterator[list[Answer]]:
         if self._adapters is not None:
             self._adapters.use(pack.adapter)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from prefillcli.engines.base import Answer, BetweenLayers, ThinnedPrompt
+from prefillcli.engines.base import Answer, ThinnedPrompt, Treatment
 from prefillcli.plan.pack import Pack
 from prefillcli.prefill.forest import WatchedLayer
 from prefillcli.prefill.layout import Tree
@@ -22,9 +22,9 @@ class PackThinning:
         self._rule = rule
 
     @classmethod
-    def between(cls, between: BetweenLayers) -> PackThinning | None:
+    def of_treatment(cls, treatment: Treatment) -> PackThinning | None:
         """That of a pack; None where nothing is left behind."""
-        return None if between.thinning is None else cls(between.thinning)
+        return None if treatment.thinning is None else cls(treatment.thinning)
 
     def of_answers(self, answers: Sequence[Answer]) -> list[Answer]:
         """The answers with what went on of their prompts."""

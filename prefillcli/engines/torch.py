@@ -14,15 +14,15 @@ import torch
 from transformers import PreTrainedModel
 
 from prefillcli.engines.base import (
-    THROUGH,
+    PLAIN,
     Answer,
-    BetweenLayers,
     EngineChoice,
     LabelTokens,
     Loaded,
     LoadRequest,
     PackByPack,
     ReducedPacks,
+    Treatment,
     WeightsReport,
 )
 from prefillcli.engines.exit_reading import PromptExits
@@ -177,12 +177,12 @@ class TorchEngine(PackByPack):
         pack: Pack,
         labels: Callable[[int], LabelTokens],
         tick: Callable[[float], None],
-        between: BetweenLayers = THROUGH,
+        treatment: Treatment = PLAIN,
     ) -> Iterator[list[Answer]]:
         def answer(part: Pack, ticks: Callable[[float], None]) -> list[Answer]:
             begun = time.monotonic()
             try:
-                return self._answer(part, labels, ticks, between if part is pack else between.of(part.prompts))
+                return self._answer(part, labels, ticks, treatment if part is pack else treatment.of(part.prompts))
             except torch.OutOfMemoryError:
                 self._block_seconds += time.monotonic() - begun
                 raise
@@ -192,7 +192,7 @@ class TorchEngine(PackByPack):
         yield found
 
     def _answer(
-        self, pack: Pack, labels: Callable[[int], LabelTokens], tick: Callable[[float], None], between: BetweenLayers
+        self, pack: Pack, labels: Callable[[int], LabelTokens], tick: Callable[[float], None], treatment: Treatment
     ) -> list[Answer]:
         """The answers of a pack that fits."""
         begun = time.monotonic()
@@ -200,8 +200,8 @@ class TorchEngine(PackByPack):
             self._adapters.use(pack.adapter)
         if self._layers is not None:
             self._layers.expect(len(pack.tokens), len(pack.reads))
-        exits, done = PromptExits.of(self._walk, pack, labels, between), LayersDone.none(pack)
-        thinning = PackThinning.between(between)
+        exits, done = PromptExits.of(self._walk, pack, labels, treatment), LayersDone.none(pack)
+        thinning = PackThinning.of_treatment(treatment)
         logprobs: dict[int, npt.NDArray[np.float64]] = {}
         at = 0
         for logits in self._walk.read_logits(pack, tick, exits, done, thinning):

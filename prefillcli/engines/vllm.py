@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from prefillcli.engines.base import (
-    THROUGH,
+    PLAIN,
     Answer,
-    BetweenLayers,
     EngineChoice,
     LabelTokens,
     Loaded,
     LoadRequest,
     PackByPack,
+    Treatment,
     sequences,
 )
 from prefillcli.engines.engine_options import check_options
@@ -219,7 +219,7 @@ class VllmEngine(PackByPack):
         pack: Pack,
         labels: Callable[[int], LabelTokens],
         tick: Callable[[float], None],
-        between: BetweenLayers = THROUGH,
+        treatment: Treatment = PLAIN,
     ) -> Iterator[list[Answer]]:
         """As `Engine`. The time between two steps that answer is shared by computed tokens."""
         waiting = sequences(pack)

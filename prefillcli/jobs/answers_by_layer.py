@@ -9,7 +9,7 @@ from prefillcli.compress.base import Tick
 from prefillcli.compress.request import Request
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.proof.fingerprints import ModelContents, hash_value
-from prefillcli.engines.base import Answer, BetweenLayers, EarlyExits, LabelTokens, PlanEngine
+from prefillcli.engines.base import Answer, EarlyExits, LabelTokens, PlanEngine, Treatment
 from prefillcli.exits.policy import ExitPolicy
 from prefillcli.exits.profile_file import exit_profile_of, require_same_job
 from prefillcli.jobs.exit_profile_file import AGAIN
@@ -27,10 +27,10 @@ def answer_by_layer(
     `labels` are `Labels.sets`, which the prompts refer to. `tick` as in `Engine.answer`. Raises ResourceError if the
     engine cannot go on.
     """
-    between = BetweenLayers(EarlyExits(observed=tuple(range(layers - 1))))
+    treatment = Treatment(EarlyExits(observed=tuple(range(layers - 1))))
     found: dict[int, Answer] = {}
     packs = plan_requests(requests, engine.limits).packs
-    for answers in engine.answer_all(packs, lambda i: labels[requests[i].prompt.labels], tick, between):
+    for answers in engine.answer_all(packs, lambda i: labels[requests[i].prompt.labels], tick, treatment):
         found |= {each.prompt: each for each in answers}
     return [found[number] for number in range(len(requests))]
 

@@ -17,7 +17,7 @@ from prefillcli.compress.request import Request
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.output.store import put_text
 from prefillcli.data.rows import Int64Array, Prompt, ScoredRow
-from prefillcli.engines.base import Answer, BetweenLayers, EarlyExits, PlanEngine
+from prefillcli.engines.base import Answer, EarlyExits, PlanEngine, Treatment
 from prefillcli.errors import PrefillError
 from prefillcli.exits.calibration_rows import CalibrationRows
 from prefillcli.exits.costs import ExitCosts
@@ -263,11 +263,11 @@ class ExitLearning:
         if not requests:
             return [], 0
         plan = plan_requests(requests, self.engine.limits, self.settings.schedule)
-        between = BetweenLayers(EarlyExits(observed=tuple(layers)), thinning=thinning_of(dict(enumerate(requests))))
+        treatment = Treatment(EarlyExits(observed=tuple(layers)), thinning=thinning_of(dict(enumerate(requests))))
         sets = self.inputs.labels.sets
         found: dict[int, Answer] = {}
         for answers in self.engine.answer_all(
-            plan.packs, lambda i: sets[requests[i].prompt.labels], self.tick, between
+            plan.packs, lambda i: sets[requests[i].prompt.labels], self.tick, treatment
         ):
             found |= {answer.prompt: answer for answer in answers}
         return [found[number] for number in range(len(requests))], plan.unique_tokens

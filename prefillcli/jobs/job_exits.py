@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.rows import ScoredRow
-from prefillcli.engines.base import THROUGH, Answer, BetweenLayers, EarlyExits
+from prefillcli.engines.base import PLAIN, Answer, EarlyExits, Treatment
 from prefillcli.exits.calibration_report import ExitFindings
 from prefillcli.exits.policy import ExitPolicy
 from prefillcli.plan.exit_work import carried_by_few, in_full
@@ -73,11 +73,11 @@ class JobExits:
         """Whether rows may leave in this job, if that can be proven to be right."""
         return self.learnt is not None
 
-    def between(self, in_full: frozenset[int]) -> BetweenLayers:
+    def treatment(self, in_full: frozenset[int]) -> Treatment:
         """What happens between layers; the prompts `in_full` go on to the end."""
         if self.policy is None:
-            return THROUGH
-        return BetweenLayers(EarlyExits(self.policy, in_full), self.regroup_cost)
+            return PLAIN
+        return Treatment(EarlyExits(self.policy, in_full), self.regroup_cost)
 
     def spared(self, pack: Pack, answers: Sequence[Answer]) -> Spared | None:
         """What exits have spared a pack, by all of its answers."""

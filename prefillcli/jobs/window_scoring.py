@@ -13,7 +13,7 @@ from prefillcli.compress.request import Request
 from prefillcli.data.methods import early_exit_method
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.rows import ErrorCode, Float64Array, RowError, ScoredRow, Window
-from prefillcli.engines.base import Answer, BetweenLayers, Engine, PlanEngine
+from prefillcli.engines.base import Answer, Engine, PlanEngine, Treatment
 from prefillcli.jobs.job_exits import NO_EXITS, JobExits, Spared
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Pack
@@ -170,10 +170,10 @@ class WindowWork:
         """The prompts whose rows need no answer any more."""
         return [number for number, each in enumerate(self.requests) if each.prompt.row in self.done]
 
-    def between(self, pack: Pack, exits: JobExits) -> BetweenLayers:
+    def treatment(self, pack: Pack, exits: JobExits) -> Treatment:
         """What happens to the prompts of a pack between layers."""
         thinning = thinning_of({prompt: self.requests[prompt] for prompt in pack.prompts})
-        return replace(exits.between(self.in_full), thinning=thinning)
+        return replace(exits.treatment(self.in_full), thinning=thinning)
 
     def take(self, answers: Sequence[Answer]) -> Finished:
         """The rows that these answers finish."""
@@ -294,8 +294,8 @@ def _score_pack(
     sets = options.labels.sets
     # What is computed of a block is counted here, whether or not it is charged to a row of another pack.
     uncounted = len(pack.tokens) if pack.block is not None else -pack.charged_tokens
-    between = work.between(pack, options.exits)
-    answers = iter(engine.answer(pack, lambda i: sets[work.requests[i].prompt.labels], tick, between))
+    treatment = work.treatment(pack, options.exits)
+    answers = iter(engine.answer(pack, lambda i: sets[work.requests[i].prompt.labels], tick, treatment))
     while True:
         with listener.phase("model", waits=engine.waits):
             found = next(answers, None)

@@ -12,14 +12,14 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from prefillcli.engines.base import (
-    THROUGH,
+    PLAIN,
     Answer,
-    BetweenLayers,
     EngineChoice,
     LabelTokens,
     Loaded,
     LoadRequest,
     PackByPack,
+    Treatment,
     sequences,
 )
 from prefillcli.engines.registry import EngineKind
@@ -77,7 +77,7 @@ class FakeEngine(PackByPack):
         pack: Pack,
         labels: Callable[[int], LabelTokens],
         tick: Callable[[float], None],
-        between: BetweenLayers = THROUGH,
+        treatment: Treatment = PLAIN,
     ) -> Iterator[list[Answer]]:
         answers = []
         for prompt, tokens in sequences(pack):

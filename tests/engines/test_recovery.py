@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefillcli.engines.base import Answer, BetweenLayers, EarlyExits
+from prefillcli.engines.base import Answer, EarlyExits, Treatment
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.errors import ResourceError
 from prefillcli.plan.pack import Limits, Pack
@@ -58,11 +58,11 @@ def never(call: int, size: int) -> bool:
     return False
 
 
-def answers_of(engine: TorchEngine, packs: list[Pack], between: BetweenLayers | None = None) -> dict[int, Answer]:
+def answers_of(engine: TorchEngine, packs: list[Pack], treatment: Treatment | None = None) -> dict[int, Answer]:
     found: dict[int, Answer] = {}
     for pack in packs:
         ticks: list[float] = []
-        given = {} if between is None else {"between": between}
+        given = {} if treatment is None else {"treatment": treatment}
         answers = [each for part in engine.answer(pack, lambda prompt: LABELS, ticks.append, **given) for each in part]
         assert sum(ticks) == pytest.approx(len(pack.tokens))
         assert sorted(answer.prompt for answer in answers) == sorted(pack.prompts), "each prompt once"
@@ -190,11 +190,11 @@ def test_another_attempt_begins_with_what_fitted() -> None:
 
 def test_readings_between_layers_survive() -> None:
     (pack,) = make_plan(three_levels(), ONE_PACK).packs
-    between = BetweenLayers(EarlyExits(observed=(0, 1)))
+    treatment = Treatment(EarlyExits(observed=(0, 1)))
     with engine_of("llama", never) as engine:
-        whole = answers_of(engine, [pack], between)
+        whole = answers_of(engine, [pack], treatment)
     with engine_of("llama", lambda number, size: number in (3, 6), chunk=128) as engine:
-        found = answers_of(engine, [pack], between)
+        found = answers_of(engine, [pack], treatment)
     for prompt, answer in found.items():
         assert len(answer.readings) == 2
         for own, other in zip(answer.readings, whole[prompt].readings, strict=True):

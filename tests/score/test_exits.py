@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from prefillcli.data.output.counts import AuditedExits, Counts
 from prefillcli.data.output.sink import Sink
-from prefillcli.engines.base import THROUGH
+from prefillcli.engines.base import PLAIN
 from prefillcli.errors import UsageError
 from prefillcli.exits.policy import ExitPolicy
 from prefillcli.jobs import exit_learning
@@ -338,7 +338,7 @@ def test_drift_ends_the_exits(capsys: pytest.CaptureFixture[str]) -> None:
     exits = JobExits(policy=ExitPolicy(()), learnt=None, max_flips=FLIPS)
     exits.watch(sink, window=4)
     assert exits.policy is None
-    assert exits.between(frozenset()) == THROUGH
+    assert exits.treatment(frozenset()) == PLAIN
     assert sink.plan["exits"]["stopped_window"] == 5
     assert "40 of 90 audited rows that are 'n'" in capsys.readouterr().err
 

@@ -105,8 +105,8 @@ class ParallelScoring:
 
     def _item(self, opened: _OpenWindow, each: FreePack) -> Item:
         work, pack, sets = opened.work, each.pack, self._options.labels.sets
-        between = work.between(pack, self._options.exits)
-        task = answer_task(each, lambda prompt: sets[work.requests[prompt].prompt.labels], between)
+        treatment = work.treatment(pack, self._options.exits)
+        task = answer_task(each, lambda prompt: sets[work.requests[prompt].prompt.labels], treatment)
         begun = partial(self._recorder.pack_begins, pack)
         return self._pool.item(task, Plan([pack], 0), partial(self._take, opened, each), begun)
 

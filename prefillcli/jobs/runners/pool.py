@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from prefillcli.compress.fallbacks import FAILED
-from prefillcli.engines.base import THROUGH, Answer, BetweenLayers, LabelTokens
+from prefillcli.engines.base import PLAIN, Answer, LabelTokens, Treatment
 from prefillcli.errors import ResourceError
 from prefillcli.jobs.runners.crew import Crew
 from prefillcli.jobs.runners.dispatcher import Dispatcher, Item, Outcome
@@ -134,7 +134,7 @@ class Pool:
         packs: Sequence[Pack],
         labels: Callable[[int], LabelTokens],
         tick: Callable[[float], None],
-        between: BetweenLayers = THROUGH,
+        treatment: Treatment = PLAIN,
     ) -> Iterator[list[Answer]]:
         """As `PlanEngine`. Raises ResourceError where workers are lost on a pack over and over."""
         ready: list[list[Answer]] = []
@@ -147,7 +147,7 @@ class Pool:
             tick(outcome.tokens)
 
         free = list(free_packs(self.numbered(packs)))
-        items = {each.pack.index: answer_task(each, labels, between) for each in free}
+        items = {each.pack.index: answer_task(each, labels, treatment) for each in free}
         self.add(
             [self.item(items[each.pack.index], Plan([each.pack], 0), took) for each in group]
             for group in groups_of(free)
@@ -194,11 +194,11 @@ class Pool:
         return [estimates[number] for number in range(len(prompts))]
 
 
-def answer_task(work: FreePack, labels: Callable[[int], LabelTokens], between: BetweenLayers = THROUGH) -> AnswerTask:
-    """The task of a pack, with the label tokens that its prompts have, and what happens to them `between` layers."""
+def answer_task(work: FreePack, labels: Callable[[int], LabelTokens], treatment: Treatment = PLAIN) -> AnswerTask:
+    """The task of a pack, with the label tokens that its prompts have, and how these are treated."""
     own = {prompt: labels(prompt) for prompt in work.pack.prompts}
     sets = tuple(dict.fromkeys(own.values()))
-    return AnswerTask(work, sets, {prompt: sets.index(each) for prompt, each in own.items()}, between.of(own))
+    return AnswerTask(work, sets, {prompt: sets.index(each) for prompt, each in own.items()}, treatment.of(own))
 
 
 def _given_up(outcome: Outcome) -> ResourceError:

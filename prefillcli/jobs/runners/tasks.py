@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from prefillcli.engines.base import THROUGH, Answer, BetweenLayers, LabelTokens, ReducedPacks, WeightsReport
+from prefillcli.engines.base import PLAIN, Answer, LabelTokens, ReducedPacks, Treatment, WeightsReport
 from prefillcli.engines.memory_plan import Measured
 from prefillcli.options.score import ScoreSettings
 from prefillcli.plan.pack import Limits
@@ -54,13 +54,13 @@ class Ready:
 class AnswerTask:
     """A pack to answer. `labels` are the sets of label tokens, `sets` says which of them a prompt has.
 
-    `between` is what happens to the prompts between layers.
+    `treatment` says what else is done with the prompts.
     """
 
     work: FreePack
     labels: tuple[LabelTokens, ...]
     sets: Mapping[int, int]
-    between: BetweenLayers = THROUGH
+    treatment: Treatment = PLAIN
 
 
 @dataclass(frozen=True, slots=True)

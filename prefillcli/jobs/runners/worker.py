@@ -98,7 +98,7 @@ class Worker:
                     pass
                 refilled += len(refill.tokens)
         answers: list[Answer] = []
-        for found in engine.answer(pack, lambda prompt: task.labels[task.sets[prompt]], tick, task.between):
+        for found in engine.answer(pack, lambda prompt: task.labels[task.sets[prompt]], tick, task.treatment):
             answers += found
         self._packs += 1
         self._tokens += sum(answer.computed_tokens for answer in answers) - pack.charged_tokens + refilled

@@ -1,0 +1,112 @@
+"""What is written behind prompts: how, behind what, the text, and what it took. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from prefillcli.plan.trie import TokenArray
+
+FinishReason = Literal["stop", "length", "memory"]
+"""Why a text ends: at a stop token, at its greatest length (or the model's), or unbegun, for want of memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How tokens are guessed before the model reads them, several in one pass. No text depends on it.
+
+    `drafter` is a name of `prefillcli.decode.speculation.registry`, "auto" or "off". At most `tokens` are guessed for one
+    pass. The retrieval cache keeps `budget` tokens of each prompt, in chunks of `chunk`. The draft model keeps the
+    first `sinks` tokens of a prompt and the `recent` ones.
+    """
+
+    drafter: str = "auto"
+    tokens: int = 6
+    budget: int = 4096
+    chunk: int = 8
+    sinks: int = 16
+    recent: int = 240
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """How texts are written: of at most `tokens` tokens, up to one of the `stop_tokens`, which is not part of them.
+
+    At a `temperature` of 0 each token is the likeliest one. Else it is drawn by noise that follows from the `seed`,
+    the text's key and the token's place in it (`prefillcli.decode.sampling`).
+    """
+
+    tokens: int
+    stop_tokens: frozenset[int] = frozenset()
+    temperature: float = 0.0
+    seed: int = 0
+    speculation: Speculation = field(default_factory=Speculation)
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What a text begins behind: the tokens of its prompt, as the model reads them, and of what follows the prompt.
+
+    `positions` int32 [prompt] are the places of the prompt's tokens; None: 0, 1, 2 ... What is written stands behind
+    the last of them. There is at least one of the `tokens`. `key` makes the noise.
+    """
+
+    prompt: TokenArray
+    tokens: tuple[int, ...]
+    key: str
+    positions: TokenArray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A text: its tokens without the stop token, and why it ends there.
+
+    `gap` is the smallest difference between the two best tokens, the stop token's choice included: of their logits, or
+    of the numbers whose largest one is drawn. It is infinite where nothing was chosen.
+    """
+
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    gap: float
+
+
+@dataclass(slots=True)
+class DrafterCounts:
+    """What a drafter has guessed: `proposed` tokens in `rounds` for one row each, of which `accepted` were right."""
+
+    rounds: int = 0
+    proposed: int = 0
+    accepted: int = 0
+
+
+@dataclass(slots=True)
+class DecodingReport:
+    """What writing has taken: `texts` of `tokens`, in `seconds`.
+
+    A pass of the model reads new tokens of several rows; `row_passes` counts it once for each of them, so that
+    `row_passes / tokens` are the passes for one token of a row. `kept_prompts` had their K,V kept while they were
+    scored; `again_prompts` were read once more. `prompt_seconds` and `prompt_tokens` are what reading them again took.
+    `drafters` are by name; one that checks another's guesses has its own.
+    """
+
+    texts: int = 0
+    tokens: int = 0
+    passes: int = 0
+    row_passes: int = 0
+    seconds: float = 0.0
+    kept_prompts: int = 0
+    again_prompts: int = 0
+    prompt_tokens: int = 0
+    prompt_seconds: float = 0.0
+    drafters: dict[str, DrafterCounts] = field(default_factory=dict)
+
+    def add(self, other: DecodingReport) -> None:
+        """Count what another one has counted."""
+        for name in ("texts", "tokens", "passes", "row_passes", "seconds", "kept_prompts", "again_prompts",
+                     "prompt_tokens", "prompt_seconds"):  # fmt: skip
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name, counts in other.drafters.items():
+            own = self.drafters.setdefault(name, DrafterCounts())
+            own.rounds += counts.rounds
+            own.proposed += counts.proposed
+            own.accepted += counts.accepted
