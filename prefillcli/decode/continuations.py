@@ -15,9 +15,9 @@ FinishReason = Literal["stop", "length", "memory"]
 class Speculation:
     """How tokens are guessed before the model reads them, several in one pass. No text depends on it.
 
-    `drafter` is a name of `prefillcli.decode.speculation.registry`, "auto" or "off". At most `tokens` are guessed for one
-    pass. The retrieval cache keeps `budget` tokens of each prompt, in chunks of `chunk`. The draft model keeps the
-    first `sinks` tokens of a prompt and the `recent` ones.
+    `drafter` is a name of `prefillcli.decode.speculation.registry`, "auto" or "off". At most `tokens` are guessed for
+    one pass. The retrieval cache keeps `budget` tokens of each prompt, in chunks of `chunk`. The draft model keeps
+    the first `sinks` tokens of a prompt and the `recent` ones.
     """
 
     drafter: str = "auto"
