@@ -16,6 +16,7 @@ from prefillcli.compress.overlap import Overlap
 from prefillcli.compress.settings import Compression
 from prefillcli.decode.lookahead import look_ahead
 from prefillcli.errors import UsageError
+from prefillcli.models.stop_tokens import stop_tokens_of
 from prefillcli.plan.account import account
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
@@ -53,7 +54,7 @@ class Draft:
         self._limits = limits
         self._max_length = max_length - settings.decoded
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
-        self._stop_tokens = _end_of_text(model)
+        self._stop_tokens = stop_tokens_of(model)
         self._on_failure = on_failure
         self._walk.check_queries()
         if not self._attends():
@@ -156,12 +157,3 @@ def _checked(found: Float32Array | None) -> tuple[Float32Array | None, str | Non
     if found is None:
         return None, NO_VOTE
     return (found, None) if np.isfinite(found).all() else (None, NOT_FINITE)
-
-
-def _end_of_text(model: PreTrainedModel) -> frozenset[int]:
-    """Token ids that end a text, by the model's configuration and its generation configuration."""
-    ids: set[int] = set()
-    for config in (model.config.get_text_config(), getattr(model, "generation_config", None)):
-        given = getattr(config, "eos_token_id", None)
-        ids.update([given] if isinstance(given, int) else given or ())
-    return frozenset(ids)
