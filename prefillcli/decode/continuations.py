@@ -33,7 +33,7 @@ class Writing:
     """How texts are written: of at most `tokens` tokens, up to one of the `stop_tokens`, which is not part of them.
 
     At a `temperature` of 0 each token is the likeliest one. Else it is drawn by noise that follows from the `seed`,
-    the text's key and the token's place in it (`prefillcli.decode.sampling`).
+    the text's key and the token's place in it (`prefillcli.decode.token_choice`).
     """
 
     tokens: int

@@ -35,6 +35,10 @@ class RowText:
 class Forward(Protocol):
     """A model that reads what comes behind the prompts of rows, and keeps the K,V of it."""
 
+    @property
+    def can_forget(self) -> bool:
+        """Whether it can go back: a model with recurrent layers cannot, so nothing is guessed for it."""
+
     def __call__(self, new: NewTokens) -> Iterator[Tensor]:
         """Read new tokens in one pass. Yields float32 logits [tokens, vocabulary] after each of them, in pieces: first
         those of the first row's tokens, in their order."""
@@ -55,11 +59,15 @@ class Drafter(Protocol):
         """These rows are written together from now on."""
 
     def propose(self, rows: Sequence[RowText], most: Sequence[int]) -> list[list[int]]:
-        """For each of these rows at most so many tokens that may follow; none where it has no guess."""
+        """For each of these rows at most so many tokens that may follow; none where it has no guess.
+
+        The tokens are of the vocabulary of the model that checks them.
+        """
 
     def checked(self, row: RowText, proposed: Sequence[int], accepted: int) -> None:
         """The first `accepted` of the tokens that it proposed last were right. `row.written` has them already, and
-        the token that the model chose behind them."""
+        the token that the model chose behind them unless that was a stop token. Not called where nothing was proposed.
+        """
 
     def end(self, row: RowText) -> None:
         """The row has ended."""
