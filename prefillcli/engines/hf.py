@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from prefillcli.decode.continuations import DecodingReport
 from prefillcli.engines.base import (
     PLAIN,
     Answer,
@@ -22,6 +23,7 @@ from prefillcli.engines.base import (
     sequences,
 )
 from prefillcli.engines.engine_options import check_options
+from prefillcli.engines.generation import generate
 from prefillcli.engines.readout import activation_of, label_numbers
 from prefillcli.models import open as models
 from prefillcli.models.adapter_merging import ExchangedAdapters, merge_adapters
@@ -75,9 +77,11 @@ class HfEngine(PackByPack):
         adapters: ExchangedAdapters | None = None,
     ) -> None:
         self.limits = Limits(tokens=1 << 62, max_tokens=max_length)
+        self._max_length = max_length
         self.model = model
         self._activation = activation
         self._adapters = adapters
+        self._decoding = DecodingReport()
 
     def answer(
         self,
@@ -93,14 +97,35 @@ class HfEngine(PackByPack):
             begun = time.monotonic()
             logits = last_logits(self.model, tokens)
             (logprobs,) = label_numbers(logits[None], [0], [labels(prompt)], self._activation)
-            yield [Answer(prompt, logprobs, 0, len(tokens), time.monotonic() - begun)]
+            answer = Answer(prompt, logprobs, 0, len(tokens), time.monotonic() - begun)
+            yield [self._written_on(answer, treatment, tick)]
             tick(step)
+
+    def _written_on(self, answer: Answer, treatment: Treatment, tick: Callable[[float], None]) -> Answer:
+        """The answer, with a text behind its prompt if that is wanted. The prompt is read again."""
+        if treatment.continuations is None:
+            return answer
+        wanted = treatment.continuations.wanted([answer])
+        if answer.prompt not in wanted:
+            return answer
+        (text,) = generate(
+            self.model,
+            [wanted[answer.prompt]],
+            treatment.continuations.writing,
+            max_length=self._max_length,
+            report=self._decoding,
+            tick=tick,
+        )
+        return replace(answer, continuation=text)
 
     def holds(self, key: Key) -> bool:
         return False
 
     def weights_report(self) -> None:
         return None
+
+    def decoded(self) -> DecodingReport | None:
+        return self._decoding if self._decoding.texts else None
 
     def close(self) -> None:
         del self.model
