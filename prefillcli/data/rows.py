@@ -124,6 +124,8 @@ class Prompt:
     """Whether the row is to be compressed, where it says so."""
     adapter: str | None = None
     """The adapter that the row names."""
+    made_of: dict[str, Any] | None = None
+    """The row's values that it was made of, where sections of it may be left out."""
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from prefillcli.data.prompts.chat import ChatTemplate
@@ -108,13 +109,28 @@ class PromptBuilder:
             prompts = with_compression(prompts, batch, errors)
         if self.settings.adapter_column is not None:
             prompts = with_adapters(prompts, batch, errors, self.settings.adapter_column, self.settings.adapters)
+        if self.settings.sections:
+            self._remember(prompts, batch)
         return prompts, errors
+
+    def another(self) -> PromptBuilder:
+        """One that makes the same prompts, for another thread."""
+        text = None if self.template is None else self.template.text  # its file may be another by now
+        settings = replace(self.settings, template=text)
+        return PromptBuilder(self._tokenizer, settings, (self.column,), group_chars=self._group_chars)
 
     def close(self) -> None:
         """Stop what is being rendered, in whatever thread, for good."""
         for renderer in (self.template, self._chat_template):
             if renderer is not None:
                 renderer.close()
+
+    def _remember(self, prompts: Sequence[Prompt], batch: RowBatch) -> None:
+        """Note in each prompt the values of its row that it was made of."""
+        place = {row: at for at, row in enumerate(batch.rows.tolist())}
+        names = [name for name in (*self.columns, *self.optional) if name in batch.columns]
+        for prompt in prompts:
+            prompt.made_of = {name: batch.columns[name][place[prompt.row]] for name in names}
 
     def _with_chats_rendered(self, raw: list[RawPrompt], errors: dict[int, RowError]) -> list[RawPrompt]:
         chats = [each.chat for each in raw if each.chat is not None]

@@ -27,9 +27,11 @@ class Encoder:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        if self._backend is not None:
-            self._backend.no_padding()
-            self._backend.no_truncation()
+        if self._backend is not None:  # which cannot be changed while another thread encodes
+            if self._backend.padding is not None:
+                self._backend.no_padding()
+            if self._backend.truncation is not None:
+                self._backend.no_truncation()
         self._closing = 0
         self._closing = self._count_closing()
         self.special_ids: frozenset[int] = frozenset(tokenizer.all_special_ids) | frozenset(

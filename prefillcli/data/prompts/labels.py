@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -123,7 +124,7 @@ def tail_of(text: str) -> str:
 
 
 class Labels:
-    """Finds the tokens of the labels after any prompt; equal sets of tokens are stored once."""
+    """Finds the tokens of the labels after any prompt; equal sets of tokens are stored once. Threads may share it."""
 
     measure = Measure.SHARES
     """What an engine's numbers for the labels are."""
@@ -137,6 +138,7 @@ class Labels:
         self._index: dict[LabelSet, int] = {}
         self._memo: OrderedDict[tuple[str, bool], int | LabelError] = OrderedDict()
         self._alone: dict[str, list[int]] = {}
+        self._resolving = threading.Lock()
 
     @property
     def with_absence(self) -> tuple[Label, ...]:
@@ -166,6 +168,10 @@ class Labels:
 
         `literal`: the tails are of prompts as `Controls.respell` writes them.
         """
+        with self._resolving:
+            return self._resolve(tails, literal)
+
+    def _resolve(self, tails: Sequence[str], literal: bool) -> list[int | LabelError]:
         keys = [(tail, literal) for tail in tails]
         new = [key for key in dict.fromkeys(keys) if key not in self._memo]
         found = dict(zip(new, self._resolve_new([tail for tail, _ in new], literal), strict=True))

@@ -45,6 +45,8 @@ class PromptSettings:
     """Column with the name of the row's adapter; null or empty: none."""
     adapters: tuple[str, ...] = ()
     """The names that it may hold."""
+    sections: bool = False
+    """Whether prompts note what they were made of, so that sections of them can be left out."""
 
 
 def has_chat_template(tokenizer: Any) -> bool:

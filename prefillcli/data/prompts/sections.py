@@ -1,0 +1,142 @@
+"""The sections of a prompt: parts of the row that it is made of, each of which can be left out.
+
+They are the variables of a template, the turns of a chat, else the paragraphs of a text. See docs/rationales.md.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+MOST_SECTIONS = 32
+"""Sections of a prompt. Of more, neighbours are joined."""
+
+_PARAGRAPHS = re.compile(r"\n(?:[^\S\n]*\n)+")
+_LINES = re.compile(r"\n")
+_SYSTEM = "system"
+
+Values = Mapping[str, Any]
+T = TypeVar("T")
+
+
+class Section(NamedTuple):
+    """A section by its name, and the row's values without it."""
+
+    name: str
+    rest: dict[str, Any]
+
+
+class _Passage(NamedTuple):
+    """Characters of a text from `start` to before `stop`, by name."""
+
+    name: str
+    start: int
+    stop: int
+
+
+def variable_sections(values: Values) -> list[Section]:
+    """The variables of a template that the row fills.
+
+    Left out, a variable is an empty text, or an empty list if it is a list. Where only one is filled, the paragraphs
+    of its text are sections too.
+    """
+    filled = [name for name, value in values.items() if not _is_empty(value)]
+    found = []
+    if len(filled) == 1 and isinstance(text := values[filled[0]], str):
+        name = filled[0]
+        found = [_without(values, name, text, each, f"{name}, ") for each in _passages(text, MOST_SECTIONS - 1, True)]
+    for group in _groups(filled, MOST_SECTIONS - len(found)):
+        empty = {name: [] if isinstance(values[name], list | tuple | np.ndarray) else "" for name in group}
+        found.append(Section(", ".join(group), {**values, **empty}))
+    return found
+
+
+def prompt_sections(values: Values, column: str, *, open_end: bool) -> list[Section]:
+    """The sections of the prompt in a column: turns of a chat, paragraphs of a text; token ids have none.
+
+    With an `open_end` the answer does not begin behind the text itself, so that its last line may be left out too.
+    """
+    value = values[column]
+    if isinstance(value, str):
+        return [_without(values, column, value, each) for each in _passages(value, MOST_SECTIONS, open_end)]
+    if isinstance(value, list) and all(isinstance(each, dict) for each in value):
+        return _turns(values, column, value)
+    return []
+
+
+def _turns(values: Values, column: str, messages: Sequence[dict[str, Any]]) -> list[Section]:
+    """Each message of a chat. Where only one is not the system's, the paragraphs of its text are sections too."""
+    said = [at for at, each in enumerate(messages) if each.get("role") != _SYSTEM]
+    found = []
+    if len(said) == 1 and isinstance(text := messages[said[0]].get("content"), str):
+        at = said[0]
+        for each in _passages(text, MOST_SECTIONS - len(messages), True):
+            shorter = {**messages[at], "content": _left_out(text, each)}
+            rest = [*messages[:at], shorter, *messages[at + 1 :]]
+            found.append(Section(f"{_turn([at], messages)}, {each.name}", {**values, column: rest}))
+    for group in _groups(range(len(messages)), MOST_SECTIONS - len(found)):
+        rest = [each for at, each in enumerate(messages) if at not in group]
+        found.append(Section(_turn(group, messages), {**values, column: rest}))
+    return found
+
+
+def _turn(group: Sequence[int], messages: Sequence[dict[str, Any]]) -> str:
+    name = _numbered("turn", group)
+    return name if len(group) > 1 else f"{name} ({messages[group[0]].get('role')})"
+
+
+def _passages(text: str, most: int, open_end: bool) -> list[_Passage]:
+    """Paragraphs of a text, at most so many; where only one can be left out, its lines. Nothing is the whole text.
+
+    Without an `open_end` the last line stays.
+    """
+    stop = len(text.rstrip())
+    if not open_end:
+        stop = text.rfind("\n", 0, stop) + 1
+    paragraphs = list(_spans(text, _PARAGRAPHS, stop))
+    lines = list(_spans(text, _LINES, stop)) if len(paragraphs) < 2 else []
+    kind, spans = ("line", lines) if len(lines) > len(paragraphs) else ("paragraph", paragraphs)
+    if open_end and len(spans) < 2:
+        return []  # nothing would be left
+    return [
+        _Passage(_numbered(kind, group), spans[group[0]][0], spans[group[-1]][1])
+        for group in _groups(range(len(spans)), most)
+    ]
+
+
+def _spans(text: str, breaks: re.Pattern[str], stop: int) -> Iterator[tuple[int, int]]:
+    """Where the parts of a text start that are not white space alone, and where the next one does, up to `stop`."""
+    ends = [match.end() for match in breaks.finditer(text)]
+    starts = [start for start, end in zip([0, *ends], [*ends, len(text)], strict=True) if text[start:end].strip()]
+    for start, end in pairwise([*starts, len(text)]):
+        if text[start : min(end, stop)].strip():
+            yield start, min(end, stop)
+
+
+def _left_out(text: str, passage: _Passage) -> str:
+    """A text without a passage. Without its end it has no white space before that either."""
+    before, after = text[: passage.start], text[passage.stop :]
+    return before.rstrip() + after if not after.strip() else before + after
+
+
+def _without(values: Values, name: str, text: str, passage: _Passage, prefix: str = "") -> Section:
+    return Section(prefix + passage.name, {**values, name: _left_out(text, passage)})
+
+
+def _groups(parts: Sequence[T], most: int) -> list[Sequence[T]]:
+    """The parts in their order, neighbours joined so that there are at most so many groups of about the same size."""
+    count = min(len(parts), max(most, 1))
+    return [parts[at * len(parts) // count : (at + 1) * len(parts) // count] for at in range(count)]
+
+
+def _numbered(kind: str, group: Sequence[int]) -> str:
+    first, last = group[0] + 1, group[-1] + 1
+    return f"{kind} {first}" if first == last else f"{kind}s {first}-{last}"
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str | list | tuple | dict | np.ndarray) and len(value) == 0)
