@@ -19,6 +19,7 @@ from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.plan.trie import TokenArray
 
 if TYPE_CHECKING:  # takes torch along
+    from prefillcli.models.text_room import TextsOf
     from prefillcli.prefill.thinning import ThinningRule
 
 #: For each label the token ids whose probabilities it sums.
@@ -264,7 +265,8 @@ class LoadRequest:
     `options` are those of the engine itself. `before` is the plan of an earlier attempt at the job, or empty; where it
     is `planned`, it is another worker's of this attempt, and stands. A profile gives what was `measured` of the model.
     `share` is the engine's part of the free memory: other workers take the rest. `placement` says what may be kept
-    outside the device.
+    outside the device. Texts of up to `text_tokens`, with what comes before them and what is guessed, are written
+    behind the prompts that `texts_of` names; 0: none are.
     """
 
     opened: Opened
@@ -275,6 +277,8 @@ class LoadRequest:
     share: float = 1.0
     planned: bool = False
     placement: PlacementChoice = RESIDENT
+    text_tokens: int = 0
+    texts_of: TextsOf = "all"
 
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine, covariant=True)

@@ -13,9 +13,13 @@ if TYPE_CHECKING:
     import torch
 
     from prefillcli.models.open import Opened
+    from prefillcli.models.text_room import TextsOf
 
 REDUCED = "reduced"
 """Where the plan of a job says how large chunks and packs may be since memory ran out."""
+TEXTS = "texts"
+"""Where the plan of a job that writes texts says whether K,V survive scoring, why, and for how many tokens and bytes
+there is room."""
 PACK_SECONDS = 60.0
 """Seconds that a pack may take, by the profile where there is one: finished rows are written between packs."""
 
@@ -83,15 +87,21 @@ def plan_packs(
     least_tokens: int = 0,
     hidden_on_host: bool = False,
     own_cache: bool = False,
+    text_tokens: int = 0,
+    texts_of: TextsOf = "all",
+    share: float = 1.0,
 ) -> dict[str, Any]:
     """What fits one pack of the model in `budget` bytes, as the part of a job's plan that says so.
 
     `measured` says what a token takes and how long a pack. Packs of less than `least_tokens` would wait for streamed
-    weights, so they are as large where they fit. With `own_cache` the model is walked so. Raises ResourceError where
+    weights, so they are as large where they fit. With `own_cache` the model is walked so. Behind prompts texts of up
+    to `text_tokens` are written, with what comes before them and what is guessed; 0: none are. `texts_of` says behind
+    which, and `share` of the free host memory is for what they need outside of the device. Raises ResourceError where
     not even a small prompt fits.
     """
     from prefillcli.models.families import length_switch
     from prefillcli.models.law import PACK_TOKENS, choose_chunk, memory_law, pack_limits
+    from prefillcli.models.text_room import keep_or_again, limits_with_texts
 
     head = opened.files.head
     law = memory_law(opened.files.config, opened.files.dtype, None if head is None else len(head.classes))
@@ -100,13 +110,11 @@ def plan_packs(
     if own_cache:
         law = law.with_own_cache()
     chunk_tokens = choice.chunk_tokens or choose_chunk(law, budget, opened.device)
-    pack_tokens = choice.pack_tokens or PACK_TOKENS[opened.device.type]
+    pack_tokens = choice.pack_tokens
+    if pack_tokens is None:
+        pack_tokens = max(_quick_tokens(measured, chunk_tokens, PACK_TOKENS[opened.device.type]), least_tokens)
     if measured is not None:
         law = law.measured(measured.token_bytes)
-        if choice.pack_tokens is None:
-            pack_tokens = max(chunk_tokens, measured.tokens_within(PACK_SECONDS, most=pack_tokens))
-    if choice.pack_tokens is None:
-        pack_tokens = max(pack_tokens, least_tokens)
     limits = pack_limits(
         law,
         budget=budget,
@@ -117,7 +125,24 @@ def plan_packs(
     )
     limits = replace(limits, switch=length_switch(opened.files.config))
     asked = [choice.memory, choice.pack_tokens, choice.chunk_tokens, choice.prefix_kv]
-    return {"asked": asked, "chunk_tokens": chunk_tokens, "limits": asdict(limits)}
+    plan = {"asked": asked, "chunk_tokens": chunk_tokens, "limits": asdict(limits)}
+    if not text_tokens:
+        return plan
+    room = budget - law.constant(chunk_tokens, opened.device)
+    offloaded = choice.prefix_kv == "offload"
+    limits = limits_with_texts(
+        limits, law, room=room, device=opened.device, text_tokens=text_tokens, offloaded=offloaded, share=share
+    )
+    way = keep_or_again(limits, chunk_tokens=chunk_tokens, least_tokens=least_tokens, texts_of=texts_of)
+    limits = limits.for_texts() if way.kept else limits
+    texts = {"kv": "kept" if way.kept else "again", "reason": way.reason}
+    texts |= {"kept_tokens": limits.kept_tokens, "bytes": limits.kept_tokens * law.all_key_values}
+    return plan | {"asked": [*asked, text_tokens, texts_of], "limits": asdict(limits), TEXTS: texts}
+
+
+def _quick_tokens(measured: Measured | None, least: int, most: int) -> int:
+    """Tokens of a pack that takes no more than `PACK_SECONDS`, as far as that was measured."""
+    return most if measured is None else max(least, measured.tokens_within(PACK_SECONDS, most=most))
 
 
 def hidden_on_host(choice: PlacementChoice, device: torch.device, *, streamed: bool) -> bool:
@@ -134,6 +159,7 @@ def keep_plan(before: Mapping[str, Any], plan: dict[str, Any]) -> dict[str, Any]
     if before.get("asked") != plan["asked"]:
         return plan
     reduced = {REDUCED: before[REDUCED]} if REDUCED in before else {}
-    if before["limits"]["max_tokens"] <= plan["limits"]["max_tokens"]:
+    sizes = ("max_tokens", "kept_tokens", "written_tokens")
+    if all(before["limits"].get(name, 0) <= plan["limits"][name] for name in sizes):
         plan = {name: before[name] for name in plan}
     return plan | reduced

@@ -97,6 +97,9 @@ def load(request: LoadRequest) -> Loaded[TorchEngine]:
             least_tokens=0 if speed is None else speed.hiding_tokens,
             hidden_on_host=on_host,
             own_cache=own_cache,
+            text_tokens=request.text_tokens,
+            texts_of=request.texts_of,
+            share=request.share,
         )
         plan = keep_plan(plan, packs)
     engine = TorchEngine(

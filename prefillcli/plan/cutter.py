@@ -65,6 +65,15 @@ class _OpenPack:
         nodes = [node for node in above if not any(id(node) in each for each in at_hand)]
         return nodes if id(end) in self.added else [*nodes, end]
 
+    def kept_with(self, path: Sequence[TrieNode]) -> tuple[int, int]:
+        """Tokens of the pack with this prompt, held ones included, and nodes that its prompts end at."""
+        new = [*self.missing(path), *(node for node in path[:-1] if self._covers(node) and id(node) not in self.held)]
+        held = sum(node.length for node in self.held.values())
+        return self.tokens + held + sum(node.length for node in new), len(self.ends) + 1
+
+    def _covers(self, node: TrieNode) -> bool:
+        return id(node) in self._cover.nodes
+
     def add(self, path: Sequence[TrieNode]) -> list[TrieNode]:
         """Take a prompt in; returns the nodes that are computed for it."""
         new = self.missing(path)
@@ -136,6 +145,7 @@ class _Cutter:
             tokens <= limits.tokens
             and filled.held_tokens <= room
             and self._most(tokens, blocks) + held * limits.held_cost <= limits.max_tokens
+            and (not limits.kept_packs or limits.kept_size(*filled.kept_with(path)) <= limits.kept_tokens)
         )
 
     def _begin_pack(self) -> list[TrieNode]:
@@ -182,8 +192,12 @@ class _Cutter:
         filled, limits = _OpenPack(self._cover, self._limits, held), self._limits
         tokens = sum(node.length for node in filled.missing(path))
         blocks = blocks | self._cover.blocks_above(path)
-        kept = filled.held_tokens + self._held_size(blocks)
-        return kept <= limits.held_tokens and self._most(tokens, blocks) + kept * limits.held_cost <= limits.max_tokens
+        stays = filled.held_tokens + self._held_size(blocks)
+        alone, with_held = limits.kept_size(path[-1].end, 1), limits.kept_size(*filled.kept_with(path))
+        if limits.kept_packs and alone <= limits.kept_tokens < with_held:
+            return False
+        most = self._most(tokens, blocks)
+        return stays <= limits.held_tokens and most + stays * limits.held_cost <= limits.max_tokens
 
     def _most(self, tokens: int, blocks: Mapping[str, Block]) -> int:
         """Tokens of the largest pack, if these blocks have to be there for one of `tokens`."""

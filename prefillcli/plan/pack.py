@@ -26,6 +26,12 @@ class Limits:
     like the state of a recurrent layer. `node_tokens` is what the states at a node's end count as, in held tokens.
 
     Prompts longer than `switch` tokens, if it is not 0, share nothing with shorter ones (`long_positions`).
+
+    Behind prompts of packs whose K,V of all layers are kept, texts can be written. `kept_tokens` is the size of such a
+    pack, as `kept_size` counts it; 0: nothing is kept. With `kept_packs` packs are made no larger than that where a
+    prompt fits. `kept_held_tokens` is the prefix cache beside them, and `kept_end` what the states behind a prompt
+    count as, in kept tokens. While texts are written, the K,V of `written_tokens` tokens are there at most: those of
+    the prompts that they are written behind, and their own.
     """
 
     tokens: int
@@ -36,10 +42,34 @@ class Limits:
     whole_nodes: bool = False
     node_tokens: int = 0
     switch: int = 0
+    kept_tokens: int = 0
+    kept_packs: bool = False
+    kept_held_tokens: int = 0
+    kept_end: float = 0.0
+    written_tokens: int = 0
 
     def held_size(self, lengths: Iterable[int]) -> int:
         """What nodes of these lengths take of `held_tokens`."""
         return sum(length + self.node_tokens for length in lengths)
+
+    def kept_size(self, tokens: int, ends: int) -> float:
+        """What a pack takes of `kept_tokens`: so many tokens, held ones included, if prompts end at `ends` nodes."""
+        return tokens + ends * self.kept_end
+
+    def can_keep(self, pack: Pack) -> bool:
+        """Whether the K,V of all layers of this pack can be kept, if it was made for packs that are."""
+        return 0 < self.kept_size(pack.held_tokens + len(pack.tokens), len(pack.reads)) <= self.kept_tokens
+
+    def for_texts(self) -> Limits:
+        """The limits of packs that can be kept, all but those of prompts that are too long."""
+        if not self.kept_tokens:
+            return self
+        return replace(
+            self,
+            tokens=min(self.tokens, self.kept_tokens),
+            held_tokens=min(self.held_tokens, self.kept_held_tokens),
+            kept_packs=True,
+        )
 
 
 Key = tuple[int, int] | str
