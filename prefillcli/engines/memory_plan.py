@@ -135,7 +135,7 @@ def plan_packs(
     )
     way = keep_or_again(limits, chunk_tokens=chunk_tokens, least_tokens=least_tokens, texts_of=texts_of)
     limits = limits.for_texts() if way.kept else limits
-    texts = {"kv": "kept" if way.kept else "again", "reason": way.reason}
+    texts: dict[str, Any] = {"kv": "kept" if way.kept else "again", "reason": way.reason}
     texts |= {"kept_tokens": limits.kept_tokens, "bytes": limits.kept_tokens * law.all_key_values}
     return plan | {"asked": [*asked, text_tokens, texts_of], "limits": asdict(limits), TEXTS: texts}
 
