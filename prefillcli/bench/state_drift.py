@@ -60,7 +60,7 @@ def final_states(walk: LayerWalk, request: Request, limits: Limits) -> dict[int,
     ((end, _),) = pack.reads
     found: dict[int, list[Tensor]] = {}
     with ForestAttention(len(pack.tokens)) as attention:
-        state = walk.begin(pack.keeping_ends())
+        state = walk.begin(pack, keep_ends=True)
         for number, _ in walk.through_layers(state, attention, lambda tokens: None):
             if state.recurrence:
                 carried = [tensor for each in state.recurrence.end_of(end) for tensor in _carried(each)]

@@ -52,7 +52,7 @@ def look_ahead(
     Raises UnsupportedModelError for a model that is walked with its own cache.
     """
     walk.check_queries()
-    state = walk.begin(pack.keeping_ends())
+    state = walk.begin(pack, keep_ends=True)
     passed: list[_PassedLayer] = []
     with _DecodingAttention(len(pack.tokens), watched) as attention:
         hidden = state.hidden

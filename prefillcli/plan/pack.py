@@ -146,10 +146,6 @@ class Pack:
         own = (key for key in self.keep if not isinstance(key, str))
         return {key[1]: key for key in own if key[0] == self.index}
 
-    def keeping_ends(self) -> Pack:
-        """The same pack, as if later ones held the nodes that prompts end with: their last states are kept."""
-        return replace(self, keep=frozenset((self.index, node) for node, _ in self.reads))
-
     def shifted(self, by: int) -> Pack:
         """The same pack with its number and those of the packs that it needs raised."""
         held = tuple(replace(node, key=_shifted(node.key, by), pack=node.pack + by) for node in self.held)

@@ -1,11 +1,12 @@
-"""Recurrent modules over the newest token of each of several branches, in decoding."""
+"""Recurrent modules over new tokens of several branches, in decoding."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.cache_utils import LinearAttentionLayer
 
@@ -13,7 +14,7 @@ from prefillcli.prefill.recurrent import ModuleCall, recurrent_modules, stack_st
 
 
 class BranchRecurrence:
-    """The recurrent modules of one layer over the newest token of each of several branches.
+    """The recurrent modules of one layer over new tokens of several branches.
 
     `ends` are the states behind each branch so far, one of each module. They stay as they are.
     """
@@ -22,28 +23,52 @@ class BranchRecurrence:
         self._branches = len(ends)
         self._states = [stack_states(own) for own in zip(*ends, strict=True)]
 
+    def __bool__(self) -> bool:
+        """Whether the layer has recurrent modules."""
+        return bool(self._states)
+
+    def keep(self, branches: Sequence[int]) -> None:
+        """Go on with these branches alone, under new numbers: 0, 1, 2 ..."""
+        self._branches = len(branches)
+        self._states = [_picked(state, branches) for state in self._states]
+
     @contextmanager
-    def calls(self, layer: nn.Module) -> Iterator[None]:
-        """The layer computes one more token of each branch in this context."""
-        modules = recurrent_modules(layer)  # weights that are streamed come back in other modules
-        for module, state in zip(modules, self._states, strict=True):
+    def calls(self, layer: nn.Module, branches: Sequence[int], counts: Sequence[int]) -> Iterator[None]:
+        """In this context the layer computes so many tokens of each of some branches, one branch after the other."""
+        modules = recurrent_modules(layer) if self._states else []  # weights that are streamed come back in other modules
+        for at, module in enumerate(modules):
             forward = module.forward
-            module.forward = lambda *a, _m=module, _f=forward, _s=state, **k: self._call(_m, _f, _s, a, k)
+            module.forward = lambda *a, _m=module, _f=forward, _at=at, **k: self._call(
+                ModuleCall(_m, _f, a, k, sum(counts)), _at, branches, counts
+            )
         try:
             yield
         finally:
             for module in modules:
                 del module.forward
 
-    def _call(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        state: LinearAttentionLayer,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """A module's output for the newest tokens, [1, branches, width]; its states move on."""
-        call = ModuleCall(module, forward, args, kwargs, self._branches)
-        call.compute_steps(state)
+    def _call(self, call: ModuleCall, at: int, branches: Sequence[int], counts: Sequence[int]) -> Any:
+        """A module's output for these tokens, [1, tokens, width]; its states move on."""
+        if max(counts) == 1 and list(branches) == list(range(self._branches)):
+            call.compute_steps(self._states[at])
+            return call.output
+        states = [_picked(self._states[at], [branch]) for branch in range(self._branches)]
+        start = 0
+        for branch, count in zip(branches, counts, strict=True):
+            call.compute(slice(start, start + count), states[branch])
+            start += count
+        self._states[at] = stack_states(states)
         return call.output
+
+
+def _picked(state: LinearAttentionLayer, branches: Sequence[int]) -> LinearAttentionLayer:
+    """The stacked states of some branches, as a copy."""
+    picked = stack_states([state]) or state
+    for kind in ("conv_states", "recurrent_states"):
+        own = getattr(picked, kind)
+        setattr(picked, kind, {n: None if each is None else _rows(each, branches) for n, each in own.items()})
+    return picked
+
+
+def _rows(states: torch.Tensor, branches: Sequence[int]) -> torch.Tensor:
+    return states[torch.as_tensor(branches, device=states.device)]

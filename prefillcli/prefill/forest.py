@@ -22,7 +22,7 @@ from prefillcli.prefill.attention import apply_sinks, attend, longest_batched, m
 from prefillcli.prefill.flex import attend_by_flex, mask_of, takes_flex
 from prefillcli.prefill.kernel import LANES, ForestKernel, forest_kernel, takes
 from prefillcli.prefill.key_window import KeyWindow, layer_window
-from prefillcli.prefill.layout import Chunk, Group, IntArray, LastTokens, on_device
+from prefillcli.prefill.layout import Chunk, IntArray, LastTokens, on_device
 from prefillcli.prefill.products import Shift, fast_products
 from prefillcli.prefill.varlen import attend_sequences, sequence_tables, takes_sequences
 from prefillcli.prefill.visibility import Span
@@ -143,6 +143,12 @@ class ForestAttention:
         if self.keys is None or self.values is None:
             raise UnsupportedModelError("a layer stored no keys")
         return self.keys, self.values
+
+    def take_keys_values(self) -> tuple[Tensor, Tensor]:
+        """Hand over the layer's K,V; the next layer gets room of its own."""
+        taken = self.keys_values
+        self.keys = self.values = None
+        return taken
 
     def watched_layer(self, number: int) -> WatchedLayer:
         """The current layer, of this `number`, with the queries kept of it."""
@@ -317,7 +323,7 @@ class ForestAttention:
                 out[:, :, at], lse[:, :, at] = part
             by_token = out[0].transpose(0, 1)
             for group in view.groups:
-                q, k, v = (_gather(x, group) for x in (query, key, value))
+                q, k, v = (group.gather(x) for x in (query, key, value))
                 padded, padded_lse = _attend_causally(q, k, v, scoring, shift)
                 rows, row_lse = padded.transpose(1, 2).flatten(0, 1), padded_lse.transpose(0, 1).flatten(1)
                 by_token.index_copy_(0, group.tokens, rows.index_select(0, group.places))
@@ -380,12 +386,6 @@ def _attend_causally(
         ones = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device)
         band = (ones.tril() & ones.triu(1 - window.size))[None, None]
     return attend(query, key, value, causal=band is None, visible=band, shift=shift, **scoring.how)
-
-
-def _gather(states: Tensor, group: Group) -> Tensor:
-    """A group's tokens `[runs, heads, longest, width]` of a chunk's `[1, heads, tokens, width]`."""
-    rows = states[0].transpose(0, 1).index_select(0, group.index.flatten())
-    return rows.view(*group.index.shape, *rows.shape[1:]).transpose(1, 2)
 
 
 def _room_for_output(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,9 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from prefillcli.plan.pack import Held, Key, Pack
 from prefillcli.prefill.copies import CopyStream, Leaving, copies_for
+from prefillcli.prefill.forest import ForestAttention
 from prefillcli.prefill.layer_past import LayerPast, Path, moved
+from prefillcli.prefill.walk_state import WalkState
 
 KeyValue = tuple[Tensor, Tensor]
 
@@ -67,6 +69,18 @@ class HeldParts:
         for parts in self._layers if layer is None else [self._layers[layer]]:
             for key in parts.keys() - keep:
                 del parts[key]
+
+    def put_nodes(self, layer: int, state: WalkState, attention: ForestAttention) -> None:
+        """Keep a layer's part of the nodes of a pack that later packs hold, when all of it has passed; drop others."""
+        pack = state.whole
+        self.drop_others(pack.keep, layer)
+        for at, key in zip(state.held_nodes, pack.kept_nodes.values(), strict=True):
+            first, last = (pack.held_tokens + state.tree.offsets[each] for each in (at, at + 1))
+            both = None
+            if attention.attended:
+                keys, values = attention.keys_values
+                both = keys[:, :, first:last], values[:, :, first:last]
+            self.put(layer, key, HeldPart(last - first, both, state.recurrence.end_of(at)))
 
     def put(self, layer: int, key: Key, part: HeldPart) -> None:
         """Keep a copy of a layer's part of a node."""

@@ -42,6 +42,11 @@ class Group:
     tokens: torch.Tensor
     places: torch.Tensor
 
+    def gather(self, states: torch.Tensor) -> torch.Tensor:
+        """These tokens `[runs, heads, longest, width]` of states `[1, heads, tokens, width]`."""
+        rows = states[0].transpose(0, 1).index_select(0, self.index.flatten())
+        return rows.view(*self.index.shape, *rows.shape[1:]).transpose(1, 2)
+
 
 @dataclass(frozen=True, slots=True)
 class View:

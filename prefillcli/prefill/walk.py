@@ -21,7 +21,7 @@ from prefillcli.plan.pack import Key, Pack
 from prefillcli.prefill.attention import longest_batched
 from prefillcli.prefill.forest import ForestAttention, KeysStored, UnsupportedModelError, WatchedLayer
 from prefillcli.prefill.fusion import Preparation, fused
-from prefillcli.prefill.held_parts import HeldPart, HeldParts
+from prefillcli.prefill.held_parts import HeldParts
 from prefillcli.prefill.key_window import KeyWindow
 from prefillcli.prefill.layer_calls import CallBuffers, LayerCall, Recording, lend_shared
 from prefillcli.prefill.layers import LayerSource, ResidentLayers
@@ -32,7 +32,7 @@ from prefillcli.prefill.own_cache import NO_QUERIES, OwnCache, OwnCacheLayer, ha
 from prefillcli.prefill.recurrent import LayerRecurrence
 from prefillcli.prefill.residual import ResidualRows
 from prefillcli.prefill.thinning import ThinningRule, thin_pack, watch_for
-from prefillcli.prefill.walk_state import WalkState
+from prefillcli.prefill.walk_state import Keeper, WalkState
 
 Tick = Callable[[float], None]
 
@@ -79,23 +79,26 @@ class LayerWalk:
         exits: ExitRule | None = None,
         done: LayersDone | None = None,
         thinning: ThinningRule | None = None,
+        kept: Keeper | None = None,
     ) -> Iterator[Tensor]:
         """Walk `pack`; yield float32 logits [reads, vocabulary] in pieces, in the order of `pack.reads`.
 
         `tick` is called after each step with the number of tokens it advanced by, so that they add up to the pack's;
         it may raise to stop the walk. K,V that later packs hold are kept for them. Reads that the rule `exits`
         lets leave early get no logits. `done`, of the pack's nodes, counts the layers that they go through. The rule
-        `thinning` leaves tokens behind.
+        `thinning` leaves tokens behind. What the layers leave is `kept`.
         """
-        if thinning is not None:
+        if thinning is not None or kept is not None:
             self.check_queries()
         self._held.drop_others(pack.keep | {node.key for node in pack.held})  # what another plan has left
-        state, hidden = self.begin(pack, done), None
+        state, hidden = self.begin(pack, done, keep_ends=kept is not None), None
         with ForestAttention(pack.held_tokens + len(pack.tokens)) as attention:
             for index, layer in self.through_layers(state, attention, tick, exits, thinning):
-                self._hold(index, state, attention)
+                self._held.put_nodes(index, state, attention)
                 if index == len(self.layers) - 1 and state.reads:
                     hidden = self.read_last(state, layer, attention)
+                if kept is not None:
+                    kept.take(index, state, attention)
             self.windows |= attention.windows
         if not state.chunks:  # of the layers that were not computed
             self._held.drop_others(pack.keep)
@@ -127,8 +130,9 @@ class LayerWalk:
 
     # The parts of a walk, also for what follows one.
 
-    def begin(self, pack: Pack, done: LayersDone | None = None) -> WalkState:
-        """`pack` before the first layer. `done` will count the layers of its nodes."""
+    def begin(self, pack: Pack, done: LayersDone | None = None, *, keep_ends: bool = False) -> WalkState:
+        """`pack` before the first layer. `done` will count the layers of its nodes. With `keep_ends` the states of
+        recurrent layers behind its reads are kept."""
         tokens = torch.as_tensor(pack.tokens, dtype=torch.long)
         tree = Tree(pack)
         chunks = self._chunks(tree, len(tokens))
@@ -146,6 +150,7 @@ class LayerWalk:
             chunks=chunks,
             calls=calls,
             hidden=hidden,
+            keep_ends=keep_ends,
         )
 
     def through_layers(
@@ -307,7 +312,7 @@ class LayerWalk:
     def start_layer(self, state: WalkState, index: int, layer: nn.Module, attention: ForestAttention) -> None:
         """Begin a layer, with what is held of it."""
         attention.start_layer(self._held.keys_values(index, state.pack))
-        kept = [bisect_left(state.nodes, node) for node in state.whole.kept_nodes]
+        kept = state.asked_nodes
         if self._own_cache is not None:
             paths = self._held.paths(index, state.pack)
             state.recurrence = OwnCacheLayer(self._own_cache, index, layer, state.tree, kept=kept, given=paths)
@@ -350,9 +355,8 @@ class LayerWalk:
         going = going_on(rule, index, state.reads, before, after)
         if len(going) == len(state.reads):
             return
-        kept = [bisect_left(state.nodes, node) for node in state.whole.kept_nodes]
         at = [bisect_left(state.reads, read) for read in going]
-        left = remainder(state.pack, at, kept)
+        left = remainder(state.pack, at, state.held_nodes)
         state.reads, gone = going, len(state.tokens) - len(left.tokens)
         ahead = len(self.layers) - 1 - through + KEYS_SHARE
         stays = self._own_cache is not None and self._own_cache.carries
@@ -385,16 +389,3 @@ class LayerWalk:
             return self._own_cache.embed(own, chunk.positions), [((), {})] * len(self.layers)
         recording = self.record(own, chunk.positions)
         return recording.hidden, buffers.keep(recording.calls, chunk.end - chunk.start)
-
-    def _hold(self, index: int, state: WalkState, attention: ForestAttention) -> None:
-        """Keep this layer's part of the pack's nodes that later packs hold; drop the others."""
-        pack = state.whole
-        self._held.drop_others(pack.keep, index)
-        for node, key in pack.kept_nodes.items():
-            at = bisect_left(state.nodes, node)
-            first, last = (pack.held_tokens + state.tree.offsets[each] for each in (at, at + 1))
-            both = None
-            if attention.attended:
-                keys, values = attention.keys_values
-                both = keys[:, :, first:last], values[:, :, first:last]
-            self._held.put(index, key, HeldPart(last - first, both, state.recurrence.end_of(at)))

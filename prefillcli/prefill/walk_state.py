@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
 from prefillcli.plan.exit_work import LayersDone
 from prefillcli.plan.pack import Pack
+from prefillcli.prefill.forest import ForestAttention
 from prefillcli.prefill.layer_calls import LayerCall
 from prefillcli.prefill.layout import Chunk, IntArray, Tree
 from prefillcli.prefill.own_cache import OwnCacheLayer
@@ -33,9 +36,27 @@ class WalkState:
     chunks: list[Chunk]
     calls: list[list[LayerCall]]  # of each chunk, of each layer
     hidden: Tensor  # the residual stream, [1, tokens, hidden]
+    keep_ends: bool = False  # the states behind the reads are asked for
     recurrence: LayerRecurrence | OwnCacheLayer = field(init=False)  # of the layer that is computed
+
+    @property
+    def held_nodes(self) -> list[int]:
+        """The nodes of what is left that later packs hold."""
+        return [bisect_left(self.nodes, node) for node in self.whole.kept_nodes]
+
+    @property
+    def asked_nodes(self) -> list[int]:
+        """The nodes of what is left whose last states are asked for."""
+        return self.held_nodes + ([node for node, _ in self.pack.reads] if self.keep_ends else [])
 
     @property
     def last_tokens(self) -> IntArray:
         """The token that each read ends with."""
         return np.asarray([self.pack.offsets[node + 1] - 1 for node, _ in self.pack.reads], dtype=np.int64)
+
+
+class Keeper(Protocol):
+    """Keeps what layers leave behind, for what follows a walk."""
+
+    def take(self, index: int, state: WalkState, attention: ForestAttention) -> None:
+        """Take over what layer `index` leaves, which all chunks have passed and last tokens were read of."""

@@ -1,0 +1,87 @@
+"""The model's forward over new tokens behind kept prompts: several of each of some rows in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prefillcli.decode.contracts import NewTokens
+from prefillcli.decode.kept_pack import KeptRows
+from prefillcli.decode.row_attention import OwnTokens, RowAttention
+from prefillcli.decode.row_tokens import RowTokens
+from prefillcli.prefill.branch_recurrence import BranchRecurrence
+from prefillcli.prefill.walk import LayerWalk, Tick
+
+
+class KeptForward:
+    """A walked model over new tokens of rows whose prompts are kept (`prefillcli.decode.contracts.Forward`).
+
+    Row number i is behind the prompt number i of `rows`. `tick` is called after each layer and may raise to stop.
+    A model with recurrent layers reads several tokens of a row one part after the other, and cannot forget them.
+    """
+
+    def __init__(self, walk: LayerWalk, rows: KeptRows, tick: Tick = lambda tokens: None) -> None:
+        self._walk, self._rows, self._tick = walk, rows, tick
+        self._slots = {number: number for number in range(len(rows.paths))}
+        self._paths = rows.paths
+        self._lengths = np.asarray(rows.lengths, dtype=np.int64)
+        self._positions = np.asarray(rows.positions, dtype=np.int64)
+        self._read = np.zeros(len(rows.paths), dtype=np.int64)
+        self._own = [OwnTokens(len(rows.paths)) for _ in rows.layers]
+        self._recurrences = [BranchRecurrence(layer.states) for layer in rows.layers]
+        self._attention = RowAttention()
+        self.can_forget = not any(self._recurrences)
+
+    def __call__(self, new: NewTokens) -> Iterator[Tensor]:
+        """As in `Forward`."""
+        hidden = self._hidden(new)
+        return self._logits(hidden)
+
+    @torch.inference_mode()
+    def _logits(self, hidden: Tensor) -> Iterator[Tensor]:
+        yield from self._walk.logits(hidden)
+
+    @torch.inference_mode()
+    def _hidden(self, new: NewTokens) -> Tensor:
+        """The residual stream behind the last layer, [1, tokens, hidden]."""
+        slots, counts = [self._slots[row] for row, _ in new], [len(own) for _, own in new]
+        tokens = RowTokens(
+            slots,
+            counts,
+            paths=self._paths,
+            lengths=self._lengths,
+            read=self._read,
+            device=self._walk.device,
+        )
+        ids = torch.as_tensor([token for _, own in new for token in own])
+        behind = np.repeat((self._positions - self._lengths + 1)[tokens.slots], tokens.counts)
+        recording = self._walk.record(ids, tokens.depths + behind)
+        hidden = recording.hidden
+        with self._attention as attention:
+            for index, (kept, own) in enumerate(zip(self._rows.layers, self._own, strict=True)):
+                attention.new_tokens(tokens, kept.keys_values, own)
+                with self._walk.layers.use(index) as layer, self._recurrences[index].calls(layer, slots, counts):
+                    hidden = self._walk.call(layer, hidden, recording.calls[index], attention)
+                self._tick(0.0)
+        self._read[tokens.slots] += tokens.counts
+        return hidden
+
+    def forget(self, row: int, tokens: int) -> None:
+        """As in `Forward`. Raises RuntimeError where `can_forget` is False."""
+        if tokens and not self.can_forget:
+            raise RuntimeError("the states of recurrent layers cannot be taken back")
+        self._read[self._slots[row]] -= tokens
+
+    def drop(self, rows: Collection[int]) -> None:
+        """As in `Forward`."""
+        stay = [(row, slot) for row, slot in self._slots.items() if row not in rows]
+        slots = np.asarray([slot for _, slot in stay], dtype=np.int64)
+        self._slots = {row: slot for slot, (row, _) in enumerate(stay)}
+        self._paths = [self._paths[slot] for slot in slots]
+        self._lengths, self._positions, self._read = (x[slots] for x in (self._lengths, self._positions, self._read))
+        for own, recurrence in zip(self._own, self._recurrences, strict=True):
+            own.keep(slots)
+            recurrence.keep(slots.tolist())

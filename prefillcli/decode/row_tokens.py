@@ -1,0 +1,102 @@
+"""New tokens behind several rows: which keys each of them sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prefillcli.decode.kept_pack import Run
+from prefillcli.prefill.key_window import KeyWindow
+from prefillcli.prefill.layout import IntArray, on_device
+from prefillcli.prefill.visibility import Span, SpanSet
+
+
+class Batch(NamedTuple):
+    """New tokens as one padded batch [rows, longest]: `index` of each (padded with a row's first), the `places` of
+    all tokens in the flattened batch."""
+
+    index: Tensor
+    places: Tensor
+
+
+class RowTokens:
+    """Some new tokens of each of some rows, one row after the other.
+
+    `slots` are the rows' numbers, `counts` how many new tokens each has. Behind its prompt, whose tokens are on the
+    runs `paths[slot]` and `lengths[slot]` in number, `read[slot]` tokens were read before.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[int],
+        counts: Sequence[int],
+        *,
+        paths: Sequence[Sequence[Run]],
+        lengths: IntArray,
+        read: IntArray,
+        device: torch.device,
+    ) -> None:
+        self.slots = np.asarray(slots, dtype=np.int64)
+        self.counts = np.asarray(counts, dtype=np.int64)
+        self._paths, self._device = paths, device
+        self._ends = np.cumsum(self.counts)
+        self.tokens = int(self._ends[-1])
+        self.most = int(self.counts.max())
+        self._row = np.repeat(np.arange(len(slots)), self.counts)  # of each token
+        steps = np.arange(self.tokens) - np.repeat(self._ends - self.counts, self.counts)
+        self._lengths = lengths[self.slots]
+        self._places: IntArray = read[self.slots][self._row] + steps  # among what is behind the prompt
+        self.own = int(self._places.max()) + 1
+        self.depths: IntArray = self._lengths[self._row] + self._places
+        self.slot_index = on_device(self.slots[self._row], device)
+        self.place_index = on_device(self._places, device)
+        self._steps = steps
+        self._batch: Batch | None = None
+        self._spans: dict[KeyWindow | None, list[tuple[Span, Tensor | None]]] = {}
+        self._visible: dict[KeyWindow | None, Tensor | None] = {}
+
+    @property
+    def batch(self) -> Batch | None:
+        """The tokens as a padded batch; None where each row has the same number of them."""
+        if self._batch is None and self.most * len(self.slots) > self.tokens:
+            index = np.repeat((self._ends - self.counts)[:, None], self.most, axis=1)
+            index[self._row, self._steps] = np.arange(self.tokens)
+            places = self._row * self.most + self._steps
+            self._batch = Batch(on_device(index, self._device), on_device(places, self._device))
+        return self._batch
+
+    def spans(self, window: KeyWindow | None) -> list[tuple[Span, Tensor | None]]:
+        """What the tokens see of the prompts, and where a window hides some of it, bool [1, 1, queries, keys]."""
+        if window not in self._spans:
+            found = SpanSet(self.depths, window)
+            starts = (self._ends - self.counts).tolist()
+            for slot, first, last in zip(self.slots.tolist(), starts, self._ends.tolist(), strict=True):
+                for start, end, depth in self._paths[slot]:
+                    found.add(first, last, start, end, depth)
+            self._spans[window] = [(span, self._seen(span, window)) for span in found.merged()]
+        return self._spans[window]
+
+    def _seen(self, span: Span, window: KeyWindow | None) -> Tensor | None:
+        if window is None or not span.masked:
+            return None
+        oldest = window.oldest(self.depths[span.q0 : span.q1])
+        keys = np.arange(span.k0, span.k1) - span.k0 + span.k_depth
+        return on_device(keys[None, :] >= oldest[:, None], self._device)[None, None]
+
+    def visible(self, window: KeyWindow | None) -> Tensor | None:
+        """What the padded batch sees of the first `own` tokens behind the prompts, bool [rows, 1, longest, own]; None:
+        all of it."""
+        if window not in self._visible:
+            last = np.full((len(self.slots), self.most), self.own - 1)
+            last[self._row, self._steps] = self._places
+            keys = np.arange(self.own)
+            seen = keys <= last[:, :, None]
+            if window is not None:
+                oldest = window.oldest(self._lengths[:, None] + last) - self._lengths[:, None]
+                seen &= keys >= oldest[:, :, None]
+            self._visible[window] = None if seen.all() else on_device(seen, self._device)[:, None]
+        return self._visible[window]

@@ -1,0 +1,107 @@
+"""What transformers writes by itself, and what is written behind kept packs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from prefillcli.decode.behind import MakeDrafter, write_behind
+from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Speculation, Writing
+from prefillcli.decode.kept_pack import KeptPack
+from prefillcli.plan.pack import Limits
+from prefillcli.plan.plan import make_plan
+from prefillcli.prefill.walk import LayerWalk
+
+Prompt = np.typing.NDArray[np.int32]
+NEAR = 1e-4  # logits that are closer than this are a tie
+
+
+class Reference(NamedTuple):
+    """A text of transformers, with the stop token if there is one, and the gap between the two best logits at each."""
+
+    tokens: list[int]
+    gaps: list[float]
+
+
+def generated(model: Any, beginning: Beginning, writing: Writing) -> Reference:
+    """`generate(do_sample=False)` of the model's own eager forward."""
+    model.set_attn_implementation("eager")
+    ids = torch.as_tensor(np.concatenate([beginning.prompt, beginning.tokens]))[None].long()
+    with torch.inference_mode():
+        found = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            num_beams=1,
+            max_new_tokens=writing.tokens,
+            eos_token_id=sorted(writing.stop_tokens) or None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+    best = torch.cat([logits.float().topk(2).values for logits in found.logits])
+    return Reference(found.sequences[0, ids.shape[1] :].tolist(), (best[:, 0] - best[:, 1]).tolist())
+
+
+def beginnings(prompts: Sequence[Prompt], seed: int = 0) -> list[Beginning]:
+    """One of each prompt, behind which one to four tokens stand."""
+    rng = np.random.default_rng(seed)
+    return [
+        Beginning(prompt, tuple(rng.integers(3, 200, 1 + number % 4).tolist()), str(number))
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def written(
+    walk: LayerWalk,
+    rows: Sequence[Beginning],
+    writing: Writing,
+    *,
+    limits: Limits = Limits(10**6, 10**6),
+    most_tokens: int | None = None,
+    make_drafter: MakeDrafter = lambda forward: None,
+    report: DecodingReport | None = None,
+) -> list[Continuation]:
+    """What is written behind these rows, pack by pack."""
+    found: dict[int, Continuation] = {}
+    plan = make_plan([row.prompt for row in rows], limits, positions=[row.positions for row in rows])
+    for pack in plan.packs:
+        kept = KeptPack(pack, len(walk.layers))
+        list(walk.read_logits(pack, kept=kept))
+        wanted = [(read, number) for read, (_, numbers) in enumerate(pack.reads) for number in numbers]
+        texts = write_behind(
+            walk,
+            kept,
+            [(read, rows[number]) for read, number in wanted],
+            writing,
+            most_tokens=most_tokens,
+            make_drafter=make_drafter,
+            report=report,
+        )
+        found |= {number: text for (_, number), text in zip(wanted, texts, strict=True)}
+    return [found[number] for number in range(len(rows))]
+
+
+def assert_same_texts(found: Sequence[Continuation], wanted: Sequence[Reference], writing: Writing) -> int:
+    """The same tokens, but behind near ties of the reference. Returns how many texts part there."""
+    parted = 0
+    for own, (tokens, gaps) in zip(found, wanted, strict=True):
+        stopped = bool(tokens) and tokens[-1] in writing.stop_tokens
+        text = tokens[:-1] if stopped else tokens
+        if list(own.tokens) != text:
+            same = next((at for at, pair in enumerate(zip(own.tokens, text, strict=False)) if pair[0] != pair[1]),
+                        min(len(own.tokens), len(text)))  # fmt: skip
+            assert gaps[same] < NEAR, (same, gaps[same], own.tokens, text)
+            parted += 1
+            continue
+        assert own.finish_reason == ("stop" if stopped else "length")
+        if len(own.tokens) + stopped == len(gaps) and gaps:
+            assert abs(own.gap - min(gaps)) < NEAR
+    return parted
+
+
+def greedy(tokens: int, stop_tokens: Sequence[int] = (), guesses: int = 6) -> Writing:
+    return Writing(tokens, frozenset(stop_tokens), speculation=Speculation(tokens=guesses))
