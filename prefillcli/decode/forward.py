@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 
 import numpy as np
 import torch
@@ -20,10 +20,13 @@ class KeptForward:
     """A walked model over new tokens of rows whose prompts are kept (`prefillcli.decode.contracts.Forward`).
 
     Row number i is behind the prompt number i of `rows`. `tick` is called after each layer and may raise to stop.
-    A model with recurrent layers reads several tokens of a row one part after the other, and cannot forget them.
+    A model with recurrent layers cannot forget what it has read. With `watches_queries`, `queries` are those of each
+    layer, [heads, tokens, width] for each pass.
     """
 
-    def __init__(self, walk: LayerWalk, rows: KeptRows, tick: Tick = lambda tokens: None) -> None:
+    def __init__(
+        self, walk: LayerWalk, rows: KeptRows, tick: Tick = lambda tokens: None, *, watches_queries: bool = False
+    ) -> None:
         self._walk, self._rows, self._tick = walk, rows, tick
         self._slots = {number: number for number in range(len(rows.paths))}
         self._paths = rows.paths
@@ -33,12 +36,13 @@ class KeptForward:
         self._own = [OwnTokens(len(rows.paths)) for _ in rows.layers]
         self._recurrences = [BranchRecurrence(layer.states) for layer in rows.layers]
         self._attention = RowAttention()
+        self.queries: list[list[Tensor]] = [[] for _ in rows.layers]
+        self._watches_queries = watches_queries
         self.can_forget = not any(self._recurrences)
 
     def __call__(self, new: NewTokens) -> Iterator[Tensor]:
         """As in `Forward`."""
-        hidden = self._hidden(new)
-        return self._logits(hidden)
+        return self._logits(self._hidden(new))
 
     @torch.inference_mode()
     def _logits(self, hidden: Tensor) -> Iterator[Tensor]:
@@ -65,6 +69,8 @@ class KeptForward:
                 attention.new_tokens(tokens, kept.keys_values, own)
                 with self._walk.layers.use(index) as layer, self._recurrences[index].calls(layer, slots, counts):
                     hidden = self._walk.call(layer, hidden, recording.calls[index], attention)
+                if self._watches_queries:
+                    self.queries[index] += attention.queries
                 self._tick(0.0)
         self._read[tokens.slots] += tokens.counts
         return hidden

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
@@ -84,7 +85,7 @@ class KeptPack:
         return stateful and all(node in last.starts for node in self._path(end))
 
     def end_of(self, read: int) -> int:
-        """The node that a read ends: reads in the order of their nodes stand beside those that share most with them."""
+        """The node that a read ends. In the order of these numbers, reads that share most stand side by side."""
         return self._pack.reads[read][0]
 
     def parts_of(self, read: int) -> dict[int, int]:
@@ -100,11 +101,9 @@ class KeptPack:
         nodes = sorted({node for end in ends for node in self._path(end)})
         held = sorted({run for node in nodes if self._pack.parents[node] < 0 for run in self._tree.attach[node]})
         lengths = {node: self._pack.offsets[node + 1] - self._pack.offsets[node] for node in nodes}
-        places: dict[int | Run, int] = {}
-        at = 0
-        for each in [*held, *nodes]:
-            places[each] = at
-            at += each[1] - each[0] if isinstance(each, tuple) else lengths[each]
+        sizes = [run[1] - run[0] for run in held] + [lengths[node] for node in nodes]
+        begins = np.cumsum([0, *sizes]).tolist()
+        places: dict[int | Run, int] = dict(zip([*held, *nodes], begins, strict=False))
         paths = []
         for end in ends:
             path = self._path(end)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from prefillcli.decode.row_tokens import RowTokens
@@ -27,7 +23,9 @@ class OwnTokens:
 
     def append(self, tokens: RowTokens, key: Tensor, value: Tensor) -> None:
         """Put K,V [1, kv heads, tokens, width] of new tokens where they belong."""
-        self.keys, self.values = (self._room(x, new, tokens.own) for x, new in ((self.keys, key), (self.values, value)))
+        self.keys, self.values = (
+            self._room(x, new, tokens.own) for x, new in ((self.keys, key), (self.values, value))
+        )
         for whole, new in ((self.keys, key), (self.values, value)):
             whole.transpose(1, 2)[tokens.slot_index, tokens.place_index] = new[0].transpose(0, 1)
 
@@ -58,11 +56,10 @@ class OwnTokens:
 
 
 class RowAttention(ForestAttention):
-    """Attention of new tokens of several rows. With `watches_queries`, those of the layer are in `queries`."""
+    """Attention of new tokens of several rows. Those of the layer are in `queries`."""
 
-    def __init__(self, *, watches_queries: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__(0)
-        self._watches_queries = watches_queries
         self._new: RowTokens | None = None
         self._own = OwnTokens(0)
 
@@ -84,8 +81,7 @@ class RowAttention(ForestAttention):
 
     def receive(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> None:
         self._own.append(self._tokens_now, key, value)
-        if self._watches_queries:
-            self.queries.append(query[0])
+        self.queries.append(query[0])
 
     def compute(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
         tokens = self._tokens_now
@@ -94,7 +90,10 @@ class RowAttention(ForestAttention):
         for span, visible in tokens.spans(scoring.window):
             at, run = slice(span.q0, span.q1), slice(span.k0, span.k1)
             q, k, v = query[:, :, at], keys[:, :, run], values[:, :, run]
-            part = attend(q, k, v, visible=visible, **scoring.how) if visible is not None else _together(q, k, v, scoring)
+            if visible is None:
+                part = _attend_together(q, k, v, scoring)
+            else:
+                part = attend(q, k, v, visible=visible, **scoring.how)
             merge_into(out[:, :, at], lse[:, :, at], *part)
         return out, lse
 
@@ -113,7 +112,7 @@ def _attend_own(tokens: RowTokens, query: Tensor, own: KeyValue, scoring: Scorin
     return (out, lse) if batch is None else (out[:, :, batch.places], lse[:, :, batch.places])
 
 
-def _together(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+def _attend_together(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """`attend` where every query sees every key: the heads of a K,V head are queries of one head, so that K,V are
     read once for all of them."""
     heads, tokens, width = query.shape[1:]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,7 +15,8 @@ from prefillcli.prefill.layout import IntArray, on_device
 from prefillcli.prefill.visibility import Span, SpanSet
 
 
-class Batch(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Batch:
     """New tokens as one padded batch [rows, longest]: `index` of each (padded with a row's first), the `places` of
     all tokens in the flattened batch."""
 

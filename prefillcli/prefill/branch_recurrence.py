@@ -35,7 +35,9 @@ class BranchRecurrence:
     @contextmanager
     def calls(self, layer: nn.Module, branches: Sequence[int], counts: Sequence[int]) -> Iterator[None]:
         """In this context the layer computes so many tokens of each of some branches, one branch after the other."""
-        modules = recurrent_modules(layer) if self._states else []  # weights that are streamed come back in other modules
+        modules = (
+            recurrent_modules(layer) if self._states else []
+        )  # weights that are streamed come back in other modules
         for at, module in enumerate(modules):
             forward = module.forward
             module.forward = lambda *a, _m=module, _f=forward, _at=at, **k: self._call(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.walk import LayerWalk
 
 Prompt = np.typing.NDArray[np.int32]
+ONE_PACK = Limits(10**6, 10**6)
 NEAR = 1e-4  # logits that are closer than this are a tie
 
 
@@ -60,7 +61,7 @@ def written(
     rows: Sequence[Beginning],
     writing: Writing,
     *,
-    limits: Limits = Limits(10**6, 10**6),
+    limits: Limits = ONE_PACK,
     most_tokens: int | None = None,
     make_drafter: MakeDrafter = lambda forward: None,
     report: DecodingReport | None = None,
@@ -103,5 +104,5 @@ def assert_same_texts(found: Sequence[Continuation], wanted: Sequence[Reference]
     return parted
 
 
-def greedy(tokens: int, stop_tokens: Sequence[int] = (), guesses: int = 6) -> Writing:
+def greedy(tokens: int, stop_tokens: Collection[int] = (), guesses: int = 6) -> Writing:
     return Writing(tokens, frozenset(stop_tokens), speculation=Speculation(tokens=guesses))
