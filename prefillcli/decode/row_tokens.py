@@ -16,7 +16,7 @@ from prefillcli.prefill.visibility import Span, SpanSet
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PaddedTokens:
     """New tokens as one padded batch [rows, longest]: `index` of each (padded with a row's first), the `places` of
     all tokens in the flattened batch."""
 
@@ -56,18 +56,18 @@ class RowTokens:
         self.slot_index = on_device(self.slots[self._row], device)
         self.place_index = on_device(self._places, device)
         self._steps = steps
-        self._batch: Batch | None = None
+        self._batch: PaddedTokens | None = None
         self._spans: dict[KeyWindow | None, list[tuple[Span, Tensor | None]]] = {}
         self._visible: dict[KeyWindow | None, Tensor | None] = {}
 
     @property
-    def batch(self) -> Batch | None:
+    def batch(self) -> PaddedTokens | None:
         """The tokens as a padded batch; None where each row has the same number of them."""
         if self._batch is None and self.most * len(self.slots) > self.tokens:
             index = np.repeat((self._ends - self.counts)[:, None], self.most, axis=1)
             index[self._row, self._steps] = np.arange(self.tokens)
             places = self._row * self.most + self._steps
-            self._batch = Batch(on_device(index, self._device), on_device(places, self._device))
+            self._batch = PaddedTokens(on_device(index, self._device), on_device(places, self._device))
         return self._batch
 
     def spans(self, window: KeyWindow | None) -> list[tuple[Span, Tensor | None]]:
