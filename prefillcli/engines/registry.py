@@ -14,7 +14,19 @@ if TYPE_CHECKING:
 
 #: What options of a job ask of an engine, and how that is said to the user.
 Capability = Literal[
-    "compression", "packs", "memory", "forecast", "options", "threads", "streaming", "compilation", "exits", "adapters"
+    "compression",
+    "packs",
+    "memory",
+    "forecast",
+    "options",
+    "threads",
+    "streaming",
+    "compilation",
+    "exits",
+    "adapters",
+    "rationales",
+    "speculation",
+    "evidence",
 ]
 CAPABILITIES: dict[Capability, str] = {
     "compression": "compression",
@@ -27,6 +39,9 @@ CAPABILITIES: dict[Capability, str] = {
     "compilation": "layers to compile",
     "exits": "early exits",
     "adapters": "adapters to merge",
+    "rationales": "texts behind rows",
+    "speculation": "speculation to choose",
+    "evidence": "evidence",
 }
 
 
@@ -62,15 +77,23 @@ ENGINES: dict[str, EngineKind] = {
                     "compilation",
                     "exits",
                     "adapters",
+                    "rationales",
+                    "speculation",
+                    "evidence",
                 }
             ),
         ),
-        EngineKind("hf", "prefillcli.engines.hf", frozenset({"options", "threads", "adapters"})),
+        EngineKind(
+            "hf",
+            "prefillcli.engines.hf",
+            frozenset({"options", "threads", "adapters", "rationales", "evidence"}),
+        ),
         EngineKind(
             "vllm",
             "prefillcli.engines.vllm",
-            frozenset({"options"}),
+            frozenset({"options", "rationales", "evidence"}),
             instead={
+                "speculation": "--engine-options speculative_config='{method: ngram, num_speculative_tokens: 4}'",
                 "threads": "VLLM_CPU_OMP_THREADS_BIND=0-7 in the environment",
                 "memory": "--engine-options gpu_memory_utilization=0.8",
                 "pack_tokens": "--engine-options max_num_batched_tokens=8192",

@@ -17,6 +17,7 @@ from prefillcli.jobs.inputs import Granularity, carried_columns, open_source, pr
 from prefillcli.jobs.label_uses import require_label_uses
 from prefillcli.jobs.load import compression_of
 from prefillcli.jobs.paths import default_output, dry_run_report, refuse_among_inputs
+from prefillcli.jobs.row_choice import RowChoice, check_rationales
 from prefillcli.jobs.shell import conclude, shell
 from prefillcli.models.adapters import open_adapters
 from prefillcli.models.open import Opened, answer_labels, open_models, weights_of
@@ -64,6 +65,7 @@ def _run(settings: ScoreSettings, report: DryRunReport, granularity: Granularity
     carried = carried_columns(settings)
     with stop.at_once():
         check_calibration(settings)
+        check_rationales(settings)
         source = open_source(settings, carried)
         refuse_unlike_partitions(settings, source, report.output)
         opened = open_adapters(open_models(settings), settings, settings.trust_remote_code)
@@ -79,6 +81,7 @@ def _run(settings: ScoreSettings, report: DryRunReport, granularity: Granularity
         free = _free(settings, opened)
     report.profile = name if profile is not None else None
     shard, builder = settings.shard_of, prompt_builder(settings, opened, source, carried)
+    RowChoice.of(settings, labels, source.carried_schema, source.kind)
     total = source.selected_rows if shard is None else None
     progress = Progress(total, interval=settings.progress_interval, quiet=settings.quiet)
     with progress, stop.at_once():

@@ -184,7 +184,9 @@ def refuse_missing_adapters(builder: PromptBuilder, source: Source | TableRows) 
 
 
 def refuse_idle_draft(settings: ScoreSettings, source: Source | TableRows) -> None:
-    """Raise UsageError if neither the job nor a row says how much a draft is to keep."""
+    """Raise UsageError if neither the job nor a row says how much a draft is to keep, and it guesses no tokens."""
+    if settings.speculates_with_draft and settings.uses_draft:
+        return
     if settings.draft is not None and "keep" not in settings.model_fields_set and "keep" not in source.available:
         raise UsageError(
             "--draft has nothing to compress: there is no --keep, and the input has no column keep\n"

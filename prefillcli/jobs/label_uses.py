@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from prefillcli.data.prompts.class_labels import ClassLabels
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.errors import UsageError
 from prefillcli.options.score import ScoreSettings
@@ -10,6 +11,11 @@ from prefillcli.stats.probabilities import Measure
 
 def require_label_uses(settings: ScoreSettings, labels: Labels) -> None:
     """Raise UsageError for the first option that has no meaning for what the labels' numbers are."""
+    if settings.rationale and isinstance(labels, ClassLabels):
+        raise UsageError(
+            "--rationale: the model's classification head is read, which writes nothing\n"
+            "leave it out, or read the next token with --head vocabulary; --evidence works with a head"
+        )
     if labels.measure is Measure.SHARES:
         return
     asked = {

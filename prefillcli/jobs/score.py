@@ -51,6 +51,7 @@ from prefillcli.jobs.inputs import (
 from prefillcli.jobs.label_uses import require_label_uses
 from prefillcli.jobs.paths import default_output, refuse_among_inputs, report_path
 from prefillcli.jobs.recorder import Recorder
+from prefillcli.jobs.row_choice import RowChoice, check_rationales, column_groups
 from prefillcli.jobs.shell import conclude, shell
 from prefillcli.jobs.window_loop import WindowLoop, keep_rate
 from prefillcli.models.open import Opened, answer_labels
@@ -168,6 +169,7 @@ class _ScoreJob:
         settings, clock = self.settings, self.clock
         with clock.phase("read"):
             check_calibration(settings)
+            check_rationales(settings)
             exit_profile = read_exit_profile(settings)
             source = open_source(settings, carried_columns(settings))
             self._refuse_among_inputs(output, source)
@@ -181,6 +183,7 @@ class _ScoreJob:
             require_label_uses(settings, labels)
             calibration = calibration_of(settings, labels.labels)
             builder = prompt_builder(settings, opened, source, carried_columns(settings, source))
+            RowChoice.of(settings, labels, source.carried_schema, source.kind)
             content_free = content_free_prompts(settings, source, builder, labels)
         return JobInputs(source, builder, labels, opened, models, calibration, content_free, exit_profile)
 
@@ -220,12 +223,9 @@ class _ScoreJob:
                 carried=source.carried_schema,
                 id_name=settings.id_column,
                 jsonl_input=source.kind == "jsonl",
-                audit=settings.audit > 0,
                 truth=settings.truth,
-                calibrated=settings.calibrates,
-                exits=settings.exit,
+                groups=column_groups(settings),
                 measure=inputs.labels.measure,
-                adapters=settings.adapter_column is not None,
                 partitions=source.partitions if settings.partition else None,
                 shard=settings.shard_of,
             )

@@ -38,6 +38,7 @@ from prefillcli.jobs.inputs import (
 )
 from prefillcli.jobs.label_uses import require_label_uses
 from prefillcli.jobs.load import Models, load_models
+from prefillcli.jobs.row_choice import check_rationales, column_groups
 from prefillcli.jobs.window_scoring import ScoringOptions, score_window
 from prefillcli.models.open import answer_labels
 from prefillcli.options.score import ScoreSettings
@@ -63,9 +64,11 @@ class TableScorer:
 
     def __init__(self, settings: ScoreSettings, *, share: float = 1.0) -> None:
         check_calibration(settings)
+        check_rationales(settings)
         loader = loader_of(settings.engine)
         opened = self._opened = loader.open_models(settings)
         self._settings = settings
+        self._groups = column_groups(settings)
         self._labels = answer_labels(opened, settings)
         require_label_uses(settings, self._labels)
         self._calibration = calibration_of(settings, self._labels.labels)
@@ -94,8 +97,7 @@ class TableScorer:
         Its rows are planned together, in windows of a bounded size. Raises UsageError if the table has such a column
         already or lacks one that the prompt needs, or if the labels fail after every prompt of the first table.
         """
-        labels, calibrated, by_row = self._labels, self._settings.calibrates, self._opened.adapter_by_row
-        schema = result_schema(labels.names, calibrated=calibrated, measure=labels.measure, adapters=by_row)
+        schema = result_schema(self._labels.names, self._groups, self._labels.measure)
         for name in schema.names:
             if name in table.column_names:
                 raise UsageError(f"the table has a column {name!r} already, which scoring adds\nrename or drop it")
@@ -124,11 +126,9 @@ class TableScorer:
                 carried=source.carried_schema,
                 json_carried=source.kind == "jsonl",
                 json_text=False,
-                audit=False,
                 truth=None,
-                calibrated=self._settings.calibrates,
+                groups=self._groups,
                 measure=self._labels.measure,
-                adapters=self._opened.adapter_by_row,
             )
             schema.require_distinct()
             heard.expect(source.selected_rows)
@@ -216,7 +216,7 @@ class TableScorer:
             handed = handed if finished.carried is None else finished.carried
         labels, temperature = self._labels, self._settings.temperature
         done = ResultRows.of(window, results, errors, labels.names, temperature, self._calibration, labels.measure)
-        return make_rows(window, done, adapters=self._opened.adapter_by_row), handed
+        return make_rows(window, done, self._groups), handed
 
 
 class Steps:

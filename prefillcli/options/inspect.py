@@ -7,10 +7,11 @@ from prefillcli.options.adapters import AdapterOptions
 from prefillcli.options.compression import check_keep
 from prefillcli.options.groups import JobOptions, RunOptions, WeightsOptions
 from prefillcli.options.option import COMPRESSION, EARLY_EXIT, FILES, option
+from prefillcli.options.rationale import WritingOptions, check_writing
 from prefillcli.options.values import KeepRate
 
 
-class InspectSettings(RunOptions, WeightsOptions, AdapterOptions, JobOptions):
+class InspectSettings(WritingOptions, RunOptions, WeightsOptions, AdapterOptions, JobOptions):
     """Everything `prefill inspect` can be told."""
 
     keep: KeepRate = option(
@@ -39,5 +40,6 @@ class InspectSettings(RunOptions, WeightsOptions, AdapterOptions, JobOptions):
             raise UsageError("--keep auto is for a whole job: give a rate")
         check_keep(self.keep, compresses=self.compresses)
         self.check_adapters(streamed=self.weights == "stream", exits=False, content_free=False)
+        check_writing(self, head=self.head, draft=self.draft, own_tokenizer=self.draft_tokenizer == "translate")
         if self.adapter and self.exit_profile is not None:
             raise UsageError("--exit-profile: it does not say which adapters it is of\nleave it or --adapter out")

@@ -72,6 +72,17 @@ class ScorerOptions(TypedDict, total=False):
     keep_private: bool
     compress_per_row: bool
 
+    rationale: int
+    rationale_when: str | None
+    rationale_template: str
+    rationale_temperature: float
+    rationale_seed: int
+    evidence: bool
+    speculation: Literal["auto", "off", "lookup", "suffix", "retrieval", "draft", "hierarchy"]
+    speculation_tokens: int
+    retrieval_budget: int
+    retrieval_chunk: int
+
 
 class FileOptions(TypedDict, total=False):
     """The options of `prefill score` that say which rows and columns of files are read."""
@@ -114,7 +125,9 @@ _PLANS = "it is for planning a job: take prefill score --dry-run"
 _AUDITS = "it is for the report of a job: take prefill score --audit"
 _EXITS = "exits are learnt on rows drawn from a whole job: take prefill score --exit"
 _EVALUATES = "it is for the report of a job: take prefill score --truth, or compare the columns score and prediction"
+_LIMITS = "it counts the rows of a whole job: take prefill score --rationale-limit"
 REFUSED = {
+    "rationale_limit": _LIMITS,
     **dict.fromkeys(("output", "overwrite", "resume", "report", "metrics_file", "partition"), _WRITES),
     **dict.fromkeys(("workers", "runner", "ray_address", "worker_resources", "ray_timeout"), _ONE_PROCESS),
     **dict.fromkeys(("dry_run", "profile", "price_per_hour"), _PLANS),

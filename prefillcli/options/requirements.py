@@ -63,8 +63,41 @@ EXIT_METHOD = Requirement(
     "is for the method early-exit, but it is not compared",
     "give --method early-exit",
 )
+RATIONALE = Requirement(
+    lambda s: s.rationale > 0, "is for what is written behind rows, but nothing is", "give --rationale 64"
+)
+CHOSEN_ROWS = Requirement(
+    lambda s: s.chooses_rows,
+    "chooses rows for --rationale and --evidence, but neither is given",
+    "give --rationale 64 or --evidence",
+)
+CONDITION = Requirement(
+    lambda s: s.chooses_rows and s.rationale_when is not None,
+    "is for rows that --rationale-when chooses, but it chooses none",
+    "give --rationale-when 'score > 0.4 and score < 0.6'",
+)
+DRAWN_RATIONALES = Requirement(
+    lambda s: s.rationale > 0 and s.rationale_temperature > 0,
+    "is for texts that are drawn, but none is",
+    "give --rationale-temperature 0.7",
+)
+SPECULATION = Requirement(
+    lambda s: s.speculates,
+    "is for tokens that are guessed ahead, but none is",
+    "give --rationale, and --speculation other than off",
+)
+RETRIEVAL = Requirement(
+    lambda s: s.speculates and s.speculation in ("auto", "retrieval", "hierarchy"),
+    "is for speculation with a retrieval cache, but there is none",
+    "give --rationale and --speculation retrieval",
+)
 TRUTH = Requirement(
     lambda s: s.truth is not None, "is for the evaluation, but there is none", "name the right answers with --truth"
+)
+SHOWN_TEXT = Requirement(
+    lambda s: s.truth is not None or s.chooses_rows,
+    "is for rows that the report names, but it names none",
+    "name the right answers with --truth, or give --rationale or --evidence",
 )
 RANDOM = Requirement(
     lambda s: s.is_random,

@@ -20,11 +20,13 @@ from prefillcli.options.groups import (
     WorkerOptions,
 )
 from prefillcli.options.option import EARLY_EXIT, EVALUATION, FILES, MODEL, RUN, details_of, option, require
+from prefillcli.options.rationale import RationaleOptions, check_writing
 from prefillcli.options.requirements import Requirement
 from prefillcli.options.values import EngineName, KeyValues, NameList, ShardName
 
 
 class ScoreSettings(
+    RationaleOptions,
     ExitOptions,
     ProbabilityOptions,
     EndingOptions,
@@ -83,8 +85,8 @@ class ScoreSettings(
     )  # fmt: skip
     show_text: bool = option(
         False,
-        "Put the text of the rows that the evaluation names into the report; without it, none is.",
-        EVALUATION, changes="report", requires=requirements.TRUTH,
+        "Put the text of rows that the report names into it, and a few rationales; without it, none is.",
+        EVALUATION, changes="report", requires=requirements.SHOWN_TEXT,
     )  # fmt: skip
 
     audit: int = option(
@@ -127,6 +129,8 @@ class ScoreSettings(
             )
         streamed, content_free = self.weights == "stream", bool(self.calibrate_with)
         self.check_adapters(streamed=streamed, exits=self.exit, content_free=content_free)
+        translated = self.draft_tokenizer == "translate"
+        check_writing(self, head=self.head, draft=self.draft, own_tokenizer=translated)
         self._check_shard()
 
     def _check_shard(self) -> None:
@@ -142,6 +146,11 @@ class ScoreSettings(
             raise UsageError(
                 "--shard: each shard would learn other exits from the same rows, but for rounding\n"
                 "learn them in a run over a sample of the rows, then give its --exit-profile to all shards"
+            )
+        if self.rationale_limit is not None:
+            raise UsageError(
+                "--shard: --rationale-limit counts the chosen rows of the whole input, and a shard has some of them\n"
+                "leave it out, and choose fewer rows with --rationale-when"
             )
         if self.audit:
             raise UsageError(

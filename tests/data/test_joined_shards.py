@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefillcli.data.output.column_groups import ColumnGroups
 from prefillcli.data.output.joined_shards import JoinedShards
 from prefillcli.data.output.shard_folders import of_partitions, of_schema, to_partitions, to_schema
 from prefillcli.data.output.shard_sink import ShardSink
@@ -181,7 +182,9 @@ def test_a_row_that_two_shards_have_scored_is_refused(tmp_path: Path) -> None:
 
 
 def test_columns_and_folders_come_back_from_a_manifest(tmp_path: Path) -> None:
-    with open_shard(tmp_path / "o.parquet", Shard(1, 2), jsonl_input=True, audit=True, truth="kept") as sink:
+    with open_shard(
+        tmp_path / "o.parquet", Shard(1, 2), jsonl_input=True, groups=ColumnGroups(audit=True), truth="kept"
+    ) as sink:
         schema = sink._schema
     assert to_schema(of_schema(schema), json_text=schema.json_text) == schema
     partitions = Partitions.of(["day=2026-01-01/x=1/a.parquet", "day=2026-01-02/a.parquet"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from prefillcli.data.output.column_groups import NO_GROUPS, ColumnGroups, Group
 from prefillcli.data.rows import ErrorCode, Float64Array, Int64Array, Prompt, RowError, ScoredRow, Window
 from prefillcli.stats.calibration import Calibration
 from prefillcli.stats.probabilities import Measure, label_mass, label_scores
@@ -110,14 +112,10 @@ class Column(NamedTuple):
     """A value for every row, None for null [rows]; with `<label>` [rows, labels]."""
     counted: bool = False
     """Whether `Counts.add_rows` needs it."""
-    audit: bool = False
-    """Whether only an output with an audit has it."""
-    exits: bool = False
-    """Whether only an output of a job with exits has it."""
-    calibrated: bool = False
-    """Whether only an output with calibrated probabilities has it."""
-    adapters: bool = False
-    """Whether only an output whose rows have adapters of their own has it."""
+    group: Group | None = None
+    """Only an output with this group has it; None: every output."""
+    conditional: bool = True
+    """Whether a `RowCondition` may use it: it is known when a row is scored, and the same in every run of the job."""
     least_labels: int = 0
     """Only an output with so many labels has it."""
     measures: tuple[Measure, ...] = tuple(Measure)
@@ -148,9 +146,32 @@ def _calibrated(rows: ResultRows) -> ObjectArray:
     return rows.of_scored(np.empty((0, len(rows.labels))) if rows.calibrated is None else rows.calibrated)
 
 
+def _of_rationale(name: str) -> Callable[[ResultRows], ObjectArray]:
+    """A field of `Rationale`; None where nothing was to be written."""
+    return lambda rows: rows.of_scored([each.rationale and getattr(each.rationale, name) for each in rows.scored])
+
+
+def _gaps(rows: ResultRows) -> ObjectArray:
+    """The smallest gaps; None where no token was chosen."""
+    gaps = [None if each.rationale is None else each.rationale.gap for each in rows.scored]
+    return rows.of_scored([gap if gap is not None and math.isfinite(gap) else None for gap in gaps])
+
+
+def _evidence(rows: ResultRows) -> ObjectArray:
+    found = np.full(len(rows.numbers), None, object)
+    for place, each in zip(rows.places.tolist(), rows.scored, strict=True):
+        if each.evidence is not None:
+            found[place] = [effect._asdict() for effect in each.evidence]
+    return found
+
+
+EVIDENCE = pa.list_(pa.struct([("section", pa.string()), ("change", pa.float64())]))
+"""What each section of a prompt contributes, the largest change first."""
+_WRITTEN: Any = {"group": "rationales", "conditional": False}
+
 COLUMNS = (
     Column("score", pa.float64(), lambda rows: rows.of_scored(rows.scores[:, 0]), counted=True),
-    Column("probability", pa.float64(), lambda rows: _calibrated(rows)[:, 0], calibrated=True),
+    Column("probability", pa.float64(), lambda rows: _calibrated(rows)[:, 0], group="calibrated"),
     Column(
         "logprob_<label>",
         pa.float64(),
@@ -158,12 +179,12 @@ COLUMNS = (
         measures=(Measure.SHARES, Measure.CHANCES),
     ),
     Column("value_<label>", pa.float64(), lambda rows: rows.of_scored(rows.logprobs), measures=(Measure.VALUES,)),
-    Column("probability_<label>", pa.float64(), _calibrated, calibrated=True, least_labels=3),
+    Column("probability_<label>", pa.float64(), _calibrated, group="calibrated", least_labels=3),
     Column(
         "score_<label>",
         pa.float64(),
         lambda rows: rows.of_scored(rows.scores),
-        exits=True,
+        group="exits",
         least_labels=3,
     ),
     Column(
@@ -174,33 +195,53 @@ COLUMNS = (
     ),
     Column("prediction", pa.string(), lambda rows: rows.of_scored(_best(rows, rows.scores)), counted=True),
     Column("prompt_tokens", pa.int64(), lambda rows: [p and len(p.tokens) for p in rows.prompts], counted=True),
-    Column("shared_tokens", pa.int64(), _of_result("shared_tokens")),
+    Column("shared_tokens", pa.int64(), _of_result("shared_tokens"), conditional=False),
     Column("kept_tokens", pa.int64(), _of_result("kept_tokens")),
-    Column("computed_tokens", pa.int64(), _of_result("computed_tokens"), counted=True),
-    Column("seconds", pa.float64(), _of_result("seconds"), counted=True),
+    Column("computed_tokens", pa.int64(), _of_result("computed_tokens"), counted=True, conditional=False),
+    Column("seconds", pa.float64(), _of_result("seconds"), counted=True, conditional=False),
     Column("method", pa.string(), _of_result("method"), counted=True),
     Column(
         "adapter",
         pa.string(),
         lambda rows: [p and p.adapter for p in rows.prompts],
-        adapters=True,
+        group="adapters",
     ),
-    Column("exit_layer", pa.int64(), _of_result("exit_layer"), exits=True),
+    Column("exit_layer", pa.int64(), _of_result("exit_layer"), group="exits"),
     Column("truncated", pa.bool_(), lambda rows: [p is not None and p.truncated for p in rows.prompts], counted=True),
-    Column("error", pa.string(), lambda rows: [error and error.code for error in rows.errors], counted=True),
-    Column("error_detail", pa.string(), lambda rows: [error and error.detail for error in rows.errors], counted=True),
+    Column(
+        "error",
+        pa.string(),
+        lambda rows: [error and error.code for error in rows.errors],
+        counted=True,
+        conditional=False,
+    ),
+    Column(
+        "error_detail",
+        pa.string(),
+        lambda rows: [error and error.detail for error in rows.errors],
+        counted=True,
+        conditional=False,
+    ),
     Column(
         "audit_score",
         pa.float64(),
         lambda rows: rows.of_scored([None if p is None else p[0] for p in rows.audited]),
-        audit=True,
+        group="audit",
+        conditional=False,
     ),
     Column(
         "audit_prediction",
         pa.string(),
         lambda rows: rows.of_scored(_best(rows, rows.audited)),
-        audit=True,
+        group="audit",
+        conditional=False,
     ),
+    Column("rationale", pa.string(), _of_rationale("text"), **_WRITTEN),
+    Column("rationale_tokens", pa.int64(), _of_rationale("tokens"), **_WRITTEN),
+    Column("finish_reason", pa.string(), _of_rationale("finish_reason"), **_WRITTEN),
+    Column("rationale_gap", pa.float64(), _gaps, **_WRITTEN),
+    Column("rationale_source", pa.string(), _of_rationale("source"), **_WRITTEN),
+    Column("evidence", EVIDENCE, _evidence, group="evidence", conditional=False),
 )
 """In the order of the output, after the id and the columns that are carried from the input."""
 
@@ -209,24 +250,25 @@ COLUMN_TYPES = {column.name: column.type for column in COLUMNS}
 
 
 def result_schema(
-    labels: Sequence[str],
-    audit: bool = False,
-    calibrated: bool = False,
-    exits: bool = False,
-    measure: Measure = Measure.SHARES,
-    adapters: bool = False,
+    labels: Sequence[str], groups: ColumnGroups = NO_GROUPS, measure: Measure = Measure.SHARES
 ) -> pa.Schema:
     """Names and types of the columns that scoring adds."""
-    columns = _columns(len(labels), audit, calibrated, exits, measure, adapters)
+    columns = _columns(len(labels), groups, measure)
     return pa.schema([(name, column.type) for column in columns for name in _names(column, labels)])
 
 
-def result_arrays(
-    rows: ResultRows, audit: bool = False, exits: bool = False, adapters: bool = False
-) -> list[pa.Array]:
-    """The columns of `result_schema` for these rows, with those of a calibration where they have one."""
+def conditional_schema(
+    labels: Sequence[str], groups: ColumnGroups = NO_GROUPS, measure: Measure = Measure.SHARES
+) -> pa.Schema:
+    """Those columns of `result_schema` that a `RowCondition` may use."""
+    columns = [column for column in _columns(len(labels), groups, measure) if column.conditional]
+    return pa.schema([(name, column.type) for column in columns for name in _names(column, labels)])
+
+
+def result_arrays(rows: ResultRows, groups: ColumnGroups = NO_GROUPS) -> list[pa.Array]:
+    """The columns of `result_schema` for these rows."""
     arrays = []
-    for column in _columns(len(rows.labels), audit, rows.calibrated is not None, exits, rows.measure, adapters):
+    for column in _columns(len(rows.labels), groups, rows.measure):
         values = column.values(rows)
         if "<label>" in column.name:
             arrays += [pa.array(of_label, column.type) for of_label in np.asarray(values).T]
@@ -235,18 +277,23 @@ def result_arrays(
     return arrays
 
 
-def _columns(
-    labels: int, audit: bool, calibrated: bool, exits: bool, measure: Measure, adapters: bool
-) -> list[Column]:
+def result_values(rows: ResultRows, names: Set[str], groups: ColumnGroups) -> dict[str, list[Any]]:
+    """The values [rows] of those columns of `conditional_schema` that are named, by name; only these are computed."""
+    found: dict[str, list[Any]] = {}
+    for column in _columns(len(rows.labels), groups, rows.measure):
+        own = _names(column, rows.labels)
+        if not column.conditional or names.isdisjoint(own):
+            continue
+        values = np.asarray(column.values(rows), object).reshape(len(rows.numbers), len(own))
+        found |= {name: values[:, at].tolist() for at, name in enumerate(own) if name in names}
+    return found
+
+
+def _columns(labels: int, groups: ColumnGroups, measure: Measure) -> list[Column]:
     return [
         column
         for column in COLUMNS
-        if (audit or not column.audit)
-        and (calibrated or not column.calibrated)
-        and (exits or not column.exits)
-        and (adapters or not column.adapters)
-        and labels >= column.least_labels
-        and measure in column.measures
+        if groups.has(column.group) and labels >= column.least_labels and measure in column.measures
     ]
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from prefillcli.data.output.column_groups import NO_GROUPS, ColumnGroups
 from prefillcli.data.output.columns import ResultRows, result_arrays, result_schema
 from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.manifest import Job
@@ -98,14 +99,12 @@ def is_part(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def make_rows(
-    window: Window, rows: ResultRows, audit: bool = False, exits: bool = False, adapters: bool = False
-) -> pa.Table:
+def make_rows(window: Window, rows: ResultRows, groups: ColumnGroups = NO_GROUPS) -> pa.Table:
     """Row number, carried columns and result columns of some rows of a window."""
     carried = window.carried.take(pa.array(np.searchsorted(window.rows, rows.numbers)))
-    results = result_schema(rows.labels, audit, rows.calibrated is not None, exits, rows.measure, adapters)
+    results = result_schema(rows.labels, groups, rows.measure)
     return pa.Table.from_arrays(
-        [pa.array(rows.numbers), *carried.columns, *result_arrays(rows, audit, exits, adapters)],
+        [pa.array(rows.numbers), *carried.columns, *result_arrays(rows, groups)],
         schema=pa.schema([(ROW, pa.int64()), *carried.schema, *results]),
     )
 

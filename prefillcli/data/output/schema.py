@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from prefillcli.data.output.column_groups import NO_GROUPS, ColumnGroups
 from prefillcli.data.output.columns import ROW_COLUMN, result_schema
 from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.json_columns import type_for, typed_column
@@ -31,18 +32,12 @@ class OutputSchema:
     """Whether the carried columns are JSON text."""
     json_text: bool
     """Whether such text is written as it is; else its values get the type that holds them."""
-    audit: bool
-    """Whether there are the columns of an audit."""
     truth: str | None
     """The carried column with the right answers."""
-    calibrated: bool = False
-    """Whether there are calibrated probabilities."""
-    exits: bool = False
-    """Whether there are the columns of a job whose rows may leave early."""
+    groups: ColumnGroups = NO_GROUPS
+    """Which columns there are beside those of every output."""
     measure: Measure = Measure.SHARES
     """What the numbers of the labels are."""
-    adapters: bool = False
-    """Whether there is the column with each row's adapter."""
 
     def require_distinct(self) -> None:
         """Raise UsageError if a carried column has the name of another column of the output."""
@@ -83,7 +78,7 @@ class OutputSchema:
     @property
     def _results(self) -> pa.Schema:
         """The columns that scoring adds."""
-        return result_schema(self.labels, self.audit, self.calibrated, self.exits, self.measure, self.adapters)
+        return result_schema(self.labels, self.groups, self.measure)
 
     @property
     def _typed(self) -> bool:

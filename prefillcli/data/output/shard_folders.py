@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import pyarrow as pa
 
 from prefillcli.data.output import heartbeat, parts
+from prefillcli.data.output.column_groups import ColumnGroups
 from prefillcli.data.output.manifest import NAME, Manifest
 from prefillcli.data.output.schema import OutputSchema
 from prefillcli.data.output.store import Store, open_store
@@ -98,8 +99,8 @@ def folder_of(target: Target, shard: Shard) -> ShardFolder:
 
 def of_schema(schema: OutputSchema) -> dict[str, Any]:
     """An output's columns as JSON; whether JSON is written as text follows from the format."""
-    plain = {name: getattr(schema, name) for name in ("labels", "id_name", "json_carried", "audit", "truth")}
-    plain |= {name: True for name in ("calibrated", "exits", "adapters") if getattr(schema, name)}
+    plain = {name: getattr(schema, name) for name in ("labels", "id_name", "json_carried", "truth")}
+    plain |= {"audit": schema.groups.audit, **dict.fromkeys(schema.groups.names, True)}
     plain |= {} if schema.measure is Measure.SHARES else {"measure": schema.measure.value}
     return plain | {"carried": _packed(schema.carried)}
 
@@ -108,7 +109,8 @@ def to_schema(content: dict[str, Any], *, json_text: bool) -> OutputSchema:
     """The columns of `of_schema`. Raises KeyError, TypeError, ValueError or ArrowException for anything else."""
     rest = content | {"labels": tuple(content["labels"]), "carried": _unpacked(content["carried"])}
     rest["measure"] = Measure(content.get("measure", Measure.SHARES))
-    return OutputSchema(**rest, json_text=json_text)
+    groups = {each.name: rest.pop(each.name) for each in fields(ColumnGroups) if each.name in rest}
+    return OutputSchema(**rest, groups=ColumnGroups(**groups), json_text=json_text)
 
 
 def of_partitions(partitions: Partitions) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from prefillcli.data.output import heartbeat, parts
 from prefillcli.data.output.assembly import write_output
+from prefillcli.data.output.column_groups import NO_GROUPS, ColumnGroups
 from prefillcli.data.output.columns import ResultRows
 from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.json_columns import kinds_of
@@ -62,25 +63,21 @@ class Sink:
         id_name: str | None,
         jsonl_input: bool,
         carried: pa.Schema | None = None,
-        audit: bool = False,
         truth: str | None = None,
-        calibrated: bool = False,
-        exits: bool = False,
+        groups: ColumnGroups = NO_GROUPS,
         measure: Measure = Measure.SHARES,
-        adapters: bool = False,
         partitions: Partitions | None = None,
         shard: Shard | None = None,
     ) -> Self:
         """Begin the job's output, or go on with it; a `shard` is for a `ShardSink`.
 
         `selection` are the options that say which rows of the input are taken, `carried` is the schema of the id and
-        the kept columns (`Source.carried_schema`). With an `audit` the output has its columns; `truth` is the carried
-        column with the right answers. With `calibrated` it has probabilities, and `write` needs the calibration; with
-        `exits` it says where rows left, with `adapters` which adapter read each. `measure` says what the labels'
-        numbers are. With `partitions`, whose keys are carried columns, the files of a directory lie in folders that
-        hold them. Raises UsageError for an unknown ending, a clash of column names, or if the job's own output exists
-        and neither flag is given; OutputConflictError if it is another job's, or damaged; ResourceError if another
-        process is working on it.
+        the kept columns (`Source.carried_schema`); `truth` is the carried column with the right answers. The output
+        has the columns of these `groups`; for calibrated ones `write` needs the calibration. `measure` says what the
+        labels' numbers are. With `partitions`, whose keys are carried columns, the files of a directory lie in folders
+        that hold them. Raises UsageError for an unknown ending, a clash of column names, or if the job's own output
+        exists and neither flag is given; OutputConflictError if it is another job's, or damaged; ResourceError if
+        another process is working on it.
         """
         target = Target.parse(output, shard)
         schema = OutputSchema(
@@ -89,12 +86,9 @@ class Sink:
             carried=carried if carried is not None else pa.schema([]),
             json_carried=jsonl_input,
             json_text=target.file_format.json_text,
-            audit=audit,
             truth=truth,
-            calibrated=calibrated,
-            exits=exits,
+            groups=groups,
             measure=measure,
-            adapters=adapters,
         )
         schema.require_distinct()
         job = Job(fingerprint, selection, id_name)
@@ -211,7 +205,7 @@ class Sink:
         self._lock.check()
         schema, shard = self._schema, self._target.shard
         found = ResultRows.of(window, results, errors, schema.labels, temperature, calibration, schema.measure)
-        rows = parts.make_rows(window, found, schema.audit, schema.exits, schema.adapters)
+        rows = parts.make_rows(window, found, schema.groups)
         info = parts.PartInfo(
             job=self._manifest.job,
             plan=self.plan,

@@ -40,6 +40,27 @@ class LayerRows(NamedTuple):
 
 
 @dataclass
+class RationaleTally:
+    """The rows that are written about, and their tokens."""
+
+    tokens: int = 0
+    finish_reasons: dict[str, int] = field(default_factory=dict)
+    """Rows by why their text ends."""
+    sources: dict[str, int] = field(default_factory=dict)
+    """Rows by what their text was written from."""
+
+    @property
+    def rows(self) -> int:
+        return sum(self.finish_reasons.values())
+
+    def add(self, other: RationaleTally) -> None:
+        """Add what `other` tallied."""
+        self.tokens += other.tokens
+        _add(self.finish_reasons, other.finish_reasons)
+        _add(self.sources, other.sources)
+
+
+@dataclass
 class Tallies:
     """Numbers and texts only, so that JSON gives back what it was given."""
 
@@ -53,6 +74,10 @@ class Tallies:
     """Scored rows by the layers they went through, or `TO_THE_END`; empty for an output without exits."""
     adapters: dict[str, int] = field(default_factory=dict)
     """Scored rows by adapter, those without one under an empty name; empty for an output without such a column."""
+    rationales: RationaleTally = field(default_factory=RationaleTally)
+    """What was written; empty for an output without rationales."""
+    evidence: int = 0
+    """Rows whose sections were weighed."""
     slowest: list[dict[str, Any]] = field(default_factory=list)
     """Slowest first: row, id, seconds, prompt_tokens, computed_tokens, method."""
     failed: list[dict[str, Any]] = field(default_factory=list)
@@ -62,7 +87,8 @@ class Tallies:
     def of_json(cls, content: dict[str, Any]) -> Tallies:
         """The tallies that `dataclasses.asdict` and JSON wrote. Raises TypeError for anything else."""
         layers = {name: LayerRows(*found) for name, found in content.get("exit_layers", {}).items()}
-        return cls(**content | {"exit_layers": layers})
+        rationales = RationaleTally(**content.get("rationales", {}))
+        return cls(**content | {"exit_layers": layers, "rationales": rationales})
 
     def add_rows(self, rows: pa.Table, id_name: str | None = None, *, json_id: bool = False) -> None:
         """Tally output rows. `id_name` is the column with their ids, `json_id` whether it holds JSON.
@@ -76,6 +102,8 @@ class Tallies:
                 methods=_counted(rows["method"]),
                 exit_layers=_exit_layers(rows),
                 adapters=_adapters(rows),
+                rationales=_rationales(rows),
+                evidence=len(rows) - rows["evidence"].null_count if "evidence" in rows.column_names else 0,
                 slowest=_slowest(rows, id_name, json_id),
                 failed=_failed(rows, id_name, json_id),
             )
@@ -90,6 +118,8 @@ class Tallies:
             _add(self.lengths.setdefault(kind, {}), found)
         _add(self.methods, other.methods)
         _add(self.adapters, other.adapters)
+        self.rationales.add(other.rationales)
+        self.evidence += other.evidence
         for name, added in other.exit_layers.items():
             before = self.exit_layers.get(name, LayerRows(0, 0))
             self.exit_layers[name] = LayerRows(*(a + b for a, b in zip(before, added, strict=True)))
@@ -110,6 +140,13 @@ def _adapters(rows: pa.Table) -> dict[str, int]:
     if "adapter" not in rows.column_names:
         return {}
     return _counted(pc.fill_null(rows["adapter"].filter(pc.is_valid(rows["score"])), ""))
+
+
+def _rationales(rows: pa.Table) -> RationaleTally:
+    if "finish_reason" not in rows.column_names:
+        return RationaleTally()
+    tokens = pc.sum(rows["rationale_tokens"]).as_py() or 0
+    return RationaleTally(tokens, _counted(rows["finish_reason"]), _counted(rows["rationale_source"]))
 
 
 def _exit_layers(rows: pa.Table) -> dict[str, LayerRows]:
