@@ -1,4 +1,4 @@
-"""vLLM as an engine: token ids in, the numbers of the labels out, with its prefix cache on.
+"""vLLM as an engine: token ids in, the numbers of the labels and texts out, with its prefix cache on.
 
 The prompts come in the order of the plan, so that those with a common prefix follow each other and find it cached.
 """
@@ -14,9 +14,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
+from prefillcli.decode.continuations import DecodingReport
 from prefillcli.engines.base import (
     PLAIN,
     Answer,
+    Continuations,
     EngineChoice,
     LabelTokens,
     Loaded,
@@ -27,13 +29,15 @@ from prefillcli.engines.base import (
 )
 from prefillcli.engines.engine_options import check_options
 from prefillcli.engines.guard import Guard
-from prefillcli.engines.vllm_answers import HeadOutputs, NextToken
+from prefillcli.engines.vllm_answers import HeadOutputs, NextToken, WholeVocabulary
+from prefillcli.engines.vllm_texts import VllmTexts
 from prefillcli.errors import EngineDiedError, PrefillError, ResourceError, UsageError, brief
 from prefillcli.models import open as models
 from prefillcli.models.find import with_weights
 from prefillcli.models.heads import ClassHead
 from prefillcli.models.open import Opened
 from prefillcli.plan.pack import Key, Limits, Pack
+from prefillcli.plan.trie import TokenArray
 from prefillcli.runtime.extras import require_extra
 from prefillcli.runtime.streams import stdout_to_stderr
 
@@ -186,7 +190,8 @@ class VllmEngine(PackByPack):
             from vllm.v1.engine.exceptions import EngineDeadError
         self.limits = Limits(tokens=1 << 62, max_tokens=max_length)
         self._dead: type[Exception] = EngineDeadError
-        self._reader = NextToken() if head is None else HeadOutputs(head)
+        speculates = bool((options or {}).get("speculative_config"))
+        self._reader = HeadOutputs(head) if head else WholeVocabulary() if speculates else NextToken()
         known = max_length < 1 << 30
         arguments: dict[str, Any] = {
             "model": str(model),
@@ -196,7 +201,7 @@ class VllmEngine(PackByPack):
             "trust_remote_code": trust_remote_code,
             "max_model_len": max_length + 1 if known else None,
             "enable_prefix_caching": True,
-            "disable_log_stats": True,
+            "disable_log_stats": not speculates,  # it counts guesses with the rest
             **self._reader.arguments,
             **{key: value for key, value in (options or {}).items() if key != "max_model_len" or not known},
         }
@@ -212,6 +217,7 @@ class VllmEngine(PackByPack):
             guard.watch(self._wake)  # killed, they would leave `step` waiting for ever
             stack.callback(guard.release)
             self._room = QUEUE * int(self._engine.vllm_config.scheduler_config.max_num_seqs)
+            self._texts = VllmTexts(self._engine, max_length)
             self._open = stack.pop_all()
 
     def answer(
@@ -221,32 +227,66 @@ class VllmEngine(PackByPack):
         tick: Callable[[float], None],
         treatment: Treatment = PLAIN,
     ) -> Iterator[list[Answer]]:
-        """As `Engine`. The time between two steps that answer is shared by computed tokens."""
+        """As `Engine`. The time between two steps that answer is shared by computed tokens.
+
+        Where texts are written, as many prompts as vLLM holds are scored, then those of them that are wanted are
+        written on: while a request is scored, vLLM gives another one no log-probabilities of its text.
+        """
         waiting = sequences(pack)
-        lengths: dict[str, int] = {}  # of the prompts that vLLM holds
         step = len(pack.tokens) / len(pack.prompts)
+        if treatment.continuations is None:
+            yield from self._score(waiting, labels, tick, step)
+            return
+        while group := list(islice(waiting, self._room)):
+            scored = [answer for each in self._score(iter(group), labels, tick, step) for answer in each]
+            yield self._written_on(scored, treatment.continuations, tick)
+
+    def _score(
+        self,
+        waiting: Iterator[tuple[int, TokenArray]],
+        labels: Callable[[int], LabelTokens],
+        tick: Callable[[float], None],
+        step: float,
+    ) -> Iterator[list[Answer]]:
+        """The answers to prompts; `tick` is called with `step` for each."""
+        lengths: dict[str, int] = {}  # of the prompts that vLLM holds
         begun = time.monotonic()
         while True:
-            try:
+            with self._asking(tick):
                 for prompt, tokens in islice(waiting, self._room - len(lengths)):
                     ids = {"prompt_token_ids": tokens.tolist()}
                     self._engine.add_request(str(prompt), ids, self._reader.asked(labels(prompt)))
                     lengths[str(prompt)] = len(tokens)
-                if not lengths:
-                    return
-                outputs = [output for output in self._engine.step() if output.finished]
-            except self._dead as error:
-                tick(0)  # the signal that ends this run may have ended vLLM first
-                raise EngineDiedError(
-                    "vLLM has died; what it wrote above says why\nthe rows so far are kept: --resume goes on with them"
-                ) from error
-            except ValueError as error:
-                raise UsageError(f"vLLM does not take a prompt or the labels: {brief(error)}") from error
+                outputs = [output for output in self._engine.step() if output.finished] if lengths else []
+            if not lengths:
+                return
             if outputs:
                 now = time.monotonic()
                 yield self._answers(outputs, lengths, labels, now - begun)
                 begun = now
             tick(step * len(outputs))
+
+    def _written_on(
+        self, answers: list[Answer], continuations: Continuations, tick: Callable[[float], None]
+    ) -> list[Answer]:
+        """The answers, with a text behind each prompt where that is wanted."""
+        wanted = continuations.wanted(answers)
+        with self._asking(tick):
+            found = self._texts.write(wanted, continuations.writing, tick)
+        return [replace(answer, continuation=found.get(answer.prompt)) for answer in answers]
+
+    @contextmanager
+    def _asking(self, tick: Callable[[float], None]) -> Iterator[None]:
+        """What vLLM raises while it is asked is told."""
+        try:
+            yield
+        except self._dead as error:
+            tick(0)  # the signal that ends this run may have ended vLLM first
+            raise EngineDiedError(
+                "vLLM has died; what it wrote above says why\nthe rows so far are kept: --resume goes on with them"
+            ) from error
+        except ValueError as error:
+            raise UsageError(f"vLLM does not take a prompt or the labels: {brief(error)}") from error
 
     def _answers(
         self, outputs: list[Any], lengths: dict[str, int], labels: Callable[[int], LabelTokens], seconds: float
@@ -277,6 +317,9 @@ class VllmEngine(PackByPack):
 
     def weights_report(self) -> None:
         return None
+
+    def decoded(self) -> DecodingReport | None:
+        return self._texts.report()
 
     def close(self) -> None:
         self._open.close()

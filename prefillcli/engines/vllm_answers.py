@@ -1,4 +1,4 @@
-"""What is asked of vLLM for a prompt, and the numbers of the labels in what it answers."""
+"""What is asked of vLLM to score a prompt, and the numbers of the labels in what it answers."""
 
 from __future__ import annotations
 
@@ -36,6 +36,29 @@ class NextToken:
             raise PrefillError(f"vLLM did not answer a prompt of {len(output.prompt_token_ids)} tokens")
         found = completion.logprobs[0]
         return np.array([np.logaddexp.reduce([found[token].logprob for token in label]) for label in labels])
+
+
+class WholeVocabulary:
+    """The log-probabilities of the label tokens, among those of all tokens: while it speculates, vLLM gives those of
+    chosen tokens for none."""
+
+    arguments = {"max_logprobs": -1}  # noqa: RUF012
+
+    def asked(self, labels: LabelTokens) -> Any:
+        """The parameters of a request."""
+        from vllm import SamplingParams
+
+        return SamplingParams(max_tokens=1, temperature=0, logprobs=-1, flat_logprobs=True, detokenize=False)
+
+    def numbers(self, output: Any, labels: LabelTokens) -> npt.NDArray[np.float64]:
+        """As of `NextToken`."""
+        (completion,) = output.outputs
+        if not completion.logprobs:
+            raise PrefillError(f"vLLM did not answer a prompt of {len(output.prompt_token_ids)} tokens")
+        tokens = np.array(completion.logprobs.token_ids)
+        logprobs = np.empty(tokens.max() + 1)
+        logprobs[tokens] = completion.logprobs.logprobs
+        return np.array([np.logaddexp.reduce(logprobs[list(label)]) for label in labels])
 
 
 class HeadOutputs:

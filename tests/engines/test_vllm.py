@@ -6,6 +6,7 @@ A vLLM takes half a minute to start, so most jobs of this module share one. Thos
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 try:
     import psutil  # comes with vLLM
@@ -28,9 +31,13 @@ except ImportError:
 
 from prefillcli.bench.bench_job import bench_job
 from prefillcli.bench.report import BenchReport
+from prefillcli.decode.continuations import Beginning, Writing
+from prefillcli.engines.base import Answer
+from prefillcli.engines.hf import HfEngine
 from prefillcli.models.law import PACK_TOKENS
 from prefillcli.options.bench import BenchSettings
 from prefillcli.plan.plan import make_plan
+from tests.engines.written import Given, answers
 from tests.score.jobs import Reference, read_output, read_report, score, texts, write_jsonl, write_parquet
 from tests.score.models import save_model
 
@@ -137,6 +144,93 @@ def test_variants_of_a_label_are_summed_over_the_whole_vocabulary(started: list[
         wanted = reference.answer(text, ((" Yes", "Yes", "yes"), (" No",)))
         assert abs(row["score"] - wanted.score) < FLOAT32
         assert abs(row["label_mass"] - wanted.label_mass) < FLOAT32
+
+
+# ----------------------------------------------------------------------------------------------------------- texts
+
+
+@pytest.fixture(scope="module")
+def asked() -> tuple[list[Any], dict[int, Beginning]]:
+    """Prompts that repeat themselves, of which each second is written on."""
+    generator = np.random.default_rng(1)
+    parts = [generator.integers(3, 300, 60 + number).astype(np.int32) for number in range(10)]
+    prompts = [np.tile(part, 2 + number % 3) for number, part in enumerate(parts)]
+    beginnings = {n: Beginning(prompts[n], (5 + n, 7), key=f"row {n}") for n in range(0, 10, 2)}
+    return prompts, beginnings
+
+
+@pytest.fixture(scope="module")
+def written(llama: Path, asked: tuple[list[Any], dict[int, Beginning]]) -> tuple[Writing, dict[int, Answer]]:
+    """Texts of at most 24 tokens by transformers, and how: one of them ends before that."""
+    engine = HfEngine(AutoModelForCausalLM.from_pretrained(llama).eval(), max_length=2048)
+    prompts, beginnings = asked
+    longest = answers(engine, prompts, Given(Writing(24), beginnings))
+    writing = Writing(24, frozenset({longest[4].continuation.tokens[9]}))
+    return writing, answers(engine, prompts, Given(writing, beginnings))
+
+
+def assert_same_texts(found: dict[int, Answer], wanted: dict[int, Answer]) -> None:
+    assert found.keys() == wanted.keys()
+    for prompt, answer in found.items():
+        assert np.abs(answer.logprobs - wanted[prompt].logprobs).max() < FLOAT32
+        text, other = answer.continuation, wanted[prompt].continuation
+        assert (text is None) == (other is None)
+        if text is not None:
+            assert (text.tokens, text.finish_reason) == (other.tokens, other.finish_reason)
+            assert text.gap == pytest.approx(other.gap, abs=FLOAT32)
+
+
+def test_greedy_texts_are_those_of_transformers(shared: Any, asked: Any, written: Any) -> None:
+    writing, wanted = written
+    shared.forget()
+    assert_same_texts(answers(shared, asked[0], Given(writing, asked[1])), wanted)
+    assert {each.continuation.finish_reason for each in wanted.values() if each.continuation} == {"stop", "length"}
+    report = shared.decoded()
+    assert report.texts == report.kept_prompts == 5, "prompts are in the cache when their texts begin"
+    assert report.row_passes == sum(
+        len(each.continuation.tokens) + (each.continuation.finish_reason == "stop")
+        for each in wanted.values()
+        if each.continuation
+    )
+
+
+def test_drawn_texts_follow_from_seed_and_key(shared: Any, asked: Any) -> None:
+    prompts, beginnings = asked
+    drawn = Writing(24, temperature=1.0, seed=1)
+    first, again, other = (
+        {prompt: each.continuation for prompt, each in answers(shared, prompts, Given(how, beginnings)).items()}
+        for how in (drawn, drawn, replace(drawn, seed=2))
+    )
+    for prompt in beginnings:
+        assert first[prompt].tokens == again[prompt].tokens != other[prompt].tokens
+        assert math.isnan(first[prompt].gap)
+
+
+def test_texts_end_where_the_model_does(shared: Any) -> None:
+    prompts = [np.full(length, 5, dtype=np.int32) for length in (2040, 2047)]
+    beginnings = {number: Beginning(prompt, (7,), key="") for number, prompt in enumerate(prompts)}
+    found = answers(shared, prompts, Given(Writing(24), beginnings))
+    assert [len(found[number].continuation.tokens) for number in range(2)] == [7, 0]
+    assert {each.continuation.finish_reason for each in found.values()} == {"length"}
+
+
+def test_its_own_speculation_changes_neither_scores_nor_texts(llama: Path, asked: Any, written: Any) -> None:
+    from prefillcli.engines.vllm import VllmEngine
+
+    speculation = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    options = {**FAST, "block_size": 32, "speculative_config": speculation}
+    writing, wanted = written
+    with closing(VllmEngine(llama, dtype="float32", max_length=2048, options=options)) as engine:
+        assert_same_texts(answers(engine, asked[0], Given(writing, asked[1])), wanted)
+        report = engine.decoded()
+    counts = report.drafters["ngram"]
+    assert counts.proposed >= counts.accepted > 0
+    chosen = sum(
+        len(each.continuation.tokens) + (each.continuation.finish_reason == "stop")
+        for each in wanted.values()
+        if each.continuation
+    )
+    assert report.row_passes < chosen
 
 
 # ----------------------------------------------------------------------------------------------------------- heads
