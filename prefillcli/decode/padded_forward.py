@@ -1,0 +1,184 @@
+"""A model's forward pass over the newest tokens of rows that see a few tokens each: a `Forward` over padded caches."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prefillcli.decode.contracts import NewTokens
+from prefillcli.decode.padded_cache import PaddedLayer, PassTokens
+from prefillcli.prefill.attention import attend, attend_blockwise
+from prefillcli.prefill.forest import ForestAttention, Scoring, UnsupportedModelError
+from prefillcli.prefill.layout import IntArray
+from prefillcli.prefill.recurrent import recurrent_modules
+from prefillcli.prefill.walk import LayerWalk
+
+DROP_SHARE = 0.5  # of the rows: when no more than these go on, the others' K,V leave the caches
+
+
+class PaddedForward:
+    """Reads what comes behind some chosen tokens of each row; `open` the rows first.
+
+    Where the model's layers keep states, or are walked with the model's own cache, raises UnsupportedModelError.
+    """
+
+    can_forget = True
+
+    def __init__(self, walk: LayerWalk) -> None:
+        walk.check_queries()
+        check_no_states(walk)
+        self._walk = walk
+        self._rows: dict[int, int] = {}  # the place of each row in the caches
+        self._read = np.zeros(0, dtype=np.int64)  # text tokens, by place
+        self._positions = np.zeros(0, dtype=np.int64)  # of the first one
+        self._depths = np.zeros(0, dtype=np.int64)  # of the first one
+        self._dropped: set[int] = set()
+        self.layers: list[PaddedLayer] = []
+
+    def open(self, rows: Sequence[int], chosen: Sequence[int] | None = None) -> None:
+        """Read these rows from now on, and none of those before.
+
+        Before its text each layer keeps `chosen[layer]` tokens of a row, at most; none where this is None.
+        """
+        self._rows = {row: place for place, row in enumerate(rows)}
+        self._read, self._positions, self._depths = (np.zeros(len(rows), dtype=np.int64) for _ in range(3))
+        self._dropped = set()
+        widths = chosen or [0] * len(self._walk.layers)
+        self.layers = [PaddedLayer(len(rows), width) for width in widths]
+
+    def begin_text(self, row: int, position: int, depth: int) -> None:
+        """A row's text begins at this position and depth. Nothing of it was read."""
+        place = self._rows[row]
+        self._read[place], self._positions[place], self._depths[place] = 0, position, depth
+
+    def place(self, row: int) -> int:
+        """The row's number in the caches."""
+        return self._rows[row]
+
+    def read_so_far(self, row: int) -> int:
+        """How many tokens of a row's text were read."""
+        return int(self._read[self._rows[row]])
+
+    def has_text(self, row: int, tokens: int) -> None:
+        """The caches have the K,V of so many tokens of a row's text."""
+        self._read[self._rows[row]] = tokens
+
+    def __call__(self, new: NewTokens) -> Iterator[Tensor]:
+        for part in self._parts(new):
+            yield from self._walk.logits(self._hidden(part))
+
+    @torch.inference_mode()
+    def last_logits(self, new: NewTokens) -> Tensor:
+        """As a call, but float32 [rows, vocabulary], after the last token of each row alone."""
+        found: list[Tensor] = []
+        for part in self._parts(new):
+            ends = np.cumsum([len(tokens) for _, tokens in part]) - 1
+            hidden = self._hidden(part)
+            found += self._walk.logits(hidden[:, torch.as_tensor(ends, device=hidden.device)])
+        return torch.cat(found)
+
+    def forget(self, row: int, tokens: int) -> None:
+        self._read[self._rows[row]] -= tokens
+
+    def drop(self, rows: Collection[int]) -> None:
+        self._dropped.update(row for row in rows if row in self._rows)
+        going = [row for row in self._rows if row not in self._dropped]
+        if len(going) > DROP_SHARE * len(self._rows):
+            return
+        places = [self._rows[row] for row in going]
+        for layer in self.layers:
+            layer.keep(places)
+        self._read, self._positions, self._depths = (
+            each[places] for each in (self._read, self._positions, self._depths)
+        )
+        self._rows, self._dropped = {row: place for place, row in enumerate(going)}, set()
+
+    def _parts(self, new: NewTokens) -> Iterator[NewTokens]:
+        """The rows in groups of no more tokens than one call of a layer computes, or of one row."""
+        part: list[tuple[int, Sequence[int]]] = []
+        total = 0
+        for row, tokens in new:
+            if part and total + len(tokens) > self._walk.chunk_tokens:
+                yield part
+                part, total = [], 0
+            part.append((row, tokens))
+            total += len(tokens)
+        if part:
+            yield part
+
+    @torch.inference_mode()
+    def _hidden(self, new: NewTokens) -> Tensor:
+        """The residual stream after the last layer, [1, tokens, hidden]."""
+        walk = self._walk
+        lengths = [len(tokens) for _, tokens in new]
+        rows = np.repeat([self._rows[row] for row, _ in new], lengths)
+        steps = np.concatenate([np.arange(length) for length in lengths])
+        read = self._read[rows] + steps
+        table = PassTokens(rows, steps, self._read.copy(), self._depths[rows] + read, self._depths, walk.device)
+        tokens = torch.as_tensor([token for _, tokens in new for token in tokens], dtype=torch.long)
+        recording = walk.record(tokens, self._positions[rows] + read)
+        hidden = recording.hidden
+        with _PaddedAttention(table) as attention:
+            for index, cache in enumerate(self.layers):
+                with walk.layers.use(index) as layer:
+                    attention.start_cache(cache)
+                    hidden = walk.call(layer, hidden, recording.calls[index], attention)
+        for row, length in zip(new, lengths, strict=True):
+            self._read[self._rows[row[0]]] += length
+        return hidden
+
+
+def check_no_states(walk: LayerWalk) -> None:
+    """Raise UnsupportedModelError if layers keep states, which cannot forget."""
+    for index in range(len(walk.layers)):
+        with walk.layers.use(index) as layer:
+            if recurrent_modules(layer):
+                walk.layers.end_pass()
+                raise UnsupportedModelError("recurrent layers cannot forget tokens that were guessed wrong")
+
+
+class _PaddedAttention(ForestAttention):
+    """Attention of new tokens over the padded caches of their rows."""
+
+    def __init__(self, new: PassTokens) -> None:
+        super().__init__(0)
+        self._new = new
+        self._cache: PaddedLayer | None = None
+
+    def start_cache(self, cache: PaddedLayer) -> None:
+        """The next call is of the layer whose K,V these are."""
+        self.start_layer(())
+        self._cache, self.calls = cache, 0
+
+    @property
+    def depths(self) -> IntArray:
+        return self._new.depths
+
+    def receive(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> None:
+        if self._cache is None:
+            raise RuntimeError("say which layer is called")
+        self._cache.append(self._new, key, value)
+
+    def compute(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+        new, cache = self._new, self._cache
+        if cache is None:
+            raise RuntimeError("say which layer is called")
+        first, last = int(new.rows.min()), int(new.rows.max()) + 1
+        at = new.on_device("rows") - first, new.on_device("steps")
+        queries = query.new_zeros(last - first, new.most, query.shape[1], query.shape[3])
+        queries[at] = query[0].transpose(0, 1)
+        keys, values = (each[first:last, :, : cache.chosen + new.text] for each in cache.keys_values)
+        visible = cache.visible(new, scoring.window, first, last)
+        out, lse = _attend(queries.transpose(1, 2), keys, values, visible, scoring)
+        return out.transpose(1, 2)[at].transpose(0, 1)[None], lse.transpose(1, 2)[at].t()[None]
+
+
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, scoring: Scoring
+) -> tuple[Tensor, Tensor]:
+    if query.device.type == "cpu" or visible is None:
+        return attend(query, keys, values, visible=visible, **scoring.how)
+    return attend_blockwise(query, keys, values, visible=visible, block=keys.shape[2], **scoring.how)

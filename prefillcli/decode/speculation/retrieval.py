@@ -1,0 +1,206 @@
+"""The model as its own drafter, over a small part of each prompt's K,V (TriForce, arXiv 2404.11912).
+
+The target's own layers read the text behind a retrieval cache: per layer and K,V head the chunks of the prompt that
+the newest token attends to most. What they guess is checked over all K,V. A drafter of its own may guess for them in
+turn: then this is the paper's hierarchy (algorithm 1), where each level is the same loop over another forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prefillcli.decode.continuations import DecodingReport
+from prefillcli.decode.contracts import Drafter, RowText
+from prefillcli.decode.lockstep import LockStep
+from prefillcli.decode.padded_forward import PaddedForward
+from prefillcli.decode.speculation.retrieval_cache import chosen_tokens, gathered, saves
+from prefillcli.decode.token_choice import Chooser
+from prefillcli.plan.trie import common_prefix
+from prefillcli.prefill.held_parts import KeyValue
+from prefillcli.prefill.key_window import KeyWindow
+from prefillcli.prefill.layout import IntArray, on_device
+from prefillcli.prefill.walk import LayerWalk
+
+REBUILD_BELOW = 0.5  # rolling share of accepted guesses under which a cache is built anew
+REBUILD_STRIDE = 128  # tokens of text behind which it is built anew in any case
+REBUILD_LEAST = 16  # tokens of text that a cache serves at least
+ROLLING = 0.25  # weight of the latest round in the rolling acceptance
+
+
+class PromptSource(Protocol):
+    """What a retrieval cache is built from: a forward pass behind whole prompts."""
+
+    @property
+    def walk(self) -> LayerWalk:
+        """The model."""
+
+    def window(self, layer: int) -> KeyWindow | None:
+        """What a layer sees at most, where it attends through a window."""
+
+    def prompt_keys_values(self, layer: int, row: int) -> KeyValue | None:
+        """A layer's K,V [kv heads, tokens, width] of a row's prompt; None where it does not attend."""
+
+    def text_keys_values(self, layer: int, rows: IntArray, places: IntArray) -> KeyValue | None:
+        """A layer's K,V [tokens, kv heads, width] of some tokens behind prompts: of each its row, and its place behind
+        the row's prompt. None where the layer does not attend."""
+
+    def newest_query(self, layer: int, row: int) -> Tensor | None:
+        """A layer's query [heads, width] of the newest token that was read of a row and not forgotten."""
+
+    def text_read(self, row: int) -> int:
+        """How many tokens behind a row's prompt were read."""
+
+    def text_position(self, row: int) -> int:
+        """The position of the first token behind a row's prompt."""
+
+
+@dataclass(slots=True)
+class _Cached:
+    """A row with a retrieval cache. `draft` is its text as the cache's level has it."""
+
+    draft: RowText
+    built: int | None = None  # tokens behind the prompt that had been read when the cache was built
+    exact: int = 0  # tokens behind the prompt whose K,V are those of the whole prompt
+    accepted: float = 1.0  # rolling share
+
+
+class RetrievalDrafter:
+    """Guesses with the model of `source` over `budget` tokens of each prompt, in chunks of `chunk` tokens.
+
+    It has no guess for a row whose prompt is no longer than the budget. `inner` guesses `inner_tokens` tokens for it
+    in turn; what became of these is counted in `report`. Raises UnsupportedModelError for recurrent layers.
+    """
+
+    name = "retrieval"
+
+    def __init__(
+        self,
+        source: PromptSource,
+        chooser: Chooser,
+        *,
+        budget: int,
+        chunk: int,
+        report: DecodingReport,
+        inner: Drafter | None = None,
+        inner_tokens: int = 0,
+    ) -> None:
+        self._source = source
+        self._budget, self._chunk = budget, chunk
+        self._forward = PaddedForward(source.walk)
+        counts = DecodingReport(drafters=report.drafters)  # passes over the cache are not passes of the whole
+        self._level = _CacheLevel(self._forward, chooser, frozenset(), inner, inner_tokens, counts)
+        self._rows: dict[int, _Cached] = {}
+        self._open = False
+
+    def begin(self, rows: Sequence[RowText]) -> None:
+        able = [row for row in rows if saves(len(row.beginning.prompt), self._budget, self._chunk)]
+        self._rows = {row.number: _Cached(RowText(row.number, row.beginning)) for row in able}
+        self._open = False
+        self._level.begin([each.draft for each in self._rows.values()])
+
+    @torch.inference_mode()
+    def propose(self, rows: Sequence[RowText], most: Sequence[int]) -> list[list[int]]:
+        wanted = {row.number: len(row.written) + tokens for row, tokens in zip(rows, most, strict=True)}
+        able = [row for row in rows if row.number in self._rows and wanted[row.number] > len(row.written)]
+        if able and not self._open:
+            self._open_caches()
+        if able:
+            self._catch_up(able)
+        going = [self._rows[row.number].draft for row in able]
+        while going:
+            self._level.advance(going, [wanted[draft.number] - len(draft.written) for draft in going])
+            going = [draft for draft in going if len(draft.written) < wanted[draft.number]]
+        asked = {row.number for row in able}
+        return [self._guessed(row) if row.number in asked else [] for row in rows]
+
+    def checked(self, row: RowText, proposed: Sequence[int], accepted: int) -> None:
+        cached = self._rows[row.number]
+        cached.accepted += ROLLING * (accepted / len(proposed) - cached.accepted)
+
+    def end(self, row: RowText) -> None:
+        cached = self._rows.pop(row.number, None)
+        if cached is not None:
+            self._level.end([cached.draft])
+
+    def _open_caches(self) -> None:
+        """Make room. The model has been called by now, so that its layers' windows are known."""
+        longest = max(len(cached.draft.beginning.prompt) for cached in self._rows.values())
+        windows = [self._source.window(layer) for layer in range(len(self._source.walk.layers))]
+        widths = [self._budget if each is None else min(each.size, longest) for each in windows]
+        self._forward.open(list(self._rows), widths)
+        self._open = True
+
+    def _guessed(self, row: RowText) -> list[int]:
+        return self._rows[row.number].draft.written[len(row.written) :]
+
+    def _catch_up(self, rows: Sequence[RowText]) -> None:
+        """Bring the caches of rows and their drafts to where the rows are."""
+        of, places = [], []
+        for row in rows:
+            cached, read = self._rows[row.number], self._source.text_read(row.number)
+            draft = cached.draft
+            same = common_prefix(np.asarray(draft.written, dtype=np.int32), np.asarray(row.written, dtype=np.int32))
+            self._level.rewind(draft, same)
+            draft.written[same:] = row.written[same:]
+            if self._is_due(cached, read):
+                self._build(row, cached, read)
+            of.append(np.full(read - cached.exact, row.number))
+            places.append(np.arange(cached.exact, read))
+            cached.exact = read
+            self._forward.has_text(row.number, read)
+            self._level.has_read(draft, read)
+        self._put_text(np.concatenate(of), np.concatenate(places))
+
+    def _put_text(self, rows: IntArray, places: IntArray) -> None:
+        """Put the model's own K,V of text tokens into the caches."""
+        if not len(rows):
+            return
+        device = self._source.walk.device
+        at = on_device(np.asarray([self._forward.place(row) for row in rows.tolist()]), device)
+        columns, longest = on_device(places, device), int(places.max()) + 1
+        for index, layer in enumerate(self._forward.layers):
+            text = self._source.text_keys_values(index, rows, places)
+            if text is not None:
+                layer.put_text(at, columns, *text, longest)
+
+    def _is_due(self, cached: _Cached, read: int) -> bool:
+        if cached.built is None:
+            return True
+        since = read - cached.built
+        return since >= REBUILD_STRIDE or (since >= REBUILD_LEAST and cached.accepted < REBUILD_BELOW)
+
+    def _build(self, row: RowText, cached: _Cached, read: int) -> None:
+        """Choose what a row's cache keeps of its prompt."""
+        prompt = len(row.beginning.prompt)
+        place, device = self._forward.place(row.number), self._source.walk.device
+        for index, layer in enumerate(self._forward.layers):
+            both = self._source.prompt_keys_values(index, row.number)
+            query = self._source.newest_query(index, row.number)
+            if both is None or query is None:
+                continue
+            window = self._source.window(index)
+            if window is not None:
+                first = max(0, min(window.oldest(prompt), prompt))
+                layer.choose(place, both[0][:, first:], both[1][:, first:], np.arange(first, prompt))
+                continue
+            keys = both[0].to(device)
+            kept = chosen_tokens(keys, query, self._budget, self._chunk)
+            values = gathered(both[1], kept.to(both[1].device))
+            layer.choose(place, gathered(keys, kept), values)
+        if cached.built is None:
+            self._forward.begin_text(row.number, self._source.text_position(row.number), prompt)
+        cached.built, cached.accepted = read, 1.0
+
+
+class _CacheLevel(LockStep):
+    """The loop over the retrieval caches."""
+
+    def has_read(self, row: RowText, tokens: int) -> None:
+        """So many tokens behind a row's prompt need not be read."""
+        self._read[row.number] = tokens
