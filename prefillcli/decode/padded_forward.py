@@ -28,8 +28,7 @@ class PaddedForward:
     can_forget = True
 
     def __init__(self, walk: LayerWalk) -> None:
-        walk.check_queries()
-        check_no_states(walk)
+        check_forgets(walk)
         self._walk = walk
         self._rows: dict[int, int] = {}  # the place of each row in the caches
         self._read = np.zeros(0, dtype=np.int64)  # text tokens, by place
@@ -66,6 +65,7 @@ class PaddedForward:
         """The caches have the K,V of so many tokens of a row's text."""
         self._read[self._rows[row]] = tokens
 
+    @torch.inference_mode()
     def __call__(self, new: NewTokens) -> Iterator[Tensor]:
         for part in self._parts(new):
             yield from self._walk.logits(self._hidden(part))
@@ -131,8 +131,9 @@ class PaddedForward:
         return hidden
 
 
-def check_no_states(walk: LayerWalk) -> None:
-    """Raise UnsupportedModelError if layers keep states, which cannot forget."""
+def check_forgets(walk: LayerWalk) -> None:
+    """Raise UnsupportedModelError if layers keep states, which cannot forget, or the walk does not see their queries."""
+    walk.check_queries()
     for index in range(len(walk.layers)):
         with walk.layers.use(index) as layer:
             if recurrent_modules(layer):

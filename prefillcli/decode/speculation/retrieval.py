@@ -105,6 +105,10 @@ class RetrievalDrafter:
         self._level.begin([each.draft for each in self._rows.values()])
 
     @torch.inference_mode()
+    def reaches(self, row: RowText) -> bool:
+        """Whether it guesses for a row."""
+        return row.number in self._rows
+
     def propose(self, rows: Sequence[RowText], most: Sequence[int]) -> list[list[int]]:
         wanted = {row.number: len(row.written) + tokens for row, tokens in zip(rows, most, strict=True)}
         able = [row for row in rows if row.number in self._rows and wanted[row.number] > len(row.written)]

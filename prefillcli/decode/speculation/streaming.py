@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from prefillcli.decode.contracts import RowText
-from prefillcli.decode.padded_forward import PaddedForward
+from prefillcli.decode.padded_forward import PaddedForward, check_forgets
 from prefillcli.decode.token_choice import Chooser
 from prefillcli.plan.trie import TokenArray, common_prefix
 from prefillcli.prefill.walk import LayerWalk
@@ -30,33 +30,40 @@ class _Sequence:
     tokens: list[int] = field(default_factory=list)
 
 
-class StreamingDrafter:
-    """The draft model of `walk`, whose tokens below `vocabulary` are those of the model that checks its guesses.
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A small model with the tokenizer of the model that it guesses for.
 
-    `max_length` is the longest sequence that its position encoding takes. Raises UnsupportedModelError where it cannot
-    forget, and ValueError where nothing fits.
+    `max_length` is the longest sequence that its position encoding takes. Raises UnsupportedModelError for a model
+    that cannot forget what it has read: one with recurrent layers, or one that is walked with its own cache.
     """
+
+    walk: LayerWalk
+    max_length: int
+
+    def __post_init__(self) -> None:
+        check_forgets(self.walk)
+
+
+class StreamingDrafter:
+    """Guesses with `draft`, tokens below `vocabulary`: the target may know fewer than the draft model."""
 
     name = "draft"
 
     def __init__(
         self,
-        walk: LayerWalk,
+        draft: DraftModel,
         chooser: Chooser,
         *,
         vocabulary: int,
         sinks: int = 16,
         recent: int = 240,
-        max_length: int | None = None,
     ) -> None:
-        if sinks + recent < 1:
-            raise ValueError("the draft model has to see a token")
-        self._forward = PaddedForward(walk)
+        self._forward = PaddedForward(draft.walk)
         self._chooser = chooser
         self._vocabulary = vocabulary
-        self._known = int(walk.model.get_input_embeddings().weight.shape[0])
-        longest = 2 * (sinks + recent) + LEAST_ROOM
-        self._longest = longest if max_length is None else min(longest, max_length)
+        self._known = int(draft.walk.model.get_input_embeddings().weight.shape[0])
+        self._longest = min(2 * (sinks + recent) + LEAST_ROOM, draft.max_length)
         self._sinks = min(sinks, self._longest // 4)
         self._recent = min(recent, self._longest // 2)
         self._sequences: dict[int, _Sequence] = {}

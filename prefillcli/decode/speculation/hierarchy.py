@@ -1,0 +1,46 @@
+"""TriForce's hierarchy (arXiv 2404.11912, algorithm 1): a cheap drafter guesses for the model over its retrieval cache,
+and what comes together there is checked by the model over all K,V.
+
+All levels choose by the same noise, so each checks by comparing, and the text is that of the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prefillcli.decode.contracts import Drafter, RowText
+from prefillcli.decode.speculation.retrieval import RetrievalDrafter
+
+FIRST_LEVEL_TOKENS = 3  # that are guessed for one pass over the retrieval cache
+
+
+class HierarchyDrafter:
+    """Guesses by `retrieval`, which has a drafter of its own, and by `beside` for the rows that retrieval leaves out:
+    their prompts are too short for it."""
+
+    name = "hierarchy"
+
+    def __init__(self, retrieval: RetrievalDrafter, beside: Drafter) -> None:
+        self._retrieval, self._beside = retrieval, beside
+
+    def begin(self, rows: Sequence[RowText]) -> None:
+        self._retrieval.begin(rows)
+        self._beside.begin([row for row in rows if not self._retrieval.reaches(row)])
+
+    def propose(self, rows: Sequence[RowText], most: Sequence[int]) -> list[list[int]]:
+        found: dict[int, list[int]] = {}
+        for drafter in (self._retrieval, self._beside):
+            own = [(row, tokens) for row, tokens in zip(rows, most, strict=True) if self._of(row) is drafter]
+            if own:
+                guessed = drafter.propose([row for row, _ in own], [tokens for _, tokens in own])
+                found |= {row.number: guess for (row, _), guess in zip(own, guessed, strict=True)}
+        return [found[row.number] for row in rows]
+
+    def checked(self, row: RowText, proposed: Sequence[int], accepted: int) -> None:
+        self._of(row).checked(row, proposed, accepted)
+
+    def end(self, row: RowText) -> None:
+        self._of(row).end(row)
+
+    def _of(self, row: RowText) -> Drafter:
+        return self._retrieval if self._retrieval.reaches(row) else self._beside
