@@ -132,7 +132,7 @@ class PaddedForward:
 
 
 def check_forgets(walk: LayerWalk) -> None:
-    """Raise UnsupportedModelError if layers keep states, which cannot forget, or the walk does not see their queries."""
+    """Raise UnsupportedModelError for layers that keep states, which cannot forget, or a cache of their own."""
     walk.check_queries()
     for index in range(len(walk.layers)):
         with walk.layers.use(index) as layer:
