@@ -1,7 +1,7 @@
 """TriForce's hierarchy (arXiv 2404.11912, algorithm 1): three levels.
 
 A cheap drafter guesses for the model over its retrieval cache, and what comes together there is checked by the model
-over all K,V. levels choose by the same noise, so each checks by comparing, and the text is that of the last one.
+over all K,V. All levels choose by the same noise, so each checks by comparing, and the text is that of the last one.
 """
 
 from __future__ import annotations
