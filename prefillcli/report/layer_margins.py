@@ -12,6 +12,7 @@ import numpy.typing as npt
 from prefillcli.exits.layer_readings import Readings
 from prefillcli.exits.policy import ExitPolicy
 from prefillcli.report.charts import Plot, Tick, round_ticks
+from prefillcli.report.numbers import signed_bar
 from prefillcli.report.visible import visible
 from prefillcli.stats.calibration import log_shares_of
 
@@ -116,7 +117,7 @@ def margin_rows(curve: MarginCurve) -> list[list[str]]:
     rows = [["after", "margin", "", "entropy", "prediction", *(["exit"] if guesses else [])]]
     for each in curve.layers:
         said = visible(each.prediction, line=True) + (" ←" if each.changes else "")
-        cells = [f"{each.layers}", f"{each.margin:+.3f}", _signed_bar(each.margin, most, side), f"{each.entropy:.3f}"]
+        cells = [f"{each.layers}", f"{each.margin:+.3f}", signed_bar(each.margin, most, side), f"{each.entropy:.3f}"]
         rows.append([*cells, said, *([_guess_text(each.guess)] if guesses else [])])
     return rows
 
@@ -191,10 +192,3 @@ def _guess_text(guess: ExitGuess | None) -> str:
     needed = f"of {guess.threshold:.2f}" if np.isfinite(guess.threshold) else "never leaves"
     said = f"{visible(guess.prediction, line=True)} {guess.ahead:.2f} {needed}"
     return f"{said}, leaves" if guess.leaves else said
-
-
-def _signed_bar(value: float, most: float, side: int) -> str:
-    """A bar of up to `side` characters to the left or the right of a line."""
-    length = min(round(side * abs(value) / most), side) if most and np.isfinite(value) else 0
-    left, right = ("█" * length, "") if value < 0 else ("", "█" * length)
-    return f"{left:>{side}}│{right:<{side}}"

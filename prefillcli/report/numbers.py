@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 _BAR = 40  # characters of the longest bar
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
@@ -73,3 +75,10 @@ def bar(value: float, most: float, width: int = _BAR) -> str:
     eighths = round(8 * width * value / most) if most else 0
     eighths = max(eighths, 1 if value > 0 else 0)
     return "█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else "")
+
+
+def signed_bar(value: float, most: float, side: int) -> str:
+    """A bar of up to `side` characters to the left or the right of a line."""
+    length = min(round(side * abs(value) / most), side) if most and math.isfinite(value) else 0
+    left, right = ("█" * length, "") if value < 0 else ("", "█" * length)
+    return f"{left:>{side}}│{right:<{side}}"

@@ -114,6 +114,11 @@ def test_neighbours_of_many_sections_are_joined() -> None:
     assert len(turns) == MOST_SECTIONS
     assert turns[0].name == "turns 1-2"
     assert turns[0].rest["messages"] == chat[2:]
+    long_end = prompt_sections(
+        {"messages": [*chat, {"role": "user", "content": "\n\n".join(parts)}]}, "messages", open_end=True
+    )
+    assert len(long_end) == MOST_SECTIONS
+    assert [long_end[0].name, long_end[-1].name] == ["turn 71 (user), paragraphs 1-4", "turns 67-71"]
     many = variable_sections({f"v{at:02}": "x" for at in range(40)})
     assert [many[0].name, many[-1].name] == ["v00", "v38, v39"]
     assert len(many) == MOST_SECTIONS
@@ -160,7 +165,7 @@ def test_turns_of_a_chat_are_left_out_one_by_one(chat_tokenizer: Any) -> None:
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Is it?"},
         {"role": "assistant", "content": "Perhaps."},
-        {"role": "user", "content": "Is it sport?\n\nSay it."},
+        {"role": "user", "content": "Is it sport? Say it."},
     ]
     found = ablated(chat_tokenizer, {"messages": chat})
     names = ["turn 1 (system)", "turn 2 (user)", "turn 3 (assistant)", "turn 4 (user)"]
@@ -168,7 +173,7 @@ def test_turns_of_a_chat_are_left_out_one_by_one(chat_tokenizer: Any) -> None:
     assert_as_edited(chat_tokenizer, found, edited)
 
 
-def test_a_chat_of_one_message_has_its_paragraphs_too(chat_tokenizer: Any) -> None:
+def test_the_paragraphs_of_a_chat_s_last_message_are_sections_too(chat_tokenizer: Any) -> None:
     system = {"role": "system", "content": "Be brief."}
     chat = [system, {"role": "user", "content": "One.\n\nTwo?"}]
     found = ablated(chat_tokenizer, {"messages": chat})

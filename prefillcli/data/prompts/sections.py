@@ -17,7 +17,6 @@ MOST_SECTIONS = 32
 
 _PARAGRAPHS = re.compile(r"\n(?:[^\S\n]*\n)+")
 _LINES = re.compile(r"\n")
-_SYSTEM = "system"
 
 Values = Mapping[str, Any]
 T = TypeVar("T")
@@ -69,15 +68,13 @@ def prompt_sections(values: Values, column: str, *, open_end: bool) -> list[Sect
 
 
 def _turns(values: Values, column: str, messages: Sequence[dict[str, Any]]) -> list[Section]:
-    """Each message of a chat. Where only one is not the system's, the paragraphs of its text are sections too."""
-    said = [at for at, each in enumerate(messages) if each.get("role") != _SYSTEM]
+    """Each message of a chat, and each paragraph of the last one, which is what the model answers."""
     found = []
-    if len(said) == 1 and isinstance(text := messages[said[0]].get("content"), str):
-        at = said[0]
-        for each in _passages(text, MOST_SECTIONS - len(messages), True):
-            shorter = {**messages[at], "content": _left_out(text, each)}
-            rest = [*messages[:at], shorter, *messages[at + 1 :]]
-            found.append(Section(f"{_turn([at], messages)}, {each.name}", {**values, column: rest}))
+    last, said = messages[-1], len(messages) - 1
+    if isinstance(text := last.get("content"), str):
+        for each in _passages(text, MOST_SECTIONS // 2, True):
+            rest = [*messages[:said], {**last, "content": _left_out(text, each)}]
+            found.append(Section(f"{_turn([said], messages)}, {each.name}", {**values, column: rest}))
     for group in _groups(range(len(messages)), MOST_SECTIONS - len(found)):
         rest = [each for at, each in enumerate(messages) if at not in group]
         found.append(Section(_turn(group, messages), {**values, column: rest}))
