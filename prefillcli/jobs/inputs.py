@@ -23,6 +23,7 @@ from prefillcli.exits.profile_file import ExitProfile
 from prefillcli.models.open import Opened
 from prefillcli.models.samples import sample_model
 from prefillcli.options.groups import JobOptions
+from prefillcli.options.rationale import EvidenceOptions
 from prefillcli.options.score import ScoreSettings
 from prefillcli.plan.blocks import BLOCK_TOKENS
 from prefillcli.redaction import without_secrets
@@ -169,6 +170,7 @@ def make_builder(settings: JobOptions, opened: Opened, available: Sequence[str])
             padding=None if files.head is None else files.head.padding,
             adapter_column=opened.adapter_column,
             adapters=tuple(each.name for each in opened.adapters),
+            sections=isinstance(settings, EvidenceOptions) and settings.evidence,
         ),
         available,
     )

@@ -10,10 +10,13 @@ from prefillcli.data.rows import Rationale, SectionEffect
 from prefillcli.report.numbers import counted, signed_bar
 from prefillcli.report.visible import visible
 
-NOTES = (
-    "A rationale is not the reason for the score: it is text that the model finds likely behind its answer.",
-    "Evidence: how far the score falls when a section is left out. Sections act together, so changes do not add up.",
+NO_REASON = "It is not the reason for the score: it is text that the model finds likely behind its answer."
+WHAT_EVIDENCE_IS = (
+    "Change: how far the score of the first label falls when the section is left out. Sections act together, so "
+    "changes do not add up."
 )
+EVIDENCE_NUMBERS = ("change",)
+"""Columns of `evidence_rows` that are numbers."""
 _SIDE = 20  # characters of the longest bar
 
 

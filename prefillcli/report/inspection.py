@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prefillcli.compress.reasons import TokenReason
+from prefillcli.data.rows import Rationale, SectionEffect
 from prefillcli.report.layer_margins import MarginCurve
 from prefillcli.report.numbers import counted
 from prefillcli.report.visible import visible
@@ -83,6 +84,9 @@ class Inspection:
     voters: tuple[int, ...]  # layers of the draft that voted, numbered from 1
     draft_layers: int  # of the draft; 0 without one
     margins: MarginCurve | None = None  # of the prompt as a job reads it: compressed, if it is
+    rationale: Rationale | None = None
+    begins: str = ""  # the words that the rationale goes on behind
+    evidence: tuple[SectionEffect, ...] | None = None  # None where it was not asked for, or the prompt has no sections
 
 
 @dataclass(frozen=True, slots=True)

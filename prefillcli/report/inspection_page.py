@@ -8,6 +8,13 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from prefillcli.data.output.store import put_text
+from prefillcli.report.evidence_view import (
+    NO_REASON,
+    WHAT_EVIDENCE_IS,
+    evidence_bars,
+    rationale_facts,
+    rationale_text,
+)
 from prefillcli.report.html import render_page
 from prefillcli.report.inspection import (
     FOLD,
@@ -49,6 +56,11 @@ def inspection_html(inspection: Inspection) -> str:
         margin_notes=[] if curve is None else margin_notes(curve),
         margin_plot=None if curve is None else margin_plot(curve),
         numbers=NUMBERS,
+        rationale=None if inspection.rationale is None else rationale_text(inspection.rationale, inspection.begins),
+        rationale_facts=None if inspection.rationale is None else rationale_facts(inspection.rationale),
+        no_reason=NO_REASON,
+        evidence=None if inspection.evidence is None else evidence_bars(inspection.evidence),
+        what_evidence_is=WHAT_EVIDENCE_IS,
         settings=[(visible(k, line=True), visible(str(v), line=True)) for k, v in inspection.settings.items()],
     )
 

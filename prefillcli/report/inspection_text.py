@@ -10,6 +10,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from prefillcli.report.evidence_view import (
+    EVIDENCE_NUMBERS,
+    NO_REASON,
+    WHAT_EVIDENCE_IS,
+    evidence_rows,
+    rationale_facts,
+    rationale_text,
+)
 from prefillcli.report.inspection import (
     FOLD,
     HEAT,
@@ -86,17 +94,18 @@ def print_inspection(inspection: Inspection, console: Console, *, most_tokens: i
     for name, *values in answer_rows(inspection):
         table.add_row(Text(name), *map(Text, values))
     show(table)
+    if inspection.rationale is not None:
+        title("rationale")
+        show(Text(rationale_text(inspection.rationale, inspection.begins)))
+        show(Text(rationale_facts(inspection.rationale), style="dim"))
+        show(Text(NO_REASON, style="dim"))
+    if inspection.evidence is not None:
+        title("evidence")
+        show(_with_bars(evidence_rows(inspection.evidence)))
+        show(Text(WHAT_EVIDENCE_IS, style="dim"))
     if inspection.margins is not None:
         title("layer by layer")
-        header, *rows = margin_rows(inspection.margins)
-        table = Table(box=None, pad_edge=False, header_style="dim")
-        for name in header:
-            table.add_column(
-                Text(name), justify="right" if name in NUMBERS else "left", no_wrap=name in NUMBERS or not name
-            )
-        for row in rows:
-            table.add_row(*map(Text, row))
-        show(table)
+        show(_with_bars(margin_rows(inspection.margins)))
         for note in margin_notes(inspection.margins):
             show(Text(note, style="dim"))
 
@@ -183,6 +192,18 @@ def _bracketed(tokens: Sequence[TokenView], most: int | None) -> Text:
             inside = "".join(visible(tokens[item].text) for item in part if isinstance(item, int))
             text.append("⟦" + inside.replace("⟦", "⟨U+27E6⟩").replace("⟧", "⟨U+27E7⟩") + "⟧")
     return text
+
+
+def _with_bars(rows: Sequence[Sequence[str]]) -> Table:
+    """A table of a header and lines; a column without a name has bars."""
+    header, *lines = rows
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in header:
+        number = name in (*NUMBERS, *EVIDENCE_NUMBERS)
+        table.add_column(Text(name), justify="right" if number else "left", no_wrap=number or not name)
+    for line in lines:
+        table.add_row(*map(Text, line))
+    return table
 
 
 def _columns(*names: str) -> Table:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from prefillcli.compress.reasons import TokenReason
+from prefillcli.data.rows import Rationale, SectionEffect
 from prefillcli.report.inspection import (
     STEPS,
     AnswerView,
@@ -155,6 +156,39 @@ def test_terminal_says_what_was_done() -> None:
     assert re.search(r"score +0\.7089 +0\.399 +-0\.3099", text)
     assert re.search(r"label mass +0\.927 +0\.904 +-0\.023", text)
     assert re.search(r"log P\(Yes\) +-0\.420 +-1\.020 +-0\.600", text)
+
+
+def explained() -> Inspection:
+    """With a rationale and evidence whose texts would act if they could."""
+    return replace(
+        example(),
+        rationale=Rationale(f" it says {HOSTILE} so.", 7, "stop", 0.5, "full"),
+        begins="Yes because",
+        evidence=(SectionEffect("title", -0.25), SectionEffect(HOSTILE, 0.125)),
+    )
+
+
+@pytest.mark.parametrize("colour", [True, False])
+def test_terminal_shows_a_rationale_and_the_evidence_beside_it(colour: bool) -> None:
+    text = without_styles(printed(explained(), colour=colour))
+    assert "Yes because it says <script>alert(1)</script>␛[31m" in text
+    assert "7 tokens; ended: stop; from: full" in text
+    assert "It is not the reason for the score" in " ".join(text.split())
+    title, hostile = (line for line in text.splitlines() if "│" in line)
+    assert re.search(r"^title +-0\.2500 +█+│", title)
+    assert re.search(r"\+0\.1250 +│█+", hostile)
+    assert "\x1b" not in text
+    assert "evidence" not in printed(example(), colour=False)
+
+
+def test_page_shows_a_rationale_and_the_evidence_beside_it() -> None:
+    text = " ".join(Page(inspection_html(explained())).text.split())
+    assert "Yes because it says <script>alert(1)</script>␛[31m" in text
+    assert "It is not the reason for the score" in text
+    assert "title-0.2500" in text
+    assert "+0.1250" in text
+    widths = re.findall(r'<i( class="lowers")? style="width: ([\d.]+)%">', inspection_html(explained()))
+    assert widths == [(' class="lowers"', "100.00"), ("", "50.00")]
 
 
 def test_same_answer_is_no_flip() -> None:

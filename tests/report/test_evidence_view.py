@@ -1,0 +1,43 @@
+"""Evidence and rationales as the terminal and pages show them."""
+
+from __future__ import annotations
+
+import math
+
+from prefillcli.data.rows import Rationale, SectionEffect
+from prefillcli.report.evidence_view import evidence_bars, evidence_rows, rationale_facts, rationale_text
+
+EFFECTS = (SectionEffect("paragraph 2", -0.4), SectionEffect("turn\x1b[31m", 0.1), SectionEffect("title", 0.0))
+
+
+def test_bars_are_as_long_as_changes_are_large_and_point_to_their_side() -> None:
+    header, *rows = evidence_rows(EFFECTS)
+    assert header == ["section", "change", ""]
+    assert [row[1] for row in rows] == ["-0.4000", "+0.1000", "+0.0000"]
+    bars = [row[2].split("│") for row in rows]
+    assert [(left.count("█"), right.count("█")) for left, right in bars] == [(20, 0), (0, 5), (0, 0)]
+    shown = evidence_bars(EFFECTS)
+    assert [(round(bar.share, 6), bar.raises) for bar in shown] == [(100, False), (25, True), (0, False)]
+
+
+def test_names_of_sections_cannot_write_to_the_terminal() -> None:
+    assert all("\x1b" not in cell for row in evidence_rows(EFFECTS) for cell in row)
+    assert all("\x1b" not in bar.section for bar in evidence_bars(EFFECTS))
+
+
+def test_effects_that_are_all_zero_have_no_bars() -> None:
+    assert [bar.share for bar in evidence_bars([SectionEffect("a", 0.0)])] == [0.0]
+    assert evidence_rows([SectionEffect("a", 0.0)])[1][2].strip() == "│"
+    assert evidence_bars([]) == []
+
+
+def test_a_rationale_is_shown_behind_the_words_it_begins_with() -> None:
+    written = Rationale(" the pain\x07 is gone.", 5, "stop", 0.25, "full")
+    assert rationale_text(written, "positive because").startswith("positive because the pain")
+    assert "\x07" not in rationale_text(written)
+    assert rationale_facts(written) == (
+        "5 tokens; ended: stop; from: full; smallest gap between the two best tokens: 0.25"
+    )
+    nothing = Rationale(None, 0, "memory", math.inf, "full")
+    assert rationale_text(nothing, "positive because") == "nothing was written (memory)"
+    assert rationale_facts(nothing) == "0 tokens; ended: memory; from: full"
