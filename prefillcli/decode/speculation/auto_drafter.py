@@ -1,0 +1,176 @@
+"""The drafter of `auto`: for each pass, the one that the controller chooses; it measures what that took and gave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from prefillcli.decode.contracts import Drafter, RowText
+from prefillcli.decode.speculation.controller import PLAIN, PLAIN_EVERY, WATCHING, Choice, Controller
+from prefillcli.decode.speculation.registry import DrafterKind
+
+
+class _Pass(NamedTuple):
+    """A pass that began at a time, with so many guesses, on rows with so many tokens together."""
+
+    began: float
+    guesses: int
+    rows: list[RowText]
+    written: int
+    measured: bool
+
+
+class _Compared(NamedTuple):
+    """What would have been guessed for a row of `start` tokens; `asked` tokens were."""
+
+    start: int
+    asked: int
+    guess: list[int]
+
+
+class AutoDrafter:
+    """Guesses for one group of rows, of at most `tokens` each, as `controller` chooses among what the `makers` make.
+
+    A drafter that is not free begins when it is first chosen: making ready takes time.
+    """
+
+    def __init__(
+        self, controller: Controller, makers: Mapping[DrafterKind, Callable[[], Drafter]], tokens: int
+    ) -> None:
+        self.name = "auto"
+        self._controller = controller
+        self._makers = makers
+        self._kinds = {kind.name: kind for kind in makers}
+        self._tokens = tokens
+        self._drafters: dict[str, Drafter] = {}
+        self._compared: dict[tuple[str, int], _Compared] = {}
+        self._asked: dict[int, int] = {}
+        self._choice = PLAIN
+        self._pass: _Pass | None = None
+        self._since_plain = 0
+        self._turn = 0
+
+    def begin(self, rows: Sequence[RowText]) -> None:
+        self._controller.times.begin()
+        self._drafters = {kind.name: make() for kind, make in self._makers.items() if kind.free}
+        for drafter in self._drafters.values():
+            drafter.begin(rows)
+        self._compared, self._pass, self._since_plain, self._turn = {}, None, 0, 0
+
+    def propose(self, rows: Sequence[RowText], most: Sequence[int]) -> list[list[int]]:
+        control = self._controller
+        began = control.clock()
+        if self._pass is not None:
+            self._measure(self._pass, began)
+        self._choice = self._choose(rows, most)
+        self._watch(rows, most)
+        guessed = self._guess(rows, most) if self._choice.tokens else [[] for _ in rows]
+        written = sum(row.position for row in rows)
+        guesses = sum(map(len, guessed))
+        measured = self._turn > 0  # the first pass also reads what the texts begin with
+        self._turn += 1
+        self._since_plain = self._since_plain + 1 if guesses else 0
+        now = control.clock()
+        control.saved -= now - began
+        self._pass = _Pass(now, guesses, list(rows), written, measured)
+        return guessed
+
+    def checked(self, row: RowText, proposed: Sequence[int], accepted: int) -> None:
+        kind = self._kinds[self._choice.name]
+        self._controller.record(kind).add(self._asked[row.number], len(proposed), accepted)
+        self._drafters[kind.name].checked(row, proposed, accepted)
+
+    def end(self, row: RowText) -> None:
+        for name in [name for name, number in self._compared if number == row.number]:
+            self._compare(name, row)
+            self._compared.pop((name, row.number), None)
+        for drafter in self._drafters.values():
+            drafter.end(row)
+
+    def _choose(self, rows: Sequence[RowText], most: Sequence[int]) -> Choice:
+        if self._since_plain >= PLAIN_EVERY:
+            return PLAIN
+        left = max(self._tokens - row.position for row in rows)
+        kinds = list(self._kinds.values())
+        return self._controller.choose(kinds, self._drafters.keys(), len(rows), max(most), left)
+
+    def _guess(self, rows: Sequence[RowText], most: Sequence[int]) -> list[list[int]]:
+        """What the chosen drafter guesses, in turn for a share of the rows."""
+        control, choice, began = self._controller, self._choice, self._controller.clock()
+        kind = self._kinds[choice.name]
+        self.name = choice.name
+        first = choice.name not in self._drafters
+        if first:
+            self._drafters[choice.name] = self._makers[kind]()
+            self._drafters[choice.name].begin(rows)
+        count = min(len(rows), int(choice.share * len(rows)) or 1)
+        turned = {(self._turn + at) % len(rows) for at in range(count)}
+        asked = [min(choice.tokens, tokens) if at in turned else 0 for at, tokens in enumerate(most)]
+        guessed = self._drafters[choice.name].propose(rows, asked)
+        record = control.record(kind)
+        self._asked = {row.number: tokens for row, tokens in zip(rows, asked, strict=True)}
+        for tokens, guess in zip(asked, guessed, strict=True):
+            if tokens and not guess:
+                record.add(tokens, 0, 0)
+        plain = control.times.plain(len(rows))
+        if plain and count == len(rows):
+            passes = (control.clock() - began) / plain
+            if first:
+                control.beginnings[kind.name] = passes
+            else:
+                record.add_cost(passes / choice.tokens)
+        return guessed
+
+    def _measure(self, done: _Pass, now: float) -> None:
+        """Take down what the last pass took and gave."""
+        control, rows, seconds = self._controller, len(done.rows), now - done.began
+        if not done.measured:
+            return
+        if not done.guesses:
+            control.times.add_plain(rows, seconds)
+            control.plain_seconds += seconds
+            return
+        plain = control.times.plain(rows)
+        if plain:
+            control.times.add_guessed(rows, done.guesses, seconds / plain)
+            written = sum(row.position + (row.finish_reason == "stop") for row in done.rows) - done.written
+            control.plain_seconds += plain * written / rows
+            control.saved += plain * written / rows - seconds
+
+    def _watch(self, rows: Sequence[RowText], most: Sequence[int]) -> None:
+        """Compare what free drafters would have guessed with what was written, as far as there is time for it."""
+        control = self._controller
+        for name in [kind.name for kind in self._kinds.values() if kind.free and kind.name != self._choice.name]:
+            spent = 0.0
+            watched = 0
+            for at in range(len(rows)):
+                index = (self._turn + at) % len(rows)
+                row, asked = rows[index], most[index]
+                self._compare(name, row)
+                if (name, row.number) in self._compared or not asked:
+                    continue
+                if control.watching + spent > WATCHING * control.plain_seconds:
+                    break
+                began = control.clock()
+                (guess,) = self._drafters[name].propose([row], [asked])
+                spent += control.clock() - began
+                watched += 1
+                self._compared[name, row.number] = _Compared(row.position, asked, guess)
+            control.watching += spent
+            plain = control.times.plain(len(rows))
+            if watched and plain:
+                control.record(self._kinds[name]).add_cost(spent / watched * len(rows) / plain / max(most))
+
+    def _compare(self, name: str, row: RowText) -> None:
+        """Whether a guess was right, as soon as the row's text tells."""
+        compared = self._compared.get((name, row.number))
+        if compared is None:
+            return
+        start, asked, guess = compared
+        right = 0
+        written = row.written[start : start + len(guess)]
+        while right < len(written) and written[right] == guess[right]:
+            right += 1
+        if right == len(guess) or right < len(written) or row.finish_reason == "stop":
+            self._controller.record(self._kinds[name]).add(asked, len(guess), right)
+            del self._compared[name, row.number]

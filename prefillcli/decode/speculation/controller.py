@@ -1,0 +1,112 @@
+"""`auto`: which drafter guesses how many tokens, or none, by what passes take on this machine and what was right.
+
+A pass with guesses pays where it takes less time than plain passes for the tokens that it writes. That is measured
+while texts are written. Guesses that take no pass of a model are first compared with plain text. What is not measured
+is tried only on credit: time that speculation has saved, and `SHARE` of the time of plain decoding. So it is never
+slower than that by more than 5 %, as far as passes repeat. A clock decides about speed here, never about text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from prefillcli.decode.speculation.guess_record import GuessRecord
+from prefillcli.decode.speculation.pass_times import PassTimes
+from prefillcli.decode.speculation.registry import DrafterKind
+
+SHARE = 0.03
+"""Of the time of plain decoding, what trials may lose."""
+WATCHING = 0.01
+"""Of that time, what may go to guesses that are only compared."""
+MARGIN = 1.03
+"""Guessing has to be faster than this."""
+PLAIN_EVERY = 32
+"""One of so many passes is plain all the same, to know what it takes now."""
+HOPED_COST, WORST_COST = 0.2, 1.0
+HOPED_BEGINNING, WORST_BEGINNING = 1.0, 4.0
+"""What a drafter that is a model takes before that was measured: for a token, and to begin, in plain passes."""
+HOPED_RIGHT = 0.7
+SURE_ROUNDS = 20
+"""After so many rounds, half of what was right is expected even in a trial."""
+
+
+class Choice(NamedTuple):
+    """A drafter and how many tokens it guesses, for so large a share of the rows."""
+
+    name: str
+    tokens: int
+    share: float = 1.0
+
+
+PLAIN = Choice("", 0)
+"""Nothing is guessed."""
+
+
+@dataclass(slots=True)
+class Controller:
+    """What is known of drafters and passes while a job goes on, and its account, in seconds of `clock`."""
+
+    clock: Callable[[], float] = time.perf_counter
+    times: PassTimes = field(default_factory=PassTimes)
+    records: dict[str, GuessRecord] = field(default_factory=dict)
+    plain_seconds: float = 0.0
+    """What plain decoding would have taken so far."""
+    saved: float = 0.0
+    """How much less it took; negative: more."""
+    watching: float = 0.0
+    """What comparing guesses took; it is in `saved`."""
+    beginnings: dict[str, float] = field(default_factory=dict)
+    """What drafters took to begin, in plain passes."""
+
+    @property
+    def credit(self) -> float:
+        """Seconds that a trial may lose."""
+        return SHARE * self.plain_seconds + self.saved
+
+    def record(self, kind: DrafterKind) -> GuessRecord:
+        """Of a drafter."""
+        return self.records.setdefault(kind.name, GuessRecord(0.0 if kind.free else HOPED_RIGHT))
+
+    def choose(self, kinds: Sequence[DrafterKind], begun: Collection[str], rows: int, most: int, left: int) -> Choice:
+        """What promises the shortest time and can be afforded, where `left` tokens of a row are to be written.
+
+        `most` may be guessed for one pass. Where all that promises something is too dear, it is for a share of the
+        rows.
+        """
+        plain = self.times.plain(rows)
+        if plain is None:
+            return PLAIN
+        best = affordable = PLAIN
+        gain = affordable_gain = MARGIN
+        best_loss = 0.0
+        for kind in kinds:
+            record = self.record(kind)
+            begins, begins_worst = (0.0, 0.0) if kind.name in begun else self._beginning(kind)
+            for tokens, (proposed, right) in enumerate(record.expected(most), 1):
+                ratio, worst = self.times.ratio(rows, proposed)
+                cost, cost_worst = _costs(kind, record)
+                factor = left / (left / (1 + right) * (ratio + cost * tokens) + begins)
+                surely = right / 2 if record.rounds >= SURE_ROUNDS else 0.0
+                loss = worst + cost_worst * tokens + begins_worst - 1 - surely
+                if factor > gain:
+                    best, gain, best_loss = Choice(kind.name, tokens), factor, loss
+                if factor > affordable_gain and loss * plain <= self.credit:
+                    affordable, affordable_gain = Choice(kind.name, tokens), factor
+        if affordable.tokens or best.name not in begun:
+            return affordable
+        share = self.credit / (best_loss * plain)
+        return best._replace(share=share) if share * rows >= 1 else PLAIN
+
+    def _beginning(self, kind: DrafterKind) -> tuple[float, float]:
+        known = self.beginnings.get(kind.name)
+        return (HOPED_BEGINNING, WORST_BEGINNING) if known is None else (known, known)
+
+
+def _costs(kind: DrafterKind, record: GuessRecord) -> tuple[float, float]:
+    """What a token takes to guess for all rows, in plain passes: as expected, and at worst."""
+    if record.cost is not None:
+        return record.cost, record.cost
+    return (0.0, 0.0) if kind.free else (HOPED_COST, WORST_COST)

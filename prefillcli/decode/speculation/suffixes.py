@@ -1,0 +1,132 @@
+"""Earlier texts of a job as a drafter: the tokens that most often followed the latest ones in them.
+
+After SuffixDecoding (arXiv 2411.04975): the longest end of the text that occurs in earlier texts, and from there the
+most frequent continuation, as far as it is likely. In place of a suffix tree, the places of each pair of tokens are
+indexed, and longer matches are found among them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+from prefillcli.decode.contracts import RowText
+
+if TYPE_CHECKING:
+    from prefillcli.decode.speculation.means import DraftingMeans
+
+MOST_TOKENS = 1 << 18
+"""Tokens of earlier texts that are kept: about 30 MB with their index. Then the older half is forgotten."""
+MOST_PLACES = 128
+"""Places of a pair of tokens that are looked at, the latest ones."""
+LONGEST_MATCH = 32
+LEAST_SHARE = 0.3
+"""A continuation ends where fewer than this share of the matching places go on with it."""
+LENGTH_PER_MATCH = 2
+"""A continuation has at most so many tokens for each one that matches."""
+_END = -1
+
+
+class EarlierTexts:
+    """Texts of a job, the latest ones of at most `most_tokens` tokens, and the places of each two tokens in them."""
+
+    def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
+        self._most_tokens = most_tokens
+        self._texts: OrderedDict[str, list[int]] = OrderedDict()
+        self._clear()
+
+    def _clear(self) -> None:
+        self.tokens = np.empty(1024, dtype=np.int32)
+        self._length = 0
+        self._places: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+
+    def __len__(self) -> int:
+        """Tokens and ends that are kept."""
+        return self._length
+
+    def add(self, key: str, tokens: Sequence[int]) -> None:
+        """Keep a text, once for its key."""
+        if key in self._texts or len(tokens) >= self._most_tokens // 2:
+            return
+        self._texts[key] = list(tokens)
+        if self._length + len(tokens) + 1 > self._most_tokens:
+            self._forget_half()
+        else:
+            self._append(tokens)
+
+    def _forget_half(self) -> None:
+        kept = sum(len(text) + 1 for text in self._texts.values())
+        while kept > self._most_tokens // 2:
+            kept -= len(self._texts.popitem(last=False)[1]) + 1
+        self._clear()
+        for text in self._texts.values():
+            self._append(text)
+
+    def _append(self, tokens: Sequence[int]) -> None:
+        start, end = self._length, self._length + len(tokens)
+        if end + 1 > len(self.tokens):
+            self.tokens = np.concatenate([self.tokens, np.empty(max(end, len(self.tokens)), dtype=np.int32)])
+        self.tokens[start:end] = tokens
+        self.tokens[end] = _END
+        for at in range(2, len(tokens) + 1):
+            self._places[tokens[at - 2], tokens[at - 1]].append(start + at)
+        self._length = end + 1
+
+    def continuation(self, text: Sequence[int], most: int) -> list[int]:
+        """At most so many tokens that may follow the text."""
+        if len(text) < 2:
+            return []
+        places = np.asarray(self._places.get((text[-2], text[-1]), ())[-MOST_PLACES:], dtype=np.int64)
+        matched = 2
+        while len(places) and matched < min(LONGEST_MATCH, len(text)):
+            longer = places[places > matched]
+            longer = longer[self.tokens[longer - matched - 1] == text[-matched - 1]]
+            if not len(longer):
+                break
+            places, matched = longer, matched + 1
+        return self._most_frequent(places, min(most, LENGTH_PER_MATCH * matched)) if len(places) else []
+
+    def _most_frequent(self, places: np.ndarray, most: int) -> list[int]:
+        """The continuation of the most of these places, token by token; the latest one of equals."""
+        guessed: list[int] = []
+        first = len(places)
+        while len(guessed) < most:
+            following = self.tokens[places]
+            token, count = Counter(following[::-1].tolist()).most_common(1)[0]
+            if token == _END or count < LEAST_SHARE * first:
+                break
+            guessed.append(token)
+            places = places[following == token] + 1
+        return guessed
+
+
+class SuffixDrafter:
+    """Guesses by the texts that ended before, of this group of rows and of earlier ones."""
+
+    name = "suffix"
+
+    def __init__(self, earlier: EarlierTexts) -> None:
+        self._earlier = earlier
+
+    @classmethod
+    def of(cls, means: DraftingMeans) -> Self:
+        """For rows of a job."""
+        return cls(means.memory.earlier)
+
+    def begin(self, rows: Sequence[RowText]) -> None:
+        """Nothing to do."""
+
+    def propose(self, rows: Sequence[RowText], most: Sequence[int]) -> list[list[int]]:
+        return [
+            self._earlier.continuation([*row.beginning.tokens, *row.written][-LONGEST_MATCH:], tokens)
+            for row, tokens in zip(rows, most, strict=True)
+        ]
+
+    def checked(self, row: RowText, proposed: Sequence[int], accepted: int) -> None:
+        """Nothing to learn before the text has ended."""
+
+    def end(self, row: RowText) -> None:
+        self._earlier.add(row.beginning.key, [*row.beginning.tokens, *row.written])
