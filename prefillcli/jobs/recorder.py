@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.rows import Int64Array, RowError, ScoredRow, Window
+from prefillcli.decode.continuations import DecodingReport
 from prefillcli.engines.base import ReducedPacks, WeightsReport
 from prefillcli.errors import Interrupted, ResourceError
 from prefillcli.forecast.remaining_time import RemainingTime
@@ -66,6 +67,8 @@ class Recorder:
         self.packs = 0
         self.weights: Callable[[], WeightsReport | None] = lambda: None
         self.reduced: Callable[[], ReducedPacks | None] = lambda: None
+        self.decoded: Callable[[], DecodingReport | None] = lambda: None
+        """What writing behind rows has taken, of all engines of the run."""
         self.calibration = calibration
         """What makes the rows' probabilities; set before the first row is taken."""
         self._sink = sink

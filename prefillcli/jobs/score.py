@@ -54,10 +54,12 @@ from prefillcli.jobs.recorder import Recorder
 from prefillcli.jobs.row_choice import RowChoice, check_rationales, column_groups
 from prefillcli.jobs.shell import conclude, shell
 from prefillcli.jobs.window_loop import WindowLoop, keep_rate
+from prefillcli.jobs.written_rows import written_rows
 from prefillcli.models.open import Opened, answer_labels
 from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import shown, shown_report
 from prefillcli.report.files import write_files
+from prefillcli.report.rationale_use import RationaleUse, WrittenRow
 from prefillcli.report.run import (
     AdapterUse,
     MemoryTrace,
@@ -117,6 +119,7 @@ class _ScoreJob:
         self._sink: Sink | None = None
         self._scored_before = 0  # rows that an earlier run has scored
         self._evaluation: EvaluationPlan | None = None
+        self._shown: list[WrittenRow] = []
         self._forecast: RemainingTime | None = None
         self._recorder: Recorder | None = None
 
@@ -160,6 +163,8 @@ class _ScoreJob:
             if self._evaluation is not None and settings.shard is None:  # prefill merge evaluates shards
                 with self.clock.phase("evaluate"), stop.at_once():
                     self._evaluate(self._evaluation, sink.location, inputs)
+            if settings.chooses_rows and settings.show_text and settings.shard is None:
+                self._shown = written_rows(sink.location, column_groups(settings), settings.id_column)
             # A shard's share of errors says nothing of the whole: prefill merge judges that.
             most = settings.max_error_rate if settings.shard is None else 1.0
             skip = settings.skip_empty and sink.empty_input
@@ -336,12 +341,16 @@ class _ScoreJob:
 
     def finish_report(self) -> None:
         """Put the numbers of the run into the report."""
-        report, seconds, total = self.report, self.report.seconds, self.clock.total
+        settings, report, seconds, total = self.settings, self.report, self.report.seconds, self.clock.total
         scored = 0
         if self._sink is not None:
             report.exits = stored_exit_use(self._sink.plan)
         if self._recorder is not None and self._recorder.exits.asked:
             report.exits = exit_use(self._recorder.exits, self._recorder.spared, self._recorder.tokens)
+        if settings.chooses_rows:
+            decoded = None if self._recorder is None else self._recorder.decoded()
+            report.rationales = RationaleUse.of(decoded, settings.speculation if settings.rationale else None)
+            report.rationales.shown = self._shown
         if self._sink is not None:
             report.take(self._sink.counts)
             scored = self._sink.counts.scored - self._scored_before

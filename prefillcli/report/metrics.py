@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from prefillcli.errors import NOTHING_TO_DO
 from prefillcli.report.exit_use import ExitUse
+from prefillcli.report.rationale_use import RationaleUse
 from prefillcli.report.run import RunReport
 
 _Sample = tuple[dict[str, str], float]
@@ -44,6 +45,8 @@ def _metrics(report: RunReport, now: float) -> Iterator[tuple[str, str, list[_Sa
         )
     if report.exits is not None:
         yield from _exit_metrics(report.exits)
+    if report.rationales is not None:
+        yield from _rationale_metrics(report.rationales)
     yield "last_run_timestamp_seconds", "When the last run ended, in Unix time.", _one(now)
 
 
@@ -58,6 +61,18 @@ def _exit_metrics(exits: ExitUse) -> Iterator[tuple[str, str, list[_Sample]]]:
     yield "exit_audited_flips", "Audited rows that exits flip, by label in full.", _by("label", flips)
     active = float(exits.status in ("calibrated", "reused"))
     yield "exit_active", "1 if rows may leave early, 0 if exits were refused or stopped.", _one(active)
+
+
+def _rationale_metrics(use: RationaleUse) -> Iterator[tuple[str, str, list[_Sample]]]:
+    yield "rationale_rows", "Rows of the output with a rationale by why it ends.", _by("reason", use.finish_reasons)
+    yield "rationale_tokens", "Tokens of the output's rationales.", _one(use.tokens)
+    yield "evidence_rows", "Rows of the output whose sections were weighed.", _one(use.evidence_rows)
+    yield "rationale_decode_seconds", "Seconds in which the last run wrote.", _one(use.decode_seconds)
+    yield "rationale_prefill_seconds", "Seconds in which it read prompts once more.", _one(use.prefill_seconds)
+    if use.passes_per_token is not None:
+        yield "rationale_passes_per_token", "Passes of the model for one token.", _one(use.passes_per_token)
+    accepted = {name: each.acceptance for name, each in use.drafters.items() if each.acceptance is not None}
+    yield "rationale_acceptance", "Share of the tokens guessed ahead that were right.", _by("drafter", accepted)
 
 
 def _one(value: float) -> list[_Sample]:

@@ -14,6 +14,7 @@ from prefillcli.data.output.tallies import LENGTH_EDGES, SCORE_BINS
 from prefillcli.redaction import shown_report
 from prefillcli.report.evaluated import RunEvaluation
 from prefillcli.report.exit_use import ExitUse
+from prefillcli.report.rationale_use import RationaleUse
 from prefillcli.stats.audit import Audit
 from prefillcli.stats.calibration import CalibrationUse
 
@@ -225,6 +226,7 @@ class RunReport(BaseModel):
     keep_auto: dict[str, Any] | None = None  # what --keep auto tried
     audit: Audit | None = None
     exits: ExitUse | None = None  # with early exits
+    rationales: RationaleUse | None = None  # with rationales or evidence
     evaluation: RunEvaluation | None = None  # with --truth
     methods: dict[str, int] = Field(default_factory=dict)  # scored rows by method
     histograms: Histograms = Field(default_factory=Histograms)
@@ -241,6 +243,10 @@ class RunReport(BaseModel):
         self.mean_score = counts.mean_score
         if self.exits is not None:
             self.exits.take(counts)
+        if self.rationales is None and (tallies.rationales.rows or tallies.evidence):
+            self.rationales = RationaleUse()  # of a merge
+        if self.rationales is not None:
+            self.rationales.take(counts)
         self.methods = dict(tallies.methods)
         self._take_adapters(counts)
         if tallies.scores:
@@ -281,6 +287,8 @@ class RunReport(BaseModel):
         if self.exits is not None:
             used = self.exits
             line["exits"] = {"status": used.status, "left": used.left_early, "layers_saved": used.layers_saved}
+        if self.rationales is not None:
+            line["rationales"] = {name: getattr(self.rationales, name) for name in ("rows", "tokens", "evidence_rows")}
         return line | ({"error": self.error} if self.error else {})
 
 

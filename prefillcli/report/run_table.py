@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from prefillcli.report.evaluation_lines import evaluation_lines
 from prefillcli.report.exit_lines import exit_lines
 from prefillcli.report.numbers import mebibytes
+from prefillcli.report.rationale_lines import rationale_lines
 from prefillcli.report.run import RunReport
 from prefillcli.report.tables import pairs_table, stderr_console
 from prefillcli.stats.audit import audit_lines
@@ -47,6 +48,8 @@ def run_lines(report: RunReport) -> Iterator[tuple[str, str]]:
         yield from exit_lines(report.exits)
     if report.audit is not None:
         yield from audit_lines(report.audit)
+    if report.rationales is not None:
+        yield from rationale_lines(report.rationales)
     if report.evaluation is not None:
         yield from evaluation_lines(report.evaluation)
     phases = {k: v for k, v in seconds.model_dump().items() if k != "total" and v >= 0.05}

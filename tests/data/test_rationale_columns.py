@@ -1,0 +1,194 @@
+"""What an output says of rows that were written about: columns, counts, and values for conditions."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from prefillcli.data.output.column_groups import NO_GROUPS, ColumnGroups
+from prefillcli.data.output.columns import COLUMNS, ResultRows, result_schema
+from prefillcli.data.output.counts import Counts
+from prefillcli.data.output.row_values import known_columns, row_values
+from prefillcli.data.output.schema import OutputSchema
+from prefillcli.data.output.shard_folders import of_schema, to_schema
+from prefillcli.data.output.tallies import RationaleTally
+from prefillcli.data.output.target import Target
+from prefillcli.data.row_condition import RowCondition
+from prefillcli.data.rows import Rationale, ScoredRow, SectionEffect, Window
+from prefillcli.data.shard import Shard
+from prefillcli.jobs.row_choice import RowChoice
+from prefillcli.jobs.written_rows import written_rows
+from tests.data.outputs import LABELS, finished, make_window, open_sink, read, scored
+from tests.data.test_joined_shards import merge, open_shard, own_rows
+
+GROUPS = ColumnGroups(rationales=True, evidence=True)
+TEXT = Rationale(' it says "never again".\nAnd 100%, ü', 9, "stop", 0.25, "full")
+CUT = Rationale(" of the", 2, "length", 1e-6, "specprefill")
+UNBEGUN = Rationale(None, 0, "memory", float("inf"), "full")
+EFFECTS = (SectionEffect("history", -0.5), SectionEffect('post "1"\n', 0.125))
+ALL = {1: (TEXT, EFFECTS), 3: (CUT, ()), 4: (UNBEGUN, None)}
+WINDOWS = [make_window(0, list(range(0, 4)), bad=(2,)), make_window(1, [4, 5])]
+
+
+def row_of(row: int) -> ScoredRow:
+    found = scored(row)
+    found.rationale, found.evidence = ALL.get(row, (None, None))
+    return found
+
+
+def write_all(sink: Any, windows: list[Window], per_part: int = 1) -> None:
+    for window in windows:
+        numbers = [prompt.row for prompt in window.prompts if prompt.row not in sink.done(window.index)]
+        for at in range(0, len(numbers), per_part):
+            sink.write(window, [row_of(n) for n in numbers[at : at + per_part]], {}, temperature=1.0)
+
+
+WANTED = {
+    "rationale": [None, TEXT.text, None, CUT.text, None, None],
+    "rationale_tokens": [None, 9, None, 2, 0, None],
+    "finish_reason": [None, "stop", None, "length", "memory", None],
+    "rationale_gap": [None, 0.25, None, 1e-6, None, None],
+    "rationale_source": [None, "full", None, "specprefill", "full", None],
+    "evidence": [None, [each._asdict() for each in EFFECTS], None, [], None, None],
+}
+
+
+@pytest.mark.parametrize("name", ["o.parquet", "o.jsonl", "o.jsonl.zst", "parts/"])
+def test_texts_and_evidence_are_columns_in_every_format(tmp_path: Path, name: str) -> None:
+    output = f"{tmp_path}/{name}"
+    with open_sink(output, groups=GROUPS) as sink:
+        write_all(sink, WINDOWS)
+        sink.finish(2)
+    rows = read(output)
+    assert {name: [row[name] for row in rows] for name in WANTED} == WANTED
+    again = pa.concat_tables(Target.parse(output).tables([*WANTED]))
+    assert {name: again[name].to_pylist() for name in WANTED} == WANTED
+    shown = written_rows(output, GROUPS, "id")
+    assert [each.id for each in shown] == ["id-1", "id-3", "id-4"]
+    assert [each.rationale for each in shown] == [TEXT.text, CUT.text, None]
+    assert [(each.section, each.change) for each in shown[0].evidence or ()] == [*EFFECTS]
+
+
+def test_an_output_without_rationales_has_the_columns_that_it_always_had(tmp_path: Path) -> None:
+    plain, asked = str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet")
+    finished(plain)
+    finished(asked, groups=ColumnGroups())
+    assert Path(plain).read_bytes() == Path(asked).read_bytes()
+    names = pq.read_schema(plain).names
+    assert not {"rationale", "rationale_tokens", "finish_reason", "evidence"} & set(names)
+    only_evidence = result_schema(LABELS, ColumnGroups(evidence=True)).names
+    assert [*result_schema(LABELS, NO_GROUPS).names, "evidence"] == only_evidence
+
+
+def test_parts_of_all_attempts_add_up(tmp_path: Path) -> None:
+    output = tmp_path / "o.parquet"
+    wanted = RationaleTally(11, {"stop": 1, "length": 1, "memory": 1}, {"full": 2, "specprefill": 1})
+    with open_sink(output, groups=GROUPS) as sink:
+        write_all(sink, WINDOWS[:1])
+    with open_sink(output, groups=GROUPS, resume=True) as sink:  # of the first attempt there are the parts
+        assert sink.counts.tallies.rationales.rows == 2
+        write_all(sink, WINDOWS, per_part=2)
+        assert sink.counts.tallies.rationales == wanted
+        sink.finish(2)
+    with open_sink(output, groups=GROUPS, resume=True) as sink:  # and then the manifest
+        assert sink.counts.tallies.rationales == wanted
+        assert sink.counts.tallies.evidence == 2
+        content = json.loads(json.dumps(asdict(sink.counts)))
+    assert Counts.of_json(content) == sink.counts
+    del content["tallies"]["rationales"], content["tallies"]["evidence"]
+    assert Counts.of_json(content).tallies.rationales == RationaleTally()
+
+
+@pytest.mark.parametrize("name", ["o.parquet", "o.jsonl"])
+def test_shards_are_joined_with_their_texts(tmp_path: Path, name: str) -> None:
+    whole, output = f"{tmp_path}/whole.{name}", f"{tmp_path}/{name}"
+    with open_sink(whole, groups=GROUPS) as sink:
+        write_all(sink, WINDOWS)
+        sink.finish(2)
+    for number in (1, 2):
+        with open_shard(output, Shard(number, 2), groups=GROUPS) as shard:
+            for window in WINDOWS:
+                own = own_rows(window, [row % 2 for row in window.rows.tolist()], number - 1)
+                if not shard.finished(own.index, own.rows):
+                    write_all(shard, [own])
+            shard.finish(2)
+    assert merge(output) == 6
+    assert read(output) == read(whole)
+
+
+def test_every_group_is_remembered_by_a_shard(tmp_path: Path) -> None:
+    for group in fields(ColumnGroups):
+        with open_sink(tmp_path / f"{group.name}.parquet", groups=ColumnGroups(**{group.name: True})) as sink:
+            schema = sink._schema
+            assert to_schema(of_schema(schema), json_text=schema.json_text) == schema
+    assert {column.group for column in COLUMNS} - {None} == {group.name for group in fields(ColumnGroups)}
+
+
+def choice(condition: str | None, *, json_carried: bool = False, id_name: str | None = "id") -> RowChoice:
+    kept = pa.string() if json_carried else pa.int64()
+    schema = OutputSchema(
+        labels=LABELS,
+        id_name=id_name,
+        carried=pa.schema([("id", pa.string()), ("kept", kept)]),
+        json_carried=json_carried,
+        json_text=False,
+        truth=None,
+        groups=ColumnGroups(exits=True, rationales=True),
+    )
+    found = None if condition is None else RowCondition(condition)
+    if found is not None:
+        found.check(*known_columns(schema))
+    return pickle.loads(pickle.dumps(RowChoice(found, schema)))  # noqa: S301 - it goes to workers
+
+
+@pytest.mark.parametrize("json_carried", [False, True])
+def test_rows_are_chosen_by_what_their_columns_will_say(tmp_path: Path, json_carried: bool) -> None:
+    window = make_window(0, list(range(3, 12)), bad=(7,), json_text=json_carried)
+    numbers = [prompt.row for prompt in window.prompts if prompt.row != 5]  # one is not scored yet
+    rows = ResultRows.of(window, [scored(row) for row in numbers], {}, LABELS, 2.0)
+    output = tmp_path / "o.parquet"
+    kept = pa.string() if json_carried else pa.int64()
+    carried = pa.schema([("id", pa.string()), ("kept", kept)])
+    groups = ColumnGroups(exits=True)
+    with open_sink(output, groups=groups, carried=carried, jsonl_input=json_carried) as sink:
+        sink.write(window, [scored(row) for row in (*numbers, 5)], {}, temperature=2.0)
+        sink.finish(1)
+    written = dict(zip(range(3, 12), read(str(output)), strict=True))
+    conditions = {
+        "score > 0.42": lambda row: row["score"] > 0.42,
+        "columns['score_Maybe'] < 0.25 and logprob_No > -3": lambda row: row["score_Maybe"] < 0.25,
+        "prediction == 'Yes' or truncated": lambda row: row["prediction"] == "Yes" or row["truncated"],
+        "kept > 50 and id != 'id-9'": lambda row: (row["kept"] or 0) > 50 and row["id"] != "id-9",
+        "kept is none": lambda row: row["kept"] is None,
+        "exit_layer is none and method == 'full' and prompt_tokens > 3": lambda row: row["prompt_tokens"] > 3,
+    }
+    for text, wanted in conditions.items():
+        found = choice(text, json_carried=json_carried).chosen(window, rows)
+        assert found == [number for number in numbers if wanted(written[number])], text
+        assert 0 < len(found) < len(numbers), text
+    assert choice(None, json_carried=json_carried).chosen(window, rows) == numbers
+
+
+def test_a_row_without_an_id_has_its_number() -> None:
+    window = make_window(0, [4, 9])
+    rows = ResultRows.of(window, [scored(4), scored(9)], {}, LABELS, 1.0)
+    assert choice("row > 4", id_name=None).chosen(window, rows) == [9]
+    schema = choice(None, id_name=None).schema
+    assert row_values(window, rows, schema, {"row", "kept"}) == [{"kept": 40, "row": 4}, {"kept": 90, "row": 9}]
+
+
+def test_a_number_that_is_not_finite_is_no_reason_to_write() -> None:
+    window = make_window(0, [4, 9])
+    broken = scored(9)
+    broken.logprobs = np.array([np.nan, 0.0, 0.0])
+    rows = ResultRows.of(window, [scored(4), broken], {}, LABELS, 1.0)
+    assert choice(None).chosen(window, rows) == [4]
+    assert choice("not (score > 2)").chosen(window, rows) == [4]
