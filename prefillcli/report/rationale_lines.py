@@ -8,11 +8,6 @@ from prefillcli.report.numbers import counted, minutes_and_seconds
 from prefillcli.report.rationale_use import RationaleUse
 from prefillcli.report.visible import visible
 
-NOT_THE_REASON = (
-    "A rationale is what the model writes behind its answer. It is not the reason of the score. Evidence is measured: "
-    "by how much the score falls without a section of the prompt."
-)
-
 
 def rationale_lines(use: RationaleUse) -> Iterator[tuple[str, str]]:
     """The lines that rationales and evidence add to the table of a run: name and text."""

@@ -12,7 +12,7 @@ from prefillcli.report.evaluation_view import evaluation_view
 from prefillcli.report.exit_view import exit_view
 from prefillcli.report.html import render_page
 from prefillcli.report.numbers import minutes_and_seconds, three_digits
-from prefillcli.report.rationale_lines import NOT_THE_REASON, rationale_lines
+from prefillcli.report.rationale_view import rationale_view
 from prefillcli.report.run import Histogram, RunReport
 from prefillcli.report.visible import visible
 from prefillcli.stats.audit import audit_lines
@@ -64,9 +64,7 @@ def run_html(report: RunReport) -> str:
         flips=_flips(report),
         audit=audit_lines(report.audit) if report.audit is not None else [],
         exits=exit_view(report.exits),
-        written=report.rationales,
-        written_lines=list(rationale_lines(report.rationales)) if report.rationales is not None else [],
-        not_the_reason=NOT_THE_REASON,
+        rationales=rationale_view(report.rationales),
         evaluation=evaluation_view(report.evaluation),
         trials=(report.keep_auto or {}).get("trials", ()),
         settings={name: _text(value) for name, value in report.settings.items() if value not in (None, [], False, "")},

@@ -7,6 +7,7 @@ import json
 from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.tallies import RationaleTally, Tallies
 from prefillcli.decode.continuations import DecodingReport, DrafterCounts
+from prefillcli.report.evidence_view import NO_REASON, WHAT_EVIDENCE_IS
 from prefillcli.report.rationale_use import RationaleUse, SectionChange, WrittenRow
 from prefillcli.report.run import RunReport, to_json
 from prefillcli.report.run_page import run_html
@@ -97,7 +98,8 @@ def test_the_page_has_figures_always_and_texts_where_they_are_shown() -> None:
     use = RationaleUse.of(DECODED, "auto")
     plain = Page(run_html(report_with(use)))
     assert "10 rows of 512 tokens" in plain.text
-    assert "It is not the reason of the score" in plain.text
+    assert NO_REASON in plain.text
+    assert WHAT_EVIDENCE_IS in plain.text
     use.shown = [
         WrittenRow(
             row=None, id="case-7", score=0.75, prediction="Yes", rationale=f"the text says {HOSTILE}",
@@ -111,7 +113,6 @@ def test_the_page_has_figures_always_and_texts_where_they_are_shown() -> None:
     assert "case-7: Yes, score 0.7500" in page.text
     assert "the text says <script>alert(1)</script>" in page.text
     assert "+0.5000" in page.text
-    assert "0.2500" in page.text  # the score without the history
     assert "-0.1000" in page.text
     assert not [name for name, _ in page.elements if name in ("script", "img")]
     assert "\x1b" not in page.text
