@@ -10,9 +10,13 @@ from torch import Tensor
 
 from prefillcli.decode.contracts import NewTokens
 from prefillcli.decode.kept_pack import KeptRows
+from prefillcli.decode.newest_queries import NewestQueries
 from prefillcli.decode.row_attention import OwnTokens, RowAttention
 from prefillcli.decode.row_tokens import RowTokens
 from prefillcli.prefill.branch_recurrence import BranchRecurrence
+from prefillcli.prefill.held_parts import KeyValue
+from prefillcli.prefill.key_window import KeyWindow
+from prefillcli.prefill.layout import IntArray, on_device
 from prefillcli.prefill.walk import LayerWalk, Tick
 
 
@@ -27,7 +31,7 @@ class KeptForward:
     def __init__(
         self, walk: LayerWalk, rows: KeptRows, tick: Tick = lambda tokens: None, *, watches_queries: bool = False
     ) -> None:
-        self._walk, self._rows, self._tick = walk, rows, tick
+        self.walk, self._rows, self._tick = walk, rows, tick
         self._slots = {number: number for number in range(len(rows.paths))}
         self._paths = rows.paths
         self._lengths = np.asarray(rows.lengths, dtype=np.int64)
@@ -38,6 +42,7 @@ class KeptForward:
         self._attention = RowAttention()
         self.queries: list[list[Tensor]] = [[] for _ in rows.layers]
         self._watches_queries = watches_queries
+        self._newest: NewestQueries | None = None
         self.can_forget = not any(self._recurrences)
 
     def __call__(self, new: NewTokens) -> Iterator[Tensor]:
@@ -46,7 +51,7 @@ class KeptForward:
 
     @torch.inference_mode()
     def _logits(self, hidden: Tensor) -> Iterator[Tensor]:
-        yield from self._walk.logits(hidden)
+        yield from self.walk.logits(hidden)
 
     @torch.inference_mode()
     def _hidden(self, new: NewTokens) -> Tensor:
@@ -58,19 +63,23 @@ class KeptForward:
             paths=self._paths,
             lengths=self._lengths,
             read=self._read,
-            device=self._walk.device,
+            device=self.walk.device,
         )
         ids = torch.as_tensor([token for _, own in new for token in own])
         behind = np.repeat((self._positions - self._lengths + 1)[tokens.slots], tokens.counts)
-        recording = self._walk.record(ids, tokens.depths + behind)
+        if self._newest is not None:
+            self._newest.begin(new)
+        recording = self.walk.record(ids, tokens.depths + behind)
         hidden = recording.hidden
         with self._attention as attention:
             for index, (kept, own) in enumerate(zip(self._rows.layers, self._own, strict=True)):
                 attention.new_tokens(tokens, kept.keys_values, own)
-                with self._walk.layers.use(index) as layer, self._recurrences[index].calls(layer, slots, counts):
-                    hidden = self._walk.call(layer, hidden, recording.calls[index], attention)
+                with self.walk.layers.use(index) as layer, self._recurrences[index].calls(layer, slots, counts):
+                    hidden = self.walk.call(layer, hidden, recording.calls[index], attention)
                 if self._watches_queries:
                     self.queries[index] += attention.queries
+                if self._newest is not None:
+                    self._newest.put(index, attention.queries, attention.window)
                 self._tick(0.0)
         self._read[tokens.slots] += tokens.counts
         return hidden
@@ -80,6 +89,8 @@ class KeptForward:
         if tokens and not self.can_forget:
             raise RuntimeError("the states of recurrent layers cannot be taken back")
         self._read[self._slots[row]] -= tokens
+        if self._newest is not None:
+            self._newest.forget(row, tokens)
 
     def drop(self, rows: Collection[int]) -> None:
         """As in `Forward`."""
@@ -91,3 +102,42 @@ class KeptForward:
         for own, recurrence in zip(self._own, self._recurrences, strict=True):
             own.keep(slots)
             recurrence.keep(slots.tolist())
+
+    # What retrieval caches are built from (`prefillcli.decode.speculation.retrieval.PromptSource`).
+
+    def watch_newest(self) -> None:
+        """As in `PromptSource`."""
+        self._newest = NewestQueries(len(self._rows.layers))
+
+    def window(self, layer: int) -> KeyWindow | None:
+        """As in `PromptSource`."""
+        return None if self._newest is None else self._newest.windows[layer]
+
+    def newest_query(self, layer: int, row: int) -> Tensor | None:
+        """As in `PromptSource`."""
+        return None if self._newest is None else self._newest.of(layer, row)
+
+    def prompt_keys_values(self, layer: int, row: int) -> KeyValue | None:
+        """As in `PromptSource`."""
+        both, path = self._rows.layers[layer].keys_values, self._paths[self._slots[row]]
+        if both is None:
+            return None
+        keys, values = (torch.cat([each[0, :, start:end] for start, end, _ in path], dim=1) for each in both)
+        return keys, values
+
+    def text_keys_values(self, layer: int, rows: IntArray, places: IntArray) -> KeyValue | None:
+        """As in `PromptSource`."""
+        keys, values = self._own[layer].keys, self._own[layer].values
+        if keys is None or values is None:
+            return None
+        slots = on_device(np.asarray([self._slots[row] for row in rows.tolist()]), keys.device)
+        at = on_device(places, keys.device)
+        return keys[slots, :, at], values[slots, :, at]
+
+    def text_read(self, row: int) -> int:
+        """As in `PromptSource`."""
+        return int(self._read[self._slots[row]])
+
+    def text_position(self, row: int) -> int:
+        """As in `PromptSource`."""
+        return int(self._positions[self._slots[row]]) + 1

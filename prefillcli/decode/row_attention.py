@@ -8,6 +8,7 @@ from prefillcli.decode.row_tokens import RowTokens
 from prefillcli.prefill.attention import attend, merge_into
 from prefillcli.prefill.forest import ForestAttention, Scoring
 from prefillcli.prefill.held_parts import KeyValue
+from prefillcli.prefill.key_window import KeyWindow
 from prefillcli.prefill.layout import IntArray, on_device
 
 OWN_STEP = 32  # tokens by which the room behind the prompts grows
@@ -72,6 +73,11 @@ class RowAttention(ForestAttention):
         if self._new is None:
             raise RuntimeError("say what is computed before a layer is called")
         return self._new
+
+    @property
+    def window(self) -> KeyWindow | None:
+        """What the layer that was called last sees at most, where it attends through a window."""
+        return None if self._scoring is None else self._scoring.window
 
     def new_tokens(self, tokens: RowTokens, kept: KeyValue | None, own: OwnTokens) -> None:
         """The next call of a layer computes these. `kept` are its K,V of the prompts, `own` of what follows them."""

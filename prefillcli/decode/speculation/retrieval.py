@@ -40,6 +40,9 @@ class PromptSource(Protocol):
     def walk(self) -> LayerWalk:
         """The model."""
 
+    def watch_newest(self) -> None:
+        """Keep the newest tokens' queries from now on."""
+
     def window(self, layer: int) -> KeyWindow | None:
         """What a layer sees at most, where it attends through a window."""
 
@@ -91,6 +94,7 @@ class RetrievalDrafter:
         inner_tokens: int = 0,
     ) -> None:
         self._source = source
+        source.watch_newest()
         self._budget, self._chunk = budget, chunk
         self._forward = PaddedForward(source.walk)
         counts = DecodingReport(drafters=report.drafters)  # passes over the cache are not passes of the whole
