@@ -11,13 +11,11 @@ from prefillcli.decode.speculation.registry import DrafterKind
 
 
 class _Pass(NamedTuple):
-    """A pass that began at a time, with so many guesses, on rows with so many tokens together."""
+    """A pass that began at a time, with so many guesses for so many rows."""
 
     began: float
     guesses: int
-    rows: list[RowText]
-    written: int
-    measured: bool
+    rows: int
 
 
 class _Compared(NamedTuple):
@@ -49,38 +47,42 @@ class AutoDrafter:
         self._pass: _Pass | None = None
         self._since_plain = 0
         self._turn = 0
+        self._ended = 0  # tokens of rows that have ended, and of their stop tokens
 
     def begin(self, rows: Sequence[RowText]) -> None:
-        self._controller.times.begin()
+        self._controller.begin()
         self._drafters = {kind.name: make() for kind, make in self._makers.items() if kind.free}
         for drafter in self._drafters.values():
             drafter.begin(rows)
         self._compared, self._pass, self._since_plain, self._turn = {}, None, 0, 0
+        self._ended = 0
 
     def propose(self, rows: Sequence[RowText], most: Sequence[int]) -> list[list[int]]:
         control = self._controller
         began = control.clock()
         if self._pass is not None:
             self._measure(self._pass, began)
-        self._choice = self._choose(rows, most)
+            written = self._ended + sum(row.position - 1 for row in rows)
+            control.progress(min(row.position - 1 for row in rows), written)
+        self._choice = self._choose(rows, most) if self._turn else PLAIN
         self._watch(rows, most)
         guessed = self._guess(rows, most) if self._choice.tokens else [[] for _ in rows]
-        written = sum(row.position for row in rows)
         guesses = sum(map(len, guessed))
-        measured = self._turn > 0  # the first pass also reads what the texts begin with
-        self._turn += 1
         self._since_plain = self._since_plain + 1 if guesses else 0
         now = control.clock()
-        control.saved -= now - began
-        self._pass = _Pass(now, guesses, list(rows), written, measured)
+        if self._turn:  # the first pass, of one token, also reads what the texts begin with: it is not measured
+            self._pass = _Pass(now, guesses, len(rows))
+            control.spent += now - began
+        self._turn += 1
         return guessed
 
     def checked(self, row: RowText, proposed: Sequence[int], accepted: int) -> None:
         kind = self._kinds[self._choice.name]
-        self._controller.record(kind).add(self._asked[row.number], len(proposed), accepted)
+        self._controller.record(kind).add(row.number, self._asked[row.number], len(proposed), accepted)
         self._drafters[kind.name].checked(row, proposed, accepted)
 
     def end(self, row: RowText) -> None:
+        self._ended += max(0, row.position - 1) + (row.finish_reason == "stop")
         for name in [name for name, number in self._compared if number == row.number]:
             self._compare(name, row)
             self._compared.pop((name, row.number), None)
@@ -92,7 +94,7 @@ class AutoDrafter:
             return PLAIN
         left = max(self._tokens - row.position for row in rows)
         kinds = list(self._kinds.values())
-        return self._controller.choose(kinds, self._drafters.keys(), len(rows), max(most), left)
+        return self._controller.choose(kinds, self._drafters.keys(), [row.number for row in rows], max(most), left)
 
     def _guess(self, rows: Sequence[RowText], most: Sequence[int]) -> list[list[int]]:
         """What the chosen drafter guesses, in turn for a share of the rows."""
@@ -109,33 +111,26 @@ class AutoDrafter:
         guessed = self._drafters[choice.name].propose(rows, asked)
         record = control.record(kind)
         self._asked = {row.number: tokens for row, tokens in zip(rows, asked, strict=True)}
-        for tokens, guess in zip(asked, guessed, strict=True):
+        for row, tokens, guess in zip(rows, asked, guessed, strict=True):
             if tokens and not guess:
-                record.add(tokens, 0, 0)
-        plain = control.times.plain(len(rows))
-        if plain and count == len(rows):
-            passes = (control.clock() - began) / plain
-            if first:
-                control.beginnings[kind.name] = passes
-            else:
-                record.add_cost(passes / choice.tokens)
+                record.add(row.number, tokens, 0, 0)
+        seconds = control.clock() - began
+        if first:
+            control.beginnings[kind.name] = seconds / control.times.slowest()
+        elif count == len(rows):
+            record.add_cost(len(rows), seconds / choice.tokens)
         return guessed
 
     def _measure(self, done: _Pass, now: float) -> None:
-        """Take down what the last pass took and gave."""
-        control, rows, seconds = self._controller, len(done.rows), now - done.began
-        if not done.measured:
-            return
+        """Take down what the last pass took."""
+        control, seconds = self._controller, now - done.began
+        control.spent += seconds
         if not done.guesses:
-            control.times.add_plain(rows, seconds)
-            control.plain_seconds += seconds
+            control.times.add_plain(done.rows, seconds)
             return
-        plain = control.times.plain(rows)
+        plain = control.times.plain(done.rows)
         if plain:
-            control.times.add_guessed(rows, done.guesses, seconds / plain)
-            written = sum(row.position + (row.finish_reason == "stop") for row in done.rows) - done.written
-            control.plain_seconds += plain * written / rows
-            control.saved += plain * written / rows - seconds
+            control.times.add_guessed(done.rows, done.guesses, seconds / plain)
 
     def _watch(self, rows: Sequence[RowText], most: Sequence[int]) -> None:
         """Compare what free drafters would have guessed with what was written, as far as there is time for it."""
@@ -149,7 +144,7 @@ class AutoDrafter:
                 self._compare(name, row)
                 if (name, row.number) in self._compared or not asked:
                     continue
-                if control.watching + spent > WATCHING * control.plain_seconds:
+                if control.watching + spent > WATCHING * control.all_plain:
                     break
                 began = control.clock()
                 (guess,) = self._drafters[name].propose([row], [asked])
@@ -157,9 +152,8 @@ class AutoDrafter:
                 watched += 1
                 self._compared[name, row.number] = _Compared(row.position, asked, guess)
             control.watching += spent
-            plain = control.times.plain(len(rows))
-            if watched and plain:
-                control.record(self._kinds[name]).add_cost(spent / watched * len(rows) / plain / max(most))
+            if watched:
+                control.record(self._kinds[name]).add_cost(len(rows), spent / watched * len(rows) / max(most))
 
     def _compare(self, name: str, row: RowText) -> None:
         """Whether a guess was right, as soon as the row's text tells."""
@@ -172,5 +166,5 @@ class AutoDrafter:
         while right < len(written) and written[right] == guess[right]:
             right += 1
         if right == len(guess) or right < len(written) or row.finish_reason == "stop":
-            self._controller.record(self._kinds[name]).add(asked, len(guess), right)
+            self._controller.record(self._kinds[name]).add(row.number, asked, len(guess), right)
             del self._compared[name, row.number]

@@ -17,7 +17,7 @@ from prefillcli.decode.speculation.guess_record import GuessRecord
 from prefillcli.decode.speculation.pass_times import PassTimes
 from prefillcli.decode.speculation.registry import DrafterKind
 
-SHARE = 0.03
+SHARE = 0.025
 """Of the time of plain decoding, what trials may lose."""
 WATCHING = 0.01
 """Of that time, what may go to guesses that are only compared."""
@@ -52,61 +52,99 @@ class Controller:
     clock: Callable[[], float] = time.perf_counter
     times: PassTimes = field(default_factory=PassTimes)
     records: dict[str, GuessRecord] = field(default_factory=dict)
+    earlier: float = 0.0
+    """What plain decoding would have taken for earlier groups of rows, and"""
+    earlier_saved: float = 0.0
+    """how much less they took; negative: more."""
     plain_seconds: float = 0.0
-    """What plain decoding would have taken so far."""
-    saved: float = 0.0
-    """How much less it took; negative: more."""
+    """The same for this group, so far,"""
+    spent: float = 0.0
+    """and what it took."""
     watching: float = 0.0
-    """What comparing guesses took; it is in `saved`."""
+    """What comparing guesses took, in all; it is also in `spent`."""
     beginnings: dict[str, float] = field(default_factory=dict)
-    """What drafters took to begin, in plain passes."""
+    """What drafters took to begin, in slowest plain passes."""
+
+    def begin(self) -> None:
+        """Another group of rows."""
+        self.earlier += self.plain_seconds
+        self.earlier_saved += self.plain_seconds - self.spent
+        self.plain_seconds = self.spent = 0.0
+        self.times.begin()
+        for record in self.records.values():
+            record.begin()
+
+    def progress(self, slowest: int, written: int) -> None:
+        """The group has got so far: all rows have `slowest` tokens, together they have `written`.
+
+        Plain decoding would have shared passes among rows that now wait for the slowest one.
+        """
+        shared, each = self.times.parts()
+        self.plain_seconds = max(self.plain_seconds, shared * slowest + each * written)
+
+    @property
+    def all_plain(self) -> float:
+        """What plain decoding would have taken so far, of all groups."""
+        return self.earlier + self.plain_seconds
 
     @property
     def credit(self) -> float:
         """Seconds that a trial may lose."""
-        return SHARE * self.plain_seconds + self.saved
+        return SHARE * self.all_plain + self.earlier_saved + self.plain_seconds - self.spent
 
     def record(self, kind: DrafterKind) -> GuessRecord:
         """Of a drafter."""
         return self.records.setdefault(kind.name, GuessRecord(0.0 if kind.free else HOPED_RIGHT))
 
-    def choose(self, kinds: Sequence[DrafterKind], begun: Collection[str], rows: int, most: int, left: int) -> Choice:
+    def choose(
+        self, kinds: Sequence[DrafterKind], begun: Collection[str], rows: Sequence[int], most: int, left: int
+    ) -> Choice:
         """What promises the shortest time and can be afforded, where `left` tokens of a row are to be written.
 
-        `most` may be guessed for one pass. Where all that promises something is too dear, it is for a share of the
-        rows.
+        `rows` are their numbers. `most` tokens may be guessed for one pass. Where all that promises something is too
+        dear, it is for a share of the rows.
         """
-        plain = self.times.plain(rows)
-        if plain is None:
+        plain = self.times.plain(len(rows))
+        if not plain:
             return PLAIN
         best = affordable = PLAIN
         gain = affordable_gain = MARGIN
         best_loss = 0.0
         for kind in kinds:
             record = self.record(kind)
-            begins, begins_worst = (0.0, 0.0) if kind.name in begun else self._beginning(kind)
+            begins, begins_worst = (0.0, 0.0) if kind.name in begun else self._beginning(kind, plain)
+            cost, cost_worst = self._costs(kind, record, len(rows), plain)
+            factor = self._factor(record, rows)
             for tokens, (proposed, right) in enumerate(record.expected(most), 1):
-                ratio, worst = self.times.ratio(rows, proposed)
-                cost, cost_worst = _costs(kind, record)
-                factor = left / (left / (1 + right) * (ratio + cost * tokens) + begins)
+                ratio, worst = self.times.ratio(len(rows), proposed)
+                right *= factor
+                speedup = left / (left / (1 + right) * (ratio + cost * tokens) + begins)
                 surely = right / 2 if record.rounds >= SURE_ROUNDS else 0.0
                 loss = worst + cost_worst * tokens + begins_worst - 1 - surely
-                if factor > gain:
-                    best, gain, best_loss = Choice(kind.name, tokens), factor, loss
-                if factor > affordable_gain and loss * plain <= self.credit:
-                    affordable, affordable_gain = Choice(kind.name, tokens), factor
+                if speedup > gain:
+                    best, gain, best_loss = Choice(kind.name, tokens), speedup, loss
+                if speedup > affordable_gain and loss * plain <= self.credit:
+                    affordable, affordable_gain = Choice(kind.name, tokens), speedup
         if affordable.tokens or best.name not in begun:
             return affordable
         share = self.credit / (best_loss * plain)
-        return best._replace(share=share) if share * rows >= 1 else PLAIN
+        return best._replace(share=share) if share * len(rows) >= 1 else PLAIN
 
-    def _beginning(self, kind: DrafterKind) -> tuple[float, float]:
+    def _factor(self, record: GuessRecord, rows: Sequence[int]) -> float:
+        """How right guesses of these rows are, compared with usual ones: what passes share waits for the slowest."""
+        factors = [record.row_factor(row) for row in rows]
+        shared, each = self.times.parts()
+        return (shared * min(factors) + each * sum(factors)) / (shared + each * len(rows))
+
+    def _beginning(self, kind: DrafterKind, plain: float) -> tuple[float, float]:
+        """What it takes to begin, in plain passes: as expected, and at worst."""
+        scale = self.times.slowest() / plain
         known = self.beginnings.get(kind.name)
-        return (HOPED_BEGINNING, WORST_BEGINNING) if known is None else (known, known)
+        return (HOPED_BEGINNING, WORST_BEGINNING * scale) if known is None else (known * scale, known * scale)
 
-
-def _costs(kind: DrafterKind, record: GuessRecord) -> tuple[float, float]:
-    """What a token takes to guess for all rows, in plain passes: as expected, and at worst."""
-    if record.cost is not None:
-        return record.cost, record.cost
-    return (0.0, 0.0) if kind.free else (HOPED_COST, WORST_COST)
+    def _costs(self, kind: DrafterKind, record: GuessRecord, rows: int, plain: float) -> tuple[float, float]:
+        """What a token takes to guess for all rows, in plain passes: as expected, and at worst."""
+        seconds = record.seconds(rows)
+        if seconds is not None:
+            return seconds / plain, seconds / plain
+        return (0.0, 0.0) if kind.free else (HOPED_COST, WORST_COST * self.times.slowest() / plain)

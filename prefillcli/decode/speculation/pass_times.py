@@ -43,11 +43,13 @@ class PassTimes:
 
     def __init__(self) -> None:
         self.passes = 0
+        self._fixed: float | None = None  # the part of a pass that rows share, in rows
         self._plain: dict[int, deque[float]] = {}
         self._ratios: defaultdict[int, dict[int, _Measured]] = defaultdict(dict)
 
     def begin(self) -> None:
         """Another group of rows."""
+        self._learn_parts()
         self._plain = {}
 
     def add_plain(self, rows: int, seconds: float) -> None:
@@ -72,6 +74,31 @@ class PassTimes:
         if more is None or rows < FEWEST_ROWS * more:
             return None
         return median(self._plain[more]) * rows / more
+
+    def slowest(self) -> float:
+        """Seconds of the slowest plain pass of this group: about what a model takes for all of its rows."""
+        return max(map(median, self._plain.values()), default=0.0)
+
+    def parts(self) -> tuple[float, float]:
+        """Seconds of a plain pass that all rows share, and seconds for each row.
+
+        Until passes with fewer rows have been seen, in this group or before, each is taken for half of the time.
+        """
+        if not self._plain:
+            return 0.0, 0.0
+        self._learn_parts()
+        rows = max(self._plain)
+        each = median(self._plain[rows]) / (rows + (rows if self._fixed is None else self._fixed))
+        return median(self._plain[rows]) - each * rows, each
+
+    def _learn_parts(self) -> None:
+        """From passes of the most and the fewest rows."""
+        fewest, most = min(self._plain, default=0), max(self._plain, default=0)
+        if most < 1.5 * fewest or most - fewest < 1:
+            return
+        shortest, longest = median(self._plain[fewest]), median(self._plain[most])
+        each = max((longest - shortest) / (most - fewest), longest / (100 * most))
+        self._fixed = max(0.0, longest / each - most)
 
     def ratio(self, rows: int, guesses: float) -> tuple[float, float]:
         """Time of a pass with so many guesses for each row over that of a plain pass: as expected, and at worst.
