@@ -11,11 +11,16 @@ from prefillcli.decode.speculation.registry import DrafterKind
 
 
 class _Pass(NamedTuple):
-    """A pass that began at a time, with so many guesses for so many rows."""
+    """A pass that began at a time, with so many guesses for so many rows, whose slowest had so many tokens.
+
+    `written` tokens were there in all, also of rows that had ended.
+    """
 
     began: float
     guesses: int
     rows: int
+    slowest: int
+    written: int
 
 
 class _Compared(NamedTuple):
@@ -29,7 +34,7 @@ class _Compared(NamedTuple):
 class AutoDrafter:
     """Guesses for one group of rows, of at most `tokens` each, as `controller` chooses among what the `makers` make.
 
-    A drafter that is not free begins when it is first chosen: making ready takes time.
+    A drafter that is a model begins when it is chosen, and ends when another one is.
     """
 
     def __init__(
@@ -61,9 +66,7 @@ class AutoDrafter:
         control = self._controller
         began = control.clock()
         if self._pass is not None:
-            self._measure(self._pass, began)
-            written = self._ended + sum(row.position - 1 for row in rows)
-            control.progress(min(row.position - 1 for row in rows), written)
+            self._measure(self._pass, rows, began)
         self._choice = self._choose(rows, most) if self._turn else PLAIN
         self._watch(rows, most)
         guessed = self._guess(rows, most) if self._choice.tokens else [[] for _ in rows]
@@ -71,7 +74,8 @@ class AutoDrafter:
         self._since_plain = self._since_plain + 1 if guesses else 0
         now = control.clock()
         if self._turn:  # the first pass, of one token, also reads what the texts begin with: it is not measured
-            self._pass = _Pass(now, guesses, len(rows))
+            slowest, written = min(row.position for row in rows), sum(row.position for row in rows)
+            self._pass = _Pass(now, guesses, len(rows), slowest, self._ended + written)
             control.spent += now - began
         self._turn += 1
         return guessed
@@ -82,7 +86,7 @@ class AutoDrafter:
         self._drafters[kind.name].checked(row, proposed, accepted)
 
     def end(self, row: RowText) -> None:
-        self._ended += max(0, row.position - 1) + (row.finish_reason == "stop")
+        self._ended += row.position + (row.finish_reason == "stop")
         for name in [name for name, number in self._compared if number == row.number]:
             self._compare(name, row)
             self._compared.pop((name, row.number), None)
@@ -103,6 +107,7 @@ class AutoDrafter:
         self.name = choice.name
         first = choice.name not in self._drafters
         if first:
+            self._end_models(rows)
             self._drafters[choice.name] = self._makers[kind]()
             self._drafters[choice.name].begin(rows)
         count = min(len(rows), int(choice.share * len(rows)) or 1)
@@ -121,16 +126,25 @@ class AutoDrafter:
             record.add_cost(len(rows), seconds / choice.tokens)
         return guessed
 
-    def _measure(self, done: _Pass, now: float) -> None:
-        """Take down what the last pass took."""
+    def _end_models(self, rows: Sequence[RowText]) -> None:
+        """End the drafters that are models: one at a time has memory."""
+        for name in [name for name in self._drafters if not self._kinds[name].free]:
+            drafter = self._drafters.pop(name)
+            for row in rows:
+                drafter.end(row)
+
+    def _measure(self, done: _Pass, rows: Sequence[RowText], now: float) -> None:
+        """Take down what the last pass took, and what it gave to the rows that go on and to those that have ended."""
         control, seconds = self._controller, now - done.began
         control.spent += seconds
+        plain = control.times.plain(done.rows)
         if not done.guesses:
             control.times.add_plain(done.rows, seconds)
-            return
-        plain = control.times.plain(done.rows)
-        if plain:
+        elif plain:
             control.times.add_guessed(done.rows, done.guesses, seconds / plain)
+        slowest = min(row.position for row in rows) - done.slowest
+        written = self._ended + sum(row.position for row in rows) - done.written
+        control.progress(slowest, written, None if done.guesses else seconds)
 
     def _watch(self, rows: Sequence[RowText], most: Sequence[int]) -> None:
         """Compare what free drafters would have guessed with what was written, as far as there is time for it."""

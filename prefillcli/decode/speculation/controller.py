@@ -74,13 +74,17 @@ class Controller:
         for record in self.records.values():
             record.begin()
 
-    def progress(self, slowest: int, written: int) -> None:
-        """The group has got so far: all rows have `slowest` tokens, together they have `written`.
+    def progress(self, slowest: int, written: int, plain: float | None) -> None:
+        """Where passes have written so many tokens more, the slowest of the rows that go on has so many more, which is
+        less where rows differ: plain decoding shares passes among rows that now wait for it.
 
-        Plain decoding would have shared passes among rows that now wait for the slowest one.
+        A pass without guesses took `plain` seconds; None: there were guesses.
         """
         shared, each = self.times.parts()
-        self.plain_seconds = max(self.plain_seconds, shared * slowest + each * written)
+        if plain is None:
+            self.plain_seconds += shared * slowest + each * written
+        else:
+            self.plain_seconds += plain + shared * max(0, slowest - 1)
 
     @property
     def all_plain(self) -> float:
