@@ -56,11 +56,11 @@ class WeighedRow:
         """The answer to the request at this place among the `requests`."""
         self._numbers[place] = answer.logprobs
 
-    def effects(self) -> tuple[SectionEffect, ...] | None:
+    def effects(self) -> tuple[SectionEffect, ...]:
         """By how much each section raises the score of the first label, the largest change first, ties in their order.
 
-        Sections without an answer, or with one that is not a finite number, are left out. None where no section is
-        left, or the whole prompt has no score.
+        Sections without an answer, or with one that is not a finite number, are left out; so are all where the whole
+        prompt has none.
         """
         scores = {place: self._evidence.score(numbers) for place, numbers in self._numbers.items()}
         whole = scores.get(len(self._sections), float("nan"))
@@ -70,7 +70,7 @@ class WeighedRow:
             for name, change in zip(self._sections, changes, strict=True)
             if np.isfinite(change)
         ]
-        return tuple(sorted(found, key=lambda effect: -abs(effect.change))) or None
+        return tuple(sorted(found, key=lambda effect: -abs(effect.change)))
 
 
 def _whole_answer(prompt: Prompt, scored: ScoredRow) -> Float64Array | None:

@@ -69,7 +69,7 @@ def test_changes_are_of_scores_after_the_temperature_and_in_their_measure(ablati
     def first(evidence: Evidence) -> float:
         weighed = evidence.weigh(Request(prompt), scored(prompt))
         weighed.take(0, answered(0.2, 0.4))
-        (effect,) = weighed.effects() or ()
+        (effect,) = weighed.effects()
         return effect.change
 
     def sharpened(p: float, q: float) -> float:
@@ -84,7 +84,7 @@ def test_equal_changes_come_in_the_order_of_the_sections(ablation: Ablation, pro
     weighed = Evidence(ablation).weigh(Request(prompt), scored(prompt, logprobs=np.log((0.5, 0.5))))
     for place, answer in [(2, answered(0.25, 0.75)), (1, answered(0.5, 0.5)), (0, answered(0.25, 0.75))]:
         weighed.take(place, answer)
-    assert [effect.section for effect in weighed.effects() or ()] == ["paragraph 1", "paragraph 3", "paragraph 2"]
+    assert [effect.section for effect in weighed.effects()] == ["paragraph 1", "paragraph 3", "paragraph 2"]
 
 
 @pytest.mark.parametrize("how", [{"kept_tokens": 2}, {"exit_layer": 1}])
@@ -95,7 +95,7 @@ def test_a_row_that_was_not_read_to_the_end_is_read_once_more(
     assert len(weighed.requests) == 4
     assert weighed.requests[-1].tokens.tolist() == prompt.tokens.tolist()
     weighed.take(0, answered(0.2, 0.2))
-    assert weighed.effects() is None
+    assert weighed.effects() == ()
     weighed.take(3, answered(0.3, 0.1))
     assert weighed.effects() == (("paragraph 1", pytest.approx(0.25)),)
 
@@ -111,7 +111,7 @@ def test_an_audited_row_has_its_full_answer_already(ablation: Ablation, prompt: 
 def test_sections_without_a_finite_answer_are_left_out(ablation: Ablation, prompt: Prompt) -> None:
     weighed = Evidence(ablation).weigh(Request(prompt), scored(prompt))
     weighed.take(1, Answer(0, np.array([math.nan, 0.0]), 0, 0, 0.0))
-    assert weighed.effects() is None
+    assert weighed.effects() == ()
     weighed.take(2, answered(0.2, 0.2))
     assert weighed.effects() == (("paragraph 3", pytest.approx(0.8 / 0.9 - 0.5)),)
 
@@ -120,4 +120,4 @@ def test_a_prompt_without_sections_needs_nothing(ablation: Ablation, prompt: Pro
     prompt.made_of = None
     weighed = Evidence(ablation).weigh(Request(prompt), scored(prompt, exit_layer=1))
     assert weighed.requests == ()
-    assert weighed.effects() is None
+    assert weighed.effects() == ()

@@ -128,16 +128,16 @@ def test_turns_of_a_chat(chat_model: Path) -> None:
     assert_evidence(read_output("out.parquet"), edited, chat_model)
 
 
-def test_prompts_without_sections_have_no_evidence(model: Path) -> None:
+def test_prompts_without_sections_have_empty_evidence(model: Path) -> None:
     ids = [[5, 6, 7], [0, 300, 5, 6]]
     flags = {"model": model, "evidence": True}
     source = write_parquet("ids.parquet", prompt_token_ids=ids)
     assert score(source, labels="Yes= Yes,No= No", **flags)["exit_code"] == 0
-    assert [row["evidence"] for row in read_output("out.parquet")] == [None, None]
+    assert [row["evidence"] for row in read_output("out.parquet")] == [[], []]
     assert (
         score(write_parquet("lines.parquet", prompt=["Yes? Answer:"]), "lines.out.parquet", **flags)["exit_code"] == 0
     )
-    assert read_output("lines.out.parquet")[0]["evidence"] is None
+    assert read_output("lines.out.parquet")[0]["evidence"] == []
 
 
 def test_error_rows_and_what_a_limit_of_length_cuts(model: Path) -> None:
