@@ -1,19 +1,20 @@
 """K,V of all layers, and the states behind the reads, of a pack that is written on after it was scored.
 
-While a pack is walked each layer hands over what is needed of it. Once the scores say which reads are wanted, `select`
-gives what lies on their paths.
+While a pack is walked each layer hands over what is needed of it: its own buffer, so that the next layer gets new
+room, or a copy in host memory, which leaves a CUDA device while the next layer is computed
+(`prefillcli.decode.host_layers`). Once the scores say which reads are wanted, what only the others see is let go of,
+and `select` gives what lies on the paths of those that are written on together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
-from transformers.cache_utils import LinearAttentionLayer
 
+from prefillcli.decode.host_layers import HostLayers, States
 from prefillcli.plan.pack import Pack
 from prefillcli.prefill.forest import ForestAttention
 from prefillcli.prefill.held_parts import KeyValue
@@ -21,9 +22,13 @@ from prefillcli.prefill.layout import Tree
 from prefillcli.prefill.own_cache import OwnCacheLayer
 from prefillcli.prefill.walk_state import WalkState
 
-States = tuple[LinearAttentionLayer, ...]
 Run = tuple[int, int, int]
 """Tokens `start:end` of a buffer, and the number of tokens before the first on its path."""
+Part = int
+"""A part of what reads see: a node of the pack by its number, or one that it holds by -1 less its number."""
+
+NEARLY_ALL = 0.9
+"""Where more than this share of a pack's tokens is wanted, the rest is not worth a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,30 +56,44 @@ class KeptRows:
 
 @dataclass(frozen=True, slots=True)
 class _TakenLayer:
-    """A layer as it was walked: its K,V buffer, where each node of the whole pack begins in it, and the states."""
+    """A layer as it was walked: its K,V of `tokens` tokens, where each part begins among them, and the states behind
+    the ends of reads. In host memory, K,V are [tokens, kv heads, width] each."""
 
     keys_values: KeyValue | None
-    starts: dict[int, int]
-    states: dict[int, States]  # behind the reads' nodes
+    tokens: int
+    places: dict[Part, int]
+    states: dict[int, States]
 
 
 class KeptPack:
-    """What the layers of a walk leave of `pack`. `layers` is how many the model has."""
+    """What the layers of a walk leave of `pack`. `layers` is how many the model has.
 
-    def __init__(self, pack: Pack, layers: int) -> None:
+    With `on_host` what a CUDA device computes is kept in host memory. Nothing is let go of before it was copied, so a
+    pack that is given up is to be released.
+    """
+
+    def __init__(self, pack: Pack, layers: int, *, on_host: bool = False) -> None:
         self._pack = pack
         self._tree = Tree(pack)
         self._count = layers
+        self._on_host = on_host
+        self._host: HostLayers | None = None
         self._layers: list[_TakenLayer] = []
 
     def take(self, index: int, state: WalkState, attention: ForestAttention) -> None:
-        """Take over layer `index`, which all chunks have passed. The attention gets new room for the next one."""
-        starts = {node: state.tree.held + at for node, at in zip(state.nodes, state.tree.offsets, strict=False)}
+        """Take over layer `index`, which all chunks have passed. The attention has room for the next one."""
+        held = {-1 - number: start for number, start in enumerate(self._tree.held_starts)}
+        own = {node: state.tree.held + at for node, at in zip(state.nodes, state.tree.offsets, strict=False)}
         states: dict[int, States] = {}
         if not isinstance(state.recurrence, OwnCacheLayer) and state.recurrence:
             states = {state.nodes[node]: state.recurrence.end_of(node) for node, _ in state.pack.reads}
-        both = attention.take_keys_values() if attention.attended else None
-        self._layers.append(_TakenLayer(both, starts, states))
+        both: KeyValue | None = None
+        if self._on_host:
+            self._host = self._host or HostLayers(state.hidden.device)
+            both, states = self._host.leave(attention.keys_values if attention.attended else None, states)
+        elif attention.attended:
+            both = attention.take_keys_values()
+        self._layers.append(_TakenLayer(both, state.tree.held + len(state.tokens), held | own, states))
 
     def has(self, read: int) -> bool:
         """Whether all layers have passed what this read of the pack sees."""
@@ -82,70 +101,129 @@ class KeptPack:
             return False
         end, last = self._pack.reads[read][0], self._layers[-1]
         stateful = all(end in layer.states for layer in self._layers if layer.states)
-        return stateful and all(node in last.starts for node in self._path(end))
+        return stateful and all(part in last.places for part in self._parts(end))
 
     def end_of(self, read: int) -> int:
         """The node that a read ends. In the order of these numbers, reads that share most stand side by side."""
         return self._pack.reads[read][0]
 
-    def parts_of(self, read: int) -> dict[int, int]:
-        """The parts of what a read sees, by a number that other reads know them by too, with their tokens."""
-        path = self._path(self.end_of(read))
-        lengths = {node: self._pack.offsets[node + 1] - self._pack.offsets[node] for node in path}
-        held = self._pack.attach[path[0]]
-        return {-1 - number: self._pack.held[number].length for number in held} | lengths
+    def parts_of(self, read: int) -> dict[Part, int]:
+        """The parts of what a read sees, with their tokens."""
+        return {part: self._length(part) for part in self._parts(self.end_of(read))}
 
+    @property
+    def tokens_here(self) -> int:
+        """Tokens whose K,V are on the device; none of them where they are on the host."""
+        return 0 if self._on_host else max((layer.tokens for layer in self._layers), default=0)
+
+    @torch.inference_mode()
+    def drop_others(self, reads: Sequence[int]) -> None:
+        """Let go of what is not on the paths of these reads, one layer after the other.
+
+        On the host all stays until it is released: its memory was set aside for all of the pack.
+        """
+        if not reads:
+            self.release()
+        if self._on_host:
+            return
+        wanted = self._layout(reads)
+        tokens = sum(self._length(part) for part in wanted)
+        ends = {self.end_of(read) for read in reads}
+        for number, layer in enumerate(self._layers):
+            if tokens > NEARLY_ALL * layer.tokens:
+                continue
+            states = {end: own for end, own in layer.states.items() if end in ends}
+            self._layers[number] = replace(layer, keys_values=None, tokens=tokens, places=wanted, states=states)
+            both = list(layer.keys_values or ())
+            runs = self._runs(layer, wanted)
+            del layer
+            picked = [_picked(both.pop(0), runs) for _ in range(len(both))]
+            if picked:
+                self._layers[number] = replace(self._layers[number], keys_values=(picked[0], picked[1]))
+
+    @torch.inference_mode()
     def select(self, reads: Sequence[int]) -> KeptRows:
         """What lies on the paths of these reads, which `has` has: numbers in `pack.reads`, some may come twice."""
-        ends = [self._pack.reads[read][0] for read in reads]
-        nodes = sorted({node for end in ends for node in self._path(end)})
-        held = sorted({run for node in nodes if self._pack.parents[node] < 0 for run in self._tree.attach[node]})
-        lengths = {node: self._pack.offsets[node + 1] - self._pack.offsets[node] for node in nodes}
-        sizes = [run[1] - run[0] for run in held] + [lengths[node] for node in nodes]
-        begins = np.cumsum([0, *sizes]).tolist()
-        places: dict[int | Run, int] = dict(zip([*held, *nodes], begins, strict=False))
-        paths = []
-        for end in ends:
-            path = self._path(end)
-            runs = [(places[run], places[run] + run[1] - run[0], run[2]) for run in self._tree.attach[path[0]]]
-            runs += [(places[node], places[node] + lengths[node], self._pack.starts[node]) for node in path]
-            paths.append([run for run in runs if run[0] < run[1]])
+        ends = [self.end_of(read) for read in reads]
+        places = None if self._on_host else self._common_places()
+        layout = places or self._layout(reads)
         layers = []
         for layer in self._layers:
-            sources = [(run[0], run[1]) for run in held]
-            sources += [(layer.starts[node], layer.starts[node] + lengths[node]) for node in nodes]
             states = [layer.states[end] for end in ends] if layer.states else [() for _ in ends]
-            layers.append(KeptLayer(_picked(layer.keys_values, sources), states))
-        last = [self._pack.offsets[end + 1] - 1 for end in ends]
-        depths, positions = self._tree.depths[last], self._tree.positions[last]
+            both = layer.keys_values
+            if self._host is not None:
+                both, states = self._host.fetch(both, self._runs(layer, layout), states)
+            elif both is not None and places is None:
+                runs = self._runs(layer, layout)
+                both = _picked(both[0], runs), _picked(both[1], runs)
+            layers.append(KeptLayer(both, states))
+        if self._host is not None:
+            self._host.arrive()
+        paths = [self._path_in(layout, end) for end in ends]
+        tokens = [self._pack.offsets[end + 1] - 1 for end in ends]
+        depths, positions = self._tree.depths[tokens], self._tree.positions[tokens]
         return KeptRows(paths, (depths + 1).tolist(), positions.tolist(), layers)
 
+    @torch.inference_mode()
     def release(self) -> None:
         """Let go of everything."""
+        if self._host is not None:
+            self._host.arrive()
         self._layers.clear()
 
-    def _path(self, node: int) -> list[int]:
-        """The nodes from the root to this one."""
+    def _parts(self, node: int) -> list[Part]:
+        """What the end of a node sees, root first."""
         path = [node]
         while (parent := self._pack.parents[path[-1]]) >= 0:
             path.append(parent)
-        return path[::-1]
+        return [*(-1 - number for number in self._pack.attach[path[-1]]), *reversed(path)]
+
+    def _length(self, part: Part) -> int:
+        if part < 0:
+            return self._pack.held[-1 - part].length
+        return self._pack.offsets[part + 1] - self._pack.offsets[part]
+
+    def _layout(self, reads: Sequence[int]) -> dict[Part, int]:
+        """Where the parts of these reads begin, if they alone stand one behind the other."""
+        parts = {part for read in reads for part in self._parts(self.end_of(read))}
+        held, own = sorted((part for part in parts if part < 0), reverse=True), sorted(p for p in parts if p >= 0)
+        places, at = {}, 0
+        for part in [*held, *own]:
+            places[part] = at
+            at += self._length(part)
+        return places
+
+    def _common_places(self) -> dict[Part, int] | None:
+        """Where parts begin, if that is the same in all layers; None if it is not, since reads have left."""
+        first = self._layers[0].places
+        return first if all(layer.places == first for layer in self._layers) else None
+
+    def _runs(self, layer: _TakenLayer, wanted: dict[Part, int]) -> list[tuple[int, int]]:
+        """The tokens `start:end` of a layer that these parts are, in the order of their new places."""
+        joined: list[tuple[int, int]] = []
+        for part in wanted:
+            start = layer.places[part]
+            end = start + self._length(part)
+            if joined and joined[-1][1] == start:
+                joined[-1] = (joined[-1][0], end)
+            else:
+                joined.append((start, end))
+        return joined
+
+    def _path_in(self, places: dict[Part, int], end: int) -> list[Run]:
+        """The runs that the end of a node sees."""
+        runs: list[Run] = []
+        for part in self._parts(end):
+            start, depth = places[part], self._pack.held[-1 - part].start if part < 0 else self._pack.starts[part]
+            if runs and runs[-1][1] == start and runs[-1][2] + start - runs[-1][0] == depth:
+                runs[-1] = (runs[-1][0], start + self._length(part), runs[-1][2])
+            elif self._length(part):
+                runs.append((start, start + self._length(part), depth))
+        return runs
 
 
-def _picked(both: KeyValue | None, runs: list[tuple[int, int]]) -> KeyValue | None:
-    """Some runs of a layer's tokens, one behind the other; the buffers themselves where that is all of them."""
-    if both is None:
-        return None
-    joined: list[tuple[int, int]] = []
-    for start, end in runs:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], end)
-        else:
-            joined.append((start, end))
-
-    def pick(whole: Tensor) -> Tensor:
-        if joined == [(0, whole.shape[2])]:
-            return whole
-        return torch.cat([whole[:, :, start:end] for start, end in joined], dim=2)
-
-    return pick(both[0]), pick(both[1])
+def _picked(whole: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
+    """Some runs of tokens of [1, heads, tokens, width], one behind the other."""
+    if list(runs) == [(0, whole.shape[2])]:
+        return whole
+    return torch.cat([whole[:, :, start:end] for start, end in runs], dim=2)

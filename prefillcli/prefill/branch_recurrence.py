@@ -73,4 +73,4 @@ def _picked(state: LinearAttentionLayer, branches: Sequence[int]) -> LinearAtten
 
 
 def _rows(states: torch.Tensor, branches: Sequence[int]) -> torch.Tensor:
-    return states[torch.as_tensor(branches, device=states.device)]
+    return states[torch.as_tensor(branches, dtype=torch.long, device=states.device)]

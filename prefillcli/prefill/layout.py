@@ -81,6 +81,7 @@ class Tree:
         self.held = pack.held_tokens
         ends = np.cumsum([node.length for node in pack.held], dtype=np.int64).tolist()
         held = [(end - node.length, end, node.start) for node, end in zip(pack.held, ends, strict=True)]
+        self.held_starts = [start for start, _, _ in held]  # of each held node, in the buffer
         #: The held nodes that each root sees, as (start, end) in the buffer and tokens before them on the path.
         self.attach = [[held[number] for number in seen] for seen in pack.attach]
         count = len(pack.parents)

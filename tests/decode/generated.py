@@ -11,6 +11,7 @@ import torch
 from prefillcli.decode.behind import MakeDrafter, write_behind
 from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Speculation, Writing
 from prefillcli.decode.kept_pack import KeptPack
+from prefillcli.decode.row_groups import RowRoom
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.walk import LayerWalk
@@ -62,7 +63,7 @@ def written(
     writing: Writing,
     *,
     limits: Limits = ONE_PACK,
-    most_tokens: int | None = None,
+    room: RowRoom | None = None,
     make_drafter: MakeDrafter = lambda forward: None,
     report: DecodingReport | None = None,
 ) -> list[Continuation]:
@@ -78,7 +79,7 @@ def written(
             kept,
             [(read, rows[number]) for read, number in wanted],
             writing,
-            most_tokens=most_tokens,
+            room=room,
             make_drafter=make_drafter,
             report=report,
         )
