@@ -110,12 +110,14 @@ def _attend_own(tokens: RowTokens, query: Tensor, own: KeyValue, scoring: Scorin
     batch = tokens.batch
     rows = len(tokens.slots)
     if batch is None:
-        padded = query.view(heads, rows, tokens.most, width)
+        padded = query.reshape(heads, rows, tokens.most, width)
     else:
         padded = query[0][:, batch.index.flatten()].view(heads, rows, tokens.most, width)
     out, lse = attend(padded.transpose(0, 1), *own, visible=tokens.visible(scoring.window), **scoring.how)
-    out, lse = out.transpose(0, 1).reshape(1, heads, -1, out.shape[3]), lse.transpose(0, 1).reshape(1, heads, -1)
-    return (out, lse) if batch is None else (out[:, :, batch.places], lse[:, :, batch.places])
+    by_token, lse = out.transpose(1, 2).reshape(-1, heads, out.shape[3]), lse.transpose(0, 1).reshape(heads, -1)
+    if batch is not None:
+        by_token, lse = by_token[batch.places], lse[:, batch.places]
+    return by_token[None].transpose(1, 2), lse[None]  # layers take the tokens' outputs as they lie
 
 
 def _attend_together(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,7 @@ from prefillcli.prefill.path_states import NodeRun, PathStates, node_runs
 SCORE_BYTES = 64 << 20  # of the scores of one call, in float32, and what is made of them
 MIN_PIECE = 16  # tokens of a call, whatever its scores take
 NO_QUERIES = "the model is walked with its own cache, so the queries that would choose tokens are not seen"
+NO_DECODING = "the model is walked with its own cache, behind which no text is written; --engine hf writes texts"
 JOINED_PATHS = 2  # that are kept as a whole: the one that a run has read, and its parent's for the next child
 
 

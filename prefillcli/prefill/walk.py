@@ -28,7 +28,7 @@ from prefillcli.prefill.layers import LayerSource, ResidentLayers
 from prefillcli.prefill.layout import Chunk, IntArray, LastTokens, Tree, split_evenly
 from prefillcli.prefill.leaving import ExitRule, Remainder, going_on, remainder
 from prefillcli.prefill.model_ends import ModelEnds
-from prefillcli.prefill.own_cache import NO_QUERIES, OwnCache, OwnCacheLayer, has_forest_attention
+from prefillcli.prefill.own_cache import NO_DECODING, NO_QUERIES, OwnCache, OwnCacheLayer, has_forest_attention
 from prefillcli.prefill.recurrent import LayerRecurrence
 from prefillcli.prefill.residual import ResidualRows
 from prefillcli.prefill.thinning import ThinningRule, thin_pack, watch_for
@@ -88,8 +88,10 @@ class LayerWalk:
         lets leave early get no logits. `done`, of the pack's nodes, counts the layers that they go through. The rule
         `thinning` leaves tokens behind. What the layers leave is `kept`.
         """
-        if thinning is not None or kept is not None:
+        if thinning is not None:
             self.check_queries()
+        if kept is not None:
+            self.check_decoding()
         self._held.drop_others(pack.keep | {node.key for node in pack.held})  # what another plan has left
         state, hidden = self.begin(pack, done, keep_ends=kept is not None), None
         with ForestAttention(pack.held_tokens + len(pack.tokens)) as attention:
@@ -113,6 +115,11 @@ class LayerWalk:
         """Raises UnsupportedModelError if the walk does not see the queries of the model's layers."""
         if self._own_cache is not None:
             raise UnsupportedModelError(NO_QUERIES)
+
+    def check_decoding(self) -> None:
+        """Raises UnsupportedModelError if no text can be written behind a pack."""
+        if self._own_cache is not None:
+            raise UnsupportedModelError(NO_DECODING)
 
     @torch.inference_mode()
     def watch(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 
 from prefillcli.decode.behind import MakeDrafter, write_behind
 from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Speculation, Writing
+from prefillcli.decode.contracts import RowText
 from prefillcli.decode.kept_pack import KeptPack
 from prefillcli.decode.row_groups import RowRoom
 from prefillcli.plan.pack import Limits
@@ -46,6 +47,19 @@ def generated(model: Any, beginning: Beginning, writing: Writing) -> Reference:
         )
     best = torch.cat([logits.float().topk(2).values for logits in found.logits])
     return Reference(found.sequences[0, ids.shape[1] :].tolist(), (best[:, 0] - best[:, 1]).tolist())
+
+
+def computed(model: Any, beginning: Beginning, writing: Writing) -> Reference:
+    """The same by whole forwards without a cache: some classes generate with other positions than they read with."""
+    model.set_attn_implementation("eager")
+    ids, gaps = [*beginning.prompt.tolist(), *beginning.tokens], []
+    for _ in range(writing.tokens):
+        with torch.inference_mode():
+            logits = model(input_ids=torch.as_tensor([ids]), use_cache=False).logits[0, -1].float()
+        best = logits.topk(2)
+        gaps.append(float(best.values[0] - best.values[1]))
+        ids.append(int(best.indices[0]))
+    return Reference(ids[-writing.tokens :], gaps)
 
 
 def beginnings(prompts: Sequence[Prompt], seed: int = 0) -> list[Beginning]:
@@ -85,6 +99,35 @@ def written(
         )
         found |= {number: text for (_, number), text in zip(wanted, texts, strict=True)}
     return [found[number] for number in range(len(rows))]
+
+
+class Teacher:
+    """Guesses a random number of tokens of known texts, and often a wrong one behind some that are right."""
+
+    name = "teacher"
+
+    def __init__(self, texts: Mapping[str, Sequence[int]], seed: int = 0) -> None:
+        self._texts = texts
+        self._rng = np.random.default_rng(seed)
+        self.right = self.wrong = 0
+
+    def begin(self, rows: Sequence[RowText]) -> None: ...
+
+    def propose(self, rows: Sequence[RowText], most: Sequence[int]) -> list[list[int]]:
+        found = []
+        for row, room in zip(rows, most, strict=True):
+            text = list(self._texts[row.beginning.key][row.position :][: int(self._rng.integers(0, room + 1))])
+            if text and self._rng.random() < 0.6:
+                at = int(self._rng.integers(len(text)))
+                text[at:] = self._rng.integers(3, 200, len(text) - at).tolist()
+            found.append(text)
+        return found
+
+    def checked(self, row: RowText, proposed: Sequence[int], accepted: int) -> None:
+        self.right += accepted
+        self.wrong += accepted < len(proposed)
+
+    def end(self, row: RowText) -> None: ...
 
 
 def assert_same_texts(found: Sequence[Continuation], wanted: Sequence[Reference], writing: Writing) -> int:

@@ -125,6 +125,11 @@ class Trial:
         self._rehearsal = rehearse(self.model, text)
 
     @property
+    def own_cache(self) -> bool:
+        """Whether it is walked with its own cache."""
+        return self._rehearsal.own_cache
+
+    @property
     def limits(self) -> str:
         """Within which limits the walk is exact."""
         gaps = self._rehearsal.gaps
