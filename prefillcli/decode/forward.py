@@ -103,6 +103,11 @@ class KeptForward:
             own.keep(slots)
             recurrence.keep(slots.tolist())
 
+    @property
+    def lengths(self) -> list[int]:
+        """How many tokens the prompts of the rows have that have not ended."""
+        return [int(length) for length in self._lengths]
+
     # What retrieval caches are built from (`prefillcli.decode.speculation.retrieval.PromptSource`).
 
     def watch_newest(self) -> None:
@@ -112,6 +117,10 @@ class KeptForward:
     def window(self, layer: int) -> KeyWindow | None:
         """As in `PromptSource`."""
         return None if self._newest is None else self._newest.windows[layer]
+
+    def has_newest(self, row: int) -> bool:
+        """As in `PromptSource`."""
+        return self._newest is not None and self._newest.has(row)
 
     def newest_query(self, layer: int, row: int) -> Tensor | None:
         """As in `PromptSource`."""

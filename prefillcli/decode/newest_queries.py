@@ -32,7 +32,12 @@ class NewestQueries:
 
     def forget(self, row: int, tokens: int) -> None:
         """The last `tokens` of a row were guessed wrong."""
-        self._newest[row] -= tokens
+        if row in self._newest:
+            self._newest[row] -= tokens
+
+    def has(self, row: int) -> bool:
+        """Whether the last pass was over this row."""
+        return row in self._newest
 
     def of(self, layer: int, row: int) -> Tensor | None:
         """The query [heads, width] of a row's newest token, after position encoding."""

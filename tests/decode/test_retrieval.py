@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from prefillcli.decode.forward import KeptForward
 from prefillcli.decode.kept_pack import KeptPack
 from prefillcli.decode.speculation.draft_model import DraftModel, StreamingDrafter
 from prefillcli.decode.speculation.hierarchy import HierarchyDrafter
+from prefillcli.decode.speculation.job_drafters import JobDrafters
+from prefillcli.decode.speculation.registry import DRAFTERS
 from prefillcli.decode.speculation.retrieval import REBUILD_LEAST, RetrievalDrafter
 from prefillcli.decode.speculation.retrieval_cache import chosen_tokens, latest_chunks
 from prefillcli.decode.token_choice import Chooser
@@ -254,6 +257,40 @@ def test_texts_are_those_without_a_drafter(
     assert report.drafters[kind].proposed > 0
     if kind == "hierarchy" and guesses > 1:
         assert report.drafters["draft"].proposed > 0
+
+
+@pytest.mark.parametrize("name", ["auto", *DRAFTERS])
+def test_a_job_writes_the_same_texts_with_every_drafter(name: str) -> None:
+    rows = rows_with_shared_prefixes()
+    writing = Writing(14, speculation=Speculation(name, tokens=4, budget=40, chunk=4, sinks=4, recent=20))
+    small = make_tiny_model("llama", num_hidden_layers=1)
+    with walking(make_tiny_model("qwen3")) as walk, walking(small) as draft:
+        report, drafters = DecodingReport(), JobDrafters()
+        drafters.draft = DraftModel(draft, 256)
+        wanted = written(walk, rows, writing)
+        make = partial(drafters.of, writing=writing, report=report)
+        found = [written(walk, rows, writing, make_drafter=make, report=report) for _ in range(2)]
+    for texts in found:
+        assert [text.tokens for text in texts] == [text.tokens for text in wanted]
+    guessing = report.drafters.get(name)
+    assert name in ("auto", "lookup") or (guessing is not None and guessing.proposed > 0)
+
+
+def test_a_drafter_may_begin_in_the_middle_of_texts() -> None:
+    model = make_tiny_model("qwen3")
+    rows = [RowText(number, each) for number, each in enumerate(rows_with_shared_prefixes()[:2])]
+    with walking(model) as walk:
+        forward = kept_forward(walk, [row.beginning for row in rows])
+        for row, token in zip(rows, read(forward, rows, [list(row.beginning.tokens) for row in rows]), strict=True):
+            row.written.append(token)
+        drafter = RetrievalDrafter(forward, Chooser(), budget=24, chunk=2, report=DecodingReport())
+        drafter.begin(rows)
+        assert drafter.propose(rows, [3, 3]) == [[], []]  # no query has been watched
+        for row, token in zip(rows, read(forward, rows, [[row.written[-1]] for row in rows]), strict=True):
+            row.written.append(token)
+        guessed = drafter.propose(rows, [3, 3])
+    for row, guess in zip(rows, guessed, strict=True):
+        assert guess == guessed_by_hand(model, row, 3, 3, 24, 2)
 
 
 def test_recurrent_layers_have_no_retrieval_cache() -> None:

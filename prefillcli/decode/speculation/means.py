@@ -11,7 +11,9 @@ from prefillcli.decode.continuations import DecodingReport, Writing
 from prefillcli.decode.contracts import Drafter
 from prefillcli.decode.speculation.auto_drafter import AutoDrafter
 from prefillcli.decode.speculation.controller import Controller
+from prefillcli.decode.speculation.hierarchy import HierarchyDrafter
 from prefillcli.decode.speculation.registry import DRAFTERS, DrafterKind, maker_of
+from prefillcli.decode.speculation.retrieval import RetrievalDrafter
 from prefillcli.decode.speculation.suffixes import EarlierTexts
 from prefillcli.decode.token_choice import Chooser
 from prefillcli.errors import PrefillError
@@ -39,7 +41,7 @@ class DraftingMeans:
     chooser: Chooser
     report: DecodingReport
     memory: JobMemory
-    retrieval: Callable[[Drafter | None], Drafter] | None = None
+    retrieval: Callable[[Drafter | None], RetrievalDrafter] | None = None
     draft: Callable[[], Drafter] | None = None
 
     def meet(self, kind: DrafterKind) -> bool:
@@ -73,8 +75,9 @@ def draft_model_of(means: DraftingMeans) -> Drafter:
 
 
 def hierarchy_of(means: DraftingMeans) -> Drafter:
-    """Retrieval, for which the draft model guesses, or lookup."""
-    return _there(means.retrieval)(_there(means.draft)())
+    """Retrieval, for which the draft model guesses, which also guesses alone where prompts are short."""
+    draft = _there(means.draft)
+    return HierarchyDrafter(_there(means.retrieval)(draft()), draft())
 
 
 def _there(maker: T | None) -> T:

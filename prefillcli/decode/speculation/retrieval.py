@@ -53,8 +53,11 @@ class PromptSource(Protocol):
         """A layer's K,V [tokens, kv heads, width] of some tokens behind prompts: of each its row, and its place behind
         the row's prompt. None where the layer does not attend."""
 
+    def has_newest(self, row: int) -> bool:
+        """Whether the newest token that was read of a row has been watched."""
+
     def newest_query(self, layer: int, row: int) -> Tensor | None:
-        """A layer's query [heads, width] of the newest token that was read of a row and not forgotten."""
+        """A layer's query [heads, width] of that token; None where it does not attend."""
 
     def text_read(self, row: int) -> int:
         """How many tokens behind a row's prompt were read."""
@@ -115,7 +118,7 @@ class RetrievalDrafter:
 
     def propose(self, rows: Sequence[RowText], most: Sequence[int]) -> list[list[int]]:
         wanted = {row.number: len(row.written) + tokens for row, tokens in zip(rows, most, strict=True)}
-        able = [row for row in rows if row.number in self._rows and wanted[row.number] > len(row.written)]
+        able = [row for row in rows if wanted[row.number] > len(row.written) and self._is_ready(row)]
         if able and not self._open:
             self._open_caches()
         if able:
@@ -135,6 +138,11 @@ class RetrievalDrafter:
         cached = self._rows.pop(row.number, None)
         if cached is not None:
             self._level.end([cached.draft])
+
+    def _is_ready(self, row: RowText) -> bool:
+        """Whether a row has a cache, or one can be built."""
+        cached = self._rows.get(row.number)
+        return cached is not None and (cached.built is not None or self._source.has_newest(row.number))
 
     def _open_caches(self) -> None:
         """Make room. The model has been called by now, so that its layers' windows are known."""
@@ -156,7 +164,7 @@ class RetrievalDrafter:
             same = common_prefix(np.asarray(draft.written, dtype=np.int32), np.asarray(row.written, dtype=np.int32))
             self._level.rewind(draft, same)
             draft.written[same:] = row.written[same:]
-            if self._is_due(cached, read):
+            if self._is_due(cached, read) and self._source.has_newest(row.number):
                 self._build(row, cached, read)
             of.append(np.full(read - cached.exact, row.number))
             places.append(np.arange(cached.exact, read))
