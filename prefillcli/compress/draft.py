@@ -49,23 +49,24 @@ class Draft:
         """Tokens computed so far."""
         self.failure: BaseException | None = None
         """What it failed with last."""
-        self._walk = LayerWalk(model, chunk_tokens=chunk_tokens)
+        self.walk = LayerWalk(model, chunk_tokens=chunk_tokens)
+        """It may also be used for something else, between two estimates."""
         self._settings = settings
         self._limits = limits
         self._max_length = max_length - settings.decoded
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
         self._stop_tokens = stop_tokens_of(model)
         self._on_failure = on_failure
-        self._walk.check_queries()
+        self.walk.check_queries()
         if not self._attends():
             self.close()
             raise UsageError(
-                f"--draft: none of its {len(self._walk.layers)} layers attends to tokens, so none can vote on them\n"
+                f"--draft: none of its {len(self.walk.layers)} layers attends to tokens, so none can vote on them\n"
                 "name a small model that has attention layers"
             )
 
     def close(self) -> None:
-        self._walk.close()
+        self.walk.close()
 
     def estimate(
         self,
@@ -100,7 +101,7 @@ class Draft:
         """Whether any layer attends, found out with a prompt of one token."""
         (pack,) = make_plan([np.zeros(1, dtype=np.int32)], Limits(1, 1)).packs
         try:
-            with closing(self._walk.watch(pack, [0])) as layers:
+            with closing(self.walk.watch(pack, [0])) as layers:
                 return next(layers, None) is not None
         except Exception:  # it will fail on the rows too, which say so
             return True
@@ -132,13 +133,13 @@ class Draft:
             last_queries(path, [row[token] for token in window]) for path, window in zip(paths, windows, strict=True)
         ]
         if settings.decoded:
-            ahead = look_ahead(self._walk, pack, watched, settings.decoded, self._stop_tokens, tick)
+            ahead = look_ahead(self.walk, pack, watched, settings.decoded, self._stop_tokens, tick)
             for read, (prompt, count) in enumerate(zip(queries, ahead.counts, strict=True)):
                 _add_decoded(prompt, [len(watched) + step * len(paths) + read for step in range(count)])
             for layer in ahead.layers:
                 add_votes(layer, queries, settings.pool)
         else:
-            with closing(self._walk.watch(pack, watched, tick)) as layers:
+            with closing(self.walk.watch(pack, watched, tick)) as layers:
                 for layer in layers:
                     add_votes(layer, queries, settings.pool)
         self.tokens += len(pack.tokens)

@@ -19,6 +19,7 @@ from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.plan.trie import TokenArray
 
 if TYPE_CHECKING:  # takes torch along
+    from prefillcli.decode.speculation.draft_model import DraftModel
     from prefillcli.models.text_room import TextsOf
     from prefillcli.prefill.thinning import ThinningRule
 
@@ -201,6 +202,9 @@ class PackByPack:
         """As `Engine`: it writes nothing."""
         return None
 
+    def guess_with(self, draft: DraftModel) -> None:
+        """As `Engine`: it has no use for it."""
+
 
 class Engine(PlanEngine, Protocol):
     """Answers packs, one after the other, in the order of a plan."""
@@ -233,6 +237,9 @@ class Engine(PlanEngine, Protocol):
 
     def decoded(self) -> DecodingReport | None:
         """What writing continuations has taken so far; None if nothing was written."""
+
+    def guess_with(self, draft: DraftModel) -> None:
+        """This model may guess the tokens of continuations."""
 
     def close(self) -> None:
         """Let go of memory, and of other processes."""

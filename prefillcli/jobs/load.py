@@ -13,9 +13,11 @@ from prefillcli.compress.settings import PAPER, Compression
 from prefillcli.engines.base import Engine, Loader, LoadRequest
 from prefillcli.engines.memory_plan import RESIDENT, Measured, PlacementChoice
 from prefillcli.engines.registry import loader_of
+from prefillcli.errors import UsageError
 from prefillcli.models.open import Opened
 from prefillcli.options.compression import CompressionOptions
 from prefillcli.options.groups import LoadingOptions
+from prefillcli.options.rationale import BY_DRAFT, WritingOptions
 
 if TYPE_CHECKING:
     from prefillcli.compress.compressor import Compressor
@@ -83,9 +85,32 @@ def load_models(
         earlier = before.get("draft", {}) if same else {}
         plan["draft"] = plan_draft(opened, compression, loaded.budget or 0, settings.chunk_tokens, earlier)
     draft = make_draft(opened, small, compression, plan["draft"])
+    _let_guess(loaded.engine, draft, opened, settings)
     resources = PickerResources(settings=compression, draft=draft)
     compressor = make_compressor("specprefill", resources, opened, plan.get("keep", keep))
     return Models(loaded.engine, compressor, draft, plan, loaded.pack_seconds)
+
+
+def _let_guess(engine: Engine, draft: Draft, opened: Opened, settings: LoadingOptions) -> None:
+    """Let the draft guess tokens of texts, where it has the tokens of the model.
+
+    Raises UsageError if a text is to be guessed by it, and it cannot forget guesses.
+    """
+    from prefillcli.decode.speculation.draft_model import DraftModel
+    from prefillcli.prefill.forest import UnsupportedModelError
+
+    if not (isinstance(settings, WritingOptions) and settings.speculates_with_draft) or opened.draft is None:
+        return
+    if opened.draft_tokenizer is not None:
+        return
+    try:
+        engine.guess_with(DraftModel(draft.walk, opened.draft.max_length))
+    except UnsupportedModelError as error:
+        if settings.speculation in BY_DRAFT:
+            raise UsageError(
+                f"--speculation {settings.speculation}: --draft {opened.draft.origin} cannot guess tokens: {error}\n"
+                "take another draft, or --speculation auto"
+            ) from error
 
 
 def load_walk(
