@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -140,6 +141,20 @@ class Window:
     carried: pa.Table
     whole_rows: Int64Array | None = None
     """In a shard of a job, the row numbers of the job's whole window; `rows` are some of them."""
+
+    def place(self, row: int) -> int:
+        """Where a row of the window stands in it."""
+        return int(np.searchsorted(self.rows, row))
+
+    def only(self, prompts: Iterable[Prompt], columns: Collection[str] | None = None) -> Window:
+        """The window with the rows of these prompts alone, and of its carried columns those named; None: all."""
+        own = sorted(prompts, key=lambda prompt: prompt.row)
+        rows = np.array([prompt.row for prompt in own], np.int64)
+        carried = self.carried
+        if columns is not None:
+            carried = carried.select([name for name in carried.column_names if name in columns])
+        carried = carried.take(pa.array(np.searchsorted(self.rows, rows)))
+        return Window(self.index, rows, own, {}, carried)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from prefillcli.plan.trie import TokenArray
 
-FinishReason = Literal["stop", "length", "memory"]
-"""Why a text ends: at a stop token, at its greatest length (or the model's), or unbegun, for want of memory."""
+FinishReason = Literal["stop", "length", "memory", "error"]
+"""Why a text ends: at a stop token, at its greatest length (or the model's), or unbegun, for want of memory or because
+the engine failed whenever it began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +34,22 @@ class Speculation:
 class Writing:
     """How texts are written: of at most `tokens` tokens, up to one of the `stop_tokens`, which is not part of them.
 
-    At a `temperature` of 0 each token is the likeliest one. Else it is drawn by noise that follows from the `seed`,
-    the text's key and the token's place in it (`prefillcli.decode.token_choice`).
+    At most `beginning` tokens stand between a prompt and its text. At a `temperature` of 0 each token is the likeliest
+    one. Else it is drawn by noise that follows from the `seed`, the text's key and the token's place in it
+    (`prefillcli.decode.token_choice`).
     """
 
     tokens: int
     stop_tokens: frozenset[int] = frozenset()
+    beginning: int = 32
     temperature: float = 0.0
     seed: int = 0
     speculation: Speculation = field(default_factory=Speculation)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens behind a prompt at a time, at most: its beginning, its text, and guesses."""
+        return self.beginning + self.tokens + (0 if self.speculation.drafter == "off" else self.speculation.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,3 +119,11 @@ class DecodingReport:
             own.rounds += counts.rounds
             own.proposed += counts.proposed
             own.accepted += counts.accepted
+
+
+def joined(reports: Sequence[DecodingReport]) -> DecodingReport | None:
+    """The sum of what several engines have done; None of none."""
+    found = DecodingReport()
+    for report in reports:
+        found.add(report)
+    return found if reports else None

@@ -76,7 +76,7 @@ class HfEngine(PackByPack):
         activation: Activation = "softmax",
         adapters: ExchangedAdapters | None = None,
     ) -> None:
-        self.limits = Limits(tokens=1 << 62, max_tokens=max_length)
+        self.limits = Limits(tokens=1 << 62, max_tokens=max_length, kept_tokens=1 << 62)
         self._max_length = max_length
         self.model = model
         self._activation = activation

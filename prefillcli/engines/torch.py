@@ -13,6 +13,9 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
+from prefillcli.decode.continuations import DecodingReport
+from prefillcli.decode.contracts import Drafter
+from prefillcli.decode.forward import KeptForward
 from prefillcli.engines.base import (
     PLAIN,
     Answer,
@@ -27,6 +30,7 @@ from prefillcli.engines.base import (
 )
 from prefillcli.engines.exit_reading import PromptExits
 from prefillcli.engines.memory_plan import REDUCED, budget_of, hidden_on_host, keep_plan, plan_packs
+from prefillcli.engines.pack_texts import PackTexts
 from prefillcli.engines.readout import activation_of, label_numbers
 from prefillcli.engines.recovery import MemoryRecovery
 from prefillcli.engines.thinned_prompts import PackThinning
@@ -122,6 +126,7 @@ def load(request: LoadRequest) -> Loaded[TorchEngine]:
         adapters=adapters,
         prepare=_preparation(request, model),
         reduced=plan.get(REDUCED),
+        longest=opened.files.max_length,
     )
     return Loaded(engine, plan, budget, 0.0 if speed is None else speed.read_seconds)
 
@@ -154,6 +159,7 @@ class TorchEngine(PackByPack):
         adapters: ExchangedAdapters | None = None,
         prepare: Preparation = fused,
         reduced: Mapping[str, Any] | None = None,
+        longest: int = 1 << 30,
     ) -> None:
         self.limits = replace(limits, whole_nodes=limits.whole_nodes or _keeps_ends(model))
         self.model = model
@@ -173,6 +179,8 @@ class TorchEngine(PackByPack):
         self._recovery = MemoryRecovery(self._walk, reduced)
         self._limit_packs()
         self._keys_share = _keys_share(model.config.get_text_config())
+        self._longest = longest
+        self._decoding = DecodingReport()
         self._block_seconds = 0.0  # of packs without answers since the last one with some
 
     def answer(
@@ -205,9 +213,10 @@ class TorchEngine(PackByPack):
             self._layers.expect(len(pack.tokens), len(pack.reads))
         exits, done = PromptExits.of(self._walk, pack, labels, treatment), LayersDone.none(pack)
         thinning = PackThinning.of_treatment(treatment)
+        texts = PackTexts.of(self._walk, pack, treatment, self.limits)
         logprobs: dict[int, npt.NDArray[np.float64]] = {}
         at = 0
-        for logits in self._walk.read_logits(pack, tick, exits, done, thinning):
+        for logits in self._walk.read_logits(pack, tick, exits, done, thinning, None if texts is None else texts.kept):
             going = range(len(pack.reads)) if exits is None else exits.going
             reads = [pack.reads[read] for read in going[at : at + len(logits)]]
             at += len(logits)
@@ -220,6 +229,15 @@ class TorchEngine(PackByPack):
         self._block_seconds = 0.0 if pack.reads else seconds
         slower = self._without_exits(exits, begun) / seconds if exits is not None else 1.0
         answers = [_answer(part, logprobs, seconds * part.share, slower, exits) for part in account(pack, done)]
+        if texts is not None:
+            answers = texts.write(
+                answers,
+                self.limits,
+                longest=self._longest,
+                make_drafter=self._make_drafter,
+                tick=tick,
+                report=self._decoding,
+            )
         return answers if thinning is None else thinning.of_answers(answers)
 
     def _without_exits(self, exits: PromptExits, begun: float) -> float:
@@ -236,6 +254,13 @@ class TorchEngine(PackByPack):
 
     def reduced(self) -> ReducedPacks | None:
         return self._recovery.reduced()
+
+    def decoded(self) -> DecodingReport | None:
+        return self._decoding if self._decoding.texts else None
+
+    def _make_drafter(self, forward: KeptForward) -> Drafter | None:
+        """What guesses tokens for the rows of a forward."""
+        return None
 
     def _limit_packs(self) -> None:
         """Later windows are planned with packs as small as those that fit."""

@@ -30,7 +30,7 @@ from prefillcli.jobs.exit_report import exit_use
 from prefillcli.jobs.inputs import JobInputs, carried_columns, open_source, prompt_builder
 from prefillcli.jobs.job_exits import ENDED, EXITS, JobExits, Spared
 from prefillcli.jobs.paths import exits_path
-from prefillcli.jobs.window_scoring import scored_row
+from prefillcli.jobs.scored_rows import scored_row
 from prefillcli.models.flops import keys_share
 from prefillcli.models.shape import NoCostModel
 from prefillcli.options.score import ScoreSettings

@@ -20,6 +20,7 @@ from prefillcli.data.rows import Int64Array, Prompt
 from prefillcli.data.windows import MAX_ROWS
 from prefillcli.errors import UsageError, did_you_mean
 from prefillcli.exits.profile_file import ExitProfile
+from prefillcli.jobs.row_choice import RowChoice
 from prefillcli.models.open import Opened
 from prefillcli.models.samples import sample_model
 from prefillcli.options.groups import JobOptions
@@ -93,6 +94,8 @@ class JobInputs:
     """The prompts of `--calibrate-with`."""
     exit_profile: ExitProfile | None = None
     """What `--exit-profile` names."""
+    choice: RowChoice | None = None
+    """Which rows something more is done with, if with any."""
 
     def require_unchanged(self, rows: Int64Array | None) -> None:
         """Raise ContentChangedError unless the models and the sources of these rows (None: of all) are unchanged."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from prefillcli.compress.compressor import Compressor
     from prefillcli.compress.draft import Draft
     from prefillcli.engines.torch import TorchEngine
+    from prefillcli.models.text_room import TextsOf
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine, covariant=True)
 
@@ -55,13 +56,15 @@ def load_models(
     share: float = 1.0,
     planned: bool = False,
     placement: PlacementChoice = RESIDENT,
+    text_tokens: int = 0,
+    texts_of: TextsOf = "all",
 ) -> Models[Engine]:
     """Load the weights and decide what fits one pack.
 
     `before` is the plan of an earlier attempt, or empty. `keep` is the rate to start with; one that an earlier attempt
     has chosen stands. `options` are the engine's own. `share` and `planned` as in `LoadRequest`. `placement` says what
-    of the model may be kept outside the device; the draft is on it. Raises ResourceError where the weights cannot fit,
-    before they are loaded.
+    of the model may be kept outside the device; the draft is on it. `text_tokens` and `texts_of` as in `LoadRequest`.
+    Raises ResourceError where the weights cannot fit, before they are loaded.
     """
     compression = compression_of(settings)
     if opened.drafts_itself:
@@ -72,7 +75,9 @@ def load_models(
 
         plan_weights(opened, placement)  # raises ResourceError
         small = load_draft(opened, trust_remote_code=settings.trust_remote_code)
-    loaded = loader.load(LoadRequest(opened, settings, options, before, measured, share, planned, placement))
+    loaded = loader.load(
+        LoadRequest(opened, settings, options, before, measured, share, planned, placement, text_tokens, texts_of)
+    )
     plan = loaded.plan | {name: before[name] for name in ("keep", "keep_auto") if name in before}
     if opened.drafts_itself:
         resources = PickerResources(settings=compression)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.rows import Int64Array, RowError, ScoredRow, Window
 from prefillcli.decode.continuations import DecodingReport
-from prefillcli.engines.base import ReducedPacks, WeightsReport
+from prefillcli.engines.base import Engine
 from prefillcli.errors import Interrupted, ResourceError
 from prefillcli.forecast.remaining_time import RemainingTime
 from prefillcli.jobs.job_exits import NO_EXITS, Spared
-from prefillcli.jobs.window_scoring import Finished
+from prefillcli.jobs.window_work import Finished
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Pack
 from prefillcli.report.run import Tokens
@@ -65,10 +65,9 @@ class Recorder:
         self.spared = Spared()
         """What exits have spared so far."""
         self.packs = 0
-        self.weights: Callable[[], WeightsReport | None] = lambda: None
-        self.reduced: Callable[[], ReducedPacks | None] = lambda: None
-        self.decoded: Callable[[], DecodingReport | None] = lambda: None
-        """What writing behind rows has taken, of all engines of the run."""
+        self.engine: Engine | None = None
+        """The engine of this process, where there is one."""
+        self.written_by_workers: DecodingReport | None = None
         self.calibration = calibration
         """What makes the rows' probabilities; set before the first row is taken."""
         self._sink = sink
@@ -101,17 +100,15 @@ class Recorder:
                 self._flush(unwritten)
             raise
 
-    def loaded(
-        self,
-        weights: Callable[[], WeightsReport | None],
-        pack_seconds: float,
-        reduced: Callable[[], ReducedPacks | None],
-    ) -> None:
-        """The model is there. `weights` says what becomes of its weights, and `reduced` whether memory has run out; no
-        pack takes less than `pack_seconds`."""
-        self.weights, self.reduced = weights, reduced
+    def loaded(self, engine: Engine, pack_seconds: float) -> None:
+        """The model is there. No pack takes less than `pack_seconds`."""
+        self.engine = engine
         if self._forecast is not None:
             self._forecast.least_pack = pack_seconds
+
+    def decoded(self) -> DecodingReport | None:
+        """What writing behind rows has taken, of all engines of the run; None if nothing was written."""
+        return self.written_by_workers if self.engine is None else self.engine.decoded()
 
     def begin(self, window: Window, done: set[int]) -> None:
         """A window is scored from now on; these of its rows are written."""

@@ -69,11 +69,16 @@ class RowChoice:
             rationale_texts(settings.rationale_template, labels.names)
         return cls(condition, schema)
 
+    @property
+    def columns(self) -> frozenset[str]:
+        """The columns that the condition looks at."""
+        return frozenset() if self.condition is None else self.condition.columns
+
     def chosen(self, window: Window, rows: ResultRows) -> list[int]:
         """The numbers of the chosen rows, ascending; a row without a score is not chosen."""
         scored = {each.row for each in rows.scored}
         if self.condition is None:
             return sorted(scored)
-        values = row_values(window, rows, self.schema, self.condition.columns)
+        values = row_values(window, rows, self.schema, self.columns)
         pairs = zip(rows.numbers.tolist(), values, strict=True)
         return [row for row, each in pairs if row in scored and self.condition(each)]

@@ -188,9 +188,9 @@ class _ScoreJob:
             require_label_uses(settings, labels)
             calibration = calibration_of(settings, labels.labels)
             builder = prompt_builder(settings, opened, source, carried_columns(settings, source))
-            RowChoice.of(settings, labels, source.carried_schema, source.kind)
+            choice = RowChoice.of(settings, labels, source.carried_schema, source.kind)
             content_free = content_free_prompts(settings, source, builder, labels)
-        return JobInputs(source, builder, labels, opened, models, calibration, content_free, exit_profile)
+        return JobInputs(source, builder, labels, opened, models, calibration, content_free, exit_profile, choice)
 
     def _refuse_among_inputs(self, output: str, source: Source) -> None:
         refuse_among_inputs(output, source)
@@ -364,9 +364,10 @@ class _ScoreJob:
             if self._recorder.calibration is not None:
                 report.calibration = self._recorder.calibration.use()
             report.tokens = tokens
-            if (weights := self._recorder.weights()) is not None:
+            engine = self._recorder.engine
+            if engine is not None and (weights := engine.weights_report()) is not None:
                 report.weights = WeightsUse(**asdict(weights))
-            if (reduced := self._recorder.reduced()) is not None:
+            if engine is not None and (reduced := engine.reduced()) is not None:
                 report.reduced = ReducedUse(**asdict(reduced))
         if self._inputs is not None:
             source, builder, opened = self._inputs.source, self._inputs.builder, self._inputs.opened

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from prefillcli.compress.audit_draw import AuditDraw
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.rows import Window
+from prefillcli.decode.continuations import joined
 from prefillcli.engines.base import Engine, PlanEngine
 from prefillcli.engines.memory_plan import REDUCED
 from prefillcli.engines.registry import loader_of
@@ -18,8 +19,11 @@ from prefillcli.jobs.exit_learning import ExitLearning
 from prefillcli.jobs.inputs import Granularity, JobInputs
 from prefillcli.jobs.job_exits import EXITS, JobExits
 from prefillcli.jobs.load import load_models
+from prefillcli.jobs.rationale_setup import job_rationales, text_room
+from prefillcli.jobs.rationales import JobRationales
 from prefillcli.jobs.recorder import Recorder
-from prefillcli.jobs.window_scoring import Finished, ScoringOptions, score_window
+from prefillcli.jobs.window_scoring import ScoringOptions, score_window
+from prefillcli.jobs.window_work import Finished
 from prefillcli.options.score import ScoreSettings
 from prefillcli.report.run import WorkerCounts
 from prefillcli.runtime.clock import Clock
@@ -66,8 +70,9 @@ class WindowLoop:
                 options=settings.engine_options,
                 measured=self.profile,
                 placement=settings,
+                **text_room(settings, self.inputs.opened, self.inputs.labels.names),
             )
-        self.recorder.loaded(models.engine.weights_report, models.pack_seconds, models.engine.reduced)
+        self.recorder.loaded(models.engine, models.pack_seconds)
         self.loaded.callback(models.close)
         exits = self._begin(models.plan, models.engine, models.compressor)
         compressor, options = self._window_compressor(models.compressor, models.engine), self._options(exits)
@@ -114,7 +119,9 @@ class WindowLoop:
         exits = self._begin(pool.plan, pool, small)
         compressor = self._window_compressor(small, pool)
         ParallelScoring(pool, sink, self.recorder, self.clock, compressor, self._options(exits)).score(windows, ready)
-        return [WorkerCounts(**asdict(report)) for report in pool.reports()]
+        reports = pool.reports()
+        self.recorder.written_by_workers = joined([each.decoded for each in reports if each.decoded is not None])
+        return [WorkerCounts(**asdict(report)) for report in reports]
 
     def _begin(self, plan: Mapping[str, Any], engine: PlanEngine, compressor: Compressor | None) -> JobExits:
         """Store the plan of the job, with what is found out before the first window: all attempts at it share that.
@@ -160,8 +167,25 @@ class WindowLoop:
             block_tokens=0 if settings.compresses else self.granularity.block_tokens,
             audit=AuditDraw(settings.audit, source.selection(), source.count()) if settings.audit else None,
             exits=exits,
+            rationales=self._rationales(),
             adjust_threads=(lambda: None) if threads is None else threads.adjust,
         )
+
+    def _rationales(self) -> JobRationales | None:
+        """What is done with chosen rows. `chosen` counts those that are written, of all attempts."""
+        inputs, sink = self.inputs, self.sink
+        found = job_rationales(
+            self.settings,
+            inputs.choice,
+            inputs.opened,
+            inputs.labels,
+            inputs.builder,
+            self.recorder.calibration,
+            lambda: sink.counts.tallies.chosen_rows,
+        )
+        if found is not None and found.evidence is not None:
+            self.loaded.callback(found.evidence.close)
+        return found
 
     def _window_compressor(self, compressor: Compressor | None, engine: PlanEngine) -> WindowCompressor | None:
         """What compresses the windows of this job, if anything does."""

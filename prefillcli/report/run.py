@@ -41,6 +41,7 @@ class Tokens(BaseModel):
     kept: int = 0
     draft: int = 0  # computed by the draft
     audit: int = 0  # part of `computed`: for compressed rows that were read in full as well
+    follow_up: int = 0  # part of `computed`: of rows that were read once more, to be written about or for evidence
     skipped: float = 0.0  # layers of computed tokens that early exits spared
 
     def add(self, other: Tokens) -> None:

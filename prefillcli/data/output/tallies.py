@@ -83,6 +83,11 @@ class Tallies:
     failed: list[dict[str, Any]] = field(default_factory=list)
     """Error rows in the order of the input, some of every code: row, id, code, detail."""
 
+    @property
+    def chosen_rows(self) -> int:
+        """Rows that were chosen to be written about or to have their sections weighed."""
+        return max(self.rationales.rows, self.evidence)
+
     @classmethod
     def of_json(cls, content: dict[str, Any]) -> Tallies:
         """The tallies that `dataclasses.asdict` and JSON wrote. Raises TypeError for anything else."""

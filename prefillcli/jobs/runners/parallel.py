@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 from prefillcli.compress.answers import plan_requests
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.rows import ErrorCode, RowError, Window
+from prefillcli.jobs.follow_up import follow_up
 from prefillcli.jobs.recorder import Recorder
 from prefillcli.jobs.runners.dispatcher import MOST_LOSSES, Item, Outcome
 from prefillcli.jobs.runners.pool import Pool, answer_task
-from prefillcli.jobs.window_scoring import Finished, ScoringOptions, WindowWork, begin_window
+from prefillcli.jobs.window_scoring import ScoringOptions, begin_window
+from prefillcli.jobs.window_work import Finished, PlannedWork, WindowWork
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.plan import Plan
 from prefillcli.plan.refills import FreePack, free_packs, groups_of
@@ -28,8 +30,11 @@ AHEAD = 2
 
 @dataclass(slots=True)
 class _OpenWindow:
+    """A window with what is answered of it now: first its rows, then what follows for some of them."""
+
     window: Window
-    work: WindowWork
+    work: PlannedWork
+    first: WindowWork
     left: int = 0
     """Items that are not done."""
 
@@ -54,7 +59,7 @@ class ParallelScoring:
         self._options = options
         self.most_open = 0
         """Windows that were open at a time, at most."""
-        self._open = 0
+        self._open: dict[int, _OpenWindow] = {}  # by the window's index, in the order of the input
         self._carried: tuple[int, tuple[CarriedBlock, ...]] = (-1, ())  # of the window that was planned last
 
     def score(self, windows: Iterator[Window], ready: Callable[[], bool]) -> None:
@@ -84,19 +89,31 @@ class ParallelScoring:
             carried = tuple(sink.carried_into(window.index))
         self._pool.fit(max((len(prompt.tokens) for prompt in window.prompts), default=0))
         recorder.begin(window, done)
-        work, finished = begin_window(window, done, carried, self._pool, self._compressor, options, recorder)
+        work, finished = begin_window(
+            window,
+            done,
+            carried,
+            self._pool,
+            self._compressor,
+            options,
+            recorder,
+            rows_open=sum(len(each.window.rows) for each in self._open.values()),
+        )
         self._carried = window.index, work.plan.carried
         recorder.take(window, finished)
-        opened = _OpenWindow(window, work)
-        self._open += 1
-        self.most_open = max(self.most_open, self._open)
-        free = list(self._free_packs(work))
-        recorder.planned([each.pack for each in free], len(window.rows) - len(done))
+        opened = self._open[window.index] = _OpenWindow(window, work, work)
+        self.most_open = max(self.most_open, len(self._open))
+        self._add(opened, len(window.rows) - len(done))
+        self._go_on(opened)
+
+    def _add(self, opened: _OpenWindow, rows: int) -> None:
+        """Give the workers what is to be answered of a window now, for so many rows."""
+        free = list(self._free_packs(opened.work))
+        self._recorder.planned([each.pack for each in free], rows)
         opened.left = len(free)
         self._pool.add([self._item(opened, each) for each in group] for group in groups_of(free))
-        self._end_if_done(opened)
 
-    def _free_packs(self, work: WindowWork) -> Iterator[FreePack]:
+    def _free_packs(self, work: PlannedWork) -> Iterator[FreePack]:
         """What is to be answered, with numbers that no other window's packs have."""
         plan, done = work.plan, set(work.done_prompts)
         for each in free_packs(self._pool.numbered([*plan.given, *plan.packs])):
@@ -105,7 +122,7 @@ class ParallelScoring:
 
     def _item(self, opened: _OpenWindow, each: FreePack) -> Item:
         work, pack, sets = opened.work, each.pack, self._options.labels.sets
-        treatment = work.treatment(pack, self._options.exits)
+        treatment = work.treatment(pack)
         task = answer_task(each, lambda prompt: sets[work.requests[prompt].prompt.labels], treatment)
         begun = partial(self._recorder.pack_begins, pack)
         return self._pool.item(task, Plan([pack], 0), partial(self._take, opened, each), begun)
@@ -117,8 +134,7 @@ class ParallelScoring:
             rows, tokens = work.share(pack)
             recorder.step(pack, rows * outcome.tokens, tokens * outcome.tokens, outcome.tokens / len(pack.tokens))
         if outcome.result is not None:
-            finished = work.take(outcome.result.answers)
-            finished.spared = self._options.exits.spared(pack, outcome.result.answers)
+            finished = work.take(pack, outcome.result.answers)
             finished.tokens.computed += outcome.result.refilled_tokens - pack.charged_tokens
             recorder.pack_ends(pack)
             self._finish(opened, finished)
@@ -143,13 +159,32 @@ class ParallelScoring:
     def _finish(self, opened: _OpenWindow, finished: Finished) -> None:
         self._recorder.take(opened.window, finished)
         opened.left -= 1
-        self._end_if_done(opened)
+        self._go_on(opened)
 
-    def _end_if_done(self, opened: _OpenWindow) -> None:
-        if not opened.left:
-            self._recorder.end(opened.window)
-            self._open -= 1
-            self._options.exits.watch(self._sink, opened.window.index)
+    def _go_on(self, opened: _OpenWindow) -> None:
+        """Where all of a window is answered so far, begin what follows for some of its rows, or end it.
+
+        Which of the wanted rows come first is known when all windows before are written.
+        """
+        if opened.left:
+            return
+        job = self._options.rationales
+        waits = job is not None and job.limit is not None and next(iter(self._open)) != opened.window.index
+        if waits and opened.work is opened.first and opened.first.wanted:
+            return
+        if opened.work is opened.first:
+            following = follow_up(opened.first, self._pool.limits, self._options.schedule)
+            if following is not None:
+                self._recorder.take(opened.window, Finished(rows=following.finished))
+                opened.work = following
+                self._add(opened, 0)
+                if opened.left:
+                    return
+        self._recorder.end(opened.window)
+        del self._open[opened.window.index]
+        self._options.exits.watch(self._sink, opened.window.index)
+        if job is not None and job.limit is not None and self._open:
+            self._go_on(next(iter(self._open.values())))
 
 
 def _lost(outcome: Outcome) -> RowError:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from prefillcli.decode.continuations import DecodingReport
 from prefillcli.engines.base import PLAIN, Answer, LabelTokens, ReducedPacks, Treatment, WeightsReport
 from prefillcli.engines.memory_plan import Measured
 from prefillcli.options.score import ScoreSettings
@@ -111,6 +112,7 @@ class WorkerReport:
     threads: tuple[int, int] | None
     weights: WeightsReport | None = None
     reduced: ReducedPacks | None = None
+    decoded: DecodingReport | None = None
 
 
 Task = AnswerTask | EstimateTask | ReportTask

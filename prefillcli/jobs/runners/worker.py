@@ -11,6 +11,7 @@ from prefillcli.engines.base import Answer, Engine
 from prefillcli.engines.registry import loader_of
 from prefillcli.errors import ContentChangedError, brief
 from prefillcli.jobs.load import Models, load_models
+from prefillcli.jobs.rationale_setup import text_room
 from prefillcli.jobs.runners.tasks import (
     Answered,
     AnswerTask,
@@ -22,6 +23,7 @@ from prefillcli.jobs.runners.tasks import (
     WorkerReport,
     WorkerSpec,
 )
+from prefillcli.models.open import answer_labels
 from prefillcli.runtime.memory import peak_memory, proportional_memory
 
 Tell = Callable[[float], None]
@@ -50,6 +52,7 @@ class Worker:
             share=spec.share,
             planned=spec.planned,
             placement=settings,
+            **text_room(settings, opened, answer_labels(opened, settings).names),
         )
         self._number = spec.number
         self._packs = self._tokens = 0
@@ -133,6 +136,7 @@ class Worker:
             own_bytes=proportional_memory(),
             weights=self._models.engine.weights_report(),
             reduced=self._models.engine.reduced(),
+            decoded=self._models.engine.decoded(),
             threads=None if threads is None or not threads.ran else (threads.ran[0], threads.ran[1]),
         )
 

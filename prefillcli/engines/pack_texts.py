@@ -1,0 +1,62 @@
+"""Texts behind the prompts of a pack whose K,V survive its scoring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Self
+
+from prefillcli.decode.behind import MakeDrafter, write_behind
+from prefillcli.decode.continuations import DecodingReport
+from prefillcli.decode.kept_pack import KeptPack
+from prefillcli.engines.base import Answer, Continuations, Treatment
+from prefillcli.plan.pack import Limits, Pack
+from prefillcli.prefill.walk import LayerWalk, Tick
+
+
+class PackTexts:
+    """What is kept of a pack while it is walked, and written on once it is scored."""
+
+    def __init__(self, walk: LayerWalk, pack: Pack, continuations: Continuations) -> None:
+        self.kept = KeptPack(pack, len(walk.layers))
+        self._walk = walk
+        self._pack = pack
+        self._continuations = continuations
+
+    @classmethod
+    def of(cls, walk: LayerWalk, pack: Pack, treatment: Treatment, limits: Limits) -> Self | None:
+        """None where nothing is written behind this pack, or its K,V of all layers do not fit."""
+        continuations = treatment.continuations
+        if continuations is None or not pack.reads or not limits.can_keep(pack):
+            return None
+        return cls(walk, pack, continuations)
+
+    def write(
+        self,
+        answers: Sequence[Answer],
+        limits: Limits,
+        *,
+        longest: int,
+        make_drafter: MakeDrafter,
+        tick: Tick,
+        report: DecodingReport,
+    ) -> list[Answer]:
+        """The answers of the pack, those of wanted prompts with their texts. The other arguments as in
+        `write_behind`."""
+        wanted = self._continuations.wanted(answers)
+        report.kept_prompts += len(wanted)
+        reads = {prompt: read for read, (_, prompts) in enumerate(self._pack.reads) for prompt in prompts}
+        texts = write_behind(
+            self._walk,
+            self.kept,
+            [(reads[prompt], beginning) for prompt, beginning in wanted.items()],
+            self._continuations.writing,
+            longest=longest,
+            most_tokens=limits.written_tokens,
+            make_drafter=make_drafter,
+            tick=tick,
+            report=report,
+        )
+        self.kept.release()
+        found = dict(zip(wanted, texts, strict=True))
+        return [replace(each, continuation=found.get(each.prompt)) for each in answers]

@@ -1,0 +1,166 @@
+"""Which rows of a job are written about, behind which words, and what becomes of what engines write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from prefillcli.compress.request import Request
+from prefillcli.data.methods import FULL
+from prefillcli.data.output.columns import ResultRows
+from prefillcli.data.prompts.beginnings import Beginnings
+from prefillcli.data.rows import Rationale, ScoredRow, Window
+from prefillcli.decode.continuations import Beginning, Continuation, Writing
+from prefillcli.jobs.evidence import Evidence
+from prefillcli.jobs.row_choice import RowChoice
+from prefillcli.jobs.scored_rows import scored_row
+from prefillcli.stats.calibration import Calibration
+
+if TYPE_CHECKING:
+    from prefillcli.engines.base import Answer
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledChoice:
+    """Which rows the `rows` choice wants, and which labels these have got. It can be pickled.
+
+    `temperature` and `calibration` are what the scores of the output are made with.
+    """
+
+    rows: RowChoice
+    temperature: float = 1.0
+    calibration: Calibration | None = None
+
+    def wanted(self, window: Window, scored: Sequence[ScoredRow]) -> dict[int, int]:
+        """Of these rows of a window the wanted ones, by row: the number of the label that each has got.
+
+        A row whose score is not a finite number is not wanted.
+        """
+        schema = self.rows.schema
+        done = ResultRows.of(window, scored, {}, schema.labels, self.temperature, self.calibration, schema.measure)
+        best = {each.row: int(scores.argmax()) for each, scores in zip(done.scored, done.scores, strict=True)}
+        return {row: best[row] for row in self.rows.chosen(window, done)}
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A prompt that may be written on: how it is read, and what is written behind it, by the label that it gets."""
+
+    request: Request
+    beginnings: tuple[Beginning, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenByScores:
+    """`Continuations` of the prompts of a pack whose scores decide who is wanted.
+
+    `window` has the rows of the `candidates` alone, with the columns that the choice looks at.
+    """
+
+    writing: Writing
+    choice: LabelledChoice
+    candidates: Mapping[int, Candidate]
+    window: Window
+
+    def wanted(self, answers: Sequence[Answer]) -> Mapping[int, Beginning]:
+        scored = {
+            answer.prompt: scored_row(self.candidates[answer.prompt].request, answer)
+            for answer in answers
+            if answer.prompt in self.candidates
+        }
+        if not scored:
+            return {}
+        labels = self.choice.wanted(self.window, list(scored.values()))
+        return {
+            prompt: self.candidates[prompt].beginnings[labels[row.row]]
+            for prompt, row in scored.items()
+            if row.row in labels
+        }
+
+    def of(self, prompts: Collection[int]) -> ChosenByScores:
+        own = {prompt: each for prompt, each in self.candidates.items() if prompt in prompts}
+        return replace(self, candidates=own, window=self.window.only(each.request.prompt for each in own.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class GivenContinuations:
+    """`Continuations` of prompts that are known to be wanted."""
+
+    writing: Writing
+    beginnings: Mapping[int, Beginning]
+
+    def wanted(self, answers: Sequence[Answer]) -> Mapping[int, Beginning]:
+        found = (answer.prompt for answer in answers)
+        return {prompt: self.beginnings[prompt] for prompt in found if prompt in self.beginnings}
+
+    def of(self, prompts: Collection[int]) -> GivenContinuations:
+        own = {prompt: each for prompt, each in self.beginnings.items() if prompt in prompts}
+        return replace(self, beginnings=own)
+
+
+@dataclass(frozen=True, slots=True)
+class JobRationales:
+    """What a job writes about its rows, and for which rows it weighs the sections of their prompts.
+
+    Without `writing` nothing is written; without `evidence` nothing is weighed. At most `limit` rows are wanted (None:
+    all for which the choice is), the first ones in the input; `chosen` says how many of them are written out so far.
+    """
+
+    choice: LabelledChoice
+    writing: Writing | None = None
+    words: Beginnings | None = None
+    limit: int | None = None
+    chosen: Callable[[], int] = lambda: 0
+    id_column: str | None = None
+    evidence: Evidence | None = None
+
+    def has_room(self, rows: int) -> bool:
+        """Whether all of so many more rows may be wanted."""
+        return self.limit is None or self.chosen() + rows <= self.limit
+
+    def continuations(self, window: Window, requests: Mapping[int, Request]) -> ChosenByScores | None:
+        """Which of these requests of a window are written on, by their numbers; None where none can be."""
+        if self.writing is None or self.words is None or not requests:
+            return None
+        candidates = {
+            number: Candidate(
+                request,
+                tuple(self.beginning(window, request, label) for label in range(len(self.choice.rows.schema.labels))),
+            )
+            for number, request in requests.items()
+        }
+        part = window.only((request.prompt for request in requests.values()), self.choice.rows.columns)
+        return ChosenByScores(self.writing, self.choice, candidates, part)
+
+    def beginning(self, window: Window, request: Request, label: int) -> Beginning:
+        """What is written behind a request of a window when this label is its answer."""
+        prompt = request.prompt
+        return Beginning(
+            request.tokens, self._words.tokens(prompt.labels, label), self._key(window, prompt.row), request.positions
+        )
+
+    def rationale(self, request: Request, label: int, written: Continuation) -> Rationale:
+        """What an output says of a text that was written behind a request with this label."""
+        text = None
+        if written.finish_reason in ("stop", "length"):
+            text = self._words.text(self._words.tokens(request.prompt.labels, label), written.tokens)
+        return Rationale(
+            text=text,
+            tokens=len(written.tokens),
+            finish_reason=written.finish_reason,
+            gap=written.gap,
+            source=FULL if request.kept is None else request.method,
+        )
+
+    @property
+    def _words(self) -> Beginnings:
+        if self.words is None:
+            raise ValueError("this job writes nothing")
+        return self.words
+
+    def _key(self, window: Window, row: int) -> str:
+        """A row's id, so that its text is the same wherever the row stands; else its number."""
+        if self.id_column is None:
+            return str(row)
+        return str(window.carried[self.id_column][window.place(row)].as_py())
