@@ -15,7 +15,7 @@ from prefillcli.data.rows import RowError, ScoredRow, Window
 from prefillcli.decode.continuations import Beginning, Continuation
 from prefillcli.engines.base import Answer, Treatment
 from prefillcli.jobs.evidence import WeighedRow
-from prefillcli.jobs.rationales import GivenContinuations, JobRationales
+from prefillcli.jobs.wanted_rows import GivenContinuations, JobRationales
 from prefillcli.jobs.window_work import Finished, WantedRow, WindowWork
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import Plan

@@ -19,11 +19,11 @@ from prefillcli.jobs.exit_learning import ExitLearning
 from prefillcli.jobs.inputs import Granularity, JobInputs
 from prefillcli.jobs.job_exits import EXITS, JobExits
 from prefillcli.jobs.load import load_models
-from prefillcli.jobs.rationale_setup import job_rationales, text_room
-from prefillcli.jobs.rationales import JobRationales
 from prefillcli.jobs.recorder import Recorder
+from prefillcli.jobs.wanted_rows import JobRationales
 from prefillcli.jobs.window_scoring import ScoringOptions, score_window
 from prefillcli.jobs.window_work import Finished
+from prefillcli.jobs.writing_setup import job_rationales, text_room
 from prefillcli.options.score import ScoreSettings
 from prefillcli.report.run import WorkerCounts
 from prefillcli.runtime.clock import Clock

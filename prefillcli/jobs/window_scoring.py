@@ -15,7 +15,7 @@ from prefillcli.data.rows import ErrorCode, RowError, Window
 from prefillcli.engines.base import Engine, PlanEngine
 from prefillcli.jobs.follow_up import follow_up
 from prefillcli.jobs.job_exits import NO_EXITS, JobExits
-from prefillcli.jobs.rationales import JobRationales
+from prefillcli.jobs.wanted_rows import JobRationales
 from prefillcli.jobs.window_work import Finished, PlannedWork, WindowWork
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Pack

@@ -11,8 +11,8 @@ from prefillcli.compress.request import Request
 from prefillcli.data.rows import Float64Array, RowError, ScoredRow, Window
 from prefillcli.engines.base import Answer, Treatment
 from prefillcli.jobs.job_exits import JobExits, Spared
-from prefillcli.jobs.rationales import ChosenByScores, JobRationales
 from prefillcli.jobs.scored_rows import scored_row
+from prefillcli.jobs.wanted_rows import ChosenByScores, JobRationales
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Pack
 from prefillcli.plan.plan import Plan

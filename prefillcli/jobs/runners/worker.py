@@ -11,7 +11,6 @@ from prefillcli.engines.base import Answer, Engine
 from prefillcli.engines.registry import loader_of
 from prefillcli.errors import ContentChangedError, brief
 from prefillcli.jobs.load import Models, load_models
-from prefillcli.jobs.rationale_setup import text_room
 from prefillcli.jobs.runners.tasks import (
     Answered,
     AnswerTask,
@@ -23,6 +22,7 @@ from prefillcli.jobs.runners.tasks import (
     WorkerReport,
     WorkerSpec,
 )
+from prefillcli.jobs.writing_setup import text_room
 from prefillcli.models.open import answer_labels
 from prefillcli.runtime.memory import peak_memory, proportional_memory
 

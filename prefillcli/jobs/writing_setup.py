@@ -12,8 +12,8 @@ from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.rationale_template import rationale_texts
 from prefillcli.decode.continuations import Speculation, Writing
 from prefillcli.jobs.evidence import Evidence
-from prefillcli.jobs.rationales import JobRationales, LabelledChoice
 from prefillcli.jobs.row_choice import RowChoice
+from prefillcli.jobs.wanted_rows import JobRationales, LabelledChoice
 from prefillcli.models.open import Opened
 from prefillcli.options.rationale import RationaleOptions
 from prefillcli.options.score import ScoreSettings
