@@ -121,7 +121,7 @@ class DecodingReport:
             own.accepted += counts.accepted
 
 
-def joined(reports: Sequence[DecodingReport]) -> DecodingReport | None:
+def sum_of(reports: Sequence[DecodingReport]) -> DecodingReport | None:
     """The sum of what several engines have done; None of none."""
     found = DecodingReport()
     for report in reports:

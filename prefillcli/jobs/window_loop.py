@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from prefillcli.compress.audit_draw import AuditDraw
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.rows import Window
-from prefillcli.decode.continuations import joined
+from prefillcli.decode.continuations import sum_of
 from prefillcli.engines.base import Engine, PlanEngine
 from prefillcli.engines.memory_plan import REDUCED
 from prefillcli.engines.registry import loader_of
@@ -120,7 +120,7 @@ class WindowLoop:
         compressor = self._window_compressor(small, pool)
         ParallelScoring(pool, sink, self.recorder, self.clock, compressor, self._options(exits)).score(windows, ready)
         reports = pool.reports()
-        self.recorder.written_by_workers = joined([each.decoded for each in reports if each.decoded is not None])
+        self.recorder.written_by_workers = sum_of([each.decoded for each in reports if each.decoded is not None])
         return [WorkerCounts(**asdict(report)) for report in reports]
 
     def _begin(self, plan: Mapping[str, Any], engine: PlanEngine, compressor: Compressor | None) -> JobExits:
