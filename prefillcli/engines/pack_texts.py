@@ -9,6 +9,7 @@ from typing import Self
 from prefillcli.decode.behind import MakeDrafter, write_behind
 from prefillcli.decode.continuations import DecodingReport
 from prefillcli.decode.kept_pack import KeptPack
+from prefillcli.decode.row_groups import RowRoom
 from prefillcli.engines.base import Answer, Continuations, Treatment
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.prefill.walk import LayerWalk, Tick
@@ -34,9 +35,9 @@ class PackTexts:
     def write(
         self,
         answers: Sequence[Answer],
-        limits: Limits,
         *,
         longest: int,
+        room: RowRoom,
         make_drafter: MakeDrafter,
         tick: Tick,
         report: DecodingReport,
@@ -52,11 +53,10 @@ class PackTexts:
             [(reads[prompt], beginning) for prompt, beginning in wanted.items()],
             self._continuations.writing,
             longest=longest,
-            most_tokens=limits.written_tokens,
+            room=room,
             make_drafter=make_drafter,
             tick=tick,
             report=report,
         )
-        self.kept.release()
         found = dict(zip(wanted, texts, strict=True))
         return [replace(each, continuation=found.get(each.prompt)) for each in answers]

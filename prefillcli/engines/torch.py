@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from prefillcli.decode.continuations import DecodingReport
 from prefillcli.decode.contracts import Drafter
 from prefillcli.decode.forward import KeptForward
+from prefillcli.decode.row_groups import RowRoom
 from prefillcli.engines.base import (
     PLAIN,
     Answer,
@@ -181,6 +182,7 @@ class TorchEngine(PackByPack):
         self._keys_share = _keys_share(model.config.get_text_config())
         self._longest = longest
         self._decoding = DecodingReport()
+        self._text_room = RowRoom(limits.written_tokens or None, limits.kept_end)
         self._block_seconds = 0.0  # of packs without answers since the last one with some
 
     def answer(
@@ -232,8 +234,8 @@ class TorchEngine(PackByPack):
         if texts is not None:
             answers = texts.write(
                 answers,
-                self.limits,
                 longest=self._longest,
+                room=self._text_room,
                 make_drafter=self._make_drafter,
                 tick=tick,
                 report=self._decoding,
