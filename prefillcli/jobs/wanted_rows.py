@@ -44,7 +44,7 @@ class LabelledChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class WritablePrompt:
     """A prompt that may be written on: how it is read, and what is written behind it, by the label that it gets."""
 
     request: Request
@@ -60,7 +60,7 @@ class ChosenByScores:
 
     writing: Writing
     choice: LabelledChoice
-    candidates: Mapping[int, Candidate]
+    candidates: Mapping[int, WritablePrompt]
     window: Window
 
     def wanted(self, answers: Sequence[Answer]) -> Mapping[int, Beginning]:
@@ -124,7 +124,7 @@ class JobRationales:
         if self.writing is None or self.words is None or not requests:
             return None
         candidates = {
-            number: Candidate(
+            number: WritablePrompt(
                 request,
                 tuple(self.beginning(window, request, label) for label in range(len(self.choice.rows.schema.labels))),
             )
