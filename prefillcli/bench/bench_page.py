@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from prefillcli.bench.report import REFERENCE, BenchReport, WorkloadResult
+from prefillcli.bench.text_report import TEXT_REFERENCE, TextResult
+from prefillcli.bench.text_tables import TEXT_LEGEND, text_headline, text_table
 from prefillcli.bench.verdicts import workload_remarks
 from prefillcli.bench.workload_tables import answer_table, cost_table, drift_table, speedup_table, workload_headline
 from prefillcli.redaction import shown_report
@@ -36,6 +38,16 @@ def bench_html(report: BenchReport) -> str:
             }
             for each in report.workloads
         ],
+        texts=[
+            {
+                "headline": text_headline(each),
+                "table": text_table(each),
+                "legend": TEXT_LEGEND,
+                "notes": each.notes,
+                "speedups": _text_bars(each),
+            }
+            for each in report.texts
+        ],
         settings=shown_settings(report.settings),
     )
 
@@ -58,6 +70,22 @@ def _speedup_bars(workload: WorkloadResult) -> list[dict[str, Any]]:
             "one": 100 / longest,
             "text": f"{each.speedup.median:.2f}x"
             + ("" if each.predicted.flops is None else f", {each.predicted.flops:.2f}x by FLOPs"),
+        }
+        for each in methods
+    ]
+
+
+def _text_bars(result: TextResult) -> list[dict[str, Any]]:
+    """For each way of writing but the reference, its speedups in percent of the largest: in all, and of decoding."""
+    methods = [each for each in result.methods if each.method != TEXT_REFERENCE]
+    longest = max([1.0, *(max(each.speedup.median, each.decode_speedup.median) for each in methods)])
+    return [
+        {
+            "method": each.method,
+            "measured": 100 * each.speedup.median / longest,
+            "decoding": 100 * each.decode_speedup.median / longest,
+            "one": 100 / longest,
+            "text": f"{each.speedup.median:.2f}x, decoding alone {each.decode_speedup.median:.2f}x",
         }
         for each in methods
     ]

@@ -86,7 +86,7 @@ class Equipment:
         self.opened = opened
         self.settings = settings
         self.labels = labels
-        self._model = loaded.engine.model
+        self.model = loaded.engine.model
         self._activation = activation_of(opened.files)
         self._draft = loaded.draft
         self._translator = translator_of(opened)
@@ -107,7 +107,7 @@ class Equipment:
             settings=self.compression,
             seed=seed,
             draft=self._draft,
-            walking=self._walk_alone,
+            walking=self.walking,
             limits=self.limits,
             spans=spans,
         )
@@ -115,8 +115,8 @@ class Equipment:
 
     def plain(self, prompts: Sequence[Prompt]) -> Float64Array:
         """Label log-probabilities [prompts, labels] by transformers' own forward, prompt by prompt."""
-        self._model.set_attn_implementation("sdpa")
-        logits = (last_logits(self._model, prompt.tokens) for prompt in prompts)
+        self.model.set_attn_implementation("sdpa")
+        logits = (last_logits(self.model, prompt.tokens) for prompt in prompts)
         sets = [self.labels.sets[prompt.labels] for prompt in prompts]
         rows = zip(logits, sets, strict=True)
         return np.concatenate([label_numbers(row[None], [0], [own], self._activation) for row, own in rows])
@@ -134,9 +134,10 @@ class Equipment:
             return answer_requests(engine, requests, self.labels.sets, schedule=self._schedule, treatment=treatment)
 
     @contextmanager
-    def _walk_alone(self) -> Iterator[LayerWalk]:
-        self._model.set_attn_implementation(ATTENTION)
-        walk = LayerWalk(self._model, chunk_tokens=self._chunk_tokens)
+    def walking(self) -> Iterator[LayerWalk]:
+        """The model as the layer walk uses it."""
+        self.model.set_attn_implementation(ATTENTION)
+        walk = LayerWalk(self.model, chunk_tokens=self._chunk_tokens)
         try:
             yield walk
         finally:
@@ -144,9 +145,9 @@ class Equipment:
 
     @contextmanager
     def _walking(self) -> Iterator[TorchEngine]:
-        self._model.set_attn_implementation(ATTENTION)
+        self.model.set_attn_implementation(ATTENTION)
         engine = TorchEngine(
-            self._model,
+            self.model,
             limits=self.limits,
             chunk_tokens=self._chunk_tokens,
             offload_held=self._offload,
@@ -159,7 +160,7 @@ class Equipment:
 
     def drift(self, requests: Sequence[Request]) -> StateDrift | None:
         """How far compressed requests leave recurrent layers from where whole prompts leave them."""
-        return state_drift(self._walk_alone, self.limits, requests)
+        return state_drift(self.walking, self.limits, requests)
 
     def plan(self, requests: Sequence[Request]) -> Plan:
         return plan_requests(requests, self.limits, self._schedule)

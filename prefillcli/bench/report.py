@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from prefillcli.bench.measured_range import Range
+from prefillcli.bench.text_report import TextResult
 from prefillcli.compress.pickers.registry import PICKERS
 from prefillcli.stats.audit import Audit
 
@@ -27,18 +28,6 @@ NAMED = {
 """Methods that are compared only where they are named: they need more than the model, the rows and a minute."""
 METHODS = UNCOMPRESSED | {kind.name: kind.summary for kind in PICKERS.values()} | NAMED
 """The methods, each with a line for readers of the tables."""
-
-
-class Range(BaseModel):
-    """Median, smallest and largest of some rounds."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Range:
-        return cls(median=statistics.median(values), low=min(values), high=max(values))
 
 
 class Predicted(BaseModel):
@@ -152,6 +141,12 @@ class BenchReport(BaseModel):
     machine: dict[str, str | int] = Field(default_factory=dict)
     notes: list[str] = Field(default_factory=list)
     workloads: list[WorkloadResult] = Field(default_factory=list)
+    texts: list[TextResult] = Field(default_factory=list)  # with --rationale, in the place of `workloads`
+
+    @property
+    def results(self) -> Sequence[WorkloadResult | TextResult]:
+        """What was measured."""
+        return [*self.workloads, *self.texts]
 
     def summary(self) -> dict[str, Any]:
         """The last line on stdout."""
@@ -161,7 +156,8 @@ class BenchReport(BaseModel):
             "seconds": round(self.seconds, 3),
             "output": self.output,
             "page": self.page,
-            "workloads": {each.workload: _sum_up(each) for each in self.workloads},
+            "workloads": {each.workload: _sum_up(each) for each in self.workloads}
+            | {each.workload: each.summary() for each in self.texts},
         }
         return line | ({"error": self.error} if self.error else {})
 

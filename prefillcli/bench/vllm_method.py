@@ -14,10 +14,13 @@ import torch
 
 from prefillcli.bench.contenders import Contender, Cost, Equipment, MethodRun
 from prefillcli.bench.material import Material
+from prefillcli.bench.text_methods import TextMethod, TextRun, TextTask
 from prefillcli.compress.answers import plan_requests
 from prefillcli.compress.request import Request
 from prefillcli.data.rows import Prompt
-from prefillcli.engines.base import Answer, LoadRequest
+from prefillcli.decode.continuations import DecodingReport
+from prefillcli.engines.base import Answer, LoadRequest, Treatment
+from prefillcli.plan.plan import make_plan
 
 if TYPE_CHECKING:
     from prefillcli.engines.vllm import VllmEngine
@@ -27,12 +30,37 @@ SHARE = 0.5
 CORES = "VLLM_CPU_OMP_THREADS_BIND"
 
 
+class VllmTextMethod(TextMethod):
+    """The engine of `prefill score --engine vllm`, which scores the prompts and writes behind them."""
+
+    elsewhere = True
+
+    def __init__(self, scoring: VllmMethod) -> None:
+        super().__init__(scoring.name)
+        self._scoring = scoring
+
+    def run(self, task: TextTask) -> TextRun:
+        engine = self._scoring.engine
+        engine.forget()
+        before, run = engine.decoded(), TextRun()
+        packs = make_plan(task.prompts, engine.limits).packs
+        for answers in engine.answer_all(packs, task.labels, lambda tokens: None, Treatment(continuations=task)):
+            run.texts |= {each.prompt: each.continuation for each in answers if each.continuation is not None}
+        now = engine.decoded() or DecodingReport()
+        for name in ("texts", "tokens", "passes", "row_passes", "seconds"):
+            setattr(run.report, name, getattr(now, name) - (getattr(before, name) if before else 0))
+        return run
+
+    def close(self) -> None:
+        self._scoring.close()
+
+
 class VllmMethod(Contender):
     """The engine of `prefill score --engine vllm`, with the prompts in the order of a plan."""
 
     def __init__(self, equipment: Equipment, engine: VllmEngine) -> None:
         super().__init__("vllm", equipment)
-        self._engine = engine
+        self.engine = engine
         self._started.callback(engine.close)
 
     @property
@@ -42,10 +70,10 @@ class VllmMethod(Contender):
     def run(self, prompts: Sequence[Prompt]) -> MethodRun:
         requests = [Request(prompt) for prompt in prompts]
         sets = self._equipment.labels.sets
-        self._engine.forget()
-        packs = plan_requests(requests, self._engine.limits).packs
+        self.engine.forget()
+        packs = plan_requests(requests, self.engine.limits).packs
         found: dict[int, Answer] = {}
-        for answers in self._engine.answer_all(packs, lambda i: sets[requests[i].prompt.labels], lambda tokens: None):
+        for answers in self.engine.answer_all(packs, lambda i: sets[requests[i].prompt.labels], lambda tokens: None):
             found |= {each.prompt: each for each in answers}
         in_order = [found[number] for number in range(len(requests))]
         return MethodRun(
@@ -58,14 +86,15 @@ class VllmMethod(Contender):
         return Cost(run.computed_tokens, None)
 
 
-def start_vllm(equipment: Equipment, material: Material) -> VllmMethod:
-    """vLLM with a copy of the model, for prompts as long as these. Close it in any case.
+def start_vllm(equipment: Equipment, material: Material, text_tokens: int = 0) -> VllmMethod:
+    """vLLM with a copy of the model, for prompts as long as these and `text_tokens` behind them. Close it in any case.
 
     A note says how it runs. Raises UsageError or ResourceError.
     """
     from prefillcli.engines import vllm
 
-    opened = replace(equipment.opened, max_length=max(len(prompt.tokens) for prompt in material.prompts))
+    longest = max(len(prompt.tokens) for prompt in material.prompts)
+    opened = replace(equipment.opened, max_length=longest + text_tokens)
     begun = time.perf_counter()
     request = LoadRequest(opened, equipment.settings, _room(opened.device), share=SHARE)
     engine = vllm.load(request).engine

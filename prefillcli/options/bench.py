@@ -58,8 +58,15 @@ class BenchSettings(MeasuringOptions, ScheduledOptions):
         (),
         "A method to compare: hf, full, hybrid (always), specprefill, self-draft, gemfilter, random, ends, bm25, "
         "early-exit or vllm; repeatable. (default: hf, hybrid and, where there is a draft, specprefill, or with "
-        "--draft self self-draft, and random; with --full all but early-exit and vllm)",
+        "--draft self self-draft, and random; with --full all but early-exit and vllm). With --rationale: plain "
+        "(always), lookup, suffix, retrieval, draft, hierarchy, auto, generate, generate-padded or vllm. (default: "
+        "all but vllm)",
         BENCH, changes="report", metavar="NAME", repeatable=True,
+    )  # fmt: skip
+    rationale: int = option(
+        0,
+        "Compare ways to write up to N tokens behind each row's answer, in the place of ways to score.",
+        BENCH, changes="scores", metavar="N", off=0, ge=0,
     )  # fmt: skip
     max_flips: float = option(
         0.01,
@@ -120,7 +127,12 @@ class BenchSettings(MeasuringOptions, ScheduledOptions):
         )
 
     def compares(self, method: str) -> bool:
-        """Whether a method that drops tokens is compared: if it was named, or by default where there is a draft."""
+        """Whether a method that drops tokens is compared: if it was named, or by default where there is a draft.
+
+        With `rationale` none is, but a draft that guesses tokens is loaded as if it would pick them.
+        """
+        if self.rationale:
+            return method == "specprefill" and (not self.method or bool({"draft", "hierarchy"} & {*self.method}))
         if self.method or method in ("early-exit", "vllm"):
             return method in self.method
         if self.drafts_itself and method in PICKERS and PICKERS[method].needs == "draft":

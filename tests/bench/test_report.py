@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from prefillcli.bench.measure import interleaved
+from prefillcli.bench.measured_range import Range
 from prefillcli.bench.report import (
     Answers,
     MethodResult,
     Predicted,
-    Range,
     WorkloadResult,
 )
 from prefillcli.bench.verdicts import verdicts, workload_remarks

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from prefillcli.bench.report import REFERENCE, Answers, MethodResult, Predicted, Range, StateDrift, WorkloadResult
+from prefillcli.bench.measured_range import Range
+from prefillcli.bench.report import REFERENCE, Answers, MethodResult, Predicted, StateDrift, WorkloadResult
 from prefillcli.bench.state_drift import DRIFT_ROWS, state_drift
 from prefillcli.bench.verdicts import workload_remarks
 from prefillcli.bench.workload_tables import drift_table
