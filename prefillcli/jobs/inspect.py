@@ -19,15 +19,17 @@ from prefillcli.compress.selection import tails
 from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.token_texts import token_texts
-from prefillcli.data.rows import ErrorCode, Prompt, RowError
+from prefillcli.data.rows import ErrorCode, Prompt, RowError, Window
 from prefillcli.data.search import find_row
 from prefillcli.engines.base import Answer, Engine
 from prefillcli.errors import PrefillError, UsageError
 from prefillcli.exits.policy import ExitPolicy
 from prefillcli.jobs.answers_by_layer import answer_by_layer, exit_policy
+from prefillcli.jobs.explained_row import ExplainedRow, Explainer
 from prefillcli.jobs.inputs import open_source, prompt_builder
 from prefillcli.jobs.label_uses import require_shares
 from prefillcli.jobs.load import Models, load_walk
+from prefillcli.jobs.scored_rows import scored_row
 from prefillcli.jobs.shell import shell
 from prefillcli.models.adapters import open_adapters
 from prefillcli.models.open import Opened, answer_labels, open_models
@@ -143,11 +145,20 @@ class _InspectJob:
             if found.row in found.window.errors:
                 raise self._error(found.window.errors[found.row])
             self._policy = exit_policy(settings, opened, labels)
+            explainer = Explainer(settings, opened, source, builder, labels)
             keep = 1.0 if settings.keep == "auto" else settings.keep
-            loaded = load_walk(opened, settings, keep=keep, placement=settings)
+            loaded = load_walk(
+                opened,
+                settings,
+                keep=keep,
+                placement=settings,
+                text_tokens=0 if explainer.writing is None else explainer.writing.most_tokens,
+                texts_of="later",
+            )
         try:
-            return self._inspect(opened, loaded, labels, found.window.prompts)
+            return self._inspect(opened, loaded, labels, found.window, explainer)
         finally:
+            explainer.close()
             loaded.close()
 
     def _error(self, error: RowError) -> PrefillError:
@@ -155,9 +166,9 @@ class _InspectJob:
         return PrefillError(visible(f"{name} has no score: {error.code}: {error.detail}", line=True))
 
     def _inspect(
-        self, opened: Opened, loaded: Models[Engine], labels: Labels, prompts: Sequence[Prompt]
+        self, opened: Opened, loaded: Models[Engine], labels: Labels, window: Window, explainer: Explainer
     ) -> Inspection:
-        settings, summary = self._settings, self._summary
+        settings, summary, prompts = self._settings, self._summary, window.prompts
         number = next(at for at, prompt in enumerate(prompts) if prompt.row == summary.row)
         prompt = prompts[number]
         summary.prompt_tokens = len(prompt.tokens)
@@ -173,6 +184,7 @@ class _InspectJob:
                 read = self._compress(loaded.compressor, prompts, shared, number, tick)
             summary.method, summary.kept_tokens = read.request.method, len(read.request.tokens)
             answers = self._answers(loaded, labels, read.request, opened, tick)
+            explained = self._explained(explainer, loaded.engine, window, read.request, answers, tick)
         full, compressed = (None if own is None else self._view(labels.names, own.logprobs) for own in answers)
         summary.score = None if full is None else full.score
         summary.score_compressed = None if compressed is None else compressed.score
@@ -200,6 +212,9 @@ class _InspectJob:
             margins=None
             if shown is None
             else margin_curve(shown.readings, shown.logprobs, labels.names, self._policy),
+            rationale=explained.scored.rationale,
+            begins=explained.begins,
+            evidence=explained.scored.evidence,
         )
 
     def _compress(
@@ -261,6 +276,25 @@ class _InspectJob:
             found[0] if able[0].kept is None else None,
             found[-1] if able[-1].kept is not None else None,
         )
+
+    def _explained(
+        self,
+        explainer: Explainer,
+        engine: Engine,
+        window: Window,
+        request: Request,
+        answers: tuple[Answer | None, Answer | None],
+        tick: Tick,
+    ) -> ExplainedRow:
+        """The row as a job has it, with its text and its evidence; `answers` are in full and compressed."""
+        full, compressed = answers
+        answer = compressed or full
+        if answer is None:
+            raise ValueError("the prompt was not read")
+        scored = scored_row(request, answer)
+        if compressed is not None and full is not None:
+            scored.audit = full.logprobs
+        return explainer.explain(engine, window, request, scored, tick)
 
     def _view(self, names: Sequence[str], logprobs: npt.NDArray[np.float64]) -> AnswerView:
         """What label log-probabilities [labels] say. Raises PrefillError."""

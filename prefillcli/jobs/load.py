@@ -125,9 +125,20 @@ def load_walk(
     keep: float,
     share: float = 1.0,
     placement: PlacementChoice = RESIDENT,
+    text_tokens: int = 0,
+    texts_of: TextsOf = "all",
 ) -> Models[TorchEngine]:
     """`load_models` with the layer walk, as a job begins."""
-    models = load_models(opened, settings, loader_of("torch"), keep=keep, share=share, placement=placement)
+    models = load_models(
+        opened,
+        settings,
+        loader_of("torch"),
+        keep=keep,
+        share=share,
+        placement=placement,
+        text_tokens=text_tokens,
+        texts_of=texts_of,
+    )
     return cast("Models[TorchEngine]", models)
 
 

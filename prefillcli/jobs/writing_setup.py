@@ -15,7 +15,7 @@ from prefillcli.jobs.evidence import Evidence
 from prefillcli.jobs.row_choice import RowChoice
 from prefillcli.jobs.wanted_rows import JobRationales, LabelledChoice
 from prefillcli.models.open import Opened
-from prefillcli.options.rationale import RationaleOptions
+from prefillcli.options.rationale import WritingOptions
 from prefillcli.options.score import ScoreSettings
 from prefillcli.stats.calibration import Calibration
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # takes torch along
     from prefillcli.models.text_room import TextsOf
 
 
-def writing_of(settings: RationaleOptions, opened: Opened, names: Sequence[str]) -> Writing | None:
+def writing_of(settings: WritingOptions, opened: Opened, names: Sequence[str]) -> Writing | None:
     """How the texts of a job are written whose labels have these names; None where none are. Raises UsageError for a
     damaged model folder."""
     if not settings.rationale:
