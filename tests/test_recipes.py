@@ -26,7 +26,7 @@ from prefillcli.options.score import ScoreSettings
 ROOT = Path(__file__).parent.parent
 RECIPES, SAMPLES = ROOT / "recipes", ROOT / "samples"
 NIGHTLY, CRONTAB, DAG = RECIPES / "prefill-nightly.sh", RECIPES / "crontab.example", RECIPES / "airflow_dag.py"
-ROWS = {"labeling": 2000, "post_recommendation": 240, "credit_verification": 40}
+ROWS = {"labeling": 2000, "post_recommendation": 240, "credit_verification": 40, "rationale": 400}
 OPTIONS = {"--" + name.replace("_", "-") for name in ScoreSettings.model_fields} | {"--recipe"}
 DAY = "2026-01-01"
 FIELD = r"(?:\*|\d+(?:-\d+)?(?:,\d+)*)(?:/\d+)?"
@@ -60,6 +60,11 @@ def test_a_recipe_runs_from_the_root_and_finds_the_answers(
     if name == "credit_verification":
         assert report["audit"]["rows"] == 20
         assert report["tokens"]["kept"] < 0.3 * report["tokens"]["prompt"]
+    if name == "rationale":
+        uncertain = [row for row in scores if 0.1 < row["score"] < 0.9]
+        assert uncertain
+        assert [row for row in scores if row["rationale"] is not None] == uncertain
+        assert all({each["section"] for each in row["evidence"]} == {"text", "subject"} for row in uncertain)
     if name == "post_recommendation":
         assert report["tokens"]["computed"] < 0.2 * report["tokens"]["prompt"]  # histories are shared
 
