@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from prefillcli.compress.request import Request
 from prefillcli.data.methods import FULL
 from prefillcli.data.output.columns import ResultRows
+from prefillcli.data.output.scored_truth import id_texts
 from prefillcli.data.prompts.beginnings import Beginnings
 from prefillcli.data.rows import Rationale, ScoredRow, Window
 from prefillcli.decode.continuations import Beginning, Continuation, Writing
@@ -163,4 +164,6 @@ class JobRationales:
         """A row's id, so that its text is the same wherever the row stands; else its number."""
         if self.id_column is None:
             return str(row)
-        return str(window.carried[self.id_column][window.place(row)].as_py())
+        one = window.carried[self.id_column].slice(window.place(row), 1)
+        (own,) = id_texts(one, json_text=self.choice.rows.schema.json_carried)
+        return own

@@ -38,8 +38,10 @@ from prefillcli.jobs.inputs import (
 )
 from prefillcli.jobs.label_uses import require_label_uses
 from prefillcli.jobs.load import Models, load_models
-from prefillcli.jobs.row_choice import check_rationales, column_groups
+from prefillcli.jobs.row_choice import RowChoice, check_rationales, column_groups
+from prefillcli.jobs.wanted_rows import JobRationales
 from prefillcli.jobs.window_scoring import ScoringOptions, score_window
+from prefillcli.jobs.writing_setup import job_rationales, text_room
 from prefillcli.models.open import answer_labels
 from prefillcli.options.score import ScoreSettings
 from prefillcli.plan.blocks import BLOCK_TOKENS, CarriedBlock
@@ -81,6 +83,7 @@ class TableScorer:
             options=settings.engine_options,
             share=share,
             placement=settings,
+            **text_room(settings, opened, self._labels.names),
         )
         self._compressor = _compressor(self._models, self._labels)
         self._checked = False  # whether the labels have come after some prompts
@@ -98,6 +101,7 @@ class TableScorer:
         already or lacks one that the prompt needs, or if the labels fail after every prompt of the first table.
         """
         schema = result_schema(self._labels.names, self._groups, self._labels.measure)
+        choice = RowChoice.of(self._settings, self._labels, pa.schema([]), TableRows.kind)
         for name in schema.names:
             if name in table.column_names:
                 raise UsageError(f"the table has a column {name!r} already, which scoring adds\nrename or drop it")
@@ -105,7 +109,8 @@ class TableScorer:
         found = [schema.empty_table()]
         if table.num_rows:  # an empty list has no columns either
             rows = TableRows(table)
-            found += [each.select(schema.names) for each in self._scored(rows, self._prepared(rows), None, heard)]
+            scored = self._scored(rows, self._prepared(rows), self._settings, choice, heard)
+            found += [each.select(schema.names) for each in scored]
         added = pa.concat_tables(found)
         for name in added.column_names:
             table = table.append_column(added.field(name), added[name])
@@ -131,8 +136,9 @@ class TableScorer:
                 measure=self._labels.measure,
             )
             schema.require_distinct()
+            choice = RowChoice.of(settings, self._labels, source.carried_schema, source.kind)
             heard.expect(source.selected_rows)
-            found = list(self._scored(source, builder, settings.id_column, heard))
+            found = list(self._scored(source, builder, settings, choice, heard))
         finally:
             builder.close()
         job = Job({}, {}, settings.id_column)
@@ -172,30 +178,43 @@ class TableScorer:
         self._builder = None
 
     def _scored(
-        self, source: TableRows | Source, builder: PromptBuilder, id_column: str | None, heard: Steps
+        self,
+        source: TableRows | Source,
+        builder: PromptBuilder,
+        settings: ScoreSettings,
+        choice: RowChoice | None,
+        heard: Steps,
     ) -> Iterator[pa.Table]:
         """Row numbers, carried and result columns, window by window."""
-        if self._settings.calibrate_with and self._calibration is None:
-            prompts = content_free_prompts(self._settings, source, builder, self._labels)
+        if settings.calibrate_with and self._calibration is None:
+            prompts = content_free_prompts(settings, source, builder, self._labels)
             self._calibration = contextual_calibration(
                 prompts, self._labels, self._models.engine, lambda tokens: heard.step(None, 0, 0, 0)
             )
         carried: tuple[CarriedBlock, ...] = ()
-        with Prefetcher(windows(source, builder, self._labels, id_column=id_column)) as coming:
+        rationales = job_rationales(settings, choice, self._opened, self._labels, builder, self._calibration)
+        with Prefetcher(windows(source, builder, self._labels, id_column=settings.id_column)) as coming:
             try:
                 for window in coming:
                     if not self._checked:
                         self._labels.check(window)
                         self._checked = True
-                    rows, carried = self._score(window, carried, heard)
+                    rows, carried = self._score(window, carried, rationales, heard)
                     yield rows
             except BaseException:
                 builder.close()  # else its thread would go on with a window that nobody wants
                 self._drop_builder()
                 raise
+            finally:
+                if rationales is not None and rationales.evidence is not None:
+                    rationales.evidence.close()
 
     def _score(
-        self, window: Window, carried: tuple[CarriedBlock, ...], heard: Steps
+        self,
+        window: Window,
+        carried: tuple[CarriedBlock, ...],
+        rationales: JobRationales | None,
+        heard: Steps,
     ) -> tuple[pa.Table, tuple[CarriedBlock, ...]]:
         """A window's rows, and the blocks that it hands to the next window."""
         threads = self._opened.threads
@@ -203,6 +222,7 @@ class TableScorer:
             labels=self._labels,
             schedule=self._settings.schedule,
             block_tokens=BLOCK_TOKENS if self._compressor is None else 0,
+            rationales=rationales,
             adjust_threads=(lambda: None) if threads is None else threads.adjust,
         )
         results: list[ScoredRow] = []
