@@ -29,6 +29,10 @@ class Speculation:
     sinks: int = 16
     recent: int = 240
 
+    def kept_twice(self, prompt: int) -> int:
+        """How many tokens of a prompt of so many a retrieval cache keeps once more, at most."""
+        return self.budget if prompt > self.budget and self.drafter in ("auto", "retrieval", "hierarchy") else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Writing:

@@ -50,6 +50,7 @@ class RowRoom:
             if not kept.tokens_here and self._too_many(sum(prompt.values()) + text):
                 continue
             together = parts | prompt
+            text += writing.speculation.kept_twice(len(beginning.prompt))
             tokens = kept.tokens_here + sum(together.values()) + own + text
             size = len(group) + 1
             if group and (

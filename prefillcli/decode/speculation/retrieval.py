@@ -79,8 +79,9 @@ class _Cached:
 class RetrievalDrafter:
     """Guesses with the model of `source` over `budget` tokens of each prompt, in chunks of `chunk` tokens.
 
-    It has no guess for a row whose prompt is no longer than the budget. `inner` guesses `inner_tokens` tokens for it
-    in turn; what became of these is counted in `report`. Raises UnsupportedModelError for recurrent layers.
+    It has no guess for a row whose prompt is no longer than the budget, or if memory runs out. `inner` guesses
+    `inner_tokens` tokens for it in turn; what became of these is counted in `report`. Raises UnsupportedModelError for
+    recurrent layers.
     """
 
     name = "retrieval"
@@ -111,12 +112,19 @@ class RetrievalDrafter:
         self._open = False
         self._level.begin([each.draft for each in self._rows.values()])
 
-    @torch.inference_mode()
     def reaches(self, row: RowText) -> bool:
         """Whether it guesses for a row."""
         return row.number in self._rows
 
     def propose(self, rows: Sequence[RowText], most: Sequence[int]) -> list[list[int]]:
+        try:
+            return self._propose(rows, most)
+        except torch.OutOfMemoryError:  # texts need no guesses
+            self._rows, self._forward.layers = {}, []
+            return [[] for _ in rows]
+
+    @torch.inference_mode()
+    def _propose(self, rows: Sequence[RowText], most: Sequence[int]) -> list[list[int]]:
         wanted = {row.number: len(row.written) + tokens for row, tokens in zip(rows, most, strict=True)}
         able = [row for row in rows if wanted[row.number] > len(row.written) and self._is_ready(row)]
         if able and not self._open:
