@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Self
 
-from prefillcli.decode.behind import MakeDrafter, write_behind
+from prefillcli.decode.behind import write_behind
 from prefillcli.decode.continuations import DecodingReport
 from prefillcli.decode.kept_pack import KeptPack
 from prefillcli.decode.row_groups import RowRoom
+from prefillcli.decode.speculation.job_drafters import JobDrafters
 from prefillcli.engines.base import Answer, Continuations, Treatment
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.prefill.walk import LayerWalk, Tick
@@ -38,23 +40,24 @@ class PackTexts:
         *,
         longest: int,
         room: RowRoom,
-        make_drafter: MakeDrafter,
+        drafters: JobDrafters,
         tick: Tick,
         report: DecodingReport,
     ) -> list[Answer]:
-        """The answers of the pack, those of wanted prompts with their texts. The other arguments as in
-        `write_behind`."""
+        """The answers of the pack, those of wanted prompts with their texts, for which the `drafters` guess. The other
+        arguments as in `write_behind`."""
         wanted = self._continuations.wanted(answers)
         report.kept_prompts += len(wanted)
         reads = {prompt: read for read, (_, prompts) in enumerate(self._pack.reads) for prompt in prompts}
+        writing = self._continuations.writing
         texts = write_behind(
             self._walk,
             self.kept,
             [(reads[prompt], beginning) for prompt, beginning in wanted.items()],
-            self._continuations.writing,
+            writing,
             longest=longest,
             room=room,
-            make_drafter=make_drafter,
+            make_drafter=partial(drafters.of, writing=writing, report=report),
             tick=tick,
             report=report,
         )

@@ -14,9 +14,9 @@ import torch
 from transformers import PreTrainedModel
 
 from prefillcli.decode.continuations import DecodingReport
-from prefillcli.decode.contracts import Drafter
-from prefillcli.decode.forward import KeptForward
 from prefillcli.decode.row_groups import RowRoom
+from prefillcli.decode.speculation.draft_model import DraftModel
+from prefillcli.decode.speculation.job_drafters import JobDrafters
 from prefillcli.engines.base import (
     PLAIN,
     Answer,
@@ -182,6 +182,7 @@ class TorchEngine(PackByPack):
         self._keys_share = _keys_share(model.config.get_text_config())
         self._longest = longest
         self._decoding = DecodingReport()
+        self._drafters = JobDrafters()
         self._text_room = RowRoom(limits.written_tokens or None, limits.kept_end)
         self._block_seconds = 0.0  # of packs without answers since the last one with some
 
@@ -236,7 +237,7 @@ class TorchEngine(PackByPack):
                 answers,
                 longest=self._longest,
                 room=self._text_room,
-                make_drafter=self._make_drafter,
+                drafters=self._drafters,
                 tick=tick,
                 report=self._decoding,
             )
@@ -260,9 +261,8 @@ class TorchEngine(PackByPack):
     def decoded(self) -> DecodingReport | None:
         return self._decoding if self._decoding.texts else None
 
-    def _make_drafter(self, forward: KeptForward) -> Drafter | None:
-        """What guesses tokens for the rows of a forward."""
-        return None
+    def guess_with(self, draft: DraftModel) -> None:
+        self._drafters.draft = draft
 
     def _limit_packs(self) -> None:
         """Later windows are planned with packs as small as those that fit."""
