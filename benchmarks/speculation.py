@@ -168,9 +168,6 @@ def _speeds(
     kept: KeptRowsToWrite, small: LayerWalk, tokens: int, budget: int, chunk: int, guesses: int, rounds: int
 ) -> list[dict[str, Any]]:
     names = ["off", *DRAFTERS, "auto"]
-    drafters = {name: JobDrafters() for name in names}
-    for each in drafters.values():
-        each.draft = DraftModel(small, 1 << 20)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     reports = {}
     for turn in range(rounds + 1):
@@ -178,7 +175,9 @@ def _speeds(
         for name in names:
             how = Writing(tokens, speculation=Speculation(name, tokens=guesses, budget=budget, chunk=chunk))
             reports[name] = DecodingReport()
-            _, took = kept.write(how, reports[name], partial(drafters[name].of, writing=how, report=reports[name]))
+            drafters = JobDrafters()  # that has not seen these texts
+            drafters.draft = DraftModel(small, 1 << 20)
+            _, took = kept.write(how, reports[name], partial(drafters.of, writing=how, report=reports[name]))
             if turn:
                 seconds[name].append(took)
     table = Table("drafter", "row passes / token", "ms / token", "plain / it", "right, by drafter")
@@ -187,7 +186,7 @@ def _speeds(
         report = reports[name]
         ratios = [plain / own for plain, own in zip(seconds["off"], seconds[name], strict=True)]
         right = {each: counts.accepted / max(counts.proposed, 1) for each, counts in report.drafters.items()}
-        row = {
+        row: dict[str, Any] = {
             "drafter": name,
             "row_passes": report.row_passes / report.tokens,
             "seconds": statistics.median(seconds[name]) / report.tokens,
