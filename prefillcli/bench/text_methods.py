@@ -164,10 +164,15 @@ class GeneratedTexts(TextMethod):
         self._together = together
 
     def run(self, task: TextTask) -> TextRun:
-        run, beginnings = TextRun(), dict[int, Beginning]()
+        beginnings = dict[int, Beginning]()
         with self._walking() as walk:
             for scored in scored_packs(walk, task, keep=False):
                 beginnings |= scored.beginnings
+        return self.write(task, beginnings)
+
+    def write(self, task: TextTask, beginnings: Mapping[int, Beginning]) -> TextRun:
+        """Write behind prompts that are scored, by their numbers."""
+        run = TextRun()
         self._model.set_attn_implementation("sdpa")
         for batch in self._batches(task, beginnings):
             together = [beginnings[prompt] for prompt in batch]
