@@ -10,7 +10,7 @@ from prefillcli.bench.text_methods import GeneratedTexts, LockStepTexts, TextMet
 from prefillcli.bench.text_report import TEXT_METHODS, TEXT_REFERENCE
 from prefillcli.bench.vllm_method import VllmTextMethod, start_vllm
 from prefillcli.compress.draft import Draft
-from prefillcli.data.prompts.encoding import Encoder
+from prefillcli.data.prompts.beginnings import Beginnings
 from prefillcli.data.prompts.rationale_template import rationale_texts
 from prefillcli.data.rows import Float64Array
 from prefillcli.decode.continuations import Beginning, Writing
@@ -39,12 +39,11 @@ def text_task(equipment: Equipment, material: Material, tokens: int) -> TextTask
     limits = _limits(equipment, tokens)
     material.leave_out_longer_than(min(limits.max_tokens, equipment.opened.files.max_length - tokens - MOST_WORDS))
     labels, prompts = equipment.labels, material.prompts
-    texts = [f" {text}" for text in rationale_texts(DEFAULT_TEMPLATE, labels.names).values()]
-    words = [tuple(map(int, own)) for own in Encoder(equipment.tokenizer).encode(texts, special=False)]
+    words = Beginnings(equipment.tokenizer, labels, rationale_texts(DEFAULT_TEMPLATE, labels.names))
 
     def beginning(number: int, logprobs: Float64Array) -> Beginning:
         prompt = prompts[number]
-        return Beginning(prompt.tokens, words[int(logprobs.argmax())], str(prompt.row))
+        return Beginning(prompt.tokens, words.tokens(prompt.labels, int(logprobs.argmax())), str(prompt.row))
 
     return TextTask(
         prompts=[prompt.tokens for prompt in prompts],

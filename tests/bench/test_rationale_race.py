@@ -11,7 +11,7 @@ from benchmarks import rationales
 
 @pytest.fixture
 def result(capsys: pytest.CaptureFixture[str]) -> dict:
-    rationales.main("25M", ["float32"], rows=2, lengths="40-70", tokens=4, rounds=1, budget=16, chunk_tokens=64)
+    rationales.main("25M", ["float32"], rows=2, lengths="150-200", tokens=6, rounds=1, budget=64, chunk_tokens=64)
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
