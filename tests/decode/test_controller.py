@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -28,8 +29,7 @@ def unit(how: dict[str, float], rows: int) -> float:
     return machine.now
 
 
-@settings(max_examples=60)
-@given(
+CASES = given(
     machine=st.sampled_from(sorted(MACHINES)),
     rows=st.sampled_from([1, 2, 5, 16]),
     tokens=st.sampled_from([16, 64, 150]),
@@ -41,7 +41,22 @@ def unit(how: dict[str, float], rows: int) -> float:
     guesses=st.sampled_from([1, 6, 16]),
     seed=st.integers(0, 1000),
 )
-def test_auto_is_never_much_slower_than_plain_decoding(
+
+
+@settings(max_examples=25)
+@CASES
+def test_auto_is_never_much_slower_than_plain_decoding(**case: Any) -> None:
+    check_times(**case)
+
+
+@pytest.mark.nightly
+@settings(max_examples=600)
+@CASES
+def test_auto_is_not_slower_in_hundreds_of_cases(**case: Any) -> None:
+    check_times(**case)
+
+
+def check_times(
     machine: str,
     rows: int,
     tokens: int,
@@ -53,6 +68,7 @@ def test_auto_is_never_much_slower_than_plain_decoding(
     guesses: int,
     seed: int,
 ) -> None:
+    """Texts take at most 5 % longer with `auto` than without."""
     how = MACHINES[machine]
     one = unit(how, rows)
     lengths = [[tokens - (7 * (row + seed) % (tokens // 2) if ragged else 0) for row in range(rows)]] * groups

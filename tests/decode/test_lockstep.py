@@ -42,7 +42,7 @@ def drafter(kind: str, how: Writing, right: list[list[int]] | None = None) -> Dr
 DRAFTERS = ["none", "random", "knowing", "other model", "itself", "itself over another model"]
 
 
-@pytest.mark.parametrize("guesses", [1, 2, 3, 6, 16])
+@pytest.mark.parametrize("guesses", [1, 4, 16])
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_greedy_text_is_that_of_generate_whatever_is_guessed(kind: str, guesses: int) -> None:
     expected = [generated(tiny_llama(), row, 20) for row in ROWS]

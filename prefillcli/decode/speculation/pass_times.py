@@ -12,6 +12,8 @@ FEWEST_ROWS = 0.7
 HOPE = 0.1
 """What a guess for each row costs where nothing is known, in plain passes: that of a machine that waits for memory."""
 HOPE_WEIGHT = 0.2
+DEAREST = 1.5
+"""More than so many plain passes for a guess of each row is a disturbance of the machine."""
 HALF_LIFE = 400
 """A measurement counts half after so many passes: machines and texts change."""
 
@@ -26,7 +28,7 @@ class _Measured:
     at: int = 0
 
     def add(self, guesses: float, ratio: float, at: int) -> None:
-        more = min(1.0, guesses)  # of few guesses, a pass's time says little
+        more = min(1.0, guesses**2)  # what a guess takes is hidden in a pass with few of them
         self.weight = min(self.now(at), 9.0) + more
         self.guesses += (guesses - self.guesses) * more / self.weight
         self.ratio += (ratio - self.ratio) * more / self.weight
@@ -60,8 +62,9 @@ class PassTimes:
     def add_guessed(self, rows: int, guesses: int, ratio: float) -> None:
         """A pass with so many guesses for all rows, which took `ratio` times a plain pass."""
         self.passes += 1
-        measured = self._ratios[_step(rows)].setdefault(_half_step(guesses / rows), _Measured())
-        measured.add(guesses / rows, ratio, self.passes)
+        each = guesses / rows
+        measured = self._ratios[_step(rows)].setdefault(_half_step(each), _Measured())
+        measured.add(each, min(ratio, 1 + DEAREST * each), self.passes)
 
     def plain(self, rows: int) -> float | None:
         """Seconds of a pass of so many rows without guesses. None: not known.
