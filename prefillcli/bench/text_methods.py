@@ -46,6 +46,7 @@ class TextTask:
     writing: Writing
     limits: Limits
     longest: int
+    again: bool = False
 
     def with_drafter(self, name: str) -> TextTask:
         """The task for the drafter of this name."""

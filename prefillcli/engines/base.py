@@ -46,6 +46,9 @@ class Continuations(Protocol):
 
     @property
     def writing(self) -> Writing: ...
+    @property
+    def again(self) -> bool:
+        """Whether the prompts were scored before, and are read once more to be written on."""
 
     def wanted(self, answers: Sequence[Answer]) -> Mapping[int, Beginning]:
         """What is written behind which of these prompts, by prompt."""

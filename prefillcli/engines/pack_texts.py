@@ -37,6 +37,7 @@ class PackTexts:
     def write(
         self,
         answers: Sequence[Answer],
+        seconds: float,
         *,
         longest: int,
         room: RowRoom,
@@ -44,10 +45,15 @@ class PackTexts:
         tick: Tick,
         report: DecodingReport,
     ) -> list[Answer]:
-        """The answers of the pack, those of wanted prompts with their texts, for which the `drafters` guess. The other
-        arguments as in `write_behind`."""
+        """The answers of the pack, which took `seconds`, those of wanted prompts with their texts, for which the
+        `drafters` guess. The other arguments as in `write_behind`."""
         wanted = self._continuations.wanted(answers)
-        report.kept_prompts += len(wanted)
+        if self._continuations.again:
+            report.again_prompts += len(wanted)
+            report.prompt_tokens += len(self._pack.tokens)
+            report.prompt_seconds += seconds
+        else:
+            report.kept_prompts += len(wanted)
         reads = {prompt: read for read, (_, prompts) in enumerate(self._pack.reads) for prompt in prompts}
         writing = self._continuations.writing
         texts = write_behind(

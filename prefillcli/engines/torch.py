@@ -35,6 +35,7 @@ from prefillcli.engines.pack_texts import PackTexts
 from prefillcli.engines.readout import activation_of, label_numbers
 from prefillcli.engines.recovery import MemoryRecovery
 from prefillcli.engines.thinned_prompts import PackThinning
+from prefillcli.errors import UsageError
 from prefillcli.models import open as models
 from prefillcli.models.adapter_merging import ExchangedAdapters, merge_adapters
 from prefillcli.models.adapters import open_adapters
@@ -55,7 +56,7 @@ from prefillcli.prefill.attention_paths import ruled_out
 from prefillcli.prefill.compilation import check_compiler, compiled
 from prefillcli.prefill.fusion import Preparation, fused
 from prefillcli.prefill.layer_place import decoder_layers
-from prefillcli.prefill.own_cache import has_forest_attention
+from prefillcli.prefill.own_cache import NO_DECODING, has_forest_attention
 from prefillcli.prefill.recurrent import recurrent_modules
 from prefillcli.prefill.walk import LayerWalk
 from prefillcli.runtime.memory import available_memory, device_capacity
@@ -83,6 +84,8 @@ def load(request: LoadRequest) -> Loaded[TorchEngine]:
     adapters = merge_adapters(model, opened)
     drafts = "--draft self" if opened.drafts_itself else None
     own_cache = check_uses(model, drafts=drafts, compresses=opened.compresses).own_cache
+    if own_cache and request.text_tokens:
+        raise UsageError(f"--rationale: {NO_DECODING}")
     if own_cache and request.share == 1.0:  # not by each of several workers
         print(
             f"prefill: a {opened.files.family} model is walked with its own cache, prompt by prompt", file=sys.stderr
@@ -235,6 +238,7 @@ class TorchEngine(PackByPack):
         if texts is not None:
             answers = texts.write(
                 answers,
+                seconds,
                 longest=self._longest,
                 room=self._text_room,
                 drafters=self._drafters,

@@ -63,6 +63,7 @@ class ChosenByScores:
     choice: LabelledChoice
     candidates: Mapping[int, WritablePrompt]
     window: Window
+    again: bool = False
 
     def wanted(self, answers: Sequence[Answer]) -> Mapping[int, Beginning]:
         scored = {
@@ -90,6 +91,7 @@ class GivenContinuations:
 
     writing: Writing
     beginnings: Mapping[int, Beginning]
+    again: bool = True
 
     def wanted(self, answers: Sequence[Answer]) -> Mapping[int, Beginning]:
         found = (answer.prompt for answer in answers)

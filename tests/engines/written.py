@@ -22,6 +22,7 @@ class Given:
 
     writing: Writing
     beginnings: Mapping[int, Beginning]
+    again: bool = False
 
     def wanted(self, answers: Sequence[Answer]) -> Mapping[int, Beginning]:
         return {each.prompt: self.beginnings[each.prompt] for each in answers if each.prompt in self.beginnings}
