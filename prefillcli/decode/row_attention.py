@@ -14,6 +14,11 @@ from prefillcli.prefill.layout import IntArray, on_device
 OWN_STEP = 32  # tokens by which the room behind the prompts grows
 
 
+def whole_steps(tokens: int) -> int:
+    """The room that a row has for so many tokens behind its prompt."""
+    return -(-tokens // OWN_STEP) * OWN_STEP
+
+
 class OwnTokens:
     """One layer's K,V of what was read behind the prompts of `rows` rows: [rows, kv heads, room, width] each."""
 
@@ -33,7 +38,7 @@ class OwnTokens:
     def _room(self, whole: Tensor | None, new: Tensor, tokens: int) -> Tensor:
         if whole is not None and whole.shape[2] >= tokens:
             return whole
-        room = -(-tokens // OWN_STEP) * OWN_STEP
+        room = whole_steps(tokens)
         grown = new.new_zeros(self._rows, new.shape[1], room, new.shape[3])
         if whole is not None:
             grown[:, :, : whole.shape[2]] = whole

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from prefillcli.decode.continuations import Beginning, Writing
 from prefillcli.decode.kept_pack import KeptPack, Part
+from prefillcli.decode.row_attention import whole_steps
 
 Row = tuple[int, Beginning]
 """A read of a pack by its number, and what a text begins behind."""
@@ -31,7 +32,7 @@ class RowRoom:
 
     def of_text(self, beginning: Beginning, writing: Writing) -> float:
         """What a row takes beside its prompt."""
-        return len(beginning.tokens) + writing.tokens + writing.speculation.tokens + self.row_tokens
+        return whole_steps(len(beginning.tokens) + writing.tokens + writing.speculation.tokens) + self.row_tokens
 
     def groups(
         self, kept: KeptPack, rows: Sequence[tuple[int, Row]], writing: Writing, pass_tokens: int

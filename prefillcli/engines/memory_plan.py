@@ -126,7 +126,7 @@ def plan_packs(
     limits = replace(limits, switch=length_switch(opened.files.config))
     asked = [choice.memory, choice.pack_tokens, choice.chunk_tokens, choice.prefix_kv]
     plan = {"asked": asked, "chunk_tokens": chunk_tokens, "limits": asdict(limits)}
-    if not text_tokens:
+    if not text_tokens or own_cache:  # which keeps nothing that texts could be written behind
         return plan
     room = budget - law.constant(chunk_tokens, opened.device)
     offloaded = choice.prefix_kv == "offload"

@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from prefillcli.decode.row_attention import whole_steps
 from prefillcli.models.law import FREE_SHARE, MemoryLaw
 from prefillcli.plan.pack import Limits
 from prefillcli.runtime.memory import available_memory
@@ -23,8 +24,7 @@ because who is wanted is known only after other packs, or because prompts are no
 LEAST_KEPT = 16  # tokens of a pack; less is nothing
 HELD_BESIDE_KEPT = 1 / 8  # of the budget, at least, for what is held from pack to pack beside a pack that is kept
 PINNED_ROUNDING = 2  # torch rounds the size of pinned memory up to a power of two
-LEAVING_LAYERS = 2  # whose K,V are on a CUDA device at a time: of the one that is computed, and of the one that leaves
-STATES_OF_A_ROW = 2  # that a text goes on from: the newest, and the one that guesses are rolled back to
+LEAVING_LAYERS = 2  # whose K,V are on a CUDA device at a time: of the one that is computed, and a copy that leaves
 SOME_SHARE = 0.1  # of the prompts that texts are written behind, where only their scores tell
 PACK_OVERHEAD = 1 / 8  # what a pack costs beside its tokens, in chunks
 
@@ -53,7 +53,7 @@ def limits_with_texts(
     held_here = 0 if offloaded else law.all_key_values
     on_host = device.type == "cuda"
     leaving = LEAVING_LAYERS * law.key_value
-    kept_token = law.token + (leaving if on_host else law.all_key_values)
+    kept_token = law.token - law.key_value + (leaving if on_host else law.all_key_values)
     least, most = int(room * HELD_BESIDE_KEPT), limits.held_tokens * held_here
     held = min(most, max(least, room - limits.tokens * kept_token))
     text_token = max(law.all_key_values + law.key_value, law.residual)
@@ -63,7 +63,9 @@ def limits_with_texts(
         free -= limits.held_tokens * law.all_key_values * offloaded + law.host * limits.max_tokens
         kept = min(kept, free // (PINNED_ROUNDING * max(law.all_key_values, 1)))
     kept_end = law.states / text_token
-    kept = int(min(kept, written - text_tokens - (1 + STATES_OF_A_ROW) * kept_end))
+    kept = int(
+        min(kept, written - whole_steps(text_tokens) - 3 * kept_end)
+    )  # behind the prompt, and `Limits.row_tokens`
     if kept < LEAST_KEPT:
         return limits
     return replace(

@@ -56,6 +56,12 @@ class Limits:
         """What a pack takes of `kept_tokens`: so many tokens, held ones included, if prompts end at `ends` nodes."""
         return tokens + ends * self.kept_end
 
+    @property
+    def row_tokens(self) -> float:
+        """What a row that is written on counts as, beside its tokens: the states that it goes on from, and those that
+        guesses are rolled back to."""
+        return 2 * self.kept_end
+
     def can_keep(self, pack: Pack) -> bool:
         """Whether the K,V of all layers of this pack can be kept, if it was made for packs that are."""
         return 0 < self.kept_size(pack.held_tokens + len(pack.tokens), len(pack.reads)) <= self.kept_tokens
