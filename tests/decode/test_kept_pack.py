@@ -14,6 +14,7 @@ from prefillcli.decode.behind import write_behind
 from prefillcli.decode.continuations import Continuation, Writing
 from prefillcli.decode.kept_pack import KeptPack
 from prefillcli.decode.row_groups import RowRoom
+from prefillcli.models.law import memory_law
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION
@@ -239,3 +240,19 @@ def test_a_row_for_which_memory_runs_out_alone_has_no_text() -> None:
             handle.remove()
     assert texts == [None, None]
     assert kept.tokens_here == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "lfm2", "qwen3_next"])
+def test_the_memory_law_counts_what_is_kept(family: str) -> None:
+    with walk_of(family) as walk:
+        (pack,) = packs_of()
+        kept = KeptPack(pack, len(walk.layers))
+        list(walk.read_logits(pack, kept=kept))
+        rows = kept.select(range(len(pack.reads)))
+        law = memory_law(walk.model.config, torch.float32)
+    both = [each for layer in rows.layers for each in layer.keys_values or ()]
+    assert sum(each.untyped_storage().nbytes() for each in both) == law.all_key_values * len(pack.tokens)
+    states = [state for layer in rows.layers for own in layer.states for state in own]
+    tensors = [each for state in states for x in (state.conv_states, state.recurrent_states) for each in x.values()]
+    taken = sum(each.nbytes for each in tensors if each is not None)
+    assert law.states * len(pack.reads) / 2 <= taken <= law.states * len(pack.reads)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from benchmarks import kept_packs
 from benchmarks.memory import peak_in_child
 from benchmarks.models import random_llama
 from prefillcli.errors import ResourceError
@@ -175,3 +176,34 @@ def test_peak_memory_of_other_families_stays_within_the_budget(family: str) -> N
     budget = 96 << 20
     peak = peak_in_child(ready_to_walk_any, family, budget)
     assert budget / 16 < peak <= budget
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", kept_packs.CASES)
+def test_kept_packs_and_the_texts_behind_them_stay_within_the_budget(case: str) -> None:
+    found = kept_packs.measured(case)
+    assert found["packs"] == 1
+    assert found["law"] / 2 < found["peak"] <= found["budget"] <= kept_packs.GOAL * found["law"]
+
+
+def ready_to_write_hybrid(budget: int):
+    """Kept packs of a model with states, whose rows are written on in groups."""
+    register()
+    model = make_tiny_model("nemotron_h", vocab_size=8000, max_position_embeddings=1 << 20, **LARGER["nemotron_h"])
+    model.set_attn_implementation(ATTENTION)
+    limits = kept_packs.limits_for(memory_law(model.config, torch.float32), budget, 32)
+    walk = LayerWalk(model, chunk_tokens=kept_packs.CHUNK)
+
+    def run(prompts: list[np.ndarray]) -> None:
+        plan = make_plan(prompts, limits)
+        assert None not in kept_packs.write_all(walk, plan, prompts, limits, 1, 32)
+
+    run([random_prompt(64, 8_000)])
+    return lambda: run(prompts_with_histories(2, 60, 1500, 100, 8000))
+
+
+@pytest.mark.nightly
+def test_kept_packs_of_a_hybrid_stay_within_the_budget() -> None:
+    budget = 128 << 20
+    peak = peak_in_child(ready_to_write_hybrid, budget)
+    assert budget / 8 < peak <= budget
