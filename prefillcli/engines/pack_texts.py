@@ -21,7 +21,7 @@ class PackTexts:
     """What is kept of a pack while it is walked, and written on once it is scored."""
 
     def __init__(self, walk: LayerWalk, pack: Pack, continuations: Continuations) -> None:
-        self.kept = KeptPack(pack, len(walk.layers))
+        self.kept = KeptPack(pack, len(walk.layers), on_host=walk.device.type == "cuda")
         self._walk = walk
         self._pack = pack
         self._continuations = continuations

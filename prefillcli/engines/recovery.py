@@ -19,6 +19,8 @@ from prefillcli.plan.splitting import split_pack
 from prefillcli.prefill.walk import LayerWalk
 
 AnswerPack = Callable[[Pack, Callable[[float], None]], list[Answer]]
+KeepLess = Callable[[Pack], bool]
+"""Keeps less than at the last try of a pack; says whether anything was kept of it."""
 
 
 class MemoryRecovery:
@@ -49,8 +51,15 @@ class MemoryRecovery:
             return None
         return ReducedPacks(self._failures, self._walk.chunk_tokens, self._pack_tokens)
 
-    def answer(self, pack: Pack, tick: Callable[[float], None], answer: AnswerPack) -> list[Answer]:
-        """The answers of a pack by `answer`. Raises ResourceError where not even a smaller one fits."""
+    def answer(
+        self,
+        pack: Pack,
+        tick: Callable[[float], None],
+        answer: AnswerPack,
+        keep_less: KeepLess = lambda pack: False,
+    ) -> list[Answer]:
+        """The answers of a pack by `answer`. What that keeps for texts becomes less before chunks and packs do. Raises
+        ResourceError where not even a smaller one fits."""
         self._remember(pack)
         stays = pack.keep | {node.key for node in pack.held}
         todo = self._smaller([pack])
@@ -72,7 +81,7 @@ class MemoryRecovery:
                     uncounted = 0
                 answers += found
                 continue
-            self._reduce(todo[0], reason)
+            self._reduce(todo[0], reason, keep_less)
             todo = [replace(without_idle(each), keep=each.keep | stays) for each in self._smaller(todo)]
             todo = [*self._lost(todo, stays, reason), *todo]
             ticks.begin(todo)
@@ -82,7 +91,7 @@ class MemoryRecovery:
         most = self._pack_tokens
         return list(packs) if most is None else [part for pack in packs for part in split_pack(pack, most)]
 
-    def _reduce(self, pack: Pack, reason: str) -> None:
+    def _reduce(self, pack: Pack, reason: str, keep_less: KeepLess) -> None:
         """Let go of memory, and halve what may help."""
         gc.collect()
         device, chunk = self._walk.device, self._walk.chunk_tokens
@@ -90,7 +99,9 @@ class MemoryRecovery:
             torch.cuda.empty_cache()
         half = max(len(pack.tokens) // 2, 1)
         splits = len(split_pack(pack, half)) > 1
-        if chunk > MIN_CHUNK_TOKENS and (self._halve_chunk or not splits):
+        if keep_less(pack):
+            pass
+        elif chunk > MIN_CHUNK_TOKENS and (self._halve_chunk or not splits):
             self._walk.chunk_tokens = max(chunk // 2, MIN_CHUNK_TOKENS)
             self._halve_chunk = False
         elif splits:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -186,7 +187,7 @@ class TorchEngine(PackByPack):
         self._longest = longest
         self._decoding = DecodingReport()
         self._drafters = JobDrafters()
-        self._text_room = RowRoom(limits.written_tokens or None, limits.kept_end)
+        self._text_room = RowRoom(limits.written_tokens or None, limits.row_tokens)
         self._block_seconds = 0.0  # of packs without answers since the last one with some
 
     def answer(
@@ -204,7 +205,7 @@ class TorchEngine(PackByPack):
                 self._block_seconds += time.monotonic() - begun
                 raise
 
-        found = self._recovery.answer(pack, tick, answer)
+        found = self._recovery.answer(pack, tick, answer, partial(self._keep_less, treatment))
         self._limit_packs()
         yield found
 
@@ -267,6 +268,14 @@ class TorchEngine(PackByPack):
 
     def guess_with(self, draft: DraftModel) -> None:
         self._drafters.draft = draft
+
+    def _keep_less(self, treatment: Treatment, pack: Pack) -> bool:
+        """If this pack was kept, it is not any more, and later ones are if they are half as large."""
+        if treatment.continuations is None or not pack.reads or not self.limits.can_keep(pack):
+            return False
+        size = self.limits.kept_size(pack.held_tokens + len(pack.tokens), len(pack.reads))
+        self.limits = replace(self.limits, kept_tokens=int(size) // 2)
+        return True
 
     def _limit_packs(self) -> None:
         """Later windows are planned with packs as small as those that fit."""

@@ -116,7 +116,9 @@ def begin_window(
         requests = [request for request in requests if request.prompt.row not in done]
     audited = _audited(window, requests, engine, options)
     rationales = options.rationales
-    limited = rationales is not None and not rationales.has_room(rows_open + len(window.rows))
+    limited = engine.limits.reads_again or (
+        rationales is not None and not rationales.has_room(rows_open + len(window.rows))
+    )
     work = WindowWork(window, requests, audited, done, options.exits, rationales, limited=limited)
     if found_before:
         _add_known(finished, work, found_before, options)

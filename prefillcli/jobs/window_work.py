@@ -74,7 +74,8 @@ class WindowWork:
 
     Of the prompts that are `audited`, those that are compressed have a second request. Their rows wait in `scored` or
     `audits` for their other half. The others are read to the end. Scored rows that are wanted for more than a score
-    wait in `wanted` until all packs are answered. With `limited` rationales, it is not known before who is.
+    wait in `wanted` until all packs are answered. With `limited` rationales, it is not known before who is, or
+    what is kept of packs has no room.
     """
 
     def __init__(

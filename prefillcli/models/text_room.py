@@ -63,9 +63,8 @@ def limits_with_texts(
         free -= limits.held_tokens * law.all_key_values * offloaded + law.host * limits.max_tokens
         kept = min(kept, free // (PINNED_ROUNDING * max(law.all_key_values, 1)))
     kept_end = law.states / text_token
-    kept = int(
-        min(kept, written - whole_steps(text_tokens) - 3 * kept_end)
-    )  # behind the prompt, and `Limits.row_tokens`
+    row_tokens = replace(limits, kept_end=kept_end).row_tokens
+    kept = int(min(kept, written - whole_steps(text_tokens) - row_tokens))
     if kept < LEAST_KEPT:
         return limits
     return replace(

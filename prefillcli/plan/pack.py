@@ -58,9 +58,14 @@ class Limits:
 
     @property
     def row_tokens(self) -> float:
-        """What a row that is written on counts as, beside its tokens: the states that it goes on from, and those that
-        guesses are rolled back to."""
-        return 2 * self.kept_end
+        """What a row that is written on counts as, beside its tokens: its states behind the prompt, those that it goes
+        on from, and those that they are made of."""
+        return 3 * self.kept_end
+
+    @property
+    def reads_again(self) -> bool:
+        """Whether packs are as large as if no text was written, and prompts that are wanted are read once more."""
+        return self.kept_tokens > 0 and not self.kept_packs
 
     def can_keep(self, pack: Pack) -> bool:
         """Whether the K,V of all layers of this pack can be kept, if it was made for packs that are."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefillcli.decode.continuations import Beginning, Speculation, Writing
 from prefillcli.engines.base import Answer, EarlyExits, Treatment
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.errors import ResourceError
@@ -246,3 +247,60 @@ def test_split_packs_read_the_same_paths_and_keep_the_same_nodes(
         total = sum(len(part.tokens) for part in parts)
         assert total >= len(pack.tokens)
     assert sorted(answered) == list(range(len(prompts)))
+
+
+class Everyone(NamedTuple):
+    """Texts behind all prompts."""
+
+    prompts: tuple[Prompt, ...]
+    writing: Writing = Writing(4, speculation=Speculation("off", tokens=0))
+
+    def wanted(self, answers: Sequence[Answer]) -> Mapping[int, Beginning]:
+        return {each.prompt: Beginning(self.prompts[each.prompt], (5, 7), str(each.prompt)) for each in answers}
+
+    def of(self, prompts: Collection[int]) -> Everyone:
+        return self
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_pack_that_does_not_fit_while_it_is_kept_is_scored_without(call: int) -> None:
+    """Its rows come back without texts, to be read again; half as large packs are kept."""
+    prompts = mixed()
+    (pack,) = make_plan(prompts, ONE_PACK).packs
+    size = len(pack.tokens)
+    limits = replace(ONE_PACK, kept_tokens=size, kept_held_tokens=0, kept_packs=True, written_tokens=10**6)
+    treatment = Treatment(continuations=Everyone(tuple(prompts)))
+    with engine_of("llama", lambda number, _: number == call, limits=limits, chunk=2048) as engine:
+        found = answers_of(engine, [pack], treatment)
+        assert engine.limits.kept_tokens == size // 2
+        reduced = engine.reduced()
+        assert reduced is not None
+        assert (reduced.failures, reduced.chunk_tokens, reduced.pack_tokens) == (1, 2048, None), "and nothing else"
+        halves = make_plan(prompts, engine.limits.for_texts()).packs
+        assert len(halves) > 1
+        again = answers_of(engine, halves, treatment)
+    assert_right(found, "llama", mixed)
+    assert {answer.continuation for answer in found.values()} == {None}
+    kept = {number for half in halves if engine.limits.can_keep(half) for number in half.prompts}
+    assert kept
+    for number, answer in again.items():
+        assert (answer.continuation is not None) == (number in kept)
+
+
+def test_where_memory_runs_out_while_texts_are_written_scores_and_texts_are_those_of_fewer_rows() -> None:
+    prompts = three_levels()
+    (pack,) = make_plan(prompts, ONE_PACK).packs
+    limits = replace(ONE_PACK, kept_tokens=10**6, kept_packs=True, written_tokens=10**6)
+    treatment = Treatment(continuations=Everyone(tuple(prompts)))
+    with engine_of("llama", never, limits=limits, chunk=2048) as engine:
+        whole = answers_of(engine, [pack], treatment)
+    layers = len(model_of("llama").get_decoder().layers)
+    with engine_of(
+        "llama", lambda number, size: number > layers + 1 and size > 6, limits=limits, chunk=2048
+    ) as engine:
+        found = answers_of(engine, [pack], treatment)
+        assert engine.reduced() is None, "nothing was scored twice"
+    assert_right(found, "llama", three_levels)
+    for number, answer in found.items():
+        assert answer.continuation is not None
+        assert answer.continuation.tokens == whole[number].continuation.tokens
