@@ -47,12 +47,13 @@ SAMPLES = Path("samples/models")
 ONE_PACK = Limits(1 << 30, 1 << 30)
 
 
-def needle_rows(tokenizer: Any, rows: int, lines: int) -> list[Beginning]:
+def needle_rows(tokenizer: Any, rows: int, lines: int) -> tuple[list[Beginning], list[str]]:
     """Prompts that mention what they ask about once, each continued by the line that does, up to its topic.
 
-    What follows has to be found: the rest of a line that stands once in the prompt.
+    What follows has to be found: the topic, then the rest of a line that stands once in the prompt. The topics are
+    given too.
     """
-    found = []
+    found, topics = [], []
     for number in range(rows):
         text = needle(Random(number), lines, "Yes")
         asked = text.rsplit("about ", 1)[1].split("?")[0]
@@ -61,7 +62,8 @@ def needle_rows(tokenizer: Any, rows: int, lines: int) -> list[Beginning]:
         tokens = tokenizer(f" Yes\n{quoted}".rstrip(), add_special_tokens=False)["input_ids"]
         prompt = np.asarray(tokenizer(text)["input_ids"], dtype=np.int32)
         found.append(Beginning(prompt, tuple(tokens), f"needle {number}"))
-    return found
+        topics.append(asked)
+    return found, topics
 
 
 class KeptRowsToWrite:
@@ -125,7 +127,8 @@ def main(
     """Measure acceptance and speed."""
     place = torch.device(device)
     found: dict[str, Any] = {"model": str(model), "device": device, "dtype": dtype, "threads": torch.get_num_threads()}
-    beginnings = needle_rows(AutoTokenizer.from_pretrained(model), rows, lines)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    beginnings, topics = needle_rows(tokenizer, rows, lines)
     found["prompt_tokens"] = [len(row.prompt) for row in beginnings]
     log(f"prompts of {found['prompt_tokens']} tokens")
     budgets, chunks = budget or [128, 256, 512, 1024], chunk or [4, 8, 16]
@@ -136,16 +139,19 @@ def main(
             for each in (model, draft)
         )  # fmt: skip
         kept = KeptRowsToWrite(target, beginnings)
-        found["acceptance"] = _acceptances(kept, target, small, tokens, budgets, chunks)
+        texts, _ = kept.write(Writing(tokens, speculation=Speculation("off")), DecodingReport())
+        quotes = [tokenizer.decode(text.tokens).lstrip() for text in texts]
+        found["quoted"] = sum(quote.startswith(topic) for quote, topic in zip(quotes, topics, strict=True))
+        log(f"{found['quoted']} of {rows} texts begin with the topic of the line")
+        found["acceptance"] = _acceptances(kept, texts, target, small, tokens, budgets, chunks)
         found["speed"] = _speeds(kept, small, tokens, budgets[-1], chunks[len(chunks) // 2], guesses, rounds)
     print(json.dumps(found))
 
 
 def _acceptances(
-    kept: KeptRowsToWrite, target: LayerWalk, small: LayerWalk, tokens: int, budgets: list[int], chunks: list[int]
-) -> list[dict[str, Any]]:
-    plain = Writing(tokens, speculation=Speculation("off"))
-    wanted, _ = kept.write(plain, DecodingReport())
+    kept: KeptRowsToWrite, wanted: list[Continuation], target: LayerWalk, small: LayerWalk, tokens: int,
+    budgets: list[int], chunks: list[int],
+) -> list[dict[str, Any]]:  # fmt: skip
     vocabulary = int(target.model.config.get_text_config().vocab_size)
     table = Table("tokens seen", *(f"retrieval, chunk {chunk}" for chunk in chunks), "first and latest", "draft model")
     found = []
