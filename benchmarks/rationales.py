@@ -34,7 +34,7 @@ from prefillcli.decode.lockstep import write_texts
 from prefillcli.decode.speculation.job_drafters import JobDrafters
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.trie import TokenArray
-from prefillcli.prefill.forest import ATTENTION
+from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
 from recipes.real_model import real_model, reviews
 
@@ -96,6 +96,7 @@ def _material(
         network = random_llama(model, dtype)
         most = network.config.vocab_size
         return network, [generator.integers(3, most, size).astype(np.int32) for size in sizes], (5, 6)
+    register()
     folder = real_model()
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)

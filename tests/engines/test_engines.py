@@ -122,6 +122,21 @@ def test_prompts_longer_than_the_length_where_positions_change_are_scored(
         assert abs(row["score"] - other["score"]) < EXACT
 
 
+@pytest.mark.parametrize("options", [{}, {"rationale_temperature": 0.8, "rationale_seed": 3}], ids=["greedy", "drawn"])
+def test_texts_do_not_depend_on_the_engine(model: Path, options: dict[str, Any]) -> None:
+    """Not even drawn ones: `generate` takes the tokens that the same noise chooses."""
+    source = write_parquet("in.parquet", prompt=texts(8), id=[f"row {number}" for number in range(8)])
+    job = {"model": model, "id_column": "id", "rationale": 6, "rationale_when": "score < 0.9", **options}
+    assert score(source, "torch.parquet", **job)["exit_code"] == 0
+    assert score(source, engine="hf", **job)["exit_code"] == 0
+    rows, others = read_output("out.parquet"), read_output("torch.parquet")
+    assert any(row["rationale_tokens"] for row in rows)
+    for row, other in zip(rows, others, strict=True):
+        for name in ("rationale", "rationale_tokens", "finish_reason", "rationale_source"):
+            assert row[name] == other[name]
+        assert row["rationale_gap"] == pytest.approx(other["rationale_gap"], abs=1e-4)
+
+
 def test_hf_sums_the_variants_of_a_label(model: Path, reference: Reference) -> None:
     source = write_parquet("in.parquet", prompt=texts(6))
     score(source, model=model, engine="hf", labels="Yes= Yes|Yes,No= No|No")
