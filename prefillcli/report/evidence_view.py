@@ -51,10 +51,10 @@ def evidence_rows(effects: Sequence[SectionEffect]) -> list[list[str]]:
 
 
 def rationale_text(rationale: Rationale, begins: str = "") -> str:
-    """The text behind the words that it `begins` with, or why there is none; safe to show."""
+    """The text behind the words that it goes on, or why there is none; safe to show."""
     if rationale.text is None:
         return f"nothing was written ({rationale.finish_reason})"
-    return visible((begins + rationale.text).strip())
+    return visible(f"{begins} {rationale.text.strip()}".strip())
 
 
 def rationale_facts(rationale: Rationale) -> str:

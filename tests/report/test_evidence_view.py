@@ -32,7 +32,7 @@ def test_effects_that_are_all_zero_have_no_bars() -> None:
 
 
 def test_a_rationale_is_shown_behind_the_words_it_begins_with() -> None:
-    written = Rationale(" the pain\x07 is gone.", 5, "stop", 0.25, "full")
+    written = Rationale("the pain\x07 is gone.", 5, "stop", 0.25, "full")
     assert rationale_text(written, "positive because").startswith("positive because the pain")
     assert "\x07" not in rationale_text(written)
     assert rationale_facts(written) == (
