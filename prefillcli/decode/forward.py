@@ -12,7 +12,7 @@ from prefillcli.decode.contracts import NewTokens
 from prefillcli.decode.kept_pack import KeptRows
 from prefillcli.decode.newest_queries import NewestQueries
 from prefillcli.decode.row_attention import OwnTokens, RowAttention
-from prefillcli.decode.row_tokens import RowTokens
+from prefillcli.decode.row_tokens import RowTokens, private_ends
 from prefillcli.prefill.branch_recurrence import BranchRecurrence
 from prefillcli.prefill.held_parts import KeyValue
 from prefillcli.prefill.key_window import KeyWindow
@@ -33,11 +33,12 @@ class KeptForward:
     ) -> None:
         self.walk, self._rows, self._tick = walk, rows, tick
         self._slots = {number: number for number in range(len(rows.paths))}
-        self._paths = rows.paths
-        self._lengths = np.asarray(rows.lengths, dtype=np.int64)
+        self._ends = private_ends(rows.paths)
+        self._paths = [path[:-1] if end else path for path, end in zip(rows.paths, self._ends, strict=True)]
+        self._lengths = np.asarray(rows.lengths, dtype=np.int64) - self._ends
         self._positions = np.asarray(rows.positions, dtype=np.int64)
-        self._read = np.zeros(len(rows.paths), dtype=np.int64)
-        self._own = [OwnTokens(len(rows.paths)) for _ in rows.layers]
+        self._read = self._ends.copy()
+        self._own = [OwnTokens(layer.keys_values, rows.paths, self._ends) for layer in rows.layers]
         self._recurrences = [BranchRecurrence(layer.states) for layer in rows.layers]
         self._attention = RowAttention()
         self.queries: list[list[Tensor]] = [[] for _ in rows.layers]
@@ -66,7 +67,7 @@ class KeptForward:
             device=self.walk.device,
         )
         ids = torch.as_tensor([token for _, own in new for token in own])
-        behind = np.repeat((self._positions - self._lengths + 1)[tokens.slots], tokens.counts)
+        behind = np.repeat((self._positions - self._lengths - self._ends + 1)[tokens.slots], tokens.counts)
         if self._newest is not None:
             self._newest.begin(new)
         recording = self.walk.record(ids, tokens.depths + behind)
@@ -98,7 +99,8 @@ class KeptForward:
         slots = np.asarray([slot for _, slot in stay], dtype=np.int64)
         self._slots = {row: slot for slot, (row, _) in enumerate(stay)}
         self._paths = [self._paths[slot] for slot in slots]
-        self._lengths, self._positions, self._read = (x[slots] for x in (self._lengths, self._positions, self._read))
+        self._lengths, self._positions = self._lengths[slots], self._positions[slots]
+        self._ends, self._read = self._ends[slots], self._read[slots]
         for own, recurrence in zip(self._own, self._recurrences, strict=True):
             own.keep(slots)
             recurrence.keep(slots.tolist())
@@ -106,7 +108,7 @@ class KeptForward:
     @property
     def lengths(self) -> list[int]:
         """How many tokens the prompts of the rows have that have not ended."""
-        return [int(length) for length in self._lengths]
+        return [int(length) for length in self._lengths + self._ends]
 
     # What retrieval caches are built from (`prefillcli.decode.speculation.retrieval.PromptSource`).
 
@@ -128,7 +130,7 @@ class KeptForward:
 
     def prompt_keys_values(self, layer: int, row: int) -> KeyValue | None:
         """As in `PromptSource`."""
-        both, path = self._rows.layers[layer].keys_values, self._paths[self._slots[row]]
+        both, path = self._rows.layers[layer].keys_values, self._rows.paths[row]
         if both is None:
             return None
         keys, values = (torch.cat([each[0, :, start:end] for start, end, _ in path], dim=1) for each in both)
@@ -139,13 +141,14 @@ class KeptForward:
         keys, values = self._own[layer].keys, self._own[layer].values
         if keys is None or values is None:
             return None
-        slots = on_device(np.asarray([self._slots[row] for row in rows.tolist()]), keys.device)
-        at = on_device(places, keys.device)
+        numbers = np.asarray([self._slots[row] for row in rows.tolist()], dtype=np.int64)
+        slots, at = on_device(numbers, keys.device), on_device(places + self._ends[numbers], keys.device)
         return keys[slots, :, at], values[slots, :, at]
 
     def text_read(self, row: int) -> int:
         """As in `PromptSource`."""
-        return int(self._read[self._slots[row]])
+        slot = self._slots[row]
+        return int(self._read[slot] - self._ends[slot])
 
     def text_position(self, row: int) -> int:
         """As in `PromptSource`."""

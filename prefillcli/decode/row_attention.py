@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 from torch import Tensor
 
+from prefillcli.decode.kept_pack import Run
 from prefillcli.decode.row_tokens import RowTokens
 from prefillcli.prefill.attention import attend, merge_into
 from prefillcli.prefill.forest import ForestAttention, Scoring
@@ -20,12 +24,24 @@ def whole_steps(tokens: int) -> int:
 
 
 class OwnTokens:
-    """One layer's K,V of what was read behind the prompts of `rows` rows: [rows, kv heads, room, width] each."""
+    """One layer's K,V of what each row has by itself: [rows, kv heads, room, width] each.
 
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
+    These are the copied end of its prompt, of `ends[row]` tokens, and what was read behind it. `kept` are the layer's
+    K,V of the prompts, on the runs `paths`.
+    """
+
+    def __init__(self, kept: KeyValue | None, paths: Sequence[Sequence[Run]], ends: IntArray) -> None:
+        self._rows = len(paths)
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
+        if kept is not None and ends.any():
+            last = np.asarray([path[-1][1] - 1 if path else 0 for path in paths])
+            first = np.where(ends > 0, last + 1 - ends, last)
+            index = np.minimum(first[:, None] + np.arange(ends.max())[None, :], last[:, None])
+            at = on_device(index, kept[0].device).flatten()
+            copies = (each[0][:, at].view(each.shape[1], *index.shape, -1).transpose(0, 1) for each in kept)
+            tokens = int(ends.max()) + 1
+            self.keys, self.values = (self._room(each, each, tokens) for each in copies)
 
     def append(self, tokens: RowTokens, key: Tensor, value: Tensor) -> None:
         """Put K,V [1, kv heads, tokens, width] of new tokens where they belong."""
@@ -36,6 +52,7 @@ class OwnTokens:
             whole.transpose(1, 2)[tokens.slot_index, tokens.place_index] = new[0].transpose(0, 1)
 
     def _room(self, whole: Tensor | None, new: Tensor, tokens: int) -> Tensor:
+        """The K,V `whole`, if there are any, with room for so many tokens of each row."""
         if whole is not None and whole.shape[2] >= tokens:
             return whole
         room = whole_steps(tokens)
@@ -52,7 +69,7 @@ class OwnTokens:
             self.keys, self.values = self.keys[at], self.values[at]
 
     def of(self, tokens: RowTokens) -> KeyValue:
-        """Those of the rows that have new tokens, up to the last of these: [rows, kv heads, tokens, width] each."""
+        """Those of the rows that have new tokens, up to the last of these, [rows, kv heads, tokens, width] each."""
         if self.keys is None or self.values is None:
             raise RuntimeError("nothing was read behind the prompts")
         if len(tokens.slots) == self._rows and (tokens.slots[1:] > tokens.slots[:-1]).all():
@@ -67,17 +84,17 @@ class RowAttention(ForestAttention):
     def __init__(self) -> None:
         super().__init__(0)
         self._new: RowTokens | None = None
-        self._own = OwnTokens(0)
+        self._own: OwnTokens | None = None
 
     @property
     def depths(self) -> IntArray:
-        return self._tokens_now.depths
+        return self._now[0].depths
 
     @property
-    def _tokens_now(self) -> RowTokens:
-        if self._new is None:
+    def _now(self) -> tuple[RowTokens, OwnTokens]:
+        if self._new is None or self._own is None:
             raise RuntimeError("say what is computed before a layer is called")
-        return self._new
+        return self._new, self._own
 
     @property
     def window(self) -> KeyWindow | None:
@@ -91,12 +108,13 @@ class RowAttention(ForestAttention):
         self.keys, self.values = (None, None) if kept is None else kept
 
     def receive(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> None:
-        self._own.append(self._tokens_now, key, value)
+        tokens, own = self._now
+        own.append(tokens, key, value)
         self.queries.append(query[0])
 
     def compute(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
-        tokens = self._tokens_now
-        out, lse = _attend_own(tokens, query, self._own.of(tokens), scoring)
+        tokens, own = self._now
+        out, lse = _attend_own(tokens, query, own.of(tokens), scoring)
         keys, values = self.keys_values
         for span, visible in tokens.spans(scoring.window):
             at, run = slice(span.q0, span.q1), slice(span.k0, span.k1)
@@ -110,7 +128,7 @@ class RowAttention(ForestAttention):
 
 
 def _attend_own(tokens: RowTokens, query: Tensor, own: KeyValue, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    """What new tokens see of those behind the prompts: output [1, heads, tokens, width] and its log-sum-exp."""
+    """Attention over what rows have by themselves: output [1, heads, tokens, width] and its log-sum-exp."""
     heads, width = query.shape[1], query.shape[3]
     batch = tokens.batch
     rows = len(tokens.slots)
@@ -118,7 +136,11 @@ def _attend_own(tokens: RowTokens, query: Tensor, own: KeyValue, scoring: Scorin
         padded = query.reshape(heads, rows, tokens.most, width)
     else:
         padded = query[0][:, batch.index.flatten()].view(heads, rows, tokens.most, width)
-    out, lse = attend(padded.transpose(0, 1), *own, visible=tokens.visible(scoring.window), **scoring.how)
+    kv_heads = own[0].shape[1]
+    groups = heads // kv_heads
+    together = padded.transpose(0, 1).reshape(rows, kv_heads, groups * tokens.most, width)
+    out, lse = attend(together, *own, visible=tokens.visible(scoring.window, groups), **scoring.how)
+    out, lse = out.reshape(rows, heads, tokens.most, -1), lse.reshape(rows, heads, tokens.most)
     by_token, lse = out.transpose(1, 2).reshape(-1, heads, out.shape[3]), lse.transpose(0, 1).reshape(heads, -1)
     if batch is not None:
         by_token, lse = by_token[batch.places], lse[:, batch.places]

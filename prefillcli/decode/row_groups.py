@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from prefillcli.decode.continuations import Beginning, Writing
 from prefillcli.decode.kept_pack import KeptPack, Part
 from prefillcli.decode.row_attention import whole_steps
+from prefillcli.decode.row_tokens import room_of_end
 
 Row = tuple[int, Beginning]
 """A read of a pack by its number, and what a text begins behind."""
@@ -47,11 +48,13 @@ class RowRoom:
         own, longest = 0.0, 0
         for number, (read, beginning) in sorted(rows, key=lambda each: kept.end_of(each[1][0])):
             prompt = {} if kept.tokens_here else kept.parts_of(read)
-            text, first = self.of_text(beginning, writing), max(len(beginning.tokens), writing.speculation.tokens + 1)
+            text = self.of_text(beginning, writing)
+            first = max(len(beginning.tokens), writing.speculation.tokens + 1)
             if not kept.tokens_here and self._too_many(sum(prompt.values()) + text):
                 continue
             together = parts | prompt
             text += writing.speculation.kept_twice(len(beginning.prompt))
+            text += room_of_end(kept.parts_of(read)[kept.end_of(read)])
             tokens = kept.tokens_here + sum(together.values()) + own + text
             size = len(group) + 1
             if group and (

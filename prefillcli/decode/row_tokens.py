@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,9 @@ from prefillcli.prefill.key_window import KeyWindow
 from prefillcli.prefill.layout import IntArray, on_device
 from prefillcli.prefill.visibility import Span, SpanSet
 
+MOST_END = 256  # tokens of a prompt's end that are copied
+MOST_PADDED = 2  # times what is copied, if all rows are padded to the longest end
+
 
 @dataclass(frozen=True, slots=True)
 class PaddedTokens:
@@ -24,11 +28,27 @@ class PaddedTokens:
     places: Tensor
 
 
+def private_ends(paths: Sequence[Sequence[Run]]) -> IntArray:
+    """Of how many tokens at the end of each row's prompt the K,V are copied to stand with what follows it: short ends
+    that no other row sees. Attention over all of them is then one call."""
+    seen = Counter(run for path in paths for run in path)
+    ends = np.asarray([path[-1][1] - path[-1][0] if path and seen[path[-1]] == 1 else 0 for path in paths])
+    ends[ends > MOST_END] = 0
+    fits = [most for most in set(ends.tolist()) if most * len(ends) <= MOST_PADDED * ends[ends <= most].sum()]
+    ends[ends > max(fits, default=0)] = 0
+    return ends
+
+
+def room_of_end(tokens: int) -> int:
+    """How much the copy of a prompt's end of so many tokens takes at most, with the padding that it is worth."""
+    return MOST_PADDED * tokens if tokens <= MOST_END else 0
+
+
 class RowTokens:
     """Some new tokens of each of some rows, one row after the other.
 
-    `slots` are the rows' numbers, `counts` how many new tokens each has. Behind its prompt, whose tokens are on the
-    runs `paths[slot]` and `lengths[slot]` in number, `read[slot]` tokens were read before.
+    `slots` are the rows' numbers, `counts` how many new tokens each has. Behind what it sees of the kept K,V, the runs
+    `paths[slot]` with `lengths[slot]` tokens, a row has `read[slot]` tokens by itself already.
     """
 
     def __init__(
@@ -50,7 +70,7 @@ class RowTokens:
         self._row = np.repeat(np.arange(len(slots)), self.counts)  # of each token
         steps = np.arange(self.tokens) - np.repeat(self._ends - self.counts, self.counts)
         self._lengths = lengths[self.slots]
-        self._places: IntArray = read[self.slots][self._row] + steps  # among what is behind the prompt
+        self._places: IntArray = read[self.slots][self._row] + steps  # among what the row has by itself
         self.own = int(self._places.max()) + 1
         self.depths: IntArray = self._lengths[self._row] + self._places
         self.slot_index = on_device(self.slots[self._row], device)
@@ -58,7 +78,7 @@ class RowTokens:
         self._steps = steps
         self._batch: PaddedTokens | None = None
         self._spans: dict[KeyWindow | None, list[tuple[Span, Tensor | None]]] = {}
-        self._visible: dict[KeyWindow | None, Tensor | None] = {}
+        self._visible: dict[tuple[KeyWindow | None, int], Tensor | None] = {}
 
     @property
     def batch(self) -> PaddedTokens | None:
@@ -88,10 +108,12 @@ class RowTokens:
         keys = np.arange(span.k0, span.k1) - span.k0 + span.k_depth
         return on_device(keys[None, :] >= oldest[:, None], self._device)[None, None]
 
-    def visible(self, window: KeyWindow | None) -> Tensor | None:
-        """What the padded batch sees of the first `own` tokens behind the prompts, bool [rows, 1, longest, own]; None:
-        all of it."""
-        if window not in self._visible:
+    def visible(self, window: KeyWindow | None, groups: int) -> Tensor | None:
+        """What the padded batch sees of the first `own` tokens that rows have by themselves; None: all of it.
+
+        Bool [rows, 1, groups * longest, own]: `groups` heads of the queries, one behind the other, see the same.
+        """
+        if (window, groups) not in self._visible:
             last = np.full((len(self.slots), self.most), self.own - 1)
             last[self._row, self._steps] = self._places
             keys = np.arange(self.own)
@@ -99,5 +121,6 @@ class RowTokens:
             if window is not None:
                 oldest = window.oldest(self._lengths[:, None] + last) - self._lengths[:, None]
                 seen &= keys >= oldest[:, :, None]
-            self._visible[window] = None if seen.all() else on_device(seen, self._device)[:, None]
-        return self._visible[window]
+            repeated = np.tile(seen, (1, groups, 1))[:, None]
+            self._visible[window, groups] = None if seen.all() else on_device(repeated, self._device)
+        return self._visible[window, groups]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from prefillcli.decode.continuations import Beginning, DecodingReport, Writing
+from prefillcli.decode.row_groups import RowRoom
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION
@@ -109,8 +110,13 @@ def test_rows_may_be_written_in_groups_and_packs() -> None:
     rows, writing = beginnings(mixed()[:16]), greedy(5)
     with walking(model_of("gemma2")) as walk:
         whole = written(walk, rows, writing)
-        for limits, most in ((ONE_PACK, 300), (ONE_PACK, 1), (SPREAD, None), (SPREAD, 120)):
-            parts = written(walk, rows, writing, limits=limits, most_tokens=most)
+        for limits, room in (
+            (ONE_PACK, RowRoom(most_rows=3)),
+            (ONE_PACK, RowRoom(1)),
+            (SPREAD, None),
+            (SPREAD, RowRoom(1)),
+        ):
+            parts = written(walk, rows, writing, limits=limits, room=room)
             assert [text.tokens for text in parts] == [text.tokens for text in whole]
 
 
