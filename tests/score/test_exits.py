@@ -446,3 +446,16 @@ def test_where_an_answer_is_rare_more_rows_are_read(data: Path, deep_model: Path
 )
 def test_how_many_rows_a_rare_answer_takes(counts: tuple[int, int], most: int, rows: int) -> None:
     assert exit_learning.rows_for_rarest(np.array(counts), 0.01, most) == rows
+
+
+def test_rows_that_left_are_written_about_from_their_whole_prompts(data: Path, deep_model: Path) -> None:
+    flags = {"model": deep_model, "rationale": 6, "rationale_when": "row % 12 == 0"}
+    assert score(data, "left.jsonl", **EXITS, **flags)["status"] == "complete"
+    assert score(data, "full.jsonl", labels=LABELS, dtype="float32", **flags)["status"] == "complete"
+    pairs = list(zip(read_output("left.jsonl"), read_output("full.jsonl"), strict=True))
+    assert any(row["exit_layer"] is not None for row, _ in pairs if row["row"] % 12 == 0)
+    for row, full in pairs:
+        assert (row["finish_reason"] is not None) == (row["row"] % 12 == 0)
+        if row["prediction"] == full["prediction"]:
+            for name in ("rationale", "rationale_tokens", "finish_reason", "rationale_source"):
+                assert row[name] == full[name], row
