@@ -173,6 +173,23 @@ def test_two_actors_write_the_file_of_one_process_and_say_nothing(job: Path) -> 
     assert sum(each["tokens"] for each in workers) == read_report("out.run.json")["tokens"]["computed"]
 
 
+def test_actors_write_the_texts_of_one_process(job: Path) -> None:
+    condition = f"id in {json.dumps([f'r{row}' for row in range(0, ROWS, 7)])}"
+    chosen = {"rationale": 6, "rationale_when": condition, "evidence": True}
+    driver = Driver(job, "--quiet", "--rationale", 6, "--rationale-when", condition, "--evidence")
+    assert driver.end()["exit_code"] == 3
+    flags = {"model": job / "model", "id_column": "id", "threads": 1, **SIZES, **chosen}
+    assert score(job / "in.parquet", "alone.parquet", **flags)["exit_code"] == 3
+    found, wanted = (pq.read_table(name).to_pylist() for name in ("out.parquet", "alone.parquet"))
+    assert sum(row["finish_reason"] is not None for row in found) == len(range(0, ROWS, 7))
+    for row, own in zip(found, wanted, strict=True):
+        for name in ("rationale", "rationale_tokens", "finish_reason", "rationale_source"):
+            assert row[name] == own[name], row["id"]
+        sections = [[each["section"] for each in of["evidence"] or ()] for of in (row, own)]
+        assert sorted(sections[0]) == sorted(sections[1])
+    assert read_report("out.run.json")["rationales"]["decode_seconds"] > 0
+
+
 def test_an_actor_that_is_killed_loses_no_row(job: Path) -> None:
     driver = Driver(job)
     os.kill(driver.wait_until_they_work()[0], signal.SIGKILL)
