@@ -17,7 +17,7 @@ from prefillcli.decode.speculation.guess_record import GuessRecord
 from prefillcli.decode.speculation.pass_times import PassTimes
 from prefillcli.decode.speculation.registry import DrafterKind
 
-SHARE = 0.025
+SHARE = 0.03
 """Of the time of plain decoding, what trials may lose."""
 WATCHING = 0.01
 """Of that time, what may go to guesses that are only compared."""
@@ -129,7 +129,7 @@ class Controller:
                     best, gain, best_loss = Choice(kind.name, tokens), speedup, loss
                 if speedup > affordable_gain and loss * plain <= self.credit:
                     affordable, affordable_gain = Choice(kind.name, tokens), speedup
-        if affordable.tokens or best.name not in begun:
+        if affordable.tokens or best.name not in begun or self.credit <= 0:
             return affordable
         share = self.credit / (best_loss * plain)
         return best._replace(share=share) if share * len(rows) >= 1 else PLAIN
