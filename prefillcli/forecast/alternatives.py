@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import repeat
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,7 +18,7 @@ from prefillcli.compress.request import Request
 from prefillcli.compress.selection import select_all
 from prefillcli.compress.settings import Compression
 from prefillcli.data.rows import ErrorCode, Prompt
-from prefillcli.engines.memory_plan import budget_of, plan_packs
+from prefillcli.engines.memory_plan import TEXTS, budget_of, plan_packs
 from prefillcli.errors import ResourceError
 from prefillcli.forecast.profile import Profile
 from prefillcli.models.open import Opened
@@ -25,7 +27,10 @@ from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plans
 from prefillcli.plan.schedules import SCHEDULES
-from prefillcli.report.survey import KeepCost, PackLimits, PlanCost
+from prefillcli.report.survey import KeepCost, PackLimits, PlanCost, TextCost
+
+if TYPE_CHECKING:  # takes torch along
+    from prefillcli.models.text_room import TextsOf
 
 PREFIX_KV = ("auto", "discard", "offload")  # keep is the same as auto
 KEEP_RATES = (1.0, 0.5, 0.3, 0.2, 0.1)
@@ -35,8 +40,8 @@ class Alternatives:
     """Adds up over windows what plans take. The job's own plan is among them, cut as the job cuts it.
 
     `free` bytes are what the loaded weights will leave, where `--memory` does not say what may be used; `profile`
-    sizes packs and predicts their time. `block_tokens` as in `make_plan`. Raises ResourceError where not even a small
-    prompt fits.
+    sizes packs and predicts their time. `block_tokens` as in `make_plan`; `text_tokens` and `texts_of`
+    as in `plan_packs`. Raises ResourceError where not even a small prompt fits.
     """
 
     def __init__(
@@ -48,13 +53,16 @@ class Alternatives:
         free: int | None,
         profile: Profile | None,
         block_tokens: int = 0,
+        text_tokens: int = 0,
+        texts_of: TextsOf = "all",
     ) -> None:
         self.given_tokens = 0
         """Tokens of the job's own plan that a window before has computed."""
         self.errors: Counter[str] = Counter()
         """Rows that only planning finds to be errors, by code."""
         budget = budget_of(settings, free)
-        plan = plan_packs(opened, settings, budget, profile)
+        plan = plan_packs(opened, settings, budget, profile, text_tokens=text_tokens, texts_of=texts_of)
+        self.texts = TextCost(**plan[TEXTS]) if TEXTS in plan else None
         self._own = Limits(**plan["limits"])
         self.limits = PackLimits(
             pack_tokens=self._own.tokens, max_tokens=self._own.max_tokens, chunk_tokens=plan["chunk_tokens"]
@@ -66,7 +74,7 @@ class Alternatives:
             if other not in self._limits and not (other == "auto" and settings.prefix_kv == "keep"):
                 try:
                     changed = settings.model_copy(update={"prefix_kv": other})
-                    self._limits[other] = Limits(**plan_packs(opened, changed, budget, profile)["limits"])
+                    self._limits[other] = _limits_of(opened, changed, budget, profile, text_tokens, texts_of)
                 except ResourceError:
                     continue  # the host memory that is free for offloading is not known on this system
         self.plans = [
@@ -78,6 +86,7 @@ class Alternatives:
             for schedule in SCHEDULES
             for kept in self._limits
         ]
+        self._large = replace(self._own, tokens=_limits_of(opened, settings, budget, profile).tokens, kept_packs=False)
         self._carried: list[tuple[CarriedBlock, ...]] = [() for _ in self.plans]  # into the next window
         self._keep = settings.keep if isinstance(settings.keep, float) else 1.0
         self._compression: Compression | None = None
@@ -114,6 +123,11 @@ class Alternatives:
             self._charge(cost, plan, share)
             self._carried[number] = plan.carried
             own = plan if cost.chosen else own
+        if self.texts is not None:
+            cases = [(self._schedule, self._own.for_texts()), (self._schedule, self._large)]
+            small, large = (each.computed_tokens for each in self._plans(fitting, cases))
+            self.texts.small_tokens += small
+            self.texts.large_tokens += large
         if own is not None:
             self.given_tokens += sum(len(pack.tokens) for pack in own.given)
         for keep in self.keeps:
@@ -194,6 +208,19 @@ class Alternatives:
         cost.computed_tokens += plan.computed_tokens
         if self._profile is not None:
             cost.seconds = (cost.seconds or 0.0) + share * self._profile.seconds(plan)
+
+
+def _limits_of(
+    opened: Opened,
+    settings: ScheduledOptions,
+    budget: int,
+    profile: Profile | None,
+    text_tokens: int = 0,
+    texts_of: TextsOf = "all",
+) -> Limits:
+    """What fits one pack with these settings, by default if nothing is written."""
+    found = plan_packs(opened, settings, budget, profile, text_tokens=text_tokens, texts_of=texts_of)
+    return Limits(**found["limits"])
 
 
 def _draft_reach(opened: Opened, compression: Compression, limits: Limits) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from prefillcli.compress.settings import Compression
 from prefillcli.data.dealing import ShardRows
@@ -22,6 +23,9 @@ from prefillcli.report.survey import (
 )
 from prefillcli.runtime.clock import Clock
 
+if TYPE_CHECKING:  # takes torch along
+    from prefillcli.models.text_room import TextsOf
+
 
 def survey(
     settings: ScheduledOptions,
@@ -38,6 +42,8 @@ def survey(
     profile: Profile | None = None,
     price_per_hour: float | None = None,
     only: ShardRows | None = None,
+    text_tokens: int = 0,
+    texts_of: TextsOf = "all",
     tick: Callable[[int, int], None] = lambda rows, tokens: None,
 ) -> Survey:
     """Read the rows of `source`, make prompts of them with the `builder`, and plan them as a job with these `settings`
@@ -45,11 +51,21 @@ def survey(
 
     `free` bytes are what the loaded weights will leave, where `--memory` does not say what may be used. `profile`
     sizes packs and predicts their time, as in the job. `window_rows` and `block_tokens` are the job's, and `only` are
-    the rows of its shard. `tick` is called with the rows and prompt tokens of each window, and may raise. Raises what
-    the job raises before it loads weights.
+    the rows of its shard. `text_tokens` and
+    `texts_of` are as in `plan_packs`. `tick` is called with the rows and prompt tokens of each window, and may raise.
+    Raises what the job raises before it loads weights.
     """
     labels = answer_labels(opened, settings)
-    plans = Alternatives(settings, opened, compression, free=free, profile=profile, block_tokens=block_tokens)
+    plans = Alternatives(
+        settings,
+        opened,
+        compression,
+        free=free,
+        profile=profile,
+        block_tokens=block_tokens,
+        text_tokens=text_tokens,
+        texts_of=texts_of,
+    )
     found = InputStatistics()
     clock = Clock()
     cut = windows(source, builder, labels, id_column=id_column, max_rows=window_rows, batch_rows=batch_rows, only=only)
@@ -72,6 +88,7 @@ def survey(
         limits=plans.limits,
         plans=plans.plans,
         keeps=plans.keeps,
+        texts=plans.texts,
         seconds=SurveySeconds(
             read=source.seconds,
             render=builder.render_seconds,

@@ -19,6 +19,7 @@ from prefillcli.jobs.load import compression_of
 from prefillcli.jobs.paths import default_output, dry_run_report, refuse_among_inputs
 from prefillcli.jobs.row_choice import RowChoice, check_rationales
 from prefillcli.jobs.shell import conclude, shell
+from prefillcli.jobs.writing_setup import text_room
 from prefillcli.models.adapters import open_adapters
 from prefillcli.models.open import Opened, answer_labels, open_models, weights_of
 from prefillcli.options.score import ScoreSettings
@@ -99,6 +100,7 @@ def _run(settings: ScoreSettings, report: DryRunReport, granularity: Granularity
             profile=profile,
             price_per_hour=settings.price_per_hour,
             only=None if shard is None else ShardRows(shard, builder),
+            **text_room(settings, opened, labels.names),
             tick=progress.advance,
         )
     rows = found.rows

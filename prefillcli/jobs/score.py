@@ -351,6 +351,7 @@ class _ScoreJob:
             decoded = None if self._recorder is None else self._recorder.decoded()
             report.rationales = RationaleUse.of(decoded, settings.speculation if settings.rationale else None)
             report.rationales.shown = self._shown
+            report.rationales.take_plan({} if self._sink is None else self._sink.plan)
         if self._sink is not None:
             report.take(self._sink.counts)
             scored = self._sink.counts.scored - self._scored_before

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from pydantic import BaseModel, Field
 
 from prefillcli.data.output.counts import Counts
 from prefillcli.decode.continuations import DecodingReport
+from prefillcli.engines.memory_plan import TEXTS
 
 
 class DrafterUse(BaseModel):
@@ -45,6 +49,9 @@ class RationaleUse(BaseModel):
     finish_reasons: dict[str, int] = Field(default_factory=dict)  # rows by why their text ends
     sources: dict[str, int] = Field(default_factory=dict)  # rows by what it was written from
     evidence_rows: int = 0  # whose sections were weighed
+    kv: str | None = None  # kept while prompts are scored, or read again; None where no plan says it
+    kv_reason: str | None = None
+    kv_bytes: int | None = None  # that are kept at a time, at most
     speculation: str | None = None  # as it was asked for; None in a merge
     kept_prompts: int = 0  # that had their K,V kept while they were scored
     again_prompts: int = 0  # that were read once more
@@ -87,6 +94,12 @@ class RationaleUse(BaseModel):
                 for name, each in sorted(decoded.drafters.items())
             },
         )
+
+    def take_plan(self, plan: Mapping[str, Any]) -> None:
+        """Take over what a job's plan says of K,V behind which texts are written."""
+        texts = plan.get(TEXTS)
+        if texts is not None:
+            self.kv, self.kv_reason, self.kv_bytes = texts["kv"], texts["reason"], texts["bytes"]
 
     def take(self, counts: Counts) -> None:
         """Take over what is known of the output's rows, those of earlier attempts included."""

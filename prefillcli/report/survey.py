@@ -100,6 +100,17 @@ class PackLimits(BaseModel):
     chunk_tokens: int
 
 
+class TextCost(BaseModel):
+    """Whether K,V survive scoring where texts are written behind prompts, or wanted prompts are read again."""
+
+    kv: str  # kept or again
+    reason: str
+    kept_tokens: int  # of a pack whose K,V of all layers can be kept
+    bytes: int  # of these
+    small_tokens: int = 0  # computed for all prompts in packs that can be kept
+    large_tokens: int = 0  # in packs as large as without texts; what is wanted is read again
+
+
 class SurveySeconds(BaseModel):
     """Seconds that the survey itself took: what a run will read, render and tokenise with."""
 
@@ -120,6 +131,7 @@ class Survey(BaseModel):
     limits: PackLimits
     plans: list[PlanCost] = Field(default_factory=list)
     keeps: list[KeepCost] = Field(default_factory=list)  # with a draft
+    texts: TextCost | None = None  # with --rationale
     seconds: SurveySeconds = Field(default_factory=SurveySeconds)
 
     @property

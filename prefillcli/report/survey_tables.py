@@ -47,6 +47,17 @@ def survey_lines(survey: Survey) -> Iterable[tuple[str, str]]:
     shared = ", ".join(f"{level.share:.1%} by >= {level.rows}" for level in sharing.levels)
     yield "shared", f"of the prompt tokens {shared} rows" if shared else "nothing"
     yield "packs", f"of {limits.pack_tokens:,} tokens; a prompt has at most {limits.max_tokens:,}"
+    texts = survey.texts
+    if texts is not None:
+        more = texts.small_tokens - texts.large_tokens
+        yield (
+            "rationales",
+            (
+                f"K,V {'are kept' if texts.kv == 'kept' else 'are not kept, wanted prompts are read again'}: "
+                f"{texts.reason}\npacks that can be kept compute {more:,} tokens more than larger ones, "
+                f"which compute {texts.large_tokens:,}"
+            ),
+        )
 
 
 def prefix_rows(prefixes: Iterable[SharedPrefix]) -> TableRows:

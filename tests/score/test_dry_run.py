@@ -330,3 +330,26 @@ def test_a_draft_does_not_read_what_is_too_long_for_it(model: Path, draft: Path,
     methods = [row["method"] for row in read_output("out.parquet")]
     assert methods == ["specprefill", "fallback:draft_length"]
     assert chosen(survey["keeps"])["compressed_rows"] == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "kv"),
+    [
+        ({}, "kept"),
+        ({"rationale_limit": 3, "rationale_when": "score < 2"}, "again"),
+        ({"memory": "52000000", "chunk_tokens": 16}, "kept"),
+    ],
+)
+def test_whether_keys_and_values_survive_scoring_is_told_beforehand(
+    flags: dict[str, Any], kv: str, model: Path
+) -> None:
+    write_parquet("in.parquet", prompt=SHARED[:12])
+    flags = {"rationale": 4, "memory": "64MiB", **flags}
+    found = dry_run("in.parquet", model, **flags)["survey"]["texts"]
+    assert found["kv"] == kv
+    assert found["small_tokens"] >= found["large_tokens"] > 0
+    score("in.parquet", model=model, **flags)
+    report = read_report()["rationales"]
+    assert (report["kv"], report["kv_reason"], report["kv_bytes"]) == (found["kv"], found["reason"], found["bytes"])
+    assert (report["kept_prompts"] > 0) == (kv == "kept")
+    assert dry_run("in.parquet", model)["survey"]["texts"] is None
