@@ -79,9 +79,7 @@ class Alternatives:
                     continue  # the host memory that is free for offloading is not known on this system
         self.plans = [
             PlanCost(
-                schedule=schedule,
-                prefix_kv=kept,
-                chosen=(schedule, kept) == (self._schedule, settings.prefix_kv),
+                schedule=schedule, prefix_kv=kept, chosen=(schedule, kept) == (self._schedule, settings.prefix_kv)
             )
             for schedule in SCHEDULES
             for kept in self._limits

@@ -79,6 +79,13 @@ def survey(
             tick(len(window.rows), sum(len(prompt.tokens) for prompt in window.prompts))
     if price_per_hour is not None:
         plans.price(price_per_hour)
+    return _survey_of(found, plans, source, builder, clock)
+
+
+def _survey_of(
+    found: InputStatistics, plans: Alternatives, source: Source, builder: PromptBuilder, clock: Clock
+) -> Survey:
+    """What was found, once all windows are planned."""
     return Survey(
         rows=found.rows(plans.errors),
         prompt_tokens=found.tokens,
