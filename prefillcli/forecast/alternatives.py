@@ -64,9 +64,8 @@ class Alternatives:
         plan = plan_packs(opened, settings, budget, profile, text_tokens=text_tokens, texts_of=texts_of)
         self.texts = TextCost(**plan[TEXTS]) if TEXTS in plan else None
         self._own = Limits(**plan["limits"])
-        self.limits = PackLimits(
-            pack_tokens=self._own.tokens, max_tokens=self._own.max_tokens, chunk_tokens=plan["chunk_tokens"]
-        )
+        most, chunk = self._own.max_tokens, plan["chunk_tokens"]
+        self.limits = PackLimits(pack_tokens=self._own.tokens, max_tokens=most, chunk_tokens=chunk)
         self._schedule, self._profile = settings.schedule, profile
         self._block_tokens = 0 if opened.compresses else block_tokens
         self._limits: dict[str, Limits] = {settings.prefix_kv: self._own}
