@@ -17,6 +17,7 @@ from prefillcli.decode.continuations import Beginning, DecodingReport, Speculati
 from prefillcli.decode.contracts import Drafter, RowText
 from prefillcli.decode.forward import KeptForward
 from prefillcli.decode.kept_pack import KeptPack
+from prefillcli.decode.padded_cache import PaddedLayer
 from prefillcli.decode.speculation.draft_model import DraftModel, StreamingDrafter
 from prefillcli.decode.speculation.hierarchy import HierarchyDrafter
 from prefillcli.decode.speculation.job_drafters import JobDrafters
@@ -291,6 +292,25 @@ def test_a_drafter_may_begin_in_the_middle_of_texts() -> None:
         guessed = drafter.propose(rows, [3, 3])
     for row, guess in zip(rows, guessed, strict=True):
         assert guess == guessed_by_hand(model, row, 3, 3, 24, 2)
+
+
+@pytest.mark.parametrize("kind", ["retrieval", "hierarchy"])
+def test_without_memory_for_a_cache_nothing_is_guessed_and_texts_stay(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_out(*args: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    rows, writing = rows_with_shared_prefixes(), Writing(8, speculation=Speculation(tokens=4))
+    small = make_tiny_model("llama", num_hidden_layers=1)
+    with walking(make_tiny_model("qwen3")) as walk, walking(small) as draft:
+        report = DecodingReport()
+        wanted = written(walk, rows, writing)
+        monkeypatch.setattr(PaddedLayer, "choose", run_out)
+        make = drafters(kind, DraftModel(draft, 256), Chooser(), 40, 4, report)
+        found = written(walk, rows, writing, make_drafter=make, report=report)
+    assert [text.tokens for text in found] == [text.tokens for text in wanted]
+    assert ("hierarchy" in report.drafters) == (kind == "hierarchy")  # the draft model guesses for short prompts
 
 
 def test_recurrent_layers_have_no_retrieval_cache() -> None:

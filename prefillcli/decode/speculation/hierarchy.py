@@ -22,10 +22,12 @@ class HierarchyDrafter:
 
     def __init__(self, retrieval: RetrievalDrafter, beside: Drafter) -> None:
         self._retrieval, self._beside = retrieval, beside
+        self._long: set[int] = set()  # the rows that retrieval has begun with
 
     def begin(self, rows: Sequence[RowText]) -> None:
         self._retrieval.begin(rows)
-        self._beside.begin([row for row in rows if not self._retrieval.reaches(row)])
+        self._long = {row.number for row in rows if self._retrieval.reaches(row)}
+        self._beside.begin([row for row in rows if row.number not in self._long])
 
     def propose(self, rows: Sequence[RowText], most: Sequence[int]) -> list[list[int]]:
         found: dict[int, list[int]] = {}
@@ -43,4 +45,4 @@ class HierarchyDrafter:
         self._of(row).end(row)
 
     def _of(self, row: RowText) -> Drafter:
-        return self._retrieval if self._retrieval.reaches(row) else self._beside
+        return self._retrieval if row.number in self._long else self._beside
