@@ -6,11 +6,12 @@ that evidence needs they make one more plan, so that what they share is computed
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from prefillcli.compress.answers import plan_requests
 from prefillcli.compress.request import Request
+from prefillcli.data.prompts.sections import MOST_SECTIONS
 from prefillcli.data.rows import RowError, ScoredRow, Window
 from prefillcli.decode.continuations import Beginning, Continuation
 from prefillcli.engines.base import Answer, Treatment
@@ -20,6 +21,8 @@ from prefillcli.jobs.window_work import Finished, WantedRow, WindowWork
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import Plan
 
+GROUP_TOKENS = 4 << 20
+"""Tokens of the prompts that are made together without their sections, at most."""
 UNREAD = Continuation((), "memory", float("inf"))
 """Of a prompt whose K,V of all layers do not fit."""
 FAILED = Continuation((), "error", float("inf"))
@@ -39,7 +42,13 @@ class FollowUp:
     """The requests of a window's wanted rows, as `PlannedWork`. Rows that need none are `finished` at once."""
 
     def __init__(
-        self, window: Window, wanted: Sequence[WantedRow], job: JobRationales, limits: Limits, schedule: str
+        self,
+        window: Window,
+        wanted: Sequence[WantedRow],
+        job: JobRationales,
+        limits: Limits,
+        schedule: str,
+        tick: Callable[[], None] = lambda: None,
     ) -> None:
         self.requests: list[Request] = []
         self.plan = Plan([], 0)
@@ -50,6 +59,7 @@ class FollowUp:
         self._written: dict[int, Beginning] = {}
         for each in wanted:
             self._add(each, limits)
+            tick()
         if self.requests:
             self.plan = plan_requests(self.requests, limits.for_texts() if self._written else limits, schedule)
 
@@ -124,18 +134,26 @@ class FollowUp:
         return [row.wanted.scored]
 
 
-def follow_up(work: WindowWork, limits: Limits, schedule: str) -> FollowUp | None:
-    """What is left to do for the wanted rows of a window whose packs are all answered; None if nothing is.
+def follow_up(
+    work: WindowWork, limits: Limits, schedule: str, tick: Callable[[], None] = lambda: None
+) -> FollowUp | None:
+    """What is left to do for some of the wanted rows of a window whose packs are all answered; None if nothing is.
 
-    Where rows are limited, those before in the input come first, and the others are finished as they are.
+    The others wait for the next call: there may be many prompts without a section. Where rows are limited, those that
+    come first in the input are taken, and the others are finished as they are. `tick` is called after each row, and
+    may raise to stop.
     """
     job = work.rationales
     if job is None or not work.wanted:
         return None
-    wanted, work.wanted = sorted(work.wanted, key=lambda each: each.scored.row), []
-    left = len(wanted) if job.limit is None else max(job.limit - job.chosen(), 0)
-    found = FollowUp(work.window, wanted[:left], job, limits, schedule)
-    found.finished += [each.scored for each in wanted[left:]]
+    past_limit = work.past_limit()
+    group: list[WantedRow] = []
+    tokens, each = 0, 1 if job.evidence is None else MOST_SECTIONS
+    while work.wanted and (not group or tokens + each * len(work.wanted[0].request.prompt.tokens) <= GROUP_TOKENS):
+        group.append(work.wanted.pop(0))
+        tokens += each * len(group[-1].request.prompt.tokens)
+    found = FollowUp(work.window, group, job, limits, schedule, tick)
+    found.finished += [each.scored for each in past_limit]
     return found
 
 

@@ -187,14 +187,14 @@ def _audited(window: Window, requests: Sequence[Request], engine: PlanEngine, op
 
 def _follow_up(work: WindowWork, engine: Engine, options: ScoringOptions, listener: Listener) -> Iterator[Finished]:
     """What is done for the wanted rows of a window once all are scored."""
-    following = follow_up(work, engine.limits, options.schedule)
-    if following is None:
-        return
-    yield Finished(rows=following.finished)
-    packs = work.after(following.plan)
-    listener.planned(packs, 0)
-    for pack in packs:
-        yield from _score_pack(pack, following, engine, options, listener)
+    while (
+        following := follow_up(work, engine.limits, options.schedule, lambda: listener.step(None, 0, 0, 0))
+    ) is not None:
+        yield Finished(rows=following.finished)
+        packs = work.after(following.plan)
+        listener.planned(packs, 0)
+        for pack in packs:
+            yield from _score_pack(pack, following, engine, options, listener)
 
 
 def _score_pack(

@@ -106,6 +106,8 @@ class WindowWork:
         self.rationales = rationales
         self.limited = limited
         self._exits = exits
+        self._in_limit = False
+        self._numbers = 0  # of packs, that later plans begin behind
         self._by_row = {request.prompt.row: request for request in requests}
 
     @property
@@ -187,11 +189,26 @@ class WindowWork:
         self._by_row |= {request.prompt.row: request for request in requests}
         return self.settle(rows, {})
 
+    def past_limit(self) -> list[WantedRow]:
+        """Take out the wanted rows that are past the job's limit; the others wait in the order of the input. To be
+        asked when all windows before are written; asked again, it takes none."""
+        job = self.rationales
+        self.wanted.sort(key=lambda each: each.scored.row)
+        if job is None or job.limit is None or self._in_limit:
+            return []
+        self._in_limit = True
+        left = max(job.limit - job.chosen(), 0)
+        self.wanted, past = self.wanted[:left], self.wanted[left:]
+        return past
+
     def after(self, plan: Plan) -> list[Pack]:
-        """The packs of a plan that comes after this one, which keep what the next window takes over."""
-        number = 1 + max((pack.index for pack in (*self.plan.given, *self.plan.packs)), default=-1)
+        """The packs of a plan that comes after this one and those that came after it. They keep what the next window
+        takes over."""
+        own = max((pack.index for pack in (*self.plan.given, *self.plan.packs)), default=-1)
+        first = max(own + 1, self._numbers)
+        self._numbers = first + len(plan.packs)
         keys = frozenset(key for _, key in self.plan.carried)
-        packs = [pack.shifted(number) for pack in plan.packs]
+        packs = [pack.shifted(first) for pack in plan.packs]
         return [replace(pack, keep=pack.keep | keys) for pack in packs]
 
     def _complete(self, scored: ScoredRow) -> bool:

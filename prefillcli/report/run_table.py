@@ -33,10 +33,11 @@ def run_lines(report: RunReport) -> Iterator[tuple[str, str]]:
     if report.calibration is not None:
         yield "probability", report.calibration.sentence()
     if tokens.prompt:
+        own = tokens.computed - tokens.audit - tokens.follow_up
         yield (
             "tokens",
             f"{tokens.prompt:,} in prompts, {tokens.computed:,} computed "
-            f"({tokens.kept / max(tokens.computed - tokens.audit, 1):.2f}x shared), {tokens.unique:,} unique",
+            f"({tokens.kept / max(own, 1):.2f}x shared), {tokens.unique:,} unique",
         )
     if report.keep is not None and tokens.prompt:
         yield (

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from prefillcli.data.output.sink import Sink
+from prefillcli.jobs import follow_up
 from prefillcli.models import text_room
 from prefillcli.models.text_room import KeepOrAgain
 from tests.score.compression import ByHand, compressed, lines_of, unrelated
@@ -161,3 +162,18 @@ def test_a_prompt_without_room_for_a_text_keeps_its_score(model: Path, monkeypat
     assert short["finish_reason"] in ("stop", "length")
     assert (long["rationale"], long["rationale_tokens"], long["finish_reason"]) == (None, 0, "memory")
     assert long["score"] is not None
+
+
+def test_many_wanted_rows_follow_their_window_in_groups(
+    model: Path, all_texts: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = {"model": model, "rationale": TOKENS, "evidence": True}
+    assert score(make_input(), "whole.parquet", **flags)["exit_code"] == 0
+    monkeypatch.setattr(follow_up, "GROUP_TOKENS", 2500)  # of two rows or so
+    for output, more in (("groups.parquet", {}), ("workers.parquet", {"workers": 2})):
+        assert score("in.jsonl", output, **flags, **more)["exit_code"] == 0
+        assert of_rows(output) == all_texts
+        for row, wanted in zip(read_output(output), read_output("whole.parquet"), strict=True):
+            changes = [{each["section"]: each["change"] for each in of["evidence"]} for of in (row, wanted)]
+            assert changes[0] == pytest.approx(changes[1], abs=1e-6)
+            assert changes[0]

@@ -172,19 +172,27 @@ class ParallelScoring:
         waits = job is not None and job.limit is not None and next(iter(self._open)) != opened.window.index
         if waits and opened.work is opened.first and opened.first.wanted:
             return
-        if opened.work is opened.first:
-            following = follow_up(opened.first, self._pool.limits, self._options.schedule)
-            if following is not None:
-                self._recorder.take(opened.window, Finished(rows=following.finished))
-                opened.work = following
-                self._add(opened, 0)
-                if opened.left:
-                    return
+        while not opened.left and opened.first.wanted:
+            self._follow(opened)
+        if opened.left:
+            return
         self._recorder.end(opened.window)
         del self._open[opened.window.index]
         self._options.exits.watch(self._sink, opened.window.index)
         if job is not None and job.limit is not None and self._open:
             self._go_on(next(iter(self._open.values())))
+
+    def _follow(self, opened: _OpenWindow) -> None:
+        """Begin what is to be done for some of a window's wanted rows."""
+
+        def tick() -> None:
+            self._recorder.step(None, 0, 0, 0)
+
+        following = follow_up(opened.first, self._pool.limits, self._options.schedule, tick)
+        if following is not None:
+            self._recorder.take(opened.window, Finished(rows=following.finished))
+            opened.work = following
+            self._add(opened, 0)
 
 
 def _lost(outcome: Outcome) -> RowError:
