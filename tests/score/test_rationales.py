@@ -18,7 +18,7 @@ from prefillcli.jobs.merge import merge_job
 from prefillcli.options.load import load_settings
 from prefillcli.options.merge import MergeSettings
 from tests.score.jobs import read_output, read_report, score, texts, write_jsonl, write_parquet
-from tests.score.processes import cut_small_windows
+from tests.score.processes import Command, Hold, cut_small_windows
 
 ROWS = 44
 TOKENS = 12
@@ -187,6 +187,19 @@ def test_a_stopped_job_goes_on_with_the_same_texts(
     assert report["tokens"] == sum(tokens or 0 for _, tokens, *_ in texts_of)  # of both attempts
     assert score("in.parquet", resume=True, **drawn(model, rationale_seed=9))["exit_code"] == 4
     assert score("in.parquet", resume=True, **drawn(model, speculation="off"))["exit_code"] == 0  # the same job
+
+
+def test_a_killed_job_goes_on_with_the_same_texts(model: Path, texts_of: list[tuple[Any, ...]]) -> None:
+    given = [word for name, value in drawn(model).items() for word in (f"--{name.replace('_', '-')}", value)]
+    hold = Hold("prefillcli.engines.torch:TorchEngine.answer", call=3)
+    command = Command("score", make_input(), *given, "--pack-tokens", 100, "-o", "out.parquet", hold=hold)
+    command.wait_until_held()
+    command.kill()
+    before = [*Path("out.parquet.prefill").glob("part-*.parquet")]
+    assert before
+    assert score("in.parquet", resume=True, **drawn(model))["exit_code"] == 0
+    assert written() == texts_of
+    assert read_report()["rationales"]["written_tokens"] < sum(tokens or 0 for _, tokens, *_ in texts_of)
 
 
 def test_shards_write_the_same_texts(model: Path, texts_of: list[tuple[Any, ...]]) -> None:
