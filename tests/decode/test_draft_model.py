@@ -124,7 +124,7 @@ def test_no_token_is_guessed_that_the_target_does_not_know() -> None:
 @pytest.mark.parametrize(("sinks", "recent"), [(2, 6), (16, 240)])
 def test_texts_do_not_depend_on_the_draft_model(guesses: int, temperature: float, sinks: int, recent: int) -> None:
     rows, model = beginnings(5, longest=40), tiny_llama()
-    writing = Writing(TEXT, frozenset({7}), temperature, speculation=Speculation(tokens=guesses))
+    writing = Writing(TEXT, frozenset({7}), temperature=temperature, speculation=Speculation(tokens=guesses))
     wanted = write_texts(Recomputing(model, rows), rows, writing)
     with draft_of(tiny_llama(seed=1)) as draft:
         chooser = Chooser(temperature)

@@ -247,7 +247,7 @@ def test_texts_are_those_without_a_drafter(
     family: str, kind: str, temperature: float, guesses: int, budget: int, chunk: int
 ) -> None:
     rows = rows_with_shared_prefixes()
-    writing = Writing(14, frozenset({5}), temperature, speculation=Speculation(tokens=guesses))
+    writing = Writing(14, frozenset({5}), temperature=temperature, speculation=Speculation(tokens=guesses))
     small = make_tiny_model("llama", num_hidden_layers=1)
     with walking(make_tiny_model(family, **FAMILIES[family])) as walk, walking(small) as draft:
         report, chooser = DecodingReport(), Chooser(temperature)
