@@ -70,6 +70,7 @@ def test_no_page_names_an_option_that_does_not_exist(page: Path) -> None:
     known |= {"--adapters", "--rows"}  # of python -m benchmarks.adapters
     known |= {"--confirm"}  # of python -m benchmarks.longest
     known |= {"--lines", "--tokens"}  # of python -m benchmarks.speculation
+    known |= {"--lengths", "--tokens", "--budget", "--cpu-time"}  # of python -m benchmarks.rationales
     known |= {"--workload", "--try", "--no-try"}  # of python -m benchmarks.peers
     known |= {"--steps", "--rate", "--batch-tokens"}  # of python -m recipes.train_sample_models
     assert options(page.read_text()) <= known
