@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from prefillcli.runtime.library_logs import quiet_imports
+
 try:
     import hypothesis
 except ImportError:  # vLLM's environment has none, nor tests that need it
@@ -17,6 +19,9 @@ except ImportError:  # vLLM's environment has none, nor tests that need it
 # costs them more than it gives, and scores on as many threads are the same bit for bit. torch reads it when it is
 # imported, which comes after this.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# As the command does before it imports them: tests look at what a job says on stderr.
+quiet_imports()
 
 # A busy machine does not fail a test.
 if hypothesis:

@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks import rationales
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture
 def result(capsys: pytest.CaptureFixture[str]) -> dict:
