@@ -46,10 +46,16 @@ class LabelledChoice:
 
 @dataclass(frozen=True, slots=True)
 class WritablePrompt:
-    """A prompt that may be written on: how it is read, and what is written behind it, by the label that it gets."""
+    """A prompt that may be written on: how it is read, what makes its noise, and what stands behind it, by the label
+    that it gets."""
 
     request: Request
-    beginnings: tuple[Beginning, ...]
+    key: str
+    words: tuple[tuple[int, ...], ...]
+
+    def beginning(self, label: int) -> Beginning:
+        """What is written behind the prompt when this label is its answer."""
+        return Beginning(self.request.tokens, self.words[label], self.key, self.request.positions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +81,7 @@ class ChosenByScores:
             return {}
         labels = self.choice.wanted(self.window, list(scored.values()))
         return {
-            prompt: self.candidates[prompt].beginnings[labels[row.row]]
+            prompt: self.candidates[prompt].beginning(labels[row.row])
             for prompt, row in scored.items()
             if row.row in labels
         }
@@ -126,22 +132,13 @@ class JobRationales:
         """Which of these requests of a window are written on, by their numbers; None where none can be."""
         if self.writing is None or self.words is None or not requests:
             return None
-        candidates = {
-            number: WritablePrompt(
-                request,
-                tuple(self.beginning(window, request, label) for label in range(len(self.choice.rows.schema.labels))),
-            )
-            for number, request in requests.items()
-        }
+        candidates = {number: self._writable(window, request) for number, request in requests.items()}
         part = window.only((request.prompt for request in requests.values()), self.choice.rows.columns)
         return ChosenByScores(self.writing, self.choice, candidates, part)
 
     def beginning(self, window: Window, request: Request, label: int) -> Beginning:
         """What is written behind a request of a window when this label is its answer."""
-        prompt = request.prompt
-        return Beginning(
-            request.tokens, self._words.tokens(prompt.labels, label), self._key(window, prompt.row), request.positions
-        )
+        return self._writable(window, request).beginning(label)
 
     def rationale(self, request: Request, label: int, written: Continuation) -> Rationale:
         """What an output says of a text that was written behind a request with this label."""
@@ -155,6 +152,11 @@ class JobRationales:
             gap=written.gap,
             source=FULL if request.kept is None else request.method,
         )
+
+    def _writable(self, window: Window, request: Request) -> WritablePrompt:
+        prompt, labels = request.prompt, range(len(self.choice.rows.schema.labels))
+        words = tuple(self._words.tokens(prompt.labels, label) for label in labels)
+        return WritablePrompt(request, self._key(window, prompt.row), words)
 
     @property
     def _words(self) -> Beginnings:

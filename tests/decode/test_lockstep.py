@@ -10,8 +10,8 @@ import pytest
 from prefillcli.decode.continuations import Beginning, DecodingReport, Speculation, Writing
 from prefillcli.decode.contracts import Drafter
 from prefillcli.decode.lockstep import write_texts
-from prefillcli.decode.speculation.forward_drafter import ForwardDrafter
 from prefillcli.decode.token_choice import Chooser
+from tests.decode.forward_drafter import ForwardDrafter
 from tests.decode.models import RandomGuesses, Recomputing, beginnings, generated, tiny_llama
 
 ROWS = beginnings(6)

@@ -13,8 +13,8 @@ from torch import Tensor
 from prefillcli.decode.continuations import Beginning, DecodingReport, Speculation, Writing
 from prefillcli.decode.contracts import NewTokens
 from prefillcli.decode.lockstep import write_texts
-from prefillcli.decode.speculation.forward_drafter import ForwardDrafter
 from prefillcli.decode.token_choice import Chooser
+from tests.decode.forward_drafter import ForwardDrafter
 
 VOCABULARY, DRAWS = 32, 20_000
 
