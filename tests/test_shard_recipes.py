@@ -100,6 +100,7 @@ def flags_of(words: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_pods_make_the_output_of_one_process(home: Path) -> None:  # noqa: F811
     for index in range(4):
         done = run_pod("shards", home, index)
@@ -137,6 +138,7 @@ def test_the_crontab_for_machines_names_options_and_recipes_that_exist() -> None
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_machines_score_and_merge_by_their_crontab(home: Path) -> None:  # noqa: F811
     (home / "recipes").mkdir()
     for name in ("prefill-nightly.sh", "labeling.yaml"):

@@ -39,6 +39,7 @@ from prefillcli.report.survey import (
     Survey,
     SurveyRows,
     SurveySeconds,
+    TextCost,
 )
 from prefillcli.report.survey_tables import histogram_lines
 from prefillcli.runtime.clock import duration
@@ -148,7 +149,7 @@ def test_every_key_is_documented() -> None:
     text = (Path(__file__).parent.parent / "docs" / "score.md").read_text()
     kinds = (
         DryRunReport, Survey, SurveyRows, Lengths, Bin, Duplicates, Sharing, SharedLevel, SharedPrefix, PackLimits,
-        PlanCost, KeepCost, SurveySeconds,
+        PlanCost, KeepCost, TextCost, SurveySeconds,
     )  # fmt: skip
     for kind in kinds:
         for key in kind.model_fields:

@@ -254,6 +254,7 @@ class Everyone(NamedTuple):
 
     prompts: tuple[Prompt, ...]
     writing: Writing = Writing(4, speculation=Speculation("off", tokens=0))
+    again: bool = False
 
     def wanted(self, answers: Sequence[Answer]) -> Mapping[int, Beginning]:
         return {each.prompt: Beginning(self.prompts[each.prompt], (5, 7), str(each.prompt)) for each in answers}
