@@ -15,7 +15,7 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.console import log
 from prefillcli.decode.forward import KeptForward
@@ -70,7 +70,7 @@ def main(
     typer.echo(json.dumps(result))
 
 
-def _walked(model: torch.nn.Module, prompts: list[list[int]], texts: list[list[int]]) -> list[list[int]]:
+def _walked(model: PreTrainedModel, prompts: list[list[int]], texts: list[list[int]]) -> list[list[int]]:
     """What the walk chooses behind each token of each text, but for the last."""
     model.set_attn_implementation(ATTENTION)
     walk = LayerWalk(model, chunk_tokens=2048)
