@@ -144,7 +144,7 @@ def _attend_own(tokens: RowTokens, query: Tensor, own: KeyValue, scoring: Scorin
     by_token, lse = out.transpose(1, 2).reshape(-1, heads, out.shape[3]), lse.transpose(0, 1).reshape(heads, -1)
     if batch is not None:
         by_token, lse = by_token[batch.places], lse[:, batch.places]
-    return by_token[None].transpose(1, 2), lse[None]  # layers take the tokens' outputs as they lie
+    return by_token.contiguous()[None].transpose(1, 2), lse[None]  # some layers only view the tokens' outputs
 
 
 def _attend_together(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
