@@ -21,6 +21,8 @@ SHARE = 0.03
 """Of the time of plain decoding, what trials may lose."""
 WATCHING = 0.01
 """Of that time, what may go to guesses that are only compared."""
+RESERVE = 0.02
+"""Of that time, what a trial may lose beyond its credit if, against what is expected, none of its guesses is right."""
 MARGIN = 1.03
 """Guessing has to be faster than this."""
 PLAIN_EVERY = 32
@@ -113,7 +115,7 @@ class Controller:
             return PLAIN
         best = affordable = PLAIN
         gain = affordable_gain = MARGIN
-        best_loss = 0.0
+        best_share = 0.0
         for kind in kinds:
             record = self.record(kind)
             begins, begins_worst = (0.0, 0.0) if kind.name in begun else self._beginning(kind, plain)
@@ -126,13 +128,20 @@ class Controller:
                 surely = right / 2 if record.rounds >= SURE_ROUNDS else 0.0
                 loss = worst + cost_worst * tokens + begins_worst - 1 - surely
                 if speedup > gain:
-                    best, gain, best_loss = Choice(kind.name, tokens), speedup, loss
-                if speedup > affordable_gain and loss * plain <= self.credit:
+                    best, gain = Choice(kind.name, tokens), speedup
+                    best_share = self._affordable(loss * plain, surely * plain)
+                if speedup > affordable_gain and self._affordable(loss * plain, surely * plain) >= 1:
                     affordable, affordable_gain = Choice(kind.name, tokens), speedup
         if affordable.tokens or best.name not in begun or self.credit <= 0:
             return affordable
-        share = self.credit / (best_loss * plain)
-        return best._replace(share=share) if share * len(rows) >= 1 else PLAIN
+        return best._replace(share=best_share) if best_share * len(rows) >= 1 else PLAIN
+
+    def _affordable(self, loss: float, hoped: float) -> float:
+        """For how large a share of the rows a trial can be afforded, 1 at most. It may lose so many seconds, and those
+        that it is hoped to save too, if it saves none: a text may end before its guesses."""
+        reserve = self.credit + RESERVE * self.all_plain
+        shares = [1.0] + [room / each for room, each in ((self.credit, loss), (reserve, loss + hoped)) if each > 0]
+        return min(shares)
 
     def _factor(self, record: GuessRecord, rows: Sequence[int]) -> float:
         """How right guesses of these rows are, compared with usual ones: what passes share waits for the slowest."""
