@@ -43,14 +43,14 @@ CASES = given(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, derandomize=True)
 @CASES
 def test_auto_is_never_much_slower_than_plain_decoding(**case: Any) -> None:
     check_times(**case)
 
 
 @pytest.mark.nightly
-@settings(max_examples=600)
+@settings(max_examples=600, derandomize=True)
 @CASES
 @example(
     machine="computes",

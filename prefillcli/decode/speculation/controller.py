@@ -21,7 +21,7 @@ SHARE = 0.03
 """Of the time of plain decoding, what trials may lose."""
 WATCHING = 0.01
 """Of that time, what may go to guesses that are only compared."""
-RESERVE = 0.02
+RESERVE = 0.015
 """Of that time, what a trial may lose beyond its credit if, against what is expected, none of its guesses is right."""
 MARGIN = 1.03
 """Guessing has to be faster than this."""
