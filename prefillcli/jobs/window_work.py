@@ -167,8 +167,9 @@ class WindowWork:
         """Of rows that are scored, those that are finished; the others wait. `answers` by row may have their texts."""
         if self.rationales is None or not rows:
             return list(rows)
-        part = self.window.only(self._by_row[scored.row].prompt for scored in rows)
-        labels = self.rationales.choice.wanted(part, rows)
+        choice = self.rationales.choice
+        part = self.window.only((self._by_row[scored.row].prompt for scored in rows), choice.rows.columns)
+        labels = choice.wanted(part, rows)
         finished = []
         for scored in rows:
             label = labels.get(scored.row)
