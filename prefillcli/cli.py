@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import sys
 from collections.abc import Callable
 from typing import Annotated, Any, NoReturn, TypeVar, cast
 
@@ -27,6 +26,7 @@ from prefillcli.options.parameters import parameters_of
 from prefillcli.options.profile import ProfileSettings
 from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import shown
+from prefillcli.runtime import log
 from prefillcli.runtime.library_logs import quiet_imports
 from prefillcli.runtime.memory import prepare_allocator
 from prefillcli.runtime.streams import survive_closed_streams
@@ -217,7 +217,7 @@ def _load(kind: type[AnyOptions], recipe: str | None, flags: dict[str, Any]) -> 
     try:
         settings = load_settings(kind, given, recipe=recipe)
     except PrefillError as error:
-        print(f"prefill: {error}", file=sys.stderr)
+        log.error(str(error))
         _finish({"status": "failed", "exit_code": error.exit_code, "error": str(error)})
     if isinstance(settings, ModelOptions) and settings.computes_here:
         prepare(settings.threads)

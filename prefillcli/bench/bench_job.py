@@ -33,6 +33,7 @@ from prefillcli.options.bench import BenchSettings
 from prefillcli.redaction import shown, without_secrets
 from prefillcli.report.html import page_of
 from prefillcli.report.run import versions
+from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.extras import require_extra
 from prefillcli.runtime.progress import StepLog
@@ -70,7 +71,7 @@ def bench_job(settings: BenchSettings, *, quick_tokens: int = QUICK_TOKENS) -> d
         try:
             save_report(report, settings.output)
         except PrefillError as error:
-            print(f"prefill: cannot write the report: {error}", file=sys.stderr)
+            log.error(f"cannot write the report: {error}")
             report.output = report.page = None
             report.status, report.error = "failed", report.error or str(error)
             report.exit_code = report.exit_code or ResourceError.exit_code
@@ -167,7 +168,7 @@ def _compare(
 
     if not (opened.compresses or settings.method or settings.rationale):
         report.notes.append("there is no draft model, so no method that drops tokens is compared; give --draft")
-        print(f"prefill: {report.notes[-1]}", file=sys.stderr)
+        log.info(str(report.notes[-1]))
     report.machine = {
         "model": without_secrets(settings.model or "sample model"),
         "draft": "none" if opened.draft is None else opened.draft.origin.name if settings.model else "sample draft",

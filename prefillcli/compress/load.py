@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from prefillcli.compress.worth import WorthCompressing
 from prefillcli.errors import brief
 from prefillcli.models.open import Opened
 from prefillcli.plan.pack import Limits
+from prefillcli.runtime import log
 
 if TYPE_CHECKING:  # these take torch along
     from prefillcli.compress.compressor import Compressor
@@ -71,7 +71,7 @@ def make_draft(opened: Opened, model: Any, compression: Compression, plan: Mappi
         text = f"{type(error).__name__}: {brief(error)}"
         if text not in told:
             told.add(text)
-            print(f"prefill: warning: the draft failed, its rows are read in full: {text}", file=sys.stderr)
+            log.warning(f"the draft failed, its rows are read in full: {text}")
 
     return Draft(
         model,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.rows import Window
 from prefillcli.engines.base import PlanEngine
 from prefillcli.errors import PrefillError, ResourceError, brief, out_of_resource
+from prefillcli.runtime import log
 
 ALMOST_ALL = 0.95
 """A job that is to read fewer tokens of a window than this share, and does not, is told why."""
@@ -100,11 +100,10 @@ class WindowCompressor:
             why = why_no_rate(prompts, keeps, number, compressor.keep, compressor.settings, compressor.worth)
         else:
             why = why_in_full(requests[number]) or "its first and last tokens, which are always kept, are most of it"
-        print(
-            f"prefill: warning: --keep {self._compressor.keep:g} leaves {read / whole:.0%} of the tokens of "
+        log.warning(
+            f"--keep {self._compressor.keep:g} leaves {read / whole:.0%} of the tokens of "
             f"{len(requests):,} rows, {full:,} of them are read in full; row "
-            f"{prompts[number].row}, for one: {why}",
-            file=sys.stderr,
+            f"{prompts[number].row}, for one: {why}"
         )
         return True
 
@@ -149,7 +148,7 @@ class WindowCompressor:
         )
         self._compressor.keep, self._auto = choice.keep, None
         if choice.keep == 1:
-            print(f"prefill: warning: --keep auto: {_why_all(choice, len(chosen), auto.max_flips)}", file=sys.stderr)
+            log.warning(f"--keep auto: {_why_all(choice, len(chosen), auto.max_flips)}")
         return choice
 
 

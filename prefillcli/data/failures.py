@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -13,9 +12,7 @@ from time import monotonic, sleep
 from typing import TypeVar
 
 from prefillcli.errors import brief
-from prefillcli.redaction import without_secrets
-
-log = logging.getLogger(__name__)
+from prefillcli.runtime import log
 
 PATIENCE = 60.0
 """Seconds after its first try in which a request that fails may be sent again."""
@@ -108,7 +105,7 @@ def patiently(request: Callable[[], T]) -> T:
                 if patience:
                     _outage.set()
                 raise
-            log.warning("%s; tried again in %.1f seconds", without_secrets(brief(error)), wait)
+            log.warning(f"{brief(error)}; tried again in {wait:.1f} seconds")
         else:
             _outage.clear()
             return result

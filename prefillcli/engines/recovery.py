@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +16,7 @@ from prefillcli.plan.pack import Key, Pack
 from prefillcli.plan.refills import alone, refills_of, without_idle
 from prefillcli.plan.splitting import split_pack
 from prefillcli.prefill.walk import LayerWalk
+from prefillcli.runtime import log
 
 AnswerPack = Callable[[Pack, Callable[[float], None]], list[Answer]]
 KeepLess = Callable[[Pack], bool]
@@ -114,10 +114,9 @@ class MemoryRecovery:
                 "end other programs on the device, or give a lower --memory"
             )
         if not self._failures:
-            print(
-                f"prefill: warning: memory ran out on {device}; going on with smaller chunks, and smaller packs where "
-                f"that is not enough\nrun.json has their sizes; a lower --memory avoids the work that was lost",
-                file=sys.stderr,
+            log.warning(
+                f"memory ran out on {device}; going on with smaller chunks, and smaller packs where "
+                f"that is not enough\nrun.json has their sizes; a lower --memory avoids the work that was lost"
             )
         self._failures += 1
 

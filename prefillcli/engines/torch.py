@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -60,6 +59,7 @@ from prefillcli.prefill.layer_place import decoder_layers
 from prefillcli.prefill.own_cache import NO_DECODING, has_forest_attention
 from prefillcli.prefill.recurrent import recurrent_modules
 from prefillcli.prefill.walk import LayerWalk
+from prefillcli.runtime import log
 from prefillcli.runtime.memory import available_memory, device_capacity
 
 USUAL_KEYS_SHARE = 0.115  # of Llama-3.1-8B
@@ -88,9 +88,7 @@ def load(request: LoadRequest) -> Loaded[TorchEngine]:
     if own_cache and request.text_tokens:
         raise UsageError(f"--rationale: {NO_DECODING}")
     if own_cache and request.share == 1.0:  # not by each of several workers
-        print(
-            f"prefill: a {opened.files.family} model is walked with its own cache, prompt by prompt", file=sys.stderr
-        )
+        log.info(f"a {opened.files.family} model is walked with its own cache, prompt by prompt")
     free = None
     if not choice.memory:
         free = int(available_memory(opened.device) * request.share) - (0 if source is None else source.memory_bytes)
@@ -329,10 +327,9 @@ def _preparation(request: LoadRequest, model: PreTrainedModel) -> Preparation:
     if not request.placement.compile:
         return fused
     if _keeps_ends(model):
-        print(
-            f"prefill: warning: --compile: layers of a {request.opened.files.family} model keep states or a cache of "
-            "their own, and are called as they are",
-            file=sys.stderr,
+        log.warning(
+            f"--compile: layers of a {request.opened.files.family} model keep states or a cache of "
+            "their own, and are called as they are"
         )
         return fused
     check_compiler(request.opened.device)

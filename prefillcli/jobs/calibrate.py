@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from prefillcli.jobs.shell import shell
 from prefillcli.options.calibrate import CalibrateSettings
 from prefillcli.redaction import without_secrets
 from prefillcli.report.calibration_table import print_calibration
+from prefillcli.runtime import log
 from prefillcli.runtime.extras import require_extra
 from prefillcli.stats.calibration import Calibration, FittedOn, PlattScaling, log_shares_of
 
@@ -96,21 +96,16 @@ def _warn(calibration: Calibration) -> None:
     """Say on stderr where a calibration is of little use."""
     found, method = calibration.held_out, calibration.scaling.method
     if isinstance(calibration.scaling, PlattScaling) and calibration.scaling.slope == 0:
-        print(
-            "prefill: warning: higher scores do not mean more rows of the label: every row gets the same probability",
-            file=sys.stderr,
-        )
+        log.warning("higher scores do not mean more rows of the label: every row gets the same probability")
     elif found[method].log_loss >= found["none"].log_loss:
-        print(
-            f"prefill: warning: on held-out rows the scores as they are have a log loss of "
-            f"{found['none'].log_loss:.4f}, calibrated {found[method].log_loss:.4f}: calibrating brings nothing here",
-            file=sys.stderr,
+        log.warning(
+            f"on held-out rows the scores as they are have a log loss of "
+            f"{found['none'].log_loss:.4f}, calibrated {found[method].log_loss:.4f}: calibrating brings nothing here"
         )
     if calibration.fitted_on is not None and not calibration.fitted_on.job:
-        print(
-            "prefill: warning: the scores do not say which job made them, so prefill score cannot check that the "
-            "calibration is for its model and prompt",
-            file=sys.stderr,
+        log.warning(
+            "the scores do not say which job made them, so prefill score cannot check that the "
+            "calibration is for its model and prompt"
         )
 
 

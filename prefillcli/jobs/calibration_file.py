@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from prefillcli.models.samples import sample_model
 from prefillcli.options.calibrate import ProbabilityOptions
 from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import without_secrets
+from prefillcli.runtime import log
 from prefillcli.stats.calibration import SCHEMA_VERSION, Calibration
 
 REFUSED = {
@@ -91,10 +91,9 @@ def require_fitting(calibration: Calibration, path: str, fingerprint: Mapping[st
         return
     job, shown = calibration.fitted_on.job, without_secrets(path)
     if not job:
-        print(
-            f"prefill: warning: --calibration {shown}: it does not say which model's scores it was fitted on; "
-            "calibrate what prefill score wrote, not a copy of its rows",
-            file=sys.stderr,
+        log.warning(
+            f"--calibration {shown}: it does not say which model's scores it was fitted on; "
+            "calibrate what prefill score wrote, not a copy of its rows"
         )
         return
     other = [name for part, name in REFUSED.items() if job.get(part) != fingerprint.get(part)]
@@ -105,8 +104,7 @@ def require_fitting(calibration: Calibration, path: str, fingerprint: Mapping[st
         )
     doubtful = [name for part, name in WARNED.items() if job.get(part) != fingerprint.get(part)]
     if doubtful:
-        print(
-            f"prefill: warning: --calibration {shown}: it was fitted on scores with another "
-            f"{' and another '.join(doubtful)}; the probabilities may be off",
-            file=sys.stderr,
+        log.warning(
+            f"--calibration {shown}: it was fitted on scores with another "
+            f"{' and another '.join(doubtful)}; the probabilities may be off"
         )

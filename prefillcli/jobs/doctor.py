@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from prefillcli.options.doctor import DoctorSettings
 from prefillcli.redaction import shown
 from prefillcli.report.diagnosis import DTYPES, Diagnosis, print_diagnosis
 from prefillcli.report.run import versions
-from prefillcli.runtime import memory
+from prefillcli.runtime import log, memory
 from prefillcli.runtime.compiled import compiler_file
 from prefillcli.runtime.cores import affinity, cpu_flags, cpu_name, quotas
 from prefillcli.runtime.device_key import device_key, driver_version
@@ -77,7 +76,7 @@ def _examine(settings: DoctorSettings, found: Diagnosis, stop: Stop) -> None:
     wrong = [check for check in found.checks if check["status"] in ("differs", "fails")]
     for check in wrong:
         around = "nothing can take its place" if check["path"] == "blocks" else "runs on this machine go without it"
-        print(f"prefill: {check['path']} is wrong in {check['dtype']}: {check['why']}; {around}", file=sys.stderr)
+        log.error(f"{check['path']} is wrong in {check['dtype']}: {check['why']}; {around}")
     if settings.model is not None:
         with stop.at_once():
             found.model = _with_model(settings, device, found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import UTC, datetime
 from typing import Any
 
@@ -26,6 +25,7 @@ from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import shown, shown_report
 from prefillcli.report.dry_run import DryRunReport, print_dry_run
 from prefillcli.report.run import versions
+from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.memory import peak_memory
 from prefillcli.runtime.progress import Progress
@@ -50,7 +50,7 @@ def dry_run_job(settings: ScoreSettings, granularity: Granularity) -> dict[str, 
             text = shown_report(report).model_dump_json(indent=2) + "\n"
             put_text(report.report, text)
         except (OSError, PrefillError) as error:
-            print(f"prefill: cannot write the report: {error}", file=sys.stderr)
+            log.error(f"cannot write the report: {error}")
             report.report = None
             report.exit_code = report.exit_code or ResourceError.exit_code
     if not settings.quiet and report.status == "complete":
@@ -121,5 +121,5 @@ def _free(settings: ScoreSettings, opened: Opened) -> int | None:
     try:
         plan_weights(opened, settings)
     except ResourceError as error:
-        print(f"prefill: warning: a run would fail here: {error}", file=sys.stderr)
+        log.warning(f"a run would fail here: {error}")
     return None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -35,12 +33,11 @@ from prefillcli.models.flops import keys_share
 from prefillcli.models.shape import NoCostModel
 from prefillcli.options.score import ScoreSettings
 from prefillcli.report.run import Tokens
+from prefillcli.runtime import log
 from prefillcli.stats.audit import rows_for
 
 if TYPE_CHECKING:  # takes torch along
     from prefillcli.compress.compressor import Compressor
-
-log = logging.getLogger(__name__)
 
 FILE = "exits.json"  # in the work folder
 CHECKED_ROWS = 300
@@ -126,7 +123,7 @@ class ExitLearning:
             self.sink.plan = self.sink.plan | {EXITS: self.sink.plan[EXITS] | {"use": use.model_dump(mode="json")}}
         self._publish(found.profile)
         if found.reason is not None:
-            print(f"prefill: warning: --exit: {found.reason}; all rows are read in full", file=sys.stderr)
+            log.warning(f"--exit: {found.reason}; all rows are read in full")
         return exits, tokens
 
     def _job_exits(self, found: LearntExits) -> JobExits:
@@ -155,9 +152,8 @@ class ExitLearning:
             data = b""
         if _digest(data) == self.sink.plan[EXITS]["digest"]:
             return LearntExits.of_json(json.loads(data))
-        log.warning(
-            "%s/%s is gone or damaged: the exits are learnt again, from the same rows", self.sink.work.location, FILE
-        )
+        place = f"{self.sink.work.location}/{FILE}"
+        log.warning(f"{place} is gone or damaged: the exits are learnt again, from the same rows")
         return None
 
     def _publish(self, profile: ExitProfile) -> None:
@@ -168,7 +164,7 @@ class ExitLearning:
         try:
             put_text(path, profile.to_json())
         except (OSError, PrefillError) as error:
-            print(f"prefill: warning: cannot write {path}: {error}", file=sys.stderr)
+            log.warning(f"cannot write {path}: {error}")
 
     def _learn(self) -> tuple[LearntExits, Tokens]:
         """Read some rows in full, and learn from them; of a given profile, whether it still holds."""
@@ -181,7 +177,7 @@ class ExitLearning:
             check = recheck_exits(policy, rows, settings.max_flips, self.inputs.labels.names)
             profile, reason = given, check.reason
             if not settings.quiet:
-                print(f"prefill: --exit-profile: {check.text}", file=sys.stderr)
+                log.info(f"--exit-profile: {check.text}")
         else:
             profile = self._profile(rows)
             reason = profile.findings.reason
@@ -211,7 +207,7 @@ class ExitLearning:
         """The rows with these numbers, read in full; `why` is told."""
         requests = self._requests(np.sort(numbers))
         if requests and not self.settings.quiet:
-            print(f"prefill: {len(requests):,} rows are read in full first, {why}", file=sys.stderr)
+            log.info(f"{len(requests):,} rows are read in full first, {why}")
         return _ReadRows(requests, *self._answers(requests, layers))
 
     def _profile(self, rows: CalibrationRows) -> ExitProfile:

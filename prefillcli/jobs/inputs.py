@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from prefillcli.options.rationale import EvidenceOptions
 from prefillcli.options.score import ScoreSettings
 from prefillcli.plan.blocks import BLOCK_TOKENS
 from prefillcli.redaction import without_secrets
+from prefillcli.runtime import log
 from prefillcli.runtime.sizes import parse_size
 from prefillcli.stats.calibration import Calibration
 
@@ -134,10 +134,7 @@ def open_source(settings: JobOptions, carried: Sequence[str]) -> Source:
     named = settings.template is None and settings.prompt_column != DEFAULT_COLUMN
     source.select(columns=[settings.prompt_column] if named else [], carried=carried)
     for path in source.left_out:
-        print(
-            f"prefill: warning: {without_secrets(path)}: not read: its name says neither Parquet nor JSON Lines",
-            file=sys.stderr,
-        )
+        log.warning(f"{without_secrets(path)}: not read: its name says neither Parquet nor JSON Lines")
     return source
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -41,6 +40,7 @@ from prefillcli.report.inspection_page import write_html
 from prefillcli.report.inspection_text import print_inspection
 from prefillcli.report.layer_margins import margin_curve
 from prefillcli.report.visible import visible
+from prefillcli.runtime import log
 from prefillcli.runtime.progress import Progress
 from prefillcli.runtime.signals import Stop
 from prefillcli.stats.probabilities import label_mass, label_probabilities
@@ -253,7 +253,7 @@ class _InspectJob:
         return _Read(requests[own], estimates[own].importance, why, estimates[own].voters)
 
     def _tell_in_full(self, why: str) -> None:
-        print(f"prefill: warning: row {self._summary.row} is read in full: {why}", file=sys.stderr)
+        log.warning(f"row {self._summary.row} is read in full: {why}")
 
     def _answers(
         self, loaded: Models[Engine], labels: Labels, request: Request, opened: Opened, tick: Tick
@@ -266,10 +266,7 @@ class _InspectJob:
             detail = f"{len(request.tokens)} tokens; the memory budget holds {most}"
             raise self._error(RowError(ErrorCode.EXCEEDS_MEMORY, detail))
         if len(able) < len(wanted):
-            print(
-                f"prefill: warning: the memory budget holds {most:,} tokens: the prompt is not read in full",
-                file=sys.stderr,
-            )
+            log.warning(f"the memory budget holds {most:,} tokens: the prompt is not read in full")
         layers = opened.files.config.get_text_config().num_hidden_layers
         found = answer_by_layer(loaded.engine, able, labels.sets, tick, layers)
         return (

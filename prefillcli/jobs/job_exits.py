@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +12,7 @@ from prefillcli.exits.calibration_report import ExitFindings
 from prefillcli.exits.policy import ExitPolicy
 from prefillcli.plan.exit_work import carried_by_few, in_full
 from prefillcli.plan.pack import Pack
+from prefillcli.runtime import log
 from prefillcli.stats.drift import drifted_classes
 
 EXITS = "exits"  # in the plan of a job
@@ -109,7 +109,7 @@ class JobExits:
         )
         ended = {name: getattr(self, name) for name in ENDED}
         sink.plan = sink.plan | {EXITS: sink.plan[EXITS] | ended}
-        print(f"prefill: warning: --exit: {self.reason}; all further rows are read in full", file=sys.stderr)
+        log.warning(f"--exit: {self.reason}; all further rows are read in full")
 
 
 NO_EXITS = JobExits()

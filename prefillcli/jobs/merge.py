@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,6 +18,7 @@ from prefillcli.options.merge import MergeSettings
 from prefillcli.redaction import shown
 from prefillcli.report.files import write_files
 from prefillcli.report.run import PeakMemory, RunReport, versions
+from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.memory import peak_memory
 from prefillcli.runtime.signals import Stop
@@ -44,7 +44,7 @@ def merge_job(settings: MergeSettings) -> dict[str, Any]:
     report.peak_memory_bytes, report.versions = PeakMemory(**peak_memory()), versions()
     write_files(report, settings.metrics_file)
     if not settings.quiet and report.status == "complete":
-        print(f"prefill: {_sentence(report)}", file=sys.stderr)
+        log.info(_sentence(report))
     return report.summary()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -72,6 +71,7 @@ from prefillcli.report.run import (
     versions,
 )
 from prefillcli.report.run_table import print_table
+from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, MemoryWatch
 from prefillcli.runtime.memory import peak_memory
 from prefillcli.runtime.progress import Progress
@@ -209,9 +209,9 @@ class _ScoreJob:
         profile, name, why = find_profile(settings.profile, model_hash, opened.files.dtype, opened.device)
         self.report.no_prediction = why
         if why is not None and settings.profile is not None:
-            print(f"prefill: warning: no prediction: {why}", file=sys.stderr)
+            log.warning(f"no prediction: {why}")
         elif why is not None and not settings.quiet and os.path.exists(name):
-            print(f"prefill: no prediction: {why}", file=sys.stderr)
+            log.info(f"no prediction: {why}")
         return profile
 
     def _open_sink(self, output: str, inputs: JobInputs, digests: dict[str, str]) -> Sink:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from prefillcli.errors import (
     out_of_resource,
 )
 from prefillcli.redaction import without_secrets
+from prefillcli.runtime import log
 from prefillcli.runtime.signals import Stop
 
 
@@ -52,7 +52,7 @@ def conclude(report: Ending, counts: Counts, *, max_error_rate: float, skip_empt
             f"{counts.errors:,} of {counts.total:,} rows are errors ({codes}); "
             f"--max-error-rate allows {max_error_rate:g}"
         )
-        print(f"prefill: {report.error}", file=sys.stderr)
+        log.error(report.error)
     elif fallbacks := fallbacks_of_useless_draft(counts.tallies.methods):
         report.status, report.exit_code = "failed", 1
         reasons = ", ".join(f"{method} {rows:,}" for method, rows in fallbacks.items())
@@ -60,17 +60,17 @@ def conclude(report: Ending, counts: Counts, *, max_error_rate: float, skip_empt
             f"none of the {sum(fallbacks.values()):,} rows that were to be compressed was ({reasons})\n"
             "they were read in full and their scores are there; take another --draft, or leave it out"
         )
-        print(f"prefill: {report.error}", file=sys.stderr)
+        log.error(report.error)
 
 
 def fail(error: BaseException, report: Ending, *, debug: bool, resumable: bool) -> None:
     """A run that an error or a signal ended; a `resumable` one can go on after a signal."""
     if debug:
-        print(without_secrets("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+        log.backtrace("".join(traceback.format_exception(error)))
     report.status = "failed"
     if isinstance(error, Interrupted):
         report.status, report.exit_code, report.error = "interrupted", error.exit_code, str(error)
-        print(f"prefill: {error}{'; go on with --resume' if resumable else ''}", file=sys.stderr)
+        log.error(f"{error}{'; go on with --resume' if resumable else ''}")
         return
     if isinstance(error, PrefillError):
         report.exit_code, report.error = error.exit_code, str(error)
@@ -80,4 +80,4 @@ def fail(error: BaseException, report: Ending, *, debug: bool, resumable: bool) 
     else:
         report.exit_code, report.error = 1, without_secrets(f"{type(error).__name__}: {error}")
     hint = "" if isinstance(error, PrefillError) or debug else " (--debug shows where)"
-    print(f"prefill: {report.error}{hint}", file=sys.stderr)
+    log.error(f"{report.error}{hint}")

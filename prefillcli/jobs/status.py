@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ from prefillcli.data.output.shard_folders import shards_beside
 from prefillcli.data.output.target import Target
 from prefillcli.data.shard import Shard
 from prefillcli.errors import DamagedFileError, PrefillError, UsageError
+from prefillcli.runtime import log
 from prefillcli.runtime.clock import duration
 
 _STATES = {"running": "is running", "stopped": "has stopped", "complete": "is complete"}
@@ -58,10 +58,10 @@ def status_job(output: str, *, quiet: bool = False) -> dict[str, Any]:
                 raise
             _add_up([each for _, each in shards], shards[0][0].count, status)
         if not quiet:
-            print(f"prefill: {_sentence(status)}", file=sys.stderr)
+            log.info(_sentence(status))
     except PrefillError as error:
         status.status, status.exit_code, status.error = "failed", error.exit_code, str(error)
-        print(f"prefill: {error}", file=sys.stderr)
+        log.error(str(error))
     return {name: value for name, value in vars(status).items() if name != "error" or value is not None}
 
 

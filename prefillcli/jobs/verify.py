@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,6 +9,7 @@ from typing import Any, Literal
 from prefillcli.data.output.target import Target
 from prefillcli.data.output.verification import Verification
 from prefillcli.jobs.shell import shell
+from prefillcli.runtime import log
 
 
 @dataclass
@@ -39,16 +39,15 @@ def verify_job(output: str, inputs: Sequence[str] = (), *, quiet: bool = False) 
     if verified.status != "complete":
         return vars(verified)
     for problem in verified.problems:
-        print(f"prefill: {problem}", file=sys.stderr)
+        log.error(problem)
     if verified.problems:
         verified.status, verified.exit_code = "failed", 1
         verified.error = verified.problems[0]
     elif not quiet:
         rows = verified.rows
         of = f", and of {', '.join(inputs)}" if inputs else ""
-        print(
-            f"prefill: {output} is as it was written{of}: {rows['total']:,} rows, {rows['scored']:,} scored, "
-            f"{rows['errors']:,} with an error",
-            file=sys.stderr,
+        log.info(
+            f"{output} is as it was written{of}: {rows['total']:,} rows, {rows['scored']:,} scored, "
+            f"{rows['errors']:,} with an error"
         )
     return vars(verified)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from prefillcli.errors import UsageError, brief
 from prefillcli.models.files import quoted, read_json
 from prefillcli.models.safetensors import read_header
+from prefillcli.runtime import log
 from prefillcli.runtime.extras import require_extra
 
 if TYPE_CHECKING:  # these take torch along
@@ -172,10 +172,9 @@ def _config_of(folder: Path, content: Mapping[str, Any]) -> Any:
     if unknown:
         from importlib.metadata import version
 
-        print(
-            f"prefill: warning: {folder / CONFIG}: peft {version('peft')} does not know {', '.join(unknown[:5])}; "
-            "if the adapter was made with a newer one, install that",
-            file=sys.stderr,
+        log.warning(
+            f"{folder / CONFIG}: peft {version('peft')} does not know {', '.join(unknown[:5])}; "
+            "if the adapter was made with a newer one, install that"
         )
     try:
         with warnings.catch_warnings():

@@ -11,13 +11,13 @@ import errno
 import fcntl
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from prefillcli.data.proof.fingerprints import ModelContents
 from prefillcli.errors import PrefillError
+from prefillcli.runtime import log
 from prefillcli.runtime.user_cache import cache_folder
 
 _PROOF = "prefillcli.digest"
@@ -64,7 +64,7 @@ def make_cached(name: str, make: Callable[[Path], None], *, size: int) -> Path |
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
     except OSError as error:
-        print(f"prefill: warning: {place.parent}: nothing is cached: {error.strerror or error}", file=sys.stderr)
+        log.warning(f"{place.parent}: nothing is cached: {error.strerror or error}")
         return None
     return place
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.errors import ResourceError, UsageError, brief
 from prefillcli.models.samples import sample_model
+from prefillcli.runtime import log
 from prefillcli.runtime.threads import Threads
 
 if TYPE_CHECKING:  # torch takes seconds to import; wrong input should not wait for it
@@ -108,7 +108,7 @@ def open_model(choice: ModelChoice) -> tuple[ModelFiles, torch.device]:
 
     if choice.model is None:
         path = sample_model()
-        print(f"prefill: warning: no --model given; the sample model in {path} is for demonstration", file=sys.stderr)
+        log.warning(f"no --model given; the sample model in {path} is for demonstration")
     else:
         path = find_model(choice.model, choice.revision)
     device = choose_device(choice.device)
@@ -204,9 +204,9 @@ def check_loadable(files: ModelFiles, device: torch.device) -> None:
             "take the model as it was before it was quantised"
         )
     if found.kept == "unpacked":
-        print(f"prefill: {files.origin}: weights are {found.describe(files.dtype)}", file=sys.stderr)
+        log.info(f"{files.origin}: weights are {found.describe(files.dtype)}")
     if found.warning is not None:
-        print(f"prefill: warning: {found.warning}", file=sys.stderr)
+        log.warning(found.warning)
 
 
 def _load_tokenizer(files: ModelFiles, trust_remote_code: bool) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -22,6 +21,7 @@ from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.prefill.layer_place import embedding_device
 from prefillcli.prefill.layers import LayerSource
 from prefillcli.runtime import device_key as devices
+from prefillcli.runtime import log
 from prefillcli.runtime.kept_entries import KeptEntries
 
 FILE = "devices.json"
@@ -96,10 +96,9 @@ def settle_paths(device: torch.device, dtype: torch.dtype) -> None:
                 f"{device} computes attention wrongly in {name}: {why}\ntake another --device or --dtype; "
                 "prefill doctor shows what it can do"
             )
-        print(
-            f"prefill: warning: attention on {device} goes without {path}, which is wrong there in {name}: {why} "
-            "(prefill doctor checks again)",
-            file=sys.stderr,
+        log.warning(
+            f"attention on {device} goes without {path}, which is wrong there in {name}: {why} "
+            "(prefill doctor checks again)"
         )
         rule_out(path, device, why)
 
@@ -149,9 +148,8 @@ def _rehearse_on_unknown(once: Callable[[], Rehearsal], family: str, device: tor
 
 
 def _go_by_blocks(family: str, device: torch.device) -> None:
-    print(
-        f"prefill: warning: on {device} a {family} model agrees with its own forward only where attention goes by "
-        "explicit scores, which are slower (prefill doctor checks the others)",
-        file=sys.stderr,
+    log.warning(
+        f"on {device} a {family} model agrees with its own forward only where attention goes by "
+        "explicit scores, which are slower (prefill doctor checks the others)"
     )
     only_blocks(device, f"a {family} model did not agree with its own forward")

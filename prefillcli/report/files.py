@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 
 from prefillcli.data.output.store import put_text
@@ -12,6 +11,7 @@ from prefillcli.report.html import page_of
 from prefillcli.report.metrics import to_metrics
 from prefillcli.report.run import RunReport, to_json
 from prefillcli.report.run_page import run_html
+from prefillcli.runtime import log
 
 
 def write_with_page(path: str, report: str, page: str) -> None:
@@ -42,7 +42,7 @@ def write_files(report: RunReport, metrics_file: str | None = None) -> None:
         try:
             put_text(report.report, to_json(shown_report(report)))
         except (OSError, PrefillError) as error:
-            print(f"prefill: cannot write the report: {without_secrets(str(error))}", file=sys.stderr)
+            log.error(f"cannot write the report: {error}")
             report.report = None
             report.exit_code = report.exit_code or ResourceError.exit_code
     if metrics_file is not None:
@@ -54,4 +54,4 @@ def write_files(report: RunReport, metrics_file: str | None = None) -> None:
 
 def _warn(what: str, error: Exception) -> None:
     why = without_secrets(str(error)) or type(error).__name__
-    print(f"prefill: warning: cannot write the {what}: {why}", file=sys.stderr)
+    log.warning(f"cannot write the {what}: {why}")

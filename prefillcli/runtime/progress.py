@@ -6,19 +6,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import datetime
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Never
 
 from tqdm import tqdm
 
+from prefillcli.runtime import log
 from prefillcli.runtime.clock import duration
-
-
-def _time() -> str:
-    """What a log needs before a line, and a terminal does not: the local time with its offset from UTC."""
-    return "" if sys.stderr.isatty() else f"{datetime.now().astimezone().isoformat(timespec='seconds')} "
 
 
 @dataclass(frozen=True)
@@ -88,17 +83,17 @@ class Progress:
             self._bar.update(rows)
         elif not self._quiet and now - self._last_line >= self._interval:
             self._last_line = now
-            print(self._line(now - self._begun), file=sys.stderr, flush=True)
+            self._log(now - self._begun)
 
-    def _line(self, seconds: float) -> str:
-        rate = (self._rows - self._before) / seconds
-        line = f"prefill: {_time()}{self._rows:,.0f}"
+    def _log(self, seconds: float) -> None:
+        pace, tokens = self.pace(), self._tokens / seconds
+        line = f"{self._rows:,.0f}"
         if self._total:
             line += f" of {self._total:,} rows ({self._rows / self._total:.1%})"
         else:
             line += " rows"
-        line += f", {rate:,.1f} rows/s, {self._tokens / seconds:,.0f} tokens/s"
-        return line + self._end(seconds)
+        line += f", {(self._rows - self._before) / seconds:,.1f} rows/s, {tokens:,.0f} tokens/s"
+        log.timed(line + self._end(seconds), "progress", **asdict(pace), tokens_per_second=tokens)
 
     def _end(self, seconds: float) -> str:
         """`, about 5.0 min left`, if that can be told."""
@@ -150,7 +145,7 @@ class StepLog:
     def _print(self, text: str) -> None:
         self._last_line = time.monotonic()
         if not self._quiet:
-            print(f"prefill: {_time()}{text}", file=sys.stderr, flush=True)
+            log.timed(text, "step")
 
     def _watch(self) -> None:
         while not self._ended.wait(max(self._last_line + self._interval - time.monotonic(), 0.05)):

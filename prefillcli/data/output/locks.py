@@ -11,7 +11,6 @@ import fcntl
 import json
 import os
 import socket
-import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from typing import Any, Protocol
 from prefillcli.data.failures import Failure, patiently
 from prefillcli.data.output.conditional_writes import exclusive_put
 from prefillcli.errors import OutputBusyError, PrefillError
+from prefillcli.runtime import log
 from prefillcli.runtime.processes import process_space, start_of
 
 LOCK = "lock"
@@ -144,10 +144,9 @@ class ObjectLock:
         if create is None:
             self._refuse_if_held()
         if create is None or not self._create(create):
-            print(
-                f"prefill: warning: {location} cannot be locked: its filesystem has no exclusive writes\n"
-                "make sure that no two runs write this output at a time",
-                file=sys.stderr,
+            log.warning(
+                f"{location} cannot be locked: its filesystem has no exclusive writes\n"
+                "make sure that no two runs write this output at a time"
             )
 
     @staticmethod

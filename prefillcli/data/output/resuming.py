@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from itertools import groupby
 
@@ -17,8 +16,7 @@ from prefillcli.data.output.target import Published, Target
 from prefillcli.data.rows import Int64Array
 from prefillcli.data.shard import Shard
 from prefillcli.errors import DamagedFileError, OutputConflictError, OutputDamagedError, OutputExistsError
-
-log = logging.getLogger(__name__)
+from prefillcli.runtime import log
 
 
 def find_resumable(target: Target, job: Job, resume: bool, overwrite: bool, *, quiet: bool = False) -> Manifest | None:
@@ -129,7 +127,7 @@ def _whole_parts(work: Store, job: Job, shard: Shard | None) -> Iterator[tuple[P
         try:
             info, table = part.result()
         except DamagedFileError as error:
-            log.warning("%s: its rows are scored again", error)
+            log.warning(f"{error}: its rows are scored again")
             work.delete(name)
             continue
         if info.job.digest != job.digest:
@@ -141,7 +139,7 @@ def _whole_parts(work: Store, job: Job, shard: Shard | None) -> Iterator[tuple[P
 
 
 def _drop(work: Store, name: str, why: str) -> None:
-    log.warning("%s/%s %s: its rows are scored again", work.location, name, why)
+    log.warning(f"{work.location}/{name} {why}: its rows are scored again")
     work.delete(name)
 
 
@@ -153,7 +151,7 @@ def _manifest(work: Store, job: Job, quiet: bool) -> Manifest | None:
             return manifest
     except DamagedFileError as error:
         if not quiet:
-            log.warning("%s/%s is damaged: %s; it is made again from the parts", work.location, NAME, error)
+            log.warning(f"{work.location}/{NAME} is damaged: {error}; it is made again from the parts")
     found = []
     for name in filter(parts.is_part, work.names()):
         try:

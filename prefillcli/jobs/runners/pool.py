@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from prefillcli.jobs.runners.tasks import AnswerTask, Estimated, EstimateTask, R
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.plan.refills import FreePack, free_packs, groups_of
+from prefillcli.runtime import log
 from prefillcli.runtime.signals import Stop
 
 if TYPE_CHECKING:  # takes torch along
@@ -90,7 +90,7 @@ class Pool:
         for outcome in outcomes:
             if outcome.lost is not None and not self._stop.asked:
                 again = "its rows are scored one by one" if outcome.given_up else "its rows are scored again"
-                print(f"prefill: warning: {outcome.lost}; {again}", file=sys.stderr)
+                log.warning(f"{outcome.lost}; {again}")
             outcome.item.took(outcome)
         self._stop.check()
         return started

@@ -7,7 +7,6 @@ import pickle
 import queue
 import re
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from prefillcli.jobs.runners.ray_cluster import RayCluster
 from prefillcli.jobs.runners.tasks import Task, WorkerSpec
 from prefillcli.models.open import Opened
 from prefillcli.options.score import ScoreSettings
+from prefillcli.runtime import log
 from prefillcli.runtime.streams import stdout_to_stderr
 
 _END_SECONDS = 20.0  # for Ray to end
@@ -212,7 +212,7 @@ class RayCrew:
             if now - actor.begun > _SILENCE and actor.number not in self._told and not self._quiet:
                 self._told.add(actor.number)
                 wish = self._cluster.wish()
-                print(f"prefill: worker {actor.number} waits until Ray has room for {wish}", file=sys.stderr)
+                log.info(f"worker {actor.number} waits until Ray has room for {wish}")
 
     def _end(self) -> None:
         for number in list(self._actors):

@@ -1,0 +1,135 @@
+"""What a run says on stderr: lines for people, or one JSON object a line for what collects logs.
+
+A JSON line has `time` (ISO 8601, UTC), `level`, `run_id`, `event` and `message`, and what the event brings along.
+Secrets in URLs are removed from all of it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal, TextIO
+
+from prefillcli.redaction import shown, without_secrets
+
+Level = Literal["info", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class JsonLines:
+    """Where the lines of a run go, and what each of them says of it."""
+
+    stream: TextIO
+    run_id: str
+    worker: int | None = None
+    """The worker that speaks; None for the run's own process."""
+
+    def write(self, level: Level, event: str, message: str, fields: dict[str, Any]) -> None:
+        """Write one line, whole."""
+        content = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "level": level,
+            "run_id": self.run_id,
+            **({} if self.worker is None else {"worker": self.worker}),
+            "event": event,
+            "message": without_secrets(message),
+            **shown(fields),
+        }
+        self.stream.write(json.dumps(content, separators=(",", ":")) + "\n")
+        self.stream.flush()
+
+
+_lines: JsonLines | None = None
+
+
+@contextmanager
+def json_log(run_id: str, worker: int | None = None) -> Iterator[None]:
+    """Inside, each line on stderr is a JSON object of this run; what libraries print there becomes one a line, too."""
+    global _lines
+    before, stderr = _lines, sys.stderr
+    _lines = JsonLines(stderr, run_id, worker)
+    sys.stderr = _Wrapped(_lines)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        _lines, sys.stderr = before, stderr
+
+
+def logs_json() -> bool:
+    """Whether lines are JSON objects now."""
+    return _lines is not None
+
+
+def info(message: str, event: str = "message", **fields: Any) -> None:
+    """What is good to know. `event` and `fields`, which JSON holds, are for logs alone."""
+    _write("info", event, message, fields)
+
+
+def warning(message: str, event: str = "message", **fields: Any) -> None:
+    """What somebody should look at; the run goes on."""
+    _write("warning", event, message, fields)
+
+
+def error(message: str, event: str = "message", **fields: Any) -> None:
+    """What ends the run, or makes it fail."""
+    _write("error", event, message, fields)
+
+
+def timed(message: str, event: str, **fields: Any) -> None:
+    """What is said again and again while a run lasts, with the local time and its offset from UTC off a terminal."""
+    if _lines is None and not sys.stderr.isatty():
+        message = f"{datetime.now().astimezone().isoformat(timespec='seconds')} {message}"
+    _write("info", event, message, fields)
+
+
+def backtrace(text: str) -> None:
+    """Where an error has come from, in several lines."""
+    if _lines is not None:
+        _lines.write("error", "traceback", text, {})
+    else:
+        print(without_secrets(text), end="", file=sys.stderr, flush=True)
+
+
+def _write(level: Level, event: str, message: str, fields: dict[str, Any]) -> None:
+    if _lines is not None:
+        _lines.write(level, event, message, fields)
+        return
+    mark = "warning: " if level == "warning" else ""
+    print(f"prefill: {mark}{without_secrets(message)}", file=sys.stderr, flush=True)
+
+
+class _Wrapped:
+    """A stream that makes a log line of each line that is written to it."""
+
+    def __init__(self, lines: JsonLines) -> None:
+        self._lines = lines
+        self._begun = ""
+        self._lock = threading.RLock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lines.stream, name)
+
+    def isatty(self) -> bool:
+        return False
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            *whole, self._begun = (self._begun + text.replace("\r", "\n")).split("\n")
+            for line in whole:
+                self._say(line)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._lock:
+            begun, self._begun = self._begun, ""
+            self._say(begun)
+
+    def _say(self, line: str) -> None:
+        if line.strip():
+            self._lines.write("info", "output", line.rstrip(), {})
