@@ -48,6 +48,7 @@ TOLD: dict[str, tuple[Values, Values]] = {
     "HUB_MODEL": ({"model": "someone/some-model"}, {"model": "."}),
     "FORECAST": ({"dry_run": "true"}, {"dry_run": "false"}),
     "STREAMABLE": ({"weights": "stream"}, {"weights": "resident"}),
+    "SCORES": ({"dry_run": "false"}, {"dry_run": "true"}),
     "PROGRESS": ({"quiet": "false"}, {"quiet": "true"}),
     "NO_TEMPLATE": ({}, {"template": "{{ text }}"}),
     "TEMPLATE": ({"template": "{{ text }}"}, {"template": None}),

@@ -127,6 +127,8 @@ class Prompt:
     """The adapter that the row names."""
     made_of: dict[str, Any] | None = None
     """The row's values that it was made of, where sections of it may be left out."""
+    digest: bytes | None = None
+    """Of all of the row that its results follow from, where a later job may take them over."""
 
 
 @dataclass(slots=True)

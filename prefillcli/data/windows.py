@@ -46,6 +46,7 @@ def windows(
     skip: Callable[[int, Int64Array], bool] | None = None,
     only: ShardRows | None = None,
     ended: Callable[[int], None] | None = None,
+    digest: Callable[[Window], None] | None = None,
 ) -> Iterator[Window]:
     """Windows that close at `max_rows` rows or `max_bytes` bytes, with the batch of at most `batch_rows` that brings
     them, cut the same way every time.
@@ -53,7 +54,8 @@ def windows(
     A row whose id is null or was seen before is an error row. A window whose index and row numbers `skip` accepts
     (one that is scored already) is read for its ids, but neither tokenised nor yielded. With `only` the windows are
     cut the same way, but have the rows of one shard; one that has none of them is not yielded. At the end of the
-    input `ended` is called with the number of windows.
+    input `ended` is called with the number of windows. `digest` notes in the prompts of a window what their rows'
+    results follow from.
     """
     seen = SeenIds(json=source.kind == "jsonl")
     count = 0
@@ -71,6 +73,8 @@ def windows(
         if not (skip is not None and skip(index, rows)) and len(rows):
             window = _window(index, batches, builder, labels)
             window.whole_rows = whole
+            if digest is not None:
+                digest(window)
             yield window
     if ended is not None:
         ended(count)

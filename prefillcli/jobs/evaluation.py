@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.scored_truth import ScoredTruth, read_scored_truth, row_names
 from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.encoding import Encoder
@@ -19,6 +20,7 @@ from prefillcli.jobs.inputs import JobInputs
 from prefillcli.options.score import ScoreSettings
 from prefillcli.plan.trie import common_prefix
 from prefillcli.report.evaluated import CalibratedFigures, EvaluatedRow, RunEvaluation, TruthValue
+from prefillcli.stats.audit import Audit, audit_of
 from prefillcli.stats.evaluation import Evaluation, closest_call, evaluate, evaluate_labels, nearest, surest_wrong
 from prefillcli.stats.probabilities import Measure
 from prefillcli.stats.value_evaluation import evaluate_values
@@ -234,3 +236,10 @@ def _evaluated_row(
 
 def _shortened(text: str) -> str:
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
+
+
+def audited_rows(counts: Counts, labels: Labels) -> Audit:
+    """What compression did to the rows that were read both ways."""
+    audited = counts.audited
+    pairs = [(score, full, labels.is_positive(answer)) for score, full, _, answer in audited]
+    return audit_of(pairs, [flipped for _, _, flipped, _ in audited])

@@ -8,6 +8,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.rows import Int64Array, RowError, ScoredRow, Window
 from prefillcli.decode.continuations import DecodingReport
@@ -129,6 +131,18 @@ class Recorder:
             for each in list(self._open.values()):
                 if each.rows:
                     self._flush(each)
+
+    def take_over(self, window: Window, results: pa.Table) -> None:
+        """Write rows of a window as an earlier output has them (`EarlierOutput.take`)."""
+        before = self._sink.counts.total
+        with self._clock.phase("write"):
+            self._unchanged(window.rows)
+            self._sink.take_over(window, results)
+        rows = self._sink.counts.total - before
+        self._progress.resume(rows)
+        if self._forecast is not None:
+            self._forecast.skip(rows)
+        self._stop.check()
 
     def end(self, window: Window) -> None:
         """All rows of a window are finished."""

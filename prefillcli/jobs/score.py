@@ -11,11 +11,10 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.data.dealing import ShardRows
-from prefillcli.data.output.counts import Counts
+from prefillcli.data.output.earlier_output import FoundOutput
 from prefillcli.data.output.heartbeat import Heartbeat
 from prefillcli.data.output.shard_sink import ShardSink
 from prefillcli.data.output.sink import Sink
-from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Window
 from prefillcli.data.windows import Prefetcher, windows
@@ -31,7 +30,15 @@ from prefillcli.forecast.remaining_time import RemainingTime
 from prefillcli.jobs.calibration_file import calibration_of, check_calibration, require_fitting
 from prefillcli.jobs.content_free import content_free_prompts
 from prefillcli.jobs.dry_run import dry_run_job
-from prefillcli.jobs.evaluation import EVALUATION, EvaluationPlan, evaluate_output, require_labels, with_texts
+from prefillcli.jobs.earlier_rows import find_earlier, left_to_score, opened_rows, row_digests
+from prefillcli.jobs.evaluation import (
+    EVALUATION,
+    EvaluationPlan,
+    audited_rows,
+    evaluate_output,
+    require_labels,
+    with_texts,
+)
 from prefillcli.jobs.exit_learning import forget_exits
 from prefillcli.jobs.exit_profile_file import read_exit_profile, require_same_exits
 from prefillcli.jobs.exit_report import exit_use, stored_exit_use
@@ -76,7 +83,6 @@ from prefillcli.runtime.clock import Clock, MemoryWatch
 from prefillcli.runtime.memory import peak_memory
 from prefillcli.runtime.progress import Progress
 from prefillcli.runtime.signals import Stop
-from prefillcli.stats.audit import Audit, audit_of
 
 if TYPE_CHECKING:
     from prefillcli.forecast.profile import Profile
@@ -118,6 +124,7 @@ class _ScoreJob:
         self._shards = settings.shard_of.count if settings.shard_of is not None else 1
         self._sink: Sink | None = None
         self._scored_before = 0  # rows that an earlier run has scored
+        self._earlier: FoundOutput | None = None
         self._evaluation: EvaluationPlan | None = None
         self._shown: list[WrittenRow] = []
         self._forecast: RemainingTime | None = None
@@ -146,11 +153,12 @@ class _ScoreJob:
                 require_fitting(inputs.calibration, settings.calibration, digests)
             if inputs.exit_profile is not None:
                 require_same_exits(inputs.exit_profile, settings, inputs.opened, inputs.labels.names, digests)
+            self._earlier, report.since = find_earlier(settings, output, digests)
         with self._open_sink(output, inputs, digests) as sink:
             self._sink = sink
             if settings.shard is not None:  # else as the user named it, with its slash
                 report.output = sink.location
-            self._scored_before = sink.counts.scored
+            self._scored_before = sink.counts.scored - sink.counts.taken_over
             report.resumed = sink.counts.total > 0
             if not sink.complete:
                 profile = self._profile(inputs.opened, digests["model"])
@@ -159,7 +167,7 @@ class _ScoreJob:
                     self._forecast = RemainingTime(profile.seconds, rows, settings.workers)
                 self._score(inputs, sink, profile, stop)
             if settings.audit:
-                report.audit = _audit(sink.counts, inputs.labels)
+                report.audit = audited_rows(sink.counts, inputs.labels)
             if self._evaluation is not None and settings.shard is None:  # prefill merge evaluates shards
                 with self.clock.phase("evaluate"), stop.at_once():
                     self._evaluate(self._evaluation, sink.location, inputs)
@@ -253,6 +261,7 @@ class _ScoreJob:
                 skip=sink.finished,
                 only=None if shard is None else ShardRows(shard, inputs.builder),
                 ended=ended.append,
+                digest=row_digests(settings, inputs),
             ),
             cancel=inputs.builder.close,
         )
@@ -277,7 +286,9 @@ class _ScoreJob:
                 forecast=forecast,
                 flush_seconds=self._granularity.flush_seconds,
             )
-            waiting = self._waiting(coming, stop)
+            with clock.phase("read"), stop.at_once():
+                earlier = loaded.enter_context(opened_rows(self._earlier, sink))
+            waiting = left_to_score(self._waiting(coming, stop), earlier, sink, recorder)
             if (first := next(waiting, None)) is not None:
                 inputs.labels.check(first)
                 if self._evaluation is not None and first.index == 0:
@@ -354,7 +365,7 @@ class _ScoreJob:
             report.rationales.take_plan({} if self._sink is None else self._sink.plan)
         if self._sink is not None:
             report.take(self._sink.counts)
-            scored = self._sink.counts.scored - self._scored_before
+            scored = self._sink.counts.scored - self._sink.counts.taken_over - self._scored_before
         for name, value in self.clock.seconds.items():
             setattr(seconds, name, value)
         if self._forecast is not None:
@@ -386,10 +397,3 @@ class _ScoreJob:
         report.tokens_per_second = tokens.prompt / total
         report.peak_memory_bytes = PeakMemory(**peak_memory())
         report.versions = versions()
-
-
-def _audit(counts: Counts, labels: Labels) -> Audit:
-    """What compression did to the rows that were read both ways."""
-    audited = counts.audited
-    pairs = [(score, full, labels.is_positive(answer)) for score, full, _, answer in audited]
-    return audit_of(pairs, [flipped for _, _, flipped, _ in audited])

@@ -135,6 +135,7 @@ REFUSED = {
     **dict.fromkeys(("exit", "exit_rows", "exit_profile"), _EXITS),
     **dict.fromkeys(("truth", "wanted_precision", "show_text"), _EVALUATES),
     **dict.fromkeys(("quiet", "progress_interval"), "it says nothing unless score() is given progress=True"),
+    "since": "it is for the output of a job: take prefill score --since",
     "shard": "it scores all rows that it is given\nto share files among machines take prefill score --shard",
     "max_error_rate": "error rows are rows of the table\ngive score() on_error='raise' to make them an exception",
     "skip_empty": "without rows the table is empty",

@@ -122,6 +122,12 @@ STREAMABLE = Requirement(
     "is for weights that may be streamed, but --weights is resident",
     "give --weights stream or auto",
 )
+SCORES = Requirement(
+    lambda s: not s.dry_run,
+    "is for rows that need not be scored again, but a dry run scores none",
+    "drop --dry-run",
+    recipe_may_keep=True,
+)
 PROGRESS = Requirement(
     lambda s: not s.quiet,
     "is for progress lines, but --quiet turns them off",

@@ -10,6 +10,7 @@ from prefillcli.options import requirements
 from prefillcli.options.adapters import AdapterOptions
 from prefillcli.options.calibrate import ProbabilityOptions
 from prefillcli.options.compression import check_keep
+from prefillcli.options.earlier import EarlierOptions, check_since
 from prefillcli.options.early_exit import ExitOptions
 from prefillcli.options.groups import (
     EndingOptions,
@@ -26,6 +27,7 @@ from prefillcli.options.values import EngineName, KeyValues, NameList, ShardName
 
 
 class ScoreSettings(
+    EarlierOptions,
     RationaleOptions,
     ExitOptions,
     ProbabilityOptions,
@@ -132,6 +134,15 @@ class ScoreSettings(
         translated = self.draft_tokenizer == "translate"
         check_writing(self, head=self.head, draft=self.draft, own_tokenizer=translated)
         self._check_shard()
+        if self.since is not None:
+            check_since(
+                "--since",
+                keep=self.keep,
+                shares_tokens=self.compresses and not self._row_by_row,
+                exits=self.exit,
+                audit=self.audit,
+                limit=self.rationale_limit,
+            )
 
     def _check_shard(self) -> None:
         """Raise UsageError for what is decided from all rows of a window, of which a shard has some."""
@@ -157,11 +168,16 @@ class ScoreSettings(
                 "--shard: --audit draws from all rows of a window, and a shard has some of them\n"
                 "audit a sample of the rows in a job without --shard"
             )
-        if self.compresses and not (self.compress_per_row and (self.paper or not self.keep_private)):
+        if self.compresses and not self._row_by_row:
             raise UsageError(
                 "--shard: rows that share a prefix keep the same tokens of it, and a shard has some of these rows\n"
                 "give --compress-per-row --no-keep-private, so that a row's tokens follow from the row alone"
             )
+
+    @property
+    def _row_by_row(self) -> bool:
+        """Whether the tokens that are kept of a row follow from the row alone."""
+        return self.compress_per_row and (self.paper or not self.keep_private)
 
     @property
     def shard_of(self) -> Shard | None:

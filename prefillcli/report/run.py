@@ -142,6 +142,14 @@ class WorkerCounts(BaseModel):
     reduced: ReducedUse | None = None  # None where its memory did not run out
 
 
+class SinceUse(BaseModel):
+    """What was taken over from an earlier output."""
+
+    output: str | None = None  # None where it is not known, as in a merge
+    rows: int = 0  # scored rows of the output that were, in all attempts
+    reason: str | None = None  # why none could be in this one
+
+
 class Histogram(BaseModel):
     """Rows in each bin, by series: bin i goes from edges[i] up to, not including, edges[i + 1]."""
 
@@ -225,6 +233,7 @@ class RunReport(BaseModel):
     calibration: CalibrationUse | None = None  # what made the column probability
     keep: float | None = None  # the job's keep rate, chosen or given, where there is a draft
     keep_auto: dict[str, Any] | None = None  # what --keep auto tried
+    since: SinceUse | None = None  # with --since
     audit: Audit | None = None
     exits: ExitUse | None = None  # with early exits
     rationales: RationaleUse | None = None  # with rationales or evidence
@@ -242,6 +251,10 @@ class RunReport(BaseModel):
         rows.errors, rows.skipped = counts.errors, counts.skipped
         rows.errors_by_code = dict(counts.errors_by_code)
         self.mean_score = counts.mean_score
+        if self.since is None and counts.taken_over:
+            self.since = SinceUse()  # of a merge, or of earlier attempts
+        if self.since is not None:
+            self.since.rows = counts.taken_over
         if self.exits is not None:
             self.exits.take(counts)
         if self.rationales is None and (tallies.rationales.rows or tallies.evidence):
@@ -282,6 +295,8 @@ class RunReport(BaseModel):
             "report": safe.report,
             "page": safe.page,
         }
+        if self.since is not None:
+            line["since"] = {"rows": self.since.rows}
         if self.evaluation is not None:
             own = self.evaluation
             line["evaluation"] = {"rows": own.rows, "accuracy": own.accuracy.value, "auc": own.auc.value}

@@ -28,6 +28,9 @@ def run_lines(report: RunReport) -> Iterator[tuple[str, str]]:
     if rows.skipped:
         counts += f", {rows.skipped:,} skipped"
     yield "rows", counts
+    if report.since is not None:
+        whence = "" if report.since.output is None else f" from {report.since.output}"
+        yield "taken over", f"{report.since.rows:,} rows{whence}"
     if report.mean_score is not None:
         yield "mean score", f"{report.mean_score:.4f}"
     if report.calibration is not None:

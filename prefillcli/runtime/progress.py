@@ -63,7 +63,7 @@ class Progress:
 
     def resume(self, rows: int) -> None:
         """So many rows were done before; they say nothing of the speed."""
-        self._before = rows
+        self._before += rows
         self.advance(rows)
 
     def pace(self) -> Pace:

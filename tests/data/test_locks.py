@@ -104,7 +104,7 @@ def test_where_no_lock_can_be_had_a_warning_says_so(
         assert "cannot be locked" in capsys.readouterr().err
         score_all(sink, WINDOWS)
         sink.finish(3)
-    assert open_store(OUTPUT + ".prefill").names() == ["manifest.json"]
+    assert open_store(OUTPUT + ".prefill").names() == ["manifest.json", "row-digests.bin"]
     assert read_memory(OUTPUT) == EXPECTED
 
 

@@ -47,7 +47,7 @@ def test_a_reader_sees_nothing_or_all_of_it(tmp_path: Path, monkeypatch: pytest.
     assert NAMES in map(sorted, seen)
     assert read(f"{place}/") == EXPECTED
     assert sorted(os.listdir(tmp_path)) == ["o", "o.prefill"]
-    assert sorted(os.listdir(tmp_path / "o.prefill")) == ["lock", "manifest.json"]
+    assert sorted(os.listdir(tmp_path / "o.prefill")) == ["lock", "manifest.json", "row-digests.bin"]
     if before == "an empty folder":
         assert place.stat().st_mode & 0o777 == 0o750
 
@@ -100,7 +100,7 @@ def test_what_a_kill_left_of_a_publication_is_cleared_up(tmp_path: Path) -> None
     (work / "new").mkdir()
     recover_publication(Target.parse(f"{tmp_path}/o"))
     assert read(output) == EXPECTED
-    assert sorted(os.listdir(work)) == ["lock", "manifest.json"]
+    assert sorted(os.listdir(work)) == ["lock", "manifest.json", "row-digests.bin"]
 
 
 @pytest.mark.parametrize("name", ["o.parquet", "o.jsonl", "o/"])

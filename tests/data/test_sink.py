@@ -51,7 +51,7 @@ def test_the_output_has_every_row_in_order_with_the_columns_of_the_manual(output
     expected = [expected_row(row, row in BAD, temperature) for row in range(15)]
     assert rows == expected
     assert [list(row) for row in rows] == [list(row) for row in expected]
-    assert sorted(os.listdir(output.rstrip("/") + ".prefill")) == ["lock", "manifest.json"]
+    assert sorted(os.listdir(output.rstrip("/") + ".prefill")) == ["lock", "manifest.json", "row-digests.bin"]
 
 
 def test_json_lines_input_gives_typed_parquet_and_the_same_json(output: str) -> None:
@@ -398,7 +398,7 @@ def test_killed_at_any_system_call_a_resumed_job_writes_what_an_undisturbed_one_
             process.live()
             finished(output, resume=True)
             assert read(output) == expected
-            assert sorted(os.listdir(output.rstrip("/") + ".prefill")) == ["lock", "manifest.json"]
+            assert sorted(os.listdir(output.rstrip("/") + ".prefill")) == ["lock", "manifest.json", "row-digests.bin"]
             kills += 1
         else:
             break
@@ -479,7 +479,8 @@ def test_a_remote_output_is_written_and_resumed(memory: Any) -> None:
         path = output.removeprefix("memory:/")
         rows = pq.read_table(pa.BufferReader(memory.cat_file(path))).to_pylist()
         assert rows == [expected_row(row, row in BAD) for row in range(15)]
-        assert memory.ls(f"{path}.prefill", detail=False) == [f"{path}.prefill/manifest.json"]
+        left = [f"{path}.prefill/{name}" for name in ("manifest.json", "row-digests.bin")]
+        assert memory.ls(f"{path}.prefill", detail=False) == left
         with pytest.raises(OutputConflictError):
             open_sink(output, fingerprint=FINGERPRINT | {"input": "x"})
 

@@ -92,7 +92,7 @@ def parts_of(bucket: Bucket, output: str = "o.parquet") -> list[str]:
 def assert_finished(bucket: Bucket, expected: list[dict[str, Any]], output: str = "o.parquet") -> None:
     """The output has every row once, with the scores of a local run, and nothing is left beside it."""
     assert rows_of(bucket, output) == expected
-    assert work_of(bucket, output) == ["manifest.json"]
+    assert work_of(bucket, output) == ["manifest.json", "row-digests.bin"]
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
@@ -329,7 +329,7 @@ def test_shards_on_s3_are_merged_there(
     for merged, row in zip(rows_of(bucket, "o.parquet"), expected, strict=True):
         assert merged["error"] == row["error"]
         assert merged["score"] == pytest.approx(row["score"], abs=TOLERANCE)  # the packs are others
-    assert work_of(bucket) == ["manifest.json"]
+    assert work_of(bucket) == ["manifest.json", "row-digests.bin"]
     assert not any(".shard-" in key and ".prefill/" in key for key in bucket.keys("out/"))
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from prefillcli.data.output.tallies import Tallies
+from prefillcli.data.output.tallies import TAKEN_OVER, Tallies
 from prefillcli.data.rows import SKIPPED_CODES
 from prefillcli.data.values import to_python
 
@@ -37,6 +37,8 @@ class Counts:
     """Rows left out for their length, as the user asked; not errors."""
     errors_by_code: dict[str, int] = field(default_factory=dict)
     score_sum: float = 0.0
+    taken_over: int = 0
+    """Rows of `scored` whose results are those of an earlier output, as far as that is known."""
     audited: list[Audited] = field(default_factory=list)
     """Compressed rows that were read in full as well; in a job with exits every row of the audit."""
     audited_exits: dict[str, AuditedExits] = field(default_factory=dict)
@@ -67,6 +69,8 @@ class Counts:
         scored = len(rows) - rows["score"].null_count
         self.scored += scored
         self.score_sum += pc.sum(rows["score"]).as_py() or 0.0
+        if TAKEN_OVER in rows.column_names:
+            self.taken_over += pc.sum(rows[TAKEN_OVER]).as_py() or 0
         for entry in pc.value_counts(rows["error"].drop_null()).to_pylist():
             code, number = entry["values"], entry["counts"]
             if code in SKIPPED_CODES:
@@ -96,6 +100,7 @@ class Counts:
         self.errors += other.errors
         self.skipped += other.skipped
         self.score_sum += other.score_sum
+        self.taken_over += other.taken_over
         self.audited += other.audited
         for label, found in other.audited_exits.items():
             self._add_audited(label, found)

@@ -17,6 +17,7 @@ from prefillcli.data.output.manifest import Manifest
 from prefillcli.data.output.parts import PartInfo, WindowRows
 from prefillcli.data.output.publication import recover_publication
 from prefillcli.data.output.resuming import find_resumable
+from prefillcli.data.output.row_digests import DigestFile, writing_digests
 from prefillcli.data.output.shard_folders import (
     ShardFolder,
     ShardRecord,
@@ -239,15 +240,18 @@ class JoinedShards:
         schema = to_schema(record.schema, json_text=target.file_format.json_text)
         arrow, counts = schema.arrow(job, self._kinds), Counts()
 
-        def tables() -> Iterator[pa.Table]:
+        def tables(digests: DigestFile) -> Iterator[pa.Table]:
             for rows in self._tables():
                 schema.count(counts, rows)
+                digests.add(rows)
                 yield schema.table(rows, arrow)
 
         partitions = None if record.partitions is None else to_partitions(record.partitions)
-        manifest.files = write_output(
-            target, job, arrow, tables(), json_columns=schema.json_columns, partitions=partitions
-        )
+        with writing_digests(target.work) as digests:
+            manifest.files = write_output(
+                target, job, arrow, tables(digests), json_columns=schema.json_columns, partitions=partitions
+            )
+        manifest.digests = digests.digest
         manifest.state, manifest.counts = "complete", counts
         manifest.merged = [record.token for record in self._records]
         manifest.save(target.work)
@@ -288,7 +292,7 @@ class JoinedShards:
     def _tables(self) -> Iterator[pa.Table]:
         for window, members in self._windows():
             read = [self._read(folder, name) for folder, name in members]
-            rows = pa.concat_tables([table for _, table in read])
+            rows = pa.concat_tables([table for _, table in read], promote_options="default")
             rows = rows.take(pa.array(np.argsort(rows[ROW].to_numpy(), kind="stable")))
             if WindowRows.of(rows[ROW].to_numpy()) != read[0][0].window_rows:
                 raise self._wrong(window)

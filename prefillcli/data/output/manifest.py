@@ -5,12 +5,13 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.store import Store
-from prefillcli.errors import DamagedFileError, OutputConflictError
+from prefillcli.errors import DamagedFileError, OutputConflictError, PrefillError
 
 NAME = "manifest.json"
 SCHEMA_VERSION = 2
@@ -68,6 +69,10 @@ class Manifest:
     """What a shard's work folder says of itself beside the job (see `shard_folders.ShardRecord`); else None."""
     merged: list[str] = field(default_factory=list)
     """The tokens of the shards that the output was made of, if it was."""
+    digests: str | None = None
+    """Set when complete: SHA-256 of the digests of its rows (see `row_digests`)."""
+    before: dict[str, Any] | None = None
+    """The complete output that this job is to replace (see `replaced`); None where there was none."""
     created: str = field(default_factory=lambda: _now())
     updated: str = field(default_factory=lambda: _now())
 
@@ -102,10 +107,20 @@ class Manifest:
         try:
             counts = content["counts"] and Counts.of_json(content["counts"])
             rest = {name: content[name] for name in ("plan", "state", "files", "created", "updated")}
-            rest |= {name: content[name] for name in ("shard", "merged") if name in content}
+            rest |= {name: content[name] for name in ("shard", "merged", "digests", "before") if name in content}
             return cls(Job.of_json(content), counts=counts, **rest)
         except (KeyError, TypeError, ValueError):
             raise DamagedFileError("it is not a manifest") from None
+
+
+def replaced(store: Store) -> dict[str, Any] | None:
+    """What a new job in a work folder has to know of the complete output that it is to replace, if there is one."""
+    with suppress(PrefillError):
+        found = Manifest.load(store)
+        if found is not None and found.state == "complete" and found.digests is not None:
+            return {"job": found.job.to_json(), "files": found.files, "digests": found.digests}
+        return None if found is None else found.before
+    return None
 
 
 def with_checksum(content: dict[str, Any]) -> bytes:

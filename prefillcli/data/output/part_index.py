@@ -138,6 +138,7 @@ class PartIndex:
         """The rows in the parts of a window. Raises DamagedFileError if a part is damaged."""
         names = [parts.part_name(window, number) for number in self._windows[window].numbers]
         try:
-            return pa.concat_tables([part.result()[1] for _, part in parts.read_parts(self._work, names, columns)])
+            found = [part.result()[1] for _, part in parts.read_parts(self._work, names, columns)]
+            return pa.concat_tables(found, promote_options="default")  # an earlier version wrote fewer columns
         except DamagedFileError as error:
             raise DamagedFileError(f"{error}\nrun again with --resume: its rows are scored again") from None

@@ -21,8 +21,9 @@ from prefillcli.data.output.columns import ResultRows, result_arrays, result_sch
 from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.manifest import Job
 from prefillcli.data.output.parquet_format import write_parquet
+from prefillcli.data.output.row_digests import TYPE as DIGEST_TYPE
 from prefillcli.data.output.store import Store
-from prefillcli.data.output.tallies import ROW
+from prefillcli.data.output.tallies import DIGEST, ROW, TAKEN_OVER
 from prefillcli.data.proof.seals import JOB_KEY, require_seal
 from prefillcli.data.rows import Int64Array, Window
 from prefillcli.errors import DamagedFileError, PrefillError, brief
@@ -107,6 +108,33 @@ def make_rows(window: Window, rows: ResultRows, groups: ColumnGroups = NO_GROUPS
         [pa.array(rows.numbers), *carried.columns, *result_arrays(rows, groups)],
         schema=pa.schema([(ROW, pa.int64()), *carried.schema, *results]),
     )
+
+
+def with_digests(rows: pa.Table, found: ResultRows) -> pa.Table:
+    """Rows that were scored now, with the digests of those that have a score."""
+    pairs = zip(found.prompts, found.errors, strict=True)
+    digests = [None if prompt is None or error is not None else prompt.digest for prompt, error in pairs]
+    return _marked(rows, pa.array(digests, DIGEST_TYPE), taken_over=False)
+
+
+def taken_rows(window: Window, results: pa.Table) -> pa.Table:
+    """Rows of a window as an earlier output has them: their numbers, result columns and digests.
+
+    The carried columns are the window's own.
+    """
+    numbers, digests = results[ROW], results[DIGEST].cast(DIGEST_TYPE)
+    carried = window.carried.take(pa.array(np.searchsorted(window.rows, numbers.to_numpy())))
+    rest = results.drop_columns([ROW, DIGEST])
+    rows = pa.Table.from_arrays(
+        [numbers, *carried.columns, *rest.columns],
+        schema=pa.schema([(ROW, pa.int64()), *carried.schema, *rest.schema]),
+    )
+    return _marked(rows, digests, taken_over=True)
+
+
+def _marked(rows: pa.Table, digests: pa.Array, *, taken_over: bool) -> pa.Table:
+    rows = rows.append_column(pa.field(DIGEST, DIGEST_TYPE), digests)
+    return rows.append_column(pa.field(TAKEN_OVER, pa.bool_()), pa.array([taken_over] * len(rows)))
 
 
 def write_part(store: Store, info: PartInfo, rows: pa.Table) -> None:

@@ -13,12 +13,14 @@ from prefillcli.data.output.column_groups import NO_GROUPS, ColumnGroups
 from prefillcli.data.output.columns import ResultRows
 from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.json_columns import kinds_of
+from prefillcli.data.output.local_store import LocalStore
 from prefillcli.data.output.locks import Lock
-from prefillcli.data.output.manifest import Job, Manifest
+from prefillcli.data.output.manifest import Job, Manifest, replaced
 from prefillcli.data.output.part_index import PartIndex
 from prefillcli.data.output.parts import WindowRows
 from prefillcli.data.output.publication import recover_publication
 from prefillcli.data.output.resuming import find_resumable, proven_parts, require_undamaged
+from prefillcli.data.output.row_digests import DigestFile, writing_digests
 from prefillcli.data.output.schema import OutputSchema
 from prefillcli.data.output.tallies import ROW
 from prefillcli.data.output.target import Target
@@ -98,7 +100,8 @@ class Sink:
         lock = cls._lock_of(target, found)
         try:
             found = cls._find(target, job, resume, overwrite, quiet=False)
-            sink = cls(target, found or Manifest(job, {}), lock, schema, partitions)
+            fresh = found or Manifest(job, {}, before=replaced(target.work))
+            sink = cls(target, fresh, lock, schema, partitions)
             sink._begin(fresh=found is None)
         except BaseException:
             lock.release()
@@ -128,6 +131,16 @@ class Sink:
     @staticmethod
     def _lock_of(target: Target, found: Manifest | None) -> Lock:
         return target.work.lock()
+
+    @property
+    def schema(self) -> OutputSchema:
+        """The columns of the output."""
+        return self._schema
+
+    @property
+    def local_folder(self) -> str | None:
+        """The work folder on a local disk; None in an object store."""
+        return self.work.location if isinstance(self.work, LocalStore) else None
 
     @property
     def location(self) -> str:
@@ -203,9 +216,21 @@ class Sink:
         if not results and not errors:
             return
         self._lock.check()
-        schema, shard = self._schema, self._target.shard
+        schema = self._schema
         found = ResultRows.of(window, results, errors, schema.labels, temperature, calibration, schema.measure)
-        rows = parts.make_rows(window, found, schema.groups)
+        rows = parts.with_digests(parts.make_rows(window, found, schema.groups), found)
+        self._write_part(window, rows, carried)
+
+    def take_over(self, window: Window, results: pa.Table) -> None:
+        """Write rows of a window as an earlier output has them (`EarlierOutput.take`), as `write` does."""
+        done = self.done(window.index)
+        results = results.filter(pa.array([row not in done for row in results[ROW].to_pylist()], pa.bool_()))
+        if not self.finished(window.index, window.rows) and len(results):
+            self._lock.check()
+            self._write_part(window, parts.taken_rows(window, results), None)
+
+    def _write_part(self, window: Window, rows: pa.Table, carried: Sequence[tuple[int, str]] | None) -> None:
+        schema, shard = self._schema, self._target.shard
         info = parts.PartInfo(
             job=self._manifest.job,
             plan=self.plan,
@@ -233,24 +258,27 @@ class Sink:
         self._lock.check()
         final, manifest = Counts(), self._manifest
         schema = self._schema.arrow(manifest.job, self._parts.json_kinds)
-        manifest.files = write_output(
-            self._target,
-            manifest.job,
-            schema,
-            self._tables(schema, final),
-            json_columns=self._schema.json_columns,
-            partitions=self._partitions,
-            new=not self._replaces,
-        )
+        with writing_digests(self.work) as digests:
+            manifest.files = write_output(
+                self._target,
+                manifest.job,
+                schema,
+                self._tables(schema, final, digests),
+                json_columns=self._schema.json_columns,
+                partitions=self._partitions,
+                new=not self._replaces,
+            )
+        manifest.digests, manifest.before = digests.digest, None
         manifest.state, manifest.counts = "complete", final
         manifest.save(self.work)
         self._final = final
         self._delete_parts()
 
-    def _tables(self, schema: pa.Schema, counts: Counts) -> Iterator[pa.Table]:
-        """The rows of the output, window by window, counted on the way."""
+    def _tables(self, schema: pa.Schema, counts: Counts, digests: DigestFile) -> Iterator[pa.Table]:
+        """The rows of the output, window by window, counted on the way, and their digests."""
         for rows in self._parts.tables():
             self._schema.count(counts, rows)
+            digests.add(rows)
             yield self._schema.table(rows, schema)
 
     def _begin(self, *, fresh: bool) -> None:

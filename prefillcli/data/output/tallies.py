@@ -21,6 +21,10 @@ from prefillcli.data.values import to_python
 
 ROW = "__row"
 """The row number in a part."""
+DIGEST = "__digest"
+"""In a part: the digest of a row that has a score (`Prompt.digest`)."""
+TAKEN_OVER = "__taken_over"
+"""In a part: whether the row's results are those of an earlier output."""
 SCORE_BINS = 50
 """Bins of equal width from 0 to 1."""
 LENGTH_EDGES = tuple(sorted({round(2 ** (step / 16)) for step in range(24 * 16 + 1)}))

@@ -1,0 +1,77 @@
+"""`--since`: rows that an earlier job has scored are written as they are, and only the others go to the model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from prefillcli.data.output.earlier_output import EarlierOutput, FoundOutput, find_output
+from prefillcli.data.output.row_digests import RowDigests
+from prefillcli.data.output.sink import Sink
+from prefillcli.data.rows import Window
+from prefillcli.jobs.inputs import JobInputs
+from prefillcli.jobs.recorder import Recorder
+from prefillcli.options.score import ScoreSettings
+from prefillcli.report.run import SinceUse
+
+
+def find_earlier(
+    settings: ScoreSettings, output: str, fingerprint: dict[str, str]
+) -> tuple[FoundOutput | None, SinceUse | None]:
+    """The output of `--since`, and what the report says of it.
+
+    One that is not there, or not complete, is told on stderr: all rows are scored then. Raises OutputConflictError for
+    one that another job has written.
+    """
+    if settings.since is None:
+        return None, None
+    found = find_output(settings.since, own=output)
+    if isinstance(found, str):
+        print(f"prefill: warning: --since {settings.since}: {found}; all rows are scored", file=sys.stderr)
+        return None, SinceUse(output=settings.since, reason=found)
+    found.require_same_job(fingerprint)
+    return found, SinceUse(output=settings.since)
+
+
+def row_digests(settings: ScoreSettings, inputs: JobInputs) -> RowDigests:
+    """What notes the digests of a job's rows."""
+    source, choice = inputs.source, inputs.choice
+    return RowDigests(
+        inputs.labels,
+        id_column=settings.id_column,
+        json_carried=source.kind == "jsonl",
+        columns=() if choice is None else [name for name in choice.columns if name in source.carried_schema.names],
+        common=inputs.content_free,
+    )
+
+
+@contextmanager
+def opened_rows(found: FoundOutput | None, sink: Sink) -> Iterator[EarlierOutput | None]:
+    """The rows of the output that was found, while this runs. Raises as `EarlierOutput`."""
+    if found is None:
+        yield None
+        return
+    earlier = EarlierOutput(found, sink.schema, sink.local_folder)
+    try:
+        yield earlier
+    finally:
+        earlier.close()
+
+
+def left_to_score(
+    windows: Iterator[Window], earlier: EarlierOutput | None, sink: Sink, recorder: Recorder
+) -> Iterator[Window]:
+    """The windows without the rows that are taken over, which are written first.
+
+    A window with nothing left is written whole, and not yielded.
+    """
+    for window in windows:
+        taken = None if earlier is None else earlier.take(window)
+        if taken is not None:
+            recorder.take_over(window, taken)
+            if not window.prompts:
+                recorder.begin(window, sink.done(window.index))
+                recorder.end(window)
+                continue
+        yield window
