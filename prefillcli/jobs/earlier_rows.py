@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from prefillcli.data.output.earlier_output import EarlierOutput, FoundOutput, find_output
-from prefillcli.data.output.row_digests import RowDigests
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.rows import Window
-from prefillcli.jobs.inputs import JobInputs
 from prefillcli.jobs.recorder import Recorder
 from prefillcli.options.score import ScoreSettings
 from prefillcli.report.run import SinceUse
+from prefillcli.runtime import log
 
 
 def find_earlier(
@@ -28,22 +26,10 @@ def find_earlier(
         return None, None
     found = find_output(settings.since, own=output)
     if isinstance(found, str):
-        print(f"prefill: warning: --since {settings.since}: {found}; all rows are scored", file=sys.stderr)
+        log.warning(f"--since {settings.since}: {found}; all rows are scored")
         return None, SinceUse(output=settings.since, reason=found)
     found.require_same_job(fingerprint)
     return found, SinceUse(output=settings.since)
-
-
-def row_digests(settings: ScoreSettings, inputs: JobInputs) -> RowDigests:
-    """What notes the digests of a job's rows."""
-    source, choice = inputs.source, inputs.choice
-    return RowDigests(
-        inputs.labels,
-        id_column=settings.id_column,
-        json_carried=source.kind == "jsonl",
-        columns=() if choice is None else [name for name in choice.columns if name in source.carried_schema.names],
-        common=inputs.content_free,
-    )
 
 
 @contextmanager

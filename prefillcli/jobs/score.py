@@ -10,14 +10,12 @@ from datetime import UTC, datetime
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from prefillcli.data.dealing import ShardRows
 from prefillcli.data.output.earlier_output import FoundOutput
 from prefillcli.data.output.heartbeat import Heartbeat
 from prefillcli.data.output.shard_sink import ShardSink
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Window
-from prefillcli.data.windows import Prefetcher, windows
 from prefillcli.engines.registry import ENGINES, loader_of
 from prefillcli.errors import (
     OutputBusyError,
@@ -28,9 +26,10 @@ from prefillcli.errors import (
 from prefillcli.forecast.profile import find_profile
 from prefillcli.forecast.remaining_time import RemainingTime
 from prefillcli.jobs.calibration_file import calibration_of, check_calibration, require_fitting
+from prefillcli.jobs.coming_windows import coming_windows
 from prefillcli.jobs.content_free import content_free_prompts
 from prefillcli.jobs.dry_run import dry_run_job
-from prefillcli.jobs.earlier_rows import find_earlier, left_to_score, opened_rows, row_digests
+from prefillcli.jobs.earlier_rows import find_earlier, left_to_score, opened_rows
 from prefillcli.jobs.evaluation import (
     EVALUATION,
     EvaluationPlan,
@@ -249,24 +248,9 @@ class _ScoreJob:
     def _score(self, inputs: JobInputs, sink: Sink, profile: Profile | None, stop: Stop) -> None:
         settings, clock, forecast, source = self.settings, self.clock, self._forecast, inputs.source
         ended: list[int] = []
-        shard = settings.shard_of
-        coming = Prefetcher(
-            windows(
-                source,
-                inputs.builder,
-                inputs.labels,
-                id_column=settings.id_column,
-                max_rows=self._granularity.window_rows,
-                batch_rows=self._granularity.batch_rows,
-                skip=sink.finished,
-                only=None if shard is None else ShardRows(shard, inputs.builder),
-                ended=ended.append,
-                digest=row_digests(settings, inputs),
-            ),
-            cancel=inputs.builder.close,
-        )
+        coming = coming_windows(settings, inputs, sink, self._granularity, ended.append)
         progress = Progress(
-            source.selected_rows if shard is None else None,
+            source.selected_rows if settings.shard is None else None,
             interval=settings.progress_interval,
             quiet=settings.quiet,
             seconds_left=(lambda: None) if forecast is None else forecast.seconds_left,
