@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn, TypeVar, cast
 import typer
 
 from prefillcli import __version__
-from prefillcli.errors import PrefillError
+from prefillcli.errors import Interrupted, PrefillError
 from prefillcli.options.bench import BenchSettings
 from prefillcli.options.calibrate import CalibrateSettings
 from prefillcli.options.commands import COMMANDS
@@ -29,6 +29,7 @@ from prefillcli.redaction import shown
 from prefillcli.runtime import log
 from prefillcli.runtime.library_logs import quiet_imports
 from prefillcli.runtime.memory import prepare_allocator
+from prefillcli.runtime.signals import end_process, stop_before_the_job, stop_no_more
 from prefillcli.runtime.streams import survive_closed_streams
 from prefillcli.runtime.threads import prepare
 
@@ -47,12 +48,19 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of the `prefill` command."""
+    stop_before_the_job()
     survive_closed_streams()
     quiet_imports()
     try:
         app()
-    except _Finished:
+    except _Finished as end:
+        if end.stopped:
+            end_process(end.code)
         raise
+    except Interrupted as stop:
+        log.error(str(stop))
+        _print_summary({"status": "interrupted", "exit_code": stop.exit_code, "error": str(stop)})
+        end_process(stop.exit_code)
     except SystemExit as stop:
         if stop.code and not _is_completion():  # typer has said what is wrong, and no job has printed a summary
             status = "interrupted" if stop.code == 130 else "failed"
@@ -67,6 +75,12 @@ def _is_completion() -> bool:
 
 class _Finished(SystemExit):
     """The end of a command that has printed its summary."""
+
+    def __init__(self, code: int, *, stopped: bool) -> None:
+        super().__init__(code)
+        self.code: int = code
+        self.stopped = stopped
+        """Whether a signal has ended it."""
 
 
 def _show_version(asked: bool) -> None:
@@ -227,8 +241,9 @@ def _load(kind: type[AnyOptions], recipe: str | None, flags: dict[str, Any]) -> 
 
 def _finish(summary: dict[str, Any]) -> NoReturn:
     """End with the run's summary as the last line on stdout and its exit code."""
+    stop_no_more()
     _print_summary(summary)
-    raise _Finished(summary["exit_code"])
+    raise _Finished(summary["exit_code"], stopped=summary.get("status") == "interrupted")
 
 
 def _print_summary(summary: dict[str, Any]) -> None:

@@ -60,24 +60,31 @@ def bench_job(settings: BenchSettings, *, quick_tokens: int = QUICK_TOKENS) -> d
     report = BenchReport(
         started=datetime.now(UTC).isoformat(timespec="seconds"), settings=shown(settings.model_dump(mode="json"))
     )
-    with shell(report, debug=settings.debug) as stop:
+
+    def finish() -> None:
+        report.seconds = clock.total
+        if report.results:
+            _save(report, settings.output)
+
+    with shell(report, debug=settings.debug, finish=finish) as stop:
         with stop.at_once(), StepLog(interval=settings.progress_interval, quiet=settings.quiet) as steps:
             steps.begin("reading models and prompts")
             _run(settings, report, steps, quick_tokens if asked.limit is None and settings.limit is not None else None)
         report.status, report.exit_code = "complete", 0
-    report.seconds = clock.total
-    if report.results:
-        report.output, report.page, report.versions = settings.output, page_of(settings.output), versions()
-        try:
-            save_report(report, settings.output)
-        except PrefillError as error:
-            log.error(f"cannot write the report: {error}")
-            report.output = report.page = None
-            report.status, report.error = "failed", report.error or str(error)
-            report.exit_code = report.exit_code or ResourceError.exit_code
     if not settings.quiet and report.output is not None:
         print(without_secrets(f"\nprefill: {report.output}, {report.page}"), file=sys.stderr)
     return report.summary()
+
+
+def _save(report: BenchReport, output: str) -> None:
+    report.output, report.page, report.versions = output, page_of(output), versions()
+    try:
+        save_report(report, output)
+    except PrefillError as error:
+        log.error(f"cannot write the report: {error}")
+        report.output = report.page = None
+        report.status, report.error = "failed", report.error or str(error)
+        report.exit_code = report.exit_code or ResourceError.exit_code
 
 
 def _run(settings: BenchSettings, report: BenchReport, steps: StepLog, most_tokens: int | None) -> None:

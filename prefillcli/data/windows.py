@@ -55,11 +55,11 @@ def windows(
     (one that is scored already) is read for its ids, but neither tokenised nor yielded. With `only` the windows are
     cut the same way, but have the rows of one shard; one that has none of them is not yielded. At the end of the
     input `ended` is called with the number of windows. `digest` notes in the prompts of a window what their rows'
-    results follow from.
+    results follow from. Raises BuilderClosed at the next batch after `builder` is closed.
     """
     seen = SeenIds(json=source.kind == "jsonl")
     count = 0
-    for index, batches in enumerate(_groups(source.batches(batch_rows), max_rows, max_bytes)):
+    for index, batches in enumerate(_groups(_while_open(source, batch_rows, builder), max_rows, max_bytes)):
         for batch in batches:
             if id_column is not None:
                 for row, error in seen.check(batch.rows, batch.carried.column(id_column)).items():
@@ -78,6 +78,13 @@ def windows(
             yield window
     if ended is not None:
         ended(count)
+
+
+def _while_open(source: BatchedRows, batch_rows: int, builder: PromptBuilder) -> Iterator[RowBatch]:
+    """The batches; a run that is stopped does not wait for those of windows that are passed over."""
+    for batch in source.batches(batch_rows):
+        builder.require_open()
+        yield batch
 
 
 def _groups(batches: Iterable[RowBatch], max_rows: int, max_bytes: int) -> Iterator[list[RowBatch]]:

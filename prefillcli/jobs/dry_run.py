@@ -41,21 +41,28 @@ def dry_run_job(settings: ScoreSettings, granularity: Granularity) -> dict[str, 
     report = DryRunReport(
         started=datetime.now(UTC).isoformat(timespec="seconds"), settings=shown(settings.model_dump(mode="json"))
     )
-    with shell(report, debug=settings.debug) as stop:
+
+    def finish() -> None:
+        report.seconds, report.peak_memory_bytes = clock.total, peak_memory()["host"]
+        report.versions = versions()
+        _write(report)
+
+    with shell(report, debug=settings.debug, finish=finish) as stop:
         _run(settings, report, granularity, stop)
-    report.seconds, report.peak_memory_bytes = clock.total, peak_memory()["host"]
-    report.versions = versions()
-    if report.report is not None:
-        try:
-            text = shown_report(report).model_dump_json(indent=2) + "\n"
-            put_text(report.report, text)
-        except (OSError, PrefillError) as error:
-            log.error(f"cannot write the report: {error}")
-            report.report = None
-            report.exit_code = report.exit_code or ResourceError.exit_code
     if not settings.quiet and report.status == "complete":
         print_dry_run(shown_report(report))
     return report.summary()
+
+
+def _write(report: DryRunReport) -> None:
+    if report.report is None:
+        return
+    try:
+        put_text(report.report, shown_report(report).model_dump_json(indent=2) + "\n")
+    except (OSError, PrefillError) as error:
+        log.error(f"cannot write the report: {error}")
+        report.report = None
+        report.exit_code = report.exit_code or ResourceError.exit_code
 
 
 def _run(settings: ScoreSettings, report: DryRunReport, granularity: Granularity, stop: Stop) -> None:

@@ -36,13 +36,16 @@ def merge_job(settings: MergeSettings) -> dict[str, Any]:
         output=settings.output,
         report=report_path(settings.output, settings.report, None),
     )
-    with shell(report, debug=settings.debug) as stop:
+
+    def finish() -> None:
+        for name, value in clock.seconds.items():
+            setattr(report.seconds, name, value)
+        report.seconds.total = clock.total
+        report.peak_memory_bytes, report.versions = PeakMemory(**peak_memory()), versions()
+        write_files(report, settings.metrics_file)
+
+    with shell(report, debug=settings.debug, finish=finish) as stop:
         _run(settings, report, clock, stop)
-    for name, value in clock.seconds.items():
-        setattr(report.seconds, name, value)
-    report.seconds.total = clock.total
-    report.peak_memory_bytes, report.versions = PeakMemory(**peak_memory()), versions()
-    write_files(report, settings.metrics_file)
     if not settings.quiet and report.status == "complete":
         log.info(_sentence(report))
     return report.summary()

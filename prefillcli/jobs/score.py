@@ -100,11 +100,14 @@ def score_job(settings: ScoreSettings, granularity: Granularity = USUAL) -> dict
         settings=shown(settings.model_dump(mode="json")),
     )
     job, memory = _ScoreJob(settings, clock, report, granularity), MemoryWatch(clock)
-    with shell(report, debug=settings.debug, resumable=True) as stop, memory:
+
+    def finish() -> None:
+        job.finish_report()
+        report.memory_trace = MemoryTrace.of(memory.samples)
+        write_files(report, settings.metrics_file)
+
+    with shell(report, debug=settings.debug, resumable=True, finish=finish) as stop, memory:
         job.run(stop)
-    job.finish_report()
-    report.memory_trace = MemoryTrace.of(memory.samples)
-    write_files(report, settings.metrics_file)
     if not settings.quiet and report.status == "complete":
         print_table(shown_report(report))
     return report.summary()
@@ -179,7 +182,7 @@ class _ScoreJob:
 
     def _open_inputs(self, output: str, stop: Stop) -> JobInputs:
         settings, clock = self.settings, self.clock
-        with clock.phase("read"):
+        with clock.phase("read"), stop.at_once():
             check_calibration(settings)
             check_rationales(settings)
             exit_profile = read_exit_profile(settings)

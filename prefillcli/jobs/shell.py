@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
@@ -31,13 +31,26 @@ class Ending(Protocol):
 
 
 @contextmanager
-def shell(report: Ending, *, debug: bool, resumable: bool = False) -> Iterator[Stop]:
-    """For the body of a job: signals ask it to stop, and whatever error ends it goes into the `report`."""
-    try:
-        with Stop() as stop:
+def shell(
+    report: Ending, *, debug: bool, resumable: bool = False, finish: Callable[[], None] = lambda: None
+) -> Iterator[Stop]:
+    """For the body of a job: signals ask it to stop, and whatever error ends it goes into the `report`.
+
+    `finish` writes the report, however the job ended. A signal that comes only then does not change how it ended,
+    unless `finish` hangs.
+    """
+    with Stop() as stop:
+        try:
             yield stop
-    except BaseException as error:
-        fail(error, report, debug=debug, resumable=resumable)
+        except BaseException as error:
+            with stop.held_off():
+                fail(error, report, debug=debug, resumable=resumable)
+        try:
+            with stop.last_step():
+                finish()
+        except Interrupted as error:
+            with stop.held_off():
+                fail(error, report, debug=debug, resumable=resumable)
 
 
 def conclude(report: Ending, counts: Counts, *, max_error_rate: float, skip_empty: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from prefillcli.data.output.store import put_text
-from prefillcli.errors import PrefillError, ResourceError
+from prefillcli.errors import Interrupted, PrefillError, ResourceError
 from prefillcli.redaction import shown_report, without_secrets
 from prefillcli.report.html import page_of
 from prefillcli.report.metrics import to_metrics
@@ -39,12 +39,18 @@ def write_files(report: RunReport, metrics_file: str | None = None) -> None:
         except Exception as error:  # whatever goes wrong, the scores are written
             report.page = None
             _warn("page", error)
+        except Interrupted:  # a store hangs, and a signal has come
+            report.report = report.page = None
+            raise
         try:
             put_text(report.report, to_json(shown_report(report)))
         except (OSError, PrefillError) as error:
             log.error(f"cannot write the report: {error}")
             report.report = None
             report.exit_code = report.exit_code or ResourceError.exit_code
+        except Interrupted:
+            report.report = None
+            raise
     if metrics_file is not None:
         try:
             put_text(metrics_file, to_metrics(report, time.time()))

@@ -1,25 +1,38 @@
-"""SIGINT and SIGTERM ask a run to stop; it does so at the next safe point."""
+"""SIGINT and SIGTERM ask a run to stop; it does so at the next safe point, and at the latest a few seconds later."""
 
 from __future__ import annotations
 
+import atexit
+import os
 import signal
+import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from prefillcli.errors import Interrupted
 
+GRACE_SECONDS = 5.0
+"""The time after a signal in which a run comes to a safe point."""
+AGAIN_SECONDS = 1.0
+"""The time that each step of closing down may take after that."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 
 class Stop:
-    """Whether a signal has asked to stop. A second signal of the kind ends the process at once.
+    """Whether a signal has asked to stop. A second signal, of either kind, ends the process at once.
 
-    Use as a context manager in the main thread.
+    A run that has not stopped after `GRACE_SECONDS` is interrupted wherever it is, and so is, `AGAIN_SECONDS` later,
+    whatever it waits for while it closes down. That loses nothing that a killed run would not lose either. Use as a
+    context manager in the main thread.
     """
 
     def __init__(self) -> None:
         self._signum: int | None = None
         self._waiting = False
+        self._held = False
         self._before: dict[int, Any] = {}
 
     @property
@@ -36,23 +49,84 @@ class Stop:
     def at_once(self) -> Iterator[None]:
         """Inside, a signal raises Interrupted where it strikes: for waiting and loading, where nothing is lost."""
         self.check()
-        self._waiting = True
+        before, self._waiting = self._waiting, True
         try:
             yield
         finally:
-            self._waiting = False
+            self._waiting = before
+
+    @contextmanager
+    def held_off(self) -> Iterator[None]:
+        """Inside, nothing is interrupted: for what takes an instant. A second signal still ends the process."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+
+    @contextmanager
+    def last_step(self) -> Iterator[None]:
+        """For what a run does last, whether or not it was stopped: it has `GRACE_SECONDS` for it after a signal."""
+        if self._signum is not None:
+            _interrupt_in(GRACE_SECONDS)
+        try:
+            yield
+        finally:
+            _interrupt_in(0)
 
     def __enter__(self) -> Stop:
-        for signum in (signal.SIGINT, signal.SIGTERM):
+        for signum in _SIGNALS:
             self._before[signum] = signal.signal(signum, self._handle)
+        self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._insist)
         return self
 
     def __exit__(self, *exc: object) -> None:
+        _interrupt_in(0)
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         self._signum = signum
-        signal.signal(signum, signal.SIG_DFL)
+        for each in _SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+        _interrupt_in(GRACE_SECONDS)
         if self._waiting:
             raise Interrupted(signum)
+
+    def _insist(self, signum: int, frame: FrameType | None) -> None:
+        if self._signum is not None and not self._held:
+            raise Interrupted(self._signum)
+
+
+def stop_before_the_job() -> None:
+    """Until a `Stop` is there, let SIGTERM raise Interrupted, as SIGINT raises KeyboardInterrupt."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _stop_early)
+
+
+def stop_no_more() -> None:
+    """Let SIGTERM end the process: the job is over, and told."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is _stop_early:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process after a signal, without waiting for its threads: one may be in the middle of a long file."""
+    last = threading.Timer(GRACE_SECONDS, os._exit, [code])
+    last.daemon = True
+    last.start()
+    with suppress(Exception):
+        atexit._run_exitfuncs()  # temporary folders, and processes that were started
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    os._exit(code)
+
+
+def _stop_early(signum: int, frame: FrameType | None) -> None:
+    signal.signal(signum, signal.SIG_DFL)
+    raise Interrupted(signum)
+
+
+def _interrupt_in(seconds: float) -> None:
+    """Send SIGALRM after so many seconds, and then again and again; 0 for never."""
+    signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_SECONDS if seconds else 0)

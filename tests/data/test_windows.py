@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefillcli.data.prompts.builder import PromptBuilder
+from prefillcli.data.prompts.builder import BuilderClosed, PromptBuilder
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.prompts.settings import PromptSettings
 from prefillcli.data.reading.ids import SeenIds
@@ -69,6 +69,25 @@ def test_a_skipped_window_is_not_tokenised_but_its_ids_count(byte_level: Any, wr
     found = list(open_windows(byte_level, write_jsonl(rows), max_rows=2048, skip=lambda index, rows: index < 2))
     assert [window.index for window in found] == [2]
     assert found[0].errors[5000].code == "duplicate_id"
+
+
+def test_once_the_builder_is_closed_no_more_is_read_not_even_of_windows_that_are_passed_over(
+    byte_level: Any, write_jsonl: Write
+) -> None:
+    source = Source.open([write_jsonl(rows_of(50))], columns=["prompt"])
+    builder = PromptBuilder(byte_level, PromptSettings(max_length=50, vocab_size=10**6), source.available)
+    labels = Labels(byte_level, parse_labels("Yes,No"))
+    skipped: list[int] = []
+
+    def skip(index: int, rows: object) -> bool:
+        skipped.append(index)
+        if len(skipped) == 2:
+            builder.close()
+        return True
+
+    with pytest.raises(BuilderClosed):
+        list(windows(source, builder, labels, id_column=None, max_rows=10, batch_rows=10, skip=skip))
+    assert skipped == [0, 1]
 
 
 def test_null_and_repeated_ids_are_error_rows_through_all_windows(byte_level: Any, write_jsonl: Write) -> None:

@@ -54,7 +54,8 @@ class Command:
     """`prefill` with these arguments in another process, every pack flushed when it is done.
 
     `seconds_per_pack` slows it down. `block_tokens` as in `Granularity`. `environment` is added to its own. Its stdout
-    and stderr are files of these names with `log` before them.
+    and stderr are files of these names with `log` before them. With `grace_seconds` a signal strikes where the run is
+    after that time, and again after a tenth of it.
     """
 
     def __init__(
@@ -65,11 +66,12 @@ class Command:
         block_tokens: int = SMALL.block_tokens,
         environment: Mapping[str, str] | None = None,
         log: str = "",
+        grace_seconds: float | None = None,
     ) -> None:
         for name in (_REACHED, _LET_GO):
             Path(name).unlink(missing_ok=True)
         words = [str(argument) for argument in arguments]
-        changes = (dict(environment or {}), hold, seconds_per_pack, block_tokens)
+        changes = (dict(environment or {}), hold, seconds_per_pack, block_tokens, grace_seconds)
         self._log = log
         self._process = _CONTEXT.Process(target=_run, args=(words, os.getcwd(), log, *changes))
         self._process.start()
@@ -138,6 +140,7 @@ def _run(
     hold: Hold | None,
     seconds_per_pack: float,
     block_tokens: int,
+    grace_seconds: float | None,
 ) -> None:
     os.chdir(folder)
     os.environ |= environment
@@ -152,6 +155,9 @@ def _run(
         _slow_down(changes, seconds_per_pack)
     if hold:
         _hold_at(changes, hold)
+    if grace_seconds is not None:
+        changes.setattr("prefillcli.runtime.signals.GRACE_SECONDS", grace_seconds)
+        changes.setattr("prefillcli.runtime.signals.AGAIN_SECONDS", grace_seconds / 10)
     from prefillcli.cli import app
 
     app(arguments)

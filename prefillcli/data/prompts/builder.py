@@ -32,6 +32,10 @@ GROUP_CHARS = 16 << 20
 """Characters of prompts that are tokenised together."""
 
 
+class BuilderClosed(Exception):
+    """The builder was closed, by another thread, before it had made its prompts."""
+
+
 class PromptBuilder:
     """Makes prompts of rows.
 
@@ -68,6 +72,7 @@ class PromptBuilder:
         self._chat_template: ChatTemplate | None = None
         self._encoder = Encoder(tokenizer)
         self._group_chars = group_chars
+        self._closed = False
         self.max_row_bytes = settings.max_row_bytes or default_row_bytes(
             settings.max_length, self._encoder.longest_token(), settings.on_long
         )
@@ -94,11 +99,15 @@ class PromptBuilder:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def build(self, batch: RowBatch, labels: Labels) -> tuple[list[Prompt], dict[int, RowError]]:
-        """The prompts of a batch, ascending by row, and the errors of all its other rows."""
+        """The prompts of a batch, ascending by row, and the errors of all its other rows.
+
+        Raises BuilderClosed or RendererClosed once it is closed.
+        """
         errors = dict(batch.errors)
         prompts: list[Prompt] = []
         started = time.perf_counter()
         for group in _groups(self._reader.read(batch, errors), self._group_chars):
+            self.require_open()
             texts = self._with_chats_rendered(group, errors)
             rendered = time.perf_counter()
             self.render_seconds += rendered - started
@@ -120,10 +129,16 @@ class PromptBuilder:
         return PromptBuilder(self._tokenizer, settings, (self.column,), group_chars=self._group_chars)
 
     def close(self) -> None:
-        """Stop what is being rendered, in whatever thread, for good."""
+        """Stop what is being rendered or tokenised, in whatever thread, for good."""
+        self._closed = True
         for renderer in (self.template, self._chat_template):
             if renderer is not None:
                 renderer.close()
+
+    def require_open(self) -> None:
+        """Raise BuilderClosed after `close`."""
+        if self._closed:
+            raise BuilderClosed
 
     def _remember(self, prompts: Sequence[Prompt], batch: RowBatch) -> None:
         """Note in each prompt the values of its row that it was made of."""

@@ -1,0 +1,164 @@
+"""A signal stops a run in whatever phase it is, soon and with a report; what it had written goes on."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.score.jobs import read_output, read_report, texts, write_parquet
+from tests.score.processes import Command, Hold
+
+ROWS = 70
+CODES = {signal.SIGTERM: 143, signal.SIGINT: 130}
+TEMPLATE = "{{ prompt }} So:"
+EVALUATE = ("--truth", "truth")
+
+#: A function that is running in each phase, and options with which it is.
+PHASES: dict[str, tuple[Hold, tuple[str, ...]]] = {
+    "read": (Hold("prefillcli.jobs.score:open_source"), ()),
+    "hash": (Hold("prefillcli.data.proof.contents:content_digest"), ()),
+    "open the output": (Hold("prefillcli.data.output.sink:find_resumable"), ()),
+    "load": (Hold("prefillcli.engines.torch:load_model"), ()),
+    "render": (Hold("prefillcli.data.prompts.rendering:Renderer.render", 2), ("--template", TEMPLATE)),
+    "tokenize": (Hold("prefillcli.data.prompts.builder:PromptBuilder._prompts", 2), ()),
+    "plan": (Hold("prefillcli.jobs.window_scoring:plan_requests"), ()),
+    "model": (Hold("prefillcli.engines.torch:TorchEngine.answer", 4), ()),
+    "exits": (Hold("prefillcli.jobs.exit_learning:ExitLearning.exits"), ("--exit",)),
+    "write": (Hold("prefillcli.data.output.parts:write_part", 2), ()),
+    "publish": (Hold("prefillcli.data.output.sink:write_output"), ()),
+    "evaluate": (Hold("prefillcli.jobs.score:evaluate_output"), EVALUATE),
+}
+#: The same with two workers, whose driver neither loads nor computes.
+DRIVER: dict[str, tuple[Hold, tuple[str, ...]]] = {
+    **{name: PHASES[name] for name in PHASES if name not in ("load", "model")},
+    "start": (Hold("prefillcli.jobs.runners.processes:ProcessCrew.start"), ()),
+    "load": (Hold("prefillcli.jobs.runners.dispatcher:Dispatcher.wait"), ()),
+    "model": (Hold("prefillcli.jobs.runners.dispatcher:Dispatcher.wait", 5), ()),
+    "end": (Hold("prefillcli.jobs.runners.pool:Pool.reports"), ()),
+}
+
+
+def make_input() -> Path:
+    answers = ["Yes" if i % 3 else "No" for i in range(ROWS)]
+    return write_parquet("in.parquet", prompt=texts(ROWS), id=[f"r{i}" for i in range(ROWS)], truth=answers)
+
+
+def arguments(model: Path, *more: str) -> list[object]:
+    return ["score", "in.parquet", "-m", model, "--id-column", "id", "--pack-tokens", 64, "-o", "out.parquet", *more]
+
+
+def rows_of(path: str) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in read_output(path)]
+
+
+def assert_interrupted(command: Command, signum: int, within: float) -> None:
+    """It ends in time with the signal's exit code, and with a report and a summary that say so."""
+    sent = time.monotonic()
+    command.send(signum)
+    assert command.end() == CODES[signal.Signals(signum)], command.stderr
+    assert time.monotonic() - sent < within
+    report = read_report()
+    assert (report["status"], report["exit_code"]) == ("interrupted", CODES[signal.Signals(signum)])
+    (line,) = Path("stdout").read_text().splitlines()
+    assert json.loads(line)["status"] == "interrupted"
+    assert "Traceback" not in command.stderr
+    assert "go on with --resume" in command.stderr
+
+
+def assert_goes_on(model: Path, *more: str) -> None:
+    """A resumed run writes what one that nothing stops writes, and leaves nothing behind."""
+    for output in ("out.parquet", "whole.parquet"):
+        command = Command(*arguments(model, *more, "--resume"), "-o", output)
+        assert command.end() == 0, command.stderr
+    assert rows_of("out.parquet") == rows_of("whole.parquet")
+    assert len(read_output("out.parquet")) == ROWS
+    assert not list(Path().rglob("*.prefill-tmp"))
+    assert not list(Path("out.parquet.prefill").glob("part-*"))
+
+
+@pytest.mark.parametrize("phase", ["hash", "open the output", "tokenize", "model", "publish"])
+def test_a_signal_stops_a_run_that_comes_to_no_safe_point(model: Path, phase: str) -> None:
+    make_input()
+    hold, more = PHASES[phase]
+    command = Command(*arguments(model, *more), hold=hold, grace_seconds=0.5)
+    command.wait_until_held()
+    assert_interrupted(command, signal.SIGTERM, within=10)
+    assert_goes_on(model, *more)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("signum", CODES, ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_signal_stops_a_run_in_every_phase(model: Path, phase: str, signum: int) -> None:
+    make_input()
+    hold, more = PHASES[phase]
+    command = Command(*arguments(model, *more), hold=hold)
+    command.wait_until_held()
+    assert_interrupted(command, signum, within=10)
+    assert_goes_on(model, *more)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("signum", CODES, ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("phase", DRIVER)
+def test_a_signal_stops_a_run_with_workers_in_every_phase(model: Path, phase: str, signum: int) -> None:
+    make_input()
+    hold, more = DRIVER[phase]
+    more = ("--workers", "2", *more)
+    command = Command(*arguments(model, *more), hold=hold)
+    command.wait_until_held()
+    assert_interrupted(command, signum, within=10)
+    assert_goes_on(model, *more)
+
+
+@pytest.mark.parametrize("second", CODES, ids=["SIGTERM", "SIGINT"])
+def test_a_second_signal_of_either_kind_ends_the_process_at_once(model: Path, second: int) -> None:
+    make_input()
+    command = Command(*arguments(model), hold=PHASES["model"][0])
+    command.wait_until_held()
+    command.send(signal.SIGINT)
+    time.sleep(0.3)
+    sent = time.monotonic()
+    command.send(second)
+    assert command.end() == -second
+    assert time.monotonic() - sent < 2
+
+
+def test_a_signal_while_the_report_is_written_changes_nothing(model: Path) -> None:
+    make_input()
+    command = Command(*arguments(model), hold=Hold("prefillcli.report.files:run_html"))
+    command.wait_until_held()
+    command.send(signal.SIGTERM)
+    command.let_go()
+    assert command.end() == 0, command.stderr
+    assert (read_report()["status"], len(read_output("out.parquet"))) == ("complete", ROWS)
+
+
+def test_a_report_that_hangs_is_given_up_after_a_signal(model: Path) -> None:
+    make_input()
+    command = Command(*arguments(model), hold=Hold("prefillcli.report.files:put_text"), grace_seconds=0.5)
+    command.wait_until_held()
+    command.send(signal.SIGTERM)
+    assert command.end() == 143
+    (line,) = Path("stdout").read_text().splitlines()
+    assert (json.loads(line)["status"], json.loads(line)["report"]) == ("interrupted", None)
+    assert not Path("out.run.json").exists()
+
+
+def test_a_command_that_has_not_begun_its_job_says_that_it_was_stopped() -> None:
+    code = (
+        "import os, signal, sys, prefillcli.cli as cli\n"
+        "cli.load_settings = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "sys.argv = ['prefill', 'score', 'x']; cli.main()"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 143
+    assert json.loads(ended.stdout)["status"] == "interrupted"
+    assert ended.stderr == "prefill: stopped by signal 15\n"
