@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -37,6 +38,24 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if session.config.getoption("--no-skips") and reporter and reporter.stats.get("skipped"):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many faults were injected, by their kind."""
+    faults: Counter[str] = Counter()
+    for report in terminalreporter.getreports("passed"):
+        faults.update(dict(value for name, value in report.user_properties if name == "faults"))
+    if faults:
+        terminalreporter.section("injected faults")
+        for kind, number in faults.most_common():
+            terminalreporter.line(f"{number:>7,} {kind}")
+        terminalreporter.line(f"{faults.total():>7,} together")
+
+
+@pytest.fixture
+def count_faults(record_property: Callable[[str, object], None]) -> Callable[[str, int], None]:
+    """Have faults of a kind counted for the summary at the end."""
+    return lambda kind, number: record_property("faults", (kind, number))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -25,7 +25,7 @@ from tests.score.processes import Command, Hold, cut_small_windows, flush_often
 ROWS = 70
 PACK_TOKENS = 64
 ANSWER = "prefillcli.engines.torch:TorchEngine.answer"
-REPLACE = "prefillcli.data.output.local_store:os.replace"
+REPLACE = "prefillcli.runtime.file_calls:replace_file"
 
 
 @pytest.fixture(autouse=True)

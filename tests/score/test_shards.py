@@ -32,7 +32,7 @@ from tests.score.processes import Command, Hold, cut_small_windows
 
 ROWS = 70
 ANSWER = "prefillcli.engines.torch:TorchEngine.answer"
-REPLACE = "prefillcli.data.output.local_store:os.replace"
+REPLACE = "prefillcli.runtime.file_calls:replace_file"
 #: What may differ: a prefix that rows of two shards share is computed by both.
 SHARED = ("seconds", "shared_tokens", "computed_tokens")
 
@@ -434,8 +434,8 @@ def test_shards_that_were_scored_again_are_not_taken_for_those_that_were_merged(
         Hold("prefillcli.data.output.joined_shards:Manifest.save", 2),
         Hold("prefillcli.data.output.shard_folders:ShardFolder.delete", 1),
         Hold("prefillcli.data.output.shard_folders:ShardFolder.delete", 2),
-        Hold("prefillcli.data.output.local_store:os.unlink", 1, ".parquet"),
-        Hold("prefillcli.data.output.local_store:os.unlink", 2, "manifest.json"),
+        Hold("prefillcli.runtime.file_calls:remove_file", 1, ".parquet"),
+        Hold("prefillcli.runtime.file_calls:remove_file", 2, "manifest.json"),
     ],
     ids=[
         "before anything is written",

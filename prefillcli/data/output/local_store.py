@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO
@@ -11,6 +10,7 @@ from typing import IO
 from prefillcli.data.filesystems import writing
 from prefillcli.data.output.locks import LOCK, FileLock, Lock, file_lock_held
 from prefillcli.data.paths import split_path
+from prefillcli.runtime import file_calls
 
 _TEMPORARY = ".prefill-tmp"
 
@@ -30,31 +30,29 @@ class LocalStore:
     def names(self) -> list[str]:
         with writing(self.location):
             try:
-                return sorted(name for name in os.listdir(self.location) if not name.endswith(_TEMPORARY))
+                names = [entry.name for entry in file_calls.list_folder(self.location)]
             except FileNotFoundError:
                 return []
+        return [name for name in names if not name.endswith(_TEMPORARY)]
 
     def folders(self) -> list[str]:
         with writing(self.location):
             try:
-                return sorted(entry.name for entry in os.scandir(self.location) if entry.is_dir())
+                return [entry.name for entry in file_calls.list_folder(self.location) if entry.is_dir()]
             except FileNotFoundError:
                 return []
 
     def find(self, into: Callable[[str], bool]) -> list[str]:
-        found = []
         with writing(self.location):
-            for folder, folders, names in os.walk(self.location):
-                folders[:] = filter(into, folders)
-                inner = os.path.relpath(folder, self.location)
-                found += [os.path.normpath(os.path.join(inner, n)) for n in names if not n.endswith(_TEMPORARY)]
-        return sorted(found)
+            files = [path for path, folder in walk_folder(self.location, into) if not folder]
+        return sorted(path for path in files if not path.endswith(_TEMPORARY))
 
     def exists(self, name: str) -> bool:
-        return os.path.lexists(self._path(name))
+        with writing(self._path(name)):
+            return file_calls.is_there(self._path(name))
 
     def read(self, name: str) -> IO[bytes]:
-        return open(self._path(name), "rb")
+        return file_calls.open_to_read(self._path(name))
 
     def read_bytes(self, name: str) -> bytes:
         with self.read(name) as file:
@@ -68,15 +66,15 @@ class LocalStore:
         try:
             with writing(path):
                 make_folder(folder)
-                with open(temporary, "w+b") as file:
+                with file_calls.open_to_write(temporary) as file:
                     yield file
                     file.flush()
-                    os.fsync(file.fileno())
-                os.replace(temporary, path)
-                sync_folder(folder)
+                    file_calls.sync_file(file.fileno())
+                file_calls.replace_file(temporary, path)
+                file_calls.sync_folder(folder)
         except BaseException:
             with suppress(OSError):
-                os.unlink(temporary)
+                file_calls.remove_file(temporary)
             raise
 
     def put_bytes(self, name: str, data: bytes, *, new: bool = False) -> None:
@@ -85,11 +83,11 @@ class LocalStore:
 
     def delete(self, name: str) -> None:
         with writing(self._path(name)), suppress(FileNotFoundError):
-            os.unlink(self._path(name))
+            file_calls.remove_file(self._path(name))
 
     def remove(self) -> None:
         with writing(self.location), suppress(FileNotFoundError):
-            shutil.rmtree(self.location)
+            file_calls.remove_tree(self.location)
 
     def delete_all(self, names: Iterable[str]) -> None:
         for name in names:
@@ -97,14 +95,11 @@ class LocalStore:
 
     def clean(self, ours: Callable[[str], bool], into: Callable[[str], bool] = lambda folder: False) -> None:
         with writing(self.location):
-            for folder, folders, names in os.walk(self.location):
-                folders[:] = filter(into, folders)
-                inner = os.path.relpath(folder, self.location)
-                for name in names:
-                    if name.startswith(".") and name.endswith(_TEMPORARY):
-                        whole = os.path.normpath(os.path.join(inner, name[1 : -len(_TEMPORARY)]))
-                        if ours(whole):
-                            os.unlink(os.path.join(folder, name))
+            for path, is_folder in walk_folder(self.location, into):
+                folder, name = split_path(path)
+                half = not is_folder and name.startswith(".") and name.endswith(_TEMPORARY)
+                if half and ours(os.path.normpath(os.path.join(folder, name[1 : -len(_TEMPORARY)]))):
+                    file_calls.remove_file(self._path(path))
 
     def in_use(self) -> bool | None:
         with writing(self._path(LOCK)):
@@ -125,16 +120,29 @@ class LocalStore:
 
 
 def make_folder(path: str) -> None:
-    """Make a local folder unless it exists, so that it survives a crash."""
-    if not os.path.isdir(path):
-        os.makedirs(path, exist_ok=True)
-        sync_folder(os.path.dirname(path))
+    """Make a local folder and those that it lies in, unless they exist, so that they survive a crash."""
+    if not file_calls.is_folder(path):
+        parent = os.path.dirname(path)
+        make_folder(parent)
+        file_calls.add_folder(path)
+        file_calls.sync_folder(parent)
 
 
-def sync_folder(path: str) -> None:
-    """Make the names in a local folder survive a crash."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def walk_folder(path: str, into: Callable[[str], bool]) -> Iterator[tuple[str, bool]]:
+    """The paths in a local folder, relative to it, each with whether it is a folder; nothing if there is none.
+
+    What lies in a folder comes too if `into` accepts its name. Symbolic links are not followed. Raises OSError if a
+    folder cannot be read: what is in it is not passed over.
+    """
+    waiting = [""]
+    while waiting:
+        inner = waiting.pop()
+        try:
+            entries = file_calls.list_folder(os.path.join(path, inner))
+        except FileNotFoundError:
+            continue
+        for entry in entries:
+            found, is_folder = os.path.join(inner, entry.name), entry.is_dir(follow_symlinks=False)
+            yield found, is_folder
+            if is_folder and into(entry.name):
+                waiting.append(found)

@@ -7,7 +7,6 @@ lock is an object that only one of several writers can create, and that stays wh
 from __future__ import annotations
 
 import datetime
-import fcntl
 import json
 import os
 import socket
@@ -21,7 +20,7 @@ from typing import Any, Protocol
 from prefillcli.data.failures import Failure, patiently
 from prefillcli.data.output.conditional_writes import exclusive_put
 from prefillcli.errors import OutputBusyError, PrefillError
-from prefillcli.runtime import log
+from prefillcli.runtime import file_calls, log
 from prefillcli.runtime.processes import process_space, start_of
 
 LOCK = "lock"
@@ -82,15 +81,14 @@ class FileLock:
     """A lock on a local file; it ends with the process that holds it."""
 
     def __init__(self, path: str, location: str) -> None:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        handle = file_calls.open_lock(path)
         try:
-            if not _locked(handle, fcntl.LOCK_EX, _PATIENCE):
+            if not _locked(handle, shared=False, patience=_PATIENCE):
                 holder = os.pread(handle, 100, 0).decode(errors="replace").strip() or "unknown"
                 raise OutputBusyError(
                     f"{location} is in use by process {holder}\nwait for its end, or choose another --output"
                 )
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+            file_calls.put_content(handle, f"{os.getpid()}\n".encode())
         except OSError as error:
             os.close(handle)
             raise PrefillError(f"cannot lock {path}: {error.strerror}") from None
@@ -116,13 +114,11 @@ class FileLock:
 def file_lock_held(path: str) -> bool:
     """Whether some process holds the lock on a local file."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = file_calls.open_to_read(path)
     except FileNotFoundError:
         return False
-    try:
-        return not _locked(handle, fcntl.LOCK_SH, 0)
-    finally:
-        os.close(handle)
+    with file:
+        return not _locked(file.fileno(), shared=True, patience=0)
 
 
 class ObjectLock:
@@ -219,14 +215,10 @@ class ObjectLock:
             self._filesystem.rm_file(self._path)
 
 
-def _locked(handle: int, kind: int, patience: float) -> bool:
+def _locked(handle: int, *, shared: bool, patience: float) -> bool:
     end = time.monotonic() + patience
-    while True:
-        try:
-            fcntl.flock(handle, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= end:
-                return False
-            time.sleep(0.02)
-        else:
-            return True
+    while not file_calls.try_lock(handle, shared=shared):
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0.02)
+    return True

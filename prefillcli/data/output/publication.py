@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import IO, Protocol
 
 from prefillcli.data.filesystems import writing
-from prefillcli.data.output.local_store import LocalStore, make_folder, sync_folder
+from prefillcli.data.output.local_store import LocalStore, make_folder, walk_folder
 from prefillcli.data.output.store import Store
 from prefillcli.data.output.target import OLD, SUCCESS, Published, Target, is_partition
 from prefillcli.errors import PrefillError
+from prefillcli.runtime import file_calls
 
 _NEW = "new"
 
@@ -45,8 +45,8 @@ def recover_publication(target: Target) -> None:
         return
     old, new, place = (os.path.join(work.location, OLD), os.path.join(work.location, _NEW), target.store.location)
     with writing(place):
-        if os.path.isdir(old) and not os.path.isdir(place):
-            os.rename(old, place)
+        if file_calls.is_folder(old) and not file_calls.is_folder(place):
+            file_calls.move_folder(old, place)
         for folder in (old, new):
             _remove(folder)
 
@@ -74,12 +74,12 @@ class _Renamed:
             make_folder(parent)
             if _shared(self._target, self._place):  # since it was begun
                 raise PrefillError(f"{self._place} now holds other files too\nrun again with --resume")
-            if os.path.isdir(self._place):
+            if file_calls.is_folder(self._place):
                 with suppress(OSError):  # the modes of a folder that its users have set up
-                    shutil.copystat(self._place, self._new)
-                os.rename(self._place, self._old)
-            os.rename(self._new, self._place)
-            sync_folder(parent)
+                    file_calls.copy_modes(self._place, self._new)
+                file_calls.move_folder(self._place, self._old)
+            file_calls.move_folder(self._new, self._place)
+            file_calls.sync_folder(parent)
             _remove(self._old)
 
 
@@ -112,14 +112,14 @@ def _shared(target: Target, place: str) -> bool:
     """Whether a local folder cannot be put aside: it holds other files too, or something is mounted there."""
     if os.path.ismount(place):
         return True
-    for folder, folders, names in os.walk(place):
-        inside = [os.path.relpath(os.path.join(folder, name), place) for name in names]
-        if not all(map(target.is_ours, inside)) or not all(map(is_partition, folders)):
-            return True
-    return False
+    with writing(place):
+        return any(
+            not (is_partition(os.path.basename(path)) if is_folder else target.is_ours(path))
+            for path, is_folder in walk_folder(place, is_partition)
+        )
 
 
 def _remove(folder: str) -> None:
     """Remove a folder of a work folder with all that is in it."""
     with suppress(FileNotFoundError):
-        shutil.rmtree(folder)
+        file_calls.remove_tree(folder)

@@ -17,6 +17,7 @@ from prefillcli.data.output.locks import LOCK, Lock, ObjectLock
 from prefillcli.data.paths import split_path
 from prefillcli.errors import OutputBusyError, PrefillError
 from prefillcli.redaction import without_secrets
+from prefillcli.runtime import file_calls
 
 _S3 = {"s3", "s3a"}
 _FOLDERLESS = _S3 | {"gs", "gcs", "abfs", "abfss", "az", "hf"}  # here, making a folder may mean making a bucket
@@ -90,7 +91,7 @@ class RemoteStore:
     def create(self, name: str, *, new: bool = False) -> Iterator[IO[bytes]]:
         path = self._path(name)
         place = f"{tempfile.gettempdir()} (for {self.location}/{name}, before its upload)"
-        with writing(place), tempfile.NamedTemporaryFile(prefix="prefill-") as file:
+        with writing(place), file_calls.open_unnamed() as file:
             yield file
             file.flush()
             size, tail = os.path.getsize(file.name), _tail(file)

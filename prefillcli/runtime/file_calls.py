@@ -1,0 +1,171 @@
+"""The calls that touch the files of a run on a local disk, each a function of its own.
+
+An output, its parts and manifest, locks, heartbeats and reports are read and written through these alone, called as
+`file_calls.replace_file(...)`. So there is one place where any call of a run can fail, end the process or hang:
+`tests/faults` lets them do so one after another. Errors are those of the operating system.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import shutil
+import stat
+import tempfile
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
+_READ_BLOCK = 1 << 20  # bytes
+
+
+class LocalFile(io.FileIO):
+    """An unbuffered file that is read and written by the calls of this module."""
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        return read_into(self.fileno(), buffer)
+
+    def readall(self) -> bytes:
+        found, block = bytearray(), bytearray(_READ_BLOCK)
+        while size := self.readinto(block):
+            found += block[:size]
+        return bytes(found)
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or size < 0:
+            return self.readall()
+        block = bytearray(size)
+        return bytes(block[: self.readinto(block)])
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        return write_bytes(self.fileno(), data)
+
+
+def open_to_read(path: str) -> IO[bytes]:
+    """A file, open for reading. Raises FileNotFoundError."""
+    return io.BufferedReader(LocalFile(path, "r"))
+
+
+def open_to_write(path: str) -> IO[bytes]:
+    """A new file in place of any older one, open for writing and reading."""
+    return io.BufferedRandom(LocalFile(path, "w+"))
+
+
+def open_unnamed() -> IO[bytes]:
+    """A file in the folder for temporary files that is gone when it is closed, open for writing and reading.
+
+    Until then it has a name, in `name`.
+    """
+    handle, path = tempfile.mkstemp(prefix="prefill-")
+    os.close(handle)
+    return _Unnamed(LocalFile(path, "w+"))
+
+
+class _Unnamed(io.BufferedRandom):
+    def close(self) -> None:
+        if not self.closed:
+            os.unlink(self.name)
+        super().close()
+
+
+def open_lock(path: str) -> int:
+    """The handle of a file that stands for a lock, which is made if it is not there."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+
+def read_into(handle: int, buffer: WriteableBuffer) -> int:
+    """Read as much of a file as fits; returns how many bytes that is, 0 at the end."""
+    return os.readv(handle, [buffer])
+
+
+def write_bytes(handle: int, data: ReadableBuffer) -> int:
+    """Write to a file; returns how many bytes were written, which may be less than all."""
+    return os.write(handle, data)
+
+
+def put_content(handle: int, data: bytes) -> None:
+    """Replace the whole content of an open file by these few bytes."""
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, data, 0)
+
+
+def sync_file(handle: int) -> None:
+    """Make the content of a file survive a crash of the machine."""
+    os.fsync(handle)
+
+
+def sync_folder(path: str) -> None:
+    """Make the names in a folder survive a crash of the machine."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def replace_file(source: str, path: str) -> None:
+    """Give a file the name `path`, in place of the file that had it."""
+    os.replace(source, path)
+
+
+def move_folder(source: str, path: str) -> None:
+    """Give a folder the name `path`, which no other has."""
+    os.rename(source, path)
+
+
+def copy_modes(source: str, path: str) -> None:
+    """Give `path` the modes and times of `source`."""
+    shutil.copystat(source, path)
+
+
+def remove_file(path: str) -> None:
+    """Remove a file. Raises FileNotFoundError."""
+    os.unlink(path)
+
+
+def remove_tree(path: str) -> None:
+    """Remove a folder with all that is in it. Raises FileNotFoundError."""
+    shutil.rmtree(path)
+
+
+def add_folder(path: str) -> None:
+    """Make one folder, unless it is there; the one that it lies in must be."""
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise
+
+
+def list_folder(path: str) -> list[os.DirEntry[str]]:
+    """What lies in a folder, sorted by name. Raises FileNotFoundError."""
+    with os.scandir(path) as entries:
+        return sorted(entries, key=lambda entry: entry.name)
+
+
+def is_there(path: str) -> bool:
+    """Whether anything has this name, if only a symbolic link that leads nowhere."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def is_folder(path: str) -> bool:
+    """Whether a folder has this name, or a symbolic link leads to one."""
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def try_lock(handle: int, *, shared: bool) -> bool:
+    """Lock an open file, for this process alone or `shared`; False where another process has locked it."""
+    try:
+        fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

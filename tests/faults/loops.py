@@ -1,0 +1,55 @@
+"""The loop over the calls of a job: the first fails, the second, and so on, until a job completes untouched."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+from tests.faults.file_faults import Fault, Kind
+from tests.faults.nursery import Nursery, Outcome
+
+
+@dataclass
+class Job:
+    """What is done in a folder of its own in each turn, and what must hold then."""
+
+    run: Callable[..., None]
+    """Gets the folder, in a process of its own."""
+    check: Callable[[Path, Outcome], None]
+    """Looks at the folder after a fault, and goes on with the job."""
+    begin: Path | None = None
+    """A folder to begin with a copy of."""
+    while_hung: Callable[[Path], None] = lambda folder: None
+    """Looks at the folder while the process hangs."""
+    hits: Counter[str] = field(default_factory=Counter)
+    """The calls that failed so far."""
+
+
+def fail_each(nursery: Nursery, place: Path, job: Job, kind: Kind, *, every: int = 1, first: int = 1) -> int:
+    """Let each call of the job fail, or only `every` so many from the `first` on; returns how many did."""
+    for number in count(first, every):
+        folder = place / f"{kind.name}-{number}"
+        if job.begin is None:
+            folder.mkdir()
+        else:
+            shutil.copytree(job.begin, folder, symlinks=True)
+        outcome = nursery.run(
+            Fault(kind, number), job.run, folder, while_hung=lambda folder=folder: job.while_hung(folder)
+        )
+        try:
+            if outcome.hit is None:
+                assert outcome.done, outcome
+            job.check(folder, outcome)
+        except BaseException as error:
+            error.add_note(f"{kind.meaning}, call {number}: {outcome}")
+            raise
+        shutil.rmtree(folder)
+        if outcome.hit is None:
+            assert number > 1, f"no call can have {kind.meaning}"
+            return sum(job.hits.values())
+        job.hits[outcome.hit] += 1
+    raise AssertionError("the numbers have no end")

@@ -1,0 +1,112 @@
+"""Functions in processes of their own with a fault: forks of a small process that has imported what they need."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from prefillcli.errors import PrefillError
+from tests.faults.file_faults import Failing, Fault, Kind
+
+_PATIENCE = 120.0  # seconds
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a process with a fault ended."""
+
+    hit: str | None
+    """The call that failed; None if there were fewer."""
+    refusal: str | None
+    """The message of the error that ended it."""
+    killed: bool
+
+    @property
+    def done(self) -> bool:
+        return self.refusal is None and not self.killed
+
+
+class Nursery:
+    """Use it as a context manager."""
+
+    def __enter__(self) -> Nursery:
+        self._pipe, theirs = multiprocessing.Pipe()
+        self._process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs,))
+        self._process.start()
+        theirs.close()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._pipe.close()
+        self._process.join()
+
+    def run(
+        self,
+        fault: Fault | None,
+        function: Callable[..., None],
+        *arguments: Any,
+        while_hung: Callable[[], None] = lambda: None,
+    ) -> Outcome:
+        """Call a function in a process of its own. One that hangs is killed after `while_hung`."""
+        self._pipe.send((fault, function, arguments))
+        hit = refusal = None
+        killed = False
+        while True:
+            assert self._pipe.poll(_PATIENCE), f"{fault} does not end"
+            kind, what = self._pipe.recv()
+            if kind == "hit":
+                hit, pid = what
+                if fault is not None and fault.kind is Kind.HANG:
+                    try:
+                        while_hung()
+                    finally:
+                        os.kill(pid, signal.SIGKILL)
+            elif kind == "refusal":
+                refusal = what
+            elif kind == "bug":
+                raise AssertionError(f"{fault} at {hit}:\n{what}")
+            else:
+                killed = what
+                break
+        return Outcome(hit, refusal, killed)
+
+
+def _serve(pipe: Connection) -> None:
+    while True:
+        try:
+            fault, function, arguments = pipe.recv()
+        except EOFError:
+            return
+        ours, theirs = multiprocessing.Pipe(duplex=False)
+        pid = os.fork()
+        if pid == 0:
+            _run(theirs, fault, function, arguments)
+        theirs.close()
+        while True:
+            try:
+                pipe.send(ours.recv())
+            except EOFError:
+                break
+        ours.close()
+        _, status = os.waitpid(pid, 0)
+        pipe.send(("end", os.WIFSIGNALED(status)))
+
+
+def _run(pipe: Connection, fault: Fault | None, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    sys.stderr = open(os.devnull, "w")
+    try:
+        Failing(fault, lambda name: pipe.send(("hit", (name, os.getpid()))))
+        function(*arguments)
+    except PrefillError as error:
+        pipe.send(("refusal", str(error)))
+    except BaseException:
+        pipe.send(("bug", traceback.format_exc()))
+    finally:
+        os._exit(0)
