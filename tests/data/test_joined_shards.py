@@ -24,8 +24,8 @@ from prefillcli.data.reading.partitions import Partitions
 from prefillcli.data.rows import Window
 from prefillcli.data.shard import Shard
 from prefillcli.errors import PrefillError
-from tests.data.outputs import FINGERPRINT, LABELS, WINDOWS, finished, open_sink, read, score_all
-from tests.data.test_sink import Killed, Mortal, jobs
+from tests.data.outputs import FINGERPRINT, LABELS, WINDOWS, open_sink, read, score_all
+from tests.data.test_sink import jobs
 
 NAMES = ["out.parquet", "out.jsonl", "parts/"]
 
@@ -111,64 +111,6 @@ DEALT = [[0, 1, 0, 1, 1, 0, 0], [1, 1, 1], [0, 0, 1, 0, 0]]
 def score_both(output: str, **options: Any) -> None:
     for number in (1, 2):
         score_shard(output, Shard(number, 2), WINDOWS, DEALT, **options)
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("name", NAMES)
-def test_killed_at_any_system_call_a_merge_is_merged_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, when: str
-) -> None:
-    """Every rename, fsync and delete of the merge is once the place where the process dies."""
-    undisturbed = f"{tmp_path}/whole/{name}"
-    finished(undisturbed)
-    expected = read(undisturbed)
-    process = Mortal(when)
-    for function in ("replace", "rename", "fsync", "unlink", "rmdir"):
-        monkeypatch.setattr(os, function, process.wrap(getattr(os, function)))
-    kills = 0
-    while True:
-        process.live()
-        output = f"{tmp_path}/{kills}/{name}"
-        score_both(output)
-        process.live(until=kills)
-        try:
-            merge(output)
-        except Killed:
-            process.live()
-            assert merge(output) == 15
-            assert read(output) == expected
-            assert sorted(os.listdir(f"{tmp_path}/{kills}")) == sorted(
-                [name.rstrip("/"), name.rstrip("/") + ".prefill"]
-            )
-            assert sorted(os.listdir(output.rstrip("/") + ".prefill")) == ["lock", "manifest.json", "row-digests.bin"]
-            kills += 1
-        else:
-            break
-    assert kills > 20
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_killed_at_any_system_call_a_shard_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    finished(f"{tmp_path}/whole.parquet")
-    expected = read(f"{tmp_path}/whole.parquet")
-    process = Mortal(when)
-    for function in ("replace", "rename", "fsync", "unlink"):
-        monkeypatch.setattr(os, function, process.wrap(getattr(os, function)))
-    kills = 0
-    while True:
-        process.live(until=kills)
-        output = f"{tmp_path}/{kills}/out.parquet"
-        try:
-            score_both(output)
-        except Killed:
-            process.live()
-            score_both(output, resume=True)
-            assert merge(output) == 15
-            assert read(output) == expected
-            kills += 1
-        else:
-            break
-    assert kills > 20
 
 
 def test_a_row_that_two_shards_have_scored_is_refused(tmp_path: Path) -> None:

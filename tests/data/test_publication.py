@@ -10,22 +10,24 @@ import pytest
 
 from prefillcli.data.output.publication import publication, recover_publication
 from prefillcli.data.output.target import Published, Target
+from prefillcli.runtime import file_calls
 from tests.data.outputs import EXPECTED, WINDOWS, finished, make_window, open_sink, read, score_all
+from tests.faults.file_faults import CHANGES
 
 NAMES = ["_SUCCESS", *(f"part-0000{n}.parquet" for n in range(3))]
 
 
 def seen_at_every_step(monkeypatch: pytest.MonkeyPatch, place: Path) -> list[dict[str, int]]:
-    """What a reader finds in a folder before every rename, removal and fsync, in order: names, with times."""
+    """What a reader finds in a folder before every call that changes something, in order: names, with times."""
     seen: list[dict[str, int]] = []
-    for name in ("replace", "rename", "unlink", "rmdir", "fsync"):
-        call = getattr(os, name)
+    for name in CHANGES:
+        call = getattr(file_calls, name)
 
         def watched(*arguments: Any, call: Any = call, **options: Any) -> Any:
             seen.append({path.name: path.stat().st_mtime_ns for path in place.glob("*")})
             return call(*arguments, **options)
 
-        monkeypatch.setattr(os, name, watched)
+        monkeypatch.setattr(file_calls, name, watched)
     return seen
 
 

@@ -22,6 +22,7 @@ from prefillcli.data.output import parts
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.rows import Int64Array, Prompt, RowError, ScoredRow, Window
 from prefillcli.errors import OutputConflictError, PrefillError, ResourceError, UsageError
+from prefillcli.runtime import file_calls
 from tests.data.outputs import (
     BAD,
     FINGERPRINT,
@@ -346,65 +347,6 @@ class TestResume:
         assert sorted(os.listdir(output)) == ["_SUCCESS", "notes.txt", "part-00000.parquet"]
 
 
-class Killed(BaseException):
-    pass
-
-
-class Mortal:
-    """A process that dies before or after its n-th system call. The dead do not clean up."""
-
-    def __init__(self, when: str) -> None:
-        self.when = when
-        self.live()
-
-    def live(self, until: int = -1) -> None:
-        self.calls, self.last, self.dead = 0, until, False
-
-    def wrap(self, call: Any) -> Any:
-        def wrapped(*arguments: Any, **options: Any) -> Any:
-            if self.dead:
-                raise Killed
-            self.dead = self.calls == self.last
-            self.calls += 1
-            if self.dead and self.when == "before":
-                raise Killed
-            result = call(*arguments, **options)
-            if self.dead:
-                raise Killed
-            return result
-
-        return wrapped
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("name", ["out.parquet", "out.jsonl", "parts/"])
-def test_killed_at_any_system_call_a_resumed_job_writes_what_an_undisturbed_one_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, when: str
-) -> None:
-    """Every rename, fsync and delete of the job is once the place where the process dies."""
-    undisturbed = f"{tmp_path}/whole/{name}"
-    finished(undisturbed)
-    expected = read(undisturbed)
-    process = Mortal(when)
-    for function in ("replace", "rename", "fsync", "unlink"):
-        monkeypatch.setattr(os, function, process.wrap(getattr(os, function)))
-    kills = 0
-    while True:
-        process.live(until=kills)
-        output = f"{tmp_path}/{kills}/{name}"
-        try:
-            finished(output)
-        except Killed:
-            process.live()
-            finished(output, resume=True)
-            assert read(output) == expected
-            assert sorted(os.listdir(output.rstrip("/") + ".prefill")) == ["lock", "manifest.json", "row-digests.bin"]
-            kills += 1
-        else:
-            break
-    assert kills > 20
-
-
 @st.composite
 def jobs(draw: st.DrawFn) -> tuple[list[Window], list[int]]:
     """Windows over row numbers with gaps (as --sample leaves them), and after how many writes to stop."""
@@ -460,7 +402,7 @@ def test_a_full_disk_stops_the_job_and_loses_nothing(tmp_path: Path, monkeypatch
     sink = open_sink(output)
     score_all(sink, WINDOWS[:1])
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
+        patch.setattr(file_calls, "sync_file", full)
         with pytest.raises(ResourceError, match="part-000002"):
             score_all(sink, WINDOWS[2:])
     sink.close()

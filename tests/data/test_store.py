@@ -19,6 +19,7 @@ from prefillcli.data.output.local_store import LocalStore
 from prefillcli.data.output.remote_store import RemoteStore
 from prefillcli.data.output.store import Store, open_store
 from prefillcli.errors import PrefillError, ResourceError, UsageError
+from prefillcli.runtime import file_calls
 
 
 @pytest.fixture(params=["local", "remote"])
@@ -89,14 +90,19 @@ def test_what_a_killed_process_left_is_no_file_and_is_cleaned(tmp_path: Path) ->
 
 def test_data_is_on_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    fsync, replace = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda handle: (calls.append("fsync"), fsync(handle)))
-    monkeypatch.setattr(os, "replace", lambda a, b: (calls.append("rename"), replace(a, b)))
+    for name in ("write_bytes", "sync_file", "replace_file", "sync_folder"):
+        call = getattr(file_calls, name)
+
+        def noted(*arguments: Any, call: Any = call, name: str = name) -> Any:
+            calls.append(name)
+            return call(*arguments)
+
+        monkeypatch.setattr(file_calls, name, noted)
     LocalStore(str(tmp_path)).put_bytes("a", b"x")
-    assert calls == ["fsync", "rename", "fsync"]
+    assert calls == ["write_bytes", "sync_file", "replace_file", "sync_folder"]
 
 
-@pytest.mark.parametrize("call", ["fsync", "replace"])
+@pytest.mark.parametrize("call", ["write_bytes", "sync_file", "replace_file"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_a_resource_error_that_names_the_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
@@ -106,7 +112,7 @@ def test_a_full_disk_is_a_resource_error_that_names_the_path(
 
     store = LocalStore(str(tmp_path))
     with monkeypatch.context() as patch:
-        patch.setattr(os, call, full)
+        patch.setattr(file_calls, call, full)
         with pytest.raises(ResourceError, match=f"{tmp_path}/a") as caught:
             store.put_bytes("a", b"x")
     assert caught.value.exit_code == 5

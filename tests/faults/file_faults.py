@@ -1,4 +1,4 @@
-"""One call of a process fails: the n-th of those in `prefillcli.runtime.file_calls` that its kind of fault concerns."""
+"""One call of a process fails: the n-th of those in `runtime/file_calls.py` that its kind of fault concerns."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ CALLS = {
     if not name.startswith("_") and call.__module__ == file_calls.__name__
 }
 LOOKS = {"open_to_read", "read_into", "list_folder", "is_there", "is_folder"}
-CHANGES = CALLS.keys() - LOOKS
-FILLS = {"open_to_write", "open_unnamed", "open_lock", "write_bytes", "put_content", "sync_file", "sync_folder"}
-FILLS |= {"add_folder", "replace_file", "move_folder"}
-DIVISIBLE = {"write_bytes", "put_content", "remove_tree"}
+CHANGES = frozenset(CALLS.keys() - LOOKS)
+FILLS = CHANGES - {"copy_modes", "remove_file", "remove_tree", "try_lock"}
+DIVISIBLE = frozenset({"write_bytes", "put_content", "remove_tree"})
 
 
 class Kind(Enum):
     """What happens at a call, and at which calls it may."""
 
-    ERROR = "an error before the effect", CALLS.keys()
+    ERROR = "an error before the effect", frozenset(CALLS)
     LATE = "an error after the effect", CHANGES
     FULL = "no space from then on", FILLS
     HALF = "an error after half of the effect", DIVISIBLE
-    SHORT = "a short write", {"write_bytes"}
+    SHORT = "a short write", frozenset({"write_bytes"})
     KILL = "kill -9 before the effect", CHANGES
     KILL_HALF = "kill -9 after half of the effect", DIVISIBLE
     HANG = "a hang", CHANGES

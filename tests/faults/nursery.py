@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import signal
@@ -100,7 +101,7 @@ def _serve(pipe: Connection) -> None:
 
 
 def _run(pipe: Connection, fault: Fault | None, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    sys.stderr = open(os.devnull, "w")
+    sys.stderr = io.StringIO()
     try:
         Failing(fault, lambda name: pipe.send(("hit", (name, os.getpid()))))
         function(*arguments)
