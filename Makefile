@@ -14,7 +14,7 @@ RAY_VENV := .venv-ray
 TEST_WORKERS ?= 2
 
 .PHONY: setup setup-real setup-airflow setup-vllm setup-ray demo demo-real test test-matrix test-real test-nightly \
-	test-airflow test-vllm test-ray lint format bench bench-reviews distill-draft bench-peers bench-exits bench-families bench-gpu deep-models hybrid-model words-draft samples architectures clean
+	test-airflow test-vllm test-ray lint format bench bench-reviews distill-draft bench-peers bench-exits bench-families bench-gpu soak deep-models hybrid-model words-draft samples architectures clean
 
 setup: $(VENV)/.ready
 
@@ -117,6 +117,11 @@ bench-reviews: setup-real
 # A small draft for that model, in out/real/draft: minutes on one core
 distill-draft: setup-real
 	$(BIN)/python -m recipes.distill_draft
+
+# A night in an hour: a million rows, killed every few minutes, on a disk that fills once. Linux, as root: else begin it
+# with `unshare --map-root-user --mount`. For other sizes: python -m benchmarks.soak --help
+soak: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.soak
 
 # On all cores, like test-vllm. For other dtypes, workloads and settings: python -m benchmarks.peers --help
 bench-peers: setup-vllm

@@ -24,6 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.console import log, log_run
 from prefillcli.bench.measure import interleaved
+from prefillcli.errors import out_of_memory
 from prefillcli.models.flops import answer_flops, prefill_flops, walk_flops
 from prefillcli.models.law import FREE_SHARE, MemoryLaw, memory_law, pack_limits
 from prefillcli.plan.pack import Limits
@@ -31,7 +32,7 @@ from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
-from prefillcli.profile.budget import enforced, out_of_memory, peak_bytes
+from prefillcli.profile.budget import enforced, peak_bytes
 from prefillcli.profile.modes import Prefill
 from prefillcli.profile.prompts import prompts_with_histories, random_prompt
 from prefillcli.runtime.memory import available_memory, prepare_allocator

@@ -46,7 +46,7 @@ def _rows(total: int, long_rows: set[int], rng: np.random.Generator) -> Iterator
             about = bool(rng.integers(2))
             sentence, subject = questions[int(rng.integers(len(questions)))]
             asked = subject if about else questions[int(rng.integers(len(questions)))][1]
-            prompt = f"{_TASK}\n{number}: {sentence}\nQuestion: Is it about {asked}? Answer:"
+            prompt = f"{_TASK}\n{sentence} {number}.\nQuestion: Is it about {asked}? Answer:"
         row: dict[str, object] = {"id": f"night-{number:07}", "prompt": prompt, "long": number in long_rows}
         if number % WRONG_EVERY == WRONG_EVERY - 1:
             row |= {"prompt": None, "wrong": "null_prompt"}

@@ -64,6 +64,7 @@ class Night:
             finally:
                 attempt.kill()
             self.ends[code] += 1
+            self.disk_filled += self._disk.full and code == 5
             log(f"attempt {self.attempts}: exit code {code}, {attempt.rows:,} rows")
             if code == 0:
                 return True
@@ -86,8 +87,7 @@ class Night:
             if now >= memory_at:
                 memory_at = now + memory_every
                 self.memory.append({"seconds": now - self._begun, "attempt": self.attempts, **attempt.memory()})
-            if not self.disk_filled and attempt.rows > fill_at * self._rows:
-                self.disk_filled += 1
+            if not (self.disk_filled or self._disk.full or attempt.struck) and attempt.rows > fill_at * self._rows:
                 self._disk.fill()
                 attempt.expect(5)
             at_end = not self._struck_at_end and attempt.rows >= self._rows

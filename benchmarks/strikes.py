@@ -44,6 +44,8 @@ class Attempt:
         self._before = self._parts()
         self._expected: set[int] = set()
         self._rows = 0
+        self.struck = False
+        """Whether it was told to end, one way or the other."""
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own command line
                 [sys.executable, "-m", "prefillcli", *words], stdout=subprocess.DEVNULL, stderr=log
@@ -92,6 +94,7 @@ class Attempt:
                 return False
             _kill(int(rng.choice(workers)))
             return True
+        self.struck = True
         self.expect(_ENDS[strike])
         self._process.send_signal(signal.SIGTERM if strike is Strike.TERMINATED else signal.SIGKILL)
         if strike is Strike.ALL:

@@ -15,6 +15,16 @@ NOTHING_TO_DO = 99
 """Exit code of `--skip-empty` on an input without rows."""
 
 
+_MEMORY_WORDS = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "could not create a memory",
+    "bad_alloc",
+    "ALLOC_FAILED",
+)
+
+
 class PrefillError(Exception):
     """The run failed. The message is for the person who must act: what, where, what to do.
 
@@ -112,9 +122,12 @@ def out_of_resource(error: BaseException) -> bool:
     """Whether the error says that memory or a disk is full."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
-    # torch's own out-of-memory errors are RuntimeErrors with these names or words
-    return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or (isinstance(error, RuntimeError) and "not enough memory" in str(error))
-    )
+    return out_of_memory(error)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether the error says that memory of a device or of the host ran out."""
+    if not isinstance(error, RuntimeError):
+        return isinstance(error, MemoryError)
+    # torch has an error of its own for devices alone, and of what it calls each says it in other words
+    return type(error).__name__ == "OutOfMemoryError" or any(words in str(error) for words in _MEMORY_WORDS)

@@ -14,6 +14,7 @@ from prefillcli.compress.fallbacks import FALLBACK
 from prefillcli.compress.request import Request
 from prefillcli.data.methods import FULL
 from prefillcli.engines.base import PLAIN, Answer, LabelTokens, PlanEngine, Treatment
+from prefillcli.errors import ResourceError
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.long_positions import marked_positions
 from prefillcli.plan.pack import Limits, Pack
@@ -95,8 +96,16 @@ def answer_requests(
     plan = plan_requests(requests, engine.limits, schedule)
     treatment = replace(treatment, thinning=thinning_of(dict(enumerate(requests))))
     for answers in engine.answer_all(plan.packs, lambda i: labels[requests[i].prompt.labels], tick, treatment):
-        found |= {each.prompt: each for each in answers}
+        found |= {each.prompt: each for each in require_answered(answers)}
     return [found[number] for number in range(len(requests))]
+
+
+def require_answered(answers: Sequence[Answer]) -> Sequence[Answer]:
+    """The answers. Raises ResourceError if memory has run out on one of the prompts."""
+    for each in answers:
+        if each.failure is not None:
+            raise ResourceError(each.failure)
+    return answers
 
 
 def answer(

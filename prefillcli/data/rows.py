@@ -53,7 +53,10 @@ class ErrorCode(StrEnum):
         "the row's keep is not a rate above 0 and up to 1, or its specprefill is not true, false or null",
     )
     UNKNOWN_ADAPTER = "unknown_adapter", "the row names an adapter that --adapter does not give"
-    EXCEEDS_MEMORY = "exceeds_memory", "the prompt does not fit the memory budget"
+    EXCEEDS_MEMORY = (
+        "exceeds_memory",
+        "the prompt does not fit the memory budget, or memory ran out on this prompt alone",
+    )
     NULL_ID = "null_id", "the id is null or missing"
     DUPLICATE_ID = "duplicate_id", "an earlier row has the same id"
     LABEL_NOT_ONE_TOKEN = "label_not_one_token", "after this prompt, a label is not exactly one token"

@@ -14,6 +14,7 @@ from prefillcli.decode.forward import KeptForward
 from prefillcli.decode.kept_pack import KeptPack
 from prefillcli.decode.lockstep import write_texts
 from prefillcli.decode.row_groups import Row, RowRoom
+from prefillcli.errors import out_of_memory
 from prefillcli.prefill.walk import LayerWalk, Tick
 
 MakeDrafter = Callable[[KeptForward], Drafter | None]
@@ -79,7 +80,9 @@ def _written_together(
         forward = KeptForward(walk, kept.select([read for read, _ in rows]), tick)
         beginnings, drafter = [beginning for _, beginning in rows], make_drafter(forward)
         return write_texts(forward, beginnings, writing, longest=longest, drafter=drafter, report=report)
-    except torch.OutOfMemoryError:
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
         return None
 
 

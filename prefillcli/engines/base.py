@@ -114,6 +114,7 @@ class Answer:
     the prompt were computed once for several prompts. What a block took is in the answers of the packs that read it
     first. `readings` are what the observed layers show, with one row each. `thinned` says what went on of a prompt
     that may lose tokens. `continuation` is what was written behind the prompt, if it was wanted and there was room.
+    `failure` says why there is no answer: memory ran out on this prompt alone. Then `logprobs` are NaN.
     """
 
     prompt: int
@@ -128,6 +129,7 @@ class Answer:
     readings: tuple[Readings, ...] = ()
     thinned: ThinnedPrompt | None = None
     continuation: Continuation | None = None
+    failure: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from transformers import PreTrainedModel
 
 from prefillcli.decode.continuations import DecodingReport
@@ -199,11 +198,14 @@ class TorchEngine(PackByPack):
             begun = time.monotonic()
             try:
                 return self._answer(part, labels, ticks, treatment if part is pack else treatment.of(part.prompts))
-            except torch.OutOfMemoryError:
+            except Exception:  # memory has run out, and it is tried again
                 self._block_seconds += time.monotonic() - begun
                 raise
 
-        found = self._recovery.answer(pack, tick, answer, partial(self._keep_less, treatment))
+        def unanswered(prompt: int, reason: str) -> Answer:
+            return Answer(prompt, np.full(len(labels(prompt)), np.nan), 0, 0, 0.0, failure=reason)
+
+        found = self._recovery.answer(pack, tick, answer, unanswered, partial(self._keep_less, treatment))
         self._limit_packs()
         yield found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prefillcli.compress.answers import plan_requests
+from prefillcli.compress.answers import plan_requests, require_answered
 from prefillcli.compress.base import Tick
 from prefillcli.compress.request import Request
 from prefillcli.data.prompts.labels import Labels
@@ -31,7 +31,7 @@ def answer_by_layer(
     found: dict[int, Answer] = {}
     packs = plan_requests(requests, engine.limits).packs
     for answers in engine.answer_all(packs, lambda i: labels[requests[i].prompt.labels], tick, treatment):
-        found |= {each.prompt: each for each in answers}
+        found |= {each.prompt: each for each in require_answered(answers)}
     return [found[number] for number in range(len(requests))]
 
 

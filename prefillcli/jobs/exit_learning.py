@@ -208,7 +208,7 @@ class ExitLearning:
         requests = self._requests(np.sort(numbers))
         if requests and not self.settings.quiet:
             log.info(f"{len(requests):,} rows are read in full first, {why}")
-        return _ReadRows(requests, *self._answers(requests, layers))
+        return _ReadRows(*self._answers(requests, layers))
 
     def _profile(self, rows: CalibrationRows) -> ExitProfile:
         """The exits that these rows prove."""
@@ -254,10 +254,11 @@ class ExitLearning:
             requests = self.compressor.compress(prompts, self.tick)
         return [request for request in requests if len(request.tokens) <= self.engine.limits.max_tokens]
 
-    def _answers(self, requests: Sequence[Request], layers: Sequence[int]) -> tuple[list[Answer], int]:
-        """What the model answers in full, with what these layers show, and the tokens of the requests' trie."""
+    def _answers(self, requests: list[Request], layers: Sequence[int]) -> tuple[list[Request], list[Answer], int]:
+        """The requests that fit the memory, what the model answers to them in full, with what these layers show, and
+        the tokens of their trie."""
         if not requests:
-            return [], 0
+            return [], [], 0
         plan = plan_requests(requests, self.engine.limits, self.settings.schedule)
         treatment = Treatment(EarlyExits(observed=tuple(layers)), thinning=thinning_of(dict(enumerate(requests))))
         sets = self.inputs.labels.sets
@@ -265,8 +266,9 @@ class ExitLearning:
         for answers in self.engine.answer_all(
             plan.packs, lambda i: sets[requests[i].prompt.labels], self.tick, treatment
         ):
-            found |= {answer.prompt: answer for answer in answers}
-        return [found[number] for number in range(len(requests))], plan.unique_tokens
+            found |= {answer.prompt: answer for answer in answers if answer.failure is None}
+        answered = sorted(found)
+        return [requests[number] for number in answered], [found[number] for number in answered], plan.unique_tokens
 
 
 def forget_exits(sink: Sink) -> None:

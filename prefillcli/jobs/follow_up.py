@@ -17,7 +17,7 @@ from prefillcli.decode.continuations import Beginning, Continuation
 from prefillcli.engines.base import Answer, Treatment
 from prefillcli.jobs.evidence import WeighedRow
 from prefillcli.jobs.wanted_rows import GivenContinuations, JobRationales
-from prefillcli.jobs.window_work import Finished, WantedRow, WindowWork
+from prefillcli.jobs.window_work import Finished, WantedRow, WindowWork, failed_prompts
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import Plan
 
@@ -73,8 +73,10 @@ class FollowUp:
         return Treatment(continuations=GivenContinuations(writing, own) if own and writing is not None else None)
 
     def take(self, pack: Pack, answers: Sequence[Answer]) -> Finished:
-        finished = Finished()
+        finished = failed_prompts(self, [answer for answer in answers if answer.failure is not None])
         for answer in answers:
+            if answer.failure is not None:
+                continue
             finished.tokens.computed += answer.computed_tokens
             finished.tokens.follow_up += answer.computed_tokens
             row = self._rows[answer.prompt]

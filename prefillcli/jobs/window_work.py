@@ -8,7 +8,7 @@ from typing import Protocol
 
 from prefillcli.compress.answers import kept_tokens, thinning_of
 from prefillcli.compress.request import Request
-from prefillcli.data.rows import Float64Array, RowError, ScoredRow, Window
+from prefillcli.data.rows import ErrorCode, Float64Array, RowError, ScoredRow, Window
 from prefillcli.engines.base import Answer, Treatment
 from prefillcli.jobs.job_exits import JobExits, Spared
 from prefillcli.jobs.scored_rows import scored_row
@@ -33,6 +33,12 @@ class Finished:
     carried: tuple[CarriedBlock, ...] | None = None
     spared: Spared | None = None
 
+    def add(self, other: Finished) -> None:
+        """Rows that are finished as well, with their tokens."""
+        self.rows += other.rows
+        self.errors |= other.errors
+        self.tokens.add(other.tokens)
+
 
 class PlannedWork(Protocol):
     """Requests that are planned and answered together."""
@@ -55,6 +61,14 @@ class PlannedWork(Protocol):
 
     def share(self, pack: Pack) -> tuple[float, float]:
         """Rows and prompt tokens that progress counts for each of the pack's tokens."""
+
+
+def failed_prompts(work: PlannedWork, unanswered: Sequence[Answer]) -> Finished:
+    """What becomes of rows whose prompts have no answer because memory ran out on them."""
+    finished = Finished()
+    for answer in unanswered:
+        finished.add(work.fail(answer.prompt, RowError(ErrorCode.EXCEEDS_MEMORY, answer.failure or "")))
+    return finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +136,13 @@ class WindowWork:
         return treatment
 
     def take(self, pack: Pack, answers: Sequence[Answer]) -> Finished:
-        finished = Finished(spared=self._exits.spared(pack, answers))
+        finished = Finished()
+        unanswered = [answer for answer in answers if answer.failure is not None]
+        if unanswered:
+            answers = [answer for answer in answers if answer.failure is None]
+            finished.add(failed_prompts(self, unanswered))
+        else:
+            finished.spared = self._exits.spared(pack, answers)
         complete: list[ScoredRow] = []
         texts: dict[int, Answer] = {}
         for answer in answers:

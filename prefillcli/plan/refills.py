@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from prefillcli.plan.pack import Held, Key, Pack
 
@@ -73,6 +75,30 @@ def without_idle(pack: Pack) -> Pack:
     numbers = {number: at for at, number in enumerate(used)}
     attach = [tuple(numbers[number] for number in above) for above in pack.attach]
     return replace(pack, attach=attach, held=tuple(pack.held[number] for number in used))
+
+
+def with_own_prefix(pack: Pack, without: Container[Key], sources: Mapping[Key, Pack]) -> Pack:
+    """A pack of one read, or of none, that holds no node of these keys, nor one below them: it computes them itself.
+
+    `sources` says of a key what pack has computed that node, with nothing else.
+    """
+    above = [pack.held[number] for number in pack.attach[0]]
+    kept = next((at for at, node in enumerate(above) if node.key in without), len(above))
+    if kept == len(above):
+        return pack
+    spans = [(sources[node.key], node.offset, node.offset + node.length) for node in above[kept:]]
+    tokens = [*(source.tokens[start:end] for source, start, end in spans), pack.tokens]
+    positions = [*(source.positions[start:end] for source, start, end in spans), pack.positions]
+    longer = sum(end - start for _, start, end in spans)
+    return replace(
+        pack,
+        tokens=np.concatenate(tokens),
+        positions=np.concatenate(positions),
+        offsets=[0, *(offset + longer for offset in pack.offsets[1:])],
+        starts=[pack.starts[0] - longer, *pack.starts[1:]],
+        attach=[tuple(range(kept)), *pack.attach[1:]],
+        held=tuple(above[:kept]),
+    )
 
 
 def _whole(held: Sequence[Held]) -> list[Held]:

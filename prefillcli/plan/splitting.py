@@ -34,6 +34,15 @@ def split_pack(pack: Pack, most: int) -> list[Pack]:
     return [*first, *_charged_once([replace(part, keep=stays) for part in parts])]
 
 
+def isolated_reads(pack: Pack) -> list[Pack]:
+    """Packs that answer what `pack` answers and keep what it keeps, of one read each."""
+    stays = pack.keep | {node.key for node in pack.held}
+    kept = pack.kept_nodes
+    first = [replace(alone(key, {pack.index: pack}), keep=stays) for _, key in sorted(kept.items())]
+    parts = [_part(pack, [read], set(kept)) for read in range(len(pack.reads))]
+    return [*first, *_charged_once([replace(part, keep=stays) for part in parts])]
+
+
 def _halved(pack: Pack, reads: Sequence[int], kept: set[int], most: int) -> list[Pack]:
     """Packs for these reads, in the order of their nodes."""
     whole = _part(pack, reads, kept)

@@ -101,12 +101,6 @@ def enforced(device: str, budget: int) -> Iterator[Enforcement]:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that memory ran out."""
-    words = ("not enough memory", "can't allocate memory", "could not create a memory", "bad_alloc", "out of memory")
-    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
-
-
 def make_malloc_exact() -> None:
     """Make allocated memory follow used memory, without holes left by large blocks. glibc only."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

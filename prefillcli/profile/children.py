@@ -20,9 +20,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
-from prefillcli.errors import PrefillError, ResourceError, brief
+from prefillcli.errors import PrefillError, ResourceError, brief, out_of_memory
 from prefillcli.forecast.mode_results import Confirmation, MemoryPoint, TracePoint
-from prefillcli.profile.budget import enforced, make_malloc_exact, out_of_memory, peak_bytes, resident
+from prefillcli.profile.budget import enforced, make_malloc_exact, peak_bytes, resident
 from prefillcli.runtime.memory import trim_heap
 
 Send = Callable[[Any], None]

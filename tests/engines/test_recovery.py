@@ -22,6 +22,8 @@ from prefillcli.plan.plan import make_plan
 from prefillcli.plan.refills import free_packs
 from prefillcli.plan.splitting import split_pack
 from prefillcli.prefill.forest import ATTENTION
+from prefillcli.prefill.held_parts import HeldParts
+from prefillcli.prefill.walk import LayerWalk
 from tests.prefill.test_walk import NO, ONE_PACK, YES, Prompt, mixed, model_of, three_levels, tokens, wanted
 
 HELD = Limits(110, 10**6, held_tokens=10**6)
@@ -71,11 +73,15 @@ def answers_of(engine: TorchEngine, packs: list[Pack], treatment: Treatment | No
     return found
 
 
-def assert_right(found: dict[int, Answer], family: str, make: Callable[[], list[Prompt]]) -> None:
+def assert_right(
+    found: dict[int, Answer], family: str, make: Callable[[], list[Prompt]], *, without: Collection[int] = ()
+) -> None:
     logprobs = torch.log_softmax(wanted(family, make).double(), dim=-1)[:, [YES, NO]].exp()
     assert sorted(found) == list(range(len(logprobs)))
-    rows = torch.tensor(np.exp(np.stack([found[number].logprobs for number in sorted(found)])))
-    torch.testing.assert_close(rows, logprobs, atol=1e-5, rtol=0)
+    numbers = [number for number in sorted(found) if number not in without]
+    rows = torch.tensor(np.exp(np.stack([found[number].logprobs for number in numbers])))
+    torch.testing.assert_close(rows, logprobs[numbers], atol=1e-5, rtol=0)
+    assert all(found[number].failure is None for number in numbers)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
@@ -210,6 +216,97 @@ def test_what_does_not_fit_at_all_ends_the_run_and_says_why() -> None:
         pytest.raises(ResourceError, match=r"300 tokens that cannot .* chunks of 64 tokens: CUDA out"),
     ):
         answers_of(engine, make_plan(prompts, ONE_PACK).packs)
+
+
+REFUSALS = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB"),
+    MemoryError(),
+    RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate"
+    ),
+]
+
+
+def refuse(
+    monkeypatch: pytest.MonkeyPatch, refused: Callable[[Pack], bool], error: Exception = REFUSALS[0]
+) -> list[Pack]:
+    """Memory runs out on such packs, behind their first layer. Returns the packs that are walked."""
+    walked: list[Pack] = []
+    put_nodes, read_logits = HeldParts.put_nodes, LayerWalk.read_logits
+
+    def read(walk: LayerWalk, pack: Pack, *others: Any) -> Iterator[torch.Tensor]:
+        walked.append(pack)
+        return read_logits(walk, pack, *others)
+
+    def put(held: HeldParts, *others: Any) -> None:
+        if refused(walked[-1]):
+            raise error
+        put_nodes(held, *others)
+
+    monkeypatch.setattr(LayerWalk, "read_logits", read)
+    monkeypatch.setattr(HeldParts, "put_nodes", put)
+    return walked
+
+
+def larger_than(most: int) -> Callable[[Pack], bool]:
+    return lambda pack: pack.held_tokens + len(pack.tokens) > most
+
+
+@pytest.mark.parametrize(
+    ("limits", "error"),
+    [(HELD, REFUSALS[0]), (Limits(400, 10**6, held_tokens=10**6), REFUSALS[1]), (ONE_PACK, REFUSALS[2])],
+    ids=["device", "python", "kernel"],
+)
+def test_a_prompt_that_does_not_fit_is_left_out_and_all_others_are_answered(
+    limits: Limits, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = mixed()
+    most = sorted(map(len, prompts))[-4]
+    packs = make_plan(prompts, limits).packs
+    walked = refuse(monkeypatch, larger_than(most), error)
+    with engine_of("llama", never, limits=limits) as engine:
+        found = answers_of(engine, packs)
+        assert engine.reduced() is not None
+    failed = {number for number, answer in found.items() if answer.failure is not None}
+    assert failed == {number for number, prompt in enumerate(prompts) if len(prompt) > most}
+    assert failed
+    for number in failed:
+        assert "memory ran out on this prompt alone" in str(found[number].failure)
+        assert np.isnan(found[number].logprobs).all()
+    assert_right(found, "llama", mixed, without=failed)
+    assert len(walked) < 20 * len(failed) + 2 * len(packs)
+
+
+def test_what_follows_a_prompt_that_does_not_fit_is_as_large_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = [tokens(np.random.default_rng(0), 900)]
+    refuse(monkeypatch, larger_than(800))
+    with engine_of("llama", never, limits=ONE_PACK) as engine:
+        assert answers_of(engine, make_plan(long, ONE_PACK).packs)[0].failure is not None
+        found = answers_of(engine, make_plan(three_levels(), ONE_PACK).packs)
+        reduced = engine.reduced()
+    assert_right(found, "llama", three_levels)
+    assert reduced is not None
+    assert (reduced.chunk_tokens, reduced.pack_tokens) == (256, None)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("limits", [HELD, Limits(400, 10**6, held_tokens=10**6)])
+def test_where_no_prefix_can_be_held_prompts_are_read_from_their_beginning(
+    family: str, limits: Limits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packs = make_plan(mixed(), limits).packs
+    assert any(pack.kept_nodes for pack in packs)
+    refuse(monkeypatch, lambda pack: bool(pack.kept_nodes))
+    with engine_of(family, never, limits=limits) as engine:
+        found = answers_of(engine, packs)
+    assert_right(found, family, mixed)
+
+
+def test_an_error_that_says_nothing_of_memory_is_no_reason_to_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    walked = refuse(monkeypatch, lambda pack: True, RuntimeError("shapes do not match"))
+    with engine_of("llama", never) as engine, pytest.raises(RuntimeError, match="shapes"):
+        answers_of(engine, make_plan(mixed(), ONE_PACK).packs)
+    assert len(walked) == 1
 
 
 words = st.lists(st.integers(0, 2), min_size=1, max_size=9)

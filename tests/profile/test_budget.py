@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from prefillcli.profile.budget import enforced, make_malloc_exact, out_of_memory, peak_bytes
+from prefillcli.errors import out_of_memory
+from prefillcli.profile.budget import enforced, make_malloc_exact, peak_bytes
 from prefillcli.profile.children import in_child
 
 MIB = 1 << 20

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from benchmarks.models import random_llama
+from prefillcli.errors import out_of_memory
 from prefillcli.forecast.mode_results import Confirmation, MemoryPoint, ModeResult, TracePoint
 from prefillcli.models.find import read_model_files
-from prefillcli.profile.budget import enforced, out_of_memory
+from prefillcli.profile.budget import enforced
 from prefillcli.profile.children import ChildEnded, ChildFailed, Subject, confirm, in_child, measure, prepare_prefill
 from prefillcli.profile.lengths import MARGIN, Search, confirming_run, probe_lengths, profile_mode, thinned
 from prefillcli.profile.mode_laws import Law, mode_law

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from prefillcli.plan.pack import Pack
 from prefillcli.prefill.walk import LayerWalk
 from tests.score.jobs import read_output, read_report, score, texts, write_parquet
 
-CALL = LayerWalk.call
+CALL, BEGIN = LayerWalk.call, LayerWalk.begin
 
 
 def limit_calls(patches: pytest.MonkeyPatch, most: int, *, at_most: int | None = None) -> list[int]:
@@ -63,3 +64,42 @@ def test_another_attempt_does_not_repeat_the_plan_that_failed(
         patches.setattr(LayerWalk, "call", CALL)
         assert score(source, "other.parquet", model=model)["exit_code"] == 0
     assert read_report("other.run.json")["reduced"] is None
+
+
+def refuse_long_prompts(patches: pytest.MonkeyPatch, most: int) -> None:
+    """Layers run out of memory on packs of more than `most` tokens."""
+
+    def start(walk: LayerWalk, pack: Pack, *others: Any, **more: Any) -> Any:
+        if pack.held_tokens + len(pack.tokens) > most:
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+        return BEGIN(walk, pack, *others, **more)
+
+    patches.setattr(LayerWalk, "begin", start)
+
+
+def test_a_row_that_does_not_fit_is_an_error_row_and_the_others_keep_their_scores(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = texts(40)
+    prompts[17] = "fox " * 500 + "yes or no\nAnswer:"
+    source = write_parquet("in.parquet", prompt=prompts)
+    assert score(source, "whole.parquet", model=model)["exit_code"] == 0
+    refuse_long_prompts(monkeypatch, 300)
+    assert score(source, model=model)["exit_code"] == 3
+    rows, whole = read_output("out.parquet"), read_output("whole.parquet")
+    assert [number for number, row in enumerate(rows) if row["error"]] == [17]
+    assert rows[17]["error"] == "exceeds_memory"
+    assert "can't allocate memory" in rows[17]["error_detail"]
+    for found, wanted in zip(rows, whole, strict=True):
+        assert found["error"] or abs(found["score"] - wanted["score"]) <= 1e-5
+
+
+def test_rows_that_do_not_fit_are_left_out_of_what_exits_are_learnt_from(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [*texts(40), *(f"{'fox ' * 500}{number}\nAnswer:" for number in range(10))]
+    source = write_parquet("in.parquet", prompt=prompts)
+    refuse_long_prompts(monkeypatch, 300)
+    flags = {"model": model, "exit": True, "exit_rows": 25, "max_flips": 0.5, "max_error_rate": 0.5, "audit": 20}
+    assert score(source, **flags)["exit_code"] == 0
+    assert [row["error"] for row in read_output("out.parquet")] == [None] * 40 + ["exceeds_memory"] * 10
