@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,58 +47,88 @@ class Comparison:
     read_otherwise: int
 
 
-def count_rows(night: Path, output: Path) -> RowCounts:
-    """Every row of the input against the rows of the output."""
-    wanted = pq.read_table(night, columns=["id", "wrong"])
-    found = pq.read_table(output, columns=["id", "score", "error"])
-    before, after = _counts(wanted["id"]), _counts(found["id"])
-    lost = sum(max(count - after.get(name, 0), 0) for name, count in before.items())
-    doubled = sum(max(count - before.get(name, 0), 0) for name, count in after.items())
-    misplaced = unexplained = 0
-    if len(wanted) == len(found):
-        misplaced = pc.sum(pc.not_equal(wanted["id"], found["id"])).as_py()
-        right = pc.equal(pc.fill_null(wanted["wrong"], ""), pc.fill_null(found["error"], ""))
-        told = pc.not_equal(pc.is_null(found["score"]), pc.is_null(found["error"]))
-        unexplained = len(found) - pc.sum(pc.and_(right, told)).as_py()
-    scored = len(found) - found["score"].null_count
-    errors = len(found) - found["error"].null_count
-    return RowCounts(len(found), scored, errors, lost, doubled, misplaced, unexplained)
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """The rows of a `night` against its `output`, which a `model` has written with these `flags`, beside `--exit`.
 
+    What has to be scored again goes to `folder`.
+    """
 
-def compare(
-    night: Path, output: Path, folder: Path, *, model: Path, flags: list[str], profile: Path, short: int, long: int
-) -> Comparison:
-    """Score a sample of the rows again, with the exits of `profile` and without any."""
-    table = pq.read_table(night)
-    rng = np.random.default_rng(1)
-    chosen: list[int] = []
-    for is_long, most in ((False, short), (True, long)):
-        able = np.flatnonzero(pc.and_(pc.equal(table["long"], is_long), pc.is_null(table["wrong"])).to_numpy())
-        chosen += rng.permutation(able)[:most].tolist()
-    sample = folder / "sample.parquet"
-    pq.write_table(table.take(pa.array(sorted(chosen))), sample)
-    clean = {
-        name: _by_id(_clean_run(sample, folder / f"{name}.parquet", model, [*flags, *more]))
-        for name, more in {"exits": ["--exit", "--exit-profile", str(profile)], "full": []}.items()
-    }
-    ids = pc.is_in(pq.read_table(output, columns=["id"])["id"], value_set=pq.read_table(sample)["id"].combine_chunks())
-    found = _by_id(pq.read_table(output).filter(ids))
-    differences: list[float] = []
-    otherwise = 0
-    for name, row in found.items():
-        same = [each[name] for each in clean.values() if _way(each[name]) == _way(row)]
-        if same:
-            differences.append(max(abs(row[key] - same[0][key]) for key in ("score", "label_mass")))
-        else:
-            otherwise += 1
-    missing = len(chosen) - len(found)
-    wrong = missing + sum(not each <= TOLERANCE for each in differences)
-    return Comparison(len(differences), wrong, max(differences, default=0.0), otherwise)
+    night: Path
+    output: Path
+    folder: Path
+    model: Path
+    flags: list[str]
 
+    def report(self, *, short: int, long: int) -> dict[str, Any]:
+        """All that is proven, with samples of so many short and long rows; `sound` if nothing is wrong."""
+        counts, sample, verified = self.counts(), self.compare(short=short, long=long), self.verified()
+        wrong = counts.lost + counts.doubled + counts.misplaced + counts.unexplained + sample.wrong
+        return {
+            "counts": asdict(counts),
+            "sample": asdict(sample),
+            "verified": verified,
+            "sound": verified and not wrong and sample.compared > 0,
+        }
 
-def _clean_run(sample: Path, output: Path, model: Path, flags: list[str]) -> pa.Table:
-    score_file(sample, output, model, *flags, "--overwrite")
-    return pq.read_table(output)
+    def counts(self) -> RowCounts:
+        """Every row of the input is looked for."""
+        wanted = pq.read_table(self.night, columns=["id", "wrong"])
+        found = pq.read_table(self.output, columns=["id", "score", "error"])
+        before, after = _counts(wanted["id"]), _counts(found["id"])
+        lost = sum(max(count - after.get(name, 0), 0) for name, count in before.items())
+        doubled = sum(max(count - before.get(name, 0), 0) for name, count in after.items())
+        misplaced = unexplained = 0
+        if len(wanted) == len(found):
+            misplaced = pc.sum(pc.not_equal(wanted["id"], found["id"])).as_py()
+            right = pc.equal(pc.fill_null(wanted["wrong"], ""), pc.fill_null(found["error"], ""))
+            told = pc.not_equal(pc.is_null(found["score"]), pc.is_null(found["error"]))
+            unexplained = len(found) - pc.sum(pc.and_(right, told)).as_py()
+        scored = len(found) - found["score"].null_count
+        errors = len(found) - found["error"].null_count
+        return RowCounts(len(found), scored, errors, lost, doubled, misplaced, unexplained)
+
+    def compare(self, *, short: int, long: int) -> Comparison:
+        """Score a sample of the rows again, with the exits that the job has learnt and without any."""
+        sample, chosen = self.folder / "sample.parquet", self._sample(short, long)
+        pq.write_table(chosen, sample)
+        profile = f"{self.output.with_suffix('')}.exit.json"
+        clean = [
+            self._clean_run(sample, "exits", "--exit", "--exit-profile", profile),
+            self._clean_run(sample, "full"),
+        ]
+        table = pq.read_table(self.output)
+        found = _by_id(table.filter(pc.is_in(table["id"], value_set=chosen["id"].combine_chunks())))
+        differences: list[float] = []
+        otherwise = 0
+        for name, row in found.items():
+            same = [each[name] for each in clean if name in each and _way(each[name]) == _way(row)]
+            if same:
+                differences.append(abs(row["score"] - same[0]["score"]))
+            else:
+                otherwise += 1
+        wrong = len(chosen) - len(found) + sum(not each <= TOLERANCE for each in differences)
+        return Comparison(len(differences), wrong, max(differences, default=0.0), otherwise)
+
+    def verified(self) -> bool:
+        """Whether `prefill verify` finds nothing wrong with the output."""
+        command = [sys.executable, "-m", "prefillcli", "verify", str(self.output), str(self.night)]
+        return subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode == 0  # noqa: S603 - our own
+
+    def _sample(self, short: int, long: int) -> pa.Table:
+        """Random rows that have a score, in the order of the night."""
+        table = pq.read_table(self.night)
+        rng = np.random.default_rng(1)
+        chosen: list[int] = []
+        for is_long, most in ((False, short), (True, long)):
+            able = np.flatnonzero(pc.and_(pc.equal(table["long"], is_long), pc.is_null(table["wrong"])).to_numpy())
+            chosen += rng.permutation(able)[:most].tolist()
+        return table.take(pa.array(sorted(chosen)))
+
+    def _clean_run(self, sample: Path, name: str, *flags: str) -> dict[str, dict[str, Any]]:
+        output = self.folder / f"{name}.parquet"
+        score_file(sample, output, self.model, *self.flags, *flags, "--overwrite")
+        return _by_id(pq.read_table(output))
 
 
 def _counts(ids: pa.ChunkedArray) -> dict[str | None, int]:
@@ -112,9 +142,3 @@ def _by_id(table: pa.Table) -> dict[str, dict[str, Any]]:
 def _way(row: dict[str, Any]) -> tuple[Any, ...]:
     """How far a row was read, and how much of it."""
     return row.get("exit_layer"), row["kept_tokens"]
-
-
-def verified(output: Path, night: Path) -> bool:
-    """Whether `prefill verify` finds nothing wrong with the output."""
-    command = [sys.executable, "-m", "prefillcli", "verify", str(output), str(night)]
-    return subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode == 0  # noqa: S603 - our own

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +22,7 @@ from rich.table import Table
 
 from benchmarks.console import log
 from benchmarks.night_disk import NightDisk
-from benchmarks.night_proof import compare, count_rows, verified
+from benchmarks.night_proof import Proof
 from benchmarks.night_rows import write_night
 from benchmarks.score_runs import SAMPLES
 from benchmarks.strikes import Attempt, Strike, draw_strike
@@ -54,8 +53,9 @@ class Night:
         self._begun = time.monotonic()
         self._struck_at_end = False
 
-    def run(self, end: float, memory_every: float, fill_at: float) -> bool:
-        """Attempts until the job is complete; whether that is so by the time `end`."""
+    def run(self, seconds: float, memory_every: float, fill_at: float) -> bool:
+        """Attempts until the job is complete; whether that is so within so many `seconds`."""
+        end = self._begun + seconds
         while time.monotonic() < end:
             self.attempts += 1
             attempt = Attempt(self._command, self._output, self.attempts)
@@ -90,7 +90,7 @@ class Night:
             if not (self.disk_filled or self._disk.full or attempt.struck) and attempt.rows > fill_at * self._rows:
                 self._disk.fill()
                 attempt.expect(5)
-            at_end = not self._struck_at_end and attempt.rows >= self._rows
+            at_end = not self._struck_at_end and attempt.rows >= self._rows - 1  # of a float
             if at_end or (strike_at is not None and now >= strike_at and not self._disk.full):
                 self._struck_at_end |= at_end
                 strike = Strike.DRIVER if at_end else draw_strike(self._rng)
@@ -100,13 +100,21 @@ class Night:
             time.sleep(_LOOK_SECONDS)
         return -1 if code is None else code
 
-    def memory_at(self, share: float) -> dict[str, float]:
-        """The median of what was seen while the job was about so far."""
-        near = [each for each in self.memory if abs(each["rows"] / self._rows - share) <= 0.05 and each["workers"]]
+    def report(self) -> dict[str, Any]:
+        """What has happened, and the median memory in bytes when about so much of the job was done."""
         return {
-            name: float(np.median([each[name] for each in near])) if near else float("nan")
-            for name in ("driver", "all")
+            "seconds": round(time.monotonic() - self._begun),
+            "attempts": self.attempts,
+            "strikes": dict(self.strikes),
+            "ends": {str(code): count for code, count in self.ends.items()},
+            "disk_filled": self.disk_filled,
+            "unexpected": self.unexpected,
+            "memory": {f"{share:.0%}": self._memory_at(share) for share in (0.1, 0.3, 0.5, 0.7, 0.9)},
         }
+
+    def _memory_at(self, share: float) -> dict[str, int | None]:
+        near = [each for each in self.memory if abs(each["rows"] / self._rows - share) <= 0.1 and each["workers"]]
+        return {name: int(np.median([each[name] for each in near])) if near else None for name in ("driver", "all")}
 
 
 def main(
@@ -130,50 +138,20 @@ def main(
     write_night(night_rows, rows=rows, long=long, seed=seed)
     flags = ["--id-column", "id", "--dtype", "float32", "--keep", "0.3", "--draft", str(SAMPLES / "models" / "draft")]
     flags += ["--compress-above", "512", "--compress-per-row", "--max-error-rate", "0.01"]
-    begun = time.monotonic()
     with NightDisk(folder / "disk", disk << 20) as night_disk:
         output = night_disk.path / "scores.parquet"
         command = ["score", str(night_rows), "-m", str(model), "-o", str(output), "--resume", "--quiet", *flags]
         command += ["--exit", "--workers", str(workers)]
         night = Night(command, night_disk, output, rows=rows + long, kill_every=kill_every, seed=seed)
-        complete = night.run(begun + 60 * minutes, memory_every, fill_at)
-        seconds = time.monotonic() - begun
-        report: dict[str, Any] = {
-            "rows": rows + long,
-            "complete": complete,
-            "seconds": round(seconds),
-            "attempts": night.attempts,
-            "strikes": dict(night.strikes),
-            "ends": {str(code): count for code, count in night.ends.items()},
-            "disk_filled": night.disk_filled,
-            "unexpected": night.unexpected,
-        }
-        sound = complete and not night.unexpected
+        complete = night.run(60 * minutes, memory_every, fill_at)
+        report = night.report() | {"rows": rows + long, "complete": complete}
+        (folder / "memory.json").write_text(json.dumps(night.memory))
         if complete:
-            counts = count_rows(night_rows, output)
-            profile = Path(f"{output.with_suffix('')}.exit.json")
-            comparison = compare(
-                night_rows,
-                output,
-                folder,
-                model=model,
-                flags=flags,
-                profile=profile,
-                short=short_sample,
-                long=long_sample,
-            )
-            report |= {
-                "counts": asdict(counts),
-                "sample": asdict(comparison),
-                "verified": verified(output, night_rows),
-            }
-            wrong = counts.lost + counts.doubled + counts.misplaced + counts.unexplained + comparison.wrong
-            sound = sound and not wrong and report["verified"]
-    report["memory"] = {f"{share:.0%}": night.memory_at(share) for share in (0.1, 0.3, 0.5, 0.7, 0.9)}
-    (folder / "memory.json").write_text(json.dumps(night.memory))
+            proof = Proof(night_rows, output, folder, model, flags)
+            report |= proof.report(short=short_sample, long=long_sample)
     _print(report)
     print(json.dumps(report))
-    raise typer.Exit(0 if sound else 1)
+    raise typer.Exit(0 if complete and not night.unexpected and report["sound"] else 1)
 
 
 def _print(report: dict[str, Any]) -> None:
