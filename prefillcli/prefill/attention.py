@@ -218,3 +218,10 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Let each head's sink (a learned score without a value; `sinks` [heads]) take its share, in place."""
     out.mul_(torch.sigmoid(lse - sinks.float().view(1, -1, 1)).unsqueeze(-1).to(out.dtype))
+
+
+def room_for_output(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Uninitialised output `[1, heads, tokens, width]` (a view of `[1, tokens, heads, width]`) and log-sum-exp."""
+    _, heads, tokens, _ = query.shape
+    out = torch.empty(1, tokens, heads, value.shape[-1], dtype=query.dtype, device=query.device)
+    return out.transpose(1, 2), torch.empty(1, heads, tokens, dtype=torch.float32, device=query.device)

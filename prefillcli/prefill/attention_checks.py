@@ -280,14 +280,14 @@ def _by_kernel(trial: AttentionTrial) -> Attention:
     if kernel is None:
         raise ValueError("no kernel")
     query, key, value = trial.query, trial.key, trial.value
-    case, (first, _, depth) = trial.case, trial.runs[-1]
+    case, depth = trial.case, trial.runs[-1][2]
     rows = LANES // (case.heads // case.kv_heads)
     starts = range(0, case.tokens, rows)
-    blocks = [[at, min(rows, case.tokens - at), first + at, depth + at, 0, len(trial.runs)] for at in starts]
+    blocks = [[at, min(rows, case.tokens - at), depth + at, 0, len(trial.runs)] for at in starts]
     out, lse = query.new_empty(*query.shape[:3], value.shape[3]), torch.empty(query.shape[:3])
     kernel.attend(
         query, key, value, np.array(blocks, np.int64), np.array(trial.runs, np.int64),
-        scale=trial.scale, window=case.window, out=out, lse=lse,
+        scale=trial.scale, softcap=case.softcap, window=case.window, out=out, lse=lse,
     )  # fmt: skip
     return out, lse
 
@@ -335,8 +335,8 @@ def _lacks_products(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _lacks_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
-    if device.type != "cpu" or dtype != torch.bfloat16:
-        return "for bfloat16 on CPUs"
+    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32):
+        return "for bfloat16 and float32 on CPUs"
     if not has_kernel_instructions():
         return "the processor has no AVX512-BF16"
     return None if compiled_kernel() is not None else "no C++ compiler, or no OpenMP of GNU in torch"
@@ -365,7 +365,7 @@ _WAYS: dict[str, _Way] = {
     "products": _Way(_lacks_products, _is_plain, _by_products),
     "kernel": _Way(
         _lacks_kernel,
-        lambda trial: takes(trial.query, trial.value, trial.case.kv_heads, trial.case.softcap),
+        lambda trial: takes(trial.query, trial.value, trial.case.kv_heads),
         _by_kernel,
     ),
     "flash-cuda": _Way(_lacks_flash, _is_plain, _by_attend),

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from prefillcli.errors import UsageError
-from prefillcli.prefill.attention import apply_sinks, attend, longest_batched, merge_into
+from prefillcli.prefill.attention import apply_sinks, attend, longest_batched, merge_into, room_for_output
 from prefillcli.prefill.flex import attend_by_flex, mask_of, takes_flex
-from prefillcli.prefill.kernel import LANES, ForestKernel, forest_kernel, takes
+from prefillcli.prefill.kernel import ForestKernel, forest_kernel, takes
 from prefillcli.prefill.key_window import KeyWindow, layer_window
 from prefillcli.prefill.layout import Chunk, IntArray, LastTokens, on_device
+from prefillcli.prefill.path_attention import attend_by_kernel, attend_by_path
 from prefillcli.prefill.products import Shift, fast_products
 from prefillcli.prefill.varlen import attend_sequences, sequence_tables, takes_sequences
 from prefillcli.prefill.visibility import Span
@@ -111,10 +112,11 @@ class ForestAttention:
     Before each call of a layer say what is computed: `chunk(...)` stores K,V and attends, with `keys_only` it leaves
     the layer as soon as they are stored; `last_tokens(...)` attends from last tokens over K,V stored before. The
     queries of the pack's tokens `watched` (ascending) are kept for `watched_layer`. A subclass may compute other
-    queries too, by overriding `receive` and `compute`.
+    queries too, by overriding `receive` and `compute`. With `by_path` a query's bits depend on its path alone.
     """
 
-    def __init__(self, tokens: int, watched: Sequence[int] = ()) -> None:
+    def __init__(self, tokens: int, watched: Sequence[int] = (), *, by_path: bool = False) -> None:
+        self._by_path = by_path
         self._tokens = tokens
         self._watched = watched
         self.queries: list[Tensor] = []
@@ -235,7 +237,7 @@ class ForestAttention:
     def receive(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> None:
         """Put aside what is needed of a call: a chunk's K,V. Raises KeysStored if no more is needed."""
         if isinstance(self._computed, Chunk):
-            if not self._by_kernel(query, key, value, scoring):
+            if not self._by_path and not self._by_kernel(query, key, value, scoring):
                 self.include_keys([*(keys for keys, _ in self._held), key], scoring)
             self._store(self._computed, key, value)
             self._watch(self._computed, query)
@@ -247,6 +249,8 @@ class ForestAttention:
         computed = self._computed
         if computed is None:
             raise RuntimeError("say what is computed before a layer is called")
+        if self._by_path:
+            return attend_by_path(computed, query, *self.keys_values, **scoring.how, window=scoring.window)
         if takes_sequences(query, value, scoring.softcap):
             tables = sequence_tables(computed, scoring.window)
             return attend_sequences(tables, query, *self.keys_values, scoring.scale)
@@ -258,7 +262,7 @@ class ForestAttention:
             return self.attend_last_tokens(computed, query, scoring)
         kernel = self._by_kernel(query, key, value, scoring)
         if kernel is not None:
-            return self._attend_by_kernel(kernel, computed, query, scoring)
+            return attend_by_kernel(kernel, computed, query, *self.keys_values, **scoring.how, window=scoring.window)
         return self._attend_chunk(computed, query, key, value, scoring, self.shift)
 
     def _store(self, chunk: Chunk, key: Tensor, value: Tensor) -> None:
@@ -297,17 +301,7 @@ class ForestAttention:
 
     def _by_kernel(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> ForestKernel | None:
         """The kernel, where it computes such a chunk."""
-        return forest_kernel() if takes(query, value, key.shape[1], scoring.softcap) else None
-
-    def _attend_by_kernel(
-        self, kernel: ForestKernel, chunk: Chunk, query: Tensor, scoring: Scoring
-    ) -> tuple[Tensor, Tensor]:
-        keys, values = self.keys_values
-        blocks, runs = chunk.blocks(scoring.window, LANES * keys.shape[1] // query.shape[1])
-        out, lse = _room_for_output(query, values)
-        sliding = None if scoring.window is None or scoring.window.aligned else scoring.window.size
-        kernel.attend(query, keys, values, blocks, runs, scale=scoring.scale, window=sliding, out=out, lse=lse)
-        return out, lse
+        return forest_kernel() if takes(query, value, key.shape[1]) else None
 
     def _attend_chunk(
         self, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, shift: Shift | None
@@ -316,7 +310,7 @@ class ForestAttention:
         if view.pieces == [(0, query.shape[2])]:
             out, lse = _attend_causally(query, key, value, scoring, shift)
         else:
-            out, lse = _room_for_output(query, value)
+            out, lse = room_for_output(query, value)
             for start, end in view.pieces:
                 at = slice(start, end)
                 part = _attend_causally(query[:, :, at], key[:, :, at], value[:, :, at], scoring, shift)
@@ -337,7 +331,7 @@ class ForestAttention:
         keys, values = self.keys_values
         how: dict[str, Any] = {**scoring.how, "shift": shift}
         own = last.own_keys(scoring.window, longest_batched(query.device, query.dtype))
-        out, lse = _room_for_output(query, values)
+        out, lse = room_for_output(query, values)
         for read in own.passed:
             out[:, :, read], lse[:, :, read] = 0.0, -torch.inf
         for read, start, end in own.alone:
@@ -386,10 +380,3 @@ def _attend_causally(
         ones = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device)
         band = (ones.tril() & ones.triu(1 - window.size))[None, None]
     return attend(query, key, value, causal=band is None, visible=band, shift=shift, **scoring.how)
-
-
-def _room_for_output(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Uninitialised output `[1, heads, tokens, width]` (a view of `[1, tokens, heads, width]`) and log-sum-exp."""
-    _, heads, tokens, _ = query.shape
-    out = torch.empty(1, tokens, heads, value.shape[-1], dtype=query.dtype, device=query.device)
-    return out.transpose(1, 2), torch.empty(1, heads, tokens, dtype=torch.float32, device=query.device)

@@ -1,9 +1,13 @@
-// Attention over a forest in bfloat16, for CPUs with AVX512-BF16.
+// Attention over a forest in bfloat16 and float32, for CPUs with AVX512-BF16.
 //
 // A block is some consecutive queries of one piece of a chunk, those of all heads that share a K,V head beside each
 // other: LANES rows. They lie along the lanes of the vectors. So the softmax needs no sums across lanes, keys are read
 // where they are, and scores never leave the core: a tile of keys is scored, raised to powers of two, and multiplied
 // with its values before the next one is looked at. Scores, maxima, sums and the output are float32.
+//
+// A query's result has the same bits whatever it is computed with. Tiles begin at depths that are multiples of TILE,
+// and a key's place in its tile follows from its depth, wherever it lies in memory. Lanes never meet, and a lane adds
+// exactly nothing for keys that its query does not see.
 
 #include <immintrin.h>
 #include <stdint.h>
@@ -15,17 +19,28 @@ constexpr int LANES = 64, VECTORS = LANES / 16, KEYS = 6, TILE = 48, WIDEST = 25
 constexpr float LOWEST = -1e30f;
 
 struct Block {  // int64 in Python
-    int64_t query, rows, own, depth, first, last;  // number in the chunk and count; index in the buffer and depth of
-};                                                 // the first query; its runs of keys are first:last
+    int64_t query, rows, depth, first, last;  // number in the chunk, and count; depth of the first query; its runs of
+};                                            // keys are first:last
 struct Run {
     int64_t start, end, depth;  // of keys in the buffer; the depth of the first
 };
 
+// What is multiplied comes in words of 32 bits: a float32, or a pair of bfloat16.
+struct Float32 {
+    typedef float Number;
+    static constexpr int PER_WORD = 1;
+};
+struct Bfloat16 {
+    typedef uint16_t Number;
+    static constexpr int PER_WORD = 2;
+};
+
+template <class Kind>
 struct Scratch {
-    alignas(64) uint32_t query[WIDEST / 2][LANES];  // pairs of numbers
+    alignas(64) uint32_t query[WIDEST / Kind::PER_WORD][LANES];
     alignas(64) float scores[TILE][LANES];
-    alignas(64) uint32_t powers[TILE / 2][LANES];  // of pairs of keys, bfloat16
-    alignas(64) uint32_t values[TILE / 2][WIDEST];  // pairs of keys, number by number
+    alignas(64) uint32_t powers[TILE / Kind::PER_WORD][LANES];
+    alignas(64) uint32_t values[TILE / Kind::PER_WORD][WIDEST];  // a word: one number of the values of a key or a pair
     alignas(64) float out[WIDEST][LANES];
 };
 
@@ -53,83 +68,142 @@ inline void transpose(__m512i* r) {
     }
 }
 
-inline __m512 power_of_two(__m512 x) {  // within 3e-7 of it; 0 far below
-    x = _mm512_max_ps(x, _mm512_set1_ps(-127.0f));
+inline __m512 power_of_two(__m512 x) {  // within 2e-7 of it; 0 far below, 1 of 0
+    x = _mm512_max_ps(x, _mm512_set1_ps(-160.0f));
     const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m512 part = _mm512_sub_ps(x, whole);
-    __m512 y = _mm512_set1_ps(1.3333558e-3f);
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(9.6181291e-3f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(5.5504109e-2f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(2.4022651e-1f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(6.9314718e-1f));
+    __m512 y = _mm512_set1_ps(1.32647268e-3f);
+    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(9.67151267e-3f));
+    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(5.55073374e-2f));
+    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(2.40222421e-1f));
+    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(6.93146978e-1f));
     y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(1.0f));
     return _mm512_scalef_ps(y, whole);
 }
 
-inline __m512 multiply_pairs(__m512 sum, __m512i a, __m512i b) {
+inline __m512 multiply_words(__m512 sum, __m512i a, __m512i b, Bfloat16) {
     return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
 }
 
+inline __m512 multiply_words(__m512 sum, __m512i a, __m512i b, Float32) {
+    return _mm512_fmadd_ps((__m512)a, (__m512)b, sum);
+}
+
+// What brings products to scores; with a soft cap `scale` brings them to where a power of two is e^(2 score / cap).
+template <bool CAPPED>
+struct Factors {
+    __m512 scale, cap;
+};
+
+inline __m512 scaled(__m512 score, const Factors<false>& by) { return _mm512_mul_ps(score, by.scale); }
+
+inline __m512 scaled(__m512 score, const Factors<true>& by) {
+    score = _mm512_mul_ps(score, by.scale);
+    const __m512 one = _mm512_set1_ps(1.0f);  // cap * tanh(x) = cap - 2 * cap / (e^2x + 1)
+    const __m512 part = _mm512_div_ps(_mm512_add_ps(by.cap, by.cap), _mm512_add_ps(power_of_two(score), one));
+    return _mm512_sub_ps(by.cap, part);
+}
+
 // Scores of KEYS keys for all lanes; the keys' rows are read as they are.
-inline void score_keys(const uint16_t* const* keys, int pairs, const Scratch& own, float (*scores)[LANES], __m512 scale) {
+template <class Kind, bool CAPPED>
+inline void score_keys(const typename Kind::Number* const* keys, int words, const Scratch<Kind>& own,
+                       float (*scores)[LANES], const Factors<CAPPED>& by) {
     __m512 sum[KEYS][VECTORS];
     for (int k = 0; k < KEYS; k++)
         for (int v = 0; v < VECTORS; v++) sum[k][v] = _mm512_setzero_ps();
-    for (int p = 0; p < pairs; p++) {
+    for (int w = 0; w < words; w++) {
         __m512i query[VECTORS];
-        for (int v = 0; v < VECTORS; v++) query[v] = _mm512_load_si512(&own.query[p][16 * v]);
+        for (int v = 0; v < VECTORS; v++) query[v] = _mm512_load_si512(&own.query[w][16 * v]);
         for (int k = 0; k < KEYS; k++) {
-            int32_t pair;
-            memcpy(&pair, keys[k] + 2 * p, 4);
-            const __m512i key = _mm512_set1_epi32(pair);
-            for (int v = 0; v < VECTORS; v++) sum[k][v] = multiply_pairs(sum[k][v], query[v], key);
+            int32_t word;
+            memcpy(&word, keys[k] + Kind::PER_WORD * w, 4);
+            const __m512i key = _mm512_set1_epi32(word);
+            for (int v = 0; v < VECTORS; v++) sum[k][v] = multiply_words(sum[k][v], query[v], key, Kind());
         }
     }
     for (int k = 0; k < KEYS; k++)
-        for (int v = 0; v < VECTORS; v++) _mm512_store_ps(&scores[k][16 * v], _mm512_mul_ps(sum[k][v], scale));
+        for (int v = 0; v < VECTORS; v++) _mm512_store_ps(&scores[k][16 * v], scaled(sum[k][v], by));
 }
 
-// The output of DIMS numbers of the values, for all lanes, with another tile of `pairs` pairs of keys.
-inline void add_values(Scratch& own, int first, int pairs) {
+// The output of DIMS numbers of the values, for all lanes, with another tile of so many words of keys.
+template <class Kind>
+inline void add_values(Scratch<Kind>& own, int first, int words) {
     __m512 sum[DIMS][VECTORS];
     for (int d = 0; d < DIMS; d++)
         for (int v = 0; v < VECTORS; v++) sum[d][v] = _mm512_load_ps(&own.out[first + d][16 * v]);
-    for (int p = 0; p < pairs; p++) {
+    for (int w = 0; w < words; w++) {
         __m512i power[VECTORS];
-        for (int v = 0; v < VECTORS; v++) power[v] = _mm512_load_si512(&own.powers[p][16 * v]);
+        for (int v = 0; v < VECTORS; v++) power[v] = _mm512_load_si512(&own.powers[w][16 * v]);
         for (int d = 0; d < DIMS; d++) {
-            const __m512i value = _mm512_set1_epi32((int32_t)own.values[p][first + d]);
-            for (int v = 0; v < VECTORS; v++) sum[d][v] = multiply_pairs(sum[d][v], power[v], value);
+            const __m512i value = _mm512_set1_epi32((int32_t)own.values[w][first + d]);
+            for (int v = 0; v < VECTORS; v++) sum[d][v] = multiply_words(sum[d][v], power[v], value, Kind());
         }
     }
     for (int d = 0; d < DIMS; d++)
         for (int v = 0; v < VECTORS; v++) _mm512_store_ps(&own.out[first + d][16 * v], sum[d][v]);
 }
 
-// Rows k and k + 1 of the values, number by number.
-inline void interleave(const uint16_t* even, const uint16_t* odd, int width, uint32_t* to) {
+inline void store_powers(Scratch<Bfloat16>& own, int key, int lane, __m512 even, __m512 odd) {
+    const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(even));
+    const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(odd));
+    _mm512_store_si512(&own.powers[key / 2][lane], _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+}
+
+inline void store_powers(Scratch<Float32>& own, int key, int lane, __m512 even, __m512 odd) {
+    _mm512_store_ps(&own.powers[key][lane], even);
+    _mm512_store_ps(&own.powers[key + 1][lane], odd);
+}
+
+// Rows `key` and `key + 1` of a tile's values; in bfloat16 number by number.
+inline void store_values(Scratch<Bfloat16>& own, int key, const uint16_t* even, const uint16_t* odd, int width) {
     for (int d = 0; d < width; d += 16) {
         const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(even + d)));
         const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(odd + d)));
-        _mm512_store_si512(to + d, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+        _mm512_store_si512(&own.values[key / 2][d], _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
     }
 }
+
+inline void store_values(Scratch<Float32>& own, int key, const float* even, const float* odd, int width) {
+    memcpy(own.values[key], even, 4 * width);
+    memcpy(own.values[key + 1], odd, 4 * width);
+}
+
+inline void store_output(uint16_t* to, __m512 numbers) {
+    _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(numbers));
+}
+
+inline void store_output(float* to, __m512 numbers) { _mm512_storeu_ps(to, numbers); }
 
 struct Sizes {  // int64 in Python
     int64_t heads, kv_heads, width, value_width, window;  // window 0: none
     int64_t query_head, query_token, key_head, key_token, value_head, value_token, out_head, out_token, lse_head;
 };
 
-void attend_block(const Block& block, const Run* runs, int64_t kv_head, const Sizes& n, const uint16_t* query,
-                  const uint16_t* key, const uint16_t* value, uint16_t* out, float* lse, float factor, Scratch& own) {
-    const int groups = (int)(n.heads / n.kv_heads), rows = (int)block.rows, used = groups * rows;
-    const int pairs = (int)n.width / 2, width = (int)n.value_width;
-    const uint16_t* first_key = key + kv_head * n.key_head;
-    const uint16_t* first_value = value + kv_head * n.value_head;
+// The keys of a tile that are there: numbers begin:count of it, and where each lies in the buffer.
+struct Tile {
+    int begin, count;
+    int64_t at[TILE];
+};
 
+// The tile that begins at a depth, of the runs from `run` on, which moves along; none of its keys is at `end` or deeper.
+inline void find_keys(Tile& tile, int64_t depth, int64_t end, const Run*& run) {
+    tile.begin = run->depth > depth ? (int)(run->depth - depth) : 0;
+    tile.count = (int)(end - depth < TILE ? end - depth : TILE);
+    for (int k = tile.begin; k < tile.count;) {
+        while (run->depth + run->end - run->start <= depth + k) run++;
+        const int64_t left = run->depth + run->end - run->start - depth;
+        const int64_t first = run->start + depth - run->depth;
+        for (const int until = left < tile.count ? (int)left : tile.count; k < until; k++) tile.at[k] = first + k;
+    }
+}
+
+template <class Kind, class Number = typename Kind::Number>
+void load_queries(const Block& block, int64_t kv_head, const Sizes& n, const Number* query, Scratch<Kind>& own) {
+    const int groups = (int)(n.heads / n.kv_heads), rows = (int)block.rows, used = groups * rows;
+    const int words = (int)n.width / Kind::PER_WORD;
     for (int lane = 0; lane < LANES; lane += 16)  // lane = head * rows + query
-        for (int p = 0; p < pairs; p += 16) {
-            const __mmask16 there = pairs - p >= 16 ? 0xffff : (__mmask16)((1u << (pairs - p)) - 1);
+        for (int w = 0; w < words; w += 16) {
+            const __mmask16 there = words - w >= 16 ? 0xffff : (__mmask16)((1u << (words - w)) - 1);
             __m512i part[16];
             for (int i = 0; i < 16; i++) {
                 const int at = lane + i;
@@ -138,92 +212,90 @@ void attend_block(const Block& block, const Run* runs, int64_t kv_head, const Si
                     continue;
                 }
                 const int64_t head = kv_head * groups + at / rows, token = block.query + at % rows;
-                part[i] = _mm512_maskz_loadu_epi32(there, query + head * n.query_head + token * n.query_token + 2 * p);
+                const Number* row = query + head * n.query_head + token * n.query_token + Kind::PER_WORD * w;
+                part[i] = _mm512_maskz_loadu_epi32(there, row);
             }
             transpose(part);
-            for (int i = 0; i < 16 && p + i < pairs; i++) _mm512_store_si512(&own.query[p + i][lane], part[i]);
+            for (int i = 0; i < 16 && w + i < words; i++) _mm512_store_si512(&own.query[w + i][lane], part[i]);
         }
+}
 
-    alignas(64) int32_t numbers[LANES];
-    for (int lane = 0; lane < LANES; lane++) numbers[lane] = lane < used ? lane % rows : rows - 1;
-    __m512i number[VECTORS];
+// The softmax's running maximum and sum of each lane.
+struct Running {
+    __m512i number[VECTORS];  // of the lane's query in the block
     __m512 top[VECTORS], total[VECTORS];
-    for (int v = 0; v < VECTORS; v++) {
-        number[v] = _mm512_load_si512(&numbers[16 * v]);
-        top[v] = _mm512_set1_ps(LOWEST);
-        total[v] = _mm512_setzero_ps();
-    }
-    memset(own.out, 0, sizeof(float) * LANES * width);
+};
 
-    const __m512 scale = _mm512_set1_ps(factor), nothing = _mm512_set1_ps(-__builtin_inff());
-    for (int64_t r = block.first; r < block.last; r++) {
-        const int64_t own_end = block.own + rows, end = runs[r].end < own_end ? runs[r].end : own_end;
-        for (int64_t start = runs[r].start; start < end; start += TILE) {
-            const int count = (int)(end - start < TILE ? end - start : TILE);
-            const int blocks = (count + KEYS - 1) / KEYS, padded = (blocks * KEYS + 1) / 2 * 2;
-            for (int b = 0; b < blocks; b++) {
-                const uint16_t* keys[KEYS];
-                for (int k = 0; k < KEYS; k++) {
-                    const int at = KEYS * b + k < count ? KEYS * b + k : count - 1;
-                    keys[k] = first_key + (start + at) * n.key_token;
-                }
-                score_keys(keys, pairs, own, own.scores + KEYS * b, scale);
-            }
-            for (int k = count; k < padded; k++)
-                for (int v = 0; v < VECTORS; v++) _mm512_store_ps(&own.scores[k][16 * v], nothing);
-            // Key k is the future of queries below `future + k`, and has left the window of those from `left + k` on.
-            const int64_t future = start - block.own;
-            const int64_t left = runs[r].depth + (start - runs[r].start) + n.window - block.depth;
-            for (int k = 0; k < count; k++) {
-                if (future + k > 0) {
-                    const __m512i from = _mm512_set1_epi32((int32_t)(future + k));
-                    for (int v = 0; v < VECTORS; v++)
-                        _mm512_mask_store_ps(&own.scores[k][16 * v], _mm512_cmplt_epi32_mask(number[v], from), nothing);
-                }
-                if (n.window && left + k < rows) {
-                    const __m512i from = _mm512_set1_epi32(left + k < 0 ? 0 : (int32_t)(left + k));
-                    for (int v = 0; v < VECTORS; v++)
-                        _mm512_mask_store_ps(&own.scores[k][16 * v], _mm512_cmpge_epi32_mask(number[v], from), nothing);
-                }
-            }
-            for (int v = 0; v < VECTORS; v++) {
-                __m512 highest = top[v];
-                for (int k = 0; k < count; k++)
-                    highest = _mm512_max_ps(highest, _mm512_load_ps(&own.scores[k][16 * v]));
-                if (_mm512_cmp_ps_mask(highest, top[v], _CMP_GT_OQ)) {
-                    const __m512 fade = power_of_two(_mm512_sub_ps(top[v], highest));
-                    total[v] = _mm512_mul_ps(total[v], fade);
-                    for (int d = 0; d < width; d++)
-                        _mm512_store_ps(&own.out[d][16 * v], _mm512_mul_ps(_mm512_load_ps(&own.out[d][16 * v]), fade));
-                    top[v] = highest;
-                }
-                __m512 sum = _mm512_setzero_ps();
-                for (int k = 0; k < padded; k += 2) {
-                    const __m512 low = power_of_two(_mm512_sub_ps(_mm512_load_ps(&own.scores[k][16 * v]), highest));
-                    const __m512 high = power_of_two(_mm512_sub_ps(_mm512_load_ps(&own.scores[k + 1][16 * v]), highest));
-                    sum = _mm512_add_ps(sum, _mm512_add_ps(low, high));
-                    const __m512i even = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(low));
-                    const __m512i odd = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(high));
-                    _mm512_store_si512(&own.powers[k / 2][16 * v], _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
-                }
-                total[v] = _mm512_add_ps(total[v], sum);
-            }
-            for (int k = 0; k < padded; k += 2) {
-                const uint16_t* even = first_value + (start + (k < count ? k : count - 1)) * n.value_token;
-                const uint16_t* odd = first_value + (start + (k + 1 < count ? k + 1 : count - 1)) * n.value_token;
-                interleave(even, odd, width, own.values[k / 2]);
-            }
-            for (int d = 0; d < width; d += DIMS) add_values(own, d, padded / 2);
+// Scores of a tile that begins `ahead` of the first query; those of keys that a lane's query does not see are -inf.
+template <class Kind, bool CAPPED, class Number = typename Kind::Number>
+void score_tile(const Tile& tile, int64_t ahead, const Block& block, const Sizes& n, const Number* keys,
+                const Running& lanes, Scratch<Kind>& own, const Factors<CAPPED>& by) {
+    const __m512 nothing = _mm512_set1_ps(-__builtin_inff());
+    const int rows = (int)block.rows, first = tile.begin / KEYS * KEYS, padded = (tile.count + 1) / 2 * 2;
+    for (int b = first; b < tile.count; b += KEYS) {
+        const Number* some[KEYS];
+        for (int k = 0; k < KEYS; k++) {
+            const int at = b + k < tile.begin ? tile.begin : b + k < tile.count ? b + k : tile.count - 1;
+            some[k] = keys + tile.at[at] * n.key_token;
+        }
+        score_keys<Kind>(some, (int)n.width / Kind::PER_WORD, own, own.scores + b, by);
+    }
+    for (int k = 0; k < tile.begin; k++)
+        for (int v = 0; v < VECTORS; v++) _mm512_store_ps(&own.scores[k][16 * v], nothing);
+    for (int k = tile.count; k < padded; k++)
+        for (int v = 0; v < VECTORS; v++) _mm512_store_ps(&own.scores[k][16 * v], nothing);
+    // Key k is the future of queries below `ahead + k`, and has left the window of those from `left + k` on.
+    const int64_t left = ahead + n.window;
+    for (int k = tile.begin; k < tile.count; k++) {
+        if (ahead + k > 0) {
+            const __m512i from = _mm512_set1_epi32((int32_t)(ahead + k));
+            for (int v = 0; v < VECTORS; v++)
+                _mm512_mask_store_ps(&own.scores[k][16 * v], _mm512_cmplt_epi32_mask(lanes.number[v], from), nothing);
+        }
+        if (n.window && left + k < rows) {
+            const __m512i from = _mm512_set1_epi32(left + k < 0 ? 0 : (int32_t)(left + k));
+            for (int v = 0; v < VECTORS; v++)
+                _mm512_mask_store_ps(&own.scores[k][16 * v], _mm512_cmpge_epi32_mask(lanes.number[v], from), nothing);
         }
     }
+}
 
+// Powers of a tile's scores, less the maximum so far; what was summed before fades as the maximum rises.
+template <class Kind>
+void raise_tile(int count, int width, Running& lanes, Scratch<Kind>& own) {
+    for (int v = 0; v < VECTORS; v++) {
+        __m512 highest = lanes.top[v];
+        for (int k = 0; k < count; k++) highest = _mm512_max_ps(highest, _mm512_load_ps(&own.scores[k][16 * v]));
+        if (_mm512_cmp_ps_mask(highest, lanes.top[v], _CMP_GT_OQ)) {
+            const __m512 fade = power_of_two(_mm512_sub_ps(lanes.top[v], highest));
+            lanes.total[v] = _mm512_mul_ps(lanes.total[v], fade);
+            for (int d = 0; d < width; d++)
+                _mm512_store_ps(&own.out[d][16 * v], _mm512_mul_ps(_mm512_load_ps(&own.out[d][16 * v]), fade));
+            lanes.top[v] = highest;
+        }
+        __m512 sum = _mm512_setzero_ps();
+        for (int k = 0; k < count; k += 2) {
+            const __m512 even = power_of_two(_mm512_sub_ps(_mm512_load_ps(&own.scores[k][16 * v]), highest));
+            const __m512 odd = power_of_two(_mm512_sub_ps(_mm512_load_ps(&own.scores[k + 1][16 * v]), highest));
+            sum = _mm512_add_ps(sum, _mm512_add_ps(even, odd));
+            store_powers(own, k, 16 * v, even, odd);
+        }
+        lanes.total[v] = _mm512_add_ps(lanes.total[v], sum);
+    }
+}
+
+template <class Kind, class Number = typename Kind::Number>
+void write_block(const Block& block, int64_t kv_head, const Sizes& n, const Running& lanes, Number* out, float* lse,
+                 Scratch<Kind>& own) {
+    const int groups = (int)(n.heads / n.kv_heads), rows = (int)block.rows, used = groups * rows;
+    const int width = (int)n.value_width;
     alignas(64) float sums[LANES], tops[LANES];
     for (int v = 0; v < VECTORS; v++) {
-        const __m512 share = _mm512_div_ps(_mm512_set1_ps(1.0f), total[v]);
+        const __m512 share = _mm512_div_ps(_mm512_set1_ps(1.0f), lanes.total[v]);
         for (int d = 0; d < width; d++)
             _mm512_store_ps(&own.out[d][16 * v], _mm512_mul_ps(_mm512_load_ps(&own.out[d][16 * v]), share));
-        _mm512_store_ps(&sums[16 * v], total[v]);
-        _mm512_store_ps(&tops[16 * v], top[v]);
+        _mm512_store_ps(&sums[16 * v], lanes.total[v]);
+        _mm512_store_ps(&tops[16 * v], lanes.top[v]);
     }
     for (int lane = 0; lane < used; lane += 16)
         for (int d = 0; d < width; d += 16) {
@@ -232,8 +304,7 @@ void attend_block(const Block& block, const Run* runs, int64_t kv_head, const Si
             transpose(part);
             for (int i = 0; i < 16 && lane + i < used; i++) {
                 const int64_t head = kv_head * groups + (lane + i) / rows, token = block.query + (lane + i) % rows;
-                _mm256_storeu_si256((__m256i*)(out + head * n.out_head + token * n.out_token + d),
-                                    (__m256i)_mm512_cvtneps_pbh((__m512)part[i]));
+                store_output(out + head * n.out_head + token * n.out_token + d, (__m512)part[i]);
             }
         }
     for (int lane = 0; lane < used; lane++) {
@@ -242,21 +313,73 @@ void attend_block(const Block& block, const Run* runs, int64_t kv_head, const Si
     }
 }
 
-}  // namespace
+template <class Kind, bool CAPPED, class Number = typename Kind::Number>
+void attend_block(const Block& block, const Run* runs, int64_t kv_head, const Sizes& n, const Number* query,
+                  const Number* key, const Number* value, Number* out, float* lse, const Factors<CAPPED>& by,
+                  Scratch<Kind>& own) {
+    const int rows = (int)block.rows, used = (int)(n.heads / n.kv_heads) * rows, width = (int)n.value_width;
+    const Number* first_key = key + kv_head * n.key_head;
+    const Number* first_value = value + kv_head * n.value_head;
+    load_queries<Kind>(block, kv_head, n, query, own);
 
-// query, key, value, out: bfloat16 with the strides in `sizes`; lse: float32 [heads, tokens]. `factor`: scale * log2(e).
-extern "C" void prefill_forest_attention(const void* query, const void* key, const void* value, void* out, float* lse,
-                                         const int64_t* blocks, int64_t count, const int64_t* runs,
-                                         const int64_t* sizes, int64_t threads, float factor) {
+    alignas(64) int32_t numbers[LANES];
+    for (int lane = 0; lane < LANES; lane++) numbers[lane] = lane < used ? lane % rows : rows - 1;
+    Running lanes;
+    for (int v = 0; v < VECTORS; v++) {
+        lanes.number[v] = _mm512_load_si512(&numbers[16 * v]);
+        lanes.top[v] = _mm512_set1_ps(LOWEST);
+        lanes.total[v] = _mm512_setzero_ps();
+    }
+    memset(own.out, 0, sizeof(float) * LANES * width);
+
+    const Run* run = runs + block.first;
+    const Run& last = runs[block.last - 1];
+    const int64_t deepest = last.depth + last.end - last.start, after = block.depth + rows;
+    const int64_t end = deepest < after ? deepest : after;
+    Tile tile;
+    for (int64_t depth = run->depth / TILE * TILE; depth < end; depth += TILE) {
+        find_keys(tile, depth, end, run);
+        score_tile<Kind>(tile, depth - block.depth, block, n, first_key, lanes, own, by);
+        const int padded = (tile.count + 1) / 2 * 2;
+        raise_tile<Kind>(padded, width, lanes, own);
+        for (int k = 0; k < padded; k += 2) {
+            const int even = k < tile.begin ? tile.begin : k;
+            const int odd = k + 1 < tile.begin ? tile.begin : k + 1 < tile.count ? k + 1 : tile.count - 1;
+            store_values(own, k, first_value + tile.at[even] * n.value_token,
+                         first_value + tile.at[odd] * n.value_token, width);
+        }
+        for (int d = 0; d < width; d += DIMS) add_values<Kind>(own, d, padded / Kind::PER_WORD);
+    }
+    write_block<Kind>(block, kv_head, n, lanes, out, lse, own);
+}
+
+template <class Kind, bool CAPPED, class Number = typename Kind::Number>
+void attend(const void* query, const void* key, const void* value, void* out, float* lse, const int64_t* blocks,
+            int64_t count, const int64_t* runs, const int64_t* sizes, int64_t threads, float factor, float cap) {
     const Sizes& n = *(const Sizes*)sizes;
     const int64_t units = count * n.kv_heads;
+    const float scale = CAPPED ? 2 * factor / cap : factor;
+    const Factors<CAPPED> by = {_mm512_set1_ps(scale), _mm512_set1_ps(cap * 1.44269504f)};
 #pragma omp parallel num_threads((int)threads)
     {
-        Scratch own;
+        Scratch<Kind> own;
 #pragma omp for schedule(dynamic, 1)
         for (int64_t unit = 0; unit < units; unit++)
-            attend_block(((const Block*)blocks)[unit / n.kv_heads], (const Run*)runs, unit % n.kv_heads, n,
-                         (const uint16_t*)query, (const uint16_t*)key, (const uint16_t*)value, (uint16_t*)out, lse,
-                         factor, own);
+            attend_block<Kind>(((const Block*)blocks)[unit / n.kv_heads], (const Run*)runs, unit % n.kv_heads, n,
+                               (const Number*)query, (const Number*)key, (const Number*)value, (Number*)out, lse, by,
+                               own);
     }
+}
+
+}  // namespace
+
+// query, key, value, out: float32, or bfloat16 if `halves`, with the strides in `sizes`; lse: float32 [heads, tokens].
+// `factor`: scale * log2(e). `cap`: the soft cap of scores; 0: none.
+extern "C" void prefill_forest_attention(const void* query, const void* key, const void* value, void* out, float* lse,
+                                         const int64_t* blocks, int64_t count, const int64_t* runs,
+                                         const int64_t* sizes, int64_t threads, float factor, float cap,
+                                         int64_t halves) {
+    const auto plain = halves ? attend<Bfloat16, false> : attend<Float32, false>;
+    const auto capped = halves ? attend<Bfloat16, true> : attend<Float32, true>;
+    (cap > 0 ? capped : plain)(query, key, value, out, lse, blocks, count, runs, sizes, threads, factor, cap);
 }

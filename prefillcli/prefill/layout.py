@@ -185,8 +185,8 @@ class Chunk:
                 if window or at == start:
                     first, oldest = len(runs), oldest_key(window, depth)
                     runs += [run for each in seen if (run := _without_older(each, oldest)) is not None]
-                blocks.append((at - a, after - at, tree.held + at, depth, first, len(runs)))
-        return np.array(blocks, np.int64).reshape(-1, 6), np.array(runs, np.int64).reshape(-1, 3)
+                blocks.append((at - a, after - at, depth, first, len(runs)))
+        return np.array(blocks, np.int64).reshape(-1, 5), np.array(runs, np.int64).reshape(-1, 3)
 
     def ancestors(self, window: KeyWindow | None) -> list[Span]:
         """What the queries see of their nodes' ancestors."""
@@ -279,6 +279,21 @@ class LastTokens:
             for k0, k1, depth in tree.attach[root]:
                 spans.add(query, query + 1, k0, k1, depth)
         return spans.merged()
+
+    def blocks(self, window: KeyWindow | None) -> tuple[IntArray, IntArray]:
+        """What is seen, as a chunk says it, in blocks of one query."""
+        at = ("blocks", window, self.ahead)
+        if at not in self.tables:
+            blocks: list[tuple[int, ...]] = []
+            runs: list[tuple[int, int, int]] = []
+            for query, (node, depth) in enumerate(zip(self.nodes, self.depths.tolist(), strict=True)):
+                first, oldest = len(runs), oldest_key(window, depth)
+                seen = self.tree.path_with_depths(node)
+                runs += [run for each in seen if (run := _without_older(each, oldest)) is not None]
+                blocks.append((query, 1, depth, first, len(runs)))
+            self.tables[at] = np.array(blocks, np.int64), np.array(runs, np.int64)
+        kept: tuple[IntArray, IntArray] = self.tables[at]
+        return kept
 
     def own(self, window: KeyWindow | None) -> list[tuple[int, int]]:
         """Per read the keys of its own node, as (start, end) in the buffer."""
