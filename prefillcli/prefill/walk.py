@@ -42,9 +42,10 @@ class LayerWalk:
 
     `model` must be in eval mode and have the forest attention (`prefillcli.prefill.forest.ATTENTION`); one that has an
     attention of transformers is walked with its own cache. Its layers stay what they are; while the walk exists,
-    stand-ins take their places in the model. The layers that are called come from `layers`, by default the model's;
+    stand-ins take their places. The layers that are called come from `layers`, by default the model's;
     `prepare` makes them faster. `chunk_tokens` are computed by one call of a layer. Of a pack, `offload_held` keeps
-    what later ones hold in host memory, and `hidden_on_host` the residual stream. `by_path` is for `ForestAttention`.
+    what later ones hold in host memory, and `hidden_on_host` the residual stream. If it is `deterministic`,
+    attention's bits for a token depend on its path alone.
     """
 
     def __init__(
@@ -56,9 +57,9 @@ class LayerWalk:
         hidden_on_host: bool = False,
         layers: LayerSource | None = None,
         prepare: Preparation = fused,
-        by_path: bool = False,
+        deterministic: bool = False,
     ) -> None:
-        self._by_path = by_path
+        self._deterministic = deterministic
         self.model, self.chunk_tokens, self._prepare = model, chunk_tokens, prepare
         self._ends = ModelEnds(model)
         self.layers: LayerSource = layers or ResidentLayers(self._ends.layers)
@@ -96,7 +97,7 @@ class LayerWalk:
             self.check_decoding()
         self._held.drop_others(pack.keep | {node.key for node in pack.held})  # what another plan has left
         state, hidden = self.begin(pack, done, keep_ends=kept is not None), None
-        with ForestAttention(pack.held_tokens + len(pack.tokens), by_path=self._by_path) as attention:
+        with ForestAttention(pack.held_tokens + len(pack.tokens), by_path=self._deterministic) as attention:
             for index, layer in self.through_layers(state, attention, tick, exits, thinning):
                 self._held.put_nodes(index, state, attention)
                 if index == len(self.layers) - 1 and state.reads:
@@ -132,7 +133,7 @@ class LayerWalk:
         A layer is valid until the next one is asked for. Those without attention are left out.
         """
         self.check_queries()
-        with ForestAttention(len(pack.tokens), watched, by_path=self._by_path) as attention:
+        with ForestAttention(len(pack.tokens), watched, by_path=self._deterministic) as attention:
             for number, _ in self.through_layers(self.begin(pack), attention, tick):
                 if attention.attended:
                     yield attention.watched_layer(number)

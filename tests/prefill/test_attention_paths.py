@@ -24,6 +24,10 @@ from tests.prefill.varlen_reference import by_sequences
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+#: What is remembered of a machine on which every path agrees in float32.
+AGREED = {
+    f"{path}/float32": None for path in ("blocks", "flash-cpu", *(["kernel"] if kernel.compiled_kernel() else []))
+}
 Operator = Callable[..., tuple[Tensor, Tensor]]
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 
@@ -186,10 +190,10 @@ def settle(dtype: torch.dtype = torch.float32) -> dict[str, str | None]:
 
 
 def test_a_machine_is_checked_once(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
-    assert settle() == {"blocks/float32": None, "flash-cpu/float32": None}
+    assert settle() == AGREED
     assert own_cache.stat().st_mode & 0o077 == 0
     monkeypatch.setattr(attention_checks, "difference_of", lambda *_: pytest.fail("checked again"))
-    assert settle() == {"blocks/float32": None, "flash-cpu/float32": None}
+    assert settle() == AGREED
 
 
 def test_a_path_that_differs_is_avoided_by_later_runs(
@@ -222,7 +226,7 @@ def test_a_machine_that_changed_is_checked_anew(change: dict[str, str], monkeypa
     attention_paths.allow_all()
     key = devices.device_key
     monkeypatch.setattr(devices, "device_key", lambda device: replace(key(device), **change))
-    assert settle() == {"blocks/float32": None, "flash-cpu/float32": None}
+    assert settle() == AGREED
     assert may_take("flash-cpu", CPU)
 
 
@@ -230,7 +234,7 @@ def test_a_machine_that_changed_is_checked_anew(change: dict[str, str], monkeypa
 def test_a_damaged_cache_counts_as_empty(content: bytes, own_cache: Path) -> None:
     own_cache.parent.mkdir(parents=True)
     own_cache.write_bytes(content)
-    assert settle() == {"blocks/float32": None, "flash-cpu/float32": None}
+    assert settle() == AGREED
     assert json.loads(own_cache.read_text())["entries"]
 
 

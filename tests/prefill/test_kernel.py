@@ -45,21 +45,22 @@ def test_a_forest_in_bfloat16_is_as_near_the_eager_forward_as_without_the_kernel
     with_kernel = (p_yes(walked(half, mixed(), chunk=97, limits=limits)) - wanted).abs()
     monkeypatch.setattr(forest, "forest_kernel", lambda: None)
     without = (p_yes(walked(half, mixed(), chunk=97, limits=limits)) - wanted).abs()
-    assert bool(used) is (family != "gemma2")  # soft caps are not the kernel's
+    assert used
     assert with_kernel.mean() <= max(1.3 * float(without.mean()), 2e-3)
 
 
 @needs_kernel
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "widths", "tokens", "window"),
+    ("heads", "kv_heads", "widths", "tokens", "window", "softcap"),
     [
-        (1, 1, (16, 16), 1, None),
-        (5, 1, (48, 48), 30, 3),
-        (16, 2, (64, 64), 130, 64),
-        (64, 1, (32, 32), 7, None),
-        (2, 2, (256, 256), 200, 150),
-        (4, 4, (192, 128), 90, None),
-        (4, 2, (64, 96), 90, 20),
+        (1, 1, (16, 16), 1, None, None),
+        (5, 1, (48, 48), 30, 3, None),
+        (16, 2, (64, 64), 130, 64, None),
+        (64, 1, (32, 32), 7, None, 2.0),
+        (2, 2, (256, 256), 200, 150, None),
+        (4, 4, (192, 128), 90, None, 30.0),
+        (4, 2, (64, 96), 90, 20, None),
     ],
 )
 def test_any_shape_agrees_with_explicit_scores(
@@ -68,29 +69,33 @@ def test_any_shape_agrees_with_explicit_scores(
     widths: tuple[int, int],
     tokens: int,
     window: int | None,
+    softcap: float | None,
+    dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    case = attention_checks.AttentionCase("", heads, kv_heads, widths, tokens, window=window)
+    case = attention_checks.AttentionCase("", heads, kv_heads, widths, tokens, window=window, softcap=softcap)
     monkeypatch.setattr(attention_checks, "CASES", [case])
-    assert attention_checks.check_path("kernel", CPU, torch.bfloat16).status == "agrees"
+    assert attention_checks.check_path("kernel", CPU, dtype).status == "agrees"
 
 
 def test_other_shapes_and_dtypes_are_left_to_others() -> None:
     query = torch.zeros(1, 4, 9, 64, dtype=torch.bfloat16)
-    assert kernel.takes(query, query, 2, None)
-    assert not kernel.takes(query, query, 2, 30.0)  # a soft cap
-    assert not kernel.takes(query.float(), query.float(), 2, None)
-    assert not kernel.takes(query[..., :40], query[..., :40], 2, None)
-    assert not kernel.takes(query.transpose(2, 3), query, 2, None)
-    assert not kernel.takes(torch.zeros(1, 2, 9, 512, dtype=torch.bfloat16), query, 2, None)
-    assert not kernel.takes(torch.zeros(1, 65, 9, 64, dtype=torch.bfloat16), query, 1, None)
+    assert kernel.takes(query, query, 2)
+    assert kernel.takes(query.float(), query.float(), 2)
+    assert not kernel.takes(query.half(), query.half(), 2)
+    assert not kernel.takes(query[..., :40], query[..., :40], 2)
+    assert not kernel.takes(query.transpose(2, 3), query, 2)
+    assert not kernel.takes(torch.zeros(1, 2, 9, 512, dtype=torch.bfloat16), query, 2)
+    assert not kernel.takes(torch.zeros(1, 65, 9, 64, dtype=torch.bfloat16), query, 1)
 
 
 @needs_kernel
 def test_a_kernel_that_computes_something_else_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     text = resources.files("prefillcli.prefill").joinpath("forest_attention.cpp").read_text()
     (tmp_path / "wrong_kernel").mkdir()
-    (tmp_path / "wrong_kernel" / "wrong.cpp").write_text(text.replace("_mm512_mul_ps(sum[k][v], scale)", "sum[k][v]"))
+    (tmp_path / "wrong_kernel" / "wrong.cpp").write_text(
+        text.replace("{ return _mm512_mul_ps(score, by.scale); }", "{ return score; }")
+    )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(kernel, "_SOURCE", ("wrong_kernel", "wrong.cpp"))
     kernel.compiled_kernel.cache_clear()

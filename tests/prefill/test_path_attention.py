@@ -154,8 +154,9 @@ def test_bits_do_not_depend_on_pack_chunk_order_or_threads(name: str, way: str) 
     layer, given = LAYERS[name], prompts()
     wanted = attended(layer, given, WHOLE, 10**6)
     assert any(kind == "last token" for kind, _ in wanted)
+    found = [attended(layer, given[::-1], HOLDING, 53)]
     with threads(2):
-        found = [attended(layer, given[::-1], HOLDING, 53), attended(layer, given[2:6], WHOLE, 41)]
+        found.append(attended(layer, given[2:6], WHOLE, 41))
     alone = [attended(layer, [prompt], WHOLE, 100) for prompt in given[1:5:2]]
     for each in [*found, *alone]:
         assert each
