@@ -42,10 +42,9 @@ class LayerWalk:
 
     `model` must be in eval mode and have the forest attention (`prefillcli.prefill.forest.ATTENTION`); one that has an
     attention of transformers is walked with its own cache. Its layers stay what they are; while the walk exists,
-    stand-ins take their places. The layers that are called come from `layers`, by default the model's;
-    `prepare` makes them faster. `chunk_tokens` are computed by one call of a layer. Of a pack, `offload_held` keeps
-    what later ones hold in host memory, and `hidden_on_host` the residual stream. If it is `deterministic`,
-    attention's bits for a token depend on its path alone.
+    stand-ins take their places. The layers that are called come from `layers`, by default the model's; `prepare` makes
+    them faster. `chunk_tokens` are computed by one call of a layer. Of a pack, `offload_held` keeps what later ones
+    hold in host memory, and `hidden_on_host` the residual stream. `deterministic`: attention's bits follow from paths.
     """
 
     def __init__(
