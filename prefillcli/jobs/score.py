@@ -56,6 +56,7 @@ from prefillcli.jobs.inputs import (
 from prefillcli.jobs.label_uses import require_label_uses
 from prefillcli.jobs.paths import default_output, refuse_among_inputs, report_path
 from prefillcli.jobs.recorder import Recorder
+from prefillcli.jobs.rejected_rows import check_rejects, write_rejects
 from prefillcli.jobs.row_choice import RowChoice, check_rationales, column_groups
 from prefillcli.jobs.shell import conclude, shell
 from prefillcli.jobs.window_loop import WindowLoop, keep_rate
@@ -173,6 +174,10 @@ class _ScoreJob:
             if self._evaluation is not None and settings.shard is None:  # prefill merge evaluates shards
                 with self.clock.phase("evaluate"), stop.at_once():
                     self._evaluate(self._evaluation, sink.location, inputs)
+            if settings.rejects is not None:
+                with self.clock.phase("write"), stop.at_once():
+                    write_rejects(settings.rejects, inputs.source, sink)
+                report.rejects = settings.rejects
             if settings.chooses_rows and settings.show_text and settings.shard is None:
                 self._shown = written_rows(sink.location, column_groups(settings), settings.id_column)
             # A shard's share of errors says nothing of the whole: prefill merge judges that.
@@ -188,6 +193,8 @@ class _ScoreJob:
             exit_profile = read_exit_profile(settings)
             source = open_source(settings, carried_columns(settings))
             self._refuse_among_inputs(output, source)
+            if settings.rejects is not None:
+                check_rejects(settings.rejects, source, output)
             refuse_unlike_partitions(settings, source, output)
             refuse_idle_draft(settings, source)
             source.begin_hashing()

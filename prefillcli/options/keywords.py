@@ -128,7 +128,7 @@ _EVALUATES = "it is for the report of a job: take prefill score --truth, or comp
 _LIMITS = "it counts the rows of a whole job: take prefill score --rationale-limit"
 REFUSED = {
     "rationale_limit": _LIMITS,
-    **dict.fromkeys(("output", "overwrite", "resume", "report", "metrics_file", "partition"), _WRITES),
+    **dict.fromkeys(("output", "overwrite", "resume", "report", "metrics_file", "partition", "rejects"), _WRITES),
     **dict.fromkeys(("workers", "runner", "ray_address", "worker_resources", "ray_timeout"), _ONE_PROCESS),
     **dict.fromkeys(("dry_run", "profile", "price_per_hour"), _PLANS),
     **dict.fromkeys(("audit", "max_flips"), _AUDITS),

@@ -62,6 +62,11 @@ class ScoreSettings(
         "Score the I-th of N shares of the rows, on one of N machines; prefill merge makes the output of all.",
         FILES, changes="files", metavar="I/N",
     )  # fmt: skip
+    rejects: str | None = option(
+        None,
+        "Also write the error rows, with all columns of the input, to this file, e.g. rejects.jsonl.",
+        FILES, changes="files", metavar="PATH",
+    )  # fmt: skip
     resume: bool = option(False, "Continue this job where it stopped.", FILES, changes="files")
 
     engine: EngineName = option(
@@ -148,6 +153,11 @@ class ScoreSettings(
         """Raise UsageError for what is decided from all rows of a window, of which a shard has some."""
         if self.shard is None:
             return
+        if self.rejects is not None:
+            raise UsageError(
+                "--shard: --rejects is for the rows of the whole output, which prefill merge makes\n"
+                "after the merge, give it to prefill score with --resume and without --shard: only they are written"
+            )
         if self.keep == "auto":
             raise UsageError(
                 "--shard: --keep auto would choose another rate in each shard\nchoose it in a run over a sample, then "

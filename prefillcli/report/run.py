@@ -233,6 +233,7 @@ class RunReport(BaseModel):
     calibration: CalibrationUse | None = None  # what made the column probability
     keep: float | None = None  # the job's keep rate, chosen or given, where there is a draft
     keep_auto: dict[str, Any] | None = None  # what --keep auto tried
+    rejects: str | None = None  # the file with the error rows, with --rejects
     since: SinceUse | None = None  # with --since
     audit: Audit | None = None
     exits: ExitUse | None = None  # with early exits

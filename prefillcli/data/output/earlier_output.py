@@ -168,11 +168,10 @@ class EarlierOutput:
 
     def _tables(self) -> Iterator[pa.Table]:
         """The result columns of the output, in the order in which it was written."""
-        target, form = self._found.target, self._found.target.file_format
-        for name in self._found.published.files:
-            with reading(target.path), target.store.read(name) as file:
-                for table in form.read(file, self._names.names):
-                    yield table.select(self._names.names).cast(self._names)
+        found, names = self._found, self._names.names
+        with reading(found.target.path):
+            for table in found.target.tables(names, found.published.files):
+                yield table.select(names).cast(self._names)
 
     def _damaged(self, what: str) -> PrefillError:
         return OutputDamagedError(

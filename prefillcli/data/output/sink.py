@@ -172,6 +172,10 @@ class Sink:
         """Whether the output is there and nothing is left to do."""
         return self._manifest.state == "complete"
 
+    def tables(self, names: Sequence[str]) -> Iterator[pa.Table]:
+        """These columns of the output when it is finished, piece by piece, rows in the order of the input."""
+        return self._target.tables(names, self._manifest.files)
+
     def done(self, window: int) -> set[int]:
         """Numbers of the rows of a window that are in its parts."""
         return self._parts.rows(window)

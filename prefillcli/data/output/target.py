@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -167,9 +167,12 @@ class Target:
             counts.add_rows(table, id_name=id_name)
         return counts
 
-    def tables(self, names: Sequence[str]) -> Iterator[pa.Table]:
-        """These columns of the output, piece by piece, always in the same order. Raises as `FileFormat`'s reading."""
-        for name in sorted(self.files()):
+    def tables(self, names: Sequence[str], files: Iterable[str] | None = None) -> Iterator[pa.Table]:
+        """These columns of the output, piece by piece, in the order of these files; without, always in the same one.
+
+        Raises as `FileFormat`'s reading.
+        """
+        for name in sorted(self.files()) if files is None else files:
             if name != SUCCESS:
                 with self.store.read(name) as file:
                     yield from self.file_format.read(file, names)

@@ -1,0 +1,115 @@
+"""`--rejects`: the rows without a score once more, as the input has them, for who mends them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from prefillcli.data.output.columns import ROW_COLUMN
+from prefillcli.data.output.formats import FILE_ENDINGS, format_of
+from prefillcli.data.output.json_columns import kinds_of, type_for, typed_column
+from prefillcli.data.output.sink import Sink
+from prefillcli.data.output.store import open_store
+from prefillcli.data.paths import split_path
+from prefillcli.data.reading.source import Source
+from prefillcli.data.rows import SKIPPED_CODES, Int64Array
+from prefillcli.errors import UsageError
+from prefillcli.jobs.paths import refuse_among_inputs
+
+OPTION = "--rejects"
+_ERRORS = ("error", "error_detail")
+
+
+def check_rejects(path: str, source: Source, output: str) -> None:
+    """Raise UsageError unless error rows can be written to `path`, with all columns of the input."""
+    if format_of(path) is None or path.endswith("/"):
+        raise UsageError(f"unknown ending of {OPTION} {path}\nuse {', '.join(FILE_ENDINGS)}")
+    if path == output:
+        raise UsageError(f"{OPTION} {path} is the --output; choose another file")
+    refuse_among_inputs(path, source, option=OPTION)
+    source.select(columns=(), carried=_columns(source))
+
+
+def write_rejects(path: str, source: Source, sink: Sink) -> None:
+    """Write the error rows of a finished output to a file, which appears whole: number, input columns and error.
+
+    Rows that were skipped as the user asked are no errors. A value that cannot be read is null. The columns that are
+    read of `source` are others from now on. Raises PrefillError, and ContentChangedError if the input has changed.
+    """
+    file_format = _format(path)
+    source.select(columns=(), carried=_columns(source))
+    rejects = _Rejects(source, sink)
+    as_text = source.kind == "jsonl" and file_format.json_text
+    typed = source.kind == "jsonl" and not as_text
+    carried = rejects.typed_schema() if typed else source.carried_schema
+    schema = pa.schema([(ROW_COLUMN, pa.int64()), *carried, *((name, pa.string()) for name in _ERRORS)])
+    folder, name = split_path(path)
+    store = open_store(folder)
+    store.clean(lambda left: left == name)
+    with store.create(name) as file:
+        file_format.write(file, schema, rejects.tables(schema, typed=typed), carried.names if as_text else ())
+        source.require_unchanged(None)
+
+
+class _Rejects:
+    """The error rows of an output, read side by side with their rows of the input."""
+
+    def __init__(self, source: Source, sink: Sink) -> None:
+        self._source = source
+        self._sink = sink
+        self._numbers = self._find()
+
+    def typed_schema(self) -> pa.Schema:
+        """The types that hold the values which rows of JSON Lines have."""
+        kinds: dict[str, set[str]] = defaultdict(set)
+        for batch in self._source.rows(self._numbers):
+            for name in batch.carried.column_names:
+                kinds[name].update(kinds_of(batch.carried[name]))
+        return pa.schema([(name, type_for(kinds[name])) for name in self._source.carried_schema.names])
+
+    def tables(self, schema: pa.Schema, *, typed: bool) -> Iterator[pa.Table]:
+        """The rows, ascending; with `typed`, JSON text becomes the types of the schema."""
+        errors = (pair for table in self._errors() for pair in zip(*table, strict=True))
+        for batch in self._source.rows(self._numbers):
+            own = list(islice(errors, len(batch.rows)))
+            columns: list[Any] = [pa.array(batch.rows)]
+            for name in batch.carried.column_names:
+                column, kind = batch.carried[name], schema.field(name).type
+                columns.append(typed_column(column, kind) if typed else column)
+            columns += [pa.array([pair[at] for pair in own], pa.string()) for at in range(len(_ERRORS))]
+            yield pa.Table.from_arrays(columns, schema=schema)
+
+    def _find(self) -> Int64Array:
+        """The numbers of the error rows; the output has the rows that were selected, in their order."""
+        places, rows = [np.empty(0, np.int64)], 0
+        for table in self._sink.tables(["error"]):
+            places.append(np.flatnonzero(_rejected(table["error"].to_pylist())) + rows)
+            rows += len(table)
+        found, chosen = np.concatenate(places), self._source.selection().chosen
+        return found if chosen is None else chosen[found]
+
+    def _errors(self) -> Iterator[list[list[str]]]:
+        for table in self._sink.tables(list(_ERRORS)):
+            table = table.filter(pa.array(_rejected(table["error"].to_pylist()), pa.bool_()))
+            yield [table[name].to_pylist() for name in _ERRORS]
+
+
+def _rejected(codes: list[str | None]) -> list[bool]:
+    return [code is not None and code not in SKIPPED_CODES for code in codes]
+
+
+def _columns(source: Source) -> list[str]:
+    """All columns of the input, but for those that have the names of ours: of a file of rejects, for example."""
+    return [name for name in source.available if name not in (ROW_COLUMN, *_ERRORS)]
+
+
+def _format(path: str) -> Any:
+    found = format_of(path)
+    if found is None:
+        raise UsageError(f"unknown ending of {OPTION} {path}")
+    return found.open()
