@@ -9,8 +9,8 @@ from typing import Any
 
 from prefillcli.redaction import without_secrets
 
-TOO_MANY_ERRORS = 3
-"""Exit code of a complete run with more error rows than `--max-error-rate` allows."""
+NOT_AS_EXPECTED = 3
+"""Exit code of a complete run with more error rows than `--max-error-rate` allows, or that a gate has stopped."""
 NOTHING_TO_DO = 99
 """Exit code of `--skip-empty` on an input without rows."""
 
@@ -73,7 +73,7 @@ class FailedRowsError(PrefillError):
     `table` has all rows: the scores of the others are not lost.
     """
 
-    exit_code = TOO_MANY_ERRORS
+    exit_code = NOT_AS_EXPECTED
 
     def __init__(self, message: str, table: Any) -> None:
         super().__init__(message)

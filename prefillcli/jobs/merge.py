@@ -12,6 +12,7 @@ from prefillcli.data.output.target import Target
 from prefillcli.errors import OutputBusyError, OutputConflictError, OutputDamagedError, OutputExistsError
 from prefillcli.jobs.evaluation import EVALUATION, EvaluationPlan, evaluate_output
 from prefillcli.jobs.exit_report import stored_exit_use
+from prefillcli.jobs.gates import GateKeeper
 from prefillcli.jobs.paths import report_path
 from prefillcli.jobs.shell import conclude, shell
 from prefillcli.options.merge import MergeSettings
@@ -29,8 +30,15 @@ def merge_job(settings: MergeSettings) -> dict[str, Any]:
 
     Errors are told on stderr, and become the exit code in the summary.
     """
+    run_id = settings.run_id or log.new_run_id()
+    with log.log_of(run_id, json_lines=settings.log_format == "json"):
+        return _merge_and_report(settings, run_id)
+
+
+def _merge_and_report(settings: MergeSettings, run_id: str) -> dict[str, Any]:
     clock = Clock()
     report = RunReport(
+        run_id=run_id,
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         settings=shown(settings.model_dump(mode="json")),
         output=settings.output,
@@ -44,14 +52,17 @@ def merge_job(settings: MergeSettings) -> dict[str, Any]:
         report.peak_memory_bytes, report.versions = PeakMemory(**peak_memory()), versions()
         write_files(report, settings.metrics_file)
 
+    log.event("started", "the merge begins", settings=report.settings)
     with shell(report, debug=settings.debug, finish=finish) as stop:
         _run(settings, report, clock, stop)
     if not settings.quiet and report.status == "complete":
         log.info(_sentence(report))
+    log.event("ended", f"the merge is {report.status}, exit code {report.exit_code}", summary=report.summary())
     return report.summary()
 
 
 def _run(settings: MergeSettings, report: RunReport, clock: Clock, stop: Stop) -> None:
+    gates = GateKeeper(settings, report, report.report)
     with JoinedShards(Target.parse(settings.output)) as joined:
         try:
             with clock.phase("read"), stop.at_once():
@@ -70,7 +81,9 @@ def _run(settings: MergeSettings, report: RunReport, clock: Clock, stop: Stop) -
         if plan is not None:
             with clock.phase("evaluate"), stop.at_once():
                 report.evaluation = evaluate_output(settings.output, plan, manifest.job.id_name)
-    conclude(report, counts, max_error_rate=settings.max_error_rate, skip_empty=settings.skip_empty)
+    report.gates = gates.judge(counts, manifest.job.fingerprint)
+    rate, skip = settings.max_error_rate, settings.skip_empty
+    conclude(report, counts, max_error_rate=rate, skip_empty=skip, gates=report.gates)
 
 
 def _merge(joined: JoinedShards, report: RunReport, clock: Clock, stop: Stop) -> Counts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -40,7 +40,8 @@ from prefillcli.jobs.evaluation import (
 )
 from prefillcli.jobs.exit_learning import forget_exits
 from prefillcli.jobs.exit_profile_file import read_exit_profile, require_same_exits
-from prefillcli.jobs.exit_report import exit_use, stored_exit_use
+from prefillcli.jobs.filled_report import fill_report
+from prefillcli.jobs.gates import GateKeeper
 from prefillcli.jobs.identity import fingerprint, selection
 from prefillcli.jobs.inputs import (
     USUAL,
@@ -59,28 +60,22 @@ from prefillcli.jobs.recorder import Recorder
 from prefillcli.jobs.rejected_rows import check_rejects, write_rejects
 from prefillcli.jobs.row_choice import RowChoice, check_rationales, column_groups
 from prefillcli.jobs.shell import conclude, shell
-from prefillcli.jobs.window_loop import WindowLoop, keep_rate
+from prefillcli.jobs.window_loop import WindowLoop
 from prefillcli.jobs.written_rows import written_rows
 from prefillcli.models.open import Opened, answer_labels
 from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import shown, shown_report
 from prefillcli.report.files import write_files
-from prefillcli.report.rationale_use import RationaleUse, WrittenRow
+from prefillcli.report.rationale_use import WrittenRow
 from prefillcli.report.run import (
     AdapterUse,
     MemoryTrace,
-    PeakMemory,
-    ReducedUse,
     RunReport,
-    ThreadCounts,
-    Tokens,
     WeightsUse,
-    versions,
 )
 from prefillcli.report.run_table import print_table
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, MemoryWatch
-from prefillcli.runtime.memory import peak_memory
 from prefillcli.runtime.progress import Progress
 from prefillcli.runtime.signals import Stop
 
@@ -93,13 +88,22 @@ def score_job(settings: ScoreSettings, granularity: Granularity = USUAL) -> dict
 
     Errors are told on stderr, and become the exit code in the summary. A dry run writes a report of its own.
     """
-    if settings.dry_run:
-        return dry_run_job(settings, granularity)
+    run_id = settings.run_id or log.new_run_id()
+    with log.log_of(run_id, json_lines=settings.log_format == "json"):
+        if settings.dry_run:
+            return dry_run_job(settings, granularity)
+        return _run_job(settings, run_id, granularity)
+
+
+def _run_job(settings: ScoreSettings, run_id: str, granularity: Granularity) -> dict[str, Any]:
     clock = Clock()
     report = RunReport(
+        run_id=run_id,
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         settings=shown(settings.model_dump(mode="json")),
     )
+    log.event("started", "the run begins", settings=report.settings)
+    settings = settings.model_copy(update={"run_id": run_id})  # workers say it, too
     job, memory = _ScoreJob(settings, clock, report, granularity), MemoryWatch(clock)
 
     def finish() -> None:
@@ -109,8 +113,9 @@ def score_job(settings: ScoreSettings, granularity: Granularity = USUAL) -> dict
 
     with shell(report, debug=settings.debug, resumable=True, finish=finish) as stop, memory:
         job.run(stop)
-    if not settings.quiet and report.status == "complete":
+    if not settings.quiet and report.status == "complete" and not log.logs_json():
         print_table(shown_report(report))
+    log.event("ended", f"the run is {report.status}, exit code {report.exit_code}", summary=report.summary())
     return report.summary()
 
 
@@ -138,6 +143,7 @@ class _ScoreJob:
         output = settings.output or default_output(settings.inputs[0], partition=settings.partition)
         report.output, report.shard = output, settings.shard
         report.report = report_path(output, settings.report, settings.shard_of)
+        gates = GateKeeper(settings, report, report.report)
         inputs = self._inputs = self._open_inputs(output, stop)
         self._evaluation = EvaluationPlan.of(settings, inputs.labels)
         report.adapters = [AdapterUse(name=each.name, path=str(each.path)) for each in inputs.opened.adapters]
@@ -183,7 +189,8 @@ class _ScoreJob:
             # A shard's share of errors says nothing of the whole: prefill merge judges that.
             most = settings.max_error_rate if settings.shard is None else 1.0
             skip = settings.skip_empty and sink.empty_input
-        conclude(report, sink.counts, max_error_rate=most, skip_empty=skip)
+        report.gates = gates.judge(sink.counts, digests)
+        conclude(report, sink.counts, max_error_rate=most, skip_empty=skip, gates=report.gates)
 
     def _open_inputs(self, output: str, stop: Stop) -> JobInputs:
         settings, clock = self.settings, self.clock
@@ -346,48 +353,14 @@ class _ScoreJob:
 
     def finish_report(self) -> None:
         """Put the numbers of the run into the report."""
-        settings, report, seconds, total = self.settings, self.report, self.report.seconds, self.clock.total
-        scored = 0
-        if self._sink is not None:
-            report.exits = stored_exit_use(self._sink.plan)
-        if self._recorder is not None and self._recorder.exits.asked:
-            report.exits = exit_use(self._recorder.exits, self._recorder.spared, self._recorder.tokens)
-        if settings.chooses_rows:
-            decoded = None if self._recorder is None else self._recorder.decoded()
-            report.rationales = RationaleUse.of(decoded, settings.speculation if settings.rationale else None)
-            report.rationales.shown = self._shown
-            report.rationales.take_plan({} if self._sink is None else self._sink.plan)
-        if self._sink is not None:
-            report.take(self._sink.counts)
-            scored = self._sink.counts.scored - self._sink.counts.taken_over - self._scored_before
-        for name, value in self.clock.seconds.items():
-            setattr(seconds, name, value)
-        if self._forecast is not None:
-            report.predicted_seconds = self._forecast.ran
-        tokens = Tokens()
-        if self._recorder is not None:
-            tokens, report.packs = self._recorder.tokens, self._recorder.packs
-            if self._recorder.calibration is not None:
-                report.calibration = self._recorder.calibration.use()
-            report.tokens = tokens
-            engine = self._recorder.engine
-            if engine is not None and (weights := engine.weights_report()) is not None:
-                report.weights = WeightsUse(**asdict(weights))
-            if engine is not None and (reduced := engine.reduced()) is not None:
-                report.reduced = ReducedUse(**asdict(reduced))
-        if self._inputs is not None:
-            source, builder, opened = self._inputs.source, self._inputs.builder, self._inputs.opened
-            if opened.threads is not None and opened.threads.ran:
-                report.threads = ThreadCounts(min=opened.threads.ran[0], max=opened.threads.ran[1])
-            if self.settings.compresses and self._sink is not None:
-                report.keep, report.keep_auto = (
-                    keep_rate(self.settings, self._sink.plan),
-                    self._sink.plan.get("keep_auto"),
-                )
-            seconds.read += source.seconds
-            seconds.render, seconds.tokenize = builder.render_seconds, builder.tokenize_seconds
-        seconds.total = total
-        report.rows_per_second = scored / total
-        report.tokens_per_second = tokens.prompt / total
-        report.peak_memory_bytes = PeakMemory(**peak_memory())
-        report.versions = versions()
+        fill_report(
+            self.report,
+            self.settings,
+            self.clock,
+            inputs=self._inputs,
+            sink=self._sink,
+            recorder=self._recorder,
+            forecast=self._forecast,
+            scored_before=self._scored_before,
+            shown_rows=self._shown,
+        )

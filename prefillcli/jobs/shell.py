@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
 from prefillcli.compress.fallbacks import fallbacks_of_useless_draft
 from prefillcli.data.output.counts import Counts
 from prefillcli.errors import (
+    NOT_AS_EXPECTED,
     NOTHING_TO_DO,
-    TOO_MANY_ERRORS,
     Interrupted,
     PrefillError,
     ResourceError,
     out_of_resource,
 )
 from prefillcli.redaction import without_secrets
+from prefillcli.report.run import Gate
 from prefillcli.runtime import log
 from prefillcli.runtime.signals import Stop
 
@@ -53,19 +54,24 @@ def shell(
                 fail(error, report, debug=debug, resumable=resumable)
 
 
-def conclude(report: Ending, counts: Counts, *, max_error_rate: float, skip_empty: bool) -> None:
-    """A run that came to its end."""
+def conclude(
+    report: Ending, counts: Counts, *, max_error_rate: float, skip_empty: bool, gates: Sequence[Gate] = ()
+) -> None:
+    """A run that came to its end, with what its gates say of the output."""
     report.status, report.exit_code = "complete", 0
-    if counts.total == 0 and skip_empty:
-        report.exit_code = NOTHING_TO_DO
-    elif counts.errors > max_error_rate * counts.total:
-        report.exit_code = TOO_MANY_ERRORS
+    failed = [gate.text for gate in gates if not gate.passed]
+    if counts.errors > max_error_rate * counts.total:
         codes = ", ".join(f"{code} {count:,}" for code, count in sorted(counts.errors_by_code.items()))
-        report.error = (
+        failed.insert(
+            0,
             f"{counts.errors:,} of {counts.total:,} rows are errors ({codes}); "
-            f"--max-error-rate allows {max_error_rate:g}"
+            f"--max-error-rate allows {max_error_rate:g}",
         )
-        log.error(report.error)
+    if failed:
+        report.exit_code, report.error = NOT_AS_EXPECTED, "\n".join(failed)
+        log.error(report.error, event="gates")
+    elif counts.total == 0 and skip_empty:
+        report.exit_code = NOTHING_TO_DO
     elif fallbacks := fallbacks_of_useless_draft(counts.tallies.methods):
         report.status, report.exit_code = "failed", 1
         reasons = ", ".join(f"{method} {rows:,}" for method, rows in fallbacks.items())

@@ -232,6 +232,21 @@ class RunOptions(Settings):
     debug: bool = option(False, "Show tracebacks.", RUN, changes="report")
 
 
+class LogOptions(Settings):
+    """How a run is found again among others."""
+
+    log_format: Literal["text", "json"] = option(
+        "text",
+        "Lines on stderr: text for people, or one JSON object a line, with time, level, run_id, event and message.",
+        RUN, changes="report",
+    )  # fmt: skip
+    run_id: str | None = option(
+        None,
+        "Name of this run in run.json, on stdout and in JSON lines, e.g. Airflow's. (default: a random one)",
+        RUN, changes="report", metavar="TEXT", min_length=1, max_length=200,
+    )  # fmt: skip
+
+
 class MeasuringOptions(RunOptions):
     """What is said while it runs, where one measurement can take long."""
 

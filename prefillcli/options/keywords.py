@@ -125,6 +125,7 @@ _PLANS = "it is for planning a job: take prefill score --dry-run"
 _AUDITS = "it is for the report of a job: take prefill score --audit"
 _EXITS = "exits are learnt on rows drawn from a whole job: take prefill score --exit"
 _EVALUATES = "it is for the report of a job: take prefill score --truth, or compare the columns score and prediction"
+_GATES = "it judges a whole job: take prefill score, or look at the columns score and label_mass"
 _LIMITS = "it counts the rows of a whole job: take prefill score --rationale-limit"
 REFUSED = {
     "rationale_limit": _LIMITS,
@@ -136,6 +137,8 @@ REFUSED = {
     **dict.fromkeys(("truth", "wanted_precision", "show_text"), _EVALUATES),
     **dict.fromkeys(("quiet", "progress_interval"), "it says nothing unless score() is given progress=True"),
     "since": "it is for the output of a job: take prefill score --since",
+    **dict.fromkeys(("expect_rows", "min_label_mass", "max_drift", "drift_from"), _GATES),
+    **dict.fromkeys(("log_format", "run_id"), "it is for the lines and the report of the command"),
     "shard": "it scores all rows that it is given\nto share files among machines take prefill score --shard",
     "max_error_rate": "error rows are rows of the table\ngive score() on_error='raise' to make them an exception",
     "skip_empty": "without rows the table is empty",

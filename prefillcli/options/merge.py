@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from prefillcli.options.groups import EndingOptions
+from prefillcli.options.gates import GateOptions
+from prefillcli.options.groups import EndingOptions, LogOptions
 from prefillcli.options.option import RUN, argument, option
 
 
-class MergeSettings(EndingOptions):
+class MergeSettings(EndingOptions, GateOptions, LogOptions):
     """Everything `prefill merge` can be told."""
 
     output: str = argument(

@@ -161,4 +161,15 @@ MADE_WORKLOADS = Requirement(
 REPLAY = Requirement(
     lambda s: "none" not in s.replay, "is for a replay, but --replay is none", "name a workload with --replay"
 )
+ALL_ROWS = Requirement(
+    lambda s: getattr(s, "shard", None) is None and not getattr(s, "dry_run", False),
+    "is for all rows of a finished output, but a shard has some of them and a dry run none",
+    "give it to the run that finishes the output: prefill merge for shards",
+    recipe_may_keep=True,
+)
+DRIFT = Requirement(
+    lambda s: s.max_drift is not None,
+    "is what --max-drift compares with, but that is not given",
+    "give --max-drift 0.05",
+)
 RAY = Requirement(lambda s: s.runner == "ray", "is for --runner ray, but that is not given", "give --runner ray")

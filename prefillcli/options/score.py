@@ -12,8 +12,10 @@ from prefillcli.options.calibrate import ProbabilityOptions
 from prefillcli.options.compression import check_keep
 from prefillcli.options.earlier import EarlierOptions, check_since
 from prefillcli.options.early_exit import ExitOptions
+from prefillcli.options.gates import GateOptions
 from prefillcli.options.groups import (
     EndingOptions,
+    LogOptions,
     PriceOptions,
     RunOptions,
     ScheduledOptions,
@@ -32,8 +34,10 @@ class ScoreSettings(
     ExitOptions,
     ProbabilityOptions,
     EndingOptions,
+    GateOptions,
     WorkerOptions,
     PriceOptions,
+    LogOptions,
     RunOptions,
     WeightsOptions,
     AdapterOptions,

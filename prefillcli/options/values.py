@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -74,6 +75,17 @@ def _check_shard(text: str) -> str:
     return str(Shard.parse(text))
 
 
+def _check_rows(value: object) -> object:
+    """A number of rows, or a range of them; a number in a recipe is no text."""
+    text = str(value).replace(" ", "")
+    found = re.fullmatch(r"(\d*)(-?)(\d*)", text)
+    if type(value) is bool or found is None or not (found[1] or found[3]):
+        raise ValueError("must be a number of rows, or a range like 900-1100, 900- or -1100")
+    if found[1] and found[3] and int(found[1]) > int(found[3]):
+        raise ValueError("is no range: its first number is above its last one")
+    return text
+
+
 def _read_mapping(value: object) -> object:
     """A mapping from texts like `key=value`, or as a recipe has it. The values are YAML."""
     if isinstance(value, dict):
@@ -142,6 +154,7 @@ if TYPE_CHECKING:
 else:
     ScheduleName = Literal[tuple(SCHEDULES)]
 EngineName = Annotated[str, AfterValidator(_check_engine)]
+RowRange = Annotated[str, BeforeValidator(_check_rows)]
 ShardName = Annotated[str, AfterValidator(_check_shard)]
 KeyValues = Annotated[dict[str, Any], BeforeValidator(_read_mapping)]
 AdapterFolders = Annotated[dict[str, str], BeforeValidator(_read_adapters)]

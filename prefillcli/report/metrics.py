@@ -37,6 +37,13 @@ def _metrics(report: RunReport, now: float) -> Iterator[tuple[str, str, list[_Sa
     yield "peak_memory_bytes", "Largest memory used by the last run.", _by("where", peak)
     if report.mean_score is not None:
         yield "score_mean", "Mean score of the output.", _one(report.mean_score)
+    if report.mean_label_mass is not None:
+        yield "label_mass_mean", "Mean label mass of the output.", _one(report.mean_label_mass)
+    if report.drift is not None and report.drift.distance is not None:
+        yield "score_drift", "Distance of the scores from those of an earlier run.", _one(report.drift.distance)
+    if report.gates:
+        passed: dict[str, float] = {gate.name: float(gate.passed) for gate in report.gates}
+        yield "gate_passed", "1 if the output was as expected, else 0, by gate.", _by("gate", passed)
     if report.audit is not None and report.audit.flip_rate is not None:
         yield (
             "audit_flip_rate",

@@ -184,6 +184,28 @@ class FailedRow(BaseModel):
     detail: str | None
 
 
+class Gate(BaseModel):
+    """What was expected of the output, and whether it is so."""
+
+    name: Literal["expect_rows", "min_label_mass", "max_drift"]
+    limit: str  # as it was given
+    value: float | None  # null where there is nothing to judge: then it is passed
+    passed: bool
+    text: str
+
+
+class DriftUse(BaseModel):
+    """The scores of an earlier run, with which those of this one are compared."""
+
+    report: str  # where that run's report was
+    started: str
+    fingerprint: dict[str, str] = Field(default_factory=dict)
+    scores: list[int]  # its rows in each bin of `histograms.score`, over all predictions
+    distance: float | None = None  # Kolmogorov-Smirnov; null until it is known
+    by_chance: float | None = None  # what it stays below 19 times of 20 if nothing has changed
+    before: DriftUse | None = None  # what that run was compared with
+
+
 class MemoryTrace(BaseModel):
     """Memory in use over the run, in bytes, thinned out over long runs."""
 
@@ -202,6 +224,7 @@ class RunReport(BaseModel):
     """What `run.json` holds."""
 
     schema_version: int = SCHEMA_VERSION
+    run_id: str = ""
     status: Literal["complete", "failed", "interrupted"] = "failed"
     exit_code: int = 1
     error: str | None = None
@@ -214,6 +237,7 @@ class RunReport(BaseModel):
     shards: int | None = None  # of a merge: how many it joined
     rows: Rows = Field(default_factory=Rows)
     mean_score: float | None = None
+    mean_label_mass: float | None = None  # of the scored rows that have one
     tokens: Tokens = Field(default_factory=Tokens)
     seconds: Seconds = Field(default_factory=Seconds)
     predicted_seconds: float | None = None  # of the model, for the packs that ran, by a profile
@@ -239,6 +263,8 @@ class RunReport(BaseModel):
     exits: ExitUse | None = None  # with early exits
     rationales: RationaleUse | None = None  # with rationales or evidence
     evaluation: RunEvaluation | None = None  # with --truth
+    gates: list[Gate] = Field(default_factory=list)  # of a finished output
+    drift: DriftUse | None = None  # with --max-drift
     methods: dict[str, int] = Field(default_factory=dict)  # scored rows by method
     histograms: Histograms = Field(default_factory=Histograms)
     slowest: list[SlowRow] = Field(default_factory=list)
@@ -251,7 +277,7 @@ class RunReport(BaseModel):
         rows.total, rows.scored = counts.total, counts.scored
         rows.errors, rows.skipped = counts.errors, counts.skipped
         rows.errors_by_code = dict(counts.errors_by_code)
-        self.mean_score = counts.mean_score
+        self.mean_score, self.mean_label_mass = counts.mean_score, tallies.mean_label_mass
         if self.since is None and counts.taken_over:
             self.since = SinceUse()  # of a merge, or of earlier attempts
         if self.since is not None:
@@ -287,6 +313,7 @@ class RunReport(BaseModel):
         """The last line on stdout."""
         safe = shown_report(self)
         line = {
+            "run_id": self.run_id,
             "status": self.status,
             "exit_code": self.exit_code,
             "rows": self.rows.model_dump(),

@@ -33,6 +33,10 @@ def run_lines(report: RunReport) -> Iterator[tuple[str, str]]:
         yield "taken over", f"{report.since.rows:,} rows{whence}"
     if report.mean_score is not None:
         yield "mean score", f"{report.mean_score:.4f}"
+    if report.mean_label_mass is not None:
+        yield "label mass", f"{report.mean_label_mass:.4f} on average"
+    for gate in report.gates:
+        yield "gate", f"{'passed' if gate.passed else 'FAILED'}: {gate.text}"
     if report.calibration is not None:
         yield "probability", report.calibration.sentence()
     if tokens.prompt:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
@@ -47,9 +48,21 @@ class JsonLines:
 _lines: JsonLines | None = None
 
 
+def new_run_id() -> str:
+    """A name that no other run has."""
+    return uuid.uuid4().hex
+
+
 @contextmanager
-def json_log(run_id: str, worker: int | None = None) -> Iterator[None]:
-    """Inside, each line on stderr is a JSON object of this run; what libraries print there becomes one a line, too."""
+def log_of(run_id: str, *, json_lines: bool, worker: int | None = None) -> Iterator[None]:
+    """Inside, lines on stderr are of this run. As `json_lines`, each is a JSON object; what libraries print there
+    becomes one a line, too."""
+    with _json_log(run_id, worker) if json_lines else nullcontext():
+        yield
+
+
+@contextmanager
+def _json_log(run_id: str, worker: int | None) -> Iterator[None]:
     global _lines
     before, stderr = _lines, sys.stderr
     _lines = JsonLines(stderr, run_id, worker)
@@ -64,6 +77,12 @@ def json_log(run_id: str, worker: int | None = None) -> Iterator[None]:
 def logs_json() -> bool:
     """Whether lines are JSON objects now."""
     return _lines is not None
+
+
+def event(name: str, message: str, **fields: Any) -> None:
+    """What only a log of JSON lines needs: people see it otherwise."""
+    if _lines is not None:
+        _lines.write("info", name, message, fields)
 
 
 def info(message: str, event: str = "message", **fields: Any) -> None:

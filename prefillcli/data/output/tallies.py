@@ -82,6 +82,10 @@ class Tallies:
     """What was written; empty for an output without rationales."""
     evidence: int = 0
     """Rows whose sections were weighed."""
+    mass_rows: int = 0
+    """Scored rows with a label mass."""
+    mass_sum: float = 0.0
+    """Their label masses together."""
     slowest: list[dict[str, Any]] = field(default_factory=list)
     """Slowest first: row, id, seconds, prompt_tokens, computed_tokens, method."""
     failed: list[dict[str, Any]] = field(default_factory=list)
@@ -91,6 +95,11 @@ class Tallies:
     def chosen_rows(self) -> int:
         """Rows that were chosen to be written about or to have their sections weighed."""
         return max(self.rationales.rows, self.evidence)
+
+    @property
+    def mean_label_mass(self) -> float | None:
+        """Of the scored rows that have one; None without any."""
+        return self.mass_sum / self.mass_rows if self.mass_rows else None
 
     @classmethod
     def of_json(cls, content: dict[str, Any]) -> Tallies:
@@ -104,6 +113,7 @@ class Tallies:
 
         Rows of an output have no row number where they have an id; it is None then.
         """
+        masses = rows["label_mass"].drop_null() if "label_mass" in rows.column_names else pa.chunked_array([[]])
         self.add(
             Tallies(
                 scores=_score_bins(rows),
@@ -113,6 +123,8 @@ class Tallies:
                 adapters=_adapters(rows),
                 rationales=_rationales(rows),
                 evidence=len(rows) - rows["evidence"].null_count if "evidence" in rows.column_names else 0,
+                mass_rows=len(masses),
+                mass_sum=pc.sum(masses).as_py() or 0.0,
                 slowest=_slowest(rows, id_name, json_id),
                 failed=_failed(rows, id_name, json_id),
             )
@@ -129,6 +141,8 @@ class Tallies:
         _add(self.adapters, other.adapters)
         self.rationales.add(other.rationales)
         self.evidence += other.evidence
+        self.mass_rows += other.mass_rows
+        self.mass_sum += other.mass_sum
         for name, added in other.exit_layers.items():
             before = self.exit_layers.get(name, LayerRows(0, 0))
             self.exit_layers[name] = LayerRows(*(a + b for a, b in zip(before, added, strict=True)))

@@ -21,7 +21,12 @@ from prefillcli.jobs.runners.crew import Advanced, Done, Event, Failed, Lost, St
 from prefillcli.jobs.runners.tasks import Task, WorkerSpec
 from prefillcli.runtime.cores import allowed, core_groups
 
-_PRELOADED = ["prefillcli.jobs.runners.worker", "prefillcli.engines.torch", "prefillcli.compress.draft"]
+_PRELOADED = [
+    "prefillcli.jobs.runners.quiet_server",
+    "prefillcli.jobs.runners.worker",
+    "prefillcli.engines.torch",
+    "prefillcli.compress.draft",
+]
 _TELL_SECONDS = 0.2  # between two messages on how far a worker is
 ENGINE_DIED = 75
 """Exit code of a worker whose engine has died."""
@@ -147,11 +152,13 @@ def _work(pipe: Connection, spec: bytes, cores: Sequence[int], environment: Mapp
     from prefillcli.jobs.runners.worker import Worker
 
     try:
-        worker = Worker(pickle.loads(spec))  # noqa: S301 - from the driver, not from data
-        pipe.send(("started", worker.ready()))
-        while True:
-            task = tasks.get()
-            pipe.send(("done", worker.run(task, _Teller(pipe))))
+        own: WorkerSpec = pickle.loads(spec)  # noqa: S301 - from the driver, not from data
+        with own.log():
+            worker = Worker(own)
+            pipe.send(("started", worker.ready()))
+            while True:
+                task = tasks.get()
+                pipe.send(("done", worker.run(task, _Teller(pipe))))
     except EngineDiedError:
         os._exit(ENGINE_DIED)  # a worker that is begun again loads it again
     except BaseException as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from prefillcli.options.score import ScoreSettings
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.refills import FreePack
 from prefillcli.plan.trie import TokenArray
+from prefillcli.runtime.log import log_of
 
 if TYPE_CHECKING:  # takes torch along
     from prefillcli.compress.base import ImportanceEstimate
@@ -36,6 +38,11 @@ class WorkerSpec:
     planned: bool = False
     measured: Measured | None = None
     digests: Mapping[str, str] = field(default_factory=dict)
+
+    def log(self) -> AbstractContextManager[None]:
+        """Inside, what the worker says is said as the job's run says it."""
+        own = self.settings
+        return log_of(own.run_id or "", json_lines=own.log_format == "json", worker=self.number)
 
 
 @dataclass(frozen=True, slots=True)
