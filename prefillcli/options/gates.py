@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from prefillcli.options import requirements
 from prefillcli.options.option import GATES, Settings, option
-from prefillcli.options.requirements import Requirement
 from prefillcli.options.values import RowRange
 
 
@@ -32,13 +31,6 @@ class GateOptions(Settings):
         "run.json of the earlier run that --max-drift compares with. (default: the report that this run replaces)",
         GATES, changes="report", metavar="PATH", requires=requirements.DRIFT,
     )  # fmt: skip
-
-    @classmethod
-    def required(cls) -> dict[str, list[Requirement]]:
-        found = super().required()
-        for name in ("expect_rows", "min_label_mass", "max_drift"):
-            found[name] = [requirements.ALL_ROWS, *found.get(name, ())]
-        return found
 
     @property
     def row_range(self) -> tuple[int, int | None] | None:

@@ -162,7 +162,7 @@ REPLAY = Requirement(
     lambda s: "none" not in s.replay, "is for a replay, but --replay is none", "name a workload with --replay"
 )
 ALL_ROWS = Requirement(
-    lambda s: getattr(s, "shard", None) is None and not getattr(s, "dry_run", False),
+    lambda s: s.shard is None and not s.dry_run,
     "is for all rows of a finished output, but a shard has some of them and a dry run none",
     "give it to the run that finishes the output: prefill merge for shards",
     recipe_may_keep=True,

@@ -125,6 +125,7 @@ class ScoreSettings(
     def required(cls) -> dict[str, list[Requirement]]:
         found = super().required()
         require(found, ("price_per_hour",), requirements.FORECAST)
+        require(found, GateOptions.model_fields, requirements.ALL_ROWS)
         return found
 
     def check(self) -> None:

@@ -31,12 +31,7 @@ def run_lines(report: RunReport) -> Iterator[tuple[str, str]]:
     if report.since is not None:
         whence = "" if report.since.output is None else f" from {report.since.output}"
         yield "taken over", f"{report.since.rows:,} rows{whence}"
-    if report.mean_score is not None:
-        yield "mean score", f"{report.mean_score:.4f}"
-    if report.mean_label_mass is not None:
-        yield "label mass", f"{report.mean_label_mass:.4f} on average"
-    for gate in report.gates:
-        yield "gate", f"{'passed' if gate.passed else 'FAILED'}: {gate.text}"
+    yield from _judgements(report)
     if report.calibration is not None:
         yield "probability", report.calibration.sentence()
     if tokens.prompt:
@@ -80,3 +75,13 @@ def run_lines(report: RunReport) -> Iterator[tuple[str, str]]:
         )
     yield "output", report.output or "none"
     yield "report", ", ".join(filter(None, (report.report, report.page))) or "none"
+
+
+def _judgements(report: RunReport) -> Iterator[tuple[str, str]]:
+    """What tells a night from others."""
+    if report.mean_score is not None:
+        yield "mean score", f"{report.mean_score:.4f}"
+    if report.mean_label_mass is not None:
+        yield "label mass", f"{report.mean_label_mass:.4f} on average"
+    for gate in report.gates:
+        yield "gate", f"{'passed' if gate.passed else 'FAILED'}: {gate.text}"
