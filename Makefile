@@ -14,7 +14,7 @@ RAY_VENV := .venv-ray
 TEST_WORKERS ?= 2
 
 .PHONY: setup setup-real setup-airflow setup-vllm setup-ray demo demo-real test test-matrix test-real test-nightly \
-	test-airflow test-vllm test-ray lint format bench bench-reviews distill-draft bench-peers bench-exits bench-families bench-gpu soak deep-models hybrid-model words-draft samples architectures clean
+	test-airflow test-vllm test-ray fuzz lint format bench bench-reviews distill-draft bench-peers bench-exits bench-families bench-gpu soak deep-models hybrid-model words-draft samples architectures clean
 
 setup: $(VENV)/.ready
 
@@ -95,6 +95,12 @@ test-vllm: setup-vllm
 test-ray: setup-ray
 	$(RAY_VENV)/bin/python -m pytest --no-skips tests/runners/test_ray.py tests/runners/test_ray_data.py \
 		tests/runners/test_ray_recipe.py
+
+# Examples of every kind of input, for hours with MINUTES=600. What fails is told with the line that repeats it. SEED=7
+# runs the same examples again; FUZZ="rows flags" is some of the kinds
+MINUTES ?= 60
+fuzz: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(FUZZ) --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 lint: setup
 	$(BIN)/ruff check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
@@ -228,3 +229,45 @@ def test_from_python_every_option_of_score_is_taken_or_refused_with_a_reason() -
     taken = [{"model"}, {*ScorerOptions.__annotations__}, {*FileOptions.__annotations__}, {*REFUSED} - {"recipe"}]
     assert set().union(*taken) == set(ScoreSettings.model_fields)
     assert sum(map(len, taken)) == len(ScoreSettings.model_fields)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "seed: 2026-13-45",
+        "limit: !!int x",
+        "temperature: !!float ''",
+        "labels: &a [*a]",
+        "labels: " + "[" * 500,
+        "a: &a [x, x, x, x, x, x, x, x, x]\n"
+        + "".join(f"{b}: &{b} [*{a}, *{a}, *{a}, *{a}, *{a}, *{a}]\n" for a, b in pairwise("abcdefghi"))
+        + "labels: *i",
+    ],
+)
+def test_a_recipe_of_values_that_are_none_is_refused(text: str) -> None:
+    Path("job.yaml").write_text(text)
+    with pytest.raises(UsageError, match=r"job\.yaml: the recipe is not valid YAML: ") as refused:
+        load_settings(ScoreSettings, LEAST["score"], recipe="job.yaml", environment={})
+    assert len(str(refused.value)) < 400
+
+
+def test_a_recipe_may_use_aliases() -> None:
+    Path("job.yaml").write_text("labels: &own [Yes, No]\nkeep_columns: *own")
+    settings = load_settings(ScoreSettings, LEAST["score"], recipe="job.yaml", environment={})
+    assert settings.labels == settings.keep_columns == ("Yes", "No")
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"memory": "9" * 400}, "must be less than 8EiB"),
+        ({"memory": "9000000TiB"}, "must be less than 8EiB"),
+        ({"engine_options": ["a=" + "[" * 500]}, "not valid YAML"),
+        ({"temperature": "x" * 10_000}, "valid number"),
+        ({"schedule": "x" * 10_000}, "should be"),
+    ],
+)
+def test_a_value_that_is_refused_is_quoted_in_short(flags: Values, says: str) -> None:
+    with pytest.raises(UsageError, match=says) as refused:
+        load_settings(ScoreSettings, {**LEAST["score"], **flags}, environment={})
+    assert len(str(refused.value)) < 800

@@ -32,10 +32,13 @@ _OTHER_PARTS = ("vision", "audio", "quantization")  # with numbers of their own 
 
 
 def check_config(path: Path) -> None:
-    """Refuse a `config.json` with numbers that no model has, at any depth."""
+    """Refuse a `config.json` with numbers that no model has, at any depth, or classes that are no names."""
     content = read_json(path)
     if not isinstance(content, dict):
         raise UsageError(f"{path}: not a JSON object")
+    names = content.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise UsageError(f"{path}: architectures is {quoted(names)}; it must be a list of names")
     for name, value in _entries(content):
         if value is None or isinstance(value, list | dict):
             continue
@@ -47,6 +50,12 @@ def check_config(path: Path) -> None:
                 )
         elif name in _REAL and (type(value) not in (int, float) or not math.isfinite(value) or value < 0):
             raise UsageError(f"{path}: {name} is {quoted(value)}; it must be a finite number, not below 0")
+
+
+def check_generation_config(path: Path) -> None:
+    """Refuse a `generation_config.json` that is not a mapping; there need not be any."""
+    if path.is_file() and not isinstance(read_json(path), dict):
+        raise UsageError(f"{path}: not a JSON object")
 
 
 def names_classifier(config: Any) -> bool:

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from prefillcli.data.proof.gguf_parts import gguf_parts
 from prefillcli.errors import ResourceError, UsageError, brief
 from prefillcli.models.families import longest_prompt, refusal
-from prefillcli.models.files import check_config
+from prefillcli.models.files import check_config, check_generation_config
 from prefillcli.models.gguf import GgufModel, dequantise_gguf, describe_gguf, find_dequantised, open_gguf
 from prefillcli.models.heads import ClassHead, HeadChoice, find_head
 from prefillcli.models.multimodal import text_part
@@ -104,6 +104,7 @@ def read_model_files(
     folder = path if gguf is None else describe_gguf(gguf)
     weights = [] if gguf is not None else _find_weights(folder)
     check_config(folder / "config.json")
+    check_generation_config(folder / "generation_config.json")
     try:
         whole = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # each family has checks of its own, or none

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
-from prefillcli.errors import ResourceError, UsageError, brief
+from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
 from prefillcli.models.find import ModelFiles, with_weights
 from prefillcli.models.gguf import load_gguf, refuse_missing
 from prefillcli.models.heads import auto_class
@@ -40,7 +40,10 @@ def load_model(files: ModelFiles, device: torch.device, *, trust_remote_code: bo
     try:
         model = load_weights(files, device, attention=ATTENTION, trust_remote_code=trust_remote_code)
     except KeyError:  # some families have a table of attention classes, and no other attention
-        model = load_weights(files, device, attention="eager", trust_remote_code=trust_remote_code)
+        try:
+            model = load_weights(files, device, attention="eager", trust_remote_code=trust_remote_code)
+        except KeyError as error:
+            raise UsageError(f"{files.path}: cannot load the weights: no {brief(error)}") from None
     prove_model(model, files, tolerance=_rehearsal_tolerance(files, device))
     return model
 
@@ -74,8 +77,10 @@ def load_weights(
                 output_loading_info=True,
                 **_quantised_loading(files, quantisation, device, trust_remote_code),
             )
-        except (OSError, ValueError, RuntimeError, ImportError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
+        except KeyError:
+            raise
+        except Exception as error:  # what transformers makes of wrong files: any type there is
+            if out_of_resource(error) or isinstance(error, PrefillError):
                 raise
             if "ignore_mismatched_sizes" in str(error):
                 raise UsageError(f"{files.path}: the shapes of the weights are not those of config.json") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import reprlib
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
@@ -22,6 +23,7 @@ _PLACES = {
     "scores": ("SCORES", "what prefill score wrote"),
 }
 """What is given by its place, by the field's name: how the help page calls it, and what it is."""
+_MOST_REASON = 400  # characters, of why a value is refused
 ENVIRONMENT_PREFIX = "PREFILL_"
 RECIPE_VARIABLE = ENVIRONMENT_PREFIX + "RECIPE"
 _KUBERNETES_VARIABLE = re.compile(
@@ -52,7 +54,7 @@ def load_settings(
         for key, value in read_recipe(recipe).items():
             name = "inputs" if key == "input" else key
             if name not in _known_options(kind):
-                raise UsageError(f"{recipe}: unknown key {key!r}{did_you_mean(key, _known_options(kind))}")
+                raise UsageError(f"{recipe}: unknown key {_shown(key)}{did_you_mean(key, _known_options(kind))}")
             given.set(name, value, f"{recipe}: {key}", "recipe")
     _refuse_unknown_variables(kind, environment)
     for name in kind.model_fields:
@@ -103,7 +105,9 @@ class _Merged:
             first = error.errors()[0]
             name = str(first["loc"][0])
             reason = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
-            raise UsageError(f"{self.origin.get(name, name)} {first['input']!r}: {reason}") from None
+            if len(reason) > _MOST_REASON:
+                reason = f"{reason[:_MOST_REASON]} ..."
+            raise UsageError(f"{self.origin.get(name, name)} {_shown(first['input'])}: {reason}") from None
 
     def is_mistake(self, name: str, kind: type[Settings], *, recipe_may_keep: bool) -> bool:
         """Whether it is the user's mistake that the option `name` has no effect.
@@ -121,6 +125,13 @@ class _Merged:
             return name in kind.model_validate(least | alone).ignored()
         except ValidationError:
             return False  # the recipe is wrong by itself; a flag or the environment put it right
+
+
+def _shown(value: object) -> str:
+    """What somebody gave, cut where it is long."""
+    shortened = reprlib.Repr()
+    shortened.maxstring = shortened.maxother = shortened.maxlong = 100
+    return shortened.repr(value)
 
 
 def _as_typed(kind: type[Settings], name: str, value: Any) -> str:

@@ -90,16 +90,20 @@ def _read_mapping(value: object) -> object:
     """A mapping from texts like `key=value`, or as a recipe has it. The values are YAML."""
     if isinstance(value, dict):
         return value
-    import yaml  # takes a while
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        return _parsed(value)
+    pairs = [str(text).partition("=") for text in (value if isinstance(value, list | tuple) else [value])]
+    if not all(key.strip() and equals for key, equals, _ in pairs):
+        raise ValueError("must be KEY=VALUE, block_size=32 for example")
+    return {key.strip(): _parsed(own) for key, _, own in pairs}
+
+
+def _parsed(text: str) -> object:
+    from prefillcli.options.recipe import parse_yaml  # YAML takes a while to import
 
     try:
-        if isinstance(value, str) and value.lstrip().startswith("{"):
-            return yaml.safe_load(value)
-        pairs = [str(text).partition("=") for text in (value if isinstance(value, list | tuple) else [value])]
-        if not all(key.strip() and equals for key, equals, _ in pairs):
-            raise ValueError("must be KEY=VALUE, block_size=32 for example")
-        return {key.strip(): yaml.safe_load(own) for key, _, own in pairs}
-    except yaml.YAMLError:
+        return parse_yaml(text)
+    except ValueError:
         raise ValueError("its value is not valid YAML") from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -17,16 +18,22 @@ def render_page(
     Templates need nothing else: no network, no script, inline CSS for light and dark screens. They may import macros
     from templates of the same folder.
     """
+    environment = _environment(package)
+    environment.filters.update(filters or {})
+    return environment.get_template(template).render(**values)
+
+
+@cache
+def _environment(package: str) -> Environment:
+    """Templates in the folder of a package; compiling one takes longer than most pages."""
     folder = files(package)
-    environment = Environment(
+    return Environment(
         loader=FunctionLoader(lambda name: folder.joinpath(name).read_text(encoding="utf-8")),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(filters or {})
-    return environment.get_template(template).render(**values)
 
 
 def page_of(path: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+_TOO_LARGE = 1 << 63
 _SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?\s*$", re.IGNORECASE)
 
 
@@ -13,7 +14,9 @@ def parse_size(text: str | int) -> int:
     if match is None:
         raise ValueError(f"{text!r} is not a size: use 8GiB, 500MB or 1048576")
     number, prefix, binary = match.groups()
-    size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
-    if size <= 0:
+    size = float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " ")
+    if size < 1:
         raise ValueError("must be more than 0")
-    return size
+    if size >= _TOO_LARGE:
+        raise ValueError("must be less than 8EiB")
+    return int(size)

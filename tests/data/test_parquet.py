@@ -214,3 +214,13 @@ def test_a_table_without_rows_is_fine(tmp_path: Path) -> None:
 def test_errors_are_row_errors(tmp_path: Path) -> None:
     path = save(tmp_path, prompt=text_array([b"\xff"], pa.string()))
     assert isinstance(read(path)[1][0], RowError)
+
+
+def test_a_footer_that_ends_arrows_process_is_an_error(tmp_path: Path) -> None:
+    path = Path(save(tmp_path, prompt=["a", "b"], id=[1, 2]))
+    optional, required = b"\x25\x02\x18\x02id", b"\x25\x00\x18\x02id"  # of its schema, where its pages have nulls
+    assert path.read_bytes().count(optional) == 1
+    path.write_bytes(path.read_bytes().replace(optional, required))
+    with pytest.raises(PrefillError, match=r"a\.parquet: Definition level histogram size mismatch"):
+        read(str(path), carried=("id",))
+    assert read(str(path))[0] == {"prompt": ["a", "b"]}

@@ -57,6 +57,8 @@ def _nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"rope_parameters": "round"}, "config.json"),
         ({"dtype": "float99"}, "config.json"),
         ({"model_type": ["llama"]}, "config.json"),
+        ({"architectures": 7}, "architectures is 7"),
+        ({"architectures": ["LlamaForCausalLM", None]}, "architectures is "),
         ({"num_hidden_layers": 4000}, "config.json says 4,000 layers, the weights have 3"),
         ({"vocab_size": 7}, "the shapes of the weights are not those of config.json"),
         ({"hidden_size": 1 << 20}, "the shapes of the weights are not those of config.json"),
@@ -92,6 +94,11 @@ def test_a_configuration_that_is_no_json_is_refused(
     else:
         content(path)
     assert_refused(saved, says)
+
+
+def test_a_generation_configuration_that_is_no_mapping_is_refused(saved: Path) -> None:
+    (saved / "generation_config.json").write_text("7")
+    assert_refused(saved, "generation_config.json: not a JSON object")
 
 
 def shape_beyond_the_bytes(header: dict[str, Any]) -> None:

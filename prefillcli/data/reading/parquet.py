@@ -85,8 +85,7 @@ class _GroupReader:
         """The rows of a group, a bounded number of bytes at a time, and which of them are not read but nulls."""
         with reading(self._found.path):
             with self._open(_HEADER_BUFFER) as file:
-                metadata = self._metadata
-                group = RowGroup.survey(file, metadata.row_group(number), metadata.schema, self._names, self._max_page)
+                group = RowGroup.survey(file, self._metadata, self._found.size, number, self._names, self._max_page)
             repeated = tuple(name for name in self._texts if group.repeats(name))
             parquet = self._file(group, repeated)
         if parquet is None:

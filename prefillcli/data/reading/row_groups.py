@@ -8,6 +8,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import pyarrow.parquet as pq
 
+from prefillcli.data.reading.column_chunks import ColumnChunks
 from prefillcli.data.reading.pages import Pages, read_pages
 from prefillcli.data.reading.selection import BATCH_ROWS
 from prefillcli.data.reading.standins import Replaced, can_stand_in
@@ -47,16 +48,21 @@ class RowGroup:
 
     @classmethod
     def survey(
-        cls, file: BinaryIO, group: pq.RowGroupMetaData, schema: pq.ParquetSchema, names: Sequence[str], max_page: int
+        cls, file: BinaryIO, metadata: pq.FileMetaData, size: int, group: int, names: Sequence[str], max_page: int
     ) -> RowGroup:
-        """Read the headers of all pages of the columns `names`."""
+        """Read the headers of all pages of the columns `names` in the row group of number `group`.
+
+        The file has `size` bytes. Raises OSError for damaged metadata.
+        """
         leaves = []
-        for number in range(group.num_columns):
-            chunk = group.column(number)
+        chunks, schema = ColumnChunks(metadata, size), metadata.schema
+        for number in range(metadata.row_group(group).num_columns):
+            column = schema.column(number)
             for name in names:
-                if f"{chunk.path_in_schema}.".startswith(f"{name}."):
-                    leaves.append(_Leaf(name, schema.column(number), read_pages(file, chunk), chunk.num_values))
-        return cls(group.num_rows, tuple(leaves), max_page)
+                if f"{column.path}.".startswith(f"{name}."):
+                    chunk = chunks.of(group, number)
+                    leaves.append(_Leaf(name, column, read_pages(file, chunk), chunk.num_values))
+        return cls(metadata.row_group(group).num_rows, tuple(leaves), max_page)
 
     def repeats(self, name: str) -> bool:
         """Whether a text column is stored as few texts that repeat, and so can be read as a dictionary.
