@@ -68,6 +68,11 @@ SKIPPED_CODES = frozenset(code for code in ErrorCode if not code.is_error)
 """Codes of rows that were left out as the user asked."""
 
 
+def is_error(code: str | None) -> bool:
+    """Whether a row with this in its column `error` is an error row, neither scored nor left out as the user asked."""
+    return code is not None and code not in SKIPPED_CODES
+
+
 class RowError(NamedTuple):
     """Why a row has no score, with a detail for a reader."""
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 from prefillcli.data.output.earlier_output import EarlierOutput, FoundOutput, find_output
+from prefillcli.data.output.manifest import Manifest
 from prefillcli.data.output.sink import Sink
+from prefillcli.data.output.target import Target
 from prefillcli.data.rows import Window
+from prefillcli.errors import DamagedFileError, OutputConflictError
 from prefillcli.jobs.recorder import Recorder
 from prefillcli.options.score import ScoreSettings
 from prefillcli.report.run import SinceUse
@@ -17,11 +21,17 @@ from prefillcli.runtime import log
 def find_earlier(
     settings: ScoreSettings, output: str, fingerprint: dict[str, str]
 ) -> tuple[FoundOutput | None, SinceUse | None]:
-    """The output of `--since`, and what the report says of it.
+    """The output of `--since`, and what the report says of it; with `--retry-errors` the job's own.
 
     One that is not there, or not complete, is told on stderr: all rows are scored then. Raises OutputConflictError for
     one that another job has written.
     """
+    if settings.retry_errors or _goes_on_retrying(settings, output):
+        own = find_output(output, own=output)
+        if isinstance(own, str):  # the rows of a job that is not complete are in its parts
+            return None, None
+        own.require_same_job(fingerprint)
+        return replace(own, remedy="give --overwrite"), SinceUse(output=output)
     if settings.since is None:
         return None, None
     found = find_output(settings.since, own=output)
@@ -30,6 +40,16 @@ def find_earlier(
         return None, SinceUse(output=settings.since, reason=found)
     found.require_same_job(fingerprint)
     return found, SinceUse(output=settings.since)
+
+
+def _goes_on_retrying(settings: ScoreSettings, output: str) -> bool:
+    """Whether `--resume` goes on with a job that scores its error rows again."""
+    if not settings.resume or settings.shard is not None:
+        return False
+    with suppress(DamagedFileError, OutputConflictError):
+        manifest = Manifest.load(Target.parse(output).work)
+        return manifest is not None and manifest.state == "running" and manifest.retries
+    return False
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from prefillcli.data.output.sink import Sink
 from prefillcli.data.output.store import open_store
 from prefillcli.data.paths import split_path
 from prefillcli.data.reading.source import Source
-from prefillcli.data.rows import SKIPPED_CODES, Int64Array
+from prefillcli.data.rows import Int64Array, is_error
 from prefillcli.errors import UsageError
 from prefillcli.jobs.paths import refuse_among_inputs
 
@@ -88,19 +88,15 @@ class _Rejects:
         """The numbers of the error rows; the output has the rows that were selected, in their order."""
         places, rows = [np.empty(0, np.int64)], 0
         for table in self._sink.tables(["error"]):
-            places.append(np.flatnonzero(_rejected(table["error"].to_pylist())) + rows)
+            places.append(np.flatnonzero([is_error(code) for code in table["error"].to_pylist()]) + rows)
             rows += len(table)
         found, chosen = np.concatenate(places), self._source.selection().chosen
         return found if chosen is None else chosen[found]
 
     def _errors(self) -> Iterator[list[list[str]]]:
         for table in self._sink.tables(list(_ERRORS)):
-            table = table.filter(pa.array(_rejected(table["error"].to_pylist()), pa.bool_()))
+            table = table.filter(pa.array([is_error(code) for code in table["error"].to_pylist()], pa.bool_()))
             yield [table[name].to_pylist() for name in _ERRORS]
-
-
-def _rejected(codes: list[str | None]) -> list[bool]:
-    return [code is not None and code not in SKIPPED_CODES for code in codes]
 
 
 def _columns(source: Source) -> list[str]:

@@ -257,6 +257,7 @@ class _ScoreJob:
                 measure=inputs.labels.measure,
                 partitions=source.partitions if settings.partition else None,
                 shard=settings.shard_of,
+                retry_errors=settings.retry_errors,
             )
         except (OutputExistsError, OutputConflictError, OutputBusyError):
             self.report.report = None

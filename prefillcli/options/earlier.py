@@ -15,6 +15,16 @@ class EarlierOptions(Settings):
         "An earlier output of this job, last night's: rows with the same id and prompt are taken over from it.",
         FILES, changes="speed", metavar="OUTPUT", requires=requirements.SCORES,
     )  # fmt: skip
+    retry_errors: bool = option(
+        False,
+        "Score the error rows of this job again; all other rows stay as they are. Implies --resume.",
+        FILES, changes="files", requires=requirements.SCORES,
+    )  # fmt: skip
+
+    @property
+    def taking_over(self) -> str | None:
+        """The option that takes rows over, if one does."""
+        return "--retry-errors" if self.retry_errors else None if self.since is None else "--since"
 
 
 def check_since(
@@ -36,8 +46,8 @@ def check_since(
         )
     if exits:
         raise UsageError(
-            f"{option}: what --exit may flip is bounded for the rows of one job, and rows that are taken over are of "
-            "another\nleave one of them out"
+            f"{option}: what --exit may flip is bounded for all rows of a job, and rows that are taken over are not "
+            "read\nleave one of them out"
         )
     if audit:
         raise UsageError(
@@ -46,6 +56,6 @@ def check_since(
         )
     if limit is not None:
         raise UsageError(
-            f"{option}: --rationale-limit counts the chosen rows of one job, and rows that are taken over are of "
-            "another\nleave it out, and choose fewer rows with --rationale-when"
+            f"{option}: --rationale-limit counts chosen rows in the order of the input, and rows that are taken over "
+            "come first\nleave it out, and choose fewer rows with --rationale-when"
         )

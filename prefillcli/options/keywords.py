@@ -129,7 +129,9 @@ _GATES = "it judges a whole job: take prefill score, or look at the columns scor
 _LIMITS = "it counts the rows of a whole job: take prefill score --rationale-limit"
 REFUSED = {
     "rationale_limit": _LIMITS,
-    **dict.fromkeys(("output", "overwrite", "resume", "report", "metrics_file", "partition", "rejects"), _WRITES),
+    **dict.fromkeys(
+        ("output", "overwrite", "resume", "report", "metrics_file", "partition", "rejects", "retry_errors"), _WRITES
+    ),
     **dict.fromkeys(("workers", "runner", "ray_address", "worker_resources", "ray_timeout"), _ONE_PROCESS),
     **dict.fromkeys(("dry_run", "profile", "price_per_hour"), _PLANS),
     **dict.fromkeys(("audit", "max_flips"), _AUDITS),

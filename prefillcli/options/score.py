@@ -144,9 +144,12 @@ class ScoreSettings(
         translated = self.draft_tokenizer == "translate"
         check_writing(self, head=self.head, draft=self.draft, own_tokenizer=translated)
         self._check_shard()
-        if self.since is not None:
+        if self.retry_errors and (self.overwrite or self.since is not None):
+            other = "--overwrite" if self.overwrite else "--since"
+            raise UsageError(f"--retry-errors keeps this job's rows: give only one of it and {other}")
+        if self.taking_over is not None:
             check_since(
-                "--since",
+                self.taking_over,
                 keep=self.keep,
                 shares_tokens=self.compresses and not self._row_by_row,
                 exits=self.exit,

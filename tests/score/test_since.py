@@ -10,8 +10,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.data.output.manifest import with_checksum
-from prefillcli.data.output.row_digests import RowDigests
+from prefillcli.data.output.manifest import Manifest, with_checksum
+from prefillcli.data.output.row_digests import DigestReader, RowDigests
+from prefillcli.data.output.store import open_store
 from prefillcli.data.rows import Prompt
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.errors import Interrupted, UsageError
@@ -145,6 +146,13 @@ def test_the_earlier_output_may_have_any_format_and_each_night_follows_the_one_b
     assert score(write_night(0), output, since=since, **flags(model))["since"]["rows"] == ROWS - 1
     assert read_prompts == []
     assert score(write_night(1), since=output, **flags(model))["since"]["rows"] == len(nights()[1]) - 4
+    assert_second_night("out.parquet", reference)
+
+
+def test_it_may_lie_in_an_object_store(model: Path, reference: Reference, since: str) -> None:
+    there = "memory://since/last.parquet"
+    assert score(write_night(0), there, since=since, **flags(model))["since"]["rows"] == ROWS - 1
+    assert score(write_night(1), since=there, **flags(model))["since"]["rows"] == len(nights()[1]) - 4
     assert_second_night("out.parquet", reference)
 
 
@@ -293,6 +301,23 @@ def test_an_output_that_was_changed_is_refused(
     Path(name).write_bytes(content)
     assert score(write_night(1), since=since, **flags(model))["exit_code"] == 4
     assert f"{name} is not as it was written" in capfd.readouterr().err
+
+
+def test_an_output_that_another_run_replaces_while_it_is_read_is_refused(
+    model: Path, since: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    finish = DigestReader.finish
+
+    def finishing(self: DigestReader, digest: str) -> None:
+        finish(self, digest)
+        store = open_store("last.parquet.prefill")
+        manifest = Manifest.load(store)
+        assert manifest is not None
+        Manifest(manifest.job, {}).save(store)  # as a run with --overwrite begins
+
+    monkeypatch.setattr(DigestReader, "finish", finishing)
+    assert score(write_night(1), since=since, **flags(model))["exit_code"] == 4
+    assert "another run has replaced it" in capfd.readouterr().err
 
 
 def test_digests_that_collide_take_over_no_wrong_row(

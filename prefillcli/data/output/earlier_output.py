@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO
 
 import numpy as np
@@ -34,6 +34,15 @@ class FoundOutput:
     published: Published
     digests: str
     """SHA-256 of the file with the digests."""
+    own: str | None = None
+    """The output that is to be written, as in `find_output`."""
+    remedy: str = "leave --since out"
+
+    @property
+    def stands(self) -> bool:
+        """Whether it is there as it was found, so that nothing has replaced it since."""
+        found = find_output(self.target.path, self.own)
+        return isinstance(found, FoundOutput) and replace(found, remedy=self.remedy) == self
 
     def require_same_job(self, fingerprint: dict[str, str]) -> None:
         """Raise OutputConflictError unless it is of a job that differs from this one in its input alone."""
@@ -42,8 +51,8 @@ class FoundOutput:
         different = [name for name in names if name != NOT_COMPARED and fingerprint.get(name) != theirs.get(name)]
         if different:
             raise OutputConflictError(
-                f"--since {self.target.path} was written by another job: different {', '.join(different)}\n"
-                "its rows cannot be taken over: leave --since out to score all rows"
+                f"{self.target.path} was written by another job: different {', '.join(different)}\n"
+                f"its rows cannot be taken over: {self.remedy} to score all rows"
             )
 
 
@@ -66,11 +75,11 @@ def find_output(path: str, own: str | None = None) -> FoundOutput | str:
         if before is None or own is None or Target.parse(own).path != target.path:
             return "its job is not complete"
         published = Published(Job.of_json(before["job"]), before["files"])
-        found = FoundOutput(target, published, before["digests"])
+        found = FoundOutput(target, published, before["digests"], own)
         return found if not target.damage(published) else "it is being replaced"
     if manifest.digests is None:
         return "an earlier version of prefill wrote it, without digests of its rows"
-    return FoundOutput(target, Published(manifest.job, manifest.files), manifest.digests)
+    return FoundOutput(target, Published(manifest.job, manifest.files), manifest.digests, own)
 
 
 class EarlierOutput:
@@ -163,6 +172,8 @@ class EarlierOutput:
                 reader.finish(found.digests)
         except (DamagedFileError, FileNotFoundError) as error:
             raise self._damaged(str(error)) from None
+        if not found.stands:
+            raise self._damaged("another run has replaced it")
         self._file.flush()
         return np.concatenate(keys)
 
@@ -175,8 +186,7 @@ class EarlierOutput:
 
     def _damaged(self, what: str) -> PrefillError:
         return OutputDamagedError(
-            f"--since {self._found.target.path}: {what}\n"
-            "its rows cannot be taken over: leave --since out to score all rows"
+            f"{self._found.target.path}: {what}\nits rows cannot be taken over: {self._found.remedy} to score all rows"
         )
 
 

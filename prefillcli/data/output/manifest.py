@@ -73,6 +73,8 @@ class Manifest:
     """Set when complete: SHA-256 of the digests of its rows (see `row_digests`)."""
     before: dict[str, Any] | None = None
     """The complete output that this job is to replace (see `replaced`); None where there was none."""
+    retries: bool = False
+    """Whether that is the job's own, of which the error rows alone are scored again."""
     created: str = field(default_factory=lambda: _now())
     updated: str = field(default_factory=lambda: _now())
 
@@ -107,7 +109,9 @@ class Manifest:
         try:
             counts = content["counts"] and Counts.of_json(content["counts"])
             rest = {name: content[name] for name in ("plan", "state", "files", "created", "updated")}
-            rest |= {name: content[name] for name in ("shard", "merged", "digests", "before") if name in content}
+            rest |= {
+                name: content[name] for name in ("shard", "merged", "digests", "before", "retries") if name in content
+            }
             return cls(Job.of_json(content), counts=counts, **rest)
         except (KeyError, TypeError, ValueError):
             raise DamagedFileError("it is not a manifest") from None

@@ -5,11 +5,12 @@ from __future__ import annotations
 from prefillcli.data.output.locks import Lock
 from prefillcli.data.output.manifest import Job, Manifest
 from prefillcli.data.output.resuming import find_resumable_shard, proven_parts, require_undamaged
+from prefillcli.data.output.retrying import retried
 from prefillcli.data.output.shard_folders import ShardRecord
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.output.target import Target
 from prefillcli.data.rows import Int64Array
-from prefillcli.errors import PrefillError
+from prefillcli.errors import PrefillError, UsageError
 
 
 class ShardSink(Sink):
@@ -83,8 +84,7 @@ class ShardSink(Sink):
         if fresh:
             self._delete_parts()
         else:
-            for info in proven_parts(self.work, manifest.job, shard):
-                self._parts.add(info)
+            self._add_parts(proven_parts(self.work, manifest.job, shard))
         record = ShardRecord.of_json(manifest.shard)
         record = None if record is None or record.shard != str(shard) else record
         lost = manifest.counts is None or manifest.counts.total != self._parts.counts.total
@@ -104,6 +104,14 @@ class ShardSink(Sink):
     def _require_undamaged(target: Target, manifest: Manifest) -> None:
         if _is_merged(manifest):
             require_undamaged(target.whole, manifest)
+
+    @staticmethod
+    def _again(target: Target, found: Manifest, id_name: str | None) -> Manifest | None:
+        if _is_merged(found) and retried(target.whole, found, id_name) is not None:
+            raise UsageError(
+                f"--retry-errors: the shards of {target.path} were merged\nscore its error rows again without --shard"
+            )
+        return None  # a shard keeps its parts
 
     @staticmethod
     def _lock_of(target: Target, found: Manifest | None) -> Lock:

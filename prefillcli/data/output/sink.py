@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import pyarrow as pa
@@ -17,9 +17,10 @@ from prefillcli.data.output.local_store import LocalStore
 from prefillcli.data.output.locks import Lock
 from prefillcli.data.output.manifest import Job, Manifest, replaced
 from prefillcli.data.output.part_index import PartIndex
-from prefillcli.data.output.parts import WindowRows
+from prefillcli.data.output.parts import PartInfo, WindowRows
 from prefillcli.data.output.publication import recover_publication
 from prefillcli.data.output.resuming import find_resumable, proven_parts, require_undamaged
+from prefillcli.data.output.retrying import retried, without_errors
 from prefillcli.data.output.row_digests import DigestFile, writing_digests
 from prefillcli.data.output.schema import OutputSchema
 from prefillcli.data.output.tallies import ROW
@@ -51,6 +52,7 @@ class Sink:
         self._parts = PartIndex(target.work)
         self._final: Counts | None = None  # of a complete output
         self._replaces = True  # an output that was there
+        self._retries = False  # the error rows of parts
 
     @classmethod
     def open(
@@ -70,6 +72,7 @@ class Sink:
         measure: Measure = Measure.SHARES,
         partitions: Partitions | None = None,
         shard: Shard | None = None,
+        retry_errors: bool = False,
     ) -> Self:
         """Begin the job's output, or go on with it; a `shard` is for a `ShardSink`.
 
@@ -77,9 +80,9 @@ class Sink:
         the kept columns (`Source.carried_schema`); `truth` is the carried column with the right answers. The output
         has the columns of these `groups`; for calibrated ones `write` needs the calibration. `measure` says what the
         labels' numbers are. With `partitions`, whose keys are carried columns, the files of a directory lie in folders
-        that hold them. Raises UsageError for an unknown ending, a clash of column names, or if the job's own output
-        exists and neither flag is given; OutputConflictError if it is another job's, or damaged; ResourceError if
-        another process is working on it.
+        that hold them. With `retry_errors` the error rows that are there are to be written again. Raises UsageError
+        for an unknown ending, a clash of column names, or if the job's own output exists and no flag is given;
+        OutputConflictError if it is another job's, or damaged; ResourceError if another process is working on it.
         """
         target = Target.parse(output, shard)
         schema = OutputSchema(
@@ -94,15 +97,18 @@ class Sink:
         )
         schema.require_distinct()
         job = Job(fingerprint, selection, id_name)
+        resume = resume or retry_errors
         found = cls._find(target, job, resume, overwrite, quiet=True)  # a refusal leaves no trace
         if found is not None and found.state == "complete":
             cls._require_undamaged(target, found)
         lock = cls._lock_of(target, found)
         try:
             found = cls._find(target, job, resume, overwrite, quiet=False)
-            fresh = found or Manifest(job, {}, before=replaced(target.work))
-            sink = cls(target, fresh, lock, schema, partitions)
-            sink._begin(fresh=found is None)
+            again = cls._again(target, found, id_name) if retry_errors and found is not None else None
+            begun = again or found or Manifest(job, {}, before=replaced(target.work))
+            sink = cls(target, begun, lock, schema, partitions)
+            sink._retries = retry_errors
+            sink._begin(fresh=begun is not found)
         except BaseException:
             lock.release()
             raise
@@ -127,6 +133,14 @@ class Sink:
     def _require_undamaged(target: Target, manifest: Manifest) -> None:
         """Raise OutputDamagedError unless what a complete manifest names is there."""
         require_undamaged(target, manifest)
+
+    @staticmethod
+    def _again(target: Target, found: Manifest, id_name: str | None) -> Manifest | None:
+        """A manifest with which a complete job begins anew to score its error rows again; None where that is not so.
+
+        Raises OutputConflictError if its other rows could not be taken over.
+        """
+        return retried(target, found, id_name)
 
     @staticmethod
     def _lock_of(target: Target, found: Manifest | None) -> Lock:
@@ -272,7 +286,7 @@ class Sink:
                 partitions=self._partitions,
                 new=not self._replaces,
             )
-        manifest.digests, manifest.before = digests.digest, None
+        manifest.digests, manifest.before, manifest.retries = digests.digest, None, False
         manifest.state, manifest.counts = "complete", final
         manifest.save(self.work)
         self._final = final
@@ -297,8 +311,11 @@ class Sink:
             self._delete_parts()
             self._final = self._manifest.counts or self._target.count(self._schema.id_name)
         else:
-            for info in proven_parts(self.work, self._manifest.job):
-                self._parts.add(info)
+            self._add_parts(proven_parts(self.work, self._manifest.job))
+
+    def _add_parts(self, found: Iterable[PartInfo]) -> None:
+        for info in without_errors(self.work, found, self._schema) if self._retries else found:
+            self._parts.add(info)
 
     def _delete_parts(self) -> None:
         names = set(filter(parts.is_part, self.work.names())) | set(self._parts.names())
