@@ -41,6 +41,13 @@ class Kind(Enum):
     def meaning(self) -> str:
         return self.value[0]
 
+    @property
+    def hangs(self) -> bool:
+        return self is Kind.HANG
+
+    def fault(self, number: int) -> Fault:
+        return Fault(self, number)
+
     def concerns(self, name: str) -> bool:
         return name in self.value[1]
 
@@ -51,11 +58,15 @@ class Fault:
     number: int
     """Of the call that fails, among those that the kind concerns, from 1."""
 
+    def arm(self, report: Callable[[str], None]) -> None:
+        """Let one call of this process fail from now on; `report` hears which, before."""
+        Failing(self, report)
+
 
 class Failing:
-    """Stands before the calls of this process from now on, and lets one of them fail; `report` hears which, before."""
+    """Stands before the calls of this process from now on."""
 
-    def __init__(self, fault: Fault | None, report: Callable[[str], None]) -> None:
+    def __init__(self, fault: Fault, report: Callable[[str], None]) -> None:
         self._fault = fault
         self._report = report
         self._seen = 0
@@ -68,7 +79,7 @@ class Failing:
 
         def guarded(*arguments: Any, **options: Any) -> Any:
             fault = self._fault
-            if fault is None or not fault.kind.concerns(name):
+            if not fault.kind.concerns(name):
                 return call(*arguments, **options)
             self._seen += 1
             if self._seen == fault.number:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-from tests.faults.file_faults import Fault, Kind
-from tests.faults.nursery import Nursery, Outcome
+from tests.faults.nursery import AnyKind, Nursery, Outcome
 
 
 @dataclass
@@ -29,16 +28,16 @@ class Job:
     """The calls that failed so far."""
 
 
-def fail_each(nursery: Nursery, place: Path, job: Job, kind: Kind, *, every: int = 1, first: int = 1) -> int:
+def fail_each(nursery: Nursery, place: Path, job: Job, kind: AnyKind, *, every: int = 1, first: int = 1) -> int:
     """Let each call of the job fail, or only `every` so many from the `first` on; returns how many did."""
     for number in count(first, every):
-        folder = place / f"{kind.name}-{number}"
+        folder = place / f"{number}"
         if job.begin is None:
             folder.mkdir()
         else:
             shutil.copytree(job.begin, folder, symlinks=True)
         outcome = nursery.run(
-            Fault(kind, number), job.run, folder, while_hung=lambda folder=folder: job.while_hung(folder)
+            kind.fault(number), job.run, folder, while_hung=lambda folder=folder: job.while_hung(folder)
         )
         try:
             if outcome.hit is None:

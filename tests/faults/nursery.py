@@ -11,12 +11,33 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 from prefillcli.errors import PrefillError
-from tests.faults.file_faults import Failing, Fault, Kind
 
 _PATIENCE = 120.0  # seconds
+
+
+class AnyKind(Protocol):
+    """A kind of faults."""
+
+    @property
+    def meaning(self) -> str: ...
+
+    @property
+    def hangs(self) -> bool:
+        """Whether what fails never returns."""
+
+    def fault(self, number: int) -> AnyFault:
+        """The one that hits the `number`th call, from 1."""
+
+
+class AnyFault(Protocol):
+    @property
+    def kind(self) -> AnyKind: ...
+
+    def arm(self, report: Callable[[str], None]) -> None:
+        """Let one call of this process fail from now on; `report` hears which, before."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +71,7 @@ class Nursery:
 
     def run(
         self,
-        fault: Fault | None,
+        fault: AnyFault | None,
         function: Callable[..., None],
         *arguments: Any,
         while_hung: Callable[[], None] = lambda: None,
@@ -64,7 +85,7 @@ class Nursery:
             kind, what = self._pipe.recv()
             if kind == "hit":
                 hit, pid = what
-                if fault is not None and fault.kind is Kind.HANG:
+                if fault is not None and fault.kind.hangs:
                     try:
                         while_hung()
                     finally:
@@ -100,10 +121,11 @@ def _serve(pipe: Connection) -> None:
         pipe.send(("end", os.WIFSIGNALED(status)))
 
 
-def _run(pipe: Connection, fault: Fault | None, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _run(pipe: Connection, fault: AnyFault | None, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     sys.stderr = io.StringIO()
     try:
-        Failing(fault, lambda name: pipe.send(("hit", (name, os.getpid()))))
+        if fault is not None:
+            fault.arm(lambda name: pipe.send(("hit", (name, os.getpid()))))
         function(*arguments)
     except PrefillError as error:
         pipe.send(("refusal", str(error)))
