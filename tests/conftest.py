@@ -80,3 +80,16 @@ def s3_server(_s3_server: Any) -> Iterator[Any]:
     _s3_server.reset()
     yield _s3_server
     _s3_server.reset()
+
+
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    """fsspec's memory filesystem, empty before and after."""
+    import fsspec
+
+    filesystem = fsspec.filesystem("memory")
+    filesystem.store.clear()
+    filesystem.pseudo_dirs[:] = [""]
+    yield filesystem
+    filesystem.store.clear()
+    filesystem.pseudo_dirs[:] = [""]

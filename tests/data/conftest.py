@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -131,14 +130,3 @@ def write_jsonl(tmp_path: Path) -> Callable[..., str]:
         return str(path)
 
     return write
-
-
-@pytest.fixture
-def memory() -> Iterator[Any]:
-    """fsspec's memory filesystem, empty before and after."""
-    filesystem = fsspec.filesystem("memory")
-    filesystem.store.clear()
-    filesystem.pseudo_dirs[:] = [""]
-    yield filesystem
-    filesystem.store.clear()
-    filesystem.pseudo_dirs[:] = [""]

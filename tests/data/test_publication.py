@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from prefillcli.data.output.publication import publication, recover_publication
 from prefillcli.data.output.target import Published, Target
+from prefillcli.errors import PrefillError
 from prefillcli.runtime import file_calls
 from tests.data.outputs import EXPECTED, WINDOWS, finished, make_window, open_sink, read, score_all
 from tests.faults.file_faults import CHANGES
@@ -71,6 +73,30 @@ def test_in_a_folder_with_other_files_success_comes_last_and_they_stay(
     assert len(shown) < len(seen)
     assert (place / "notes.txt").read_text() == "mine"
     assert sorted(os.listdir(place)) == sorted([*NAMES, "more", "notes.txt"])
+
+
+def test_a_folder_that_cannot_be_read_is_not_taken_for_one_without_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be put aside and removed, with what others keep in it."""
+    place = tmp_path / "o"
+    finished(f"{place}/")
+    (place / "day=1").mkdir()
+    (place / "day=1" / "notes.txt").write_text("mine")
+    listing = file_calls.list_folder
+
+    def broken(path: str) -> list[os.DirEntry[str]]:
+        if path.endswith("day=1"):
+            raise OSError(errno.EIO, "Input/output error")
+        return listing(path)
+
+    with open_sink(f"{place}/", overwrite=True) as sink:
+        score_all(sink, WINDOWS)
+        monkeypatch.setattr(file_calls, "list_folder", broken)
+        with pytest.raises(PrefillError, match=str(place)):
+            sink.finish(3)
+    assert (place / "day=1" / "notes.txt").read_text() == "mine"
+    assert read(f"{place}/") == EXPECTED
 
 
 def test_in_an_object_store_success_comes_last(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:

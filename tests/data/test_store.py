@@ -18,6 +18,7 @@ import pytest
 from prefillcli.data.output.local_store import LocalStore
 from prefillcli.data.output.remote_store import RemoteStore
 from prefillcli.data.output.store import Store, open_store
+from prefillcli.data.output.target import is_partition
 from prefillcli.errors import PrefillError, ResourceError, UsageError
 from prefillcli.runtime import file_calls
 
@@ -143,6 +144,35 @@ def test_a_disk_that_is_really_full_is_a_resource_error(small_disk: Path) -> Non
     with pytest.raises(ResourceError, match="no space left"):
         write_parquet()
     assert os.listdir(small_disk) == []
+
+
+def test_what_cannot_be_looked_up_is_not_taken_for_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else an output would be begun anew, or files of others be taken for none."""
+    store = LocalStore(str(tmp_path))
+    store.put_bytes("a", b"x")
+    (tmp_path / "day=1").mkdir()
+    (tmp_path / "file").write_bytes(b"")
+
+    def broken(*_arguments: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    assert not LocalStore(f"{tmp_path}/file").exists("below")
+    with monkeypatch.context() as patch:
+        patch.setattr(file_calls, "is_there", broken)
+        with pytest.raises(PrefillError, match=f"{tmp_path}/a"):
+            store.exists("a")
+    listing = file_calls.list_folder
+    monkeypatch.setattr(file_calls, "list_folder", lambda path: broken() if "day" in path else listing(path))
+    for look in (lambda: store.find(is_partition), lambda: store.clean(lambda name: True, is_partition)):
+        with pytest.raises(PrefillError, match=str(tmp_path)):
+            look()
+
+
+def test_every_folder_that_is_made_survives_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(file_calls, "sync_folder", synced.append)
+    LocalStore(f"{tmp_path}/a/b/c").put_bytes("d", b"")
+    assert synced == [f"{tmp_path}{inner}" for inner in ("", "/a", "/a/b", "/a/b/c")]
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_that_names_it(tmp_path: Path) -> None:

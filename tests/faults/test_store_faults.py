@@ -1,8 +1,9 @@
-"""Every request of a job into S3 fails once, in every way."""
+"""Every request of a job into an object store fails once, in every way."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import s3fs
+from fsspec.implementations.memory import MemoryFileSystem
 
+from prefillcli.data import failures
 from prefillcli.data.output.target import SUCCESS
-from prefillcli.errors import OutputBusyError
+from prefillcli.errors import OutputBusyError, PrefillError
 from tests.data.outputs import EXPECTED, WINDOWS, open_sink, score_all
 from tests.faults.loops import Job, fail_each
 from tests.faults.nursery import Nursery, Outcome
@@ -108,9 +111,94 @@ def test_every_request_of_a_job_may_fail(
     count_faults(kind.meaning, fail_each(nursery, tmp_path, job, kind))
 
 
-@pytest.mark.parametrize("kind", [RequestKind.LOST, RequestKind.KILL])
-def test_some_requests_of_a_job_may_fail(
-    nursery: Nursery, tmp_path: Path, bucket: Bucket, kind: RequestKind, count_faults: Callable[[str, int], None]
+METHODS = ("ls", "find", "info", "cat_file", "open", "put_file", "pipe_file", "rm_file", "tail")
+
+
+class FailingStore:
+    """fsspec's store in memory, in which one call fails."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, kind: RequestKind, number: int) -> None:
+        self._kind = kind
+        self._number = number
+        self._calls = 0
+        self._inside = False
+        for name in METHODS:
+            patch.setattr(MemoryFileSystem, name, self._guarded(getattr(MemoryFileSystem, name)))
+
+    @property
+    def hit(self) -> bool:
+        return self._calls >= self._number
+
+    def _guarded(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(*arguments: Any, **options: Any) -> Any:
+            if self._inside:  # a part of another call
+                return call(*arguments, **options)
+            self._calls += 1
+            fails = self._calls == self._number
+            if fails and self._kind is RequestKind.DENIED:
+                raise PermissionError("Access Denied")
+            if fails and self._kind is RequestKind.BUSY:
+                raise ConnectionError("the connection was reset")
+            self._inside = True
+            try:
+                found = call(*arguments, **options)
+            finally:
+                self._inside = False
+            if fails:
+                raise ConnectionError("the connection was reset")
+            return found
+
+        return guarded
+
+
+def score_in_memory(name: str, **options: Any) -> None:
+    with open_sink(f"memory://bucket/{name}", **options) as sink:
+        score_all(sink, WINDOWS, per_part=4)
+        sink.finish(len(WINDOWS))
+
+
+def rows_in_memory(memory: Any, name: str) -> list[dict[str, Any]] | None:
+    if name.endswith("/"):
+        if not memory.exists(f"/bucket/{name}{SUCCESS}"):
+            return None
+        files = sorted(memory.glob(f"/bucket/{name}*.parquet"))
+    else:
+        files = [f"/bucket/{name}"] if memory.exists(f"/bucket/{name}") else []
+    tables = [pq.read_table(pa.BufferReader(memory.cat_file(file))) for file in files]
+    return pa.concat_tables(tables).to_pylist() if tables else None
+
+
+@pytest.mark.parametrize("name", ["o.parquet", "o/"])
+@pytest.mark.parametrize("kind", [RequestKind.BUSY, RequestKind.LOST, RequestKind.DENIED])
+def test_every_call_of_any_object_store_may_fail(
+    memory: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    kind: RequestKind,
+    count_faults: Callable[[str, int], None],
 ) -> None:
-    job = store_job(nursery, bucket, kind, "o.parquet")
-    count_faults(kind.meaning, fail_each(nursery, tmp_path, job, kind, first=8, every=21))
+    monkeypatch.setattr(failures, "_FIRST_WAIT", 0.001)
+    monkeypatch.setattr(failures, "_LONGEST_WAIT", 0.001)
+    for number in itertools.count(1):
+        memory.store.clear()
+        memory.pseudo_dirs[:] = [""]
+        refusal: str | None = None
+        with monkeypatch.context() as patch:
+            failing = FailingStore(patch, kind, number)
+            try:
+                score_in_memory(name)
+            except PrefillError as error:
+                refusal = str(error)
+        shown = rows_in_memory(memory, name)
+        assert shown in (None, EXPECTED)
+        assert refusal is None or (kind is RequestKind.DENIED and "memory://bucket" in refusal), (number, refusal)
+        assert refusal is not None or (shown == EXPECTED and proven(f"memory://bucket/{name}"))
+        if not failing.hit:
+            break
+        memory.store.pop(f"/bucket/{name.rstrip('/')}.prefill/lock", None)  # where deleting it was refused
+        score_in_memory(name, resume=True)
+        assert rows_in_memory(memory, name) == EXPECTED
+        left = [f"/bucket/{name.rstrip('/')}.prefill/{each}" for each in ("manifest.json", "row-digests.bin")]
+        assert sorted(memory.ls(f"/bucket/{name.rstrip('/')}.prefill", detail=False)) == left
+    assert number > 30
+    count_faults(kind.meaning, number - 1)

@@ -17,6 +17,7 @@ from prefillcli.runtime.progress import Pace
 
 NAME = "heartbeat.json"
 _MISSED = 3  # beats that may be late before a run counts as dead
+_PATIENCE = 5.0  # seconds in which the last sign must be written
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Beat:
 class Heartbeat:
     """Leaves signs of life in a work folder from a thread; use it as a context manager.
 
-    A sign that cannot be written is left out: no run fails for it.
+    A sign that cannot be written is left out: no run fails for it, and none waits for it.
     """
 
     def __init__(self, store: Store, pace: Callable[[], Pace], *, seconds: float | None = None) -> None:
@@ -73,6 +74,7 @@ class Heartbeat:
         self._seconds = seconds or store.beat_seconds
         self._owner = Owner.this()
         self._stopped = threading.Event()
+        self._failed = False
         self._thread = threading.Thread(target=self._work, name="prefill-heartbeat", daemon=True)
 
     def __enter__(self) -> Heartbeat:
@@ -80,18 +82,19 @@ class Heartbeat:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_exception: object) -> None:
+        self._failed = kind is not None
         self._stopped.set()
-        self._thread.join()
-        if kind is not None:
-            self._beat(running=False)
-            return
-        with suppress(Exception), impatiently():  # the manifest says it all
-            self._store.delete(NAME)
+        self._thread.join(_PATIENCE)  # a disk that hangs holds up its thread, not the run
 
     def _work(self) -> None:
         while not self._stopped.is_set():
             self._beat(running=True)
             self._stopped.wait(self._seconds)
+        if self._failed:
+            self._beat(running=False)
+            return
+        with suppress(Exception), impatiently():  # the manifest says it all
+            self._store.delete(NAME)
 
     def _beat(self, *, running: bool) -> None:
         with suppress(Exception), impatiently():

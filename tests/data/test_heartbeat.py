@@ -1,0 +1,37 @@
+"""A sign of life holds up no run."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from prefillcli.data.output import heartbeat
+from prefillcli.data.output.heartbeat import Heartbeat
+from prefillcli.data.output.store import open_store
+from prefillcli.runtime import file_calls
+from prefillcli.runtime.progress import Pace
+
+
+@pytest.mark.parametrize("call", ["open_to_write", "replace_file", "remove_file"])
+def test_a_heartbeat_that_hangs_holds_up_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    hangs, back = threading.Event(), threading.Event()
+
+    def hang(*_arguments: object) -> None:
+        hangs.set()
+        back.wait(60)
+        raise OSError("stale file handle")
+
+    monkeypatch.setattr(heartbeat, "_PATIENCE", 0.1)
+    monkeypatch.setattr(file_calls, call, hang)
+    beats = Heartbeat(open_store(str(tmp_path)), lambda: Pace(1.0, 2, None, None), seconds=0.01)
+    with beats:
+        if call != "remove_file":  # it is removed at the end
+            assert hangs.wait(30)
+        began = time.monotonic()
+    assert time.monotonic() - began < 10
+    back.set()
+    beats._thread.join(30)
+    assert not beats._thread.is_alive()
