@@ -85,6 +85,16 @@ def write_bytes(handle: int, data: ReadableBuffer) -> int:
     return os.write(handle, data)
 
 
+def first_bytes(handle: int) -> bytes:
+    """The beginning of an open file, a hundred bytes at most."""
+    return os.pread(handle, 100, 0)
+
+
+def has_name(handle: int) -> bool:
+    """Whether an open file can still be found in a folder."""
+    return os.fstat(handle).st_nlink > 0
+
+
 def put_content(handle: int, data: bytes) -> None:
     """Replace the whole content of an open file by these few bytes."""
     os.ftruncate(handle, 0)

@@ -19,7 +19,7 @@ CALLS = {
     for name, call in inspect.getmembers(file_calls, inspect.isfunction)
     if not name.startswith("_") and call.__module__ == file_calls.__name__
 }
-LOOKS = {"open_to_read", "read_into", "list_folder", "is_there", "is_folder"}
+LOOKS = {"open_to_read", "read_into", "first_bytes", "has_name", "list_folder", "is_there", "is_folder"}
 CHANGES = frozenset(CALLS.keys() - LOOKS)
 FILLS = CHANGES - {"copy_modes", "remove_file", "remove_tree", "try_lock"}
 DIVISIBLE = frozenset({"write_bytes", "put_content", "remove_tree"})

@@ -84,7 +84,7 @@ class FileLock:
         handle = file_calls.open_lock(path)
         try:
             if not _locked(handle, shared=False, patience=_PATIENCE):
-                holder = os.pread(handle, 100, 0).decode(errors="replace").strip() or "unknown"
+                holder = file_calls.first_bytes(handle).decode(errors="replace").strip() or "unknown"
                 raise OutputBusyError(
                     f"{location} is in use by process {holder}\nwait for its end, or choose another --output"
                 )
@@ -100,7 +100,7 @@ class FileLock:
     @property
     def stands(self) -> bool:
         """Whether its file is still there; a folder may be removed by who held the lock before."""
-        return self._handle is not None and os.fstat(self._handle).st_nlink > 0
+        return self._handle is not None and file_calls.has_name(self._handle)
 
     def check(self) -> None:
         """Nothing to do: no other process can take it."""
