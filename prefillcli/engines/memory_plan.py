@@ -38,12 +38,14 @@ class MemoryChoice(Protocol):
 
 
 class PlacementChoice(WeightsChoice, Protocol):
-    """What of a model and a pack may be kept outside the device, and whether the layers are compiled."""
+    """What of a model and a pack may be kept outside the device, and how the layers are called."""
 
     @property
     def hidden(self) -> Literal["auto", "device", "host"]: ...
     @property
     def compile(self) -> bool: ...
+    @property
+    def deterministic(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class Placed:
     weights_memory: str | None = None
     hidden: Literal["auto", "device", "host"] = "device"
     compile: bool = False
+    deterministic: bool = False
 
 
 RESIDENT = Placed()

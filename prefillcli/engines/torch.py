@@ -84,10 +84,8 @@ def load(request: LoadRequest) -> Loaded[TorchEngine]:
     adapters = merge_adapters(model, opened)
     drafts = "--draft self" if opened.drafts_itself else None
     own_cache = check_uses(model, drafts=drafts, compresses=opened.compresses).own_cache
-    if own_cache and request.text_tokens:
-        raise UsageError(f"--rationale: {NO_DECODING}")
-    if own_cache and request.share == 1.0:  # not by each of several workers
-        log.info(f"a {opened.files.family} model is walked with its own cache, prompt by prompt")
+    if own_cache:
+        _check_own_cache(request)
     free = None
     if not choice.memory:
         free = int(available_memory(opened.device) * request.share) - (0 if source is None else source.memory_bytes)
@@ -127,10 +125,25 @@ def load(request: LoadRequest) -> Loaded[TorchEngine]:
         activation=activation_of(opened.files),
         adapters=adapters,
         prepare=_preparation(request, model),
+        deterministic=request.placement.deterministic,
         reduced=plan.get(REDUCED),
         longest=opened.files.max_length,
     )
     return Loaded(engine, plan, budget, 0.0 if speed is None else speed.read_seconds)
+
+
+def _check_own_cache(request: LoadRequest) -> None:
+    """Raise UsageError for what a model that is walked with its own cache cannot do; else say that it is."""
+    family = request.opened.files.family
+    if request.text_tokens:
+        raise UsageError(f"--rationale: {NO_DECODING}")
+    if request.placement.deterministic:
+        raise UsageError(
+            f"--deterministic: a {family} model is walked with its own attention and cache, whose sums depend on how "
+            "its prompts are cut\ntake another model, or leave it out"
+        )
+    if request.share == 1.0:  # not by each of several workers
+        log.info(f"a {family} model is walked with its own cache, prompt by prompt")
 
 
 def _load_weights(request: LoadRequest, plan: WeightsPlan) -> tuple[PreTrainedModel, StreamedLayers | None]:
@@ -160,6 +173,7 @@ class TorchEngine(PackByPack):
         activation: Activation = "softmax",
         adapters: ExchangedAdapters | None = None,
         prepare: Preparation = fused,
+        deterministic: bool = False,
         reduced: Mapping[str, Any] | None = None,
         longest: int = 1 << 30,
     ) -> None:
@@ -177,6 +191,7 @@ class TorchEngine(PackByPack):
             hidden_on_host=hidden_on_host,
             layers=layers,
             prepare=prepare,
+            deterministic=deterministic,
         )
         self._recovery = MemoryRecovery(self._walk, reduced)
         self._limit_packs()
@@ -228,9 +243,10 @@ class TorchEngine(PackByPack):
             reads = [pack.reads[read] for read in going[at : at + len(logits)]]
             at += len(logits)
             prompts = [(row, prompt) for row, (_, numbers) in enumerate(reads) for prompt in numbers]
-            found = label_numbers(
-                logits, [row for row, _ in prompts], [labels(prompt) for _, prompt in prompts], self._activation
-            )
+            with self._walk.numbers:
+                found = label_numbers(
+                    logits, [row for row, _ in prompts], [labels(prompt) for _, prompt in prompts], self._activation
+                )
             logprobs.update(zip((prompt for _, prompt in prompts), found, strict=True))
         seconds = time.monotonic() - begun + self._block_seconds
         self._block_seconds = 0.0 if pack.reads else seconds

@@ -55,6 +55,7 @@ class ScorerOptions(TypedDict, total=False):
     weights_memory: str | int | None
     hidden: Literal["auto", "device", "host"]
     compile: bool
+    deterministic: bool
 
     draft: StrPath | None
     draft_tokenizer: Literal["same", "translate"]

@@ -49,15 +49,19 @@ def copy_pays(weights: int, outputs: int, chunk_tokens: int) -> bool:
 
 
 @contextmanager
-def fused(layer: nn.Module, chunk_tokens: int) -> Iterator[None]:
-    """While this lasts, what can be fused of `layer` is, if it pays for chunks of `chunk_tokens` tokens."""
+def fused(layer: nn.Module, chunk_tokens: int, *, always: bool = False) -> Iterator[None]:
+    """While this lasts, what can be fused of `layer` is, if it pays for chunks of `chunk_tokens` tokens.
+
+    With `always` it is fused for others, too, with weights as they are: results then have the same bits for all.
+    """
     linear = [module for module in layer.modules() if _fits(module)]
     weights, outputs = (sum(numbers) for numbers in zip(*map(_sizes, linear), strict=True)) if linear else (0, 0)
-    if not linear or not _operators_work() or not copy_pays(weights, outputs, chunk_tokens):
+    pays = copy_pays(weights, outputs, chunk_tokens)
+    if not linear or not _operators_work() or not (pays or always):
         yield
         return
     with ExitStack() as stack:
-        prepared = {id(each): _laid_out(each, chunk_tokens) for each in linear}
+        prepared = {id(each): _laid_out(each, chunk_tokens) if pays else each.weight for each in linear}
         mlps = [module for module in layer.modules() if _is_gated(module, prepared)]
         for each in linear:
             stack.enter_context(called_through(each, _linear(each, prepared[id(each)])))

@@ -150,13 +150,11 @@ class ModelEnds:
             out = out[0]
         return self.lanes.fold(out) if isinstance(out, Tensor) else out
 
-    def logits(self, hidden: Tensor) -> Iterator[Tensor]:
-        """The model's own norm and head over `hidden` [1, tokens, width]: float32 [tokens, vocabulary], in pieces of
-        a bounded size."""
+    def logit_pieces(self, tokens: int) -> list[tuple[int, int]]:
+        """Cuts so many tokens, as (start, end), into pieces whose logits have a bounded size."""
         vocabulary = self._manner.vocabulary
-        rows = max(1, min(HEAD_ROWS, logit_bytes(hidden.device, vocabulary) // (4 * vocabulary)))
-        for start, end in split_evenly(hidden.shape[1], rows):
-            yield self._head(hidden[:, start:end])
+        rows = max(1, min(HEAD_ROWS, logit_bytes(self.device, vocabulary) // (4 * vocabulary)))
+        return split_evenly(tokens, rows)
 
     def label_logits(self, hidden: Tensor, tokens: Sequence[int]) -> Tensor:
         """The logits of a few tokens, float32 [rows, tokens], after any layer: the model's own norm and head read
@@ -164,15 +162,17 @@ class ModelEnds:
         head = self._model.get_output_embeddings()
         at = torch.as_tensor(tokens, dtype=torch.long, device=hidden.device)
         if type(head) is not nn.Linear:  # a subclass may compute something else
-            return torch.cat([logits[:, at] for logits in self.logits(hidden[None])])
+            pieces = self.logit_pieces(len(hidden))
+            return torch.cat([self.logits(hidden[None, start:end])[:, at] for start, end in pieces])
         self._model.set_output_embeddings(_LabelHead(head, at.to(head.weight.device)))
         try:
-            return self._head(hidden[None])
+            return self.logits(hidden[None])
         finally:
             self._model.set_output_embeddings(head)
 
-    def _head(self, hidden: Tensor) -> Tensor:
-        """Final norm and head, with whatever scaling the model gives its logits: float32 [tokens, vocabulary]."""
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and head over `hidden` [1, tokens, width], with whatever scaling the model gives its logits:
+        float32 [tokens, vocabulary]."""
         form, placeholder = self._manner.form, torch.zeros(hidden.shape[1], dtype=torch.long)
         if not self._manner.pooled:
             return self._run(Injection(form, self.lanes, hidden), placeholder, placeholder)[0].float()
