@@ -22,6 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from prefillcli.prefill.even_elements import GRAIN, compute_evenly, is_uneven
 from prefillcli.prefill.row_products import RowProducts
 
+AS_TORCH_DOES: AbstractContextManager[Any] = nullcontext()
+"""No mode."""
+
 NARROW = 16  # outputs: in float32, with fewer of them MKL computes some rows of a product in another order
 
 _Handler = Callable[["DeterministicMode", OpOverload, tuple[Any, ...], dict[str, Any]], Any]
@@ -51,12 +54,17 @@ class DeterministicMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def numbers_mode(deterministic: bool) -> AbstractContextManager[Any]:
     """The mode in which a walk computes: this one, or none."""
-    return DeterministicMode() if deterministic else nullcontext()
+    return DeterministicMode() if deterministic else AS_TORCH_DOES
 
 
 @cache
 def _is_composite(func: OpOverload) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(str(func), "CompositeImplicitAutograd")
+    return torch._C._dispatch_has_kernel_for_dispatch_key(_name(func), "CompositeImplicitAutograd")
+
+
+def _name(func: OpOverload) -> str:
+    name: str = func.name()  # type: ignore[no-untyped-call]
+    return name
 
 
 def _kind(name: str, *given: Any) -> tuple[Any, ...]:
@@ -72,7 +80,7 @@ def _is_narrow(weight: Tensor) -> bool:
     return weight.shape[-1] < NARROW and weight.dtype == torch.float32 and weight.device.type == "cpu"
 
 
-def _linear(mode: DeterministicMode, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _linear(mode: DeterministicMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rows, weight, bias = (*args, *kwargs.values(), None)[:3]
     if _is_narrow(weight.t()):
         flat = _multiply(mode, torch.ops.aten.mm.default, (rows.reshape(-1, rows.shape[-1]), weight.t()), {})
@@ -83,11 +91,11 @@ def _linear(mode: DeterministicMode, func: OpOverload, args: tuple[Any, ...], kw
     return found.view(*rows.shape[:-1], weight.shape[0])
 
 
-def _multiply(mode: DeterministicMode, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _multiply(mode: DeterministicMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """mm and bmm."""
     rows, weight = args[:2]
     if rows.shape[-1] == 1 or not rows.is_floating_point():  # nothing is added up, or exactly
-        return func(*args, **kwargs)  # type: ignore[no-any-return]
+        return func(*args, **kwargs)
     if _is_narrow(weight):
         wide = functional.pad(weight, (0, NARROW - weight.shape[-1]))
         return _multiply(mode, func, (rows, wide, *args[2:]), kwargs)[..., : weight.shape[-1]]
@@ -95,9 +103,7 @@ def _multiply(mode: DeterministicMode, func: OpOverload, args: tuple[Any, ...], 
     return mode.products.compute(kind, lambda some: func(some, weight, *args[2:], **kwargs), rows)
 
 
-def _multiply_and_add(
-    mode: DeterministicMode, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
+def _multiply_and_add(mode: DeterministicMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """addmm and baddbmm: `beta * added + alpha * (rows @ weight)`."""
     added, rows, weight = args[:3]
     if (added.dim() == 1 or added.shape[-2] == 1) and not _is_narrow(weight):
@@ -108,21 +114,17 @@ def _multiply_and_add(
     return found * kwargs.get("alpha", 1) + added * kwargs.get("beta", 1)
 
 
-def _multiply_vector(
-    mode: DeterministicMode, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
+def _multiply_vector(mode: DeterministicMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """mv: the vector is the one row."""
     return _multiply(mode, torch.ops.aten.mm.default, (args[1][None], args[0].t()), {})[0]
 
 
-def _multiply_groups(
-    mode: DeterministicMode, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
+def _multiply_groups(mode: DeterministicMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """_grouped_mm: each expert's rows with its own weight."""
     rows, weight = args[:2]
     ends = kwargs.get("offs", args[2] if len(args) > 2 else None)
     if ends is None or rows.dim() != 2 or weight.dim() != 3:
-        return func(*args, **kwargs)  # type: ignore[no-any-return]
+        return func(*args, **kwargs)
     found = rows.new_zeros(len(rows), weight.shape[-1])
     start = 0
     for own, end in zip(weight, ends.tolist(), strict=True):
@@ -132,34 +134,34 @@ def _multiply_groups(
     return found
 
 
-def _fused_linear(mode: DeterministicMode, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _fused_linear(mode: DeterministicMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """oneDNN's product with an activation, or multiplied with other rows (`fusion.py`)."""
     several = 2 if func._overloadname == "binary" else 1
     rows, (weight, *others) = args[:several], args[several:]
     inner = tuple(each.reshape(-1, each.shape[-1]) for each in rows)
 
-    def as_laid_out(*some: Tensor) -> Tensor:
-        return func(*some, weight, *others, **kwargs)  # type: ignore[no-any-return]
+    def as_laid_out(*some: Tensor) -> Any:
+        return func(*some, weight, *others, **kwargs)
 
-    def plainly(*some: Tensor) -> Tensor:
-        return func(*some, weight.to_dense(), *others, **kwargs)  # type: ignore[no-any-return]
+    def plainly(*some: Tensor) -> Any:
+        return func(*some, weight.to_dense(), *others, **kwargs)
 
     bias = others[0] is not None
-    kind = _kind(str(func), weight.is_mkldnn, tuple(weight.shape), weight.dtype, bias, str(others[1:]), str(kwargs))
+    kind = _kind(_name(func), weight.is_mkldnn, tuple(weight.shape), weight.dtype, bias, str(others[1:]), str(kwargs))
     reference = plainly if weight.is_mkldnn else None
     found = mode.products.compute(kind, as_laid_out, *inner, reference=reference)
     return found.view(*rows[0].shape[:-1], found.shape[-1])
 
 
-def _gated(mode: DeterministicMode, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _gated(mode: DeterministicMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """glu: half of the numbers times the sigmoid of the others."""
     first, second = args[0].chunk(2, dim=args[1] if len(args) > 1 else -1)
     with mode:
-        found: Tensor = first * torch.sigmoid(second)
+        found = first * torch.sigmoid(second)
     return found
 
 
-def _reduce(mode: DeterministicMode, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _reduce(mode: DeterministicMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of a single row, threads would share the sum: with another one beside it they share the rows."""
     values = args[0]
     if values.device.type != "cpu" or values.numel() < GRAIN or len(args) < 2 or args[1] is None:

@@ -52,7 +52,7 @@ def copy_pays(weights: int, outputs: int, chunk_tokens: int) -> bool:
 def fused(layer: nn.Module, chunk_tokens: int, *, always: bool = False) -> Iterator[None]:
     """While this lasts, what can be fused of `layer` is, if it pays for chunks of `chunk_tokens` tokens.
 
-    With `always` it is fused for others, too, with weights as they are: results then have the same bits for all.
+    With `always` it is fused for others, too, with weights as they are.
     """
     linear = [module for module in layer.modules() if _fits(module)]
     weights, outputs = (sum(numbers) for numbers in zip(*map(_sizes, linear), strict=True)) if linear else (0, 0)
@@ -68,6 +68,11 @@ def fused(layer: nn.Module, chunk_tokens: int, *, always: bool = False) -> Itera
         for mlp in mlps:
             stack.enter_context(called_through(mlp, _gated(mlp, prepared)))
         yield
+
+
+def fused_alike(layer: nn.Module, chunk_tokens: int) -> AbstractContextManager[None]:
+    """`fused`, whatever pays: rows have the same bits in chunks of any size."""
+    return fused(layer, chunk_tokens, always=True)
 
 
 def _sizes(linear: nn.Linear) -> tuple[int, int]:

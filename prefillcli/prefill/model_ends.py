@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from prefillcli.errors import brief
 from prefillcli.plan.long_positions import LONG
 from prefillcli.prefill.depth_cache import DepthCache, asks_for_depths
+from prefillcli.prefill.deterministic_mode import AS_TORCH_DOES
 from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.prefill.lanes import Lanes
 from prefillcli.prefill.layer_calls import LayerCall, Recording
@@ -77,12 +78,13 @@ def logit_bytes(device: torch.device, vocabulary: int) -> int:
 class ModelEnds:
     """A causal language model of transformers, or one with a classification head, without its decoder layers.
 
-    The logits of such a head are those of its classes. Until `close`, stand-ins take the layers' places in the model.
-    Raises UnsupportedModelError for a model whose layers are not found.
+    The logits of such a head are those of its classes. What is computed is computed in the mode `numbers`. Until
+    `close`, stand-ins take the layers' places in the model. Raises UnsupportedModelError for a model whose layers are
+    not found.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+    def __init__(self, model: PreTrainedModel, numbers: AbstractContextManager[Any] = AS_TORCH_DOES) -> None:
+        self._model, self._numbers = model, numbers
         self._place = decoder_layers(model)
         self.layers: list[nn.Module] = list(self._place.layers)
         self.device: torch.device = embedding_device(model)
@@ -145,16 +147,19 @@ class ModelEnds:
         args, kwargs = call
         if self._asked_for_depths:
             kwargs = {**kwargs, "past_key_values": DepthCache(depths, self.device)}
-        out = layer(self.lanes.unfold(rows), *args, **kwargs)
+        with self._numbers:
+            out = layer(self.lanes.unfold(rows), *args, **kwargs)
         if isinstance(out, tuple | list):
             out = out[0]
         return self.lanes.fold(out) if isinstance(out, Tensor) else out
 
-    def logit_pieces(self, tokens: int) -> list[tuple[int, int]]:
-        """Cuts so many tokens, as (start, end), into pieces whose logits have a bounded size."""
+    def logits(self, hidden: Tensor) -> Iterator[Tensor]:
+        """The model's own norm and head over `hidden` [1, tokens, width]: float32 [tokens, vocabulary], in pieces of
+        a bounded size."""
         vocabulary = self._manner.vocabulary
-        rows = max(1, min(HEAD_ROWS, logit_bytes(self.device, vocabulary) // (4 * vocabulary)))
-        return split_evenly(tokens, rows)
+        rows = max(1, min(HEAD_ROWS, logit_bytes(hidden.device, vocabulary) // (4 * vocabulary)))
+        for start, end in split_evenly(hidden.shape[1], rows):
+            yield self._head(hidden[:, start:end])
 
     def label_logits(self, hidden: Tensor, tokens: Sequence[int]) -> Tensor:
         """The logits of a few tokens, float32 [rows, tokens], after any layer: the model's own norm and head read
@@ -162,17 +167,15 @@ class ModelEnds:
         head = self._model.get_output_embeddings()
         at = torch.as_tensor(tokens, dtype=torch.long, device=hidden.device)
         if type(head) is not nn.Linear:  # a subclass may compute something else
-            pieces = self.logit_pieces(len(hidden))
-            return torch.cat([self.logits(hidden[None, start:end])[:, at] for start, end in pieces])
+            return torch.cat([logits[:, at] for logits in self.logits(hidden[None])])
         self._model.set_output_embeddings(_LabelHead(head, at.to(head.weight.device)))
         try:
-            return self.logits(hidden[None])
+            return self._head(hidden[None])
         finally:
             self._model.set_output_embeddings(head)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and head over `hidden` [1, tokens, width], with whatever scaling the model gives its logits:
-        float32 [tokens, vocabulary]."""
+    def _head(self, hidden: Tensor) -> Tensor:
+        """Final norm and head, with whatever scaling the model gives its logits: float32 [tokens, vocabulary]."""
         form, placeholder = self._manner.form, torch.zeros(hidden.shape[1], dtype=torch.long)
         if not self._manner.pooled:
             return self._run(Injection(form, self.lanes, hidden), placeholder, placeholder)[0].float()
@@ -194,7 +197,7 @@ class ModelEnds:
             if name is None:
                 raise UnsupportedModelError("the model's forward takes no cache")
             given[name] = cache
-        with self._staged(reached):
+        with self._staged(reached), self._numbers:
             logits: Tensor = self._model(input_ids=tokens.view(-1, tokens.shape[-1]).to(self.device), **given).logits
         return logits
 

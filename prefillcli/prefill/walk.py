@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from prefillcli.plan.pack import Key, Pack
 from prefillcli.prefill.attention import longest_batched
 from prefillcli.prefill.deterministic_mode import numbers_mode
 from prefillcli.prefill.forest import ForestAttention, KeysStored, UnsupportedModelError, WatchedLayer
-from prefillcli.prefill.fusion import Preparation, fused
+from prefillcli.prefill.fusion import Preparation, fused, fused_alike
 from prefillcli.prefill.held_parts import HeldParts
 from prefillcli.prefill.key_window import KeyWindow
 from prefillcli.prefill.layer_calls import CallBuffers, LayerCall, Recording, lend_shared
@@ -46,8 +45,7 @@ class LayerWalk:
     attention of transformers is walked with its own cache. Its layers stay what they are; while the walk exists,
     stand-ins take their places. The layers that are called come from `layers`, by default the model's; `prepare` makes
     them faster. `chunk_tokens` are computed by one call of a layer. Of a pack, `offload_held` keeps what later ones
-    hold in host memory, and `hidden_on_host` the residual stream. If it is `deterministic`, a row's bits follow from
-    its prompt alone; then nothing else can prepare the layers.
+    hold in host memory, and `hidden_on_host` the residual stream. If `deterministic`, bits follow from prompts alone.
     """
 
     def __init__(
@@ -62,9 +60,8 @@ class LayerWalk:
         deterministic: bool = False,
     ) -> None:
         self._deterministic, self.numbers = deterministic, numbers_mode(deterministic)
-        self.model, self.chunk_tokens = model, chunk_tokens
-        self._prepare = partial(fused, always=True) if deterministic else prepare
-        self._ends = ModelEnds(model)
+        self.model, self.chunk_tokens, self._prepare = model, chunk_tokens, fused_alike if deterministic else prepare
+        self._ends = ModelEnds(model, self.numbers)
         self.layers: LayerSource = layers or ResidentLayers(self._ends.layers)
         self.device = self._ends.device
         self._residual = ResidualRows(self.device, on_host=hidden_on_host)
@@ -231,8 +228,7 @@ class LayerWalk:
 
     def call(self, layer: nn.Module, rows: Tensor, call: LayerCall, attention: ForestAttention) -> Tensor:
         """A layer's output for some rows of its input, [1, tokens, hidden]. Raises UnsupportedModelError."""
-        with self.numbers:
-            out = self._ends.call(layer, rows, call, attention.depths)
+        out = self._ends.call(layer, rows, call, attention.depths)
         if attention.calls > 1 or not isinstance(out, Tensor) or out.shape != rows.shape:
             raise UnsupportedModelError(
                 f"a layer of type {type(layer).__name__} attends more than once over its tokens, or gives something "
@@ -263,29 +259,23 @@ class LayerWalk:
 
     def record(self, tokens: Tensor, positions: IntArray) -> Recording:
         """What the model's own forward over `tokens` int64 [tokens] hands to its layers."""
-        with self.numbers:
-            return self._ends.record(tokens, positions)
+        return self._ends.record(tokens, positions)
 
     def logits(self, hidden: Tensor) -> Iterator[Tensor]:
         """The model's own norm and head over `hidden` [1, tokens, hidden]: float32 [tokens, vocabulary], in pieces of
         a bounded size."""
-        for start, end in self._ends.logit_pieces(hidden.shape[1]):
-            with self.numbers:
-                piece = self._ends.logits(hidden[:, start:end])
-            yield piece
+        return self._ends.logits(hidden)
 
     @torch.inference_mode()
     def label_logits(self, hidden: Tensor, tokens: Sequence[int]) -> Tensor:
         """The logits of a few tokens, float32 [rows, tokens], after any layer: the model's own norm and head read
         `hidden` [rows, hidden]. Only these tokens' rows of the head are computed."""
-        with self.numbers:
-            return self._ends.label_logits(hidden, tokens)
+        return self._ends.label_logits(hidden, tokens)
 
     def regroup(self, state: WalkState, left: Remainder, attention: ForestAttention) -> None:
         """Lay out anew what is left of `state.pack`, between two layers.
 
-        Rows of the residual stream move to their new places; positions stay those that `left.pack` gives. What follows
-        computes only these tokens.
+        Rows of the residual stream move to their new places, and keep their positions. Only these are computed then.
         """
         at = torch.as_tensor(left.tokens)
         state.pack, state.nodes = left.pack, [state.nodes[node] for node in left.nodes]
