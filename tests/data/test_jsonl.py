@@ -197,3 +197,12 @@ def test_a_line_is_read_as_the_json_module_reads_it(row: dict[str, Any]) -> None
 def test_no_line_of_bytes_breaks_the_reader(line: bytes) -> None:
     parsed = parse(line)
     assert isinstance(parsed, dict | RowError)
+
+
+def test_odd_names_of_columns_stay_on_one_line_of_a_message(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": 1, "a\r\nb": 2, "": 3, "long" * 10_000: 4}))
+    with pytest.raises(UsageError, match="no column 'prompt'") as refused:
+        Source.open([str(path)], columns=("prompt",))
+    assert str(refused.value).splitlines()[1].startswith(r"available: text, 'a\r\nb', '', 'longlong")
+    assert len(str(refused.value)) < 400

@@ -87,5 +87,10 @@ def require_columns(names: Sequence[str], available: Sequence[str], where: str) 
     """Raise UsageError naming the first column that is missing."""
     for name in names:
         if name not in available:
-            listed = ", ".join(available[:20]) + (", ..." if len(available) > 20 else "")
+            listed = ", ".join(map(_listed, available[:20])) + (", ..." if len(available) > 20 else "")
             raise UsageError(f"no column {name!r} in {where}\navailable: {listed}")
+
+
+def _listed(name: str) -> str:
+    """A name among others: names in the data may have line breaks, and be as long as a row."""
+    return name if name.isprintable() and 0 < len(name) <= 60 else repr(name[:60])
