@@ -237,6 +237,8 @@ def test_from_python_every_option_of_score_is_taken_or_refused_with_a_reason() -
         "seed: 2026-13-45",
         "limit: !!int x",
         "temperature: !!float ''",
+        "engine_options: {a: !!binary /w==}",
+        "engine_options: {a: !!set {b}}",
         "labels: &a [*a]",
         "labels: " + "[" * 500,
         "a: &a [x, x, x, x, x, x, x, x, x]\n"

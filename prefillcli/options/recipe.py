@@ -46,8 +46,8 @@ def read_recipe(path: str) -> dict[str, Any]:
 def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
     """The value that a YAML text stands for, made of plain values only.
 
-    Raises ValueError for a text that is no YAML, has values that its tags or digits do not allow, is nested too
-    deeply, refers to itself, or stands for far more values than it has.
+    Raises ValueError for a text that is no YAML, has values that its tags or digits do not allow, or bytes or sets, is
+    nested too deeply, refers to itself, or stands for far more values than it has.
     """
     try:
         loaded = yaml.load(text, loader)  # noqa: S506 - a SafeLoader
@@ -62,6 +62,8 @@ def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> An
 
 def _values(value: Any, counted: dict[int, int]) -> int:
     """How many values there are in a value, itself included. `counted` has those of the lists and mappings so far."""
+    if isinstance(value, bytes | set | tuple):
+        raise ValueError("a value is text, a number, a date, true, false, null, a list or a mapping: use no tags")
     if not isinstance(value, list | dict):
         return 1
     if id(value) not in counted:

@@ -23,7 +23,12 @@ _ODD = (
     *("a: [", "- 1", "1", "~", "? {a: b} : c", "limit: 0b", "seed: 2026-13-45", "seed: 2026-02-30", "limit: 1_0"),
     *("x: !!python/object:os.system {}", "labels: &a [*a]", "&a [*a]", "seed: 190:20:30", "temperature: .inf"),
     *("labels: !!binary x", "labels: !!set {a}", "\x00", "\ufffe", "---\na: 1\n---\nb: 2", "<<: 1", "limit: ="),
-    *("a: !!int x", "k: !!float ''", "engine_options: {a: 2026-01-01, b: !!set {x}, c: !!binary aGk=}"),
+    *(
+        "a: !!int x",
+        "k: !!float ''",
+        "engine_options: {a: 2026-01-01, b: !!set {x}}",
+        "engine_options: {c: !!binary /w==}",
+    ),
     "prompt_column: " + "[" * 400,  # Hypothesis allows deep recursion, and PyYAML takes its square of time
     "a: &a [x, x, x, x, x, x, x]\nb: &b [*a, *a, *a, *a, *a, *a]\nc: &c [*b, *b, *b, *b, *b]\nlabels: [*c, *c, *c]",
 )
