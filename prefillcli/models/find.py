@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from prefillcli.data.proof.gguf_parts import gguf_parts
 from prefillcli.errors import ResourceError, UsageError, brief
 from prefillcli.models.families import longest_prompt, refusal
-from prefillcli.models.files import check_config, check_generation_config
+from prefillcli.models.files import check_config, check_generation_config, quoted
 from prefillcli.models.gguf import GgufModel, dequantise_gguf, describe_gguf, find_dequantised, open_gguf
 from prefillcli.models.heads import ClassHead, HeadChoice, find_head
 from prefillcli.models.multimodal import text_part
@@ -118,6 +118,8 @@ def read_model_files(
     if gguf is not None and head in ("probability", "value"):
         raise UsageError(f"--head {head}: {path} is a GGUF model, of which only the vocabulary's head is read")
     own = config.dtype or whole.dtype or torch.float32 if gguf is None else gguf.dtype
+    if not isinstance(own, torch.dtype):
+        raise UsageError(f"{folder}/config.json: dtype is {quoted(own)}; it must be a name like float32")
     chosen = getattr(torch, dtype) if dtype != "auto" else own
     if dtype == "auto" and device == "cpu" and chosen == torch.float16:
         chosen = torch.float32  # float16 is slow and inexact on CPUs

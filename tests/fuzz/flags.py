@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 from hypothesis import strategies as st
 
 from prefillcli.options.commands import COMMANDS
+from prefillcli.options.option import details_of
 from tests.fuzz.command import prefill
 from tests.fuzz.fuzzer import Fuzzer
 from tests.fuzz.outputs import require_all_rows
@@ -19,6 +20,8 @@ from tests.fuzz.workplace import Workplace
 _COLUMNS = ("prompt", "id", "x", "truth", "none", "")
 _PATHS = (
     "in.parquet",
+    "done.parquet",
+    "done.run.json",
     "out.parquet",
     "in",
     ".",
@@ -81,8 +84,8 @@ _LEFT_OUT = {"ray_address", "runner", "trust_remote_code", "compile"}
 def _value(command: str, name: str) -> st.SearchStrategy[str]:
     field = COMMANDS[command].model_fields[name]
     fitting: list[st.SearchStrategy[str]] = [_CHOICES[name]] if name in _CHOICES else []
-    if name in ("report", "metrics_file", "html"):  # they are written: nowhere else than in the example's folder
-        fitting.append(st.sampled_from(_PATHS))
+    if not fitting and details_of(COMMANDS[command], name).metavar in ("PATH", "FILE", "OUTPUT"):
+        fitting.append(st.sampled_from(_PATHS))  # some are written: nowhere else than in the example's folder
     elif name not in _CHOICES:
         if get_origin(field.annotation) is Literal:
             fitting.append(st.sampled_from([str(word) for word in get_args(field.annotation)]))

@@ -56,6 +56,7 @@ def _nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"text_config": {"vocab_size": "x" * 1000}}, 'vocab_size is "xxx'),
         ({"rope_parameters": "round"}, "config.json"),
         ({"dtype": "float99"}, "config.json"),
+        ({"dtype": -1}, "dtype is -1"),
         ({"model_type": ["llama"]}, "config.json"),
         ({"architectures": 7}, "architectures is 7"),
         ({"architectures": ["LlamaForCausalLM", None]}, "architectures is "),
