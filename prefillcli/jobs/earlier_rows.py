@@ -26,11 +26,8 @@ def find_earlier(
     One that is not there, or not complete, is told on stderr: all rows are scored then. Raises OutputConflictError for
     one that another job has written.
     """
-    if settings.retry_errors or _goes_on_retrying(settings, output):
-        own = find_output(output, own=output)
-        if isinstance(own, str):  # the rows of a job that is not complete are in its parts
-            return None, None
-        own.require_same_job(fingerprint)
+    own = find_output(output, own=output) if _retries(settings, output) else ""
+    if not isinstance(own, str):  # whether this is the job that wrote it, the sink says
         return replace(own, remedy="give --overwrite"), SinceUse(output=output)
     if settings.since is None:
         return None, None
@@ -42,13 +39,14 @@ def find_earlier(
     return found, SinceUse(output=settings.since)
 
 
-def _goes_on_retrying(settings: ScoreSettings, output: str) -> bool:
-    """Whether `--resume` goes on with a job that scores its error rows again."""
-    if not settings.resume or settings.shard is not None:
+def _retries(settings: ScoreSettings, output: str) -> bool:
+    """Whether a job begins, or goes on, to score the error rows of its own complete output again."""
+    if settings.shard is not None or not (settings.resume or settings.retry_errors):
         return False
     with suppress(DamagedFileError, OutputConflictError):
         manifest = Manifest.load(Target.parse(output).work)
-        return manifest is not None and manifest.state == "running" and manifest.retries
+        if manifest is not None:
+            return manifest.retries or (settings.retry_errors and manifest.state == "complete")
     return False
 
 
