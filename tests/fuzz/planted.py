@@ -23,7 +23,7 @@ def _hang(example: int, place: Workplace) -> None:
 
 
 def _fill(example: int, place: Workplace) -> None:
-    bytearray(1 << 40 if example > 100 else 1)
+    bytearray(2 << 30 if example > 100 else 1)
 
 
 def _fail(example: int, place: Workplace) -> None:

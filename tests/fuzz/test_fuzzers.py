@@ -84,11 +84,3 @@ def test_a_fault_in_the_product_is_found(
     plant(monkeypatch)
     ended = examine(FUZZERS["lines"], 3, 60, tmp_path)
     assert told in "".join(ended.failures)
-
-
-@pytest.mark.parametrize("name", FUZZERS)
-@pytest.mark.nightly
-def test_a_round_of_each_kind_breaks_no_promise(name: str) -> None:
-    ended = run_round("tests.fuzz.registry", name, 1, FUZZERS[name].per_round)
-    assert not ended.failures, ended.failures[0]
-    assert ended.examples >= FUZZERS[name].per_round // 2
