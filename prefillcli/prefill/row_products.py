@@ -62,6 +62,7 @@ class RowProducts:
 
     def _found_out(self, kind: Hashable, product: Product, rows: tuple[Tensor, ...], reference: Product) -> int:
         """With how many threads the product of so many rows has the bits of its tiles; 0 if with none."""
+        rows = tuple(map(_random_like, rows))  # given ones may be few, and zeros below them show nothing
         if kind not in self._tiled:
             _check_tiles(reference, rows)
             self._tiled.add(kind)
@@ -71,6 +72,11 @@ class RowProducts:
                 if _same_bits(product(*rows), wanted):
                     return tried
         return 0
+
+
+def _random_like(rows: Tensor) -> Tensor:
+    drawn = torch.randn(rows.shape, generator=torch.Generator().manual_seed(0))
+    return drawn.to(rows.device, rows.dtype)
 
 
 def _rounded(count: int, device: torch.device) -> int:
@@ -104,7 +110,8 @@ def _in_tiles(product: Product, rows: tuple[Tensor, ...]) -> Tensor:
 
 def _check_tiles(product: Product, rows: tuple[Tensor, ...]) -> None:
     """Raise ResourceError unless rows keep their bits where they move within a tile."""
-    tile = next(_tiles(rows))
+    shape = (*rows[0].shape[:-2], _tile_rows(rows[0].device))
+    tile = tuple(_random_like(each.new_empty(*shape, each.shape[-1])) for each in rows)
     with _threads(1):
         wanted = product(*tile)
         for by in (1, 13):

@@ -150,3 +150,14 @@ def test_a_product_that_depends_on_a_rows_place_is_refused() -> None:
 def test_exact_operators_pass() -> None:
     assert not is_uneven(torch.ops.aten.mul.Tensor)
     assert is_uneven(torch.ops.aten.silu_.default)
+
+
+def test_a_single_row_is_enough_to_find_out_about_all_places() -> None:
+    """The last rows of a tile go another way; the first call has one row."""
+    products = RowProducts()
+
+    def product(rows: Tensor) -> Tensor:
+        return rows * torch.where(torch.arange(len(rows)) < 60, 1.0, 1.1)[:, None]
+
+    with pytest.raises(ResourceError, match="at another place"):
+        products.compute("product", product, rows_of(torch.float32)[:1])
