@@ -9,6 +9,8 @@ from typing import Any
 
 from prefillcli.redaction import without_secrets
 
+_EXHAUSTED = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
+
 NOT_AS_EXPECTED = 3
 """Exit code of a complete run with more error rows than `--max-error-rate` allows, or that a gate has stopped."""
 NOTHING_TO_DO = 99
@@ -119,9 +121,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def out_of_resource(error: BaseException) -> bool:
-    """Whether the error says that memory or a disk is full."""
+    """Whether the error says that memory or a disk is full, or that there are too few file handles or processes."""
     if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
+        return error.errno in _EXHAUSTED
     return out_of_memory(error)
 
 

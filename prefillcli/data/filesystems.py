@@ -17,6 +17,7 @@ from prefillcli.errors import PrefillError, ResourceError, UsageError
 from prefillcli.runtime.extras import require_extra
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_HANDLES = (errno.EMFILE, errno.ENFILE)
 
 
 EXTRA_OF = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "abfss": "azure", "az": "azure"}
@@ -59,7 +60,8 @@ def filesystem_of(path: str) -> tuple[Any, str]:
 def reading(path: str) -> Iterator[None]:
     """Turn what goes wrong while reading `path` into an error that names it.
 
-    Raises UsageError where reading a local file is not allowed, else PrefillError.
+    Raises UsageError where reading a local file is not allowed, ResourceError where too many files are open, else
+    PrefillError.
     """
     try:
         yield
@@ -70,6 +72,8 @@ def reading(path: str) -> Iterator[None]:
             raise PrefillError(f"cannot read {path}: {explained(error)}") from error
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
     except Exception as error:  # Arrow, zlib and the clients of object stores raise anything
+        if isinstance(error, OSError) and error.errno in _NO_HANDLES:
+            raise _no_handles(path) from error
         if is_url(path) and Failure.of(error) in (Failure.PASSING, Failure.REFUSED):
             raise PrefillError(f"cannot read {path}: {explained(error)}") from error
         reason = (str(error) or type(error).__name__).splitlines()[0]
@@ -90,4 +94,10 @@ def writing(path: str) -> Iterator[None]:
             raise ResourceError(
                 f"no space left on the device for {path}\nmake room, then run again with --resume"
             ) from error
+        if error.errno in _NO_HANDLES:
+            raise _no_handles(path) from error
         raise PrefillError(f"cannot use {path}: {error.strerror or error}") from error
+
+
+def _no_handles(path: str) -> ResourceError:
+    return ResourceError(f"cannot open {path}: too many open files\nallow more with `ulimit -n`, then run again")

@@ -95,7 +95,7 @@ def fail(error: BaseException, report: Ending, *, debug: bool, resumable: bool) 
         report.exit_code, report.error = error.exit_code, str(error)
     elif out_of_resource(error):
         report.exit_code = ResourceError.exit_code
-        report.error = without_secrets(f"out of memory or disk: {str(error) or type(error).__name__}")
+        report.error = without_secrets(f"out of memory, disk or open files: {str(error) or type(error).__name__}")
     else:
         report.exit_code, report.error = 1, without_secrets(f"{type(error).__name__}: {error}")
     hint = "" if isinstance(error, PrefillError) or debug else " (--debug shows where)"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 import reprlib
+import sys
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
@@ -80,6 +82,17 @@ def load_settings(
     return settings.with_flags(flags)
 
 
+def _refuse_other_bytes(value: Any, origin: str) -> None:
+    """Raise UsageError for bytes of the command line or the environment that were not decoded as UTF-8."""
+    for each in (value,) if isinstance(value, str) else value if isinstance(value, list | tuple) else ():
+        try:
+            str(each).encode()
+        except UnicodeEncodeError:
+            ascii_locale = codecs.lookup(sys.getfilesystemencoding()).name != "utf-8"
+            advice = "set LC_ALL=C.UTF-8 or PYTHONUTF8=1" if ascii_locale else "write it in UTF-8, or rename the file"
+            raise UsageError(f"{origin} is not UTF-8: {each!r}\n{advice}") from None
+
+
 class _Merged:
     """The values given for each option: the last one wins. Remembers where it came from."""
 
@@ -90,7 +103,8 @@ class _Merged:
         self._recipe: dict[str, Any] = {}
 
     def set(self, name: str, value: Any, origin: str, source: _From) -> None:
-        """Set a value, over an earlier one."""
+        """Set a value, over an earlier one. Raises UsageError for text that is not UTF-8."""
+        _refuse_other_bytes(value, origin)
         value = (value,) if name == "inputs" and isinstance(value, str) else value
         self.values[name], self.origin[name], self._from[name] = value, origin, source
         if source == "recipe":

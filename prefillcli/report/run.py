@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import PydanticSerializationError
 
 from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.tallies import LENGTH_EDGES, SCORE_BINS
@@ -369,6 +371,9 @@ def versions() -> dict[str, str]:
 
 def to_json(report: RunReport) -> str:
     """The text of `run.json`, with lists of numbers on one line."""
-    text = report.model_dump_json(indent=2)
+    try:
+        text = report.model_dump_json(indent=2)
+    except PydanticSerializationError:  # the name of a file is not UTF-8
+        text = json.dumps(report.model_dump(mode="json"), indent=2)
     # a line break is in no JSON string, so only lists of numbers match
     return re.sub(r"\[\n[-+.\dEe,\s]+\]", lambda found: f"[{' '.join(found[0][1:-1].split())}]", text) + "\n"

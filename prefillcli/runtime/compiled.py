@@ -66,7 +66,7 @@ def share_openmp(package: str) -> bool:
     Others may have brought one, too: scikit-learn does.
     """
     try:
-        maps = Path("/proc/self/maps").read_text()
+        maps = os.fsdecode(Path("/proc/self/maps").read_bytes())
     except OSError:
         return False
     found = sorted(set(re.findall(r"/\S*/libgomp[^/\s]*\.so[^/\s]*", maps)))

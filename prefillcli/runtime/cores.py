@@ -157,8 +157,8 @@ def _groups(root: Path) -> Iterator[Path]:
     mounted where: in a container often the container's own group alone.
     """
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
+        lines = os.fsdecode((root / "proc/self/cgroup").read_bytes()).splitlines()
+        mounts = os.fsdecode((root / "proc/self/mountinfo").read_bytes()).splitlines()
     except OSError:
         return
     paths = {}

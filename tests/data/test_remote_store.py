@@ -119,9 +119,17 @@ def test_a_bucket_that_is_not_there_is_not_made(bucket: Bucket) -> None:
     assert "no-such-bucket" not in buckets
 
 
-@pytest.mark.parametrize("status", ["500 Internal Error", "502 Bad Gateway", "503 Slow Down", "504 Gateway Timeout"])
-def test_answers_of_a_server_in_trouble_pass(bucket: Bucket, store: Store, status: str) -> None:
-    bucket.server.faults.append(once("PUT", "a$", Refusal(status, "InternalError")))
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(Refusal(f"{status} in trouble", "Other") for status in (500, 502, 503, 504)),
+        *(Refusal("400 Bad Request", code) for code in ("SlowDown", "InternalError")),
+    ],
+    ids=lambda answer: f"{answer.status[:3]} {answer.code}",
+)
+def test_answers_of_a_server_in_trouble_pass(bucket: Bucket, store: Store, answer: Refusal) -> None:
+    """Their status says it, or their code alone."""
+    bucket.server.faults.append(once("PUT", "a$", answer))
     store.put_bytes("a", b"1")
     assert bucket.get("folder/a") == b"1"
 

@@ -55,7 +55,8 @@ class Command:
 
     `seconds_per_pack` slows it down. `block_tokens` as in `Granularity`. `environment` is added to its own. Its stdout
     and stderr are files of these names with `log` before them. With `grace_seconds` a signal strikes where the run is
-    after that time, and again after a tenth of it.
+    after that time, and again after a tenth of it. `prepare`, a function of a module, is called right
+    before the command.
     """
 
     def __init__(
@@ -67,11 +68,12 @@ class Command:
         environment: Mapping[str, str] | None = None,
         log: str = "",
         grace_seconds: float | None = None,
+        prepare: Callable[[], object] | None = None,
     ) -> None:
         for name in (_REACHED, _LET_GO):
             Path(name).unlink(missing_ok=True)
         words = [str(argument) for argument in arguments]
-        changes = (dict(environment or {}), hold, seconds_per_pack, block_tokens, grace_seconds)
+        changes = (dict(environment or {}), hold, seconds_per_pack, block_tokens, grace_seconds, prepare)
         self._log = log
         self._process = _CONTEXT.Process(target=_run, args=(words, os.getcwd(), log, *changes))
         self._process.start()
@@ -141,6 +143,7 @@ def _run(
     seconds_per_pack: float,
     block_tokens: int,
     grace_seconds: float | None,
+    prepare: Callable[[], object] | None,
 ) -> None:
     os.chdir(folder)
     os.environ |= environment
@@ -160,6 +163,8 @@ def _run(
         changes.setattr("prefillcli.runtime.signals.AGAIN_SECONDS", grace_seconds / 10)
     from prefillcli.cli import app
 
+    if prepare is not None:
+        prepare()
     app(arguments)
 
 

@@ -111,8 +111,7 @@ def test_a_signal_stops_a_run_in_every_phase(model: Path, phase: str, signum: in
 def test_a_signal_stops_a_run_with_workers_in_every_phase(model: Path, phase: str, signum: int) -> None:
     make_input()
     hold, more = DRIVER[phase]
-    more = ("--workers", "2", *more)
-    command = Command(*arguments(model, *more), hold=hold)
+    command = Command(*arguments(model, "--workers", "2", *more), hold=hold)
     command.wait_until_held()
     assert_interrupted(command, signum, within=10)
     assert_goes_on(model, *more)
