@@ -149,9 +149,22 @@ def _check_own_cache(request: LoadRequest) -> None:
 def _load_weights(request: LoadRequest, plan: WeightsPlan) -> tuple[PreTrainedModel, StreamedLayers | None]:
     """The model, and where its layers come from if they are streamed."""
     files, device, trust = request.opened.files, request.opened.device, request.choice.trust_remote_code
+    if request.placement.deterministic:
+        _refuse_packed(request.opened)
     if plan.streamed:
         return load_streamed(files, device, memory=plan.memory, share=request.share, trust_remote_code=trust)
     return load_model(files, device, trust_remote_code=trust), None
+
+
+def _refuse_packed(opened: Opened) -> None:
+    """Raise UsageError for weights whose products are computed by kernels of their own."""
+    quantisation = plan_quantisation(opened.files.origin, opened.files.quantised, opened.device)
+    if quantisation is not None and quantisation.kept == "packed":
+        raise UsageError(
+            f"--deterministic: {quantisation.format.name} weights stay packed here, and the kernels that multiply "
+            "them are not known to give a row the same bits beside others\n"
+            "take the model as it was before it was quantised, or leave --deterministic out"
+        )
 
 
 class TorchEngine(PackByPack):

@@ -10,6 +10,7 @@ from prefillcli.options import requirements
 from prefillcli.options.adapters import AdapterOptions
 from prefillcli.options.calibrate import ProbabilityOptions
 from prefillcli.options.compression import check_keep
+from prefillcli.options.determinism import check_deterministic
 from prefillcli.options.earlier import EarlierOptions, check_since
 from prefillcli.options.early_exit import ExitOptions
 from prefillcli.options.gates import GateOptions
@@ -144,6 +145,7 @@ class ScoreSettings(
         translated = self.draft_tokenizer == "translate"
         check_writing(self, head=self.head, draft=self.draft, own_tokenizer=translated)
         self._check_shard()
+        check_deterministic(self)
         if self.retry_errors and (self.overwrite or self.since is not None):
             other = "--overwrite" if self.overwrite else "--since"
             raise UsageError(f"--retry-errors keeps this job's rows: give only one of it and {other}")
