@@ -22,18 +22,23 @@ _SCHEMA = pa.schema({"id": pa.string(), "prompt": pa.string(), "long": pa.bool_(
 
 
 def write_night(path: Path, *, rows: int, long: int, seed: int) -> None:
-    """Write `rows` short rows and `long` ones, spread among them, to a Parquet file.
+    """Write `rows` short rows and `long` ones, spread among them, to a Parquet file, unless they are there.
 
     Columns: `id`, `prompt`, `long`, and `wrong`: the error that the row must have, or null.
     """
+    schema = _SCHEMA.with_metadata({"night": f"{rows} and {long} rows of seed {seed}"})
+    if path.exists() and pq.read_schema(path).metadata == schema.metadata:
+        return
     rng = np.random.default_rng(seed)
     total = rows + long
     long_rows = set(rng.choice(total, long, replace=False).tolist())
     made = _rows(total, long_rows, rng)
-    with pq.ParquetWriter(path, _SCHEMA) as writer:
+    begun = path.with_suffix(".begun")
+    with pq.ParquetWriter(begun, schema) as writer:
         for start in range(0, total, GROUP_ROWS):
             group = [next(made) for _ in range(min(GROUP_ROWS, total - start))]
-            writer.write_table(pa.Table.from_pylist(group, schema=_SCHEMA))
+            writer.write_table(pa.Table.from_pylist(group, schema=schema))
+    begun.rename(path)
 
 
 def _rows(total: int, long_rows: set[int], rng: np.random.Generator) -> Iterator[dict[str, object]]:

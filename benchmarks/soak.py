@@ -10,6 +10,8 @@ for. Linux, and root for the disk: `unshare --map-root-user --mount make soak` g
 from __future__ import annotations
 
 import json
+import signal
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -132,6 +134,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Of rows and strikes.")] = 0,
 ) -> None:
     """Run the night and prove what is left of it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # with the attempt and the disk
     folder.mkdir(parents=True, exist_ok=True)
     night_rows, model = folder / "night.parquet", SAMPLES / "models" / "deep"
     log(f"writing {rows + long:,} rows")

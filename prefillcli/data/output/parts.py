@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -184,9 +185,18 @@ def read_part(store: Store, name: str, columns: Sequence[str] | None = None) -> 
 def read_parts(
     store: Store, names: Iterable[str], columns: Sequence[str] | None = None
 ) -> Iterator[tuple[str, Future[tuple[PartInfo, pa.Table]]]]:
-    """The names with what `read_part` gives or raises for each; from an object store several are read at a time."""
+    """The names with what `read_part` gives or raises for each; from an object store several are read at a time.
+
+    There may be many: no more are read than are soon asked for.
+    """
     pool = ThreadPoolExecutor(store.at_once, thread_name_prefix="prefill-parts")
+    coming: deque[tuple[str, Future[tuple[PartInfo, pa.Table]]]] = deque()
     try:
-        yield from [(name, pool.submit(read_part, store, name, columns)) for name in names]
+        for name in names:
+            coming.append((name, pool.submit(read_part, store, name, columns)))
+            if len(coming) > 2 * store.at_once:
+                yield coming.popleft()
+        while coming:
+            yield coming.popleft()
     finally:
         pool.shutdown(cancel_futures=True)
