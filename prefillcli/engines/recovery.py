@@ -180,6 +180,8 @@ class MemoryRecovery:
             if self._unheld.isdisjoint(node.key for node in pack.held):
                 fitting.append(pack)
             elif pack.reads:
+                if missing := {node.key for node in pack.held} - self._sources.keys():
+                    raise ResourceError(f"{self._walk.device}: memory ran out, and {len(missing)} prefixes are gone")
                 parts = isolated_reads(pack)
                 fitting += self._fitting([part for part in parts if not part.reads])
                 fitting += [with_own_prefix(part, self._unheld, self._sources) for part in parts if part.reads]

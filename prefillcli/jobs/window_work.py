@@ -169,10 +169,14 @@ class WindowWork:
         return finished
 
     def fail(self, prompt: int, error: RowError) -> Finished:
-        """A prompt that cannot be answered makes its row an error row."""
+        """A prompt that cannot be answered makes its row an error row; where only its audit fails, there is none."""
         row = self.requests[prompt].prompt.row
         if row in self.done:
             return Finished()
+        if prompt >= self.ordinary:
+            self.audited.discard(row)
+            scored = self.scored.pop(row, None)
+            return Finished() if scored is None else Finished(rows=self.settle([scored], {}))
         self.done.add(row)
         self.scored.pop(row, None)
         self.audits.pop(row, None)

@@ -12,7 +12,7 @@ from prefillcli.plan.pack import Pack
 from prefillcli.prefill.walk import LayerWalk
 from tests.score.jobs import read_output, read_report, score, texts, write_parquet
 
-CALL, BEGIN = LayerWalk.call, LayerWalk.begin
+CALL, READ = LayerWalk.call, LayerWalk.read_logits
 
 
 def limit_calls(patches: pytest.MonkeyPatch, most: int, *, at_most: int | None = None) -> list[int]:
@@ -69,12 +69,12 @@ def test_another_attempt_does_not_repeat_the_plan_that_failed(
 def refuse_long_prompts(patches: pytest.MonkeyPatch, most: int) -> None:
     """Layers run out of memory on packs of more than `most` tokens."""
 
-    def start(walk: LayerWalk, pack: Pack, *others: Any, **more: Any) -> Any:
+    def read(walk: LayerWalk, pack: Pack, *others: Any) -> Any:
         if pack.held_tokens + len(pack.tokens) > most:
             raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
-        return BEGIN(walk, pack, *others, **more)
+        return READ(walk, pack, *others)
 
-    patches.setattr(LayerWalk, "begin", start)
+    patches.setattr(LayerWalk, "read_logits", read)
 
 
 def test_a_row_that_does_not_fit_is_an_error_row_and_the_others_keep_their_scores(
@@ -103,3 +103,16 @@ def test_rows_that_do_not_fit_are_left_out_of_what_exits_are_learnt_from(
     flags = {"model": model, "exit": True, "exit_rows": 25, "max_flips": 0.5, "max_error_rate": 0.5, "audit": 20}
     assert score(source, **flags)["exit_code"] == 0
     assert [row["error"] for row in read_output("out.parquet")] == [None] * 40 + ["exceeds_memory"] * 10
+
+
+def test_a_compressed_row_keeps_its_score_where_its_audit_does_not_fit(
+    model: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [f"{'fox ' * 400}{number}\nAnswer:" for number in range(4)]
+    source = write_parquet("in.parquet", prompt=prompts)
+    flags = {"model": model, "draft": draft, "keep": 0.4, "compress_above": 10, "keep_last": 4, "select_chunk": 2}
+    refuse_long_prompts(monkeypatch, 300)
+    assert score(source, compress_per_row=True, audit=4, **flags)["exit_code"] == 0
+    rows = read_output("out.parquet")
+    assert {row["method"] for row in rows} == {"specprefill"}
+    assert [row["audit_score"] for row in rows] == [None] * 4
