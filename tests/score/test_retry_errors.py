@@ -103,7 +103,7 @@ def test_of_a_complete_job_error_rows_alone_are_scored_again(
         return answer(self, pack, *rest)
 
     monkeypatch.setattr(TorchEngine, "answer", noting)
-    summary = score(path, output, retry_errors=True, **flags(model))
+    summary = score(path, output, resume=True, **flags(model))
     assert (summary["exit_code"], summary["rows"]["errors"]) == (0, 1)
     assert 0 < len(read) <= len(FAILED)
     assert_mended(before, reference, output)
