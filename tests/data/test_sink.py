@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -408,6 +409,23 @@ def test_a_full_disk_stops_the_job_and_loses_nothing(tmp_path: Path, monkeypatch
     sink.close()
     finished(output, resume=True)
     assert len(read(output)) == 15
+
+
+@pytest.mark.parametrize("name", ["o.jsonl.gz", "o.jsonl.zst"])
+def test_an_error_in_the_middle_of_a_compressed_output_leaves_no_traceback(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Arrow prints one where a stream over a file that is closed already is not closed itself."""
+    with open_sink(f"{tmp_path}/{name}") as sink:
+        score_all(sink, WINDOWS)
+        part = tmp_path / f"{name}.prefill" / parts.part_name(2, 0)
+        part.write_bytes(part.read_bytes()[:-30])
+        with pytest.raises(PrefillError, match="--resume"):
+            sink.finish(3)
+    gc.collect()
+    assert capfd.readouterr().err == ""
+    finished(f"{tmp_path}/{name}", resume=True)
+    assert len(read(f"{tmp_path}/{name}")) == 15
 
 
 def test_a_remote_output_is_written_and_resumed(memory: Any) -> None:

@@ -78,7 +78,7 @@ class Nursery:
     ) -> Outcome:
         """Call a function in a process of its own. One that hangs is killed after `while_hung`."""
         self._pipe.send((fault, function, arguments))
-        hit = refusal = None
+        hit = refusal = bug = None
         killed = False
         while True:
             assert self._pipe.poll(_PATIENCE), f"{fault} does not end"
@@ -93,10 +93,11 @@ class Nursery:
             elif kind == "refusal":
                 refusal = what
             elif kind == "bug":
-                raise AssertionError(f"{fault} at {hit}:\n{what}")
+                bug = what
             else:
                 killed = what
                 break
+        assert bug is None, f"{fault} at {hit}:\n{bug}"
         return Outcome(hit, refusal, killed)
 
 

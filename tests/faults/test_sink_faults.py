@@ -78,7 +78,7 @@ def test_every_call_of_a_job_may_fail(
         ("o.parquet", Kind.LATE, 3),
         ("o.jsonl.gz", Kind.FULL, 7),
         ("o/", Kind.ERROR, 11),
-        ("o.parquet", Kind.HALF, 2),
+        ("o.parquet", Kind.KILL_HALF, 2),
     ],
 )
 def test_some_calls_of_a_job_may_fail(

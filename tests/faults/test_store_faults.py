@@ -111,7 +111,7 @@ def test_every_request_of_a_job_may_fail(
     count_faults(kind.meaning, fail_each(nursery, tmp_path, job, kind))
 
 
-METHODS = ("ls", "find", "info", "cat_file", "open", "put_file", "pipe_file", "rm_file", "tail")
+METHODS = ("isdir", "ls", "find", "info", "cat_file", "open", "put_file", "pipe_file", "rm_file", "tail")
 
 
 class FailingStore:
@@ -168,8 +168,17 @@ def rows_in_memory(memory: Any, name: str) -> list[dict[str, Any]] | None:
     return pa.concat_tables(tables).to_pylist() if tables else None
 
 
-@pytest.mark.parametrize("name", ["o.parquet", "o/"])
-@pytest.mark.parametrize("kind", [RequestKind.BUSY, RequestKind.LOST, RequestKind.DENIED])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("o/", RequestKind.LOST),
+        ("o.parquet", RequestKind.DENIED),
+        pytest.param("o/", RequestKind.DENIED, marks=pytest.mark.nightly),
+        pytest.param("o/", RequestKind.BUSY, marks=pytest.mark.nightly),
+        pytest.param("o.parquet", RequestKind.LOST, marks=pytest.mark.nightly),
+        pytest.param("o.parquet", RequestKind.BUSY, marks=pytest.mark.nightly),
+    ],
+)
 def test_every_call_of_any_object_store_may_fail(
     memory: Any,
     monkeypatch: pytest.MonkeyPatch,

@@ -7,6 +7,7 @@ import datetime
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import IO, Any
 
 import pyarrow as pa
@@ -63,17 +64,16 @@ def write_jsonl(
     The values of `json_columns` are JSON already. Numbers that JSON does not have (NaN, infinity) are null.
     """
     digesting = Digesting(file)
-    stream: Any = digesting if codec is None else pa.CompressedOutputStream(digesting, codec)
-    for table in tables:
-        names = [json.dumps(name) for name in table.column_names]
-        columns = [
-            _as_they_are(column.to_pylist()) if name in json_columns else as_json(column)
-            for name, column in zip(table.column_names, table.columns, strict=True)
-        ]
-        form = "{" + ",".join(f"{name.replace('%', '%%')}:%s" for name in names) + "}\n"
-        stream.write("".join(form % values for values in zip(*columns, strict=True)).encode())
-    if codec is not None:
-        stream.close()
+    # Left open after an error, Arrow would write to a closed file later, and print a traceback.
+    with nullcontext(digesting) if codec is None else pa.CompressedOutputStream(digesting, codec) as stream:
+        for table in tables:
+            names = [json.dumps(name) for name in table.column_names]
+            columns = [
+                _as_they_are(column.to_pylist()) if name in json_columns else as_json(column)
+                for name, column in zip(table.column_names, table.columns, strict=True)
+            ]
+            form = "{" + ",".join(f"{name.replace('%', '%%')}:%s" for name in names) + "}\n"
+            stream.write("".join(form % values for values in zip(*columns, strict=True)).encode())
     return digesting.digest()
 
 

@@ -59,7 +59,7 @@ class RemoteStore:
             entries = self._filesystem.ls(self._inner, detail=True)
             return [split_path(str(e["name"]).rstrip("/"))[1] for e in entries if e["type"] == "directory"]
 
-        with _requesting(self.location), suppress(FileNotFoundError):
+        with requesting(self.location), suppress(FileNotFoundError):
             return sorted(patiently(listed))
         return []
 
@@ -73,18 +73,18 @@ class RemoteStore:
         return [name for name in self._corrected(listed) if all(map(into, name.split("/")[:-1]))]
 
     def exists(self, name: str) -> bool:
-        with _requesting(f"{self.location}/{name}"):
+        with requesting(f"{self.location}/{name}"):
             return self._size(name) is not None
 
     def read(self, name: str) -> IO[bytes]:
         path = self._path(name)
-        with _requesting(f"{self.location}/{name}", may_miss=True):
+        with requesting(f"{self.location}/{name}", may_miss=True):
             self._reading.invalidate_cache(path)
             file: IO[bytes] = patiently(lambda: self._reading.open(path, "rb", block_size=_READ_BLOCK))
         return file
 
     def read_bytes(self, name: str) -> bytes:
-        with _requesting(f"{self.location}/{name}", may_miss=True):
+        with requesting(f"{self.location}/{name}", may_miss=True):
             return bytes(patiently(lambda: self._filesystem.cat_file(self._path(name))))
 
     @contextmanager
@@ -100,7 +100,7 @@ class RemoteStore:
                 return self._size(name) == size and self._filesystem.tail(path, _TAIL) == tail
 
             put = exclusive_put(self._filesystem, "put_file") if new else None
-            with _requesting(f"{self.location}/{name}"):
+            with requesting(f"{self.location}/{name}"):
                 self._put(name, put, self._filesystem.put_file, (file.name, path), arrived)
                 if (found := self._size(name)) != size:
                     raise PrefillError(
@@ -112,13 +112,13 @@ class RemoteStore:
     def put_bytes(self, name: str, data: bytes, *, new: bool = False) -> None:
         path = self._path(name)
         put = exclusive_put(self._filesystem) if new else None
-        with _requesting(f"{self.location}/{name}"):
+        with requesting(f"{self.location}/{name}"):
             overwrite = self._filesystem.pipe_file
             self._put(name, put, overwrite, (path, data), lambda: self._filesystem.cat_file(path) == data)
         self._note(name)
 
     def delete(self, name: str) -> None:
-        with _requesting(f"{self.location}/{name}"), suppress(FileNotFoundError):
+        with requesting(f"{self.location}/{name}"), suppress(FileNotFoundError):
             patiently(lambda: self._filesystem.rm_file(self._path(name)))
         self._written.discard(name)
         self._deleted.add(name)
@@ -148,12 +148,12 @@ class RemoteStore:
                     request("abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
 
     def in_use(self) -> bool | None:
-        with _requesting(self.location):
+        with requesting(self.location):
             holder = ObjectLock.holder(self._filesystem, self._path(LOCK))
         return None if holder is None else holder.alive()
 
     def lock(self) -> Lock:
-        with _requesting(self.location):
+        with requesting(self.location):
             return ObjectLock(self._filesystem, self._path(LOCK), self.location)
 
     @property
@@ -216,7 +216,7 @@ class RemoteStore:
     def _corrected(self, listed: Callable[[], list[str]]) -> list[str]:
         """A listing with what this object knows better."""
         names: list[str] = []
-        with _requesting(self.location), suppress(FileNotFoundError):
+        with requesting(self.location), suppress(FileNotFoundError):
             names = patiently(listed)
         return sorted((set(names) - self._deleted) | self._written)
 
@@ -248,7 +248,7 @@ def _tail(file: IO[bytes]) -> bytes:
 
 
 @contextmanager
-def _requesting(path: str, *, may_miss: bool = False) -> Iterator[None]:
+def requesting(path: str, *, may_miss: bool = False) -> Iterator[None]:
     """Turn what the clients of object stores raise into errors that say what to do.
 
     Where the object `may_miss`, FileNotFoundError stays.

@@ -12,16 +12,20 @@ from functools import cached_property
 
 import pyarrow as pa
 
-from prefillcli.data.filesystems import filesystem_of
+from prefillcli.data.failures import patiently
+from prefillcli.data.filesystems import filesystem_of, is_local, writing
 from prefillcli.data.output.columns import COLUMNS, ROW_COLUMN
 from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.formats import DIRECTORY, FILE_ENDINGS, FileFormat, OutputFormat, format_of
 from prefillcli.data.output.manifest import Job, with_checksum
+from prefillcli.data.output.remote_store import requesting
 from prefillcli.data.output.store import Store, open_store
 from prefillcli.data.paths import WORK_ENDING, is_url, split_path
 from prefillcli.data.proof.seals import digest_of, seal_of
 from prefillcli.data.shard import Shard
 from prefillcli.errors import DamagedFileError, UsageError
+from prefillcli.redaction import without_secrets
+from prefillcli.runtime import file_calls
 
 SUCCESS = "_SUCCESS"
 """The file of a directory output that is written last: its job and files, as `Published.to_json` gives them."""
@@ -188,7 +192,11 @@ def is_partition(folder: str) -> bool:
 
 def _is_directory(path: str) -> bool:
     filesystem, inner = filesystem_of(path)
-    return bool(filesystem.isdir(inner))
+    if is_local(filesystem):
+        with writing(path):
+            return file_calls.is_folder(inner)
+    with requesting(without_secrets(path)):
+        return bool(patiently(lambda: filesystem.isdir(inner)))
 
 
 def _followed(path: str) -> str:
