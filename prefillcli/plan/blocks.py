@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from prefillcli.plan.pack import Limits
+from prefillcli.plan.state_steps import floor_to
 from prefillcli.plan.trie import KeyArray, TokenArray, TrieNode, common_prefix, keys_with_positions, split_node
 from prefillcli.plan.whole_nodes import split_whole, whole_lengths
 
@@ -95,7 +96,7 @@ def find_blocks(
         given.append(block)
     same = min(common_prefix(first, last), len(last) - 1) if adapters[0] == adapters[1] else 0
     chain = [block for block in given if block.end <= same]
-    ends = [min(end, len(last) - 1) for end in shared]
+    ends = [floor_to(min(end, len(last) - 1), limits.state_step) for end in shared]
     if chain or any(end >= block_tokens for end in ends):
         room -= limits.held_size(block.length for block in given)
         at = chain[-1].end if chain else 0
@@ -191,7 +192,7 @@ def _lengths_up_to(ends: Sequence[int], at: int, room: int, block_tokens: int, l
     """Lengths of the blocks behind token `at`, cut at each of the `ends`: the next window may share but the first."""
     smallest = max(block_tokens // SMALLEST_PART, 1)
     if limits.whole_nodes:
-        yield from whole_lengths(ends, at, room, smallest, limits.node_tokens)
+        yield from whole_lengths(ends, at, room, smallest, limits.node_tokens, limits.state_step)
         return
     for end in ends:
         for length in _lengths(min(end - at, room), block_tokens):

@@ -24,6 +24,7 @@ class Limits:
 
     With `whole_nodes` a held node is used whole or not at all, because what is kept of it is behind all of its tokens,
     like the state of a recurrent layer. `node_tokens` is what the states at a node's end count as, in held tokens.
+    With `state_step`, nodes with something behind them end at multiples of it (`state_steps`).
 
     Prompts longer than `switch` tokens, if it is not 0, share nothing with shorter ones (`long_positions`).
 
@@ -41,6 +42,7 @@ class Limits:
     read_tokens: int | None = None
     whole_nodes: bool = False
     node_tokens: int = 0
+    state_step: int = 0
     switch: int = 0
     kept_tokens: int = 0
     kept_packs: bool = False

@@ -19,6 +19,7 @@ from prefillcli.plan.blocks import (
 from prefillcli.plan.cutter import cut_packs, given_packs
 from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.plan.queue import Queue
+from prefillcli.plan.state_steps import align_nodes
 from prefillcli.plan.trie import (
     KeyArray,
     TokenArray,
@@ -94,7 +95,7 @@ def make_plans(
     window = _Prompts(prompts, positions, adapters)
     for (schedule, limits), before in zip(cases, carried, strict=False):
         blocks = window.blocks(limits, before, block_tokens)
-        roots, cover = window.forest(blocks, whole=limits.whole_nodes)
+        roots, cover = window.forest(blocks, whole=limits.whole_nodes, step=limits.state_step)
         given = given_packs(blocks.given, prompts, positions, adapters)
         packs = cut_packs(Queue(roots, schedule, window.groups), prompts, limits, positions, cover, adapters)
         unique = window.unique_tokens - sum(len(pack.tokens) for pack in given)
@@ -147,7 +148,7 @@ class _Prompts:
             whole: shared_ends(roots, self._keys, last, whole=whole) if prompts else [] for whole in (False, True)
         }
         alone = dissolve_small_nodes(roots), NO_COVER
-        self._forests = {(NO_COVER.blocks.ends, whole): alone for whole in (False, True)}
+        self._forests = {(NO_COVER.blocks.ends, whole, 0): alone for whole in (False, True)}
 
     def blocks(self, limits: Limits, carried: Sequence[CarriedBlock], block_tokens: int) -> WindowBlocks:
         """The blocks that fit the limits together with any one prompt."""
@@ -160,12 +161,15 @@ class _Prompts:
         ends = self._adapters[0], self._adapters[-1]
         return find_blocks(self._prompts, self._positions, shared, int(room), carried, block_tokens, limits, ends)
 
-    def forest(self, blocks: WindowBlocks, *, whole: bool = False) -> tuple[list[TrieNode], Cover]:
-        """The forest with small nodes dissolved, split at the ends of blocks; with `whole` each block is one node."""
-        name = blocks.ends, whole
+    def forest(self, blocks: WindowBlocks, *, whole: bool = False, step: int = 0) -> tuple[list[TrieNode], Cover]:
+        """The forest with small nodes dissolved, split at the ends of blocks; with `whole` each block is one node, and
+        with a `step` nodes are aligned to it."""
+        name = blocks.ends, whole, step
         if name not in self._forests:
             roots = build_forest(self._keys, self._order)
             cover = cover_nodes(roots, self._keys, blocks, whole=whole)
+            if step:
+                align_nodes(roots, step)
             roots = dissolve_small_nodes(roots, fixed=cover.nodes)
             order_siblings(roots, cover)
             self._forests[name] = roots, cover

@@ -8,23 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from prefillcli.plan.state_steps import floor_to
 from prefillcli.plan.trie import TrieNode, split_node
 
 NEAR_SHARE = 8
 """No block is cut that is shorter than one part in so many of the smallest: prompts share a few tokens by chance."""
 
 
-def whole_lengths(ends: Sequence[int], at: int, room: int, smallest: int, node_tokens: int) -> Iterator[int]:
+def whole_lengths(
+    ends: Sequence[int], at: int, room: int, smallest: int, node_tokens: int, step: int = 0
+) -> Iterator[int]:
     """Lengths of the blocks behind token `at`: one up to each of the `ends`, as long as there is room.
 
     A block takes `node_tokens` of the room beside its own. A last one of less than `smallest` tokens is not worth its
-    states.
+    states. With a `step`, of which `at` and the `ends` are multiples, lengths are so too.
     """
     ends = [end for end in ends if end > at]
     while ends and ends[-1] - max([at, *ends[:-1]]) < smallest:
         ends.pop()
     for end in ends:
-        length = min(end - at, room - node_tokens)
+        length = floor_to(min(end - at, room - node_tokens), step)
         if end - at <= smallest // NEAR_SHARE:
             continue
         if length < min(smallest, end - at):
