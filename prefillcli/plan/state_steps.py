@@ -1,8 +1,8 @@
 """Nodes that end at multiples of a step, so that recurrent layers read every path in the same pieces.
 
 What a recurrent layer makes of a token depends, in its last bits, on where it was interrupted before. With a step
-that happens at depths that are multiples of it and nowhere else, whatever other prompts share. So the few tokens between
-such a depth and a branch are computed again for each prompt behind it.
+that happens at depths that are multiples of it and nowhere else, whatever other prompts share. So the few tokens
+between such a depth and a branch are computed again for each prompt behind it.
 """
 
 from __future__ import annotations

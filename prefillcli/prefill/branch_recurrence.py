@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 from transformers.cache_utils import LinearAttentionLayer
 
-from prefillcli.prefill.recurrent import ModuleCall, recurrent_modules, stack_states
+from prefillcli.prefill.recurrent import ModuleCall, recurrent_modules
+from prefillcli.prefill.recurrent_states import pick_states, stack_states
 
 
 class BranchRecurrence:
@@ -30,7 +30,7 @@ class BranchRecurrence:
     def keep(self, branches: Sequence[int]) -> None:
         """Go on with these branches alone, under new numbers: 0, 1, 2 ..."""
         self._branches = len(branches)
-        self._states = [_picked(state, branches) for state in self._states]
+        self._states = [pick_states(state, branches) for state in self._states]
 
     @contextmanager
     def calls(self, layer: nn.Module, branches: Sequence[int], counts: Sequence[int]) -> Iterator[None]:
@@ -54,23 +54,10 @@ class BranchRecurrence:
         if max(counts) == 1 and list(branches) == list(range(self._branches)):
             call.compute_steps(self._states[at])
             return call.output
-        states = [_picked(self._states[at], [branch]) for branch in range(self._branches)]
+        states = [pick_states(self._states[at], [branch]) for branch in range(self._branches)]
         start = 0
         for branch, count in zip(branches, counts, strict=True):
             call.compute(slice(start, start + count), states[branch])
             start += count
         self._states[at] = stack_states(states)
         return call.output
-
-
-def _picked(state: LinearAttentionLayer, branches: Sequence[int]) -> LinearAttentionLayer:
-    """The stacked states of some branches, as a copy."""
-    picked = stack_states([state]) or state
-    for kind in ("conv_states", "recurrent_states"):
-        own = getattr(picked, kind)
-        setattr(picked, kind, {n: None if each is None else _rows(each, branches) for n, each in own.items()})
-    return picked
-
-
-def _rows(states: torch.Tensor, branches: Sequence[int]) -> torch.Tensor:
-    return states[torch.as_tensor(branches, dtype=torch.long, device=states.device)]

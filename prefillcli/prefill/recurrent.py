@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -25,11 +25,12 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.prefill.layout import Tree, group_runs
+from prefillcli.prefill.path_pieces import read_in_pieces
 from prefillcli.prefill.path_states import NodeRun, PathStates, node_runs
+from prefillcli.prefill.recurrent_states import MOST_STATES, fork_state, stack_states, state_bytes
 
 RUN_TOKENS = 512  # of one call; more are computed one part behind the other
 STATE_BYTES = 64 << 20  # of the states in one call
-MOST_STATES = 8  # that a module keeps under numbers of its own
 
 _UPDATES = {"update_conv_state", "update_recurrent_state"}
 _CACHES = ("cache_params", "past_key_values")
@@ -56,7 +57,8 @@ class LayerRecurrence:
     """The recurrent modules of one layer, during its turn in the walk over a pack.
 
     `kept` are nodes whose last states are asked for; `given` are the states that roots begin behind, one of each
-    module. Before each call of the layer say with `chunk` which of the pack's tokens it computes.
+    module. Before each call of the layer say with `chunk` which of the pack's tokens it computes. With a `step`, paths
+    are read in pieces of so many tokens (`path_pieces`).
     """
 
     def __init__(
@@ -66,9 +68,11 @@ class LayerRecurrence:
         *,
         kept: Collection[int] = (),
         given: Mapping[int, Sequence[LinearAttentionLayer]] | None = None,
+        step: int = 0,
     ) -> None:
         self._modules = recurrent_modules(layer)
         self._tree = tree
+        self._step = step
         self._runs: list[NodeRun] = []
         self._states = [
             PathStates(tree, fork_state, kept=kept, given={root: own[at] for root, own in (given or {}).items()})
@@ -111,6 +115,9 @@ class LayerRecurrence:
         """A module's output for all tokens of the chunk."""
         call = ModuleCall(module, forward, args, kwargs, self._runs[-1].end - self._runs[0].start)
         first = self._runs[0].start
+        if self._step:
+            read_in_pieces(call, self._runs, self._tree, states, self._step)
+            return call.output
         ends: list[tuple[NodeRun, LinearAttentionLayer | None]] = []
         for run in self._runs:
             if states.needed(run) or run.tokens > RUN_TOKENS:
@@ -143,7 +150,7 @@ class ModuleCall:
         self._given: dict[str, Any] = bound.arguments | bound.arguments.pop("kwargs", {})
         self._given.pop("attention_mask", None)  # a pack has no padding
         self._cache = next(name for name in _CACHES if name in inspect.signature(forward).parameters)
-        self._device = next(value.device for value in self._given.values() if self._is_rows(value))
+        self.device = next(value.device for value in self._given.values() if self._is_rows(value))
         self._outputs: list[Tensor] | None = None
         self._single = True
 
@@ -169,20 +176,35 @@ class ModuleCall:
     def compute_ends(self, runs: list[tuple[int, int, LinearAttentionLayer | None]]) -> None:
         """Runs of tokens behind which nothing reads on: all with a state, or all without."""
         states = {(start, end): state for start, end, state in runs}
-        for group in group_runs([(start, end) for start, end, _ in runs], self._device):
+        for group in group_runs([(start, end) for start, end, _ in runs], self.device):
             first, most = states[group.runs[0]], len(group.runs)
             if first is not None:
-                most = max(1, STATE_BYTES // max(1, _state_bytes(first)))
+                most = max(1, STATE_BYTES // max(1, state_bytes(first)))
             for at in range(0, len(group.runs), most):
                 part = slice(at, at + most)
                 index, valid = group.index[part], group.valid[part]
                 before = stack_states([state for run in group.runs[part] if (state := states[run]) is not None])
+                self.put(index, valid, self.compute_at(index, before))
 
-                def pick(value: Tensor, index: Tensor = index) -> Tensor:
-                    return value[0].index_select(0, index.flatten()).view(*index.shape, *value.shape[2:])
+    @property
+    def kind(self) -> Hashable:
+        """All but the tokens by which a library may choose how it computes the module."""
+        weights = ((tuple(each.shape), each.dtype, each.device) for each in self._module.parameters())
+        return type(self._module), tuple(weights)
 
-                for place, rows in self._places(self._forward_rows(pick, tuple(index.shape), before)):
-                    place[0].index_copy_(0, index[valid], rows[valid])
+    def compute_at(self, index: Tensor, state: LinearAttentionLayer | None) -> Any:
+        """The module's output for the tokens `index` [runs, tokens], each run behind its own of the stacked states,
+        which are changed."""
+
+        def pick(value: Tensor) -> Tensor:
+            return value[0].index_select(0, index.flatten()).view(*index.shape, *value.shape[2:])
+
+        return self._forward_rows(pick, tuple(index.shape), state)
+
+    def put(self, index: Tensor, valid: Tensor, out: Any) -> None:
+        """Take an output of `compute_at` for those tokens that are `valid`."""
+        for place, rows in self._places(out):
+            place[0].index_copy_(0, index[valid], rows[valid])
 
     def _forward_rows(
         self, pick: Callable[[Tensor], Tensor], shape: tuple[int, ...], state: LinearAttentionLayer | None
@@ -240,33 +262,6 @@ class _Same(list[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         return super().__getitem__(0)
-
-
-def fork_state(state: LinearAttentionLayer) -> LinearAttentionLayer:
-    """A copy of a state that can be changed."""
-    return stack_states([state]) or state
-
-
-def stack_states(states: Sequence[LinearAttentionLayer]) -> LinearAttentionLayer | None:
-    """The states of several runs as those of one batch; None if there are none."""
-    if not states:
-        return None
-    stacked = LinearAttentionLayer(number_of_states=MOST_STATES)
-    first = states[0]
-    stacked.dtype, stacked.device = first.dtype, first.device
-    for name in ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state"):
-        setattr(stacked, name, dict(getattr(first, name)))
-    stacked.conv_kernel_size = dict(first.conv_kernel_size)
-    for kind in ("conv_states", "recurrent_states"):
-        every = [getattr(state, kind) for state in states]
-        joined = {n: None if own is None else torch.cat([each[n] for each in every]) for n, own in every[0].items()}
-        setattr(stacked, kind, joined)
-    return stacked
-
-
-def _state_bytes(state: LinearAttentionLayer) -> int:
-    tensors = [*state.conv_states.values(), *state.recurrent_states.values()]
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 @cache

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from prefillcli.plan.exit_work import KEYS_SHARE, LayersDone
 from prefillcli.plan.pack import Key, Pack
+from prefillcli.plan.state_steps import STATE_STEP
 from prefillcli.prefill.attention import longest_batched
 from prefillcli.prefill.deterministic_mode import numbers_mode
 from prefillcli.prefill.forest import ForestAttention, KeysStored, UnsupportedModelError, WatchedLayer
@@ -30,6 +31,7 @@ from prefillcli.prefill.layout import Chunk, IntArray, LastTokens, Tree, split_e
 from prefillcli.prefill.leaving import ExitRule, Remainder, going_on, remainder
 from prefillcli.prefill.model_ends import ModelEnds
 from prefillcli.prefill.own_cache import NO_DECODING, NO_QUERIES, OwnCache, OwnCacheLayer, has_forest_attention
+from prefillcli.prefill.path_pieces import cut_between_pieces
 from prefillcli.prefill.recurrent import LayerRecurrence
 from prefillcli.prefill.residual import ResidualRows
 from prefillcli.prefill.thinning import ThinningRule, thin_pack, watch_for
@@ -59,7 +61,7 @@ class LayerWalk:
         prepare: Preparation = fused,
         deterministic: bool = False,
     ) -> None:
-        self._deterministic, self.numbers = deterministic, numbers_mode(deterministic)
+        self._step, self.numbers = STATE_STEP if deterministic else 0, numbers_mode(deterministic)
         self.model, self.chunk_tokens, self._prepare = model, chunk_tokens, fused_alike if deterministic else prepare
         self._ends = ModelEnds(model, self.numbers)
         self.layers: LayerSource = layers or ResidentLayers(self._ends.layers)
@@ -97,7 +99,7 @@ class LayerWalk:
             self.check_decoding()
         self._held.drop_others(pack.keep | {node.key for node in pack.held})  # what another plan has left
         state, hidden = self.begin(pack, done, keep_ends=kept is not None), None
-        with ForestAttention(pack.held_tokens + len(pack.tokens), by_path=self._deterministic) as attention:
+        with ForestAttention(pack.held_tokens + len(pack.tokens), by_path=self._step > 0) as attention:
             for index, layer in self.through_layers(state, attention, tick, exits, thinning):
                 self._held.put_nodes(index, state, attention)
                 if index == len(self.layers) - 1 and state.reads:
@@ -133,7 +135,7 @@ class LayerWalk:
         A layer is valid until the next one is asked for. Those without attention are left out.
         """
         self.check_queries()
-        with ForestAttention(len(pack.tokens), watched, by_path=self._deterministic) as attention:
+        with ForestAttention(len(pack.tokens), watched, by_path=self._step > 0) as attention:
             for number, _ in self.through_layers(self.begin(pack), attention, tick):
                 if attention.attended:
                     yield attention.watched_layer(number)
@@ -304,7 +306,7 @@ class LayerWalk:
 
     def _chunks(self, tree: Tree, tokens: int) -> list[Chunk]:
         batched = longest_batched(self.device, self.model.dtype)
-        parts = split_evenly(tokens, self.chunk_tokens) if tokens else []
+        parts = cut_between_pieces(tree, tokens, self.chunk_tokens, self._step)
         return [Chunk(tree, start, end, self.device, batched) for start, end in parts]
 
     def _each_chunk(self, state: WalkState, index: int) -> Iterator[tuple[Chunk, LayerCall, Tensor]]:
@@ -326,7 +328,8 @@ class LayerWalk:
             paths = self._held.paths(index, state.pack)
             state.recurrence = OwnCacheLayer(self._own_cache, index, layer, state.tree, kept=kept, given=paths)
             return
-        state.recurrence = LayerRecurrence(layer, state.tree, kept=kept, given=self._held.states(index, state.pack))
+        given = self._held.states(index, state.pack)
+        state.recurrence = LayerRecurrence(layer, state.tree, kept=kept, given=given, step=self._step)
 
     def store_keys(
         self, state: WalkState, index: int, layer: nn.Module, attention: ForestAttention, tick: Tick
