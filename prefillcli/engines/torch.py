@@ -51,6 +51,7 @@ from prefillcli.models.weights import WeightsPlan, plan_weights
 from prefillcli.plan.account import Account, account
 from prefillcli.plan.exit_work import LayersDone
 from prefillcli.plan.pack import Key, Limits, Pack
+from prefillcli.plan.state_steps import STATE_STEP
 from prefillcli.prefill.attention_paths import ruled_out
 from prefillcli.prefill.compilation import check_compiler, compiled
 from prefillcli.prefill.fusion import Preparation, fused
@@ -190,7 +191,8 @@ class TorchEngine(PackByPack):
         reduced: Mapping[str, Any] | None = None,
         longest: int = 1 << 30,
     ) -> None:
-        self.limits = replace(limits, whole_nodes=limits.whole_nodes or _keeps_ends(model))
+        whole, step = limits.whole_nodes or _keeps_ends(model), STATE_STEP if deterministic else 0
+        self.limits = replace(limits, whole_nodes=whole, state_step=step if whole else 0)
         self.model = model
         self._adapters = adapters
         self._layers = layers

@@ -1,0 +1,87 @@
+"""Recurrent models give a prompt the same bits in every pack, order and chunk, beside any others."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from prefillcli.plan.pack import Limits
+from prefillcli.plan.plan import make_plan
+from prefillcli.plan.state_steps import STATE_STEP
+from prefillcli.prefill import path_pieces
+from prefillcli.prefill.forest import ATTENTION, register
+from prefillcli.prefill.layout import Tree
+from prefillcli.prefill.path_pieces import cut_between_pieces
+from prefillcli.prefill.walk import LayerWalk
+from tests.prefill.families import VOCABULARY, make_model
+from tests.prefill.test_path_attention import threads
+from tests.prefill.test_recurrent import RECURRENT, model_of, prompts, wanted
+
+WHOLE = Limits(10**6, 10**6, whole_nodes=True, state_step=STATE_STEP)
+HOLDING = Limits(400, 10**6, held_tokens=10**6, whole_nodes=True, state_step=STATE_STEP)
+every_family = pytest.mark.parametrize("family", RECURRENT)
+
+
+def bits(model: nn.Module, limits: Limits, chunk: int, order: list[int] | None = None) -> torch.Tensor:
+    """Float32 logits [prompts, vocabulary] of the walk over these prompts, in their order; others stay 0."""
+    model.set_attn_implementation(ATTENTION)
+    walk = LayerWalk(model, chunk_tokens=chunk, deterministic=True)
+    given, order = prompts(), list(range(len(prompts()))) if order is None else order
+    found = torch.zeros(len(given), VOCABULARY)
+    try:
+        for pack in make_plan([given[number] for number in order], limits).packs:
+            rows = torch.cat(list(walk.read_logits(pack)))
+            for row, (_, numbers) in zip(rows, pack.reads, strict=True):
+                found[[order[number] for number in numbers]] = row
+    finally:
+        walk.close()
+    return found
+
+
+@every_family
+def test_logits_equal_the_eager_forward(family: str) -> None:
+    torch.testing.assert_close(bits(model_of(family), HOLDING, 41), wanted(family), atol=1e-4, rtol=0)
+
+
+@every_family
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bits_do_not_depend_on_pack_chunk_order_or_threads(family: str, dtype: torch.dtype) -> None:
+    register()
+    model = make_model(family, dtype, **RECURRENT[family])
+    first = bits(model, WHOLE, 4096)
+    backwards = list(range(len(first)))[::-1]
+    assert torch.equal(bits(model, HOLDING, 90, backwards), first)
+    some = [9, 0, 4]
+    with threads(2):
+        assert torch.equal(bits(model, WHOLE, 130, some)[some], first[some])
+
+
+def test_what_differs_beside_others_is_computed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that gives a row other bits where there are several."""
+    model, own = model_of("lfm2"), nn.functional.conv1d
+    alone = bits(model, WHOLE, 4096)
+
+    def crowded(rows: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        return own(rows, *args, **kwargs) * (1 + 1e-6 * (len(rows) > 1))
+
+    monkeypatch.setattr(path_pieces, "_agreed", {})
+    monkeypatch.setattr(nn.Conv1d, "_conv_forward", lambda self, rows, weight, bias: crowded(
+        rows, weight, bias, self.stride, self.padding, self.dilation, self.groups))  # fmt: skip
+    assert torch.equal(bits(model, WHOLE, 4096), alone)
+    assert False in path_pieces._agreed.values()
+
+
+def test_chunks_end_between_pieces() -> None:
+    packs = make_plan(prompts(), HOLDING).packs
+    for pack in packs:
+        tree, tokens = Tree(pack), len(pack.tokens)
+        for most in (1, 64, 100, 10**6):
+            chunks = cut_between_pieces(tree, tokens, most, STATE_STEP)
+            assert [start for start, _ in chunks] == [0, *(end for _, end in chunks[:-1])]
+            assert chunks[-1][1] == tokens
+            starts = set(pack.offsets)
+            assert all(tree.depths[end] % STATE_STEP == 0 or end in starts for _, end in chunks[:-1])
+            assert max(end - start for start, end in chunks) <= max(most, STATE_STEP)
+        assert np.all(np.asarray(pack.starts) % STATE_STEP == 0)
