@@ -143,8 +143,7 @@ class LayerWalk:
     # The parts of a walk, also for what follows one.
 
     def begin(self, pack: Pack, done: LayersDone | None = None, *, keep_ends: bool = False) -> WalkState:
-        """`pack` before the first layer. `done` will count the layers of its nodes. With `keep_ends` the states of
-        recurrent layers behind its reads are kept."""
+        """`pack` before the first layer. `done` will count its nodes' layers; `keep_ends`: states behind reads stay."""
         tokens = torch.as_tensor(pack.tokens, dtype=torch.long)
         tree = Tree(pack)
         chunks = self._chunks(tree, len(tokens))
@@ -245,9 +244,8 @@ class LayerWalk:
         """
         if state.recurrence:
             return self._at_last_tokens(state)[None]
-        ends = [node for node, _ in state.pack.reads]
-        in_order = np.argsort(ends, kind="stable")  # neighbours see the same ancestors
-        nodes = [ends[at] for at in in_order]
+        in_order = np.argsort([node for node, _ in state.pack.reads], kind="stable")  # neighbours have one ancestor
+        nodes = [state.pack.reads[at][0] for at in in_order]
         rows = []
         for start, end in split_evenly(len(nodes), self.chunk_tokens):
             last = LastTokens(state.tree, nodes[start:end], self.device)
@@ -264,8 +262,7 @@ class LayerWalk:
         return self._ends.record(tokens, positions)
 
     def logits(self, hidden: Tensor) -> Iterator[Tensor]:
-        """The model's own norm and head over `hidden` [1, tokens, hidden]: float32 [tokens, vocabulary], in pieces of
-        a bounded size."""
+        """The model's norm and head over `hidden` [1, tokens, hidden]: float32 [tokens, vocabulary], in small pieces."""
         return self._ends.logits(hidden)
 
     @torch.inference_mode()
