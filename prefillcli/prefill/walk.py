@@ -143,7 +143,7 @@ class LayerWalk:
     # The parts of a walk, also for what follows one.
 
     def begin(self, pack: Pack, done: LayersDone | None = None, *, keep_ends: bool = False) -> WalkState:
-        """`pack` before the first layer. `done` will count its nodes' layers; `keep_ends`: states behind reads stay."""
+        """`pack` before the first layer. `done` will count its nodes' layers; `keep_ends`: states at reads stay."""
         tokens = torch.as_tensor(pack.tokens, dtype=torch.long)
         tree = Tree(pack)
         chunks = self._chunks(tree, len(tokens))
@@ -262,7 +262,7 @@ class LayerWalk:
         return self._ends.record(tokens, positions)
 
     def logits(self, hidden: Tensor) -> Iterator[Tensor]:
-        """The model's norm and head over `hidden` [1, tokens, hidden]: float32 [tokens, vocabulary], in small pieces."""
+        """The model's norm and head over `hidden` [1, tokens, hidden]: float32 [tokens, vocabulary], in parts."""
         return self._ends.logits(hidden)
 
     @torch.inference_mode()

@@ -25,7 +25,10 @@ from tests.prefill.test_recurrent import RECURRENT, model_of, prompts, wanted
 WHOLE = Limits(10**6, 10**6, whole_nodes=True, state_step=STATE_STEP)
 HOLDING = Limits(400, 10**6, held_tokens=10**6, whole_nodes=True, state_step=STATE_STEP)
 SOME = [1, 2, 4, 6, 9, 17, 29]  # two users with branches and ends in the middle of pieces, and short prompts
-every_family = pytest.mark.parametrize("family", RECURRENT)
+every_family = pytest.mark.parametrize(
+    "family",
+    [each if each in ("mamba2", "lfm2") else pytest.param(each, marks=pytest.mark.nightly) for each in RECURRENT],
+)
 
 
 def bits(model: nn.Module, limits: Limits, chunk: int, order: list[int] | None = None) -> torch.Tensor:
