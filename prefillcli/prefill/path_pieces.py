@@ -21,7 +21,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from prefillcli.plan.state_steps import floor_to
 from prefillcli.prefill.layout import Tree, on_device, split_evenly
 from prefillcli.prefill.path_states import NodeRun, PathStates
-from prefillcli.prefill.recurrent_states import MOST_STATES, fork_state, pick_states, stack_states, state_tensors
+from prefillcli.prefill.recurrent_states import MOST_STATES, fork_state, pick_states, stack_states, tensors_of
 
 TOGETHER = 16  # pieces in one call; a power of 2
 
@@ -157,7 +157,7 @@ def _compute(
     if found:
         same_out = all(_same(_cut(parts, slice(row, row + 1)), out) for row, out in enumerate(alone))
         pairs = zip(found, behind, strict=True)
-        _agreed[asked] = same_out and all(_same(state_tensors(one), state_tensors(other)) for one, other in pairs)
+        _agreed[asked] = same_out and all(_same(tensors_of(one), tensors_of(other)) for one, other in pairs)
     return behind
 
 

@@ -35,7 +35,7 @@ def stack_states(states: Sequence[LinearAttentionLayer]) -> LinearAttentionLayer
 
 def state_bytes(state: LinearAttentionLayer) -> int:
     """The bytes of its tensors."""
-    return sum(tensor.nbytes for tensor in state_tensors(state))
+    return sum(tensor.nbytes for tensor in tensors_of(state))
 
 
 def pick_states(state: LinearAttentionLayer, rows: Sequence[int]) -> LinearAttentionLayer:
@@ -47,7 +47,7 @@ def pick_states(state: LinearAttentionLayer, rows: Sequence[int]) -> LinearAtten
     return picked
 
 
-def state_tensors(state: LinearAttentionLayer) -> list[Tensor]:
+def tensors_of(state: LinearAttentionLayer) -> list[Tensor]:
     """All tensors of a state, in the same order for states of the same module."""
     return [each for own in (state.conv_states, state.recurrent_states) for each in own.values() if each is not None]
 
