@@ -219,7 +219,11 @@ def _load_around_layers(
             attn_implementation=attention,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
+    except KeyError:
+        raise
+    except Exception as error:  # as in `load_weights`
+        if out_of_resource(error) or isinstance(error, PrefillError):
+            raise
         raise UsageError(f"{files.path}: cannot load the weights: {brief(error)}") from None
     refuse_missing(files.origin, info)
     for layer, parts in zip(decoder_layers(model).layers, placement.layers, strict=True):

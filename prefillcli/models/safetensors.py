@@ -70,7 +70,7 @@ def read_header(file: Path) -> dict[str, Any]:
             if not 2 <= length <= min(size, _MOST_HEADER):
                 raise ValueError("no header")
             header: dict[str, Any] = json.loads(stream.read(length))
-        header.pop("__metadata__", None)
+        _check_metadata(header.pop("__metadata__", None))
         end = max((_end_of(name, tensor) for name, tensor in header.items()), default=0)
     except OSError as error:
         raise UsageError(f"{file}: cannot be read: {error.strerror}") from None
@@ -100,6 +100,13 @@ def _check_index(index: Path, headers: dict[str, dict[str, Any]]) -> set[str]:
         if name not in headers[place]:
             raise UsageError(f"{index}: says that {place} holds {quoted(name)}, but it does not")
     return set(places.values())
+
+
+def _check_metadata(found: Any) -> None:
+    """Raise ValueError for metadata that the safetensors library does not take."""
+    texts = found is None or (isinstance(found, dict) and all(isinstance(value, str) for value in found.values()))
+    if not texts:
+        raise ValueError(f"its metadata is {quoted(found)}, not a mapping of texts")
 
 
 def _end_of(name: str, tensor: dict[str, Any]) -> int:

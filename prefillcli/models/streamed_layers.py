@@ -325,7 +325,8 @@ def _lay_out(
     for name, (shape, dtype) in files.tensors.items():
         first = parts[name][0]
         as_saved = device.type == "cpu" and first.dtype == dtype and _is_one_run(parts[name])
-        start = end + (first.offset % _ALIGNED if as_saved else 0)
+        # Not every writer pads its header, so numbers may begin between two places that torch takes.
+        start = end + (first.offset % _ALIGNED if as_saved and first.offset % dtype.itemsize == 0 else 0)
         places[name] = (start, (shape, dtype))
         end = -(-(start + prod(shape) * dtype.itemsize) // _ALIGNED) * _ALIGNED
     return places, end

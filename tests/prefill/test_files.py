@@ -122,12 +122,24 @@ def no_tensor(header: dict[str, Any]) -> None:
     header["model.norm.weight"] = 7
 
 
+def no_metadata(header: dict[str, Any]) -> None:
+    header["__metadata__"] = -1
+
+
+def numbers_as_metadata(header: dict[str, Any]) -> None:
+    header["__metadata__"] = {"format": 7}
+
+
 def first_of(header: dict[str, Any]) -> dict[str, Any]:
     return next(tensor for name, tensor in header.items() if name != "__metadata__")
 
 
 @pytest.mark.parametrize(
-    "change", [shape_beyond_the_bytes, ends_behind_the_file, begins_before_the_file, no_shape, no_tensor]
+    "change",
+    [
+        *(shape_beyond_the_bytes, ends_behind_the_file, begins_before_the_file, no_shape, no_tensor),
+        *(no_metadata, numbers_as_metadata),
+    ],
 )
 def test_a_header_that_does_not_fit_its_file_is_refused(saved: Path, change: Callable[[dict[str, Any]], None]) -> None:
     file = saved / "model.safetensors"

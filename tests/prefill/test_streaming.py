@@ -347,6 +347,19 @@ def test_weights_of_other_shapes_are_refused(llama: ModelFiles) -> None:
         load_streamed(read_model_files(llama.path), CPU, memory=1 << 30)
 
 
+@pytest.mark.parametrize("spaces", [1, 2, 4])
+def test_weights_behind_a_header_that_is_not_padded_are_read(llama: ModelFiles, spaces: int) -> None:
+    wanted = resident(llama, mixed())
+    file = llama.path / "model.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little") + spaces
+    file.write_bytes(
+        length.to_bytes(8, "little") + data[8 : 8 + length - spaces] + b" " * spaces + data[8 + length - spaces :]
+    )
+    with streamed(read_model_files(llama.path)) as (walk, _):
+        torch.testing.assert_close(walked_twice(walk, mixed()), wanted)
+
+
 def test_a_conversion_that_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model("mixtral").save_pretrained(tmp_path)
     monkeypatch.setattr(placement, "MergeModulelist", placement.WeightRenaming)  # so that the real one is unknown
