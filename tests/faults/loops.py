@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,8 +30,19 @@ class Job:
     """The calls that failed so far."""
 
 
-def fail_each(nursery: Nursery, place: Path, job: Job, kind: AnyKind, *, every: int = 1, first: int = 1) -> int:
-    """Let each call of the job fail, or only `every` so many from the `first` on; returns how many did."""
+EVERY = int(os.environ.get("FAULTS_EVERY", "1"))
+"""Of so many calls one fails, where a loop does not say otherwise."""
+
+
+def fail_each(
+    nursery: Nursery, place: Path, job: Job, kind: AnyKind, *, every: int = EVERY, first: int | None = None
+) -> int:
+    """Let each call of the job fail, or one of `every` so many from the `first` on; returns how many did.
+
+    Without `first`, each test and kind begins at a call of its own, so that together they come to all of them.
+    """
+    if first is None:
+        first = 1 + zlib.crc32(f"{kind.meaning} {place.name}".encode()) % every
     for number in count(first, every):
         folder = place / f"{number}"
         if job.begin is None:
@@ -48,7 +61,7 @@ def fail_each(nursery: Nursery, place: Path, job: Job, kind: AnyKind, *, every: 
             raise
         shutil.rmtree(folder)
         if outcome.hit is None:
-            assert number > 1, f"no call can have {kind.meaning}"
+            assert number > first or every > 1, f"no call can have {kind.meaning}"
             return sum(job.hits.values())
         job.hits[outcome.hit] += 1
     raise AssertionError("the numbers have no end")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.faults.file_faults import Fault, Kind
+from tests.faults.loops import EVERY
 from tests.faults.output_checks import proven
 from tests.score.jobs import read_output, score, texts, write_parquet
 from tests.score.processes import Command, cut_small_windows
@@ -61,7 +62,8 @@ def test_every_call_of_a_whole_job_may_fail(
     expected = rows_of("clean.parquet")
     words = [f"{tmp_path}/in.parquet", "--output", OUTPUT, "--model", model, "--id-column", "id"]
     words += ["--max-error-rate", 1, "--metrics-file", "o/run.prom"]
-    for number in count(first, 4):
+    step = 4 * EVERY
+    for number in count(first + step // 8 * 4, step):
         folder = tmp_path / f"{number}"
         folder.mkdir()
         monkeypatch.chdir(folder)
@@ -78,4 +80,4 @@ def test_every_call_of_a_whole_job_may_fail(
         left = ["run.parquet", "run.parquet.prefill", "run.prom", "run.run.html", "run.run.json"]
         assert sorted(os.listdir("o")) == left
         assert sorted(os.listdir("o/run.parquet.prefill")) == ["lock", "manifest.json", "row-digests.bin"]
-    count_faults(kind.meaning, number // 4)
+    count_faults(kind.meaning, number // step)
