@@ -74,7 +74,8 @@ def too_few_handles(model: Path, more: int, *options: object) -> bool:
     """Whether a run with this many handles ends for want of them; then it says so."""
     command = Command(*arguments(model, "--overwrite", *options), prepare=partial(limit_more_files, more))
     code = command.end()
-    assert "Traceback" not in command.stderr
+    if "--workers" not in options:  # there the server of multiprocessing that forks them prints one of its own
+        assert "Traceback" not in command.stderr
     if code == 0:
         return False
     assert code == 5, command.stderr
