@@ -224,3 +224,25 @@ def test_a_footer_that_ends_arrows_process_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(PrefillError, match=r"a\.parquet: Definition level histogram size mismatch"):
         read(str(path), carried=("id",))
     assert read(str(path))[0] == {"prompt": ["a", "b"]}
+
+
+def test_any_wrong_byte_of_repeated_texts_is_read_or_refused(tmp_path: Path) -> None:
+    path = Path(save(tmp_path, prompt=["a", "b", "c"] * 4))
+    data = path.read_bytes()
+    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    for at in range(4, footer):
+        for flip in (1, 2, 3, 255):
+            path.write_bytes(data[:at] + bytes([data[at] ^ flip]) + data[at + 1 :])
+            try:
+                assert len(read(str(path))[0]["prompt"]) == 12
+            except PrefillError as error:
+                assert "a.parquet" in str(error)  # noqa: PT017 - either is right
+
+
+def test_a_row_with_views_of_texts_in_a_list_may_be_too_large(tmp_path: Path) -> None:
+    values = pa.array([["x" * 30], ["x" * 90_000], None], pa.list_(pa.string_view()))
+    path = save(tmp_path, prompt=["a", "b", "c"], kept=values)
+    source = Source.open([path]).select(columns=("prompt",), carried=("kept",), max_row_bytes=500)
+    (batch,) = source.batches()
+    assert list(batch.errors) == [1]
+    assert batch.carried.column("kept").to_pylist() == [["x" * 30], None, None]

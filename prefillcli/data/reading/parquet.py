@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from prefillcli.data.filesystems import reading
@@ -57,6 +58,7 @@ class ParquetInput:
             if not len(selection.within(start, start + size)):
                 start += size
                 continue
+            end = start + size
             pieces, unopened = groups.read(number, start)
             for piece in pieces:
                 yield from row_batches(
@@ -65,6 +67,9 @@ class ParquetInput:
                 start += piece.num_rows
                 if selection.end is not None and start >= selection.end:
                     return
+            if start != end:  # a page header that lies: Arrow gives fewer rows and no error
+                with reading(self.found.path):
+                    raise OSError(f"a row group of {size:,} rows has {start - end + size:,}")
 
 
 class _GroupReader:
@@ -127,6 +132,8 @@ class _GroupReader:
         while True:
             with reading(self._found.path):
                 piece = next(pieces, None)
+                if piece is not None:
+                    _require_indices(piece)
             if piece is None:
                 return
             yield piece
@@ -135,6 +142,15 @@ class _GroupReader:
         fields = [self._schema.field(name) for name in self._names]
         for at in range(0, rows, BATCH_ROWS):
             yield pa.record_batch([pa.nulls(min(BATCH_ROWS, rows - at), f.type) for f in fields], self._names)
+
+
+def _require_indices(piece: pa.RecordBatch) -> None:
+    """Raise OSError for a dictionary column with indices beyond its dictionary, which Arrow reads unseen."""
+    for name, column in zip(piece.schema.names, piece.columns, strict=True):
+        if pa.types.is_dictionary(column.type):
+            ends = pc.min_max(column.indices).as_py()
+            if ends["max"] is not None and not 0 <= ends["min"] <= ends["max"] < len(column.dictionary):
+                raise OSError(f"column {name}: an index is beyond the dictionary")
 
 
 def _open_parquet(found: InputFile, metadata: pq.FileMetaData | None = None, **options: Any) -> pq.ParquetFile:

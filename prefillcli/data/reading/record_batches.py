@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from prefillcli.data.reading.row_groups import MAX_BYTES, UnopenedRows
@@ -64,9 +65,18 @@ def _without_large(piece: pa.RecordBatch, max_row_bytes: int) -> tuple[pa.Record
     for column, lengths in zip(piece.columns, by_column, strict=True):
         left_out = np.zeros(piece.num_rows, bool)
         left_out[large] = lengths[large] > _MAX_LEFT_BYTES
-        arrays.append(column.take(pa.array(np.arange(piece.num_rows), mask=left_out)))
+        arrays.append(_with_nulls(column, left_out))
         sizes -= np.where(left_out, lengths, 0)
     return pa.record_batch(arrays, piece.schema.names), sizes, found
+
+
+def _with_nulls(column: pa.Array, left_out: npt.NDArray[np.bool_]) -> pa.Array:
+    """The column with nulls in the place of some values."""
+    try:
+        return column.take(pa.array(np.arange(len(column)), mask=left_out))
+    except pa.ArrowNotImplementedError:  # texts of a view type inside lists and maps
+        null = pa.nulls(1, column.type)
+        return pa.concat_arrays([null if out else column.slice(at, 1) for at, out in enumerate(left_out)])
 
 
 def _row_batch(
