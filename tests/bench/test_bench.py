@@ -33,7 +33,7 @@ def ready_to_fill(size: int):
     return lambda: np.ones(size, dtype=np.uint8)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_peak_memory_is_that_of_the_step() -> None:
     size = 200 << 20
     assert 0.95 * size <= peak_in_child(ready_to_fill, size) <= 1.1 * size

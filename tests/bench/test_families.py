@@ -32,6 +32,7 @@ def test_attention_votes_and_the_papers_prediction_stands_beside_the_speedup(
     assert found["paper"].predicted == pytest.approx(1 / (found["paper"].r + 0.2), abs=0.06)
 
 
+@pytest.mark.nightly
 def test_flips_and_drift_of_the_hybrid_sample_are_those_of_two_drafts() -> None:
     small, itself = measure_answers(0.2, 3)
     assert (small["rows"], small["votes"]) == (6, Votes((1, 2, 3), 3))

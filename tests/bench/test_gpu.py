@@ -12,6 +12,7 @@ import typer
 from benchmarks.gpu import SCALES, main, peak_of, search
 
 
+@pytest.mark.nightly
 def test_the_whole_program_runs_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(device="cpu", scale="tiny", rounds=1, output=tmp_path / "gpu.json")
     printed = capsys.readouterr().out

@@ -68,6 +68,7 @@ def test_without_data_it_takes_a_quick_look() -> None:
     assert [line for line in tables.splitlines() if len(line) > 80] == []
 
 
+@pytest.mark.nightly
 def test_in_full_it_compares_all_methods_on_two_workloads() -> None:
     result = bench(*SMALL, "--full")
     assert result.exit_code == 0, result.output

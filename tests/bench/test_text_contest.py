@@ -37,6 +37,7 @@ def saved() -> BenchReport:
     return BenchReport.model_validate_json(Path("bench.json").read_text(), strict=False)
 
 
+@pytest.mark.nightly
 def test_all_ways_write_what_transformers_writes_in_float32() -> None:
     result = bench()
     assert result.exit_code == 0, result.output

@@ -180,7 +180,9 @@ def test_large_messages_and_token_ids_are_errors_of_their_rows_alone(tmp_path: P
     assert carried["messages"].to_pylist()[4] == messages[4]
 
 
-@pytest.mark.parametrize("name", ["prompt", "kept", "messages"])
+@pytest.mark.parametrize(
+    "name", ["prompt", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("kept", "messages"))]
+)
 def test_a_long_value_that_is_stored_once_and_repeated_does_not_fill_the_memory(tmp_path: Path, name: str) -> None:
     texts = [f"{at}" + "x" * (9 * MiB) for at in range(3)]
     column = pa.DictionaryArray.from_arrays(pa.array([row % 3 for row in range(600)], pa.int32()), texts)
