@@ -6,9 +6,9 @@ import os
 import shutil
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 from tests.faults.nursery import AnyKind, Nursery, Outcome
@@ -39,11 +39,12 @@ def fail_each(
 ) -> int:
     """Let each call of the job fail, or one of `every` so many from the `first` on; returns how many did.
 
-    Without `first`, each test and kind begins at a call of its own, so that together they come to all of them.
+    Without `first`, the first call fails, and then each test and kind goes on from a call of its own.
     """
+    numbers: Iterator[int] = count(first or 1, every)
     if first is None:
-        first = 1 + zlib.crc32(f"{kind.meaning} {place.name}".encode()) % every
-    for number in count(first, every):
+        numbers = chain([1], count(2 + zlib.crc32(f"{kind.meaning} {place.name}".encode()) % every, every))
+    for number in numbers:
         folder = place / f"{number}"
         if job.begin is None:
             folder.mkdir()
@@ -61,7 +62,7 @@ def fail_each(
             raise
         shutil.rmtree(folder)
         if outcome.hit is None:
-            assert number > first or every > 1, f"no call can have {kind.meaning}"
+            assert number > 1, f"no call can have {kind.meaning}"
             return sum(job.hits.values())
         job.hits[outcome.hit] += 1
     raise AssertionError("the numbers have no end")
