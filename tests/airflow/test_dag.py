@@ -29,11 +29,22 @@ chat: false
 id_column: id
 keep_columns: [answer]
 """
-# prefill that writes after each pack, notes how it ends, and in its first try is killed or slow
+# prefill that writes after each pack, and in its first try is killed or slow; a process before it notes how it ends
 COMMAND = """#!{python}
-import os, signal, sys, time
-from pathlib import Path
+import os, signal, subprocess, sys, time
 from functools import partial
+from pathlib import Path
+
+codes = Path("codes")
+if "NOTED" not in os.environ:
+    signal.signal(signal.SIGTERM, lambda *signal: None)  # the group's, and the command ends on it
+    code = subprocess.call([sys.executable, *sys.argv], env=os.environ | {{"NOTED": "yes"}})
+    with codes.open("a") as file:
+        file.write(f"{{code}}\\n")
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
+
 import prefillcli.jobs.score as job
 from prefillcli.cli import main
 from prefillcli.data.output.sink import Sink
@@ -41,7 +52,6 @@ from prefillcli.engines.torch import TorchEngine
 from prefillcli.jobs.inputs import Granularity
 
 job.score_job = partial(job.score_job, granularity=Granularity(flush_seconds=0.0))
-codes = Path("codes")
 trouble = Path("trouble").read_text() if Path("trouble").exists() and not codes.exists() else ""
 write, answer, parts = Sink.write, TorchEngine.answer, 0
 
@@ -50,7 +60,6 @@ def kill_later(*arguments, **options):
     write(*arguments, **options)
     parts += 1
     if parts == 5:
-        codes.write_text("killed\\n")
         os.kill(os.getpid(), signal.SIGKILL)
 
 def slowly(*arguments):
@@ -61,12 +70,7 @@ if trouble == "kill":
     Sink.write = kill_later
 if trouble == "slow":
     TorchEngine.answer = slowly
-try:
-    main()
-except SystemExit as end:
-    with codes.open("a") as file:
-        file.write(f"{{end.code}}\\n")
-    raise
+main()
 """
 
 pytestmark = [
@@ -195,7 +199,7 @@ def test_a_night_is_scored_and_checked(airflow: Airflow, whole: list[dict[str, A
 def test_a_killed_try_is_resumed_by_the_next(airflow: Airflow, whole: list[dict[str, Any]]) -> None:
     put_input(airflow, "2026-01-02")
     run = airflow.run("2026-01-02", "kill")
-    assert airflow.codes == ["killed", "0"], run.log
+    assert airflow.codes == ["-9", "0"], run.log
     assert "return code -9" in run.log
     assert run.states == {"score": "success", "check": "success"}, run.log
     assert run.tries["score"] == 2
