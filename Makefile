@@ -18,7 +18,7 @@ SHUFFLES ?= 10
 TEST_WORKERS ?= 2
 
 .PHONY: setup setup-real setup-airflow setup-vllm setup-ray demo demo-real test test-matrix test-real test-nightly test-faults \
-	test-airflow test-vllm test-ray fuzz lint format bench bench-reviews distill-draft bench-peers bench-exits bench-families bench-gpu soak deep-models hybrid-model words-draft samples architectures clean
+	test-airflow test-vllm test-ray removals fuzz lint format bench bench-reviews distill-draft bench-peers bench-exits bench-families bench-gpu soak deep-models hybrid-model words-draft samples architectures clean
 
 setup: $(VENV)/.ready
 
@@ -104,6 +104,11 @@ test-vllm: setup-vllm
 test-ray: setup-ray
 	$(RAY_VENV)/bin/python -m pytest --no-skips tests/runners/test_ray.py tests/runners/test_ray_data.py \
 		tests/runners/test_ray_recipe.py
+
+# What protects from each fault of docs/reliability.md is taken out of a copy of the program, and the tests that the table
+# names must fail: the better part of an hour on two cores. REMOVALS="merge" is only the rows and tests with such a word
+removals: setup
+	$(BIN)/python -m tests.removals $(REMOVALS)
 
 # Examples of every kind of input, for hours with MINUTES=600. What fails is told with the line that repeats it. SEED=7
 # runs the same examples again; FUZZ="rows flags" is some of the kinds

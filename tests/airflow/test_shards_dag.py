@@ -72,7 +72,7 @@ def test_a_killed_shard_is_resumed_and_the_merge_waits(airflow: Airflow, whole: 
     assert "return code -9" in log
     assert [state for state, _ in states["score"]] == ["success"] * SHARDS, log
     assert states["merge"] == [("success", 1)], log
-    assert airflow.codes[0] == "killed"
+    assert airflow.codes[0] == "-9"
     assert xcom["merge"]["rows"]["scored"] == len(whole)
     assert_whole(output(airflow, "2026-02-02"), whole)
 
