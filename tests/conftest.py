@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+import sys
+import zlib
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,8 +32,32 @@ if hypothesis:
     hypothesis.settings.load_profile("prefill")
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """A job in this process that asks for more leaves as many for the next test, whose scores then have other bits."""
+    yield
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skips", action="store_true", help="Fail if a test was skipped: what it needs must be here.")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of the cases of a nightly test one of `NIGHTLY_EVERY` runs, always the same ones, and at least one."""
+    if (every := int(os.environ.get("NIGHTLY_EVERY", "1"))) == 1:
+        return
+    of_test: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("nightly"):
+            of_test[item.nodeid.partition("[")[0]].append(item)
+    left_out: set[pytest.Item] = set()
+    for cases in of_test.values():
+        cases.sort(key=lambda case: zlib.crc32(case.nodeid.encode()))
+        left_out.update(cases[-(-len(cases) // every) :])
+    config.hook.pytest_deselected(items=sorted(left_out, key=lambda item: item.nodeid))
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

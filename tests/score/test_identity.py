@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-import torch
 from pydantic import ValidationError
 
 from prefillcli.data.prompts.labels import Labels, parse_labels
@@ -155,14 +153,6 @@ def test_the_options_of_an_engine_are_still_known(options: str) -> None:
     assert hash_engine(settings) == VLLM[options]
 
 
-@pytest.fixture
-def _threads_stay() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("_threads_stay")
 @pytest.mark.parametrize("name", sorted(ScoreSettings.model_fields.keys() - FILES))
 def test_the_fingerprint_has_what_changes_scores_columns_or_rows(name: str) -> None:
     for day in ("day=1", "day=2"):

@@ -73,11 +73,16 @@ def assert_interrupted(command: Command, signum: int, within: float) -> None:
 
 
 def assert_goes_on(model: Path, *more: str) -> None:
-    """A resumed run writes what one that nothing stops writes, and leaves nothing behind."""
+    """A resumed run writes what one that nothing stops writes, and leaves nothing behind.
+
+    Up to the last digits of float32: which of two workers gets a pack, and so what of its prefix is computed again, is
+    not the same each time.
+    """
     for output in ("out.parquet", "whole.parquet"):
         command = Command(*arguments(model, *more, "--resume"), "-o", output)
         assert command.end() == 0, command.stderr
-    assert rows_of("out.parquet") == rows_of("whole.parquet")
+    for row, whole in zip(rows_of("out.parquet"), rows_of("whole.parquet"), strict=True):
+        assert row == pytest.approx(whole, rel=0, abs=1e-5)
     assert len(read_output("out.parquet")) == ROWS
     assert not list(Path().rglob("*.prefill-tmp"))
     assert not list(Path("out.parquet.prefill").glob("part-*"))
