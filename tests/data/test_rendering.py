@@ -112,8 +112,11 @@ def test_a_row_that_only_waits_is_ended(monkeypatch: pytest.MonkeyPatch) -> None
     template = RowTemplate("{{ n }}", RenderLimits(wall_seconds=0.2))
     pid = worker_of(template)
     os.kill(pid, signal.SIGSTOP)
+    late = threading.Timer(30, os.kill, (pid, signal.SIGCONT))
+    late.start()
     assert template.render([{"n": 1}]) == ["1"], "stopped from outside: tried again in another process"
-    assert worker_of(template) != pid
+    late.cancel()
+    assert worker_of(template) != pid, "it was waited for"
 
 
 def test_the_processor_time_of_one_row_does_not_count_for_the_next() -> None:

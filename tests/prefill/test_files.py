@@ -106,6 +106,15 @@ def shape_beyond_the_bytes(header: dict[str, Any]) -> None:
     first_of(header)["shape"][0] *= 1000
 
 
+def rows_behind_the_file(header: dict[str, Any]) -> None:
+    last = max(
+        (tensor for name, tensor in header.items() if name != "__metadata__"), key=lambda each: each["data_offsets"]
+    )
+    begin, end = last["data_offsets"]
+    last["data_offsets"][1] = begin + 1000 * (end - begin)
+    last["shape"][0] *= 1000
+
+
 def ends_behind_the_file(header: dict[str, Any]) -> None:
     first_of(header)["data_offsets"][1] += 10**15
 
@@ -137,8 +146,8 @@ def first_of(header: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "change",
     [
-        *(shape_beyond_the_bytes, ends_behind_the_file, begins_before_the_file, no_shape, no_tensor),
-        *(no_metadata, numbers_as_metadata),
+        *(shape_beyond_the_bytes, rows_behind_the_file, ends_behind_the_file, begins_before_the_file),
+        *(no_shape, no_tensor, no_metadata, numbers_as_metadata),
     ],
 )
 def test_a_header_that_does_not_fit_its_file_is_refused(saved: Path, change: Callable[[dict[str, Any]], None]) -> None:

@@ -3,7 +3,7 @@
 The TOML files of this folder hold it, by topic:
 
     [[removal]]
-    fault = "a misspelt `PREFILL_` variable"    # how the row of the table begins, for one row alone
+    fault = "a misspelt `PREFILL_` variable"    # a row of the table, or how it alone begins
     tests = ["tests/test_options.py::test_..."]  # of that row; without it, all of them
     edits = [{ file = "prefillcli/options/environment.py", old = "...", new = "..." }]
 
@@ -71,7 +71,8 @@ def removals(folder: Path = Path(__file__).parent) -> list[Removal]:
     found = []
     for path in sorted(folder.glob("*.toml")):
         for entry in tomllib.loads(path.read_text())["removal"]:
-            of = [row for row in rows if row.fault.startswith(entry["fault"])]
+            of = [row for row in rows if row.fault == entry["fault"]]
+            of = of or [row for row in rows if row.fault.startswith(entry["fault"])]
             if len(of) != 1:
                 raise ValueError(f"{path.name}: {len(of)} rows of the table begin with {entry['fault']!r}")
             edits = tuple(Edit(**edit) for edit in entry.get("edits", []))

@@ -5,6 +5,7 @@ They are forked from a server that has torch imported already, so that one start
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import multiprocessing
 import os
@@ -35,6 +36,13 @@ _CONTEXT.set_forkserver_preload(
 )
 _PATIENCE = 60.0
 _REACHED, _LET_GO = "reached", "let go"
+
+
+@atexit.register
+def _kill_what_is_left() -> None:
+    """End what failed tests have left held: multiprocessing waits for it at its own end, which comes after this."""
+    for process in multiprocessing.active_children():
+        process.kill()
 
 
 SMALL = Granularity(batch_rows=10, window_rows=20)

@@ -222,6 +222,13 @@ def test_without_home_and_locale_and_with_a_strict_umask_the_scores_are_the_same
     assert score("größe.jsonl", "own.jsonl", model=model, id_column="id", template=template)["exit_code"] == 0
     assert rows_of("own.jsonl") == rows_of("erste größe.jsonl")
     assert [row["id"] for row in rows_of("own.jsonl")] == [f"ä{i}" for i in range(5)]
+    Path("job.yaml").write_text("template: '{{ prompt }} — so?'\n", encoding="utf-8")
+    Path("größe.jsonl").rename("in.jsonl")
+    ascii_only = service(PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")  # else Python takes UTF-8 for the locale C
+    named = ["-m", str(model), "--id-column", "id", "--recipe", "job.yaml", "-o", "out.jsonl"]
+    ended = subprocess.run([*SCORE, "in.jsonl", *named], env=ascii_only, capture_output=True, check=False, timeout=120)
+    assert ended.returncode == 0, ended.stderr.decode()
+    assert rows_of("out.jsonl") == rows_of("erste größe.jsonl")
     made = list(Path().rglob("erste größe*"))
     assert len(made) >= 3
     assert all(path.stat().st_mode & 0o077 == 0 for path in made), "others may read it"
