@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 
-from prefillcli.runtime.signals import GRACE_SECONDS
 from tests.score.jobs import read_output, read_report, score, texts, write_jsonl, write_parquet
 from tests.score.models import CHAT_TEMPLATE, save_model
 from tests.score.processes import Command, Hold, cut_small_windows, flush_often
@@ -185,12 +184,12 @@ def test_a_signal_while_the_model_loads_stops_at_once(model: Path, whole: Undist
 def test_a_signal_stops_a_template_that_runs_long(model: Path) -> None:
     make_input()
     long = "{% if id == 'r25' %}{% for i in range(9000) if range(90000)|sort %}{% endfor %}{% endif %}"
-    command = Command(*arguments(model), "--template", long + "{{ prompt or '' }}")
+    command = Command(*arguments(model), "--template", long + "{{ prompt or '' }}", grace_seconds=60)
     command.wait_until(lambda: len(parts()) >= 3)
     sent = time.monotonic()
     command.send(signal.SIGTERM)
     assert command.end() == 143
-    assert time.monotonic() - sent < GRACE_SECONDS, "the row is not waited for, which alone takes ten seconds"
+    assert time.monotonic() - sent < 8, "the row alone takes ten seconds of processor time"
     assert read_report()["status"] == "interrupted"
     assert len(parts()) >= 3
 
