@@ -41,8 +41,9 @@ _REACHED, _LET_GO = "reached", "let go"
 @atexit.register
 def _kill_what_is_left() -> None:
     """End what failed tests have left held: multiprocessing waits for it at its own end, which comes after this."""
-    for process in multiprocessing.active_children():
-        process.kill()
+    if multiprocessing.parent_process() is None:  # not in the command itself, whose workers are its own
+        for process in multiprocessing.active_children():
+            process.kill()
 
 
 SMALL = Granularity(batch_rows=10, window_rows=20)
