@@ -7,11 +7,13 @@ import sys
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from prefillcli.runtime.library_logs import quiet_imports
+from prefillcli.runtime.user_cache import cache_folder
 
 try:
     import hypothesis
@@ -86,9 +88,14 @@ def count_faults(record_property: Callable[[str, object], None]) -> Callable[[st
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Digests are not remembered in the user's cache folder."""
+    """Nothing is remembered in the user's cache folder but what was compiled: that takes a compiler 20 seconds."""
+    compiled, own = cache_folder() / "compiled", tmp_path_factory.mktemp("cache")
+    with suppress(OSError):
+        compiled.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (own / "prefillcli").mkdir()
+        (own / "prefillcli" / "compiled").symlink_to(compiled)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(own))
         yield
 
 
