@@ -14,6 +14,7 @@ RAY_VENV := .venv-ray
 NIGHTLY_EVERY ?= 5
 FAULTS_EVERY ?= 24
 SHUFFLES ?= 10
+JOB_SHUFFLES ?= 3
 
 # Number of parallel test processes. Each takes about 1 GB
 TEST_WORKERS ?= 2
@@ -85,10 +86,10 @@ test-real: setup-real
 	$(BIN)/python -m pytest --no-skips tests/real
 
 # The long tests that `make test` leaves out, thinned out for CI: of each test's cases one of NIGHTLY_EVERY runs, in loops
-# over every call of a job one call of FAULTS_EVERY fails, and bits are compared over SHUFFLES random orders. The whole
-# night takes hours: NIGHTLY_EVERY=1 FAULTS_EVERY=1 SHUFFLES=50
+# over every call of a job one call of FAULTS_EVERY fails, and bits are compared over SHUFFLES random orders and
+# JOB_SHUFFLES whole jobs. The whole night takes hours: NIGHTLY_EVERY=1 FAULTS_EVERY=1 SHUFFLES=50 JOB_SHUFFLES=50
 test-nightly: setup
-	NIGHTLY_EVERY=$(NIGHTLY_EVERY) FAULTS_EVERY=$(FAULTS_EVERY) SHUFFLES=$(SHUFFLES) \
+	NIGHTLY_EVERY=$(NIGHTLY_EVERY) FAULTS_EVERY=$(FAULTS_EVERY) SHUFFLES=$(SHUFFLES) JOB_SHUFFLES=$(JOB_SHUFFLES) \
 		$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal -m nightly
 
 # The loops over every call of a job, without gaps: an hour on two cores

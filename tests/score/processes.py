@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import fsspec
 import pytest
@@ -104,7 +104,8 @@ class Command:
         end = time.monotonic() + _PATIENCE
         while not condition():
             assert self._process.is_alive(), self.stderr
-            assert time.monotonic() < end, "waited too long"
+            if time.monotonic() > end:
+                self._give_up("waited too long")
             time.sleep(0.005)
 
     @property
@@ -118,8 +119,14 @@ class Command:
     def end(self) -> int:
         """Wait for the end: the exit code, or the negative number of the signal that ended it."""
         self._process.join(_PATIENCE)
-        assert self._process.exitcode is not None, "it does not end"
+        if self._process.exitcode is None:
+            self._give_up("it does not end")
         return self._process.exitcode
+
+    def _give_up(self, why: str) -> NoReturn:
+        """Fail without leaving a process behind, which the test runner would wait for at its end."""
+        self._process.kill()
+        raise AssertionError(why)
 
     def kill(self) -> None:
         """SIGKILL."""
