@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -35,3 +36,19 @@ def test_a_heartbeat_that_hangs_holds_up_no_run(tmp_path: Path, monkeypatch: pyt
     back.set()
     beats._thread.join(30)
     assert not beats._thread.is_alive()
+
+
+def test_what_cannot_be_written_now_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures, open_to_write = iter([OSError("stale file handle")] * 3), file_calls.open_to_write
+
+    def open_later(path: str) -> IO[bytes]:
+        for failure in failures:
+            raise failure
+        return open_to_write(path)
+
+    monkeypatch.setattr(file_calls, "open_to_write", open_later)
+    sign, end = tmp_path / heartbeat.NAME, time.monotonic() + 30
+    with Heartbeat(open_store(str(tmp_path)), lambda: Pace(1.0, 2, None, None), seconds=0.01):
+        while not sign.exists():
+            assert time.monotonic() < end, "no sign of life comes any more"
+            time.sleep(0.01)

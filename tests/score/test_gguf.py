@@ -29,6 +29,7 @@ from tests.score.jobs import (
     write_parquet,
 )
 from tests.score.models import save_model
+from tests.score.processes import Command, Hold
 
 PROMPTS = texts(12)
 LABELS = "Yes= Yes,No= No"
@@ -242,15 +243,18 @@ def _full_disk(path: Path) -> None:
 
 
 def test_what_killed_processes_left_in_the_cache_goes(file: Path) -> None:
-    job(file)
-    place = cache_folder() / "gguf"
-    (whole,) = place.glob("*-float32")
-    shutil.rmtree(whole)
-    left = place / f"{whole.name}.x1y2.tmp"
-    left.mkdir()
-    job(file, overwrite=True)
+    source = write_parquet("in.parquet", prompt=PROMPTS)
+    flags = ["--model", file, "--labels", LABELS, "--dtype", "float32", "--no-chat"]
+    place = {"XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
+    killed = Command("score", source, *flags, hold=Hold("prefillcli.models.gguf_cache:_seal", 2), environment=place)
+    killed.wait_until_held()
+    killed.kill()
+    (left,) = (cache_folder() / "gguf").glob("*-float32.*.tmp")
+    (left / "model.safetensors").write_bytes(b"half of it")
+    assert job(file, overwrite=True)["exit_code"] == 0
+    assert_scored(read_output("out.parquet"), answers(file))
     assert not left.exists()
-    assert whole.is_dir()
+    assert sum(name.endswith("-float32") for name in cached()) == 1
 
 
 def test_another_file_under_the_same_name_is_another_job(model: Path, chat_model: Path) -> None:

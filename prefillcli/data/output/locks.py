@@ -212,7 +212,7 @@ class ObjectLock:
 
     def _delete(self) -> None:
         with suppress(Exception):
-            self._filesystem.rm_file(self._path)
+            patiently(lambda: self._filesystem.rm_file(self._path))
 
 
 def _locked(handle: int, *, shared: bool, patience: float) -> bool:
