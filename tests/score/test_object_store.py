@@ -210,12 +210,22 @@ def test_a_resume_that_sees_deleted_parts_scores_their_rows(
     assert_finished(bucket, expected)
 
 
+@pytest.mark.parametrize(
+    ("slow", "attempts"),
+    [("", {}), ("out/", {"AWS_MAX_ATTEMPTS": "1"})],
+    ids=["all requests", "those of the output, where S3's own client tries once"],
+)
 def test_a_store_that_asks_to_slow_down_now_and_then_gets_its_time(
-    bucket: Bucket, run: Run, expected: list[dict[str, Any]], s3_server: S3Server
+    bucket: Bucket,
+    run: Run,
+    expected: list[dict[str, Any]],
+    s3_server: S3Server,
+    slow: str,
+    attempts: dict[str, str],
 ) -> None:
-    s3_server.faults.append(every(8, SLOW_DOWN))
-    once_only = {"AWS_MAX_ATTEMPTS": "1"}  # botocore's own tries would hide ours
-    assert run("o/", environment=once_only).end() == 0
+    slowed = every(8, SLOW_DOWN)
+    s3_server.faults.append(lambda request: slowed(request) if request.key.startswith(slow) else None)
+    assert run("o/", environment=attempts).end() == 0
     assert_finished(bucket, expected, "o/")
     assert len(s3_server.requests) > 30
 
