@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -144,9 +145,9 @@ class TestFingerprint:
         assert Source.open(["memory://a.jsonl"]).fingerprint() != first
 
 
-def test_another_file_in_the_place_of_the_one_that_was_found_is_not_read(two_files: list[str]) -> None:
+def test_another_file_in_the_place_of_the_one_that_was_found_is_not_read(two_files: list[str], tmp_path: Path) -> None:
     source = Source.open(two_files, columns=["prompt"])
-    os.replace(two_files[1], two_files[0])
+    os.replace(shutil.copy(two_files[1], tmp_path / "other"), two_files[0])
     with pytest.raises(ContentChangedError, match=Path(two_files[0]).name):
         next(source.batches())
 

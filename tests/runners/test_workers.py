@@ -238,9 +238,11 @@ def test_workers_end_with_the_driver_and_a_resume_finishes(
     command.send(signum)
     assert command.end() == (-signum if signum == signal.SIGKILL else 143)
     end = time.monotonic() + 20
-    while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < end:
+    while (left := [pid for pid in workers if Path(f"/proc/{pid}").exists()]) and time.monotonic() < end:
         time.sleep(0.02)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
     assert score(rows, "out.parquet", resume=True, **flags(model))["exit_code"] == 0
     assert_same(read_output("out.parquet"), alone)
 

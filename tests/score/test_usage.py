@@ -125,10 +125,11 @@ def test_the_next_run_does_not_find_the_default_output(tmp_path: Path, given: st
 
 
 def test_scores_among_the_inputs_are_not_scored(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_parquet("a.parquet", prompt=texts(3))
+    Path("in").mkdir()
+    write_parquet("in/a.parquet", prompt=texts(3))
     schema = pa.schema([("prompt", pa.string())], metadata={b"prefillcli": b"{}"})
-    pq.write_table(pa.table({"prompt": ["fox"]}, schema=schema), "a.scores.parquet")
-    summary = score("*.parquet", model=model)
+    pq.write_table(pa.table({"prompt": ["fox"]}, schema=schema), "in/a.scores.parquet")
+    summary = score("in/*.parquet", model=model)
     assert_refused(summary, capsys.readouterr().err, "a.scores.parquet was written by prefill score")
 
 
