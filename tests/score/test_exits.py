@@ -168,6 +168,7 @@ def test_a_stopped_job_goes_on_with_the_same_exits(
 ) -> None:
     stop_in_the_third_window(data, deep_model, monkeypatch)
     learnt = Path("out.jsonl.prefill/exits.json").read_bytes()
+    monkeypatch.setattr(exit_learning.ExitLearning, "_learn", lambda _: pytest.fail("they are learnt once"))
     assert score(data, "out.jsonl", model=deep_model, resume=True, **EXITS)["status"] == "complete"
     assert_same(read_output("out.jsonl"), read_output(exited / "out.jsonl"))
     assert json.loads(learnt)["profile"] == json.loads((exited / "out.exit.json").read_text())
@@ -223,7 +224,9 @@ def test_a_profile_is_used_again_after_a_check(exited: Path, deep_model: Path, t
     assert not Path("out.exit.json").exists()
 
 
-def test_a_profile_that_fails_its_check_is_not_used(exited: Path, data: Path, deep_model: Path) -> None:
+def test_a_profile_that_fails_its_check_is_not_used(
+    exited: Path, data: Path, deep_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     learnt = json.loads((exited / "out.exit.json").read_text())
     for each in learnt["exits"]:
         bias = each["probe"]["bias"]
@@ -233,10 +236,15 @@ def test_a_profile_that_fails_its_check_is_not_used(exited: Path, data: Path, de
     exits = read_report()["exits"]
     assert exits["status"] == "none"
     assert "'t' flip" in exits["reason"]
+    assert f"--exit: {exits['reason']}; all rows are read in full" in capsys.readouterr().err
     assert {row["method"] for row in read_output("out.parquet")} == {"full"}
 
 
-def test_a_profile_of_another_job_is_refused(exited: Path, data: Path, model: Path, deep_model: Path) -> None:
+def test_a_profile_of_another_job_is_refused(
+    exited: Path, data: Path, model: Path, deep_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loading = "prefillcli.jobs.window_loop.load_models"
+    monkeypatch.setattr(loading, lambda *_, **__: pytest.fail("the weights are loaded"))
     profile = exited / "out.exit.json"
     other_model = score(data, model=model, exit_profile=profile, **EXITS)
     assert (other_model["exit_code"], "different model" in other_model["error"]) == (2, True)
@@ -246,6 +254,9 @@ def test_a_profile_of_another_job_is_refused(exited: Path, data: Path, model: Pa
     assert (stricter["exit_code"], "--max-flips" in stricter["error"]) == (2, True)
     missing = score(data, model=deep_model, exit_profile="none.json", **EXITS)
     assert (missing["exit_code"], "no such file" in missing["error"]) == (2, True)
+    Path("note.json").write_text('{"a": 1}')
+    note = score(data, model=deep_model, exit_profile="note.json", **EXITS)
+    assert (note["exit_code"], "it is no exit profile" in note["error"]) == (2, True)
 
 
 def test_too_few_rows_prove_nothing(deep_model: Path, in_full: list[dict[str, Any]]) -> None:
@@ -268,7 +279,12 @@ def test_one_row_and_no_row_are_scored(deep_model: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["cut short", "gone"])
 def test_damaged_exits_are_learnt_again(
-    exited: Path, data: Path, deep_model: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+    exited: Path,
+    data: Path,
+    deep_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    damage: str,
 ) -> None:
     stop_in_the_third_window(data, deep_model, monkeypatch)
     file = Path("out.jsonl.prefill/exits.json")
@@ -278,7 +294,7 @@ def test_damaged_exits_are_learnt_again(
         file.write_bytes(file.read_bytes()[:-100])
     assert score(data, "out.jsonl", model=deep_model, resume=True, **EXITS)["status"] == "complete"
     assert_same(read_output("out.jsonl"), read_output(exited / "out.jsonl"))
-    assert read_report()["seconds"]["exits"] > 0
+    assert "exits.json is gone or damaged: the exits are learnt again, from the same rows" in capsys.readouterr().err
     assert not file.exists()
 
 

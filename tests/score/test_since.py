@@ -282,13 +282,22 @@ def test_an_output_that_is_not_there_is_no_error_on_the_first_night(
     shutil.rmtree("out.parquet.prefill")
     assert score(write_night(0), "next.parquet", since="out.parquet", **flags(model))["since"] == {"rows": 0}
     assert "is gone, where the digests of its rows were" in capfd.readouterr().err
+    store = open_store("next.parquet.prefill")
+    manifest = Manifest.load(store)
+    assert manifest is not None
+    manifest.digests = None
+    manifest.save(store)
+    assert score(write_night(0), "third.parquet", since="next.parquet", **flags(model))["since"] == {"rows": 0}
+    assert "an earlier version of prefill wrote it" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("other", ["labels", "model"])
 def test_an_output_of_another_job_is_refused_before_anything_is_written(
-    model: Path, since: str, capfd: pytest.CaptureFixture[str]
+    model: Path, draft: Path, since: str, other: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert score(write_night(1), since=since, **flags(model, labels="Yes,No,Maybe"))["exit_code"] == 4
-    assert "last.parquet was written by another job: different labels" in capfd.readouterr().err
+    given = {"labels": "Yes,No,Maybe"} if other == "labels" else {"model": draft}
+    assert score(write_night(1), since=since, **flags(model, **given))["exit_code"] == 4
+    assert f"last.parquet was written by another job: different {other}" in capfd.readouterr().err
     assert not list(Path().glob("out.parquet*"))
 
 
