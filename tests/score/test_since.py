@@ -291,12 +291,12 @@ def test_an_output_that_is_not_there_is_no_error_on_the_first_night(
     assert "an earlier version of prefill wrote it" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("other", ["labels", "model"])
+@pytest.mark.parametrize("other", ["model", "labels"])
 def test_an_output_of_another_job_is_refused_before_anything_is_written(
     model: Path, draft: Path, since: str, other: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    given = {"labels": "Yes,No,Maybe"} if other == "labels" else {"model": draft}
-    assert score(write_night(1), since=since, **flags(model, **given))["exit_code"] == 4
+    given: dict[str, Any] = {"labels": "Yes,No,Maybe"} if other == "labels" else {"model": draft}
+    assert score(write_night(1), since=since, **(flags(model) | given))["exit_code"] == 4
     assert f"last.parquet was written by another job: different {other}" in capfd.readouterr().err
     assert not list(Path().glob("out.parquet*"))
 
