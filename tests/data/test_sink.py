@@ -238,15 +238,32 @@ class TestConflicts:
         with open_sink(output), pytest.raises(ResourceError, match=str(os.getpid())):
             open_sink(output, resume=True)
 
-    def test_a_manifest_of_another_version_is_refused(self, tmp_path: Path) -> None:
-        output = f"{tmp_path}/o.parquet"
-        finished(output)
-        manifest = Path(output + ".prefill/manifest.json")
-        older = {"schema_version": 1, "digest": "d", "fingerprint": FINGERPRINT, "plan": {}, "state": "complete"}
-        manifest.write_text(json.dumps(older | {"counts": None, "created": "2026-01-01"}))
-        with pytest.raises(OutputConflictError, match=r"another version(.|\n)*--overwrite"):
-            open_sink(output, resume=True)
-        finished(output, overwrite=True)
+
+def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
+    output = f"{tmp_path}/o.parquet"
+    finished(output)
+    manifest = Path(output + ".prefill/manifest.json")
+    older = {"schema_version": 1, "digest": "d", "fingerprint": FINGERPRINT, "plan": {}, "state": "complete"}
+    manifest.write_text(json.dumps(older | {"counts": None, "created": "2026-01-01"}))
+    with pytest.raises(OutputConflictError, match=r"another version(.|\n)*--overwrite"):
+        open_sink(output, resume=True)
+    finished(output, overwrite=True)
+
+
+def test_missing_rows_are_not_passed_over(output: str) -> None:
+    with open_sink(output) as sink:
+        score_all(sink, WINDOWS[:1])
+        with pytest.raises(PrefillError, match="window 1"):
+            sink.finish(windows=3)
+        sink.write(WINDOWS[1], [], {}, temperature=1.0)
+        sink.write(WINDOWS[2], [scored(10), scored(11)], {}, temperature=1.0)
+        with pytest.raises(PrefillError, match="window 2"):
+            sink.finish(windows=3)
+        sink.write(WINDOWS[2], [scored(row) for row in (12, 13, 14)], {}, temperature=1.0)
+        for windows in (2, 4):
+            with pytest.raises(PrefillError, match="window"):
+                sink.finish(windows)
+    assert not os.path.exists(output)
 
 
 class TestResume:
@@ -291,21 +308,6 @@ class TestResume:
             sink.write(WINDOWS[0], [scored(1)], {3: TOO_LONG}, temperature=1.0)
             sink.finish(3)
         assert read(output) == [expected_row(row, row in BAD) for row in range(15)]
-
-    def test_missing_rows_are_not_passed_over(self, output: str) -> None:
-        with open_sink(output) as sink:
-            score_all(sink, WINDOWS[:1])
-            with pytest.raises(PrefillError, match="window 1"):
-                sink.finish(windows=3)
-            sink.write(WINDOWS[1], [], {}, temperature=1.0)
-            sink.write(WINDOWS[2], [scored(10), scored(11)], {}, temperature=1.0)
-            with pytest.raises(PrefillError, match="window 2"):
-                sink.finish(windows=3)
-            sink.write(WINDOWS[2], [scored(row) for row in (12, 13, 14)], {}, temperature=1.0)
-            for windows in (2, 4):
-                with pytest.raises(PrefillError, match="window"):
-                    sink.finish(windows)
-        assert not os.path.exists(output)
 
     def test_windows_that_changed_are_a_conflict(self, output: str) -> None:
         with open_sink(output) as sink:
