@@ -28,13 +28,13 @@ DIVISIBLE = frozenset({"write_bytes", "put_content", "remove_tree"})
 class Kind(Enum):
     """What happens at a call, and at which calls it may."""
 
+    KILL_HALF = "kill -9 after half of the effect", DIVISIBLE
     ERROR = "an error before the effect", frozenset(CALLS)
     LATE = "an error after the effect", CHANGES
     FULL = "no space from then on", FILLS
     HALF = "an error after half of the effect", DIVISIBLE
     SHORT = "a short write", frozenset({"write_bytes"})
     KILL = "kill -9 before the effect", CHANGES
-    KILL_HALF = "kill -9 after half of the effect", DIVISIBLE
     HANG = "a hang", CHANGES
 
     @property

@@ -91,7 +91,7 @@ def test_some_calls_of_a_job_may_fail(
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", ["o.parquet", "o/ over an older one"])
 @pytest.mark.parametrize("killed", [20, 33, 46])
-@pytest.mark.parametrize("kind", [Kind.ERROR, Kind.LATE, Kind.KILL, Kind.KILL_HALF])
+@pytest.mark.parametrize("kind", [Kind.KILL_HALF, Kind.ERROR, Kind.LATE, Kind.KILL])
 def test_every_call_of_a_job_that_goes_on_may_fail(
     nursery: Nursery, tmp_path: Path, case: str, killed: int, kind: Kind, count_faults: Callable[[str, int], None]
 ) -> None:
