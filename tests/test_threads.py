@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,13 +22,6 @@ from prefillcli.runtime.threads import Threads, prepare, threads_for
 
 ROOT = Path(__file__).parent.parent
 CORES = len(affinity())
-
-
-@pytest.fixture(autouse=True)
-def _threads_of_the_tests() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 class Left:
@@ -104,12 +96,43 @@ def test_how_threads_wait_is_not_changed_where_the_environment_says_it(monkeypat
     assert nothing["OMP_WAIT_POLICY"] == "PASSIVE"
     assert 1 <= int(nothing["RAYON_NUM_THREADS"]) <= CORES
     said = {"GOMP_SPINCOUNT": "7", "RAYON_NUM_THREADS": "9", "OMP_NUM_THREADS": "5"}
+    said |= {"LRU_CACHE_CAPACITY": "1024", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0"}
     before = dict(said)
     prepare("auto", said)
     assert said == before
     counted: dict[str, str] = {}
     prepare(3, counted)
-    assert counted == {"OMP_WAIT_POLICY": "PASSIVE", "RAYON_NUM_THREADS": "3"}
+    kept = dict.fromkeys(("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"), "32")
+    assert counted == {"OMP_WAIT_POLICY": "PASSIVE", "RAYON_NUM_THREADS": "3", **kept}
+
+
+GROWN = """
+import os, sys
+from prefillcli.runtime.threads import prepare
+if sys.argv[1] == "prepared":
+    prepare(1)
+import torch
+from prefillcli.runtime.memory import proportional_memory
+torch.set_num_threads(1)
+weight, rows = torch.randn(768, 576).bfloat16(), torch.randn(500, 576).bfloat16()
+torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], "")
+before = proportional_memory(os.getpid())
+for count in range(100, 500):
+    torch.ops.mkldnn._linear_pointwise(rows[:count], weight, None, "none", [], "")
+print(proportional_memory(os.getpid()) - before)
+"""
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor has no such products")
+def test_products_of_many_shapes_leave_hardly_any_code_behind() -> None:
+    """oneDNN generates code for each number of rows."""
+    grown = {}
+    for way in ("as it is", "prepared"):
+        command = [sys.executable, "-W", "ignore", "-c", GROWN, way]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+        grown[way] = int(done.stdout)
+    assert grown["prepared"] < 80e6
+    assert grown["prepared"] < grown["as it is"] / 2
 
 
 def test_fewer_and_more_threads_in_turn_leave_none_behind() -> None:

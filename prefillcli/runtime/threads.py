@@ -1,8 +1,12 @@
-"""How many threads compute, and how they wait for one another.
+"""How many threads compute, how they wait for one another, and how much code for products they keep.
 
 torch's operators run on OpenMP threads that share each operator out evenly and wait for the last one. OpenMP's own way
 to wait is to spin for some milliseconds. On free cores that is the fastest; beside another program it takes the core
 from the thread that is waited for.
+
+On CPUs, oneDNN generates code for each shape of product. Two caches keep it for the last thousand shapes, with half a
+megabyte or more for each. Chunks have ever other lengths, so a process grew by hundreds of megabytes. One pack has few
+shapes, and to generate their code again takes no time beside computing them.
 """
 
 from __future__ import annotations
@@ -19,15 +23,19 @@ from prefillcli.runtime.cores import Left, allowed, quotas
 #: What a user says of OpenMP's threads in the environment; a number or a place given there is not changed.
 _NUMBERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
+#: How many shapes of products code is kept for, where it is generated and where torch asks for it.
+_KEPT_PRODUCTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}
 _LOOK = 0.2  # seconds for which the cores are looked at before anything is computed
 LEAST_SHARE = 0.5
 """Of the threads that may run, those that do whatever others use: a job that always gave way would never end."""
 
 
 def prepare(asked: int | Literal["auto"], environment: MutableMapping[str, str] = os.environ) -> None:
-    """Before torch is imported: threads that wait sleep where cores are not free, and tokenising takes as many as
-    computing. What the user has set in the environment stays. For commands: a library leaves the environment to the
-    program that imports it."""
+    """Before torch is imported: threads that wait sleep where cores are not free, tokenising takes as many as
+    computing, and code is kept for few products. What the user has set in the environment stays. For commands: a
+    library leaves the environment to the program that imports it."""
+    for name, number in _KEPT_PRODUCTS.items():
+        environment.setdefault(name, number)
     if not any(environment.get(name) for name in _WAITING) and not _free():
         environment["OMP_WAIT_POLICY"] = "PASSIVE"
     if asked != "auto":
