@@ -173,18 +173,6 @@ def test_two_actors_write_the_file_of_one_process_and_say_nothing(job: Path) -> 
     assert sum(each["tokens"] for each in workers) == read_report("out.run.json")["tokens"]["computed"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_actors_score_the_bits_of_one_process_in_other_packs(job: Path, dtype: str) -> None:
-    flags = {"model": job / "model", "id_column": "id", "dtype": dtype, "deterministic": True, "threads": 1}
-    assert score(job / "in.parquet", "alone.parquet", memory="64MiB", **flags)["exit_code"] == 3
-    sizes = ("--pack-tokens", 700, "--chunk-tokens", 90, "--schedule", "fifo", "--threads", 2)
-    driver = Driver(job, "--quiet", "--deterministic", "--dtype", dtype, *sizes)
-    assert driver.end()["exit_code"] == 3
-    found, wanted = pq.read_table("out.parquet"), pq.read_table("alone.parquet")
-    for name in ("id", "score", "logprob_Yes", "logprob_No", "label_mass"):
-        assert found[name].to_pylist() == wanted[name].to_pylist(), name
-
-
 def test_actors_write_the_texts_of_one_process(job: Path) -> None:
     condition = f"id in {json.dumps([f'r{row}' for row in range(0, ROWS, 7)])}"
     chosen = {"rationale": 6, "rationale_when": condition, "evidence": True}
