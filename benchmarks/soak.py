@@ -24,6 +24,7 @@ from rich.table import Table
 
 from benchmarks.console import log
 from benchmarks.night_disk import NightDisk
+from benchmarks.night_memory import MemoryOverTime
 from benchmarks.night_proof import Proof
 from benchmarks.night_rows import write_night
 from benchmarks.score_runs import SAMPLES
@@ -43,7 +44,7 @@ class Night:
         self.strikes: Counter[str] = Counter()
         self.ends: Counter[int] = Counter()
         self.unexpected: list[str] = []
-        self.memory: list[dict[str, float]] = []
+        self.memory = MemoryOverTime(rows)
         self.attempts = 0
         self.disk_filled = 0
         self._command = command
@@ -88,7 +89,7 @@ class Night:
                 strike_at = now + self._rng.uniform(0.5, 1.5) * self._kill_every
             if now >= memory_at:
                 memory_at = now + memory_every
-                self.memory.append({"seconds": now - self._begun, "attempt": self.attempts, **attempt.memory()})
+                self.memory.add(attempt.look(now - self._begun))
             if not (self.disk_filled or self._disk.full or attempt.struck) and attempt.rows > fill_at * self._rows:
                 self._disk.fill()
                 attempt.expect(5)
@@ -103,7 +104,7 @@ class Night:
         return -1 if code is None else code
 
     def report(self) -> dict[str, Any]:
-        """What has happened, and the median memory in bytes when about so much of the job was done."""
+        """What has happened, and what was in memory."""
         return {
             "seconds": round(time.monotonic() - self._begun),
             "attempts": self.attempts,
@@ -111,12 +112,8 @@ class Night:
             "ends": {str(code): count for code, count in self.ends.items()},
             "disk_filled": self.disk_filled,
             "unexpected": self.unexpected,
-            "memory": {f"{share:.0%}": self._memory_at(share) for share in (0.1, 0.3, 0.5, 0.7, 0.9)},
+            **self.memory.report(),
         }
-
-    def _memory_at(self, share: float) -> dict[str, int | None]:
-        near = [each for each in self.memory if abs(each["rows"] / self._rows - share) <= 0.1 and each["workers"]]
-        return {name: int(np.median([each[name] for each in near])) if near else None for name in ("driver", "all")}
 
 
 def main(
@@ -148,7 +145,7 @@ def main(
         night = Night(command, night_disk, output, rows=rows + long, kill_every=kill_every, seed=seed)
         complete = night.run(60 * minutes, memory_every, fill_at)
         report = night.report() | {"rows": rows + long, "complete": complete}
-        (folder / "memory.json").write_text(json.dumps(night.memory))
+        night.memory.write(folder / "memory.jsonl")
         if complete:
             proof = Proof(night_rows, output, folder, model, flags)
             report |= proof.report(short=short_sample, long=long_sample)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from enum import StrEnum
@@ -15,7 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.memory import tree_memory
+from benchmarks.night_memory import Look, Process
 from prefillcli.runtime.memory import proportional_memory
+from prefillcli.runtime.processes import start_of
 
 
 class Strike(StrEnum):
@@ -47,6 +50,7 @@ class Attempt:
 
     def __init__(self, words: list[str], output: Path, number: int) -> None:
         self._work = Path(f"{output}.prefill")
+        self._number = number
         self._log = output.parent.parent / f"attempt-{number:03}.log"
         self._before = self._parts()
         self._expected: set[int] = set()
@@ -87,11 +91,10 @@ class Attempt:
     def expects(self, code: int) -> bool:
         return code in self._expected
 
-    def memory(self) -> dict[str, float]:
-        """Bytes of the driver, and of it and all that it has started, with the rows so far and the workers."""
-        own = proportional_memory(self._process.pid) or 0
-        together = tree_memory(self._process.pid)
-        return {"rows": self.rows, "driver": own, "all": together, "workers": len(self._workers())}
+    def look(self, seconds: float) -> Look:
+        """Its memory now, `seconds` after the night began."""
+        driver, together = _look_at(self._process.pid), tree_memory(self._process.pid)
+        return Look(seconds, self._number, self.rows, together, driver, tuple(map(_look_at, self._workers())))
 
     def strike(self, strike: Strike, rng: np.random.Generator) -> bool:
         """Do it; whether there was anything to do it to."""
@@ -126,6 +129,13 @@ def _children(pid: int) -> Iterator[int]:
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").glob("*/children"):
             yield from map(int, task.read_text().split())
+
+
+def _look_at(pid: int) -> Process:
+    """A process that may have ended: then it has no memory."""
+    begun = start_of(pid)
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(begun) / os.sysconf("SC_CLK_TCK") if begun else 0.0
+    return Process(pid, age, proportional_memory(pid) or 0)
 
 
 def _kill(pid: int) -> None:
