@@ -69,7 +69,7 @@ def fused(layer: nn.Module, chunk_tokens: int, *, always: bool = False) -> Itera
     with ExitStack() as stack:
         prepared = {id(each): _laid_out(each, chunk_tokens) if pays else each.weight for each in linear}
         mlps = [module for module in layer.modules() if _is_gated(module, prepared)]
-        forwards = [(each, _linear(each, prepared[id(each)])) for each in linear]
+        forwards: list[tuple[nn.Module, Forward]] = [(each, _linear(each, prepared[id(each)])) for each in linear]
         forwards += [(mlp, _gated(mlp, prepared)) for mlp in mlps]
         for module, forward in forwards:  # with `always`, what is called pads rows itself
             stack.enter_context(called_through(module, forward if always else _rounded_up(forward, chunk_tokens)))
