@@ -115,9 +115,9 @@ def _rounded_up(forward: Forward, chunk_tokens: int) -> Forward:
     """`forward` of rows [..., rows, inputs], called with few numbers of rows. Whole chunks stay as they are."""
 
     def called(rows: Tensor) -> Tensor:
-        count = rows.shape[-2]
+        count = rows.shape[:-1].numel()
         wanted = rounded_rows(count, chunk_tokens)
-        if wanted == count:
+        if wanted == count or count not in rows.shape[-2:-1]:  # the latter: rows along several dimensions
             return forward(rows)  # type: ignore[no-any-return]
         found: Tensor = forward(functional.pad(rows, (0, 0, 0, wanted - count)))
         return found[..., :count, :]
