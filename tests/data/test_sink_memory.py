@@ -41,7 +41,7 @@ def attempts(output: str, count: int) -> int:
 
 def test_a_hundred_resumes_take_hardly_more_memory_than_ten(tmp_path: Path) -> None:
     few, many = (attempts(f"{tmp_path}/{count}.parquet", count) for count in (10, 100))
-    assert many - few < 90 * 4 * KIB, f"{(many - few) / 90 / KIB:.1f} KiB for each attempt"
+    assert many - few < 90 * KIB, f"{(many - few) / 90 / KIB:.1f} KiB for each attempt"
 
 
 def job(output: str, windows: int) -> Callable[[], None]:
