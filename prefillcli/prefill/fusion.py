@@ -7,9 +7,6 @@ made when a layer's turn comes and lasts as long as its turn, so it takes memory
 The modules stay what they are: during its turn a module is called through another function, which computes the same.
 A kind of MLP is fused only after a small instance of its class has agreed with its own forward. Results differ from
 the modules' in rounding alone: activations are not rounded to the dtype before they are multiplied.
-
-oneDNN generates code for each number of rows, and keeps it for a thousand products, of 0.4 MiB and more each. So rows
-are rounded up to few numbers: the rest is zeros, and is cut away.
 """
 
 from __future__ import annotations
@@ -22,13 +19,10 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 LEAST_TOKENS = 512  # of a chunk: with fewer, making the layout takes longer than it saves
 COPY_SHARE = 3  # numbers of weights at most, for each output of a linear layer and token of a chunk
 TOLERANCE = 1e-5  # of the largest number, in float32, between a fused MLP and its own forward
-
-FEW_ROWS = 16  # rows are rounded up to a multiple of this at least, and by an eighth at most
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
@@ -69,10 +63,10 @@ def fused(layer: nn.Module, chunk_tokens: int, *, always: bool = False) -> Itera
     with ExitStack() as stack:
         prepared = {id(each): _laid_out(each, chunk_tokens) if pays else each.weight for each in linear}
         mlps = [module for module in layer.modules() if _is_gated(module, prepared)]
-        forwards: list[tuple[nn.Module, Forward]] = [(each, _linear(each, prepared[id(each)])) for each in linear]
-        forwards += [(mlp, _gated(mlp, prepared)) for mlp in mlps]
-        for module, forward in forwards:  # with `always`, what is called pads rows itself
-            stack.enter_context(called_through(module, forward if always else _rounded_up(forward, chunk_tokens)))
+        for each in linear:
+            stack.enter_context(called_through(each, _linear(each, prepared[id(each)])))
+        for mlp in mlps:
+            stack.enter_context(called_through(mlp, _gated(mlp, prepared)))
         yield
 
 
@@ -109,26 +103,6 @@ def called_through(module: nn.Module, forward: Forward) -> Iterator[None]:
 def _laid_out(linear: nn.Linear, rows: int) -> Tensor:
     weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(linear.weight, rows)
     return weight
-
-
-def _rounded_up(forward: Forward, chunk_tokens: int) -> Forward:
-    """`forward` of rows [..., rows, inputs], called with few numbers of rows. Whole chunks stay as they are."""
-
-    def called(rows: Tensor) -> Tensor:
-        count = rows.shape[:-1].numel()
-        wanted = rounded_rows(count, chunk_tokens)
-        if wanted == count or count not in rows.shape[-2:-1]:  # the latter: rows along several dimensions
-            return forward(rows)  # type: ignore[no-any-return]
-        found: Tensor = forward(functional.pad(rows, (0, 0, 0, wanted - count)))
-        return found[..., :count, :]
-
-    return called
-
-
-def rounded_rows(count: int, chunk_tokens: int) -> int:
-    """The number of rows that stands for `count`: one of eight between a power of two and the next, or a chunk's."""
-    step = max(FEW_ROWS, 1 << max(count.bit_length() - 4, 0))
-    return max(count, min(-(-count // step) * step, chunk_tokens))
 
 
 def _linear(linear: nn.Linear, weight: Tensor) -> Forward:

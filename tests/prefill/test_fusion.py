@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers.activations import ACT2FN
 
 from prefillcli.models.law import memory_law
@@ -113,39 +108,3 @@ def test_a_copy_is_made_for_chunks_that_are_worth_it_and_the_law_counts_it() -> 
     extra = law.constant(fusion.LEAST_TOKENS, CPU) - law.constant(fusion.LEAST_TOKENS, torch.device("meta"))
     assert extra == 2 * law.weights
     assert law.constant(64, CPU) == law.constant(64, torch.device("meta"))
-
-
-class _RowCounts(TorchFunctionMode):
-    """The numbers of rows of oneDNN's products."""
-
-    def __init__(self) -> None:
-        self.found: set[int] = set()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "_linear_pointwise" in str(func):
-            self.found.add(args[0].shape[-2])
-        return func(*args, **kwargs or {})
-
-
-@pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chunks_of_many_sizes_take_products_of_few(dtype: torch.dtype) -> None:
-    """oneDNN keeps code for each size: a process would grow with the rows that it has scored."""
-    torch.manual_seed(0)
-    layer = nn.Sequential(nn.Linear(64, 64), OwnMlp()).to(dtype)
-    rows = torch.randn(1, 600, 64).to(dtype)
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
-    with torch.inference_mode(), fusion.fused(layer, 600), _RowCounts() as counts:
-        whole = layer(rows)
-        for count in range(1, 601):
-            torch.testing.assert_close(layer(rows[:, :count]), whole[:, :count], atol=tolerance, rtol=0)
-    assert len(counts.found) <= 35
-    assert max(counts.found) == 600, "a whole chunk is not padded"
-
-
-@given(st.integers(1, 20_000), st.integers(1, 20_000))
-def test_rows_are_rounded_up_by_an_eighth_at_most(count: int, chunk: int) -> None:
-    found = fusion.rounded_rows(count, chunk)
-    assert count <= found <= max(count, chunk)
-    assert found - count < max(fusion.FEW_ROWS, count / 8 + 1)
-    assert fusion.rounded_rows(chunk, chunk) == chunk
