@@ -374,11 +374,11 @@ def on_device(numbers: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def split_evenly(total: int, most: int) -> list[tuple[int, int]]:
+def split_evenly(total: int, most: int, step: int = ROW_STEP) -> list[tuple[int, int]]:
     """(start, end) of the fewest parts of `total` that are at most `most` long, of nearly equal length.
 
-    All but the last are multiples of `ROW_STEP` where `most` allows: products of other numbers of rows are slower.
+    All but the last are multiples of `step` where `most` allows: products of other numbers of rows are slower.
     """
     parts = -(-total // most)
-    length = min(round_up(-(-total // parts), ROW_STEP), most)
+    length = min(round_up(-(-total // parts), step), most)
     return [(start, min(start + length, total)) for start in range(0, total, length)]

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from prefillcli.plan.state_steps import floor_to
-from prefillcli.prefill.layout import Tree, on_device, split_evenly
+from prefillcli.prefill.layout import Tree, on_device
 from prefillcli.prefill.path_states import NodeRun, PathStates
 from prefillcli.prefill.recurrent_states import MOST_STATES, fork_state, pick_states, stack_states, tensors_of
 
@@ -70,24 +70,6 @@ def read_in_pieces(
                 if reader.state is not None:
                     states.after(reader.run, reader.state)
         readers = [reader for reader in readers if reader.at < reader.run.end]
-
-
-def cut_between_pieces(tree: Tree, tokens: int, most: int, step: int) -> list[tuple[int, int]]:
-    """(start, end) of chunks of a pack: at most `most` tokens, or one piece of a `step`, if that is not 0."""
-    if not step:
-        return split_evenly(tokens, most) if tokens else []
-    depths = tree.depths
-    cuts = np.append(
-        np.flatnonzero((depths % step == 0) | (depths == np.repeat(tree.starts, np.diff(tree.offsets)))), tokens
-    )
-    chunks = []
-    start = 0
-    while start < tokens:
-        at = int(np.searchsorted(cuts, start + most, side="right")) - 1
-        end = int(cuts[at] if cuts[at] > start else cuts[at + 1])
-        chunks.append((start, end))
-        start = end
-    return chunks
 
 
 def _read_pieces(

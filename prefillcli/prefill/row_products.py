@@ -13,7 +13,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from prefillcli.errors import ResourceError
 
@@ -80,23 +79,35 @@ def _random_like(rows: Tensor) -> Tensor:
 
 
 def _rounded(count: int, device: torch.device) -> int:
-    tile = _tile_rows(device)
+    tile = tile_rows(device)
     step = FEW_ROWS if device.type == "cpu" and count < tile else tile
     return -(-count // step) * step
 
 
-def _tile_rows(device: torch.device) -> int:
+def tile_rows(device: torch.device) -> int:
+    """The number of rows whose product says which bits they have. More rows are rounded up to a multiple of it."""
     return TILE_ROWS.get(device.type, TILE_ROWS_ELSEWHERE)
 
 
 def _padded(rows: Tensor, count: int) -> Tensor:
-    """The rows with zeros below, `count` of them, contiguous."""
-    missing = count - rows.shape[-2]
-    return functional.pad(rows, (0, 0, 0, missing)) if missing else rows.contiguous()
+    """The rows and some below, `count` of them, contiguous.
+
+    Those below are what lies there in memory, mostly the rest of another product, or zeros: no row depends on them.
+    """
+    given, size = rows.shape[-2], (*rows.shape[:-2], count, rows.shape[-1])
+    if given == count:
+        return rows.contiguous()
+    end = rows.storage_offset() + count * rows.shape[-1]
+    if rows.dim() == 2 and rows.is_contiguous() and end * rows.itemsize <= rows.untyped_storage().nbytes():
+        return rows.as_strided(size, rows.stride())
+    found = rows.new_empty(size)
+    found[..., :given, :] = rows
+    found[..., given:, :] = 0
+    return found
 
 
 def _tiles(rows: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
-    size = _tile_rows(rows[0].device)
+    size = tile_rows(rows[0].device)
     for start in range(0, rows[0].shape[-2], size):
         yield tuple(_padded(each[..., start : start + size, :], size) for each in rows)
 
@@ -110,7 +121,7 @@ def _in_tiles(product: Product, rows: tuple[Tensor, ...]) -> Tensor:
 
 def _check_tiles(product: Product, rows: tuple[Tensor, ...]) -> None:
     """Raise ResourceError unless rows keep their bits where they move within a tile."""
-    shape = (*rows[0].shape[:-2], _tile_rows(rows[0].device))
+    shape = (*rows[0].shape[:-2], tile_rows(rows[0].device))
     tile = tuple(_random_like(each.new_empty(*shape, each.shape[-1])) for each in rows)
     with _threads(1):
         wanted = product(*tile)

@@ -20,6 +20,7 @@ from prefillcli.plan.exit_work import KEYS_SHARE, LayersDone
 from prefillcli.plan.pack import Key, Pack
 from prefillcli.plan.state_steps import STATE_STEP
 from prefillcli.prefill.attention import longest_batched
+from prefillcli.prefill.chunk_cuts import chunk_cutter
 from prefillcli.prefill.deterministic_mode import numbers_mode
 from prefillcli.prefill.forest import ForestAttention, KeysStored, UnsupportedModelError, WatchedLayer
 from prefillcli.prefill.fusion import Preparation, fused, fused_alike
@@ -31,7 +32,6 @@ from prefillcli.prefill.layout import Chunk, IntArray, LastTokens, Tree, split_e
 from prefillcli.prefill.leaving import ExitRule, Remainder, going_on, remainder
 from prefillcli.prefill.model_ends import ModelEnds
 from prefillcli.prefill.own_cache import NO_DECODING, NO_QUERIES, OwnCache, OwnCacheLayer, has_forest_attention
-from prefillcli.prefill.path_pieces import cut_between_pieces
 from prefillcli.prefill.recurrent import LayerRecurrence
 from prefillcli.prefill.residual import ResidualRows
 from prefillcli.prefill.thinning import ThinningRule, thin_pack, watch_for
@@ -66,6 +66,7 @@ class LayerWalk:
         self._ends = ModelEnds(model, self.numbers)
         self.layers: LayerSource = layers or ResidentLayers(self._ends.layers)
         self.device = self._ends.device
+        self._cut = chunk_cutter(self._ends.layers, self.device, deterministic=deterministic)
         self._residual = ResidualRows(self.device, on_host=hidden_on_host)
         self._held = HeldParts(len(self._ends.layers), self.device, offload=offload_held)
         self._own_cache = None if has_forest_attention(model) else OwnCache(model, self._ends)
@@ -302,8 +303,7 @@ class LayerWalk:
         tick((before - len(left.tokens)) * (1 - (index + 1) / len(self.layers)))
 
     def _chunks(self, tree: Tree, tokens: int) -> list[Chunk]:
-        batched = longest_batched(self.device, self.model.dtype)
-        parts = cut_between_pieces(tree, tokens, self.chunk_tokens, self._step)
+        batched, parts = longest_batched(self.device, self.model.dtype), self._cut(tree, tokens, self.chunk_tokens)
         return [Chunk(tree, start, end, self.device, batched) for start, end in parts]
 
     def _each_chunk(self, state: WalkState, index: int) -> Iterator[tuple[Chunk, LayerCall, Tensor]]:

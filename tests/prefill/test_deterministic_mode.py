@@ -161,3 +161,29 @@ def test_a_single_row_is_enough_to_find_out_about_all_places() -> None:
 
     with pytest.raises(ResourceError, match="at another place"):
         products.compute("product", product, rows_of(torch.float32)[:1])
+
+
+def test_what_lies_below_rows_in_memory_changes_none_of_them() -> None:
+    weight, rows = torch.randn(WIDTH, 40, generator=torch.Generator().manual_seed(8)), rows_of(torch.float32)
+    products = RowProducts()
+
+    def compute(given: Tensor) -> Tensor:
+        return products.compute("product", lambda some: some @ weight, given)
+
+    for count in (5, 33, 150):
+        alone = rows[:count].clone()
+        below = torch.cat([rows[:count], torch.full((ROWS, WIDTH), torch.nan)])[:count]
+        assert torch.equal(compute(below), compute(alone))
+        assert torch.equal(compute(below), compute(rows)[:count])
+
+
+def test_rows_are_not_copied_where_there_is_room_below_them() -> None:
+    taken = []
+
+    def product(given: Tensor) -> Tensor:
+        taken.append((given.shape[0], given.data_ptr()))
+        return given * 2
+
+    room = torch.zeros(128, WIDTH)
+    RowProducts().compute("product", product, room[:100])
+    assert taken[-1] == (128, room.data_ptr())

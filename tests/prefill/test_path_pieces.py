@@ -13,10 +13,11 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.state_steps import STATE_STEP
 from prefillcli.prefill import path_pieces
+from prefillcli.prefill.chunk_cuts import chunk_cutter, cut_between_pieces
 from prefillcli.prefill.forest import ATTENTION, register
+from prefillcli.prefill.layer_place import decoder_layers
 from prefillcli.prefill.layout import Tree
-from prefillcli.prefill.path_pieces import cut_between_pieces
-from prefillcli.prefill.recurrent import ModuleCall
+from prefillcli.prefill.recurrent import ModuleCall, recurrent_modules
 from prefillcli.prefill.walk import LayerWalk
 from tests.prefill.families import VOCABULARY, make_model
 from tests.prefill.test_path_attention import threads
@@ -92,10 +93,23 @@ def test_chunks_end_between_pieces() -> None:
     for pack in packs:
         tree, tokens = Tree(pack), len(pack.tokens)
         for most in (1, 64, 100, 10**6):
-            chunks = cut_between_pieces(tree, tokens, most, STATE_STEP)
+            chunks = cut_between_pieces(tree, tokens, most)
             assert [start for start, _ in chunks] == [0, *(end for _, end in chunks[:-1])]
             assert chunks[-1][1] == tokens
             starts = set(pack.offsets)
             assert all(tree.depths[end] % STATE_STEP == 0 or end in starts for _, end in chunks[:-1])
             assert max(end - start for start, end in chunks) <= max(most, STATE_STEP)
         assert np.all(np.asarray(pack.starts) % STATE_STEP == 0)
+
+
+def test_chunks_without_recurrence_are_whole_tiles_of_about_one_length() -> None:
+    layers = list(decoder_layers(model_of("lfm2")).layers)
+    attention = [layer for layer in layers if not recurrent_modules(layer)]
+    of_attention, of_both = (
+        chunk_cutter(some, torch.device("cpu"), deterministic=True) for some in (attention, layers)
+    )
+    tree = Tree(make_plan(prompts(), HOLDING).packs[0])
+    assert attention
+    assert of_attention(tree, 5514, 2048) == [(0, 1856), (1856, 3712), (3712, 5514)]
+    assert of_attention(tree, 0, 2048) == []
+    assert of_both is cut_between_pieces
