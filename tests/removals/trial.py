@@ -28,7 +28,7 @@ class Outcome(Enum):
     """What a test says without its protection."""
 
     FAILED = "fails, as it should"
-    HUNG = "does not end, so it does not pass"
+    HUNG = "DOES NOT END, OR ONLY AFTER --seconds"
     PASSED = "PASSES WITHOUT ITS PROTECTION"
     BROKEN = "THE EDIT BREAKS THE PROGRAM"
     SKIPPED = "was skipped"
@@ -81,6 +81,8 @@ def edited(project: Path, edits: tuple[Edit, ...]) -> Iterator[None]:
 
 def _undefined_names(paths: list[Path]) -> str:
     """The first that ruff finds, or a syntax error; empty if there is none."""
+    if not paths:
+        return ""
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821,F822,F823", "--quiet"]
     done = subprocess.run([*command, "--output-format", "concise", *paths], capture_output=True, text=True)
     return (done.stdout + done.stderr).strip().partition("\n")[0] if done.returncode else ""
@@ -96,22 +98,24 @@ def run_test(project: Path, test: str, seconds: float) -> Trial:
         "OMP_NUM_THREADS": "1",
         "AIRFLOW": str(_AIRFLOW) if _AIRFLOW.exists() else "",
     }
-    with subprocess.Popen(
-        command, cwd=project, env=environment, text=True, errors="replace", start_new_session=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    ) as process:  # fmt: skip
+    with tempfile.TemporaryFile("w+", errors="replace") as said:  # a pipe would wait for all that the test has started
+        process = subprocess.Popen(
+            command, cwd=project, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=said,
+            start_new_session=True,
+        )  # fmt: skip
         try:
-            output, _ = process.communicate(timeout=seconds)
+            code = process.wait(seconds)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            return Trial(Outcome.HUNG, f"ended after {seconds:.0f} s")
-    return judged(process.returncode, output)
+            process.wait()
+            return Trial(Outcome.HUNG, f"it was ended after {seconds:.0f} s")
+        said.seek(0)
+        return judged(code, said.read())
 
 
 def judged(code: int, output: str) -> Trial:
     """What pytest's exit code and output say."""
-    said = re.search(r"^E +(.*)$", output, re.MULTILINE)
+    said = re.search(r"^E +(?!Traceback)(\S.*)$", output, re.MULTILINE)
     reason = said[1].strip() if said else output.strip().rpartition("\n")[2]
     if broken := re.search(_BROKEN, output, re.MULTILINE):
         return Trial(Outcome.BROKEN, broken[0])
