@@ -28,6 +28,8 @@ def main(words: list[str] | None = None, folder: Path = Path(__file__).parent) -
         for test in removal.tests
         if not asked.words or any(word in f"{removal.fault} {test}" for word in asked.words)
     ]
+    if asked.intact:
+        chosen = list({test: (removal, test) for removal, test in chosen}.values())
     if not chosen:
         parser.error("no row or test contains this")
     shares = [chosen[first :: asked.processes] for first in range(asked.processes)]
@@ -43,10 +45,6 @@ def _share(share: list[tuple[Removal, str]], intact: bool, seconds: float) -> Co
     counts = Counter[str]()
     with copied_project() as project:
         for removal, test in share:
-            if removal.held_by and not intact:
-                counts["held by others"] += 1
-                print(f"{removal.name}\n    {test}\n    held by {removal.held_by}", flush=True)
-                continue
             begun = time.monotonic()
             try:
                 with edited(project, () if intact else removal.edits):

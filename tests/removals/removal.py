@@ -7,8 +7,7 @@ The TOML files of this folder hold it, by topic:
     tests = ["tests/test_options.py::test_..."]  # of that row; without it, all of them
     edits = [{ file = "prefillcli/options/environment.py", old = "...", new = "..." }]
 
-`old` is in the file exactly once. Where two things protect, `edits` takes out both. Where a library or a system does,
-`held_by` names it in the place of `edits`.
+`old` is in the file exactly once. Where two things protect, `edits` takes out both.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ class Removal:
     fault: str
     tests: tuple[str, ...]
     edits: tuple[Edit, ...]
-    held_by: str
 
     @property
     def name(self) -> str:
@@ -79,7 +77,7 @@ def removals(folder: Path = Path(__file__).parent) -> list[Removal]:
             tests = tuple(entry.get("tests", of[0].tests))
             if unknown := set(tests) - set(of[0].tests):
                 raise ValueError(f"{path.name}: the row {entry['fault']!r} does not name {', '.join(sorted(unknown))}")
-            if bool(edits) == bool(entry.get("held_by")):
-                raise ValueError(f"{path.name}: {entry['fault']!r} has either edits or held_by")
-            found.append(Removal(of[0].fault, tests, edits, entry.get("held_by", "")))
+            if not edits:
+                raise ValueError(f"{path.name}: nothing is taken out for {entry['fault']!r}")
+            found.append(Removal(of[0].fault, tests, edits))
     return found
