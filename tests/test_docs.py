@@ -73,7 +73,8 @@ def test_no_page_names_an_option_that_does_not_exist(page: Path) -> None:
     known |= {"--lengths", "--tokens", "--budget", "--cpu-time"}  # of python -m benchmarks.rationales
     known |= {"--workload", "--try", "--no-try"}  # of python -m benchmarks.peers
     known |= {"--steps", "--rate", "--batch-tokens"}  # of python -m recipes.train_sample_models
-    known |= {"--long", "--kill-every", "--short-sample", "--long-sample", "--memory-every"}  # of python -m benchmarks.soak
+    # of python -m benchmarks.soak
+    known |= {"--long", "--kill-every", "--short-sample", "--long-sample", "--memory-every"}
     assert options(page.read_text()) <= known
 
 

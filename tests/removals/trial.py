@@ -122,6 +122,6 @@ def judged(code: int, output: str) -> Trial:
     if code == 0:
         passed = re.search(r"^\d+ passed", output, re.MULTILINE)
         return Trial(Outcome.PASSED if passed else Outcome.SKIPPED, reason)
-    if code < 0:  # it kills itself where nothing holds it back
-        return Trial(Outcome.FAILED, f"ended by signal {-code}")
+    if code < 0:
+        return Trial(Outcome.NOT_RUN, f"ended by signal {-code}")
     return Trial(Outcome.FAILED if code == 1 else Outcome.NOT_RUN, reason)
