@@ -120,6 +120,7 @@ def summaries(home: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log(home).splitlines() if line.startswith("{")]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_night_is_silent_and_a_second_run_finds_nothing_to_do(home: Path) -> None:
     for _ in range(2):

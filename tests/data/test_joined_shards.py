@@ -85,6 +85,7 @@ def merge(output: str, **options: bool) -> int:
         return counts.total
 
 
+@pytest.mark.nightly
 @settings(max_examples=40, deadline=None)
 @given(jobs(), st.integers(1, 4), st.sampled_from(NAMES), st.data())
 def test_however_rows_are_dealt_the_merged_output_is_that_of_one_sink(

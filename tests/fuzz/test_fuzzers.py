@@ -18,6 +18,7 @@ def planted(name: str) -> Ended:
     return run_round(PLANTED, name, 7, 50, seconds=2.0, memory=1 << 30)
 
 
+@pytest.mark.nightly
 def test_the_smallest_example_that_fails_is_told() -> None:
     ended = planted("fail")
     assert "more than a hundred" in "".join(ended.failures)

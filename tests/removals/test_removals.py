@@ -35,6 +35,7 @@ def test_what_is_taken_out_is_in_the_program_once() -> None:
         assert edit.old != edit.new, edit
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("old", "new", "code", "said"),
     [
@@ -54,6 +55,7 @@ def test_a_test_that_passes_without_its_protection_is_told(
     assert said in told
 
 
+@pytest.mark.nightly
 def test_without_taking_anything_out_the_test_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "one.toml").write_text(REMOVAL.format(json.dumps(CALL), json.dumps("")))
     assert main(["--processes", "1", "--intact"], tmp_path) == 0

@@ -349,6 +349,7 @@ def test_page_of_an_empty_prompt() -> None:
     assert "0, 0 kept" in printed(empty, colour=True)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kept", [True, False])
 def test_long_prompts_stay_small_and_fast(kept: bool) -> None:
     inspection = example(50_000)

@@ -48,6 +48,7 @@ def test_compressed_histories_are_answered_as_whole_ones(draft: Path) -> None:
     assert read_report()["audit"]["flips"] <= 2
 
 
+@pytest.mark.nightly
 def test_the_layers_that_voted_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[Inspection] = []
     monkeypatch.setattr(inspect, "print_inspection", lambda what, *given, **named: shown.append(what))

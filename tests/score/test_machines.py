@@ -211,6 +211,7 @@ def service(**more: str) -> dict[str, str]:
     return {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "LC_ALL": "C", "OMP_NUM_THREADS": "1", **more}
 
 
+@pytest.mark.nightly
 def test_without_home_and_locale_and_with_a_strict_umask_the_scores_are_the_same(model: Path) -> None:
     write_jsonl("größe.jsonl", [{"id": f"ä{i}", "prompt": f"漢字 {text}"} for i, text in enumerate(texts(5))])
     flags = ["-m", str(model), "--id-column", "id", "--template", "{{ prompt }} — so?", "-o", "erste größe.jsonl"]
@@ -258,6 +259,7 @@ def test_a_file_name_that_is_not_utf_8_does_not_cost_the_report(model: Path) -> 
     assert "cannot read day/gr\udcf6\udce9e.parquet" in read_report()["error"]
 
 
+@pytest.mark.nightly
 def test_a_user_who_is_not_root_on_a_read_only_root_scores(model: Path, tmp_path: Path) -> None:
     make_input()
     Path("writable").mkdir()

@@ -113,6 +113,7 @@ def test_a_run_from_s3_to_s3_writes_what_a_local_one_does(
     assert not any(b"first-secret" in each for each in everything)
 
 
+@pytest.mark.nightly
 def test_verify_and_status_know_an_output_on_s3(bucket: Bucket, run: Run, s3_server: S3Server) -> None:
     def tell(command: str, *inputs: str) -> dict[str, Any]:
         again = Command(command, f"{bucket.url}/out/o.parquet", *inputs, environment=s3_server.environment)
@@ -149,6 +150,7 @@ def test_the_environment_says_where_s3_is(bucket: Bucket, s3_server: S3Server, n
     assert s3_server.requests
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_a_put_whose_answer_is_lost_is_one_put(
     bucket: Bucket, run: Run, expected: list[dict[str, Any]], output: str, s3_server: S3Server
@@ -164,6 +166,7 @@ def test_a_put_whose_answer_is_lost_is_one_put(
     assert_finished(bucket, expected, output)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("output", ["o.parquet", "o/"])
 def test_listings_that_lag_neither_lose_nor_double_a_row(
     bucket: Bucket, run: Run, expected: list[dict[str, Any]], output: str, s3_server: S3Server
@@ -175,6 +178,7 @@ def test_listings_that_lag_neither_lose_nor_double_a_row(
     assert_finished(bucket, expected, output)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("seen", [0, 2])
 def test_a_resume_that_does_not_see_all_parts_writes_each_row_once(
     bucket: Bucket, run: Run, expected: list[dict[str, Any]], seen: int, s3_server: S3Server
@@ -297,6 +301,7 @@ def test_kill_9_in_the_middle_and_a_resume_lose_and_double_nothing(
     assert_finished(bucket, expected, "o/")
 
 
+@pytest.mark.nightly
 def test_a_lock_of_a_dead_run_elsewhere_says_what_to_delete(
     bucket: Bucket, run: Run, expected: list[dict[str, Any]]
 ) -> None:
@@ -328,6 +333,7 @@ def test_a_signal_stops_a_run_on_s3_and_its_lock_goes(
     assert_finished(bucket, expected)
 
 
+@pytest.mark.nightly
 def test_shards_on_s3_are_merged_there(
     bucket: Bucket, run: Run, expected: list[dict[str, Any]], s3_server: S3Server
 ) -> None:

@@ -94,6 +94,7 @@ def test_a_row_that_does_not_fit_is_an_error_row_and_the_others_keep_their_score
         assert found["error"] or abs(found["score"] - wanted["score"]) <= 1e-5
 
 
+@pytest.mark.nightly
 def test_rows_that_do_not_fit_are_left_out_of_what_exits_are_learnt_from(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +106,7 @@ def test_rows_that_do_not_fit_are_left_out_of_what_exits_are_learnt_from(
     assert [row["error"] for row in read_output("out.parquet")] == [None] * 40 + ["exceeds_memory"] * 10
 
 
+@pytest.mark.nightly
 def test_a_compressed_row_keeps_its_score_where_its_audit_does_not_fit(
     model: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
