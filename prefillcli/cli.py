@@ -48,8 +48,8 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of the `prefill` command."""
-    stop_before_the_job()
     survive_closed_streams()
+    stop_before_the_job()
     quiet_imports()
     try:
         app()

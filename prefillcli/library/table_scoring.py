@@ -46,6 +46,7 @@ from prefillcli.models.open import answer_labels
 from prefillcli.options.score import ScoreSettings
 from prefillcli.plan.blocks import BLOCK_TOKENS, CarriedBlock
 from prefillcli.plan.pack import Pack
+from prefillcli.runtime import log
 from prefillcli.runtime.clock import Phase
 from prefillcli.runtime.progress import Progress
 
@@ -253,7 +254,7 @@ class Steps:
     def expect(self, rows: int | None) -> None:
         """So many rows will be scored, as far as is known."""
         if self._shown:
-            live = sys.stderr.isatty() or "ipykernel" in sys.modules  # a notebook understands carriage returns
+            live = log.on_terminal() or "ipykernel" in sys.modules  # a notebook understands carriage returns
             self._progress = Progress(rows, interval=SECONDS_BETWEEN_LINES, live=live)
 
     def phase(self, name: Phase, *, waits: bool = False) -> AbstractContextManager[None]:

@@ -24,6 +24,7 @@ from prefillcli.errors import PrefillError, ResourceError, brief, out_of_memory
 from prefillcli.forecast.mode_results import Confirmation, MemoryPoint, TracePoint
 from prefillcli.profile.budget import enforced, make_malloc_exact, peak_bytes, resident
 from prefillcli.runtime.memory import trim_heap
+from prefillcli.runtime.streams import survive_closed_streams
 
 Send = Callable[[Any], None]
 
@@ -105,6 +106,7 @@ def _one_heap() -> Iterator[None]:
 
 
 def _run(pipe: Connection, task: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    survive_closed_streams()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that waits for this one ends it
     try:
         task(lambda value: pipe.send(("value", value)), *arguments)

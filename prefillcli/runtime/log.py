@@ -11,7 +11,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
@@ -102,7 +102,7 @@ def error(message: str, event: str = "message", **fields: Any) -> None:
 
 def timed(message: str, event: str, **fields: Any) -> None:
     """What is said again and again while a run lasts, with the local time and its offset from UTC off a terminal."""
-    if _lines is None and not sys.stderr.isatty():
+    if _lines is None and not on_terminal():
         message = f"{datetime.now().astimezone().isoformat(timespec='seconds')} {message}"
     _write("info", event, message, fields)
 
@@ -112,7 +112,7 @@ def backtrace(text: str) -> None:
     if _lines is not None:
         _lines.write("error", "traceback", text, {})
     else:
-        print(without_secrets(text), end="", file=sys.stderr, flush=True)
+        _print(without_secrets(text))
 
 
 def _write(level: Level, event: str, message: str, fields: dict[str, Any]) -> None:
@@ -120,7 +120,19 @@ def _write(level: Level, event: str, message: str, fields: dict[str, Any]) -> No
         _lines.write(level, event, message, fields)
         return
     mark = "warning: " if level == "warning" else ""
-    print(f"prefill: {mark}{without_secrets(message)}", file=sys.stderr, flush=True)
+    _print(f"prefill: {mark}{without_secrets(message)}\n")
+
+
+def on_terminal() -> bool:
+    """Whether stderr is a terminal."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+def _print(text: str) -> None:
+    """Write to stderr, if there is one: a program without it, which uses the library, is not ended by a warning."""
+    if sys.stderr is not None:
+        with suppress(OSError, ValueError):
+            print(text, end="", file=sys.stderr, flush=True)
 
 
 class _Wrapped:

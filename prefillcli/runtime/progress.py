@@ -55,7 +55,7 @@ class Progress:
         self._tokens = 0.0
         self._begun = self._last_line = time.monotonic()
         self._bar: tqdm[Never] | None = None
-        if not quiet and not log.logs_json() and (sys.stderr.isatty() if live is None else live):
+        if not quiet and not log.logs_json() and (log.on_terminal() if live is None else live):
             shape = "{n:,.0f} rows [{elapsed}{postfix}]"
             if total:
                 shape = "{l_bar}{bar}| {n:,.0f}/{total:,.0f} rows [{elapsed}{postfix}]"

@@ -1,4 +1,4 @@
-"""Messages to a reader that has gone."""
+"""Standard streams that are closed, or whose reader has gone."""
 
 from __future__ import annotations
 
@@ -10,11 +10,19 @@ from typing import Any, TextIO
 
 
 def survive_closed_streams() -> None:
-    """Let what is written to a pipe without a reader, or to a log on a full disk, be lost instead of ending the run.
+    """Let what is written to a stream that is closed, to a pipe without a reader, or to a log on a full disk, be lost
+    instead of ending the run. Each process of a command calls this before it opens anything.
 
     A scheduler that stops a task closes its pipes at once; the run still has rows and a report to write.
     """
-    sys.stdout, sys.stderr = _Lossy(sys.stdout), _Lossy(sys.stderr)
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # else the next file would get this number, and what libraries write to stderr
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.set_inheritable(number, True)
+    # Python has None for a stream that was closed
+    sys.stdout, sys.stderr = _Lossy(sys.stdout or _nowhere()), _Lossy(sys.stderr or _nowhere())
 
 
 @contextmanager
@@ -29,6 +37,10 @@ def stdout_to_stderr() -> Iterator[None]:
         sys.stdout.flush()
         os.dup2(own, 1)
         os.close(own)
+
+
+def _nowhere() -> TextIO:
+    return open(os.devnull, "w")
 
 
 class _Lossy:

@@ -20,6 +20,7 @@ from prefillcli.errors import EngineDiedError, ResourceError, brief
 from prefillcli.jobs.runners.crew import Advanced, Done, Event, Failed, Lost, Started, portable
 from prefillcli.jobs.runners.tasks import Task, WorkerSpec
 from prefillcli.runtime.cores import allowed, core_groups
+from prefillcli.runtime.streams import survive_closed_streams
 
 _PRELOADED = [
     "prefillcli.jobs.runners.quiet_server",
@@ -143,6 +144,7 @@ def _work(pipe: Connection, spec: bytes, cores: Sequence[int], environment: Mapp
     """The life of a worker process."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)  # the driver ends it
+    survive_closed_streams()
     os.dup2(2, 1)  # stdout is for the driver's own line
     os.environ.update(environment)
     if cores:
