@@ -14,7 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from prefillcli.cli import app
+from prefillcli.errors import UsageError
 from prefillcli.jobs.calibrate import calibrate_job
+from prefillcli.jobs.calibration_file import read_calibration
 from prefillcli.options.calibrate import CalibrateSettings
 from prefillcli.options.load import load_settings
 from prefillcli.stats.calibration import Calibration, log_shares_of
@@ -37,7 +39,7 @@ def calibrate(scores: str | Path = "s.parquet", **flags: Any) -> dict[str, Any]:
 
 
 def written(path: str = "calibration.json") -> Calibration:
-    return Calibration.model_validate_json(Path(path).read_text())
+    return read_calibration(path, None)
 
 
 def columns(rows: int = ROWS, labels: tuple[str, ...] = ("Yes", "No"), **sampling: Any) -> dict[str, list[Any]]:
@@ -310,8 +312,7 @@ def test_scores_and_calibration_may_be_in_an_object_store() -> None:
         file.write(Path("s.parquet").read_bytes())
     done = calibrate("memory://calibrate/s.parquet", output="memory://calibrate/c.json")
     assert done["exit_code"] == 0
-    with fsspec.open("memory://calibrate/c.json") as file:
-        assert Calibration.model_validate_json(file.read()).scaling == written().scaling
+    assert written("memory://calibrate/c.json").scaling == written().scaling
 
 
 def test_a_right_answer_may_be_what_a_folder_names() -> None:
@@ -328,3 +329,24 @@ def test_a_right_answer_may_be_what_a_folder_names() -> None:
     found, wanted = written().scaling, written("wanted.json").held_out["none"]
     assert found.method == "platt"
     assert written().held_out["none"].auc == pytest.approx(wanted.auc)
+
+
+@pytest.mark.parametrize("name", ["slope", "temperature", "scores", "probabilities"])
+def test_a_calibration_with_a_changed_digit_is_refused(name: str) -> None:
+    """Also where the values still make a calibration."""
+    write_parquet("s.parquet", **columns())
+    calibrate(method={"slope": "platt", "temperature": "temperature"}.get(name, "isotonic"))
+    text = Path("calibration.json").read_text()
+    assert written().labels == ("Yes", "No")
+    scaling = json.loads(text)["scaling"]
+    value = scaling[name][0] if isinstance(scaling[name], list) else scaling[name]
+    changed = json.loads(text.replace(str(value), str(value + 0.001 if value < 0.5 else value - 0.001)))
+    assert changed["scaling"] != scaling
+    Path("changed.json").write_text(json.dumps(changed))
+    with pytest.raises(UsageError, match="it is not as prefill wrote it"):
+        read_calibration("changed.json", None)
+    Path("indented.json").write_text(json.dumps(json.loads(text), indent=8, sort_keys=True))
+    assert written("indented.json") == written()
+    del changed["checksum"]
+    Path("by_hand.json").write_text(json.dumps(changed))
+    assert written("by_hand.json").scaling != written().scaling

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 
 from prefillcli.data.output.store import open_file
+from prefillcli.data.proof.seals import take_checksum
 from prefillcli.errors import UsageError
 from prefillcli.forecast.completion_model import CompletionModel
 from prefillcli.forecast.machine import Machine, this_machine
@@ -75,6 +76,8 @@ class Profile(BaseModel):
             raise UsageError(
                 f"{path}: a profile of version {number!r}, not {SCHEMA_VERSION}; make a new one with prefill profile"
             )
+        if take_checksum(content) is False:
+            raise UsageError(f"{path}: not as prefill profile wrote it; make a new one with prefill profile")
         try:
             profile = cls.model_validate_json(text)
         except ValidationError as error:

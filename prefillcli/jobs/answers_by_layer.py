@@ -11,9 +11,8 @@ from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.proof.fingerprints import ModelContents, hash_value
 from prefillcli.engines.base import Answer, EarlyExits, LabelTokens, PlanEngine, Treatment
 from prefillcli.exits.policy import ExitPolicy
-from prefillcli.exits.profile_file import exit_profile_of, require_same_job
-from prefillcli.jobs.exit_profile_file import AGAIN
-from prefillcli.jobs.given_file import read_given
+from prefillcli.exits.profile_file import require_same_job
+from prefillcli.jobs.exit_profile_file import exit_profile_at
 from prefillcli.models.open import Opened
 from prefillcli.options.inspect import InspectSettings
 from prefillcli.redaction import without_secrets
@@ -45,7 +44,7 @@ def exit_policy(settings: InspectSettings, opened: Opened, labels: Labels) -> Ex
     if path is None:
         return None
     shown = without_secrets(path)
-    profile = exit_profile_of(read_given("--exit-profile", path, AGAIN), shown)
+    profile = exit_profile_at(path)
     require_same_job(
         profile,
         shown,

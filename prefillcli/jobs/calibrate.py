@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from prefillcli.data.output.store import put_text
+from prefillcli.data.proof.seals import sealed_text
 from prefillcli.errors import ResourceError, UsageError
 from prefillcli.jobs.labelled_scores import LabelledScores, read_labelled_scores
 from prefillcli.jobs.paths import require_json
@@ -42,7 +43,7 @@ def calibrate_job(settings: CalibrateSettings) -> dict[str, Any]:
         require_extra("eval", "prefill calibrate")
         calibration = ending.calibration = _fitted(settings, read_labelled_scores(settings))
         try:
-            put_text(settings.output, calibration.model_dump_json(indent=2) + "\n")
+            put_text(settings.output, sealed_text(calibration.model_dump_json()))
         except OSError as error:
             raise ResourceError(f"{settings.output}: cannot write: {error.strerror or error}") from None
         ending.status, ending.exit_code = "complete", 0

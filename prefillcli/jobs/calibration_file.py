@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from prefillcli.data.prompts.labels import Label, parse_labels
 from prefillcli.errors import UsageError
-from prefillcli.jobs.given_file import read_given
+from prefillcli.jobs.given_file import read_sealed
 from prefillcli.models.files import names_classifier, read_json
 from prefillcli.models.samples import sample_model
 from prefillcli.options.calibrate import ProbabilityOptions
@@ -36,7 +36,7 @@ def read_calibration(path: str, labels: Sequence[str] | None) -> Calibration:
     Raises UsageError if it is none.
     """
     again = "make it with prefill calibrate"
-    content = read_given("--calibration", path, again)
+    content, _ = read_sealed("--calibration", path, again)  # one that was written by hand has no seal
     try:
         calibration = Calibration.model_validate_json(content)
     except ValidationError as error:

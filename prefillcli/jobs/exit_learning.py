@@ -14,6 +14,7 @@ from prefillcli.compress.answers import plan_requests, thinning_of
 from prefillcli.compress.request import Request
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.output.store import put_text
+from prefillcli.data.proof.seals import sealed_text
 from prefillcli.data.rows import Int64Array, Prompt, ScoredRow
 from prefillcli.engines.base import Answer, EarlyExits, PlanEngine, Treatment
 from prefillcli.errors import PrefillError
@@ -162,7 +163,7 @@ class ExitLearning:
             return
         path = exits_path(self.report)
         try:
-            put_text(path, profile.to_json())
+            put_text(path, sealed_text(profile.to_json()))
         except (OSError, PrefillError) as error:
             log.warning(f"cannot write {path}: {error}")
 

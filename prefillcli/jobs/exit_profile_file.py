@@ -7,8 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from prefillcli.data.proof.fingerprints import hash_value
+from prefillcli.errors import UsageError
 from prefillcli.exits.profile_file import ExitProfile, exit_profile_of, require_same_job
-from prefillcli.jobs.given_file import read_given
+from prefillcli.jobs.given_file import read_sealed
 from prefillcli.jobs.load import compression_of
 from prefillcli.models.open import Opened
 from prefillcli.options.score import ScoreSettings
@@ -19,10 +20,19 @@ AGAIN = "leave it out: the exits are then learnt on rows of this job"
 
 def read_exit_profile(settings: ScoreSettings) -> ExitProfile | None:
     """What `--exit-profile` names, if anything. Raises UsageError if that is no profile."""
-    path = settings.exit_profile
-    if path is None:
-        return None
-    return exit_profile_of(read_given("--exit-profile", path, AGAIN), without_secrets(path))
+    return None if settings.exit_profile is None else exit_profile_at(settings.exit_profile)
+
+
+def exit_profile_at(path: str) -> ExitProfile:
+    """The profile at a local path or URL. Raises UsageError if it is none, or not as a job wrote it."""
+    content, sealed = read_sealed("--exit-profile", path, AGAIN)
+    profile = exit_profile_of(content, without_secrets(path))
+    if not sealed:  # it is what proves the bound on flips
+        raise UsageError(
+            f"--exit-profile {without_secrets(path)}: it has no checksum: an older version of prefill or another "
+            f"program wrote it\n{AGAIN}"
+        )
+    return profile
 
 
 def require_same_exits(

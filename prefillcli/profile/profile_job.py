@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
 
 from prefillcli.data.proof.fingerprints import hash_model
+from prefillcli.data.proof.seals import sealed_text
 from prefillcli.errors import PrefillError, ResourceError, UsageError, did_you_mean
 from prefillcli.forecast.completion_model import CompletionModel
 from prefillcli.forecast.mode_results import ModeResult, Trace
@@ -244,7 +245,7 @@ def _save(profile: Profile, output: str, seconds: float) -> None:
 
     profile.created = datetime.now(UTC).isoformat(timespec="seconds")
     profile.seconds_taken = seconds
-    write_with_page(output, profile.model_dump_json(indent=2) + "\n", profile_html(profile))
+    write_with_page(output, sealed_text(profile.model_dump_json()), profile_html(profile))
 
 
 def _summary(ended: _ProfileEnd, settings: ProfileSettings, seconds: float) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from prefillcli.runtime.user_cache import cache_folder
 COMPILERS = ("c++", "g++")
 SECONDS = 120.0  # that a compiler may take
 _FLAGS = ("-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=c++17")
+_DIGEST = 32  # bytes
 
 
 def load_compiled(package: str, name: str, flags: Sequence[str]) -> ctypes.CDLL | None:
@@ -103,14 +104,16 @@ def _place() -> Path:
 
 
 def _kept(name: str) -> ctypes.CDLL | None:
-    """The library of this name, if it is in the cache and nobody else can have put it there."""
+    """The library of this name, if it is in the cache, whole, and nobody else can have put it there."""
     path = _place() / name
     with contextlib.suppress(OSError):
         for each in (path.parent, path):
             status = each.stat()
             if status.st_uid != os.getuid() or status.st_mode & 0o022:
                 return None
-        return ctypes.CDLL(str(path))
+        data = path.read_bytes()
+        if data[-_DIGEST:] == hashlib.sha256(data[:-_DIGEST]).digest():
+            return ctypes.CDLL(str(path))
     return None
 
 
@@ -122,7 +125,8 @@ def _keep(made: Path, name: str) -> None:
         handle, temporary = tempfile.mkstemp(dir=place, suffix=".tmp")
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(made.read_bytes())
+                data = made.read_bytes()
+                file.write(data + hashlib.sha256(data).digest())  # loaders read no further than the library's end
             os.chmod(temporary, 0o700)
             os.replace(temporary, place / name)
         except OSError:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from scipy.stats import binomtest
 
+from prefillcli.data.proof.seals import sealed_text
 from prefillcli.errors import UsageError
 from prefillcli.exits.calibration_rows import CalibrationRows
 from prefillcli.exits.judging import calibrate_exits
 from prefillcli.exits.profile_file import ExitProfile, exit_profile_of, require_same_job
 from prefillcli.exits.recheck import recheck_exits
+from prefillcli.jobs.exit_profile_file import exit_profile_at
 from tests.exits.populations import LAYERS, population
 
 JOB: dict[str, Any] = {
@@ -92,6 +95,40 @@ def test_damaged_and_foreign_files_are_refused_with_a_reason(profile: ExitProfil
         first, advice = str(refused.value).splitlines()
         assert first.startswith("--exit-profile night.exit.json: ")
         assert advice == "make one with prefill score --exit: it is written beside the report"
+
+
+def empty(content: Any) -> None:
+    content["exits"] = []
+
+
+def leave_at_once(content: Any) -> None:
+    content["exits"][0]["thresholds"] = [0.0, 0.0]
+
+
+def digit(content: Any) -> None:
+    content["findings"]["fitted"] += 1
+
+
+@pytest.mark.parametrize("change", [empty, leave_at_once, digit])
+def test_a_file_with_other_values_than_a_job_wrote_is_refused(
+    profile: ExitProfile, tmp_path: Path, change: Any
+) -> None:
+    """Although it is a profile: `exit_profile_of` takes it."""
+    path = tmp_path / "night.exit.json"
+    path.write_text(sealed_text(profile.to_json()))
+    assert exit_profile_at(str(path)) == profile
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content, sort_keys=True))  # the values count, not how they are laid out
+    assert exit_profile_at(str(path)) == profile
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(UsageError, match="it is not as prefill wrote it\nleave it out"):
+        exit_profile_at(str(path))
+    del content["checksum"]
+    path.write_text(json.dumps(content))
+    assert exit_profile_of(path.read_bytes(), str(path)) != profile
+    with pytest.raises(UsageError, match="it has no checksum"):
+        exit_profile_at(str(path))
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,18 @@ def test_what_others_may_have_written_is_not_loaded(source: tuple[str, str], tmp
     assert compiled._kept(library.name) is None
 
 
+def test_a_damaged_library_is_compiled_again(source: tuple[str, str], tmp_path: Path) -> None:
+    compiled.load_compiled(*source, ["-DANSWER=42"])
+    (library,) = files(tmp_path)
+    data = library.read_bytes()
+    library.unlink()
+    library.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    os.chmod(library, 0o700)
+    assert compiled._kept(library.name) is None
+    assert compiled.load_compiled(*source, ["-DANSWER=42"]).answer() == 42
+    assert library.read_bytes() == data
+
+
 def test_a_cache_that_cannot_be_written_costs_a_compilation(
     source: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from prefillcli.data.proof.seals import sealed_text
 from prefillcli.errors import UsageError
 from prefillcli.forecast.completion_model import features
 from prefillcli.forecast.profile import Profile
@@ -29,6 +30,15 @@ def test_a_file_without_replays_and_input_is_read(tmp_path: Path) -> None:
     del found["replays"], found["survey"]
     (tmp_path / "profile.json").write_text(json.dumps(found))
     assert Profile.load(str(tmp_path / "profile.json")) == made_profile()
+
+
+def test_a_file_with_changed_numbers_is_refused(tmp_path: Path) -> None:
+    path, text = tmp_path / "profile.json", sealed_text(made_profile().model_dump_json())
+    path.write_text(text)
+    assert Profile.load(str(path)) == made_profile()
+    path.write_text(json.dumps(json.loads(text) | {"budget_bytes": made_profile().budget_bytes + 1}))
+    with pytest.raises(UsageError, match="not as prefill profile wrote it"):
+        Profile.load(str(path))
 
 
 def test_a_file_that_is_not_there_is_no_profile(tmp_path: Path) -> None:

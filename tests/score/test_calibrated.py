@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from prefillcli.cli import app
 from prefillcli.errors import UsageError
 from prefillcli.jobs.calibrate import calibrate_job
+from prefillcli.jobs.calibration_file import read_calibration
 from prefillcli.models.samples import sample_model
 from prefillcli.options.calibrate import CalibrateSettings
 from prefillcli.options.load import load_settings
@@ -208,7 +209,7 @@ def test_a_calibration_of_an_output_is_for_jobs_with_its_model_prompt_and_labels
     assert done["exit_code"] == 0
     assert capsys.readouterr().err == ""
     found = read_output("out.parquet")
-    scaling = Calibration.model_validate_json(Path("calibration.json").read_text())
+    scaling = read_calibration("calibration.json", None)
     logprobs = np.array([[row["logprob_Yes"], row["logprob_No"]] for row in found])
     assert [row["probability"] for row in found] == scaling.probabilities(logprobs)[:, 0].tolist()
 

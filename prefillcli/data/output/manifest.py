@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.store import Store
+from prefillcli.data.proof.seals import take_checksum, with_checksum
 from prefillcli.errors import DamagedFileError, OutputConflictError, PrefillError
 
 NAME = "manifest.json"
@@ -93,13 +94,13 @@ class Manifest:
         """
         try:
             content = json.loads(store.read_bytes(NAME))
-            checksum = content.pop("checksum", None)
+            right = take_checksum(content)
             version = content["schema_version"]
         except FileNotFoundError:
             return None
         except (OSError, ValueError, AttributeError, TypeError, KeyError):
             raise DamagedFileError("it cannot be read") from None
-        if checksum != _checksum(content) and (checksum is not None or version == SCHEMA_VERSION):
+        if right is False or (right is None and version == SCHEMA_VERSION):
             raise DamagedFileError("it is not what was written")
         if version != SCHEMA_VERSION:
             raise OutputConflictError(
@@ -125,16 +126,6 @@ def replaced(store: Store) -> dict[str, Any] | None:
             return {"job": found.job.to_json(), "files": found.files, "digests": found.digests}
         return None if found is None else found.before
     return None
-
-
-def with_checksum(content: dict[str, Any]) -> bytes:
-    """JSON with a checksum of its own."""
-    content = json.loads(json.dumps(content))
-    return json.dumps({**content, "checksum": _checksum(content)}, indent=1).encode()
-
-
-def _checksum(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _now() -> str:

@@ -1,4 +1,5 @@
-"""Digests that prove a file whole: of any file, and inside Parquet files a seal over all their other bytes.
+"""Digests that prove a file whole: of any file, inside Parquet files a seal over all their other bytes, and in JSON a
+checksum of its values.
 
 Page checksums cover the pages of a Parquet file, but not its footer. The seal is an entry of the footer's metadata
 that holds the SHA-256 of the file as it is with 64 zeros in the seal's place, so that the file proves itself
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 from typing import IO, Any
 
 from prefillcli.errors import DamagedFileError
@@ -87,6 +89,27 @@ def require_seal(file: IO[bytes]) -> None:
     """Raise DamagedFileError unless a Parquet file is as it was sealed."""
     if seal_of(file) != digest_of(file, sealed=True):
         raise DamagedFileError("its bytes are not those that were written")
+
+
+def with_checksum(content: dict[str, Any]) -> bytes:
+    """JSON with a checksum of its own."""
+    content = json.loads(json.dumps(content))
+    return json.dumps({**content, "checksum": _checksum(content)}, indent=1).encode()
+
+
+def sealed_text(text: str) -> str:
+    """The text of a JSON object with a checksum in it, for a file that later commands read."""
+    return with_checksum(json.loads(text)).decode() + "\n"
+
+
+def take_checksum(content: dict[str, Any]) -> bool | None:
+    """Take the checksum out of what JSON holds. Gives whether it is that of the rest; None where there was none."""
+    checksum = content.pop("checksum", None)
+    return None if checksum is None else bool(checksum == _checksum(content))
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _footer(file: IO[bytes]) -> tuple[int, bytes]:
