@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -234,7 +236,8 @@ def test_from_python_every_option_of_score_is_taken_or_refused_with_a_reason() -
 @pytest.mark.parametrize(
     "text",
     [
-        "seed: 2026-13-45",
+        "seed: !!timestamp 2026-13-45",
+        "seed: !!timestamp 2026-01-01",
         "limit: !!int x",
         "temperature: !!float ''",
         "engine_options: {a: !!binary /w==}",
@@ -251,6 +254,66 @@ def test_a_recipe_of_values_that_are_none_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"job\.yaml: the recipe is not valid YAML: ") as refused:
         load_settings(ScoreSettings, LEAST["score"], recipe="job.yaml", environment={})
     assert len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("limit: 3\nlabels: [A, B]\nlimit: 5", "line 3: the key 'limit' is there twice"),
+        ("'limit': 3\n\"limit\": 3", "line 2: the key 'limit' is there twice"),
+        ("{limit: 3, limit: 3}", "line 1: the key 'limit' is there twice"),
+        ("engine_options:\n  a: 1\n  b: {c: 1, c: 2}", "line 3: the key 'c' is there twice"),
+        ("limit: 010", "line 1: 010: leave out the first 0, or put it in quotes"),
+        ("labels: [01, 02]", "line 1: 01: leave out"),
+        ("seed: -007", "line 1: -007: leave out"),
+        ("limit: 1:10", "should be a valid integer"),
+        ("calibrate_with: [N/A, 1.10]", "must be text: put it in quotes"),
+    ],
+)
+def test_a_recipe_that_could_be_read_in_two_ways_is_refused(text: str, said: str) -> None:
+    Path("job.yaml").write_text(text)
+    with pytest.raises(UsageError, match=re.escape(said)) as refused:
+        load_settings(ScoreSettings, LEAST["score"], recipe="job.yaml", environment={})
+    assert str(refused.value).startswith("job.yaml: ")
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_values_are_those_of_yaml_1_2() -> None:
+    """https://yaml.org/spec/1.2.2/#103-core-schema, in a recipe, in a flag and in the environment alike."""
+    wanted = {
+        **{"0": 0, "10": 10, "-3": -3, "+12": 12, "0o14": 12, "0x1F": 31},
+        **{"1e3": 1000.0, "-.5": -0.5, "5.": 5.0, "12e-1": 1.2, ".inf": math.inf, "-.INF": -math.inf},
+        **{"true": True, "FALSE": False, "null": None, "~": None, "": None},
+        **{each: each for each in ("Yes", "no", "on", "Off", "y", "n", "1:10", "1_000", "0b11", "2026-01-31", "=")},
+        **{each: each for each in ("1.2.3", "e3", "0o8", "0xG", "nan", "tRUE", ".", "1 2")},
+        **{"'010'": "010", '"true"': "true", "!!str 010": "010"},
+    }
+    Path("job.yaml").write_text(
+        "engine_options:\n" + "".join(f"  k{number}: {text}\n" for number, text in enumerate(wanted))
+    )
+    flow = "{" + ", ".join(f"k{number}: {text}" for number, text in enumerate(wanted)) + "}"
+    for flags, recipe, environment in [
+        ({}, "job.yaml", {}),
+        ({"engine_options": [f"k{number}={text}" for number, text in enumerate(wanted)]}, None, {}),
+        ({}, None, {"PREFILL_ENGINE_OPTIONS": flow}),
+    ]:
+        given = LEAST["score"] | {"engine": "vllm"} | flags
+        settings = load_settings(ScoreSettings, given, recipe=recipe, environment=environment)
+        found = list(settings.engine_options.values())
+        assert [(type(value), value) for value in found] == [(type(value), value) for value in wanted.values()]
+
+
+def test_an_option_of_the_engine_is_given_once() -> None:
+    with pytest.raises(UsageError, match="has a key twice"):
+        load_settings(ScoreSettings, LEAST["score"] | {"engine_options": ["a=1", "b=2", "a=3"]}, environment={})
+
+
+def test_a_recipe_may_merge_mappings() -> None:
+    Path("job.yaml").write_text(
+        "engine: vllm\nworker_resources: &own {num_cpus: 2, memory: 8}\nengine_options: {<<: *own, memory: 9}"
+    )
+    settings = load_settings(ScoreSettings, LEAST["score"] | {"runner": "ray"}, recipe="job.yaml", environment={})
+    assert settings.engine_options == {"num_cpus": 2, "memory": 9}
 
 
 def test_a_recipe_may_use_aliases() -> None:

@@ -238,7 +238,10 @@ def _compared(name: str, left: Any, right: Any) -> bool:
 
 def _filtered(name: str, value: Any) -> Any:
     function, kinds = _FILTERS[name]
-    return function(value) if _kind(value) in kinds else None
+    try:
+        return function(value) if _kind(value) in kinds else None
+    except (ArithmeticError, ValueError):  # no number is nearest to NaN
+        return None
 
 
 def _compared_strictly(name: str, left: Any, right: Any) -> Any:

@@ -11,18 +11,44 @@ import yaml
 from prefillcli.errors import UsageError, brief
 
 
-class _RecipeLoader(yaml.SafeLoader):
-    """YAML in which Yes and No are strings, as labels are. Only true and false are truth values."""
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 by its core schema, and merge keys. Yes and No are text, as labels are, and so are dates and 1:10.
+
+    PyYAML reads YAML 1.1. Raises ValueError for a mapping that has a key twice, and for a number like 010, which is 8
+    there.
+    """
+
+    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise ValueError(f"line {key.start_mark.line + 1}: the key {key.value!r} is there twice")
+                seen.add(key.value)
+        return node
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        text = str(self.construct_scalar(node))
+        if re.fullmatch("[-+]?0[0-9]+", text):
+            raise ValueError(f"line {node.start_mark.line + 1}: {text}: leave out the first 0, or put it in quotes")
+        return int(text, 0)
 
 
-_RecipeLoader.yaml_implicit_resolvers = {
-    first: [(tag, words) for tag, words in resolvers if tag != "tag:yaml.org,2002:bool"]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_RecipeLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile("(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
-)
-
+_Loader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in (
+    ("null", "~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", "true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", "[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+    ("merge", "<<", "<"),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"({_pattern})$"), list(_first))
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 _MOST_VALUES = 100_000
 """In a recipe, with each alias counted as what it stands for: a few short lines can stand for billions."""
@@ -31,7 +57,7 @@ _MOST_VALUES = 100_000
 def read_recipe(path: str) -> dict[str, Any]:
     """The options of a recipe, by name. Raises UsageError if it cannot be read, or is not a mapping."""
     try:
-        loaded = parse_yaml(Path(path).read_text(encoding="utf-8"), _RecipeLoader)
+        loaded = parse_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"{path}: cannot read the recipe: {error.strerror}") from None
     except ValueError as error:
@@ -43,14 +69,14 @@ def read_recipe(path: str) -> dict[str, Any]:
     return {str(key): value for key, value in loaded.items()}
 
 
-def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
+def parse_yaml(text: str) -> Any:
     """The value that a YAML text stands for, made of plain values only.
 
-    Raises ValueError for a text that is no YAML, has values that its tags or digits do not allow, or bytes or sets, is
-    nested too deeply, refers to itself, or stands for far more values than it has.
+    Raises ValueError for a text that is no YAML, has a key twice, values that its tags or digits do not allow, bytes,
+    dates or sets, is nested too deeply, refers to itself, or stands for far more values than it has.
     """
     try:
-        loaded = yaml.load(text, loader)  # noqa: S506 - a SafeLoader
+        loaded = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
         if _values(loaded, {}) > _MOST_VALUES:
             raise ValueError(f"its aliases stand for more than {_MOST_VALUES:,} values")
     except RecursionError:
@@ -62,10 +88,10 @@ def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> An
 
 def _values(value: Any, counted: dict[int, int]) -> int:
     """How many values there are in a value, itself included. `counted` has those of the lists and mappings so far."""
-    if isinstance(value, bytes | set | tuple):
-        raise ValueError("a value is text, a number, a date, true, false, null, a list or a mapping: use no tags")
-    if not isinstance(value, list | dict):
+    if value is None or isinstance(value, str | int | float):
         return 1
+    if not isinstance(value, list | dict):
+        raise ValueError("a value is text, a number, true, false, null, a list or a mapping: use no tags")
     if id(value) not in counted:
         counted[id(value)] = _MOST_VALUES + 1  # found again inside itself
         inner = value if isinstance(value, list) else [*value, *value.values()]

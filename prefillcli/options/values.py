@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from prefillcli.data.shard import Shard
 from prefillcli.engines.registry import ENGINES
+from prefillcli.errors import brief
 from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.runtime.sizes import parse_size
 
@@ -21,8 +22,11 @@ def _split_names(value: object) -> object:
 
 
 def _as_texts(value: object) -> object:
-    """One text, or several."""
-    return tuple(map(str, value if isinstance(value, list | tuple) else [value]))
+    """One text, or several. A whole number in a recipe is written as it is; of 1.10 the last 0 would be lost."""
+    texts = value if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(text, str) or type(text) is int for text in texts):
+        raise ValueError("must be text: put it in quotes")
+    return tuple(map(str, texts))
 
 
 def _labels_as_text(value: object) -> object:
@@ -95,7 +99,10 @@ def _read_mapping(value: object) -> object:
     pairs = [str(text).partition("=") for text in (value if isinstance(value, list | tuple) else [value])]
     if not all(key.strip() and equals for key, equals, _ in pairs):
         raise ValueError("must be KEY=VALUE, block_size=32 for example")
-    return {key.strip(): _parsed(own) for key, _, own in pairs}
+    found = {key.strip(): _parsed(own) for key, _, own in pairs}
+    if len(found) < len(pairs):
+        raise ValueError("has a key twice")
+    return found
 
 
 def _parsed(text: str) -> object:
@@ -103,8 +110,8 @@ def _parsed(text: str) -> object:
 
     try:
         return parse_yaml(text)
-    except ValueError:
-        raise ValueError("its value is not valid YAML") from None
+    except ValueError as error:
+        raise ValueError(f"its value is not valid YAML: {brief(error)}") from None
 
 
 def _read_adapters(value: object) -> object:

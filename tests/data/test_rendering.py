@@ -85,6 +85,12 @@ def test_a_template_that_is_nested_too_deeply_is_refused(text: str) -> None:
         RowTemplate(text)
 
 
+@pytest.mark.parametrize("number", ["1e999", "-1e400", "9" * 5000])
+def test_a_template_with_a_number_that_is_too_large_is_refused(number: str) -> None:
+    with pytest.raises(UsageError, match="--template, line 2: a number is too large"):
+        RowTemplate(f"{{{{ x }}}}\n{{{{ {number} }}}}")
+
+
 def test_compiling_is_limited_too(chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_tokenizer, "chat_template", "{{ 10 ** (10 ** 8) }}")  # Jinja computes constants
     with pytest.raises(UsageError, match=f"chat template: compiling it took {CPU}"):

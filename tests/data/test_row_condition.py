@@ -71,6 +71,9 @@ def checked(text: str) -> RowCondition:
         ("day > '2026-01-01' and day < '2026-02-01'", {}, True),
         ("exit_layer is none and score is not none", {}, True),
         ("truncated is false", {}, True),
+        ("score|round > 0", {"score": float("nan")}, False),
+        ("score|round > 0", {"score": float("inf")}, False),
+        (f"score < {'9' * 4_000}", {}, True),
         ("anything == 3", {"anything": 3}, True),
         ("anything", {"anything": True}, True),
         ("anything", {"anything": "true"}, False),
@@ -143,6 +146,10 @@ def test_comparisons_are_those_of_numbers(score: float | None, other: float, who
         ("prediction|attr('upper') == 'a'", "there is no filter attr"),
         ("score is defined", "there is no test defined"),
         ("score is divisibleby 3", "there is no test divisibleby"),
+        ("1e999 > score", "a number is too large"),
+        ("score in [0.5, -1e400]", "a number is too large"),
+        ("score < " + "9" * 100_000, "a number is too large"),
+        ("0" * 5_000 + " < score", "a number is too large"),
     ],
 )
 def test_a_wrong_condition_is_refused(text: str, said: str) -> None:

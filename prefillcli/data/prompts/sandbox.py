@@ -10,12 +10,14 @@ of the process (`data/prompts/rendering.py`).
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jinja2 import StrictUndefined, Template, TemplateRuntimeError, TemplateSyntaxError, meta, nodes
 from jinja2.filters import do_indent
+from jinja2.lexer import Token, TokenStream
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
@@ -84,6 +86,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             _bounded(size)
             parts.append(part)
         return "".join(parts)
+
+    def _tokenize(
+        self, source: str, name: str | None, filename: str | None = None, state: str | None = None
+    ) -> TokenStream:
+        raw = self.lexer.tokeniter(self.preprocess(source, name, filename), name, filename, state)
+        return TokenStream(_with_sane_numbers(self.lexer.wrap(raw, name, filename), name), name, filename)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree: nodes.Template = _Bounding().visit(super()._parse(source, name, filename))
@@ -160,6 +168,19 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def _indent(self, s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
         self._make(len(s) + (s.count("\n") + 1) * (len(width) if isinstance(width, str) else width))
         return do_indent(s, width, first, blank)
+
+
+def _with_sane_numbers(tokens: Iterator[Token], name: str | None) -> Iterator[Token]:
+    """The tokens. Raises TemplateSyntaxError for a number that is too large, or has more digits than Python reads."""
+    line = 1
+    try:
+        for token in tokens:
+            line = token.lineno
+            if token.type == "float" and math.isinf(float(token.value)):  # Jinja would make it the variable `inf`
+                raise ValueError
+            yield token
+    except ValueError:
+        raise TemplateSyntaxError("a number is too large", line, name) from None
 
 
 class _Bounding(NodeTransformer):
