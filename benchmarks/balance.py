@@ -22,6 +22,7 @@ from benchmarks.console import log
 from benchmarks.simulated_crew import SimulatedCrew
 from prefillcli.data.rows import Int32Array, Prompt, Window
 from prefillcli.data.windows import MAX_ROWS
+from prefillcli.jobs.label_mass import LabelMassCheck
 from prefillcli.jobs.recorder import Recorder
 from prefillcli.jobs.runners.parallel import ParallelScoring
 from prefillcli.jobs.runners.pool import Pool
@@ -119,7 +120,8 @@ def share_out(rows: int, workers: int, pack_tokens: int, workload: str) -> Balan
         pool.begin(plans=True, pack_tokens=pack_tokens)
         recorder = Recorder(
             sink, clock, Progress(rows, interval=60, quiet=True), stop,  # type: ignore[arg-type]
-            temperature=1.0, unchanged=lambda rows: None, flush_seconds=15.0,
+            temperature=1.0, label_mass=LabelMassCheck(labels),  # type: ignore[arg-type]
+            unchanged=lambda rows: None, flush_seconds=15.0,
         )  # fmt: skip
         options = ScoringOptions(labels, "prefix-tree", BLOCK_TOKENS)  # type: ignore[arg-type]
         scoring = ParallelScoring(pool, sink, recorder, clock, None, options)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from prefillcli.engines.base import Engine
 from prefillcli.errors import Interrupted, ResourceError
 from prefillcli.forecast.remaining_time import RemainingTime
 from prefillcli.jobs.job_exits import NO_EXITS, Spared
+from prefillcli.jobs.label_mass import LabelMassCheck
 from prefillcli.jobs.window_work import Finished
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Pack
@@ -56,6 +57,7 @@ class Recorder:
         stop: Stop,
         *,
         temperature: float,
+        label_mass: LabelMassCheck,
         calibration: Calibration | None = None,
         unchanged: Callable[[Int64Array], None],
         forecast: RemainingTime | None = None,
@@ -77,6 +79,7 @@ class Recorder:
         self._progress = progress
         self._stop = stop
         self._temperature = temperature
+        self._label_mass = label_mass
         self._unchanged = unchanged
         self._forecast = forecast
         self._flush_seconds = flush_seconds
@@ -125,6 +128,7 @@ class Recorder:
             self.spared.add(finished.spared)
         self._progress.advance(len(finished.errors))
         unwritten.rows += finished.rows
+        self._label_mass.take(window.index, finished.rows)
         unwritten.errors |= finished.errors
         unwritten.carried = unwritten.carried if finished.carried is None else finished.carried
         if finished.rows and time.monotonic() - self._flushed > self._flush_seconds:
@@ -147,6 +151,7 @@ class Recorder:
     def end(self, window: Window) -> None:
         """All rows of a window are finished."""
         self._flush(self._open.pop(window.index))
+        self._label_mass.end(window.index)
 
     def _flush(self, unwritten: _Unwritten) -> None:
         """Write finished rows as a part; the window's own error rows come with its first one."""

@@ -54,6 +54,7 @@ from prefillcli.jobs.inputs import (
     refuse_idle_draft,
     refuse_unlike_partitions,
 )
+from prefillcli.jobs.label_mass import LabelMassCheck
 from prefillcli.jobs.label_uses import require_label_uses
 from prefillcli.jobs.paths import default_output, refuse_among_inputs, report_path
 from prefillcli.jobs.recorder import Recorder
@@ -283,6 +284,7 @@ class _ScoreJob:
                 progress,
                 stop,
                 temperature=settings.temperature,
+                label_mass=LabelMassCheck(inputs.labels),
                 calibration=inputs.calibration,
                 unchanged=inputs.require_unchanged,
                 forecast=forecast,

@@ -36,6 +36,7 @@ from prefillcli.jobs.inputs import (
     refuse_idle_draft,
     refuse_missing_adapters,
 )
+from prefillcli.jobs.label_mass import LabelMassCheck
 from prefillcli.jobs.label_uses import require_label_uses
 from prefillcli.jobs.load import Models, load_models
 from prefillcli.jobs.row_choice import RowChoice, check_rationales, column_groups
@@ -87,6 +88,7 @@ class TableScorer:
             **text_room(settings, opened, self._labels.names),
         )
         self._compressor = _compressor(self._models, self._labels)
+        self._label_mass = LabelMassCheck(self._labels)
         self._checked = False  # whether the labels have come after some prompts
 
     @property
@@ -235,6 +237,8 @@ class TableScorer:
             results += finished.rows
             errors |= finished.errors
             handed = handed if finished.carried is None else finished.carried
+        self._label_mass.take(window.index, results)
+        self._label_mass.end(window.index)
         labels, temperature = self._labels, self._settings.temperature
         done = ResultRows.of(window, results, errors, labels.names, temperature, self._calibration, labels.measure)
         return make_rows(window, done, self._groups), handed

@@ -123,12 +123,13 @@ def read_model_files(
     chosen = getattr(torch, dtype) if dtype != "auto" else own
     if dtype == "auto" and device == "cpu" and chosen == torch.float16:
         chosen = torch.float32  # float16 is slow and inexact on CPUs
+    quantised = _quantised(whole, config)
     if gguf is not None:
         folder = find_dequantised(gguf, chosen) or folder
     else:
-        check_weights(folder, weights, config)
+        check_weights(folder, weights, config, quantised=quantised is not None)
     part_of = None if part is None else whole.model_type
-    return ModelFiles(folder, config.model_type, config, chosen, gguf, part_of, found, _quantised(whole, config))
+    return ModelFiles(folder, config.model_type, config, chosen, gguf, part_of, found, quantised)
 
 
 def _quantised(*configs: Any) -> Mapping[str, Any] | None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from prefillcli.data.proof.fingerprints import ModelContents, hash_value
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
+from prefillcli.models.completeness import require_complete
 from prefillcli.models.gguf_cache import find_cached, make_cached, make_once
 from prefillcli.models.gguf_checks import check_parts, check_tensors, complete_config
 from prefillcli.models.gguf_header import GgufHeader, GgufTensor, read_gguf_header, write_joined
@@ -32,7 +33,7 @@ from prefillcli.models.transformers_log import quiet_transformers
 from prefillcli.runtime.extras import require_extra
 from prefillcli.runtime.user_cache import cache_folder
 
-_FORMAT = 1  # of what is cached
+_FORMAT = 2  # of what is cached
 _TOKENIZER_BYTES = 64 << 20  # a large one as files
 _SHARD = "2GB"  # of the cached weights: so much is copied in memory while it is written
 _FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
@@ -138,7 +139,7 @@ def _describe(model: GgufModel, folder: Path) -> None:
             with torch.device("meta"):
                 empty = AutoModelForCausalLM.from_config(config)
             numbers = {id(each): each.numel() for each in empty.state_dict(keep_vars=True).values()}
-            check_tensors(model.parts, config, sum(numbers.values()))
+            check_tensors(model.parts, config, sum(numbers.values()), _names(header, config, empty))
             config.architectures = [type(empty).__name__]
         config.save_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
@@ -147,6 +148,13 @@ def _describe(model: GgufModel, folder: Path) -> None:
     model.contents.require_unchanged()
     if not (folder / "tokenizer.json").is_file():
         raise UsageError(f"{header.path}: it has no tokenizer that transformers reads; take the model as safetensors")
+
+
+def _names(header: GgufHeader, config: Any, model: PreTrainedModel) -> Collection[str]:
+    """What transformers calls the tensors in a file of this model; those of joined experts lack their `.weight`."""
+    kind = reader.TENSOR_PROCESSORS.get(header.architecture, reader.TensorProcessor)
+    found: dict[str, str] = reader.get_gguf_hf_weights_map(model, kind(config=config.to_dict()))
+    return found
 
 
 def _begin_texts(tokenizer: Any, header: GgufHeader) -> None:
@@ -166,7 +174,7 @@ def _begin_texts(tokenizer: Any, header: GgufHeader) -> None:
 def _dequantise(model: GgufModel, described: Path, dtype: torch.dtype, folder: Path) -> None:
     """Write the whole model into `folder`."""
     loaded, info = load_gguf(model, described, dtype, None)
-    refuse_missing(model.origin, info)
+    require_complete(model.origin, loaded, info)
     with _reading(model):
         loaded.save_pretrained(folder, max_shard_size=_SHARD)
         for file in described.iterdir():
@@ -174,18 +182,15 @@ def _dequantise(model: GgufModel, described: Path, dtype: torch.dtype, folder: P
                 (folder / file.name).write_bytes(file.read_bytes())
 
 
-def refuse_missing(origin: Path, info: dict[str, Any]) -> None:
-    """Raise UsageError if transformers says that the files lack weights of the model."""
-    if info["missing_keys"]:
-        missing = sorted(info["missing_keys"])
-        raise UsageError(f"{origin}: the weights lack {len(missing)} tensors, {missing[0]} among them")
-
-
 @contextmanager
 def _reading(model: GgufModel) -> Iterator[None]:
     """No progress bars. Errors name the file; those of a full disk and full memory pass."""
+    import gguf
+
     bar: Callable[..., Any] = reader.tqdm
+    names: Callable[..., Any] = gguf.get_tensor_name_map
     reader.tqdm = partial(bar, disable=True)
+    gguf.get_tensor_name_map = cache(names)  # transformers has it make the same map for each module of a model
     try:
         with quiet_transformers():
             yield
@@ -203,6 +208,7 @@ def _reading(model: GgufModel) -> Iterator[None]:
         ) from None
     finally:
         reader.tqdm = bar
+        gguf.get_tensor_name_map = names
 
 
 @contextmanager

@@ -7,13 +7,15 @@ them gives wrong scores and no error, so it is refused here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from prefillcli.errors import UsageError
 from prefillcli.models.gguf_header import GgufHeader, GgufTensor, tensor_bytes
+from prefillcli.models.safetensors import layer_number
+from prefillcli.models.tensor_ranges import check_ranges
 
 _WHOLE = {
     "block_count": (1, 4096),
@@ -47,12 +49,15 @@ def check_parts(parts: Sequence[GgufHeader]) -> None:
                     f"it must be a whole number from {low:,} to {high:,}"
                 )
     _check_split(parts)
+    _check_layers(parts)
     for part in parts:
         for tensor in part.tensors:
             _check_kind(part, tensor)
-            end = part.data_start + tensor.offset + tensor_bytes(tensor)
-            if end > part.size:
-                raise UsageError(f"{part.path}: truncated: {part.size:,} bytes, {tensor.name} ends after {end:,}")
+        ranges = ((each.offset, each.offset + tensor_bytes(each), each.name) for each in part.tensors)
+        try:
+            check_ranges(ranges, part.size - part.data_start, alignment=part.alignment)
+        except ValueError as error:
+            raise UsageError(f"{part.path}: damaged: {error}\ncopy or download it again") from None
 
 
 def _check_split(parts: Sequence[GgufHeader]) -> None:
@@ -68,6 +73,18 @@ def _check_split(parts: Sequence[GgufHeader]) -> None:
     wanted = parts[0].fields.get("split.tensors.count", len(names)) if len(parts) > 1 else len(names)
     if wanted != len(names) or len(set(names)) != len(names):
         raise UsageError(f"{parts[0].path}: its parts are not of one model: {len(names)} tensors, not {wanted}")
+
+
+def _check_layers(parts: Sequence[GgufHeader]) -> None:
+    """Refuse files whose tensors are of fewer or more layers than their settings say."""
+    first = parts[0]
+    told = first.setting("block_count")
+    names = [each.name for part in parts for each in part.tensors if each.name.startswith("blk.")]
+    layers = 1 + max((number for name in names if (number := layer_number(name)) is not None), default=-1)
+    if told is not None and layers and told != layers:
+        raise UsageError(
+            f"{first.path}: damaged: {first.architecture}.block_count is {told}; its tensors are of {layers} layers"
+        )
 
 
 def _check_kind(part: GgufHeader, tensor: GgufTensor) -> None:
@@ -119,16 +136,17 @@ def complete_config(parts: Sequence[GgufHeader], config: Any) -> None:
             )
 
 
-def check_tensors(parts: Sequence[GgufHeader], config: Any, wanted: int) -> None:
-    """Refuse files with more or fewer numbers than the `wanted` ones of transformers' model. Raises UsageError."""
-    layers = getattr(config, "num_hidden_layers", 0)
-    held = 0
-    for tensor in (tensor for part in parts for tensor in part.tensors):
-        begin, _, rest = tensor.name.partition(".")
-        number = rest.partition(".")[0]
-        ahead = begin == "blk" and number.isdecimal() and int(number) >= layers  # predicts later tokens
-        if tensor.name != _ROTARY_FACTORS and not ahead:
-            held += tensor.numbers
+def check_tensors(parts: Sequence[GgufHeader], config: Any, wanted: int, known: Collection[str]) -> None:
+    """Refuse files with more or fewer numbers than the `wanted` ones of transformers' model, or with tensors whose
+    names are not among those that it has: `known` ones, with `.weight` at their end or without. Raises UsageError."""
+    tensors = [each for part in parts for each in part.tensors if each.name != _ROTARY_FACTORS]
+    strange = [each.name for each in tensors if not {each.name, each.name.removesuffix(".weight")} & set(known)]
+    if strange:
+        raise UsageError(
+            f"{parts[0].path}: {len(strange)} of its tensors have no place in the {config.model_type} that "
+            f"transformers makes of its settings, {strange[0]} among them\n{_AS_SAFETENSORS}"
+        )
+    held = sum(each.numbers for each in tensors)
     if held != wanted:
         raise UsageError(
             f"{parts[0].path}: its tensors hold {held:,} numbers; the {config.model_type} that transformers makes of "

@@ -104,14 +104,16 @@ class _Cursor:
         for _ in range(settings):
             begun = self._at
             name = self._text()
+            if name in fields:
+                raise _NoGgufError(f"damaged: two settings are called {name[:60]!r}")
             fields[name] = self._value(*self._unpack("<I"))
             raw[name] = self._data[begun : self._at]
         found = tuple(self._tensor() for _ in range(tensors))
         if len({tensor.name for tensor in found}) != len(found):
             raise _NoGgufError("damaged: two tensors have one name")
         alignment = fields.get("general.alignment", _ALIGNMENT)
-        if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
-            raise _NoGgufError(f"damaged: an alignment of {alignment!r}")
+        if type(alignment) is not int or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
+            raise _NoGgufError(f"damaged: an alignment of {alignment!r}, which is not a power of two")
         start = -(-self._at // alignment) * alignment
         return GgufHeader(path, len(self._data), version, fields, raw, found, start, alignment)
 

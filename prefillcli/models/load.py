@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
+from prefillcli.models.completeness import require_complete
 from prefillcli.models.find import ModelFiles, with_weights
-from prefillcli.models.gguf import load_gguf, refuse_missing
+from prefillcli.models.gguf import load_gguf
 from prefillcli.models.heads import auto_class
 from prefillcli.models.multimodal import load_text_part
 from prefillcli.models.placement import Placement, place_weights
@@ -109,7 +110,7 @@ def loads_onto(device: torch.device) -> bool:
 
 
 def _placed(files: ModelFiles, model: Any, info: dict[str, Any], device: torch.device) -> PreTrainedModel:
-    refuse_missing(files.origin, info)
+    require_complete(files.origin, model, info, files.path, quantised=files.quantised is not None)
     on_device = getattr(model, "hf_device_map", None) is not None
     placed: PreTrainedModel = (model if on_device else model.to(device)).eval()
     placed.requires_grad_(False)
@@ -211,6 +212,7 @@ def _load_around_layers(
             for name, tensor in empty.state_dict().items()
             if name.startswith(prefix)
         }
+        given |= {name: torch.zeros(()) for name in placement.unread}
         model, info = type(empty).from_pretrained(
             None,
             config=whole,
@@ -225,7 +227,7 @@ def _load_around_layers(
         if out_of_resource(error) or isinstance(error, PrefillError):
             raise
         raise UsageError(f"{files.path}: cannot load the weights: {brief(error)}") from None
-    refuse_missing(files.origin, info)
+    require_complete(files.origin, model, info, files.path)
     for layer, parts in zip(decoder_layers(model).layers, placement.layers, strict=True):
         for name in parts.tensors:
             parts.tensors[name] = _empty_out(layer, name)

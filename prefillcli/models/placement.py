@@ -80,10 +80,12 @@ class LayerFiles:
 
 @dataclass(slots=True)
 class Placement:
-    """What a model's files hold: the tensors of its decoder layers, and the names of all others in the files."""
+    """What a model's files hold: the tensors of its decoder layers, the others that it has, and the names of those
+    that it does not have."""
 
     layers: list[LayerFiles]
     others: list[Stored]
+    unread: list[str]
 
 
 def place_weights(folder: Path, model: PreTrainedModel) -> Placement:
@@ -98,15 +100,15 @@ def place_weights(folder: Path, model: PreTrainedModel) -> Placement:
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     wanted = model.state_dict()
-    placement = Placement([LayerFiles() for _ in place.layers], [])
+    placement = Placement([LayerFiles() for _ in place.layers], [], [])
     sources: dict[str, dict[str | None, list[Stored]]] = defaultdict(lambda: defaultdict(list))
     for stored in sorted(_stored_tensors(folder), key=lambda each: dot_natural_key(each.name)):
         name, pattern = rename_source_key(stored.name, renamings, converters, model.base_model_prefix, wanted)
         if name not in wanted and stored.name in wanted:
             name, pattern = rename_source_key(stored.name, [], [], model.base_model_prefix, wanted)
         if name not in wanted:
-            continue
-        if name.startswith(prefix):
+            placement.unread.append(stored.name)
+        elif name.startswith(prefix):
             sources[name][pattern].append(stored)
         else:
             placement.others.append(stored)

@@ -14,19 +14,21 @@ from typing import Any
 from prefillcli.errors import UsageError
 from prefillcli.models.families import EXTRA_TOKENS
 from prefillcli.models.files import quoted, read_json
+from prefillcli.models.tensor_ranges import check_ranges
 
 _MOST_HEADER = 100 << 20  # bytes, as the safetensors library has it
 _ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2,
                "BF16": 2, "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8}  # fmt: skip
+_WHOLE_NUMBERS = frozenset({"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"})
 
 _WHOLE_FILE = "model.safetensors"
 _EMBEDDING = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 
 
-def check_weights(folder: Path, files: Sequence[Path], config: Any) -> None:
+def check_weights(folder: Path, files: Sequence[Path], config: Any, *, quantised: bool) -> None:
     """Refuse weight files that are not whole, missing, or of a model other than `config`.
 
-    `config` is the text model's configuration.
+    `config` is the text model's configuration, and the weights are `quantised` or not.
     """
     headers = {file.name: read_header(file) for file in files}
     index = folder / "model.safetensors.index.json"
@@ -35,6 +37,15 @@ def check_weights(folder: Path, files: Sequence[Path], config: Any) -> None:
     elif index.is_file():
         headers = {place: headers[place] for place in _check_index(index, headers)}
     tensors = {name: tensor for header in headers.values() for name, tensor in header.items()}
+    if len(tensors) != sum(map(len, headers.values())):
+        twice = next(name for name in tensors if sum(name in header for header in headers.values()) > 1)
+        raise UsageError(f"{folder}: two of its files hold {quoted(twice)}; files of two models are mixed up")
+    for name, tensor in tensors.items():
+        if tensor["dtype"] in _WHOLE_NUMBERS and name.endswith(".weight") and not quantised:
+            raise UsageError(
+                f"{folder}: {quoted(name)} is saved as whole numbers ({tensor['dtype']}), and config.json does not "
+                "say how they are quantised\ntake the config.json that belongs to these weights"
+            )
     numbered = {number for name in tensors if (number := layer_number(name)) is not None}
     layers = getattr(config, "num_hidden_layers", None)
     if numbered and isinstance(layers, int) and layers > max(numbered) + 1:
@@ -71,14 +82,16 @@ def read_header(file: Path) -> dict[str, Any]:
                 raise ValueError("no header")
             header: dict[str, Any] = json.loads(stream.read(length))
         _check_metadata(header.pop("__metadata__", None))
-        end = max((_end_of(name, tensor) for name, tensor in header.items()), default=0)
+        ranges = [_range_of(name, tensor) for name, tensor in header.items()]
     except OSError as error:
         raise UsageError(f"{file}: cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else error
         raise UsageError(f"{file}: not a safetensors file ({why})") from None
-    if 8 + length + end != size:
-        raise UsageError(f"{file}: truncated: {size} bytes, its header asks for {8 + length + end}")
+    try:
+        check_ranges(ranges, size - 8 - length)
+    except ValueError as error:
+        raise UsageError(f"{file}: damaged: {error}\ncopy or download it again") from None
     return header
 
 
@@ -109,8 +122,8 @@ def _check_metadata(found: Any) -> None:
         raise ValueError(f"its metadata is {quoted(found)}, not a mapping of texts")
 
 
-def _end_of(name: str, tensor: dict[str, Any]) -> int:
-    """Where a tensor ends in its file. Raises ValueError if its shape and its bytes do not agree."""
+def _range_of(name: str, tensor: dict[str, Any]) -> tuple[int, int, str]:
+    """Where a tensor lies in the data of its file. Raises ValueError if its shape and its bytes do not agree."""
     begin, end = tensor["data_offsets"]
     shape = tensor["shape"]
     if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
@@ -118,7 +131,7 @@ def _end_of(name: str, tensor: dict[str, Any]) -> int:
     width = _ITEM_BYTES.get(tensor["dtype"])
     if end < begin or (width is not None and end - begin != prod(shape) * width):
         raise ValueError(f"{quoted(name)} has {end - begin:,} bytes, which its shape {quoted(shape)} does not take")
-    return int(end)
+    return begin, end, name
 
 
 def layer_number(name: str) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.fuzz import data_files, flags, model_files, recipes, rows, templates
+from tests.fuzz import data_files, directories, flags, model_files, recipes, rows, templates
 
 FUZZERS = {
     fuzzer.name: fuzzer
@@ -17,6 +17,7 @@ FUZZERS = {
         data_files.JSONL,
         data_files.OUTPUTS,
         model_files.MODELS,
+        directories.DIRECTORIES,
     )
 }
 """By name."""

@@ -123,6 +123,11 @@ def begins_before_the_file(header: dict[str, Any]) -> None:
     first_of(header)["data_offsets"][0] = -(10**6)
 
 
+def at_the_place_of_another(header: dict[str, Any]) -> None:
+    keys, values = (header[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "kv")
+    keys["data_offsets"] = values["data_offsets"]
+
+
 def no_shape(header: dict[str, Any]) -> None:
     first_of(header)["shape"] = "wide"
 
@@ -147,7 +152,7 @@ def first_of(header: dict[str, Any]) -> dict[str, Any]:
     "change",
     [
         *(shape_beyond_the_bytes, rows_behind_the_file, ends_behind_the_file, begins_before_the_file),
-        *(no_shape, no_tensor, no_metadata, numbers_as_metadata),
+        *(at_the_place_of_another, no_shape, no_tensor, no_metadata, numbers_as_metadata),
     ],
 )
 def test_a_header_that_does_not_fit_its_file_is_refused(saved: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -158,7 +163,7 @@ def test_a_header_that_does_not_fit_its_file_is_refused(saved: Path, change: Cal
     change(header)
     text = json.dumps(header).encode()
     file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
-    assert_refused(saved, "model.safetensors: not a safetensors file|model.safetensors: truncated")
+    assert_refused(saved, "model.safetensors: not a safetensors file|model.safetensors: damaged")
 
 
 @pytest.mark.parametrize(

@@ -115,22 +115,89 @@ def test_damaged_files_are_refused(file: Path, damage: Callable[[bytes], bytes],
         ({"block_count": 1 << 31}, {}, "llama.block_count is"),
         ({"embedding_length": 0}, {}, "llama.embedding_length is 0"),
         ({"vocab_size": "many"}, {}, "llama.vocab_size is 'many'"),
-        ({"block_count": 3}, {}, "its tensors hold"),
+        ({"block_count": 3}, {}, "llama.block_count is 3; its tensors are of 2 layers"),
+        ({"block_count": 1}, {}, "llama.block_count is 1; its tensors are of 2 layers"),
         ({"rope.scaling.type": "yarn"}, {}, "its positions are scaled (yarn)"),
         ({"rope.scaling.type": "linear"}, {}, "its positions are scaled (linear)"),
         ({"attention.sliding_window": 128}, {}, "llama.attention.sliding_window is 128"),
         ({"attn_logit_softcapping": 50.0}, {}, "llama.attn_logit_softcapping is 50"),
         ({"logit_scale": 0.25}, {}, "llama.logit_scale is 0.25"),
         ({"expert_count": 8}, {}, "llama.expert_count is 8"),
-        ({}, {"blk.0.attn_q.bias": np.ones(64, np.float32)}, "its tensors hold"),
+        ({}, {"blk.0.attn_q.bias": np.ones(64, np.float32)}, "blk.0.attn_q.bias among them"),
         ({}, {"rope_freqs.weight": np.linspace(1, 9, 8, dtype=np.float32)}, "scales its positions in a way"),
-        ({}, {"rope_factors_long.weight": np.ones(8, np.float32)}, "its tensors hold"),
+        ({}, {"rope_factors_long.weight": np.ones(8, np.float32)}, "rope_factors_long.weight among them"),
     ],
 )
 def test_what_transformers_does_not_read_is_refused(
     folder: Path, tmp_path: Path, settings: dict[str, Any], tensors: dict[str, Any], says: str
 ) -> None:
     assert says in refusal(write_gguf(tmp_path / "m.gguf", folder, settings=settings, tensors=tensors))
+
+
+def place_of(data: bytes, name: str) -> int:
+    """Where a matrix's offset is in a file."""
+    return data.index(name.encode()) + len(name) + 4 + 16 + 4
+
+
+def moved(name: str, by: int) -> Callable[[bytes], bytes]:
+    """Another offset for a matrix."""
+
+    def changed(before: bytes) -> bytes:
+        at = place_of(before, name)
+        (offset,) = struct.unpack_from("<Q", before, at)
+        return change(at, struct.pack("<Q", offset + by))(before)
+
+    return changed
+
+
+def at_the_place_of(name: str, other: str) -> Callable[[bytes], bytes]:
+    """The offset of another matrix for a matrix."""
+
+    def changed(before: bytes) -> bytes:
+        at = place_of(before, other)
+        return change(place_of(before, name), before[at : at + 8])(before)
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (at_the_place_of("blk.0.attn_k.weight", "blk.0.attn_v.weight"), "before blk.0.attn_k.weight belong to no"),
+        (at_the_place_of("blk.0.attn_v.weight", "blk.0.attn_k.weight"), "blk.0.attn_v.weight and blk.0.attn_k.weight"),
+        (moved("blk.0.attn_k.weight", -32), "blk.0.attn_k.weight and blk.0.attn_q.weight share bytes"),
+        (moved("blk.0.attn_k.weight", 8), "which is not a multiple of 32"),
+        (moved("blk.0.attn_k.weight", 1), "which is not a multiple of 32"),
+        (lambda data: data + bytes(32), "32 bytes at its end belong to no tensor"),
+        (lambda data: data[:-32], "truncated"),
+    ],
+)
+def test_tensors_that_share_bytes_or_leave_some_over_are_refused(
+    file: Path, damage: Callable[[bytes], bytes], says: str
+) -> None:
+    file.write_bytes(damage(file.read_bytes()))
+    assert says in refusal(file)
+
+
+def test_nor_may_they_in_a_part_of_a_split_file(folder: Path, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", folder, parts=2)
+    second = part_of(tmp_path / "m.gguf", 2, 2)
+    name = next(each.name for each in read_gguf_header(second).tensors[1:] if len(each.shape) == 2)
+    second.write_bytes(moved(name, 32)(second.read_bytes()))
+    assert f"32 bytes before {name} belong to no tensor" in refusal(second)
+
+
+@pytest.mark.parametrize(("alignment", "says"), [(0, "an alignment of 0"), (24, "which is not a power of two")])
+def test_an_alignment_that_is_none_is_refused_at_once(folder: Path, tmp_path: Path, alignment: int, says: str) -> None:
+    file = write_gguf(tmp_path / "m.gguf", folder, settings={"alignment": alignment})
+    data = file.read_bytes().replace(b"\x0f\0\0\0\0\0\0\0llama.alignment", b"\x11\0\0\0\0\0\0\0general.alignment")
+    file.write_bytes(data)
+    assert says in refusal(file)
+
+
+def test_a_setting_that_is_there_twice_is_refused(file: Path) -> None:
+    file.write_bytes(replace(b"llama.context_length", b"llama.rope.freq_base")(file.read_bytes()))
+    assert "two settings are called 'llama.rope.freq_base'" in refusal(file)
 
 
 def test_an_architecture_that_transformers_cannot_read_is_named(folder: Path, tmp_path: Path) -> None:
