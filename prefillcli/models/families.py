@@ -70,7 +70,7 @@ ENCODERS = frozenset(
 )  # fmt: skip
 
 #: Tokens that a family embeds beside those of its vocabulary.
-EXTRA_TOKENS = {"mllama_text_model": 8}
+EXTRA_TOKENS = {"mllama_text_model": 8, "moshi": 1}
 
 
 def refusal(whole: Any, text: Any, *, causal: bool) -> str | None:

@@ -68,6 +68,7 @@ def load_text_part(folder: Path, dtype: torch.dtype, attention: str | None) -> t
         raise UnsupportedModelError(f"{folder}: {whole.model_type} has no text model that scores")
     with torch.device("meta"):
         empty = part.kind._from_config(part.config, dtype=dtype)
+    prefix = _prefix(empty)
     towers = _towers(empty) if part.config is whole else []
     idle = _idle_layers(part)
     unread = (*towers, *(f"{decoder_layers(empty).prefix}{number}." for number in idle))
@@ -88,6 +89,10 @@ def load_text_part(folder: Path, dtype: torch.dtype, attention: str | None) -> t
         attn_implementation=attention,
         output_loading_info=True,
     )
+    # What lies beside the decoder's own parts is of a tower, or of a head that is not read.
+    inside = {name.removeprefix(prefix).partition(".")[0] for name in wanted if name.startswith(prefix)}
+    unknown = info["unexpected_keys"]
+    info["unexpected_keys"] = {name for name in unknown if name.startswith(tuple(f"{prefix}{own}." for own in inside))}
     for name in towers:
         owner, _, own = name.removesuffix(".").rpartition(".")
         setattr(model.get_submodule(owner), own, nn.Identity())

@@ -116,6 +116,10 @@ def place_weights(folder: Path, model: PreTrainedModel) -> Placement:
     for name, tensor in wanted.items():
         if not name.startswith(prefix):
             continue
+        if name not in sources and name in model.all_tied_weights_keys:
+            raise UnsupportedModelError(
+                f"{folder}: {name} is that of another layer, which is not read layer by layer; take --weights resident"
+            )
         number, _, inner = name.removeprefix(prefix).partition(".")
         layer = placement.layers[int(number)]
         layer.tensors[inner] = (tensor.shape, tensor.dtype)

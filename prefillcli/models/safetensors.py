@@ -47,8 +47,9 @@ def check_weights(folder: Path, files: Sequence[Path], config: Any, *, quantised
                 "say how they are quantised\ntake the config.json that belongs to these weights"
             )
     numbered = {number for name in tensors if (number := layer_number(name)) is not None}
-    layers = getattr(config, "num_hidden_layers", None)
-    if numbered and isinstance(layers, int) and layers > max(numbered) + 1:
+    counts = (getattr(config, name, None) for name in ("num_hidden_layers", "num_layers"))
+    layers = min((each for each in counts if isinstance(each, int)), default=0)  # longcat also counts halves of layers
+    if numbered and layers > max(numbered) + 1:
         raise UsageError(f"{folder}: config.json says {layers:,} layers, the weights have {max(numbered) + 1:,}")
     embeddings = [tensor["shape"] for name, tensor in tensors.items() if name.endswith(_EMBEDDING)]
     wide = getattr(config, "word_embed_proj_dim", None) or getattr(config, "hidden_size", None)
