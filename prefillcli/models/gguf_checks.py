@@ -127,6 +127,8 @@ def complete_config(parts: Sequence[GgufHeader], config: Any) -> None:
             f"{header.path}: its positions are scaled ({scaling}), which transformers does not read from GGUF\n"
             f"{_AS_SAFETENSORS}"
         )
+    if all(header.setting(name) is None for name in _EPSILONS):
+        raise UsageError(f"{header.path}: damaged: no {header.architecture}.{_EPSILONS[0]}, and no layer_norm_epsilon")
     for name, read in _SETTINGS.items():
         told, taken = header.setting(name), read(config)
         if isinstance(told, int | float) and not math.isclose(told, taken or 0, rel_tol=1e-4):
@@ -140,7 +142,8 @@ def check_tensors(parts: Sequence[GgufHeader], config: Any, wanted: int, known: 
     """Refuse files with more or fewer numbers than the `wanted` ones of transformers' model, or with tensors whose
     names are not among those that it has: `known` ones, with `.weight` at their end or without. Raises UsageError."""
     tensors = [each for part in parts for each in part.tensors if each.name != _ROTARY_FACTORS]
-    strange = [each.name for each in tensors if not {each.name, each.name.removesuffix(".weight")} & set(known)]
+    names = (each.name for each in tensors)
+    strange = [name for name in names if name not in known and name.removesuffix(".weight") not in known]
     if strange:
         raise UsageError(
             f"{parts[0].path}: {len(strange)} of its tensors have no place in the {config.model_type} that "
@@ -207,12 +210,12 @@ def _rotary_width(config: Any) -> float:
     return float(int(width * share))
 
 
+_EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")  # each family has one
 _EPSILON = _first("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 _EXPERTS = _first("num_experts", "num_local_experts", "n_routed_experts")
 _SETTINGS: dict[str, Callable[[Any], Any]] = {
     "attention.sliding_window": _first("sliding_window"),
-    "attention.layer_norm_rms_epsilon": _EPSILON,
-    "attention.layer_norm_epsilon": _EPSILON,
+    **dict.fromkeys(_EPSILONS, _EPSILON),
     "attn_logit_softcapping": _first("attn_logit_softcapping"),
     "final_logit_softcapping": _first("final_logit_softcapping"),
     "rope.freq_base": lambda config: _rope(config).get("rope_theta"),
