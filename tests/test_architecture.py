@@ -48,7 +48,8 @@ def test_what_needs_no_model_knows_no_torch(package: str) -> None:
 
 
 def test_the_packages_of_data_import_each_other_downwards_only() -> None:
-    below = {f"prefillcli.data.{name}" for name in ("rows", "values", "paths", "shard", "failures", "filesystems")}
+    names = ("rows", "values", "paths", "places", "shard", "failures", "filesystems", "given_file")
+    below = {f"prefillcli.data.{name}" for name in names}
     rooms = {folder.parent.name for folder in (PACKAGE / "data").glob("*/__init__.py")}
     assert rooms == {"proof", "reading", "prompts", "output"}
     needs: dict[str, set[str]] = {room: set() for room in rooms}
@@ -102,6 +103,7 @@ OPTIONS_READ = {
     "prefillcli.errors",
     "prefillcli.compress.settings",
     "prefillcli.compress.pickers.registry",
+    "prefillcli.data.given_file",
     "prefillcli.data.output.formats",
     "prefillcli.data.shard",
     "prefillcli.engines.registry",

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from pydantic import Field, ValidationError
@@ -216,6 +216,28 @@ def test_variables_of_others_are_let_be() -> None:
     ports = [f"PREFILL_PORT_80_TCP{end}" for end in ("", "_PROTO", "_PORT", "_ADDR")]
     names = [*service, *ports, "PREFILLED", "MY_PREFILL_LABLES", "PREFILL"]
     assert load_with(dict.fromkeys(names, "10.0.0.1") | {"PREFILL_LABLES": ""}) == load_with({})
+
+
+NO_PATHS = {
+    "ADDRESS", "COLUMN", "DISTANCE", "EXPR", "FACTOR", "I/N", "ID", "KEY=VALUE", "LABELS", "MASS", "N", "N|auto", "NAME",
+    "NAMES", "NAME=NUMBER", "PRICE", "RANGE", "RATE", "RATE|auto", "SECONDS", "SHARE", "SIZE", "T", "TEXT", "DEVICE",
+    "torch|hf|vllm",
+}  # fmt: skip
+"""Metavars of options that name no file or folder."""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_option_that_names_a_path_says_what_is_done_with_it(command: str) -> None:
+    """So it is in the table of `jobs/path_table.py`. An option with a metavar of its own is sorted here."""
+    for name, field in COMMANDS[command].model_fields.items():
+        details = details_of(COMMANDS[command], name)
+        words = field.annotation is bool or get_origin(field.annotation) is Literal
+        names_path = details.metavar not in NO_PATHS and bool(details.metavar or not details.panel) and not words
+        if name == "rationale_template":
+            names_path = False  # Jinja text itself
+        assert names_path == (details.path is not None), name
+        if details.same_as:
+            assert details_of(COMMANDS[command], details.same_as).path, name
 
 
 def test_an_option_must_say_what_it_changes() -> None:

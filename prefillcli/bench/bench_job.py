@@ -25,7 +25,8 @@ from prefillcli.errors import PrefillError, ResourceError, UsageError, did_you_m
 from prefillcli.jobs.inputs import open_source, prompt_builder
 from prefillcli.jobs.label_uses import require_shares
 from prefillcli.jobs.load import load_walk
-from prefillcli.jobs.paths import refuse_among_inputs, require_json
+from prefillcli.jobs.path_table import require_apart
+from prefillcli.jobs.paths import require_json
 from prefillcli.jobs.shell import shell
 from prefillcli.models.open import Opened, answer_labels, open_models
 from prefillcli.models.samples import sample_draft
@@ -91,11 +92,8 @@ def _run(settings: BenchSettings, report: BenchReport, steps: StepLog, most_toke
     names = _methods(settings)
     _check_names("--workload", settings.workload, WORKLOADS)
     require_json(settings.output)
-    source = None
-    if settings.inputs:
-        source = open_source(settings, _carried(settings))
-        for path in (settings.output, page_of(settings.output)):
-            refuse_among_inputs(path, source)
+    require_apart(settings)
+    source = open_source(settings, _carried(settings)) if settings.inputs else None
     opened = open_models(settings)
     if "vllm" in names:
         check_place(settings, opened, {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -36,7 +37,7 @@ def filesystem_of(path: str) -> tuple[Any, str]:
     tried through pyarrow (hdfs).
     """
     if not is_url(path):
-        return fsspec.filesystem("file"), os.path.abspath(os.path.expanduser(path))
+        return fsspec.filesystem("file"), _absolute(os.path.expanduser(path))
     try:
         filesystem, inner = fsspec.core.url_to_fs(path)
     except (ImportError, ValueError) as error:
@@ -54,6 +55,14 @@ def filesystem_of(path: str) -> tuple[Any, str]:
     except Exception as error:  # clients of object stores raise anything
         raise UsageError(f"cannot open {path}: {error}") from None
     return filesystem, inner
+
+
+def _absolute(path: str) -> str:
+    """A whole path; `..` behind a symbolic link leads where the system goes, not back along the name."""
+    whole = re.sub("^//+", "/", os.path.abspath(path))
+    if ".." in path.split("/") and os.path.realpath(path) != os.path.realpath(whole):
+        return os.path.realpath(path)
+    return whole
 
 
 @contextmanager

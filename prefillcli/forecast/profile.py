@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from prefillcli.data.output.store import open_file
+from prefillcli.data.given_file import MissingFileError, read_given
 from prefillcli.data.proof.seals import take_checksum
 from prefillcli.errors import UsageError
 from prefillcli.forecast.completion_model import CompletionModel
@@ -60,12 +60,9 @@ class Profile(BaseModel):
         A fit that is too weak is left out, and so are the replays that were made with it.
         """
         try:
-            with open_file(path) as file:
-                text = file.read()
-        except FileNotFoundError:
+            text = read_given("--profile", path, "make one with prefill profile")
+        except MissingFileError:
             return None
-        except OSError as error:
-            raise UsageError(f"{path}: cannot read the profile: {error.strerror or error}") from None
         try:
             content = json.loads(text)
         except ValueError:  # also bytes that are not text

@@ -11,6 +11,7 @@ from prefillcli.data.output.store import put_text
 from prefillcli.data.proof.seals import sealed_text
 from prefillcli.errors import ResourceError, UsageError
 from prefillcli.jobs.labelled_scores import LabelledScores, read_labelled_scores
+from prefillcli.jobs.path_table import require_apart
 from prefillcli.jobs.paths import require_json
 from prefillcli.jobs.shell import shell
 from prefillcli.options.calibrate import CalibrateSettings
@@ -40,6 +41,7 @@ def calibrate_job(settings: CalibrateSettings) -> dict[str, Any]:
     ending = _Ending()
     with shell(ending, debug=settings.debug) as stop, stop.at_once():
         require_json(settings.output)
+        require_apart(settings)
         require_extra("eval", "prefill calibrate")
         calibration = ending.calibration = _fitted(settings, read_labelled_scores(settings))
         try:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from prefillcli.data.prompts.labels import Label, parse_labels
 from prefillcli.errors import UsageError
-from prefillcli.jobs.given_file import read_sealed
+from prefillcli.jobs.sealed_file import read_sealed
 from prefillcli.models.files import names_classifier, read_json
 from prefillcli.models.samples import sample_model
 from prefillcli.options.calibrate import ProbabilityOptions

@@ -15,7 +15,8 @@ from prefillcli.jobs.calibration_file import calibration_of, check_calibration
 from prefillcli.jobs.inputs import Granularity, carried_columns, open_source, prompt_builder, refuse_unlike_partitions
 from prefillcli.jobs.label_uses import require_label_uses
 from prefillcli.jobs.load import compression_of
-from prefillcli.jobs.paths import default_output, dry_run_report, refuse_among_inputs
+from prefillcli.jobs.path_table import output_of, require_apart
+from prefillcli.jobs.paths import dry_run_report
 from prefillcli.jobs.row_choice import RowChoice, check_rationales
 from prefillcli.jobs.shell import conclude, shell
 from prefillcli.jobs.writing_setup import text_room
@@ -68,7 +69,9 @@ def _write(report: DryRunReport) -> None:
 def _run(settings: ScoreSettings, report: DryRunReport, granularity: Granularity, stop: Stop) -> None:
     from prefillcli.forecast.survey import survey
 
-    report.output = settings.output or default_output(settings.inputs[0], partition=settings.partition)
+    report.output = output_of(settings)
+    with stop.at_once():
+        require_apart(settings)
     report.report = dry_run_report(report.output, settings.report, settings.shard_of)
     carried = carried_columns(settings)
     with stop.at_once():
@@ -80,7 +83,6 @@ def _run(settings: ScoreSettings, report: DryRunReport, granularity: Granularity
         labels = answer_labels(opened, settings)
         require_label_uses(settings, labels)
         calibration_of(settings, labels.labels)
-        refuse_among_inputs(report.output, source)
         profile, name, report.no_prediction = find_profile(
             settings.profile, hash_model(opened.files.origin), opened.files.dtype, opened.device
         )

@@ -9,8 +9,8 @@ from typing import Any
 from prefillcli.data.proof.fingerprints import hash_value
 from prefillcli.errors import UsageError
 from prefillcli.exits.profile_file import ExitProfile, exit_profile_of, require_same_job
-from prefillcli.jobs.given_file import read_sealed
 from prefillcli.jobs.load import compression_of
+from prefillcli.jobs.sealed_file import read_sealed
 from prefillcli.models.open import Opened
 from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import without_secrets

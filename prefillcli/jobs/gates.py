@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from pydantic import ValidationError
 
+from prefillcli.data.given_file import MissingFileError, read_given
 from prefillcli.data.output.counts import Counts
-from prefillcli.data.output.store import open_file
 from prefillcli.data.output.tallies import SCORE_BINS
 from prefillcli.errors import PrefillError, UsageError
 from prefillcli.options.gates import GateOptions
@@ -76,12 +76,11 @@ class GateKeeper:
 
     @staticmethod
     def _given(path: str) -> DriftUse:
+        again = "name the run.json of an earlier run"
         try:
-            with open_file(path) as file:
-                found = drift_reference(RunReport.model_validate_json(file.read()), path)
-        except (OSError, PrefillError, ValidationError) as error:
-            why = "it is not the report of a run" if isinstance(error, ValidationError) else str(error)
-            raise UsageError(f"--drift-from {path}: {why}\nname the run.json of an earlier run") from None
+            found = drift_reference(RunReport.model_validate_json(read_given("--drift-from", path, again)), path)
+        except ValidationError:
+            raise UsageError(f"--drift-from {path}: it is not the report of a run\n{again}") from None
         if found is None:
             raise UsageError(
                 f"--drift-from {path}: its run has no scores that passed its gates\nname another run.json"
@@ -94,11 +93,10 @@ def _replaced(path: str | None) -> DriftUse | None:
     if path is None:
         return None
     try:
-        with open_file(path) as file:
-            return drift_reference(RunReport.model_validate_json(file.read()), path)
-    except FileNotFoundError:
+        return drift_reference(RunReport.model_validate_json(read_given("--report", path)), path)
+    except MissingFileError:
         return None
-    except (OSError, PrefillError, ValidationError):
+    except (PrefillError, ValidationError):
         log.warning(f"--max-drift: {without_secrets(path)} is not the report of a run, and is not compared with")
         return None
 

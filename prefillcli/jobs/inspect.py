@@ -28,6 +28,7 @@ from prefillcli.jobs.explained_row import ExplainedRow, Explainer
 from prefillcli.jobs.inputs import open_source, prompt_builder
 from prefillcli.jobs.label_uses import require_shares
 from prefillcli.jobs.load import Models, load_walk
+from prefillcli.jobs.path_table import require_apart
 from prefillcli.jobs.scored_rows import scored_row
 from prefillcli.jobs.shell import shell
 from prefillcli.models.adapters import open_adapters
@@ -132,6 +133,7 @@ class _InspectJob:
         """Raises UsageError where the row is not found, PrefillError where it is an error row."""
         settings, summary = self._settings, self._summary
         _check(settings)
+        require_apart(settings)
         carried = [settings.id_column] if settings.id_column else []
         with self._stop.at_once():
             source = open_source(settings, carried)

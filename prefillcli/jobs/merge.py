@@ -13,6 +13,7 @@ from prefillcli.errors import OutputBusyError, OutputConflictError, OutputDamage
 from prefillcli.jobs.evaluation import EVALUATION, EvaluationPlan, evaluate_output
 from prefillcli.jobs.exit_report import stored_exit_use
 from prefillcli.jobs.gates import GateKeeper
+from prefillcli.jobs.path_table import require_apart
 from prefillcli.jobs.paths import report_path
 from prefillcli.jobs.shell import conclude, shell
 from prefillcli.options.merge import MergeSettings
@@ -42,18 +43,21 @@ def _merge_and_report(settings: MergeSettings, run_id: str) -> dict[str, Any]:
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         settings=shown(settings.model_dump(mode="json")),
         output=settings.output,
-        report=report_path(settings.output, settings.report, None),
     )
+    metrics_file = None
 
     def finish() -> None:
         for name, value in clock.seconds.items():
             setattr(report.seconds, name, value)
         report.seconds.total = clock.total
         report.peak_memory_bytes, report.versions = PeakMemory(**peak_memory()), versions()
-        write_files(report, settings.metrics_file)
+        write_files(report, metrics_file)
 
     log.event("started", "the merge begins", settings=report.settings)
     with shell(report, debug=settings.debug, finish=finish) as stop:
+        with stop.at_once():
+            require_apart(settings)
+        report.report, metrics_file = report_path(settings.output, settings.report, None), settings.metrics_file
         _run(settings, report, clock, stop)
     if not settings.quiet and report.status == "complete":
         log.info(_sentence(report))

@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from prefillcli.data.output.formats import FILE_ENDINGS
 from prefillcli.data.paths import split_path
+from prefillcli.data.places import written_path
 from prefillcli.data.reading.discovery import CODECS, KINDS
 from prefillcli.data.shard import Shard
 from prefillcli.errors import UsageError
 from prefillcli.redaction import without_secrets
 
-if TYPE_CHECKING:
-    from prefillcli.data.reading.source import Source
-
 _QUERY = re.compile(r"\?[^/]*=.*$")
-
-
-def refuse_among_inputs(path: str, source: Source, *, option: str = "--output") -> None:
-    """Raise UsageError if a file or folder at `path` would replace an input, or be read as one by the next run."""
-    target = os.path.realpath(path)
-    for file in source.paths:
-        if target in (os.path.realpath(file), os.path.dirname(os.path.realpath(file))):
-            raise UsageError(f"{option} {path} would be written over the input {file}; choose another one")
-    given = source.would_read(path)
-    if given is not None:
-        raise UsageError(
-            f"{option} {path} lies among the inputs: the next run over {given} would read it as input\n"
-            f"write it elsewhere, for example into a folder beside {given}"
-        )
 
 
 def default_output(first: str, *, partition: bool = False) -> str:
@@ -53,7 +35,7 @@ def default_output(first: str, *, partition: bool = False) -> str:
 
 def default_report(output: str) -> str:
     """`data.scores.parquet` -> `data.scores.run.json`, beside it."""
-    base = output.rstrip("/")
+    base = written_path(output, follow=False).rstrip("/")
     for ending in FILE_ENDINGS:
         base = base.removesuffix(ending)
     return f"{base}.run.json"
@@ -61,7 +43,7 @@ def default_report(output: str) -> str:
 
 def report_path(output: str, report: str | None, shard: Shard | None) -> str:
     """Where run.json goes; with a `shard` under a name of its own: `data.scores.shard-2-of-4.run.json`."""
-    path = report or default_report(output)
+    path = default_report(output) if report is None else report
     if shard is None:
         return path
     ending = ".run.json" if path.endswith(".run.json") else ".json" if path.endswith(".json") else ""

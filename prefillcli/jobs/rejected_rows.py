@@ -16,22 +16,19 @@ from prefillcli.data.output.json_columns import kinds_of, type_for, typed_column
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.output.store import open_store
 from prefillcli.data.paths import split_path
+from prefillcli.data.places import written_path
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Int64Array, is_error
 from prefillcli.errors import UsageError
-from prefillcli.jobs.paths import refuse_among_inputs
 
 OPTION = "--rejects"
 _ERRORS = ("error", "error_detail")
 
 
-def check_rejects(path: str, source: Source, output: str) -> None:
+def check_rejects(path: str, source: Source) -> None:
     """Raise UsageError unless error rows can be written to `path`, with all columns of the input."""
     if format_of(path) is None or path.endswith("/"):
         raise UsageError(f"unknown ending of {OPTION} {path}\nuse {', '.join(FILE_ENDINGS)}")
-    if path == output:
-        raise UsageError(f"{OPTION} {path} is the --output; choose another file")
-    refuse_among_inputs(path, source, option=OPTION)
     source.select(columns=(), carried=_columns(source))
 
 
@@ -48,7 +45,7 @@ def write_rejects(path: str, source: Source, sink: Sink) -> None:
     typed = source.kind == "jsonl" and not as_text
     carried = rejects.typed_schema() if typed else source.carried_schema
     schema = pa.schema([(ROW_COLUMN, pa.int64()), *carried, *((name, pa.string()) for name in _ERRORS)])
-    folder, name = split_path(path)
+    folder, name = split_path(written_path(path, OPTION))
     store = open_store(folder)
     store.clean(lambda left: left == name)
     with store.create(name) as file:

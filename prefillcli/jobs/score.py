@@ -14,14 +14,12 @@ from prefillcli.data.output.earlier_output import FoundOutput
 from prefillcli.data.output.heartbeat import Heartbeat
 from prefillcli.data.output.shard_sink import ShardSink
 from prefillcli.data.output.sink import Sink
-from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Window
 from prefillcli.engines.registry import ENGINES, loader_of
 from prefillcli.errors import (
     OutputBusyError,
     OutputConflictError,
     OutputExistsError,
-    UsageError,
 )
 from prefillcli.forecast.profile import find_profile
 from prefillcli.forecast.remaining_time import RemainingTime
@@ -56,7 +54,8 @@ from prefillcli.jobs.inputs import (
 )
 from prefillcli.jobs.label_mass import LabelMassCheck
 from prefillcli.jobs.label_uses import require_label_uses
-from prefillcli.jobs.paths import default_output, refuse_among_inputs, report_path
+from prefillcli.jobs.path_table import output_of, require_apart
+from prefillcli.jobs.paths import report_path
 from prefillcli.jobs.recorder import Recorder
 from prefillcli.jobs.rejected_rows import check_rejects, write_rejects
 from prefillcli.jobs.row_choice import RowChoice, check_rationales, column_groups
@@ -110,7 +109,7 @@ def _run_job(settings: ScoreSettings, run_id: str, granularity: Granularity) -> 
     def finish() -> None:
         job.finish_report()
         report.memory_trace = MemoryTrace.of(memory.samples)
-        write_files(report, settings.metrics_file)
+        write_files(report, job.metrics_file)
 
     with shell(report, debug=settings.debug, resumable=True, finish=finish) as stop, memory:
         job.run(stop)
@@ -138,12 +137,17 @@ class _ScoreJob:
         self._shown: list[WrittenRow] = []
         self._forecast: RemainingTime | None = None
         self._recorder: Recorder | None = None
+        self.metrics_file: str | None = None
+        """Where metrics go, as soon as nothing else can be there."""
 
     def run(self, stop: Stop) -> None:
         settings, report = self.settings, self.report
-        output = settings.output or default_output(settings.inputs[0], partition=settings.partition)
+        output = output_of(settings)
         report.output, report.shard = output, settings.shard
+        with self.clock.phase("read"), stop.at_once():
+            require_apart(settings)  # before anything is written, the report of a failed run among it
         report.report = report_path(output, settings.report, settings.shard_of)
+        self.metrics_file = settings.metrics_file
         gates = GateKeeper(settings, report, report.report)
         inputs = self._inputs = self._open_inputs(output, stop)
         self._evaluation = EvaluationPlan.of(settings, inputs.labels)
@@ -200,9 +204,8 @@ class _ScoreJob:
             check_rationales(settings)
             exit_profile = read_exit_profile(settings)
             source = open_source(settings, carried_columns(settings))
-            self._refuse_among_inputs(output, source)
             if settings.rejects is not None:
-                check_rejects(settings.rejects, source, output)
+                check_rejects(settings.rejects, source)
             refuse_unlike_partitions(settings, source, output)
             refuse_idle_draft(settings, source)
             source.begin_hashing()
@@ -216,15 +219,6 @@ class _ScoreJob:
             choice = RowChoice.of(settings, labels, source.carried_schema, source.kind)
             content_free = content_free_prompts(settings, source, builder, labels)
         return JobInputs(source, builder, labels, opened, models, calibration, content_free, exit_profile, choice)
-
-    def _refuse_among_inputs(self, output: str, source: Source) -> None:
-        refuse_among_inputs(output, source)
-        if self.settings.report is not None and self.report.report is not None:
-            try:
-                refuse_among_inputs(self.report.report, source, option="--report")
-            except UsageError:
-                self.report.report = None
-                raise
 
     def _profile(self, opened: Opened, model_hash: str) -> Profile | None:
         """None without a profile that applies; it is told of one that does not, with a warning if it was asked for."""

@@ -17,7 +17,7 @@ class AdapterOptions(Settings):
         {},
         "A LoRA of PEFT to merge into the model: a folder or a hub name; repeatable with --adapter-column; a mapping "
         "in a recipe.",
-        MODEL, changes="scores", metavar="[NAME=]DIR", repeatable=True, needs="adapters",
+        MODEL, changes="scores", metavar="[NAME=]DIR", path="model", repeatable=True, needs="adapters",
     )  # fmt: skip
     adapter_column: str | None = option(
         None,

@@ -25,7 +25,10 @@ class BenchSettings(MeasuringOptions, ScheduledOptions):
         BENCH, changes="report",
     )  # fmt: skip
     inputs: tuple[str, ...] = argument(
-        (), "Parquet or JSONL: files, directories, globs or URLs. Without: made workloads.", changes="scores"
+        (),
+        "Parquet or JSONL: files, directories, globs or URLs. Without: made workloads.",
+        changes="scores",
+        path="rows",
     )
     seed: int = option(
         0,
@@ -36,7 +39,7 @@ class BenchSettings(MeasuringOptions, ScheduledOptions):
         None,
         "Small model with the same tokenizer, which picks the tokens; self: the model's own first layers. (default: "
         "with the sample model, its draft)",
-        COMPRESSION, changes="scores", metavar="DIR|NAME|self", requires=requirements.SPECPREFILL,
+        COMPRESSION, changes="scores", metavar="DIR|NAME|self", path="model", requires=requirements.SPECPREFILL,
     )  # fmt: skip
     keep: KeepRates = option(  # type: ignore[assignment]  # several rates side by side
         (0.2,),
@@ -98,7 +101,7 @@ class BenchSettings(MeasuringOptions, ScheduledOptions):
     output: str = option(
         "bench.json",
         "JSON file for the numbers; the page goes beside it, as .html.",
-        FILES, changes="files", short="-o", metavar="PATH",
+        FILES, changes="files", short="-o", metavar="PATH", path="bench",
     )  # fmt: skip
 
     @property

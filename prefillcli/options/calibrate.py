@@ -16,7 +16,7 @@ class ProbabilityOptions(Settings):
     calibration: str | None = option(
         None,
         "File of prefill calibrate: adds the column probability beside score.",
-        ANSWERS, changes="columns", metavar="PATH",
+        ANSWERS, changes="columns", metavar="PATH", path="file",
     )  # fmt: skip
     calibrate_with: TextList = option(
         (),
@@ -45,7 +45,11 @@ class CalibrateSettings(Settings):
     """Everything `prefill calibrate` can be told."""
 
     scores: str = argument(
-        ..., "Scores of rows with right answers: what prefill score wrote.", changes="report", min_length=1
+        ...,
+        "Scores of rows with right answers: what prefill score wrote.",
+        changes="report",
+        path="scores",
+        min_length=1,
     )
     truth: str | None = option(
         None,
@@ -55,7 +59,7 @@ class CalibrateSettings(Settings):
     truth_from: str | None = option(
         None,
         "File with the right answers, where the scores have none: rows are found by id, or by their number.",
-        FILES, changes="report", metavar="PATH",
+        FILES, changes="report", metavar="PATH", path="rows",
     )  # fmt: skip
     id_column: str | None = option(
         None,
@@ -63,8 +67,10 @@ class CalibrateSettings(Settings):
         FILES, changes="report", metavar="NAME", requires=requirements.TRUTH_FROM,
     )  # fmt: skip
     output: str = option(
-        "calibration.json", "Where the calibration goes.", FILES, changes="files", short="-o", metavar="PATH"
-    )
+        "calibration.json",
+        "Where the calibration goes.",
+        FILES, changes="files", short="-o", metavar="PATH", path="calibration",
+    )  # fmt: skip
     method: Literal["auto", "temperature", "platt", "isotonic"] = option(
         "auto",
         "What is fitted; auto: what has the smallest log loss in cross-validation. Isotonic is for two labels.",

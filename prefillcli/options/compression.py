@@ -23,7 +23,7 @@ class CompressionOptions(Settings):
     draft: str | None = option(
         None,
         "Small model with the same tokenizer, which picks the tokens; self: the model's own first layers.",
-        COMPRESSION, changes="scores", metavar="DIR|NAME|self",
+        COMPRESSION, changes="scores", metavar="DIR|NAME|self", path="model",
     )  # fmt: skip
     draft_tokenizer: Literal["same", "translate"] = option(
         "same",

@@ -13,7 +13,7 @@ class EarlierOptions(Settings):
     since: str | None = option(
         None,
         "An earlier output of this job, last night's: rows with the same id and prompt are taken over from it.",
-        FILES, changes="speed", metavar="OUTPUT", requires=requirements.SCORES,
+        FILES, changes="speed", metavar="OUTPUT", path="scores", same_as="output", requires=requirements.SCORES,
     )  # fmt: skip
     retry_errors: bool = option(
         False,

@@ -28,5 +28,5 @@ class ExitOptions(Settings):
     exit_profile: str | None = option(
         None,
         "What an earlier job has learnt (its OUTPUT.exit.json), used again after a check on fresh rows.",
-        EARLY_EXIT, changes="scores", metavar="FILE", requires=requirements.EXIT,
+        EARLY_EXIT, changes="scores", metavar="FILE", path="file", requires=requirements.EXIT,
     )  # fmt: skip

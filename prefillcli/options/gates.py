@@ -29,7 +29,7 @@ class GateOptions(Settings):
     drift_from: str | None = option(
         None,
         "run.json of the earlier run that --max-drift compares with. (default: the report that this run replaces)",
-        GATES, changes="report", metavar="PATH", requires=requirements.DRIFT,
+        GATES, changes="report", metavar="PATH", path="file", same_as="report", requires=requirements.DRIFT,
     )  # fmt: skip
 
     @property

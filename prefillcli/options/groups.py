@@ -37,7 +37,7 @@ class InputOptions(Settings):
     """Which rows are read."""
 
     inputs: tuple[str, ...] = argument(
-        ..., "Parquet or JSONL: files, directories, globs or URLs.", changes="scores", min_length=1
+        ..., "Parquet or JSONL: files, directories, globs or URLs.", changes="scores", path="rows", min_length=1
     )
     limit: int | None = option(None, "Take the first N rows only.", FILES, changes="rows", metavar="N", ge=1)
     sample: int | None = option(None, "Take N rows drawn at random.", FILES, changes="rows", metavar="N", ge=1)
@@ -60,7 +60,7 @@ class ModelOptions(Settings):
     model: str | None = option(
         None,
         "A model directory, a GGUF file or a hub name. (default: the shipped sample model)",
-        MODEL, changes="scores", short="-m", metavar="MODEL",
+        MODEL, changes="scores", short="-m", metavar="MODEL", path="model",
     )  # fmt: skip
     revision: str | None = option(
         None, "Revision of a hub model.", MODEL, changes="scores", metavar="NAME", requires=requirements.HUB_MODEL
@@ -99,7 +99,7 @@ class PromptOptions(Settings):
     template: str | None = option(
         None,
         "Jinja template, or a file with one, rendered with the row's columns.",
-        PROMPTS, changes="scores", metavar="JINJA",
+        PROMPTS, changes="scores", metavar="JINJA", path="template",
     )  # fmt: skip
     chat: bool | None = option(
         None, "Apply the tokenizer's chat template. (default: if it has one)", PROMPTS, changes="scores"
@@ -314,12 +314,12 @@ class EndingOptions(Settings):
     report: str | None = option(
         None,
         "Where run.json goes; its page goes beside it, as .html. (default: OUTPUT.run.json beside the output)",
-        FILES, changes="files", metavar="PATH",
+        FILES, changes="files", metavar="PATH", path="report",
     )  # fmt: skip
     metrics_file: str | None = option(
         None,
         "Also write metrics for the Prometheus textfile collector to this file, e.g. prefill.prom.",
-        FILES, changes="files", metavar="PATH",
+        FILES, changes="files", metavar="PATH", path="metrics",
     )  # fmt: skip
     max_error_rate: float = option(
         0.0, "Share of error rows above which the exit code is 3.", RUN, changes="report", metavar="RATE", ge=0, le=1

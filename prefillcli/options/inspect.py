@@ -28,9 +28,11 @@ class InspectSettings(WritingOptions, RunOptions, WeightsOptions, AdapterOptions
     exit_profile: str | None = option(
         None,
         "What a job has learnt about early exits (its OUTPUT.exit.json): show where the row would leave.",
-        EARLY_EXIT, changes="files", metavar="FILE",
+        EARLY_EXIT, changes="files", metavar="FILE", path="file",
     )  # fmt: skip
-    html: str | None = option(None, "Also write an HTML page to this file.", FILES, changes="files", metavar="PATH")
+    html: str | None = option(
+        None, "Also write an HTML page to this file.", FILES, changes="files", metavar="PATH", path="page"
+    )
 
     def check(self) -> None:
         super().check()

@@ -79,7 +79,7 @@ def load_settings(
             raise UsageError(lacks.message(given.origin[name]))
         del given.values[name]
         settings = given.settings(kind)
-    return settings.with_flags(flags)
+    return settings.with_origin(flags, recipe)
 
 
 def _refuse_other_bytes(value: Any, origin: str) -> None:

@@ -61,6 +61,33 @@ The first three make the job: see `prefillcli.jobs.identity`.
 """
 
 
+PathRole = Literal[
+    "rows",
+    "file",
+    "template",
+    "model",
+    "scores",
+    "output",
+    "report",
+    "metrics",
+    "rejects",
+    "calibration",
+    "bench",
+    "profile",
+    "page",
+]
+"""What a run does with the path that an option names (`prefillcli.jobs.path_table`). It reads the first five.
+
+- rows: files, folders, globs or URLs of rows.
+- file: a small file.
+- template: a small file, unless it is Jinja text itself.
+- model: a folder or GGUF file, unless it is a name on the hub.
+- scores: an output of `prefill score` with its work folder.
+- output: the scores that are written, with their work folder.
+- all others: a file of this kind that is written beside them, some with a page.
+"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Details:
     """What an option has beside its name, type, default and help text. `option` says what each means."""
@@ -74,6 +101,8 @@ class Details:
     needs: Capability | None = None
     requires: Requirement | None = None
     off: Any = None
+    path: PathRole | None = None
+    same_as: str = ""
 
 
 def option(
@@ -89,6 +118,8 @@ def option(
     needs: Capability | None = None,
     requires: Requirement | None = None,
     off: Any = None,
+    path: PathRole | None = None,
+    same_as: str = "",
     **field: Any,
 ) -> Any:
     """A field that is an option of the command line; `repeatable` ones may be given several times.
@@ -96,7 +127,8 @@ def option(
     `panel` is the part of the help page that shows it. `negative` is the flag that turns off an option that is on by
     default. `needs` is what the engine must be able to do if the option is given; options of compression need that.
     `requires` is what the other options must say for this one to have an effect: without, it is refused. `off` is the
-    value that asks for nothing, besides None and the default of a switch. `field` goes to pydantic.
+    value that asks for nothing, besides None and the default of a switch. `path` is what a run does with the path that
+    the option names; one that is read may be that of the written option `same_as`. `field` goes to pydantic.
     """
     details = Details(
         changes=changes,
@@ -108,13 +140,15 @@ def option(
         needs=needs or ("compression" if panel == COMPRESSION else None),
         requires=requires,
         off=off,
+        path=path,
+        same_as=same_as,
     )
     return Field(default, description=help, json_schema_extra={"option": details}, **field)  # type: ignore[dict-item]
 
 
-def argument(default: Any, help: str, *, changes: Change, **field: Any) -> Any:
+def argument(default: Any, help: str, *, changes: Change, path: PathRole, **field: Any) -> Any:
     """A field that is given on the command line by its place, without a flag. A `default` of ... must be given."""
-    details = Details(changes=changes)
+    details = Details(changes=changes, path=path)
     return Field(default, description=help, json_schema_extra={"option": details}, **field)  # type: ignore[dict-item]
 
 
@@ -123,6 +157,7 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)  # help pages validate nothing
     _flags: frozenset[str] = PrivateAttr(frozenset())
+    _recipe: str | None = PrivateAttr(None)
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -132,10 +167,15 @@ class Settings(BaseModel):
             if "option" not in extra:
                 raise TypeError(f"{cls.__name__}.{name}: make it with `option`, which says what it changes")
 
-    def with_flags(self, names: Iterable[str]) -> Self:
-        """These settings, which remember that the options of these names were flags."""
-        self._flags = frozenset(names)
+    def with_origin(self, flags: Iterable[str], recipe: str | None) -> Self:
+        """These settings, which remember that the options of these names were flags, and the recipe's path."""
+        self._flags, self._recipe = frozenset(flags), recipe
         return self
+
+    @property
+    def recipe(self) -> str | None:
+        """The path of the recipe that some of them are from."""
+        return self._recipe
 
     def is_flag(self, name: str) -> bool:
         """Whether the option was given on the command line of this run."""

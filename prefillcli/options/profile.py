@@ -26,7 +26,7 @@ class ProfileSettings(PriceOptions, MeasuringOptions, ScheduledOptions):
     inputs: tuple[str, ...] = argument(
         (),
         "Parquet or JSONL: files, directories, globs or URLs. Shows what is in it and what scoring it takes.",
-        changes="scores",
+        changes="scores", path="rows",
     )  # fmt: skip
     full: bool = option(
         False,
@@ -79,7 +79,7 @@ class ProfileSettings(PriceOptions, MeasuringOptions, ScheduledOptions):
     output: str = option(
         "profile.json",
         "JSON file for the numbers; the page goes beside it, as .html.",
-        FILES, changes="files", short="-o", metavar="PATH",
+        FILES, changes="files", short="-o", metavar="PATH", path="profile",
     )  # fmt: skip
 
     @classmethod

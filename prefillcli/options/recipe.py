@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import yaml
 
+from prefillcli.data.given_file import read_given
 from prefillcli.errors import UsageError, brief
 
 
@@ -50,16 +50,16 @@ for _tag, _pattern, _first in (
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"({_pattern})$"), list(_first))
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
+_MOST_BYTES = 1 << 20
 _MOST_VALUES = 100_000
 """In a recipe, with each alias counted as what it stands for: a few short lines can stand for billions."""
 
 
 def read_recipe(path: str) -> dict[str, Any]:
     """The options of a recipe, by name. Raises UsageError if it cannot be read, or is not a mapping."""
+    content = read_given("--recipe", path, most=_MOST_BYTES)
     try:
-        loaded = parse_yaml(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path}: cannot read the recipe: {error.strerror}") from None
+        loaded = parse_yaml(content.decode())
     except ValueError as error:
         raise UsageError(f"{path}: the recipe is not valid YAML: {brief(error)}") from None
     if loaded is None:

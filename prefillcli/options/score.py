@@ -49,7 +49,7 @@ class ScoreSettings(
     output: str | None = option(
         None,
         f"Where the scores go: {', '.join(FILE_ENDINGS)}, or a folder (ending in /). (default: INPUT.scores.parquet)",
-        FILES, changes="files", short="-o", metavar="PATH",
+        FILES, changes="files", short="-o", metavar="PATH", path="output",
     )  # fmt: skip
     id_column: str | None = option(
         None,
@@ -70,7 +70,7 @@ class ScoreSettings(
     rejects: str | None = option(
         None,
         "Also write the error rows, with all columns of the input, to this file, e.g. rejects.jsonl.",
-        FILES, changes="files", metavar="PATH",
+        FILES, changes="files", metavar="PATH", path="rejects",
     )  # fmt: skip
     resume: bool = option(False, "Continue this job where it stopped.", FILES, changes="files")
 
@@ -115,7 +115,7 @@ class ScoreSettings(
     profile: str | None = option(
         None,
         "Profile written by prefill profile, to predict times. (default: profile.json, if it exists and fits)",
-        RUN, changes="speed", metavar="PATH", needs="forecast",
+        RUN, changes="speed", metavar="PATH", path="file", needs="forecast",
     )  # fmt: skip
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from prefillcli.data.reading.source import Source
@@ -11,7 +10,6 @@ from prefillcli.forecast.profile import Profile
 from prefillcli.forecast.survey import survey
 from prefillcli.jobs.inputs import open_source, prompt_builder
 from prefillcli.jobs.load import compression_of
-from prefillcli.jobs.paths import refuse_among_inputs
 from prefillcli.models.open import Opened, answer_labels, open_models
 from prefillcli.options.profile import ProfileSettings
 from prefillcli.report.survey import Survey
@@ -26,15 +24,12 @@ class Input:
     opened: Opened
 
 
-def open_input(settings: ProfileSettings, outputs: Iterable[str]) -> Input:
+def open_input(settings: ProfileSettings) -> Input:
     """Open INPUT and make prompts of its first rows, so that errors in it are found before the measurements.
 
-    `outputs` are what will be written. Raises what a survey would raise for columns, template and labels, and
-    UsageError where an output would replace the input.
+    Raises what a survey would raise for columns, template and labels.
     """
     source = open_source(settings, ())
-    for output in outputs:
-        refuse_among_inputs(output, source)
     opened = open_models(settings)
     builder = prompt_builder(settings, opened, source, ())
     labels = answer_labels(opened, settings)

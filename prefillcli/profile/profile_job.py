@@ -17,6 +17,7 @@ from prefillcli.forecast.completion_model import CompletionModel
 from prefillcli.forecast.mode_results import ModeResult, Trace
 from prefillcli.forecast.profile import Profile
 from prefillcli.forecast.replay_results import Replay
+from prefillcli.jobs.path_table import require_apart
 from prefillcli.jobs.paths import require_json
 from prefillcli.jobs.shell import shell
 from prefillcli.models.open import check_loadable, open_model
@@ -86,9 +87,10 @@ def _check(settings: ProfileSettings) -> Input | None:
     from prefillcli.replay.workloads import WORKLOADS
 
     require_json(settings.output)
+    require_apart(settings)
     _check_names("--mode", settings.mode, MODES)
     _check_names("--replay", settings.replay, {**WORKLOADS, "none": None})
-    return open_input(settings, (settings.output, page_of(settings.output))) if settings.inputs else None
+    return open_input(settings) if settings.inputs else None
 
 
 def _measure(settings: ProfileSettings, given: Input | None, announce: Callable[[str], None]) -> Profile:

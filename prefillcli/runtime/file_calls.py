@@ -7,6 +7,7 @@ An output, its parts and manifest, locks, heartbeats and reports are read and wr
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
 import os
@@ -43,9 +44,23 @@ class LocalFile(io.FileIO):
         return write_bytes(self.fileno(), data)
 
 
-def open_to_read(path: str) -> IO[bytes]:
-    """A file, open for reading. Raises FileNotFoundError."""
-    return io.BufferedReader(LocalFile(path, "r"))
+def open_to_read(path: str, *, pipes: bool = False) -> IO[bytes]:
+    """A file, open for reading; with `pipes` also a pipe, or the empty `/dev/null`.
+
+    Raises FileNotFoundError, and OSError for whatever else is no file: a device has no end.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe that nobody writes holds up nothing
+    try:
+        found = os.fstat(handle)
+        empty = stat.S_ISCHR(found.st_mode) and found.st_rdev == os.stat(os.devnull).st_rdev
+        if not (stat.S_ISREG(found.st_mode) or (pipes and (stat.S_ISFIFO(found.st_mode) or empty))):
+            kind = (errno.EISDIR, "a folder") if stat.S_ISDIR(found.st_mode) else (errno.ENODEV, "a device or a pipe")
+            raise OSError(kind[0], f"it is {kind[1]}, not a file", path)
+        os.set_blocking(handle, True)
+        return io.BufferedReader(LocalFile(handle, "r"))
+    except BaseException:
+        os.close(handle)
+        raise
 
 
 def open_to_write(path: str) -> IO[bytes]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.fuzz import data_files, directories, flags, model_files, recipes, rows, templates
+from tests.fuzz import data_files, directories, flags, model_files, paths, recipes, rows, templates
 
 FUZZERS = {
     fuzzer.name: fuzzer
@@ -18,6 +18,7 @@ FUZZERS = {
         data_files.OUTPUTS,
         model_files.MODELS,
         directories.DIRECTORIES,
+        paths.PATHS,
     )
 }
 """By name."""

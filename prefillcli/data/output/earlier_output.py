@@ -69,17 +69,20 @@ def find_output(path: str, own: str | None = None) -> FoundOutput | str:
     except (DamagedFileError, OutputConflictError) as error:
         return f"{target.work.location}/manifest.json: {str(error).splitlines()[0]}"
     if manifest is None:
-        return f"its work folder {target.work.location} is gone, where the digests of its rows were"
+        return (
+            f"its work folder {target.work.location} is not there, which has the digests of its rows: "
+            "an output is moved or renamed together with its work folder"
+        )
     if manifest.state != "complete":
         before = manifest.before
         if before is None or own is None or Target.parse(own).path != target.path:
             return "its job is not complete"
-        published = Published(Job.of_json(before["job"]), before["files"])
+        published = target.stored(Job.of_json(before["job"]), before["files"])
         found = FoundOutput(target, published, before["digests"], own)
         return found if not target.damage(published) else "it is being replaced"
     if manifest.digests is None:
         return "an earlier version of prefill wrote it, without digests of its rows"
-    return FoundOutput(target, Published(manifest.job, manifest.files), manifest.digests, own)
+    return FoundOutput(target, target.stored(manifest.job, manifest.files), manifest.digests, own)
 
 
 class EarlierOutput:

@@ -28,7 +28,7 @@ from prefillcli.data.output.shard_folders import (
     to_schema,
 )
 from prefillcli.data.output.tallies import ROW
-from prefillcli.data.output.target import Published, Target
+from prefillcli.data.output.target import Target
 from prefillcli.data.shard import Shard
 from prefillcli.errors import (
     DamagedFileError,
@@ -275,7 +275,7 @@ class JoinedShards:
     def damage(self) -> list[str]:
         """What is wrong with the output that was merged before."""
         merged = self.merged
-        return [] if merged is None else self._target.damage(Published(merged.job, merged.files))
+        return [] if merged is None else self._target.damage(self._target.stored(merged.job, merged.files))
 
     def _windows(self) -> Iterator[tuple[int, list[tuple[ShardFolder, str]]]]:
         """Every window of the input with its parts. Raises PrefillError for a part of another window."""

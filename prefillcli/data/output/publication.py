@@ -109,8 +109,9 @@ class _InPlace:
 
 
 def _shared(target: Target, place: str) -> bool:
-    """Whether a local folder cannot be put aside: it holds other files too, or something is mounted there."""
-    if os.path.ismount(place):
+    """Whether a local folder cannot be put aside: it holds other files too, something is mounted there, or this
+    process is in it."""
+    if os.path.ismount(place) or f"{os.path.abspath('.')}/".startswith(f"{os.path.realpath(place)}/"):
         return True
     with writing(place):
         return any(

@@ -12,7 +12,7 @@ from prefillcli.data.output.manifest import NAME, Job, Manifest
 from prefillcli.data.output.parts import PartInfo, WindowRows
 from prefillcli.data.output.store import Store
 from prefillcli.data.output.tallies import ROW
-from prefillcli.data.output.target import Published, Target
+from prefillcli.data.output.target import Target
 from prefillcli.data.rows import Int64Array
 from prefillcli.data.shard import Shard
 from prefillcli.errors import DamagedFileError, OutputConflictError, OutputDamagedError, OutputExistsError
@@ -88,7 +88,7 @@ def find_resumable_shard(
 
 def require_undamaged(target: Target, manifest: Manifest) -> None:
     """Raise OutputDamagedError unless the output is what the job of a complete manifest wrote."""
-    damage = target.damage(Published(manifest.job, manifest.files))
+    damage = target.damage(target.stored(manifest.job, manifest.files))
     if damage:
         more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""
         raise OutputDamagedError(

@@ -188,7 +188,7 @@ class Sink:
 
     def tables(self, names: Sequence[str]) -> Iterator[pa.Table]:
         """These columns of the output when it is finished, piece by piece, rows in the order of the input."""
-        return self._target.tables(names, self._manifest.files)
+        return self._target.tables(names, self._target.stored(self._manifest.job, self._manifest.files).files)
 
     def done(self, window: int) -> set[int]:
         """Numbers of the rows of a window that are in its parts."""

@@ -11,6 +11,7 @@ from prefillcli.data.output.local_store import LocalStore
 from prefillcli.data.output.locks import Lock
 from prefillcli.data.output.remote_store import RemoteStore
 from prefillcli.data.paths import split_path
+from prefillcli.data.places import written_path
 
 
 class Store(Protocol):
@@ -77,13 +78,7 @@ def open_store(url: str) -> Store:
     return RemoteStore(filesystem, inner, url)
 
 
-def open_file(path: str) -> IO[bytes]:
-    """The file at a local path or URL, open for reading. Raises FileNotFoundError."""
-    folder, name = split_path(path)
-    return open_store(folder).read(name)
-
-
 def put_text(path: str, text: str) -> None:
-    """Write a whole file at a local path or URL. Raises PrefillError."""
-    folder, name = split_path(path)
+    """Write a whole file at a local path or URL; a symbolic link stays one. Raises PrefillError."""
+    folder, name = split_path(written_path(path, "cannot write"))
     open_store(folder).put_bytes(name, text.encode())

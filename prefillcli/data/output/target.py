@@ -20,7 +20,8 @@ from prefillcli.data.output.formats import DIRECTORY, FILE_ENDINGS, FileFormat, 
 from prefillcli.data.output.manifest import Job
 from prefillcli.data.output.remote_store import requesting
 from prefillcli.data.output.store import Store, open_store
-from prefillcli.data.paths import WORK_ENDING, is_url, split_path
+from prefillcli.data.paths import WORK_ENDING, split_path
+from prefillcli.data.places import written_path
 from prefillcli.data.proof.seals import digest_of, seal_of, with_checksum
 from prefillcli.data.shard import Shard
 from prefillcli.errors import DamagedFileError, UsageError
@@ -52,16 +53,17 @@ class Target:
     """Where the output goes, and in which format."""
 
     path: str
-    """As the user named it; a symbolic link to a local file or folder is followed."""
+    """As the user named it, in the form of `written_path`."""
     format: OutputFormat
     shard: Shard | None = None
     """The share of the rows that is worked on; None for all."""
 
     @classmethod
     def parse(cls, output: str, shard: Shard | None = None) -> Target:
-        """Raises UsageError for an unknown ending."""
-        path = _followed(output.rstrip("/"))
-        if output.endswith("/") or _is_directory(path):
+        """Raises UsageError for an unknown ending, and as `written_path`."""
+        named = written_path(output)
+        path = named.rstrip("/")
+        if named.endswith("/") or _is_directory(path):
             return cls(path, DIRECTORY, shard)
         found = format_of(path)
         if found is None and _is_directory(f"{path}{WORK_ENDING}/{OLD}"):
@@ -137,6 +139,11 @@ class Target:
         except (pa.ArrowException, DamagedFileError, OSError, ValueError, KeyError, TypeError):
             return None
 
+    def stored(self, job: Job, files: dict[str, str]) -> Published:
+        """What a work folder says of the output. One file is known by its digest: with its work folder it may be
+        renamed."""
+        return Published(job, files if self.directory else dict(zip([self.name], files.values(), strict=False)))
+
     def damage(self, published: Published) -> list[str]:
         """What is wrong with the bytes of the output, if this is how it was published; empty if nothing is."""
         found = []
@@ -197,11 +204,3 @@ def _is_directory(path: str) -> bool:
             return file_calls.is_folder(inner)
     with requesting(without_secrets(path)):
         return bool(patiently(lambda: filesystem.isdir(inner)))
-
-
-def _followed(path: str) -> str:
-    """A local path that is a symbolic link, followed to its end; any other path as it is."""
-    if is_url(path):
-        return path
-    local = os.path.expanduser(path)
-    return os.path.realpath(local) if os.path.islink(local) else path

@@ -72,7 +72,7 @@ class Verification:
         if not target.exists():
             self.problems.append(f"{target.path}: there is no output")
         elif manifest is not None and manifest.state == "complete":
-            return Published(manifest.job, manifest.files)
+            return target.stored(manifest.job, manifest.files)
         elif manifest is not None:
             self.problems.append(f"{target.path}: its job is not complete; `prefill status` shows how far it is")
         else:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from prefillcli.data.given_file import read_given
 from prefillcli.data.prompts.rendering import Renderer, RenderLimits
 from prefillcli.data.rows import ErrorCode, RowError
 from prefillcli.errors import UsageError
@@ -18,16 +18,21 @@ def read_template(template: str) -> tuple[str, str]:
 
     Raises UsageError if it is neither.
     """
-    if any(mark in template for mark in _MARKS) or "\n" in template:
+    if not names_template(template):
         return template, "--template"
+    shown = template if len(template) < 200 else f"{template[:100]}..."
     try:
-        return Path(template).read_text(encoding="utf-8"), template
-    except (OSError, UnicodeDecodeError) as error:
-        shown = template if len(template) < 200 else f"{template[:100]}..."
-        reason = getattr(error, "strerror", None) or error
+        return read_given("--template", template).decode(), template
+    except (UsageError, UnicodeDecodeError) as error:
+        reason = str(error).removeprefix(f"--template {template}: ")
         raise UsageError(
             f"--template {shown}: neither Jinja text (it has no {{{{ column }}}}) nor a readable file ({reason})"
         ) from None
+
+
+def names_template(template: str) -> bool:
+    """Whether a `--template` is the path of a file, not Jinja text itself."""
+    return not any(mark in template for mark in (*_MARKS, "\n"))
 
 
 class RowTemplate:

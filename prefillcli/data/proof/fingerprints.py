@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,12 @@ _TOKENIZER_FILES = (
 )
 
 
+def is_model_file(inner: str) -> bool:
+    """Whether a path below a model's folder is that of a file which would be read with the model."""
+    patterns = (*_MODEL_FILES, *_TOKENIZER_FILES, "generation_config.json", "*.gguf")
+    return any(inner.count("/") == each.count("/") and fnmatchcase(inner, each) for each in patterns)
+
+
 def hash_value(value: Any) -> str:
     """Digest of anything that JSON holds; the order of keys does not count."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
@@ -62,6 +69,11 @@ class ModelContents:
         self._gguf = bool(gguf_parts(self._root))
         self._files = [_ModelFile.find(path) for path in self._find()]
         self._contents = FileContents(self._files, "model", lambda: [str(path) for path in self._find()])
+
+    @property
+    def paths(self) -> list[str]:
+        """Where its files are."""
+        return [file.path for file in self._files]
 
     def begin(self) -> None:
         """Start to hash, in the background."""

@@ -85,8 +85,9 @@ def discover(inputs: Sequence[str]) -> tuple[list[InputFile], tuple[str, ...]]:
     return found, tuple(left_out)
 
 
-def would_find(given: str, path: str) -> bool:
-    """Whether an input typed as `given` (directory or glob) would include the file or folder of files at `path`."""
+def would_find(given: str, path: str, *, folder: bool) -> bool:
+    """Whether an input typed as `given` (directory or glob) would include the file at `path`, or those in a `folder`
+    of parts there."""
     filesystem, root = filesystem_of(given)
     other, inner = filesystem_of(path)
     if filesystem != other or filesystem.isfile(root):
@@ -95,14 +96,13 @@ def would_find(given: str, path: str) -> bool:
     if is_local(filesystem):
         links.add(os.path.join(os.path.realpath(os.path.dirname(inner)), os.path.basename(inner)))
         roots.add(os.path.realpath(root))
-    name = os.path.basename(inner.rstrip("/"))
-    inside = "" if _format_of(name) is not None else "/part-0.parquet"  # else it is a folder of parts
+    inside = "/part-0.parquet" if folder else ""
     return any(_would_take(filesystem, one, link + inside) for one in roots for link in links)
 
 
 def _would_take(filesystem: Any, root: str, name: str) -> bool:
     if filesystem.isdir(root):
-        return name.startswith(root.rstrip("/") + "/") and _visible(name, root)
+        return name.startswith(root.rstrip("/") + "/") and _visible(name, root) and _format_of(name) is not None
     matches = re.compile(glob_translate(root)).fullmatch
     folders = () if "**" in root else tuple(str(folder) for folder in PurePosixPath(name).parents)
     return _visible(name, _glob_root(root)) and any(matches(each) for each in (name, *folders))

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from prefillcli.data.proof.contents import FileContents
-from prefillcli.data.reading.discovery import discover, would_find
+from prefillcli.data.reading.discovery import discover
 from prefillcli.data.reading.jsonl_files import JsonlFiles
 from prefillcli.data.reading.parquet_files import ParquetFiles
 from prefillcli.data.reading.partitions import Partitions
@@ -139,10 +139,6 @@ class Source:
     def paths(self) -> tuple[str, ...]:
         """The files in reading order."""
         return tuple(file.path for file in self._found)
-
-    def would_read(self, path: str) -> str | None:
-        """The input, as it was typed, with which the next run would read outputs at `path`; None if there is none."""
-        return next((given for given in self._inputs if would_find(given, path)), None)
 
     def begin_hashing(self) -> None:
         """Start to hash the files in the background; `fingerprint` waits for the end."""
