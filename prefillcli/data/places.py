@@ -18,8 +18,9 @@ def written_path(path: str, option: str = "--output", *, follow: bool = True) ->
     """The path or URL of a file or folder that `option` names to be written, in the form in which it is used.
 
     A trailing slash stays. `~`, `file://`, doubled slashes and names like `.` are resolved, and with `follow` a local
-    symbolic link is followed to its end, also where nothing is there yet. Raises UsageError for what names no file or folder of its
-    own: nothing, the root of a filesystem or store, or a name that another system or a typing error has made.
+    symbolic link is followed to its end, also where nothing is there yet. Raises UsageError for what names no file or
+    folder of its own: nothing, the root of a filesystem or store, or a name that another system or a typing error has
+    made.
     """
     if not path.strip() or "\0" in path:
         raise UsageError(f"{option} {path!r}: this names nothing; give a file or folder")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +61,8 @@ def require_apart(settings: Settings) -> None:
     Nothing is written before. An output that is there, its job decides on; another file that is written is replaced if
     it is of the same kind, or with `--overwrite`.
     """
-    reads, writes = list(_reads(settings)), list(_writes(settings))
+    writes = list(_writes(settings))
+    reads = list(_reads(settings, {use.place.system for use in writes}))
     same_as = {name: details_of(type(settings), name).same_as for name in type(settings).model_fields}
     for number, use in enumerate(writes):
         for other in (*reads, *writes[:number]):
@@ -103,12 +104,13 @@ def _named(settings: Settings) -> Iterator[tuple[str, PathRole, tuple[str, ...]]
             yield name, role, tuple(each for each in values if each is not None)
 
 
-def _reads(settings: Settings) -> Iterator[PathUse]:
+def _reads(settings: Settings, systems: Set[str]) -> Iterator[PathUse]:
+    """What is read; rows only from filesystems of these `systems`, since a listing takes time."""
     if settings.recipe is not None:
         yield _read("recipe", settings.recipe)
     for name, role, paths in _named(settings):
         for path in paths:
-            if role == "rows":
+            if role == "rows" and Place.of(path).system in systems:
                 yield from _rows(name, path)
             elif role == "scores":
                 yield from _scores(name, path)

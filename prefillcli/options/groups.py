@@ -310,7 +310,11 @@ class WorkerOptions(Settings):
 class EndingOptions(Settings):
     """What is written at the end of a job, and how it is judged."""
 
-    overwrite: bool = option(False, "Replace an existing output.", FILES, changes="files")
+    overwrite: bool = option(
+        False,
+        "Replace an existing output, and files of others where this run writes its report, metrics or rejects.",
+        FILES, changes="files",
+    )  # fmt: skip
     report: str | None = option(
         None,
         "Where run.json goes; its page goes beside it, as .html. (default: OUTPUT.run.json beside the output)",

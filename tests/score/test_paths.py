@@ -307,6 +307,16 @@ def test_an_output_is_where_its_name_says(
     assert Path(summary["report"]).expanduser().is_file()
 
 
+def test_the_folder_that_a_shell_is_in_stays_the_same_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("empty").mkdir()
+    monkeypatch.chdir("empty")
+    for output in (".", f"{tmp_path}/empty/"):
+        given = flags(model="../model", report="../run.json", overwrite=True)
+        assert score("../in.parquet", output, **given)["exit_code"] == 0
+        assert os.path.samefile(tmp_path / "empty", ".")
+    assert len(read_output(".")) == ROWS
+
+
 @pytest.mark.parametrize("foreign", ["part-00000.parquet", "_SUCCESS", "day=1/part-00007.parquet"])
 def test_parts_of_others_are_not_replaced(foreign: str) -> None:
     path = Path("folder", foreign)
@@ -392,7 +402,7 @@ def endless() -> written_by:
     return written_by(write)
 
 
-# ------------------------------------------------------------------------------------------------------ renamed outputs
+# ----------------------------------------------------------------------------------------------------- renamed outputs
 
 
 @pytest.mark.parametrize("name", ["last.parquet", "last.jsonl", "last/"])
