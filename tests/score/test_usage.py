@@ -63,7 +63,6 @@ def assert_refused(summary: dict, stderr: str, *named: str, code: int = 2) -> No
         ({"chat": True}, ["--chat", "no chat template"]),
         ({"system": "Be brief."}, ["--system"]),
         ({"device": "tpu"}, ["--device", "tpu"]),
-        ({"output": "out.csv"}, ["--output", "out.csv"]),
     ],
     ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )
@@ -73,6 +72,14 @@ def test_a_setting_that_does_not_fit_the_input_or_the_model(
     summary = score(source, model=model, **flags)
     assert_refused(summary, capsys.readouterr().err, *named)
     assert not Path("out.parquet").exists()
+
+
+def test_an_output_of_an_unknown_ending_is_refused_before_anything_is_written(model: Path, source: Path) -> None:
+    before = sorted(Path().iterdir())
+    summary = score(source, "out.csv", model=model)
+    assert (summary["exit_code"], summary["report"]) == (2, None)
+    assert "unknown ending of --output out.csv" in summary["error"]
+    assert sorted(Path().iterdir()) == before
 
 
 def test_inputs_that_cannot_be_read(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,7 +128,7 @@ def test_an_output_that_the_next_run_would_read_is_refused(
 @pytest.mark.parametrize("given", ["a.parquet", "in", "in/", ".", "..", "*.parquet", "in/*.parquet", "**/*.parquet"])
 def test_the_next_run_does_not_find_the_default_output(tmp_path: Path, given: str) -> None:
     Path("in").mkdir()
-    assert not would_find(given, default_output(given))
+    assert not would_find(given, default_output(given), folder=False)
 
 
 def test_scores_among_the_inputs_are_not_scored(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
