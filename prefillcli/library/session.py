@@ -115,7 +115,7 @@ class Scorer:
             if isinstance(rows, tuple):
                 table = self._run(lambda tables, steps: tables.score_files(settings, steps), progress)
             else:
-                table = self._run(lambda tables, steps: tables.score_table(rows, steps), progress)
+                table = self._run(lambda tables, steps: tables.score_table(rows.table, rows.bad, steps), progress)
         if on_error == "raise":
             _refuse_errors(table)
         return table
@@ -166,8 +166,10 @@ def score(
     """
     of_files: dict[str, Any] = {name: value for name, value in options.items() if name in FileOptions.__annotations__}
     others: Any = {name: value for name, value in options.items() if name not in of_files}
+    with _for_keywords():  # all of this before a model is loaded
+        scorer_settings(model, others, owner="score()")
     given = read_rows(rows, _text_column(others))
-    with _for_keywords(given):  # before a model is loaded
+    with _for_keywords(given):
         settings = _settings_for(given, model, others, of_files)
         if isinstance(given, tuple):
             Source.open(settings.inputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from threading import Event
 from typing import TYPE_CHECKING, Self
@@ -97,8 +97,8 @@ class TableScorer:
         files = self._opened.files
         return f"{files.path} on {self._opened.device} in {str(files.dtype).removeprefix('torch.')}"
 
-    def score_table(self, table: pa.Table, heard: Steps) -> pa.Table:
-        """The table with the columns of an output added, one row for each row.
+    def score_table(self, table: pa.Table, bad: Mapping[int, str], heard: Steps) -> pa.Table:
+        """The table with the columns of an output added, one row for each row. Those in `bad` are error rows.
 
         Its rows are planned together, in windows of a bounded size. Raises UsageError if the table has such a column
         already or lacks one that the prompt needs, or if the labels fail after every prompt of the first table.
@@ -111,7 +111,7 @@ class TableScorer:
         heard.expect(table.num_rows)
         found = [schema.empty_table()]
         if table.num_rows:  # an empty list has no columns either
-            rows = TableRows(table)
+            rows = TableRows(table, bad)
             scored = self._scored(rows, self._prepared(rows), self._settings, choice, heard)
             found += [each.select(schema.names) for each in scored]
         added = pa.concat_tables(found)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -183,7 +183,10 @@ def test_no_rows_give_an_empty_table_with_all_columns(scorer: prefillcli.Scorer,
         (["text", {"prompt": "x"}], "item 0 has the type str"),
         ([[1, 2], [3]], "item 0 has the type list"),
         ({"prompt": "one text"}, "column 'prompt' is one text; for one row give a list of one dict"),
-        ({"prompt": ["a", "b"], "n": [1]}, "cannot read rows of the type dict"),
+        ({"prompt": ["a", "b"], "n": [1]}, "expected length 2 but got length 1"),
+        ({1: ["a"], "1": ["b"]}, "two columns are called '1'"),
+        ([{1: "a", "1": "b"}], "two columns are called '1'"),
+        ([{}, {}], "no column 'prompt' in the table"),
         ([{"prompt": "a", "n": 1}, {"prompt": "b", "n": "two"}], "column 'n': its values have no type in common"),
         (pa.array([1, 2]), "it is a column of int64, not of texts"),
         (pl.Series([1, 2]), "cannot read rows of the type polars Series"),
@@ -193,6 +196,93 @@ def test_other_things_are_refused_with_what_can_be_given(scorer: prefillcli.Scor
     with pytest.raises(prefillcli.UsageError) as error:
         scorer.score(rows)
     assert message in str(error.value)
+
+
+class Own(Exception):
+    """An error of the caller's code."""
+
+
+def breaking_off(error: BaseException) -> pa.RecordBatchReader:
+    def batches() -> Any:
+        yield pa.record_batch({"prompt": PROMPTS})
+        raise error
+
+    return pa.RecordBatchReader.from_batches(pa.schema([("prompt", pa.string())]), batches())
+
+
+@pytest.mark.parametrize("error", [Own("x"), KeyboardInterrupt(), ValueError("x"), TypeError("x"), SystemExit(3)])
+def test_what_the_callers_code_raises_goes_through_unchanged(scorer: prefillcli.Scorer, error: BaseException) -> None:
+    def rows() -> Any:
+        yield {"prompt": "a"}
+        raise error
+
+    class Row(dict[str, str]):
+        def get(self, *_: Any) -> Any:
+            raise error
+
+    class Columns(Mapping[str, Any]):
+        def __getitem__(self, name: str) -> Any:
+            raise error
+
+        def __iter__(self) -> Any:
+            return iter(["prompt"])
+
+        def __len__(self) -> int:
+            return 1
+
+    for given in (breaking_off(error), rows(), [Row(prompt="a")], Columns(), {"prompt": rows()}):
+        with pytest.raises(type(error)) as raised:
+            scorer.score(given)
+        assert raised.value is error
+
+
+def test_a_stream_of_another_library_that_breaks_off_says_why(scorer: prefillcli.Scorer) -> None:
+    class Stream:
+        def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
+            return breaking_off(Own("the disk is gone")).__arrow_c_stream__(requested_schema)
+
+    with pytest.raises(prefillcli.PrefillError, match=r"Stream broke off: .*the disk is gone$"):
+        scorer.score(Stream())
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        lambda bad: ["fox", bad, "dog"],
+        lambda bad: [{"prompt": "fox"}, {"prompt": bad}, {"prompt": "dog"}],
+        lambda bad: {"prompt": ["fox", bad, "dog"]},
+        lambda bad: {"prompt": iter(["fox", bad, "dog"])},
+        lambda bad: [{"prompt": "fox"}, {"prompt": "x", "kept": {"a": [bad]}}, {"prompt": "dog"}],
+    ],
+)
+def test_half_a_surrogate_pair_is_an_error_row_as_in_files(
+    scorer: prefillcli.Scorer, reference: Reference, rows: Any
+) -> None:
+    scored = scorer.score(rows("half \ud83d of a pair"))
+    assert scored["error"].to_pylist() == [None, "invalid_utf8", None]
+    assert "half a surrogate pair" in scored["error_detail"][1].as_py()
+    for row, prompt in ((0, "fox"), (2, "dog")):
+        assert_scored(scored.slice(row, 1).to_pylist(), [reference.answer(prompt)])
+        assert scored["prompt"][row].as_py() == prompt
+    assert scored["prompt"][1].as_py() in ("x", "half \ufffd\ufffd\ufffd of a pair")
+    if "kept" in scored.column_names:
+        assert scored["kept"].to_pylist() == [None, None, None]
+
+
+@pytest.mark.parametrize("options", [{"prompt_column": "\ud800"}, {"labels": "\ud800,No"}, {"prompt_column": 3}])
+def test_options_that_are_no_text_are_refused_before_rows_are_read(model: Path, options: Any) -> None:
+    with pytest.raises(prefillcli.UsageError, match=next(iter(options))):
+        prefillcli.score(["fox"], model, **options)
+
+
+def test_a_path_with_a_nul_is_no_template(model: Path) -> None:
+    with pytest.raises(prefillcli.UsageError, match="neither Jinja text"):
+        prefillcli.score(["fox"], model, template="a\0b")
+
+
+def test_a_row_without_columns_is_a_row(model: Path) -> None:
+    scored = prefillcli.score([{}, {}], model, template="{{ 'fox' }}")
+    assert scored["error"].to_pylist() == [None, None]
 
 
 # ---------------------------------------------------------------------------------------------------------- files

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -10,15 +11,19 @@ import pyarrow as pa
 
 from prefillcli.data.reading.record_batches import row_batches
 from prefillcli.data.reading.selection import BATCH_ROWS, Selection, require_columns
-from prefillcli.data.rows import MAX_ROW_BYTES, RowBatch
+from prefillcli.data.rows import MAX_ROW_BYTES, ErrorCode, RowBatch, RowError
 
 
 class TableRows:
-    """The rows of a table, numbered from 0. Nothing is carried: who has the table has its columns."""
+    """The rows of a table, numbered from 0. Nothing is carried: who has the table has its columns.
+
+    Those in `bad` are error rows, as they have a text that is no Unicode: where it is says the value.
+    """
 
     kind = "parquet"
 
-    def __init__(self, table: pa.Table) -> None:
+    def __init__(self, table: pa.Table, bad: Mapping[int, str] = MappingProxyType({})) -> None:
+        self._bad = bad
         self.available: tuple[str, ...] = tuple(table.column_names)
         self._table = table
         self._columns: tuple[str, ...] = ()
@@ -48,6 +53,8 @@ class TableRows:
             for batch in found:
                 for name, values in batch.columns.items():
                     batch.columns[name] = [_plain(value) for value in values]
+                for row in self._bad.keys() & set(batch.rows.tolist() if self._bad else ()):
+                    batch.errors[row] = RowError(ErrorCode.INVALID_UTF8, self._bad[row])
                 yield batch
             start += piece.num_rows
 
