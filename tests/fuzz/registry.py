@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.fuzz import data_files, directories, flags, model_files, paths, recipes, rows, templates
+from tests.fuzz import data_files, directories, flags, model_files, paths, recipes, rows, sealed, streams, templates
 
 FUZZERS = {
     fuzzer.name: fuzzer
@@ -17,6 +17,8 @@ FUZZERS = {
         data_files.JSONL,
         data_files.OUTPUTS,
         model_files.MODELS,
+        sealed.SEALED,
+        streams.STREAMS,
         directories.DIRECTORIES,
         paths.PATHS,
     )
