@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -14,7 +13,7 @@ from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Int64Array, Prompt, RowBatch, Window
-from prefillcli.data.values import to_python
+from prefillcli.data.values import text_of, to_python
 from prefillcli.data.windows import windows
 from prefillcli.errors import UsageError
 
@@ -110,5 +109,4 @@ class _Search:
         """An id as a user writes it. Columns carried from JSON Lines hold JSON text."""
         if value is None:
             return None
-        text = str(value)
-        return str(json.loads(text)) if self.kind == "jsonl" and text.startswith('"') else text
+        return text_of(str(value)) if self.kind == "jsonl" else str(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,11 @@ def _nanoseconds(scalar: pa.Scalar) -> str:
         return str(scalar.cast(pa.string()).as_py())
     text = str(scalar.cast(pa.timestamp("ns")).cast(pa.string()).as_py()).replace(" ", "T")
     return f"{text}+00:00" if scalar.type.tz else text
+
+
+def text_of(json_text: str) -> str:
+    """A value carried from JSON Lines as a column of text has it: a string as it is, all else as JSON."""
+    return str(json.loads(json_text)) if json_text.startswith('"') else json_text
 
 
 def row_bytes(array: pa.Array) -> Int64Array:

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.data.output.json_columns import kinds_of, type_for
+from prefillcli.data.output.json_columns import kinds_of, type_for, typed_column
 from prefillcli.data.output.jsonl_format import as_json
 from prefillcli.data.output.tallies import _texts
 from prefillcli.data.reading.ids import SeenIds
@@ -130,15 +130,37 @@ def test_nanoseconds_are_written_to_the_last_digit() -> None:
 @pytest.mark.parametrize(
     ("texts", "repeats"),
     [
-        (["1", "1.0", '"1"', "2"], {1}),
-        (["1e2", "100", "-0.0", "0"], {1, 3}),
+        (["1", "1.0", '"1"', "2", '"1.0"'], {2, 4}),
+        (["100.0", "100", "-0.0", "0.0", "0"], {3}),
+        (["true", '"true"', '"\\u00e4"', '"ä"', "[1]", '"[1]"'], {1, 3, 5}),
+        (["123456789012345678901234567890", '"123456789012345678901234567890"'], {1}),
         (['"a"', '"a"', '"A"'], {1}),
         (["9007199254740993", "9007199254740992"], set()),
-        (['{"a":1}', '{"a":1}', "true", '"true"'], {1}),
+        (['{"a":1}', '{"a":1}', "true", '"True"'], {1}),
     ],
 )
-def test_json_ids_are_equal_where_their_numbers_are(texts: list[str], repeats: set[int]) -> None:
+def test_json_ids_are_equal_where_their_texts_are(texts: list[str], repeats: set[int]) -> None:
     assert set(SeenIds(json=True).check(np.arange(len(texts)), pa.chunked_array([texts]))) == repeats
+
+
+JSON_IDS = st.one_of(
+    st.integers(-2, 2),
+    st.floats(-2, 2, width=16),
+    st.booleans(),
+    TEXTS,
+    st.integers(2**53 - 1, 2**53 + 2),
+    st.just([1]),
+)
+
+
+@given(st.lists(st.one_of(JSON_IDS, JSON_IDS.map(json.dumps)), max_size=12))
+def test_ids_of_json_lines_that_are_no_duplicates_are_written_as_different_texts(ids: list[Any]) -> None:
+    column = pa.chunked_array([pa.array([json.dumps(each) for each in ids], pa.string())])
+    repeats = SeenIds(json=True).check(np.arange(len(ids)), column)
+    typed = typed_column(column, type_for(kinds_of(column), ids=True))
+    written = [text for at, text in enumerate(as_json(typed)) if at not in repeats]
+    assert len(set(written)) == len(written)
+    assert set(written) == set(as_json(typed)) or "-0.0" in as_json(typed)
 
 
 def test_integers_from_json_lines_stay_integers() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,12 +74,37 @@ def test_blank_lines_are_no_rows_and_a_bom_is_no_text(tmp_path: Path) -> None:
     assert not errors
 
 
-def test_nan_and_infinity_are_null(tmp_path: Path) -> None:
+def zipped(tmp_path: Path, data: bytes) -> str:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(data, 1))
+    return str(path)
+
+
+def test_millions_of_blank_lines_are_not_read_one_by_one(tmp_path: Path) -> None:
+    blank = [b"\n" * (24 << 20), b" \r\n" * (4 << 20), b" " * 300_000 + b"\n", b"\n\t" * 40 + b"\n", b"\n"]
+    path = zipped(tmp_path, b"".join(b'{"prompt":"%d"}\n%s' % each for each in enumerate(blank)))
+    started = time.process_time()
+    values, errors, _ = read(path)
+    assert time.process_time() - started < 2.5
+    assert values["prompt"] == ["0", "1", "2", "3", "4"]
+    assert not errors
+
+
+def test_blank_lines_that_do_not_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefillcli.data.reading.jsonl._MAX_BLANK_BYTES", 1 << 20)
+    few, many = b"\n" * (1 << 20), b"\n" * (3 << 19)
+    found = read(zipped(tmp_path, b'{"prompt":"a"}' + few + b'{"prompt":"b"}' + few))
+    assert found[0]["prompt"] == ["a", "b"]
+    with pytest.raises(PrefillError, match=r"a\.jsonl\.gz: more than 1,048,576 bytes of blank lines in a row"):
+        read(zipped(tmp_path, b'{"prompt":"a"}' + many + b'{"prompt":"b"}'))
+
+
+def test_nan_and_infinity_are_null_and_so_is_what_no_float_holds(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"prompt":NaN,"n":[1,Infinity]}\n')
+    path.write_bytes(b'{"prompt":NaN,"n":[1,Infinity,1e400,-1e400,1e3]}\n')
     values, errors, kept = read(str(path), carried=("n",))
     assert values["prompt"] == [None]
-    assert json.loads(kept[0]["n"]) == [1, None]
+    assert json.loads(kept[0]["n"]) == [1, None, None, None, 1000.0]
     assert not errors
 
 

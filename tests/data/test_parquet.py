@@ -116,6 +116,17 @@ def test_a_missing_column_is_a_usage_error_that_lists_the_others(tmp_path: Path)
         Source.open([path], columns=["text"], carried=["id"])
 
 
+def test_a_column_that_a_file_has_twice_is_a_usage_error_unless_it_is_not_needed(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.parquet")
+    texts = pa.array(["a", "b"])
+    pq.write_table(pa.Table.from_arrays([texts, texts, texts], names=["prompt", "id", "id"]), path)
+    assert read(path)[0] == {"prompt": ["a", "b"]}
+    for chosen in ({"columns": ("id",)}, {"carried": ("id",)}, {"optional": ("id",)}):
+        named: dict[str, Any] = {"columns": ("prompt",), "carried": ()} | chosen
+        with pytest.raises(UsageError, match=r"two columns of .*a\.parquet are named 'id'\nrename or drop"):
+            Source.open([path]).select(**named)
+
+
 def test_a_column_missing_in_the_second_file_is_found_at_open(tmp_path: Path) -> None:
     paths = [save(tmp_path, prompt=["a"]), save(tmp_path, "b.parquet", text=["a"])]
     with pytest.raises(UsageError, match=r"b\.parquet"):

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from tests.fuzz import data_files, directories, flags, model_files, paths, recipes, rows, sealed, streams, templates
+from tests.fuzz import (
+    data_files,
+    directories,
+    flags,
+    footers,
+    model_files,
+    paths,
+    recipes,
+    rows,
+    sealed,
+    streams,
+    templates,
+)
 
 FUZZERS = {
     fuzzer.name: fuzzer
@@ -14,6 +26,7 @@ FUZZERS = {
         templates.TEMPLATES,
         templates.CHATS,
         data_files.PARQUET,
+        footers.FOOTERS,
         data_files.JSONL,
         data_files.OUTPUTS,
         model_files.MODELS,

@@ -184,6 +184,17 @@ def test_parquet_types_of_id_and_kept_columns_are_carried(model: Path) -> None:
     assert "row" not in found.column_names
 
 
+def test_ids_of_json_lines_are_compared_as_they_are_written(model: Path) -> None:
+    ids = [1, "1", 1.0, "1.0", 2, True, "true", "TRUE"]
+    rows = [{"id": each, "prompt": text} for each, text in zip(ids, texts(len(ids)), strict=True)]
+    for output in ("out.parquet", "out.jsonl"):
+        score(write_jsonl("in.jsonl", rows), output, model=model, id_column="id", max_error_rate=1)
+        found = [row["error"] for row in read_output(output)]
+        assert found == [None, "duplicate_id", None, "duplicate_id", None, None, "duplicate_id", None]
+    score(write_jsonl("two.jsonl", [rows[0], rows[2]]), "two.parquet", model=model, id_column="id")
+    assert [(row["id"], row["error"]) for row in read_output("two.parquet")] == [("1", None), ("1.0", None)]
+
+
 def test_json_values_of_id_and_kept_columns_are_carried(model: Path) -> None:
     rows = [
         {"prompt": "fox", "id": 7, "name": "ä", "x": 1.5, "n": {"a": [1, None]}, "any": 1},

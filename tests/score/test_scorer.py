@@ -113,6 +113,9 @@ def test_tables_that_do_not_fit_are_refused(model: Path) -> None:
     scorer = Scorer(model=model)
     with pytest.raises(UsageError, match="has a column 'score' already"):
         scorer(pa.table({"prompt": ["x"], "score": [1.0]}))
+    twice = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
+    with pytest.raises(UsageError, match="two columns of the table are named 'prompt'\nrename or drop"):
+        scorer(twice)
     with pytest.raises(UsageError, match="no column 'prompt' in the table\navailable: text"):
         scorer(pa.table({"text": ["x"]}))
     with pytest.raises(UsageError, match="column 'image': its values have no type in common"):

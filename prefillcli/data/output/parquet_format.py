@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import IO, Any
@@ -10,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefillcli.data.proof.seals import JOB_KEY, UNSEALED, Digesting, seal
+from prefillcli.data.reading.footer import Footer
 
 
 class ParquetFormat:
@@ -25,8 +27,14 @@ class ParquetFormat:
 
     def read(self, file: IO[bytes], names: Sequence[str]) -> Iterator[pa.Table]:
         parquet = pq.ParquetFile(file, page_checksum_verification=True)
+        footer = Footer.check(parquet.metadata, file.seek(0, io.SEEK_END))
+        footer.require(names)
+        rows = 0
         for batch in parquet.iter_batches(columns=list(dict.fromkeys(names))):
+            rows += batch.num_rows
             yield pa.Table.from_batches([batch])
+        if rows != footer.rows:
+            raise OSError(f"its footer says {footer.rows:,} rows, but its pages have {rows:,}")
 
     def column_type(self, file: IO[bytes], name: str) -> pa.DataType:
         return pq.read_schema(file).field(name).type

@@ -57,7 +57,10 @@ class OutputSchema:
         """The Arrow schema of an output of `job`; `json_kinds` are the kinds of values in carried JSON text."""
         carried = list(self.carried)
         if self._typed:
-            carried = [pa.field(field.name, type_for(json_kinds.get(field.name, ()))) for field in carried]
+            carried = [
+                pa.field(field.name, type_for(json_kinds.get(field.name, ()), ids=field.name == self.id_name))
+                for field in carried
+            ]
         if self.id_name is None:
             carried.insert(0, pa.field(ROW_COLUMN, pa.int64()))
         else:

@@ -15,7 +15,7 @@ from prefillcli.data.output.columns import ROW_COLUMN
 from prefillcli.data.output.jsonl_format import as_json
 from prefillcli.data.output.target import Target
 from prefillcli.data.rows import Float64Array, Int64Array
-from prefillcli.data.values import to_python
+from prefillcli.data.values import text_of, to_python
 from prefillcli.stats.probabilities import label_probabilities
 
 LabelOf = Callable[[Any], int | None]
@@ -133,7 +133,7 @@ def row_names(target: Target, places: Sequence[int], id_name: str | None) -> dic
 
 def id_texts(column: pa.ChunkedArray, *, json_text: bool) -> list[str]:
     """Ids as a user writes them, the same whether they come typed or as JSON text."""
-    return [str(json.loads(text)) if text.startswith('"') else text for text in _as_json(column, json_text=json_text)]
+    return [text_of(text) for text in _as_json(column, json_text=json_text)]
 
 
 def _as_json(column: pa.ChunkedArray, *, json_text: bool) -> list[str]:

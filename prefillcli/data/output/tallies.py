@@ -6,7 +6,6 @@ a resumed job adds up those that it finds.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from prefillcli.data.rows import SKIPPED_CODES
-from prefillcli.data.values import to_python
+from prefillcli.data.values import text_of, to_python
 
 ROW = "__row"
 """The row number in a part."""
@@ -259,7 +258,7 @@ def _named(few: pa.Table, id_name: str | None, json_id: bool, columns: dict[str,
 
 def _texts(ids: pa.ChunkedArray, json_id: bool) -> list[str | None]:
     if json_id:  # anything but a string reads best as it is written
-        return [own if own is None or own[0] != '"' else json.loads(own) for own in ids.to_pylist()]
+        return [None if own is None else text_of(own) for own in ids.to_pylist()]
     try:
         texts: list[str | None] = ids.cast(pa.string()).to_pylist()
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):  # binary, nested

@@ -38,7 +38,7 @@ class TableRows:
         max_row_bytes: int = MAX_ROW_BYTES,
     ) -> TableRows:
         """Set the columns to read, as `Source.select`. Raises UsageError naming the first one that is missing."""
-        require_columns([*columns, *carried], self.available, "the table")
+        require_columns([*columns, *carried], self.available, "the table", optional)
         found = [name for name in optional if name in self.available]
         self._columns, self._max_row_bytes = tuple(dict.fromkeys([*columns, *found])), max_row_bytes
         return self

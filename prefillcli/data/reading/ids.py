@@ -10,19 +10,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from prefillcli.data.rows import ErrorCode, Float64Array, Int64Array, RowError
-from prefillcli.data.values import is_text, plain_type, to_python
+from prefillcli.data.values import is_text, plain_type, text_of, to_python
 
 
 class SeenIds:
     """Finds null and repeated ids over a whole input.
 
     Numbers and times are compared as they are, anything else by a 64-bit hash, the same one in every process: in ten
-    million rows the chance of one false duplicate is about one in 400,000. With `json` the ids are JSON texts, where
-    1 and 1.0 are the same number.
+    million rows the chance of one false duplicate is about one in 400,000. With `json` the ids are JSON texts, which
+    are compared as a column of text would hold them: 1 is the same as "1", and another id than 1.0.
     """
 
     def __init__(self, *, json: bool = False) -> None:
-        self._keys = _json_keys if json else _keys
+        self._json = json
         self._sorted: list[Int64Array] = []
         """Keys of all rows so far in sorted runs, each more than twice as long as the next."""
 
@@ -31,7 +31,7 @@ class SeenIds:
         column = ids.combine_chunks()
         null = pc.is_null(column, nan_is_null=True).to_numpy(zero_copy_only=False)
         valid = np.flatnonzero(~null)
-        keys = self._keys(column.filter(pa.array(~null)))
+        keys = (_json_keys if self._json else _keys)(column.filter(pa.array(~null)))
         unique, first = np.unique(keys, return_index=True)
         repeated = np.ones(len(keys), bool)
         repeated[first] = False
@@ -42,6 +42,7 @@ class SeenIds:
         errors = {int(row): RowError(ErrorCode.NULL_ID, "the id is null or missing") for row in rows[null]}
         for position in np.flatnonzero(repeated):
             (what,) = to_python(column.slice(int(valid[position]), 1))
+            what = text_of(what) if self._json else what
             errors[int(rows[valid[position]])] = RowError(
                 ErrorCode.DUPLICATE_ID, f"an earlier row has the id {what!r}"
             )
@@ -79,15 +80,9 @@ def _keys(ids: pa.Array) -> Int64Array:
 
 
 def _json_keys(ids: pa.Array) -> Int64Array:
-    return _hashed(_canonical(text).encode("utf-8", "surrogatepass") for text in ids.to_pylist())
-
-
-def _canonical(text: str) -> str:
-    """A JSON text with a number in one form, as a column of numbers would hold it: 1.0 as 1."""
-    if text[0] in "-0123456789" and not text.lstrip("-").isdigit():
-        number = float(text)
-        return str(int(number)) if number.is_integer() else str(number)
-    return text
+    texts = (text_of(text) for text in ids.to_pylist())
+    # A column of floats has both zeros as numbers that are equal.
+    return _hashed(("0.0" if text == "-0.0" else text).encode("utf-8", "surrogatepass") for text in texts)
 
 
 def _hashed(values: Iterable[bytes]) -> Int64Array:

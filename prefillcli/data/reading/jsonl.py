@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,8 +21,17 @@ MAX_BYTES = 8 << 20
 _BLOCK = 1 << 18
 _REMOTE_BLOCK = 8 << 20  # bytes read ahead from an object store
 _BOM = b"\xef\xbb\xbf"
+_FEW_BLANK_LINES = 16  # one after each row are read as lines: looking ahead copies the buffer
+_MAX_BLANK_BYTES = 1 << 30  # of blank lines in a row: a few kilobytes of a compressed file may be as many as one likes
 
-_decode = json.JSONDecoder(parse_constant=lambda _name: None).decode  # NaN and Infinity are no JSON: null
+
+def _finite(text: str) -> float | None:
+    number = float(text)
+    return number if math.isfinite(number) else None
+
+
+# NaN and Infinity are no JSON: null; so are numbers that are larger than any float
+_decode = json.JSONDecoder(parse_float=_finite, parse_constant=lambda _name: None).decode
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -41,7 +51,7 @@ class JsonlInput:
         most = self.max_row_bytes
         with reading(self._found.path), self._open() as file:
             require_same(self._found)  # what is open now is what was found
-            first = True
+            first, blank = True, 0
             while line := file.readline(most + 2):  # with its line break
                 if first:
                     first, line = False, line.removeprefix(_BOM)
@@ -49,14 +59,19 @@ class JsonlInput:
                     error = _skip_long_line(file, line, most)
                     if error is not None:
                         yield error
-                elif not line.isspace() and line:
+                elif line.isspace():
+                    blank += 1
+                    if blank > _FEW_BLANK_LINES:
+                        _skip_blank_lines(file)
+                elif line:
+                    blank = 0
                     yield line
 
     def count(self) -> int:
         """Number of rows."""
         return sum(1 for _ in self.lines())
 
-    def _open(self) -> BinaryIO:
+    def _open(self) -> io.BufferedReader:
         found = self._found
         if found.local:
             raw: Any = io.FileIO(found.inner)
@@ -66,7 +81,24 @@ class JsonlInput:
         return io.BufferedReader(stream, _BLOCK)
 
 
-def _skip_long_line(file: BinaryIO, start: bytes, most: int) -> RowError | None:
+def _skip_blank_lines(file: io.BufferedReader) -> None:
+    """Read on to the first line that is not blank, or to one that does not end in the buffer.
+
+    A buffer at a time: one line at a time, those that a small compressed file holds would take hours. Raises
+    OSError where they do not end.
+    """
+    skipped = 0
+    while ahead := file.peek():
+        blank = ahead.rfind(b"\n", 0, len(ahead) - len(ahead.lstrip())) + 1
+        if not blank:
+            return
+        file.read(blank)
+        skipped += blank
+        if skipped > _MAX_BLANK_BYTES:
+            raise OSError(f"more than {_MAX_BLANK_BYTES:,} bytes of blank lines in a row")
+
+
+def _skip_long_line(file: io.BufferedReader, start: bytes, most: int) -> RowError | None:
     """Read a line that begins with `start` to its end without keeping it; None if it is blank after all."""
     blank, size, piece = start.isspace(), len(start), start
     while not piece.endswith(b"\n") and (piece := file.readline(_BLOCK)):

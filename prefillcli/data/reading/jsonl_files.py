@@ -37,7 +37,9 @@ class JsonlFiles:
     def columns_by_file(self) -> list[tuple[str, Sequence[str]]]:
         return [(self._files[0].path, self.available)]
 
-    def carried_schema(self, columns: Sequence[str], carried: Sequence[str], max_row_bytes: int) -> pa.Schema:
+    def carried_schema(
+        self, columns: Sequence[str], carried: Sequence[str], optional: Sequence[str], max_row_bytes: int
+    ) -> pa.Schema:
         keys = self._partitions.schema.names
         wanted = [name for name in (*columns, *carried) if name not in keys]
         if self._peeked:

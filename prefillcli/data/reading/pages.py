@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from prefillcli.data.reading.footer import chunk_range
+
 DATA, INDEX, DICTIONARY, DATA_V2 = range(4)
 _PLAIN_DICTIONARY, _DELTA_BYTE_ARRAY, _RLE_DICTIONARY = 2, 7, 8
 _READ_BYTES = 1 << 12
@@ -94,24 +96,22 @@ class Pages:
 def read_pages(file: BinaryIO, chunk: Any) -> Pages:
     """The pages of a column chunk (pyarrow's ColumnChunkMetaData), up to the first header that makes no sense.
 
-    What comes after such a header is left to Arrow, which then says what is wrong with it.
+    What comes after such a header is left to Arrow, which then says what is wrong with it. Raises OSError where the
+    pages have more or fewer values than the chunk.
     """
-    start = chunk.data_page_offset
-    if chunk.has_dictionary_page and 0 < chunk.dictionary_page_offset < start:
-        start = chunk.dictionary_page_offset
-    end = start + chunk.total_compressed_size
-    return Pages(start, end, tuple(_pages(file, start, end, chunk.num_values)))
-
-
-def _pages(file: BinaryIO, offset: int, end: int, values: int) -> Iterator[Page]:
-    seen = 0
-    while offset < end and seen < values:
+    start, end = chunk_range(chunk)
+    pages, offset, values = [], start, 0
+    while offset < end:
         page = _page_at(file, offset)
         if page is None:
-            return
-        yield page
-        seen += page.values if page.kind in (DATA, DATA_V2) else 0
+            break
+        pages.append(page)
+        values += page.values if page.kind in (DATA, DATA_V2) else 0
         offset = page.end
+    if values > chunk.num_values or (offset >= end and values < chunk.num_values):
+        said = f"{chunk.num_values:,} in the footer"
+        raise OSError(f"column {chunk.path_in_schema}: {values:,} values in its pages, but {said}")
+    return Pages(start, end, tuple(pages))
 
 
 def _page_at(file: BinaryIO, offset: int) -> Page | None:
@@ -137,9 +137,11 @@ def _page(header: dict[int, Any], offset: int, header_size: int) -> Page | None:
     kind, size, stored = header.get(1), header.get(2), header.get(3)
     if not (isinstance(kind, int) and isinstance(size, int) and isinstance(stored, int)) or size < 0 or stored < 0:
         return None
-    inner = header.get({DATA: 5, DICTIONARY: 7, DATA_V2: 8}.get(kind, 0), {})
+    inner = header.get({DATA: 5, DICTIONARY: 7, DATA_V2: 8}.get(kind, 0)) or {}
+    if not isinstance(values := inner.get(1, 0), int) or values < 0:
+        return None
     encoding = inner.get(4 if kind == DATA_V2 else 2, 0)
-    return Page(offset, offset + header_size + stored, kind, size, inner.get(1, 0), encoding)
+    return Page(offset, offset + header_size + stored, kind, size, values, encoding)
 
 
 def _struct(data: bytes, at: int) -> tuple[dict[int, Any], int]:

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from prefillcli.data.filesystems import reading
 from prefillcli.data.proof.contents import require_same
 from prefillcli.data.reading.discovery import InputFile
+from prefillcli.data.reading.footer import Footer
 from prefillcli.data.reading.record_batches import row_batches
 from prefillcli.data.reading.row_groups import RowGroup, UnopenedRows
 from prefillcli.data.reading.selection import BATCH_ROWS, Selection
@@ -40,7 +41,13 @@ class ParquetInput:
         self.found = found
         with reading(found.path), _open_parquet(found) as file:
             self.schema: pa.Schema = file.schema_arrow
-            self.rows: int = file.metadata.num_rows
+            self._footer = Footer.check(file.metadata, found.size)
+        self.rows = self._footer.rows
+
+    def require(self, names: Sequence[str]) -> None:
+        """Raise PrefillError if the footer says of these columns what cannot be; without names, of any."""
+        with reading(self.found.path):
+            self._footer.require(names)
 
     def batches(
         self, first_row: int, columns: Sequence[str], carried: pa.Schema, selection: Selection, most_rows: int
@@ -55,7 +62,7 @@ class ParquetInput:
         start = first_row
         for number in range(metadata.num_row_groups):
             size = metadata.row_group(number).num_rows
-            if not len(selection.within(start, start + size)):
+            if size and selection.before(start) == selection.before(start + size):  # where it says 0, pages are asked
                 start += size
                 continue
             end = start + size
@@ -90,7 +97,7 @@ class _GroupReader:
         """The rows of a group, a bounded number of bytes at a time, and which of them are not read but nulls."""
         with reading(self._found.path):
             with self._open(_HEADER_BUFFER) as file:
-                group = RowGroup.survey(file, self._metadata, self._found.size, number, self._names, self._max_page)
+                group = RowGroup.survey(file, self._metadata, number, self._names, self._max_page)
             repeated = tuple(name for name in self._texts if group.repeats(name))
             parquet = self._file(group, repeated)
         if parquet is None:

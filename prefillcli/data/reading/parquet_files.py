@@ -43,12 +43,15 @@ class ParquetFiles:
                     "move it out of there, or name the input files one by one"
                 )
 
-    def carried_schema(self, columns: Sequence[str], carried: Sequence[str], max_row_bytes: int) -> pa.Schema:
+    def carried_schema(
+        self, columns: Sequence[str], carried: Sequence[str], optional: Sequence[str], max_row_bytes: int
+    ) -> pa.Schema:
         keys = self._partitions.schema
         wanted = [name for name in (*columns, *carried) if name not in keys.names]
         for path, names in self.columns_by_file():
-            require_columns(wanted, (*names, *keys.names), path)
+            require_columns(wanted, (*names, *keys.names), path, optional)
         for reader in self._readers:
+            reader.require([*wanted, *optional])
             reader.max_row_bytes = max_row_bytes
         return pa.schema([keys.field(name) if name in keys.names else self._common_field(name) for name in carried])
 

@@ -6,9 +6,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple
 
+import numpy as np
 import pyarrow.parquet as pq
 
-from prefillcli.data.reading.column_chunks import ColumnChunks
+from prefillcli.data.reading.footer import is_part_of
 from prefillcli.data.reading.pages import Pages, read_pages
 from prefillcli.data.reading.selection import BATCH_ROWS
 from prefillcli.data.reading.standins import Replaced, can_stand_in
@@ -48,21 +49,24 @@ class RowGroup:
 
     @classmethod
     def survey(
-        cls, file: BinaryIO, metadata: pq.FileMetaData, size: int, group: int, names: Sequence[str], max_page: int
+        cls, file: BinaryIO, metadata: pq.FileMetaData, number: int, names: Sequence[str], max_page: int
     ) -> RowGroup:
-        """Read the headers of all pages of the columns `names` in the row group of number `group`.
+        """Read the headers of all pages of the columns `names`, which `Footer.require` has let pass.
 
-        The file has `size` bytes. Raises OSError for damaged metadata.
+        Raises OSError where the pages of a column have more or fewer values than the footer says. Without `names` the
+        pages of one column are looked at all the same: they say how many rows there are.
         """
         leaves = []
-        chunks, schema = ColumnChunks(metadata, size), metadata.schema
-        for number in range(metadata.row_group(group).num_columns):
-            column = schema.column(number)
+        schema, group = metadata.schema, metadata.row_group(number)
+        columns = [schema.column(at) for at in range(group.num_columns)]
+        if not names and columns:
+            read_pages(file, group.column(int(np.argmin([column.max_repetition_level for column in columns]))))
+        for at, column in enumerate(columns):
             for name in names:
-                if f"{column.path}.".startswith(f"{name}."):
-                    chunk = chunks.of(group, number)
+                if is_part_of(column.path, name):
+                    chunk = group.column(at)
                     leaves.append(_Leaf(name, column, read_pages(file, chunk), chunk.num_values))
-        return cls(metadata.row_group(group).num_rows, tuple(leaves), max_page)
+        return cls(group.num_rows, tuple(leaves), max_page)
 
     def repeats(self, name: str) -> bool:
         """Whether a text column is stored as few texts that repeat, and so can be read as a dictionary.

@@ -37,10 +37,14 @@ class InputFiles(Protocol):
     def columns_by_file(self) -> list[tuple[str, Sequence[str]]]:
         """Paths of files with their columns, as far as these are known."""
 
-    def carried_schema(self, columns: Sequence[str], carried: Sequence[str], max_row_bytes: int) -> pa.Schema:
-        """Types of the carried columns. Raises UsageError if one of the columns is missing, or its types differ.
+    def carried_schema(
+        self, columns: Sequence[str], carried: Sequence[str], optional: Sequence[str], max_row_bytes: int
+    ) -> pa.Schema:
+        """Types of the carried columns.
 
-        From now on rows of more than `max_row_bytes` are error rows.
+        Raises UsageError if one of the columns is missing, unless it is `optional`, if two have its name or its types
+        differ, and PrefillError if a file's own numbers of it disagree. From now on rows of more than `max_row_bytes`
+        are error rows.
         """
 
     def batches(self, choice: ColumnChoice, selection: Selection, most_rows: int) -> Iterator[RowBatch]:
@@ -111,7 +115,7 @@ class Source:
         """
         columns, carried = tuple(dict.fromkeys(columns)), tuple(dict.fromkeys(carried))
         self._refuse_named_twice([name for name in (*columns, *carried, *optional) if name in self.partition_keys])
-        schema = self._files.carried_schema(columns, carried, max_row_bytes)
+        schema = self._files.carried_schema(columns, carried, optional, max_row_bytes)
         self._choice = ColumnChoice(columns, tuple(name for name in optional if name not in columns), schema)
         return self
 
