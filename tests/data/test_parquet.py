@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -232,8 +234,10 @@ def test_a_footer_that_ends_arrows_process_is_an_error(tmp_path: Path) -> None:
     optional, required = b"\x25\x02\x18\x02id", b"\x25\x00\x18\x02id"  # of its schema, where its pages have nulls
     assert path.read_bytes().count(optional) == 1
     path.write_bytes(path.read_bytes().replace(optional, required))
-    with pytest.raises(PrefillError, match=r"a\.parquet: Definition level histogram size mismatch"):
-        read(str(path), carried=("id",))
+    code = "import sys; from prefillcli.data.reading.source import Source; Source.open(sys.argv[1:], carried=['id'])"
+    ended = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1  # not that of a signal
+    assert f"{path}: Definition level histogram size mismatch" in ended.stderr
     assert read(str(path))[0] == {"prompt": ["a", "b"]}
 
 
