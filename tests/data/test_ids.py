@@ -160,7 +160,8 @@ def test_ids_of_json_lines_that_are_no_duplicates_are_written_as_different_texts
     typed = typed_column(column, type_for(kinds_of(column), ids=True))
     written = [text for at, text in enumerate(as_json(typed)) if at not in repeats]
     assert len(set(written)) == len(written)
-    assert set(written) == set(as_json(typed)) or "-0.0" in as_json(typed)
+    positive = [{text.replace("-0.0", "0.0") for text in some} for some in (written, as_json(typed))]
+    assert positive[0] == positive[1]  # what is called a duplicate is one; both zeros of floats are
 
 
 def test_integers_from_json_lines_stay_integers() -> None:
