@@ -67,7 +67,8 @@ class _Rejects:
         for batch in self._source.rows(self._numbers):
             for name in batch.carried.column_names:
                 kinds[name].update(kinds_of(batch.carried[name]))
-        return pa.schema([(name, type_for(kinds[name])) for name in self._source.carried_schema.names])
+        ids, names = self._sink.schema.id_name, self._source.carried_schema.names
+        return pa.schema([(name, type_for(kinds[name], ids=name == ids)) for name in names])
 
     def tables(self, schema: pa.Schema, *, typed: bool) -> Iterator[pa.Table]:
         """The rows, ascending; with `typed`, JSON text becomes the types of the schema."""

@@ -109,6 +109,7 @@ def test_null_and_repeated_ids_are_error_rows_through_all_windows(byte_level: An
         6999: "duplicate_id",
         10: "null_id",
         11: "null_id",
+        13: "duplicate_id",  # both are 7 where ids are texts
         14: "null_prompt",
         15: "duplicate_id",
         16: "null_id",
