@@ -48,6 +48,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # for the token that is generated, which is never read
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked process would hold the lock on the output
+    "USE_HUB_KERNELS": "NO",  # in vLLM's processes too, nothing is fetched but the model
 }
 #: Options of vLLM that prefill sets, and what to do instead.
 TAKEN = {

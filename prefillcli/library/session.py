@@ -29,6 +29,7 @@ from prefillcli.options.keywords import (
     scorer_settings,
 )
 from prefillcli.options.score import ScoreSettings
+from prefillcli.runtime.library_logs import without_fetched_code
 from prefillcli.runtime.own_thread import OwnThread
 from prefillcli.runtime.threads import left_as_found
 
@@ -134,7 +135,7 @@ class Scorer:
             from prefillcli.library.table_scoring import Steps
 
             tables = self._loaded()  # by now it may be closed
-            with left_as_found(), Steps(stopped, shown=progress) as steps:
+            with left_as_found(), without_fetched_code(), Steps(stopped, shown=progress) as steps:
                 tables.resume_threads()
                 return work(tables, steps)
 
@@ -240,7 +241,7 @@ def _loading(settings: ScoreSettings) -> Callable[[Event], TableScorer]:
     def load(stopped: Event) -> TableScorer:
         from prefillcli.library.table_scoring import TableScorer  # takes torch along
 
-        with left_as_found():
+        with left_as_found(), without_fetched_code():
             return TableScorer(settings, share=share)
 
     return load

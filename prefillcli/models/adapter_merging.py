@@ -9,20 +9,26 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
+import sys
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
+import regex
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from prefillcli.errors import UsageError, brief
-from prefillcli.models.adapters import OPTION, AdapterFiles
+from prefillcli.errors import PrefillError, UsageError, brief, out_of_resource
+from prefillcli.models.adapters import CONFIG, OPTION, AdapterFiles
 from prefillcli.models.open import Opened
 
 _NAME = "default"  # of each adapter, in PEFT
+_PATTERN_SECONDS = 10.0  # for matching all patterns of an adapter with the names of a model's modules
 Slot = tuple[nn.Module, str]
 """A module and the name of one of its parameters."""
 
@@ -139,9 +145,61 @@ def _wrapped(model: PreTrainedModel, files: AdapterFiles) -> Any:
     from peft import PeftModel
 
     try:
-        return PeftModel(model, copy.deepcopy(files.config), adapter_name=_NAME, low_cpu_mem_usage=True)
-    except (ValueError, TypeError, NotImplementedError, ImportError, AttributeError) as error:
+        with _timed_patterns():
+            return PeftModel(model, copy.deepcopy(files.config), adapter_name=_NAME, low_cpu_mem_usage=True)
+    except TimeoutError:
+        raise UsageError(
+            f"{OPTION} {files.path}: a regular expression in {CONFIG} takes longer than {_PATTERN_SECONDS:g} seconds\n"
+            "name the modules in target_modules instead"
+        ) from None
+    except Exception as error:  # PEFT takes a configuration as it is, and fails somewhere
+        if isinstance(error, PrefillError) or out_of_resource(error):
+            raise
         raise UsageError(f"{OPTION} {files.path}: it does not fit the model: {brief(error)}") from None
+
+
+@contextmanager
+def _timed_patterns() -> Iterator[None]:
+    """PEFT matches an adapter's patterns in bounded time: by another library than `re`, which can be stopped."""
+    timed: Any = _TimedPatterns()
+    places = [
+        part for name, part in list(sys.modules.items()) if name.startswith("peft.") and vars(part).get("re") is re
+    ]
+    for part in places:
+        vars(part)["re"] = timed
+    try:
+        yield
+    finally:
+        for part in places:
+            vars(part)["re"] = re
+
+
+class _TimedPatterns:
+    """The module `re`, but for two functions that raise TimeoutError once all calls together took too long."""
+
+    def __init__(self) -> None:
+        self._left = _PATTERN_SECONDS
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(re, name)
+
+    def match(self, pattern: str, text: str) -> Any:
+        return self._timed(_compiled(pattern).match, text)
+
+    def fullmatch(self, pattern: str, text: str) -> Any:
+        return self._timed(_compiled(pattern).fullmatch, text)
+
+    def _timed(self, find: Any, text: str) -> Any:
+        begun = time.perf_counter()
+        try:
+            return find(text, timeout=self._left)
+        finally:
+            self._left = max(self._left - (time.perf_counter() - begun), 1e-6)
+
+
+@cache
+def _compiled(pattern: str) -> Any:
+    return regex.compile(pattern)
 
 
 def _load_into(wrapped: Any, files: AdapterFiles) -> None:
@@ -150,7 +208,9 @@ def _load_into(wrapped: Any, files: AdapterFiles) -> None:
         found = wrapped.load_adapter(files.path, _NAME, torch_device="cpu", low_cpu_mem_usage=True)
     except KeyError as error:
         raise UsageError(f"{OPTION} {files.path}: its file lacks {error.args[0]}") from None
-    except (RuntimeError, ValueError) as error:
+    except Exception as error:
+        if isinstance(error, PrefillError) or out_of_resource(error):
+            raise
         lines = str(error).splitlines()
         wrong = next((line.strip() for line in lines if "size mismatch" in line), brief(error))
         raise UsageError(f"{OPTION} {files.path}: it does not fit the model: {wrong}") from None

@@ -136,7 +136,9 @@ def _read_adapter(name: str, folder: Path, reader: str) -> AdapterFiles:
     if not isinstance(content, dict):
         raise UsageError(f"{folder / CONFIG}: not a JSON object")
     _refuse_kind(folder, content, reader)
-    size = sum(_bytes_of(each) for each in read_header(folder / WEIGHTS).values())
+    tensors = read_header(folder / WEIGHTS).values()
+    _refuse_large_ranks(folder, content, max((side for each in tensors for side in each["shape"]), default=0))
+    size = sum(_bytes_of(each) for each in tensors)
     return AdapterFiles(name, folder, _config_of(folder, content), size)
 
 
@@ -161,6 +163,17 @@ def _refuse_kind(folder: Path, content: Mapping[str, Any], reader: str) -> None:
         raise UsageError(f"{OPTION} {folder}: {why}")
 
 
+def _refuse_large_ranks(folder: Path, content: Mapping[str, Any], longest: int) -> None:
+    """Raise UsageError for ranks above the `longest` side of the adapter's tensors: PEFT makes tensors of them."""
+    by_name = content.get("rank_pattern")
+    for rank in (content.get("r"), *(by_name.values() if isinstance(by_name, dict) else ())):
+        if isinstance(rank, int | float) and not rank <= longest:
+            raise UsageError(
+                f"{folder / CONFIG}: a rank of {quoted(rank)}, and no tensor of {WEIGHTS} has a side longer than "
+                f"{longest:,}"
+            )
+
+
 def _config_of(folder: Path, content: Mapping[str, Any]) -> Any:
     """PEFT's configuration. Raises UsageError; what this PEFT does not know is told on stderr."""
     from dataclasses import fields
@@ -180,7 +193,7 @@ def _config_of(folder: Path, content: Mapping[str, Any]) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             config = LoraConfig(**{name: value for name, value in content.items() if name in known - {"peft_type"}})
-    except (TypeError, ValueError, ImportError) as error:
+    except Exception as error:  # each of its fields may be of any type
         raise UsageError(f"{folder / CONFIG}: {brief(error)}") from None
     config.inference_mode = True
     config.init_lora_weights = False  # all of them are read
@@ -207,32 +220,25 @@ def _checked(adapter: AdapterFiles, files: ModelFiles) -> AdapterFiles:
 
 def empty_model(files: ModelFiles) -> PreTrainedModel:
     """The model that `load_weights` makes of the files, on the meta device."""
-    import torch
     from transformers import AutoConfig
 
-    from prefillcli.models.heads import auto_class
+    from prefillcli.models.empty import build_empty
     from prefillcli.models.multimodal import text_part
-    from prefillcli.models.transformers_log import quiet_transformers
 
-    with quiet_transformers(), torch.device("meta"):
-        whole = AutoConfig.from_pretrained(files.path)
-        part = text_part(whole) if files.part_of is not None else None
-        model: PreTrainedModel
-        if part is not None:
-            model = part.kind._from_config(part.config, dtype=files.dtype)
-        else:
-            model = auto_class(files.head).from_config(whole, dtype=files.dtype)
-    return model
+    whole = AutoConfig.from_pretrained(files.path)
+    return build_empty(whole, files.head, text_part(whole) if files.part_of is not None else None, files.dtype)
 
 
 def _with_tokenizer(opened: Opened, adapters: list[AdapterFiles], *, by_row: bool, trust_remote_code: bool) -> Opened:
     """With the tokenizer of the adapter where one is for all rows. Raises UsageError for one that does not fit."""
-    from prefillcli.models.tokenizers import difference
+    from prefillcli.models.tokenizers import difference, load_tokenizer
 
     for adapter in adapters:
         if not (adapter.path / _TOKENIZER).is_file():
             continue
-        own = _tokenizer_of(adapter.path, trust_remote_code)
+        said = f"{OPTION} {adapter.path}: cannot load its tokenizer"
+        embedded = opened.files.config.vocab_size
+        own = load_tokenizer(adapter.path, embedded=embedded, trust_remote_code=trust_remote_code, said=said)
         tokens = difference(opened.tokenizer, own)
         chats = getattr(own, "chat_template", None) != getattr(opened.tokenizer, "chat_template", None)
         other = tokens or ("another chat template" if chats else None)
@@ -254,15 +260,6 @@ def _with_tokenizer(opened: Opened, adapters: list[AdapterFiles], *, by_row: boo
             )
         return replace(opened, tokenizer=own)
     return opened
-
-
-def _tokenizer_of(folder: Path, trust_remote_code: bool) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # the tokenizers library raises plain ones
-        raise UsageError(f"{OPTION} {folder}: cannot load its tokenizer: {brief(error)}") from None
 
 
 def _bytes_of(tensor: Mapping[str, Any]) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ _MOST_JSON = 32 << 20  # bytes of a JSON file; the largest configurations have s
 _WHOLE = {
     **dict.fromkeys(("vocab_size", "padded_vocab_size"), (1, 1 << 24)),
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers"), (1, 4096)),
+    **dict.fromkeys(
+        ("num_mtp_layers", "num_nextn_predict_layers", "num_residual_layers", "encoder_layers"), (0, 4096)
+    ),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim"), (1, 1 << 20)),
     **dict.fromkeys(("num_attention_heads", "num_heads", "n_head", "n_heads"), (1, 1 << 16)),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), (1, 1 << 16)),
@@ -27,12 +31,43 @@ _WHOLE = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), (0, 1 << 16)),
 }
 _REAL = frozenset({"rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "rope_theta"})
+_TABLES = ("num_labels", "vocab_size")  # each counts the rows of a tensor, and of tables that are made before it
+_READ = (".json", ".jinja", ".model", ".py", ".safetensors", ".tiktoken", ".txt")  # endings of a model's files
+_TEXTS = frozenset(
+    {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
+     "chat_template.json", "chat_template.jinja", "tokenizer.model", "spiece.model", "processor_config.json",
+     "preprocessor_config.json"}
+)  # fmt: skip
+"""Files that transformers reads whole."""
 CLASSIFIER = "ForSequenceClassification"  # how the names of such classes end
 _OTHER_PARTS = ("vision", "audio", "quantization")  # with numbers of their own under the same names
 
 
-def check_config(path: Path) -> None:
-    """Refuse a `config.json` with numbers that no model has, at any depth, or classes that are no names."""
+def check_files(folder: Path) -> None:
+    """Refuse a model's folder with a device or a pipe in the place of a file, or with a text too large to be read."""
+    for file in folder.iterdir():
+        if file.suffix in _READ and file.exists() and not file.is_dir():
+            _check_size(file, _MOST_JSON if file.name in _TEXTS else None)
+
+
+def refuse_code_elsewhere(folder: Path) -> None:
+    """Refuse a model whose code is in another repository of a hub: it would be fetched, and no fingerprint has it."""
+    for file in (folder / "config.json", folder / "tokenizer_config.json"):
+        content = read_json(file) if file.is_file() else None
+        named = content.get("auto_map") if isinstance(content, dict) else None
+        for name in _texts(named):
+            if "--" in name:
+                raise UsageError(
+                    f"{file}: auto_map names code of {name.partition('--')[0][:60]}, which is not in this folder\n"
+                    "copy that code into the folder and name it without the repository"
+                )
+
+
+def check_config(path: Path, longest: int | None = None) -> None:
+    """Refuse a `config.json` with numbers that no model has, at any depth, or classes that are no names.
+
+    `longest` is the longest side of a tensor in the model's files, where they are known.
+    """
     content = read_json(path)
     if not isinstance(content, dict):
         raise UsageError(f"{path}: not a JSON object")
@@ -42,6 +77,10 @@ def check_config(path: Path) -> None:
     for name, value in _entries(content):
         if value is None or isinstance(value, list | dict):
             continue
+        if longest is not None and name in _TABLES and type(value) is int and value > longest:
+            raise UsageError(
+                f"{path}: {name} is {quoted(value)}, and no tensor of the weights has more than {longest:,} rows"
+            )
         if name in _WHOLE:
             low, high = _WHOLE[name]
             if type(value) is not int or not low <= value <= high:
@@ -73,9 +112,7 @@ def brings_code(folder: Path) -> bool:
 def read_json(path: Path, *, most: int = _MOST_JSON) -> Any:
     """The content of a JSON file of at most `most` bytes. Raises UsageError."""
     try:
-        size = path.stat().st_size
-        if size > most:
-            raise UsageError(f"{path}: {size:,} bytes; at most {most:,} are read")
+        _check_size(path, most)
         return json.loads(path.read_bytes())
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
@@ -94,6 +131,23 @@ def _entries(content: Any) -> Iterator[tuple[str, Any]]:
             value = [part for name, part in value.items() if not any(other in name for other in _OTHER_PARTS)]
         if isinstance(value, list):
             waiting.extend(value)
+
+
+def _check_size(path: Path, most: int | None) -> None:
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise UsageError(f"{path}: not a regular file")
+    if most is not None and found.st_size > most:
+        raise UsageError(f"{path}: {found.st_size:,} bytes; at most {most:,} are read")
+
+
+def _texts(content: Any) -> Iterator[str]:
+    """All texts in a JSON value but for names of entries."""
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, dict | list):
+        for each in content.values() if isinstance(content, dict) else content:
+            yield from _texts(each)
 
 
 def quoted(value: Any) -> str:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from prefillcli.data.proof.gguf_parts import gguf_parts
-from prefillcli.errors import ResourceError, UsageError, brief
+from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
+from prefillcli.models.empty import build_empty, refuse_larger
 from prefillcli.models.families import longest_prompt, refusal
-from prefillcli.models.files import check_config, check_generation_config, quoted
+from prefillcli.models.files import check_config, check_files, check_generation_config, quoted, refuse_code_elsewhere
 from prefillcli.models.gguf import GgufModel, dequantise_gguf, describe_gguf, find_dequantised, open_gguf
 from prefillcli.models.heads import ClassHead, HeadChoice, find_head
 from prefillcli.models.multimodal import text_part
-from prefillcli.models.safetensors import check_weights, weight_files
+from prefillcli.models.safetensors import check_weights, read_tensors, weight_files
 from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.runtime.memory import loadable_memory
 
@@ -102,21 +105,27 @@ def read_model_files(
     """
     gguf = _open_gguf(path)
     folder = path if gguf is None else describe_gguf(gguf)
-    weights = [] if gguf is not None else _find_weights(folder)
-    check_config(folder / "config.json")
+    check_files(folder)
+    tensors = {} if gguf is not None else read_tensors(folder, _find_weights(folder))
+    longest = max((side for tensor in tensors.values() for side in tensor["shape"]), default=None)
+    check_config(folder / "config.json", longest)
     check_generation_config(folder / "generation_config.json")
-    try:
+    if trust_remote_code:
+        refuse_code_elsewhere(folder)
+    with _described_by(folder / "config.json"):
         whole = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # each family has checks of its own, or none
-        raise UsageError(f"{folder}/config.json: {brief(error)}") from None
-    config = whole.get_text_config()
-    part = text_part(whole) if gguf is None else None
-    causal = part is not None or config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or trust_remote_code
-    if why := refusal(whole, config, causal=causal):
-        raise UnsupportedModelError(f"{folder}: a model of type {whole.model_type} cannot score prompts: it {why}")
-    found = None if gguf is not None else find_head(folder, whole, head, multimodal=part is not None)
+        config = whole.get_text_config()
+        if not isinstance(config, PreTrainedConfig):
+            raise UsageError(f"{folder}/config.json: a {whole.model_type} model has no text_config")
+        part = text_part(whole) if gguf is None else None
+        causal = part is not None or config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or trust_remote_code
+        if why := refusal(whole, config, causal=causal):
+            raise UnsupportedModelError(f"{folder}: a model of type {whole.model_type} cannot score prompts: it {why}")
+        longest_prompt(config)
+        found = None if gguf is not None else find_head(folder, whole, head, multimodal=part is not None)
     if gguf is not None and head in ("probability", "value"):
         raise UsageError(f"--head {head}: {path} is a GGUF model, of which only the vocabulary's head is read")
+    quantised = _quantised(whole, config)
     own = config.dtype or whole.dtype or torch.float32 if gguf is None else gguf.dtype
     if not isinstance(own, torch.dtype):
         raise UsageError(f"{folder}/config.json: dtype is {quoted(own)}; it must be a name like float32")
@@ -127,9 +136,25 @@ def read_model_files(
     if gguf is not None:
         folder = find_dequantised(gguf, chosen) or folder
     else:
-        check_weights(folder, weights, config, quantised=quantised is not None)
+        check_weights(folder, tensors, config, quantised=quantised is not None)
+        if type(whole).__module__.startswith("transformers."):  # a model's own code was told to be trusted
+            model = partial(build_empty, whole, found, part, chosen)
+            refuse_larger(folder / "config.json", model, tensors, packed=quantised is not None)
     part_of = None if part is None else whole.model_type
     return ModelFiles(folder, config.model_type, config, chosen, gguf, part_of, found, quantised)
+
+
+@contextmanager
+def _described_by(file: Path) -> Iterator[None]:
+    """Errors in what is made of a configuration name its file: transformers' families raise any for wrong content."""
+    try:
+        yield
+    except PrefillError:
+        raise
+    except Exception as error:
+        if out_of_resource(error):
+            raise
+        raise UsageError(f"{file}: transformers makes no model of it: {brief(error)}") from None
 
 
 def _quantised(*configs: Any) -> Mapping[str, Any] | None:

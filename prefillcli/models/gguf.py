@@ -26,6 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from prefillcli.data.proof.fingerprints import ModelContents, hash_value
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
 from prefillcli.models.completeness import require_complete
+from prefillcli.models.empty import bounded
 from prefillcli.models.gguf_cache import find_cached, make_cached, make_once
 from prefillcli.models.gguf_checks import check_parts, check_tensors, complete_config
 from prefillcli.models.gguf_header import GgufHeader, GgufTensor, read_gguf_header, write_joined
@@ -136,7 +137,8 @@ def _describe(model: GgufModel, folder: Path) -> None:
         complete_config(model.parts, config)
         config._name_or_path = ""
         if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            with torch.device("meta"):
+            held = [tensor.numbers for tensor in model.tensors]
+            with torch.device("meta"), bounded(header.path, sum(held), len(held)):
                 empty = AutoModelForCausalLM.from_config(config)
             numbers = {id(each): each.numel() for each in empty.state_dict(keep_vars=True).values()}
             check_tensors(model.parts, config, sum(numbers.values()), _names(header, config, empty))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from prefillcli.data.prompts.labels import Labels, parse_labels
-from prefillcli.errors import ResourceError, UsageError, brief
+from prefillcli.errors import ResourceError, UsageError
 from prefillcli.models.samples import sample_model
 from prefillcli.runtime import log
 from prefillcli.runtime.threads import Threads
@@ -210,12 +210,11 @@ def check_loadable(files: ModelFiles, device: torch.device) -> None:
 
 
 def _load_tokenizer(files: ModelFiles, trust_remote_code: bool) -> Any:
-    from transformers import AutoTokenizer
+    from prefillcli.models.tokenizers import load_tokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(files.path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # the tokenizers library raises plain ones
-        raise UsageError(f"{files.origin}: cannot load the tokenizer: {brief(error)}") from None
+    said = f"{files.origin}: cannot load the tokenizer"
+    embedded = files.config.vocab_size
+    return load_tokenizer(files.path, embedded=embedded, trust_remote_code=trust_remote_code, said=said)
 
 
 def weights_of(opened: Opened, *, draft: bool = True) -> int:

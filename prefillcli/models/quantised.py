@@ -19,6 +19,7 @@ from prefillcli.errors import UsageError
 from prefillcli.models.packed_integers import loading_changes, why_not_unpacked
 from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.runtime.extras import require_extra
+from prefillcli.runtime.library_logs import ALLOWED, FETCHES
 
 Kept = Literal["packed", "unpacked"]
 _BASE_MODEL = "take the model as it was before it was quantised, or as a GGUF file"
@@ -191,8 +192,9 @@ def _require_packages(origin: Path, kind: QuantisedFormat) -> None:
         require_extra(kind.extra, f"{origin}: weights quantised with {kind.name}")
     for package in kind.packages:
         if find_spec(package) is None:
+            fetches = f", or may not fetch code from a hub: {ALLOWED}=1 allows it" if package == FETCHES else ""
             raise UsageError(
-                f"{origin}: weights quantised with {kind.name}: the package {package} is not installed\n"
+                f"{origin}: weights quantised with {kind.name}: the package {package} is not installed{fetches}\n"
                 f"install it as its own page says, or {_BASE_MODEL}"
             )
 

@@ -6,7 +6,7 @@ Headers only are read, and no torch is needed. The checks raise UsageError that 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,10 @@ _WHOLE_FILE = "model.safetensors"
 _EMBEDDING = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 
 
-def check_weights(folder: Path, files: Sequence[Path], config: Any, *, quantised: bool) -> None:
-    """Refuse weight files that are not whole, missing, or of a model other than `config`.
+def read_tensors(folder: Path, files: Sequence[Path]) -> dict[str, Any]:
+    """Names and descriptions of the tensors that are loaded of a model's `files`.
 
-    `config` is the text model's configuration, and the weights are `quantised` or not.
+    Raises UsageError for files that are not whole, or missing.
     """
     headers = {file.name: read_header(file) for file in files}
     index = folder / "model.safetensors.index.json"
@@ -40,6 +40,11 @@ def check_weights(folder: Path, files: Sequence[Path], config: Any, *, quantised
     if len(tensors) != sum(map(len, headers.values())):
         twice = next(name for name in tensors if sum(name in header for header in headers.values()) > 1)
         raise UsageError(f"{folder}: two of its files hold {quoted(twice)}; files of two models are mixed up")
+    return tensors
+
+
+def check_weights(folder: Path, tensors: Mapping[str, Any], config: Any, *, quantised: bool) -> None:
+    """Refuse weights of a model other than `config`, the text model's configuration, says; `quantised` ones or not."""
     for name, tensor in tensors.items():
         if tensor["dtype"] in _WHOLE_NUMBERS and name.endswith(".weight") and not quantised:
             raise UsageError(

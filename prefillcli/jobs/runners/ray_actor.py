@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from prefillcli import __version__
 from prefillcli.errors import EngineDiedError
 from prefillcli.jobs.runners.crew import portable
+from prefillcli.runtime.library_logs import quiet_imports
 from prefillcli.runtime.memory import prepare_allocator
 
 if TYPE_CHECKING:  # takes torch along
@@ -33,6 +34,7 @@ class WorkerActor:
     def __init__(self) -> None:
         os.dup2(2, 1)  # stdout is for the driver's own line
         prepare_allocator()  # this process is the worker's own
+        quiet_imports()
         self._worker: Worker | None = None
         self._progress = threading.Condition()
         self._tasks = 0
