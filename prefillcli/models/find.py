@@ -132,7 +132,6 @@ def read_model_files(
     chosen = getattr(torch, dtype) if dtype != "auto" else own
     if dtype == "auto" and device == "cpu" and chosen == torch.float16:
         chosen = torch.float32  # float16 is slow and inexact on CPUs
-    quantised = _quantised(whole, config)
     if gguf is not None:
         folder = find_dequantised(gguf, chosen) or folder
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,14 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rslora": ({}, {"use_rslora": True, "r": 8}),
     "dora": ({}, {"use_dora": True}),
     "patterns": ({}, {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"q_proj": 3}}),
+    "regular expressions": (
+        {},
+        {
+            "target_modules": r"(?:.*\.)?layers\.\d+\..*(?:q|v|down)_proj",
+            "exclude_modules": r".*layers\.0\.mlp.*",
+            "rank_pattern": {r"layers\.1\..*v_proj": 2},
+        },
+    ),
     "some layers": ({}, {"layers_to_transform": [1]}),
     "all linear": ({}, {"target_modules": "all-linear"}),
     "bias of the adapter": ({"family": "qwen2"}, {"lora_bias": True, "target_modules": ["q_proj", "v_proj"]}),
@@ -157,6 +166,8 @@ REFUSED = {
     "replication": ({"layer_replication": [[0, 1], [0, 1]]}, "layer_replication: it adds layers"),
     "pissa": ({"init_lora_weights": "pissa_niter_4"}, 'it begins with "pissa_niter_4"'),
     "rank": ({"r": 8}, "it does not fit the model: size mismatch"),
+    "expression": ({"target_modules": "("}, "it does not fit the model"),
+    "layers": ({"layers_to_transform": {"a": 1}}, "it does not fit the model"),
     "targets": ({"target_modules": ["q_proj", "v_proj"]}, "has no place in the model"),
     "more targets": ({"target_modules": ["q_proj", "v_proj", "down_proj", "up_proj"]}, "is not in its file"),
     "other modules": ({"target_modules": ["wq"]}, "it does not fit the model: Target modules"),
@@ -175,6 +186,43 @@ def test_what_cannot_be_merged_is_refused_with_the_reason(case: str, model: Path
     assert lines[0].startswith(f"--adapter {folder}")
     assert reason in lines[0]
     assert len(lines) <= 2
+
+
+ENDLESS = r"(.|\w|[a-z.])*[^a-z]{3}"  # doubles its time with each letter, in any library that goes back
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"target_modules": ENDLESS},
+        {"exclude_modules": ENDLESS},
+        {"modules_to_save": [ENDLESS]},
+        {"rank_pattern": {ENDLESS: 2}},
+        {"alpha_pattern": {ENDLESS: 2}},
+        {"layers_to_transform": [1], "layers_pattern": [ENDLESS]},
+    ],
+)
+def test_an_expression_that_takes_forever_is_refused_in_bounded_time(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("prefillcli.models.adapter_merging._PATTERN_SECONDS", 0.2)
+    folder = save_adapter(model, tmp_path / "adapter")
+    change(folder, **content)
+    began = time.process_time()
+    with pytest.raises(UsageError, match=r"a regular expression in adapter_config.json takes longer"):
+        opened(model, OneChoice(it=folder))
+    assert time.process_time() - began < 10
+
+
+@pytest.mark.parametrize("content", [{"r": 10**10}, {"r": 1e300}, {"rank_pattern": {"q_proj": 10**6}}])
+def test_ranks_that_no_tensor_has_are_refused_before_anything_is_made(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: dict[str, Any]
+) -> None:
+    folder = save_adapter(model, tmp_path / "adapter")
+    change(folder, **content)
+    monkeypatch.setattr("peft.PeftModel.__init__", None)
+    with pytest.raises(UsageError, match=r"adapter_config.json: a rank of .*no tensor of adapter_model.safetensors"):
+        opened(model, OneChoice(it=folder))
 
 
 def test_an_adapter_of_another_size_is_refused(model: Path, tmp_path: Path) -> None:

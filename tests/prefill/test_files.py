@@ -71,6 +71,77 @@ def test_a_configuration_of_absurd_numbers_is_refused(saved: Path, changes: dict
     assert_refused(saved, says)
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_labels": 10**6}, "num_labels is 1000000, and no tensor of the weights has more than"),
+        ({"num_labels": 10**10}, "num_labels is 10000000000, and no tensor"),
+        ({"vocab_size": 10**6}, "vocab_size is 1000000, and no tensor"),
+        ({"intermediate_size": 10**10}, "describes a model that is larger than its weights"),
+        ({"head_dim": 1 << 16, "num_attention_heads": 64}, "describes a model that is larger than its weights"),
+    ],
+)
+def test_a_model_that_is_larger_than_its_weights_is_refused(saved: Path, changes: dict[str, Any], says: str) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps({**config, **changes}))
+    assert_refused(saved, says)
+
+
+def test_a_model_of_more_modules_than_its_weights_have_is_refused_before_all_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def build(*given: Any, **options: Any) -> torch.nn.Module:
+        module = torch.nn.Module()
+        for number in range(10**6):
+            made.append(number)
+            module.add_module(str(number), torch.nn.Identity())
+        return module
+
+    make_model("llama").save_pretrained(tmp_path)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_config", build)
+    assert_refused(tmp_path, "describes a model that is larger than its weights")
+    assert len(made) < 10**5
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "mixtral"])
+def test_what_is_as_large_as_its_weights_is_taken(tmp_path: Path, family: str) -> None:
+    make_model(family).save_pretrained(tmp_path)
+    assert read_model_files(tmp_path).family == family
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"text_config": {"hidden_size": 16}}, "a llama model has no text_config"),
+        ({"text_config": "x"}, "a llama model has no text_config"),
+        ({"quantization_config": "x"}, "config.json: transformers makes no model of it"),
+        ({"rope_parameters": [1]}, "config.json"),
+        ({"id2label": 7}, "config.json: transformers makes no model of it"),
+        ({"model_type": "llava", "text_config": {"model_type": "nosuch"}}, "config.json"),
+        ({"model_type": "llava", "text_config": [1]}, "config.json"),
+    ],
+)
+def test_a_configuration_inside_a_configuration_of_the_wrong_type_is_refused(
+    saved: Path, changes: dict[str, Any], says: str
+) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps({**config, **changes}))
+    assert_refused(saved, says)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "chat_template.jinja", "tokenizer.model"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_pipe_or_a_device_in_a_models_folder_is_refused(saved: Path, name: str, kind: str) -> None:
+    (saved / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(saved / name)
+    else:
+        (saved / name).symlink_to("/dev/zero")
+    assert_refused(saved, f"{name}: not a regular file|no config.json")
+
+
 def sparse(path: Path) -> None:
     os.truncate(path, 1 << 30)
 
@@ -212,6 +283,46 @@ def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path, name: str, content:
     with pytest.raises(UsageError) as refused:
         open_models(ScoreSettings(inputs=("x",), model=str(tmp_path / "model")))
     assert str(refused.value).count("\n") < 3
+
+
+def large_id(content: dict[str, Any]) -> None:
+    content["model"]["vocab"]["fox"] = 10**9
+
+
+def large_added_id(content: dict[str, Any]) -> None:
+    content["added_tokens"][0]["id"] = 10**9
+
+
+def many_tokens(content: dict[str, Any]) -> None:
+    content["model"]["vocab"] |= {f"q{number}": 400 + number for number in range(70_000)}
+
+
+def many_bytes(content: dict[str, Any]) -> None:
+    content["name"] = "x" * (17 << 20)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (large_id, "a token with the id 1,000,000,000"),
+        (large_added_id, "a token with the id 1,000,000,000"),
+        (many_tokens, "has 70,288 tokens; for this model it may have 66,336 at most"),
+        (many_bytes, "at most 16,982,016 are read"),
+    ],
+)
+def test_a_tokenizer_out_of_proportion_to_its_model_is_refused_before_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], None], says: str
+) -> None:
+    from prefillcli.models.open import open_models
+    from prefillcli.options.score import ScoreSettings
+
+    file = save_model(tmp_path / "model") / "tokenizer.json"
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", None)
+    with pytest.raises(UsageError, match=f"tokenizer.json: .*{says}"):
+        open_models(ScoreSettings(inputs=("x",), model=str(tmp_path / "model")))
 
 
 def assert_refused(folder: Path, says: str) -> None:
