@@ -36,7 +36,8 @@ _LAYER = re.compile(r"^(.*\blayers\.\d+\.)eh_proj\.")  # joins two tokens: only 
 def require_complete(
     origin: Path, model: Any, info: dict[str, Any], folder: Path | None = None, *, quantised: bool = False
 ) -> None:
-    """Raise UsageError if `model` has a parameter that no tensor filled, or its files a tensor that nothing takes.
+    """Raise UsageError if `model` has a parameter that no tensor filled, or its files a tensor that nothing takes, or
+    if its configuration gives rotary frequencies that are not finite: kernels read those as anything.
 
     `info` is what transformers says of loading it. The safetensors files are in `folder`, and `quantised` or not.
     """
@@ -50,6 +51,12 @@ def require_complete(
             f"{origin}: {len(left)} tensors of the weights have no place in a {type(model).__name__} of this "
             f"configuration, {left[0]} among them\ntake the config.json that belongs to these weights"
         )
+    for name, tensor in model.named_buffers():
+        if name.endswith("inv_freq") and not tensor.is_meta and not tensor.isfinite().all():
+            raise UsageError(
+                f"{origin}: {name} is not finite\n"
+                "a number of config.json must be wrong that says how positions are encoded"
+            )
 
 
 def _without_reason(model: Any, names: Collection[str], *, quantised: bool) -> list[str]:

@@ -15,10 +15,11 @@ from typing import Any
 from prefillcli.errors import UsageError
 
 _MOST_JSON = 32 << 20  # bytes of a JSON file; the largest configurations have some hundred kilobytes
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers")
 #: Least and most of the whole numbers that a configuration must not have otherwise, under the names of all families.
 _WHOLE = {
     **dict.fromkeys(("vocab_size", "padded_vocab_size"), (1, 1 << 24)),
-    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers"), (1, 4096)),
+    **dict.fromkeys(_LAYERS, (1, 4096)),
     **dict.fromkeys(
         ("num_mtp_layers", "num_nextn_predict_layers", "num_residual_layers", "encoder_layers"), (0, 4096)
     ),
@@ -31,7 +32,6 @@ _WHOLE = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), (0, 1 << 16)),
 }
 _REAL = frozenset({"rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "rope_theta"})
-_TABLES = ("num_labels", "vocab_size")  # each counts the rows of a tensor, and of tables that are made before it
 _READ = (".json", ".jinja", ".model", ".py", ".safetensors", ".tiktoken", ".txt")  # endings of a model's files
 _TEXTS = frozenset(
     {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
@@ -74,13 +74,15 @@ def check_config(path: Path, longest: int | None = None) -> None:
     names = content.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise UsageError(f"{path}: architectures is {quoted(names)}; it must be a list of names")
-    for name, value in _entries(content):
+    for name, value, apart in _entries(content):
         if value is None or isinstance(value, list | dict):
             continue
-        if longest is not None and name in _TABLES and type(value) is int and value > longest:
+        if name == "num_labels" and type(value) is int and value > (longest or value):
             raise UsageError(
                 f"{path}: {name} is {quoted(value)}, and no tensor of the weights has more than {longest:,} rows"
             )
+        if apart and not (name in _LAYERS and isinstance(value, int) and value > _WHOLE[name][1]):
+            continue
         if name in _WHOLE:
             low, high = _WHOLE[name]
             if type(value) is not int or not low <= value <= high:
@@ -121,16 +123,18 @@ def read_json(path: Path, *, most: int = _MOST_JSON) -> Any:
         raise UsageError(f"{path}: not JSON: {why}") from None
 
 
-def _entries(content: Any) -> Iterator[tuple[str, Any]]:
-    """All names with their values, at any depth, but for those of parts that do not read text, and of quantisation."""
-    waiting = [content]
+def _entries(content: Any) -> Iterator[tuple[str, Any, bool]]:
+    """All names with their values, at any depth, and whether they are of a part that does not read text, or of
+    quantisation."""
+    waiting = [(content, False)]
     while waiting:
-        value = waiting.pop()
+        value, apart = waiting.pop()
         if isinstance(value, dict):
-            yield from value.items()
-            value = [part for name, part in value.items() if not any(other in name for other in _OTHER_PARTS)]
-        if isinstance(value, list):
-            waiting.extend(value)
+            for name, part in value.items():
+                yield name, part, apart
+                waiting.append((part, apart or any(other in name for other in _OTHER_PARTS)))
+        elif isinstance(value, list):
+            waiting.extend((part, apart) for part in value)
 
 
 def _check_size(path: Path, most: int | None) -> None:

@@ -139,7 +139,7 @@ def check_uses(model: PreTrainedModel, *, drafts: str | None, compresses: bool) 
 
 
 _rehearsals: WeakKeyDictionary[PreTrainedModel, Rehearsal] = WeakKeyDictionary()
-_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, NotImplementedError)
+_ERRORS = (ArithmeticError, RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
 
 
 def _named(error: BaseException) -> str:

@@ -22,6 +22,11 @@ def _hang(example: int, place: Workplace) -> None:
         time.sleep(60)
 
 
+def _compute(example: int, place: Workplace) -> None:
+    while example > 100:
+        pass
+
+
 def _fill(example: int, place: Workplace) -> None:
     bytearray(2 << 30 if example > 100 else 1)
 
@@ -34,6 +39,6 @@ def _keep(example: Any, place: Workplace) -> None:
     """Nothing is wrong with any example."""
 
 
-_CHECKS = {"crash": _crash, "hang": _hang, "fill": _fill, "fail": _fail, "keep": _keep}
+_CHECKS = {"crash": _crash, "hang": _hang, "compute": _compute, "fill": _fill, "fail": _fail, "keep": _keep}
 FUZZERS = {name: Fuzzer(name, st.integers(0, 1000), check, per_round=50) for name, check in _CHECKS.items()}
 """By name."""

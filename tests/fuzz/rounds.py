@@ -7,6 +7,7 @@ import importlib
 import multiprocessing
 import os
 import resource
+import signal
 import tempfile
 import time
 import traceback
@@ -21,9 +22,11 @@ from prefillcli.runtime.memory import process_memory
 from tests.fuzz.fuzzer import Fuzzer
 from tests.fuzz.workplace import Workplace
 
-MOST_SECONDS = 120.0
-"""Of an example, on the clock: usual ones take a fraction of a second."""
-MOST_BYTES = 3 << 30
+MOST_SECONDS = 30.0
+"""Of an example, of the processor: usual ones take a fraction of a second, however busy the machine is."""
+_WAITING = 4
+"""So many times as long may an example take on the clock: some wait for other processes."""
+MOST_BYTES = 2 << 30
 """Of address space that examples may take beside the libraries."""
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
@@ -80,15 +83,18 @@ def _child(
     os.environ |= {"XDG_CACHE_HOME": f"{folder}/cache", "HOME": folder}
     trace = (Path(folder) / "trace").open("w")
     faulthandler.enable(trace)
+    faulthandler.register(signal.SIGPROF, file=trace, chain=True)  # which then ends the process
     limit = process_memory("VmSize") + memory
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
     def watch() -> None:
-        faulthandler.dump_traceback_later(seconds, exit=True, file=trace)
+        faulthandler.dump_traceback_later(_WAITING * seconds, exit=True, file=trace)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
 
     ended = examine(fuzzer, number, examples, Path(folder), watch)
     faulthandler.cancel_dump_traceback_later()
+    signal.setitimer(signal.ITIMER_PROF, 0)
     sender.send(ended)
     trace.close()
 

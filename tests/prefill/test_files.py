@@ -76,7 +76,8 @@ def test_a_configuration_of_absurd_numbers_is_refused(saved: Path, changes: dict
     [
         ({"num_labels": 10**6}, "num_labels is 1000000, and no tensor of the weights has more than"),
         ({"num_labels": 10**10}, "num_labels is 10000000000, and no tensor"),
-        ({"vocab_size": 10**6}, "vocab_size is 1000000, and no tensor"),
+        ({"vision_config": {"num_labels": 10**10}}, "num_labels is 10000000000, and no tensor"),
+        ({"vision_config": {"num_hidden_layers": 10**10}}, "num_hidden_layers is 10000000000"),
         ({"intermediate_size": 10**10}, "describes a model that is larger than its weights"),
         ({"head_dim": 1 << 16, "num_attention_heads": 64}, "describes a model that is larger than its weights"),
     ],
