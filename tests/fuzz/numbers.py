@@ -104,6 +104,7 @@ def _intact(folder: Path, kind: str) -> Sequence[float]:
     """The scores of the model as it was."""
     before = Path.cwd()
     own = folder / "intact" / kind
+    shutil.rmtree(own, ignore_errors=True)
     shutil.copytree(_made(folder, kind), own)
     try:
         os.chdir(own)

@@ -127,6 +127,25 @@ def test_nor_is_it_in_a_gguf_file(saved: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("load", WAYS)
+@pytest.mark.parametrize("theta", [0.0, 1e-320, 1e308])
+def test_rotary_frequencies_that_are_not_finite_are_refused(
+    folder: Path, theta: float, load: Callable[..., Any]
+) -> None:
+    configure(folder, rope_parameters={"rope_type": "linear", "rope_theta": theta, "factor": 1e-300})
+    with pytest.raises(UsageError, match=r"inv_freq is not finite"):
+        load(folder)
+
+
+def test_a_model_whose_own_forward_fails_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    make_tiny_model("granitemoehybrid").save_pretrained(folder)
+    resident(folder)
+    configure(folder, mamba_chunk_size=0)
+    with pytest.raises(UnsupportedModelError, match="ZeroDivisionError"):
+        resident(folder)
+
+
+@pytest.mark.parametrize("load", WAYS)
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"])
 def test_a_parameter_that_no_tensor_fills_is_no_random_one(folder: Path, name: str, load: Callable[..., Any]) -> None:
     rewrite(folder, lambda tensors: tensors.pop(name))
