@@ -106,8 +106,8 @@ class JobInputs:
 def carried_columns(settings: ScoreSettings, source: Source | None = None) -> list[str]:
     """Input columns that go to the output, with a `source` also those that are to name its folders."""
     keys = source.partition_keys if source is not None and settings.partition else ()
-    named = [settings.id_column, *settings.keep_columns, settings.truth, *keys]
-    return list(dict.fromkeys(name for name in named if name))
+    named = [settings.id_column, *filter(None, settings.keep_columns), settings.truth, *keys]
+    return list(dict.fromkeys(name for name in named if name is not None))
 
 
 def refuse_unlike_partitions(settings: ScoreSettings, source: Source, output: str) -> None:

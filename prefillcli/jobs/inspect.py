@@ -134,7 +134,7 @@ class _InspectJob:
         settings, summary = self._settings, self._summary
         _check(settings)
         require_apart(settings)
-        carried = [settings.id_column] if settings.id_column else []
+        carried = [] if settings.id_column is None else [settings.id_column]
         with self._stop.at_once():
             source = open_source(settings, carried)
             opened = open_adapters(open_models(settings), settings, settings.trust_remote_code)

@@ -52,6 +52,7 @@ def assert_refused(summary: dict, stderr: str, *named: str, code: int = 2) -> No
         ({"template": "{{ id "}, ["--template", "line 1"]),
         ({"template": "missing.jinja"}, ["missing.jinja"]),
         ({"id_column": "key"}, ["'key'"]),
+        ({"id_column": ""}, ["no column ''"]),
         ({"keep_columns": "id,color"}, ["'color'"]),
         ({"keep_columns": "score"}, ["--keep-columns", "score"]),
         ({"keep_columns": "row"}, ["--keep-columns", "row"]),
