@@ -93,6 +93,14 @@ def refusal(whole: Any, text: Any, *, causal: bool) -> str | None:
     return None
 
 
+def sees_nothing(text: Any) -> bool:
+    """Whether layers have a sliding window of no token: transformers then masks all, and each kernel makes something
+    else of that."""
+    known = hasattr(type(text), "sliding_window")  # others keep the entry, and do not read it
+    slides = "sliding_attention" in (getattr(text, "layer_types", None) or ["sliding_attention"])
+    return known and slides and getattr(text, "sliding_window", None) == 0
+
+
 def selects_keys(text: Any) -> bool:
     """Whether layers see tokens that an indexer selects or compresses, of which an attention function is not told."""
     return bool(SELECTIVE_LAYERS.intersection(getattr(text, "layer_types", None) or ()))

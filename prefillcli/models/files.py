@@ -29,6 +29,7 @@ _WHOLE = {
     **dict.fromkeys(("head_dim",), (1, 1 << 16)),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), (0, 1 << 40)),
     **dict.fromkeys(("original_max_position_embeddings", "sliding_window"), (0, 1 << 40)),
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size", "attention_chunk_size"), (1, 1 << 24)),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), (0, 1 << 16)),
 }
 _REAL = frozenset({"rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "rope_theta"})
@@ -39,6 +40,7 @@ _TEXTS = frozenset(
      "preprocessor_config.json"}
 )  # fmt: skip
 """Files that transformers reads whole."""
+_POSITIVE = frozenset({"query_pre_attn_scalar"})  # a root is divided by
 CLASSIFIER = "ForSequenceClassification"  # how the names of such classes end
 _OTHER_PARTS = ("vision", "audio", "quantization")  # with numbers of their own under the same names
 
@@ -89,6 +91,8 @@ def check_config(path: Path, longest: int | None = None) -> None:
                 raise UsageError(
                     f"{path}: {name} is {quoted(value)}; it must be a whole number from {low:,} to {high:,}"
                 )
+        elif name in _POSITIVE and (type(value) not in (int, float) or not 0 < value < math.inf):
+            raise UsageError(f"{path}: {name} is {quoted(value)}; it must be a finite number above 0")
         elif name in _REAL and (type(value) not in (int, float) or not math.isfinite(value) or value < 0):
             raise UsageError(f"{path}: {name} is {quoted(value)}; it must be a finite number, not below 0")
 

@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from prefillcli.data.proof.gguf_parts import gguf_parts
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
 from prefillcli.models.empty import build_empty, refuse_larger
-from prefillcli.models.families import longest_prompt, refusal
+from prefillcli.models.families import longest_prompt, refusal, sees_nothing
 from prefillcli.models.files import check_config, check_files, check_generation_config, quoted, refuse_code_elsewhere
 from prefillcli.models.gguf import GgufModel, dequantise_gguf, describe_gguf, find_dequantised, open_gguf
 from prefillcli.models.heads import ClassHead, HeadChoice, find_head
@@ -117,6 +117,8 @@ def read_model_files(
         config = whole.get_text_config()
         if not isinstance(config, PreTrainedConfig):
             raise UsageError(f"{folder}/config.json: a {whole.model_type} model has no text_config")
+        if sees_nothing(config):
+            raise UsageError(f"{folder}/config.json: sliding_window is 0; a window has one token at least, or is null")
         part = text_part(whole) if gguf is None else None
         causal = part is not None or config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or trust_remote_code
         if why := refusal(whole, config, causal=causal):
