@@ -41,6 +41,7 @@ _TEXTS = frozenset(
 )  # fmt: skip
 """Files that transformers reads whole."""
 _POSITIVE = frozenset({"query_pre_attn_scalar"})  # a root is divided by
+_SHARES = frozenset({"partial_rotary_factor", "rotary_pct", "rotary_percentage"})  # of a head's width
 CLASSIFIER = "ForSequenceClassification"  # how the names of such classes end
 _OTHER_PARTS = ("vision", "audio", "quantization")  # with numbers of their own under the same names
 
@@ -93,6 +94,8 @@ def check_config(path: Path, longest: int | None = None) -> None:
                 )
         elif name in _POSITIVE and (type(value) not in (int, float) or not 0 < value < math.inf):
             raise UsageError(f"{path}: {name} is {quoted(value)}; it must be a finite number above 0")
+        elif name in _SHARES and (type(value) not in (int, float) or not 0 <= value <= 1):
+            raise UsageError(f"{path}: {name} is {quoted(value)}; it must be a number from 0 to 1")
         elif name in _REAL and (type(value) not in (int, float) or not math.isfinite(value) or value < 0):
             raise UsageError(f"{path}: {name} is {quoted(value)}; it must be a finite number, not below 0")
 

@@ -195,6 +195,11 @@ def _find_weights(folder: Path) -> list[Path]:
         adapter = (folder / "adapter_config.json").is_file()
         advice = "\nit has an adapter: give the model as --model, and this as --adapter" if adapter else ""
         raise UsageError(f"{folder}: no config.json, so this is not a model directory{advice}")
+    if (folder / "adapter_config.json").exists():
+        raise UsageError(
+            f"{folder}: has an adapter beside the model (adapter_config.json), which transformers merges where "
+            "PEFT is installed\nmove it into a folder of its own, and give that as --adapter if it is to be merged"
+        )
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         if gguf := sorted(folder.glob("*.gguf")):

@@ -290,6 +290,14 @@ def test_a_model_around_which_peft_was_is_the_one_before(model: Path, tmp_path: 
     assert [(name, id(module), set(vars(module))) for name, module in loaded.named_modules()] == before
 
 
+def test_an_adapter_beside_a_model_is_not_merged_unasked(model: Path, tmp_path: Path) -> None:
+    both = Path(shutil.copytree(model, tmp_path / "both"))
+    shutil.copytree(save_adapter(model, tmp_path / "adapter"), both, dirs_exist_ok=True)
+    with pytest.raises(UsageError, match="has an adapter beside the model") as caught:
+        read_model_files(both)
+    assert len(str(caught.value).splitlines()) == 2
+
+
 def test_an_adapter_that_is_given_as_a_model_is_told_apart(model: Path, tmp_path: Path) -> None:
     folder = save_adapter(model, tmp_path / "adapter")
     with pytest.raises(UsageError, match="it has an adapter: give the model as --model, and this as --adapter"):

@@ -51,6 +51,10 @@ def _nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"head_dim": -1}, "head_dim is -1"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is NaN"),
         ({"query_pre_attn_scalar": -1}, "query_pre_attn_scalar is -1"),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 10**6}},
+            "partial_rotary_factor is 1000",
+        ),
         ({"mamba_chunk_size": 0}, "mamba_chunk_size is 0"),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0"),
         ({"rms_norm_eps": "small"}, 'rms_norm_eps is "small"'),
