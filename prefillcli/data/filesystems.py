@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import fsspec
-import pyarrow.fs
 
 from prefillcli.data.failures import Failure, explained
 from prefillcli.data.paths import is_url
@@ -45,8 +44,10 @@ def filesystem_of(path: str) -> tuple[Any, str]:
         if isinstance(error, ImportError) and extra is not None:
             require_extra(extra, f"cannot open {path}")
             raise UsageError(f"cannot open {path}: {error}") from None
+        from pyarrow import fs  # here, or a recipe that is not there would be told of late
+
         try:
-            arrow, inner = pyarrow.fs.FileSystem.from_uri(path)
+            arrow, inner = fs.FileSystem.from_uri(path)
         except Exception:  # Arrow does not know it either; fsspec's message says more
             raise UsageError(f"cannot open {path}: {error}") from None
         from fsspec.implementations.arrow import ArrowFSWrapper
