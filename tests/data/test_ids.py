@@ -42,6 +42,7 @@ TYPES: dict[pa.DataType, st.SearchStrategy[Any]] = {
     pa.string(): TEXTS,
     pa.large_string(): TEXTS,
     pa.string_view(): TEXTS,
+    pa.list_(pa.string_view()): st.lists(TEXTS, max_size=2),
     pa.binary(): st.binary(max_size=3),
     pa.large_binary(): st.binary(max_size=3),
     pa.binary(2): st.binary(min_size=2, max_size=2),
