@@ -149,5 +149,5 @@ STREAMS = Fuzzer(
     "streams",
     st.tuples(st.sampled_from(_COMMANDS), st.booleans(), st.sampled_from(_WAYS), st.sampled_from(_WAYS)),
     _check,
-    per_round=15,
+    per_round=6,
 )
