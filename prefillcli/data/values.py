@@ -133,14 +133,32 @@ def _list_bytes(array: pa.Array) -> Int64Array:
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
-    """The type in which a carried column travels: dictionaries and views are laid out flat."""
+    """The type in which a carried column travels: dictionaries and views are laid out flat.
+
+    So are views inside lists, structs and maps, of which Arrow cannot take rows.
+    """
     if pa.types.is_dictionary(kind):
         return plain_type(kind.value_type)
     if kind == pa.string_view():
         return pa.large_string()
     if kind == pa.binary_view():
         return pa.large_binary()
+    if pa.types.is_struct(kind):
+        return pa.struct([_plain_field(field) for field in kind])
+    if pa.types.is_map(kind):
+        return pa.map_(_plain_field(kind.key_field), _plain_field(kind.item_field), kind.keys_sorted)
+    if pa.types.is_list(kind):
+        return pa.list_(_plain_field(kind.value_field))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(_plain_field(kind.value_field))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(_plain_field(kind.value_field), kind.list_size)
     return kind
+
+
+def _plain_field(field: pa.Field) -> pa.Field:
+    # Dictionaries inside stay: Arrow takes their rows, but does not cast them.
+    return field if pa.types.is_dictionary(field.type) else field.with_type(plain_type(field.type))
 
 
 def plain_column(array: pa.Array, kind: pa.DataType) -> tuple[pa.Array, dict[int, str]]:

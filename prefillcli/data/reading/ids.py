@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Iterable
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -32,7 +31,7 @@ class SeenIds:
         column = ids.combine_chunks()
         null = pc.is_null(column, nan_is_null=True).to_numpy(zero_copy_only=False)
         valid = np.flatnonzero(~null)
-        keys = (_json_keys if self._json else _keys)(_without_null(column, null))
+        keys = (_json_keys if self._json else _keys)(column.filter(pa.array(~null)))
         unique, first = np.unique(keys, return_index=True)
         repeated = np.ones(len(keys), bool)
         repeated[first] = False
@@ -56,13 +55,6 @@ class SeenIds:
             keys = np.concatenate([self._sorted.pop(), keys])
             keys.sort()
         self._sorted.append(keys)
-
-
-def _without_null(column: pa.Array, null: npt.NDArray[np.bool_]) -> pa.Array:
-    try:
-        return column.filter(pa.array(~null))
-    except pa.ArrowNotImplementedError:  # texts of a view type inside lists and maps
-        return pa.concat_arrays([column.slice(0, 0), *(column.slice(at, 1) for at in np.flatnonzero(~null).tolist())])
 
 
 def _keys(ids: pa.Array) -> Int64Array:
