@@ -127,7 +127,7 @@ def test_a_directory_without_safetensors_says_what_it_found(saved: Path) -> None
 def test_a_truncated_weight_file_is_found_before_loading(saved: Path) -> None:
     file = saved / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(UsageError, match=r"model\.safetensors: truncated"):
+    with pytest.raises(UsageError, match=r"model\.safetensors: damaged: truncated"):
         read_model_files(saved)
 
 
