@@ -30,13 +30,15 @@ _MEMORY_WORDS = (
 class PrefillError(Exception):
     """The run failed. The message is for the person who must act: what, where, what to do.
 
-    Secrets in paths and URLs are removed from it, also where another library's message quotes them.
+    Secrets in paths and URLs are removed from it, also where another library's message quotes them. Of a message of
+    more than 3,000 characters, which quotes something very long, the middle is left out.
     """
 
     exit_code = 1
 
     def __init__(self, message: str) -> None:
-        super().__init__(without_secrets(message))
+        text = without_secrets(message)
+        super().__init__(text if len(text) <= 3000 else f"{text[:2200]} ... {text[-700:]}")
 
 
 class UsageError(PrefillError):
