@@ -75,7 +75,7 @@ demo-real: setup-real
 	$(BIN)/python -m recipes.demo_real
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal -m "not nightly and not matrix and not real"
+	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal --durations=30 -m "not nightly and not matrix and not real"
 
 # Every causal language model of transformers against its eager forward, and what else runs with every family
 test-matrix: setup

@@ -46,20 +46,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skips", action="store_true", help="Fail if a test was skipped: what it needs must be here.")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the cases of a nightly test one of `NIGHTLY_EVERY` runs, always the same ones, and at least one."""
+    """Cases of a test that are left to the night, and those that a short night leaves out: always the same ones.
+
+    Of the cases of a `sampled` test so many as it says are no nightly ones. Of the cases of a nightly test one of
+    `NIGHTLY_EVERY` runs, and at least one.
+    """
+    for cases in _cases(items, "sampled"):
+        (most,) = cases[0].get_closest_marker("sampled").args  # type: ignore[union-attr]
+        for case in cases[most:]:
+            case.add_marker("nightly")
     if (every := int(os.environ.get("NIGHTLY_EVERY", "1"))) == 1:
         return
-    of_test: dict[str, list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("nightly"):
-            of_test[item.nodeid.partition("[")[0]].append(item)
-    left_out: set[pytest.Item] = set()
-    for cases in of_test.values():
-        cases.sort(key=lambda case: zlib.crc32(case.nodeid.encode()))
-        left_out.update(cases[-(-len(cases) // every) :])
+    left_out = {case for cases in _cases(items, "nightly") for case in cases[-(-len(cases) // every) :]}
     config.hook.pytest_deselected(items=sorted(left_out, key=lambda item: item.nodeid))
     items[:] = [item for item in items if item not in left_out]
+
+
+def _cases(items: list[pytest.Item], marker: str) -> Iterator[list[pytest.Item]]:
+    """The cases of each test with a marker, in an order that looks like chance."""
+    of_test: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):
+        if item.get_closest_marker(marker):
+            of_test[item.nodeid.partition("[")[0]].append(item)
+    yield from of_test.values()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -94,6 +94,7 @@ def test_quietly_it_says_what_is_wrong_alone(
     assert all(line.startswith("prefill: flash-cpu is wrong in ") for line in lines)
 
 
+@pytest.mark.nightly
 def test_the_command_prints_one_line_of_json_and_tables_on_stderr() -> None:
     done = subprocess.run([sys.executable, "-m", "prefillcli", "doctor"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -89,6 +89,7 @@ def posts_scored(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any
     return scored(POSTS, output, keep=0.2, query_window=8, compress_above=0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("row", [0, 137, 239])
 def test_row_is_read_as_score_reads_it(
     row: int, posts_scored: list[dict[str, Any]], inspected: list[Inspection]
@@ -129,6 +130,7 @@ def test_row_in_full_has_the_score_of_a_job_without_draft(tmp_path: Path, inspec
     assert inspected[0].draft is None
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("row", [3, 151])
 def test_margins_are_what_transformers_reads_after_each_layer(row: int, inspected: list[Inspection]) -> None:
     line_of(prefill("inspect", POSTS, *MODEL, "--dtype", "float32", "--row", row))
@@ -181,6 +183,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -469,6 +472,7 @@ def test_texts_of_any_prompt_make_up_the_whole(text: str) -> None:
     assert "".join(token_texts(encoder.decode, ids)) == encoder.decode(ids) == "<s>" + text
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("text", ["one two three, ", "👩\u200d💻 日本語", "\ufffd", "\x80"])
 def test_long_prompts_are_quick(text: str) -> None:
     ids = encoder.encode([text * 40_000], special=True)[0].tolist()[:100_000]

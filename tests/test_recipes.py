@@ -40,6 +40,7 @@ def test_every_recipe_is_tested() -> None:
     assert {path.stem for path in RECIPES.glob("*.yaml")} == ROWS.keys() | elsewhere
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_a_recipe_runs_from_the_root_and_finds_the_answers(
@@ -381,6 +382,7 @@ def test_the_dag_sets_every_variable_that_its_command_reads() -> None:
     assert {ast.literal_eval(key) for key in set_.keys if key} == set(re.findall(r"SCORING_\w+", dag_command()))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "given",

@@ -49,6 +49,7 @@ def test_a_run_without_readers_ends_well(tmp_path: Path) -> None:
     assert report(tmp_path)["status"] == "complete"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_signal_after_the_readers_have_gone_is_still_reported(tmp_path: Path) -> None:
     process = start(tmp_path, "--pack-tokens", "64", "--progress-interval", "0.001")
@@ -111,6 +112,7 @@ def test_a_program_without_stderr_is_not_ended_by_a_warning(
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_job_whose_streams_are_closed_scores_all_rows(tmp_path: Path) -> None:
     words = [*SCORE, "-m", str(ROOT / "samples" / "models" / "draft"), "-o", "out.parquet", "--limit", "6"]

@@ -248,6 +248,7 @@ def test_ids_that_no_text_leads_to_have_no_spans() -> None:
     assert spans_of(tokenizer, [Prompt(0, np.array(pieces, np.int32), 0)]) is None
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("before", [0, 300 << 20])
 def test_memory_that_was_freed_before_counts_again(before: int) -> None:
     torch.ones(before, dtype=torch.uint8)

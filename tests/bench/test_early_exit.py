@@ -117,6 +117,7 @@ def test_rows_of_a_file_are_set_apart_by_seed(stage: tuple[Equipment, Material])
     assert taken[0] == taken[1] != taken[2]
 
 
+@pytest.mark.nightly
 def test_the_command_learns_on_some_rows_and_compares_on_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

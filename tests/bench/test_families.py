@@ -19,6 +19,7 @@ def shrunk(name: str) -> Family:
     return replace(found, target=found.target | TINY | few, draft=found.draft | TINY)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "votes"), [("qwen3_next", (4,)), ("nemotron_h", (6,)), ("gpt_oss", (2, 4))], ids=str)
 def test_attention_votes_and_the_papers_prediction_stands_beside_the_speedup(
     name: str, votes: tuple[int, ...]

@@ -19,6 +19,7 @@ from benchmarks.padded import batches, padded_batches
 from benchmarks.workloads import short_rows
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tokens", [1, 64, 200, 10_000])
 def test_padded_batches_give_the_logits_of_the_plain_loop(tokens: int) -> None:
     model = random_llama("25M", torch.float32)

@@ -109,6 +109,7 @@ def test_keys_that_are_wider_than_values_vote(settings: Compression) -> None:
         np.testing.assert_allclose(found.importance, reference(layers, settings.pool, "rank"), atol=1e-5)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("window", "reduce"), [(0, "mean"), (8, "max"), (8, "rank")])
 def test_decoded_tokens_ask_and_the_last_tokens_with_them(family: str, window: int, reduce: Any) -> None:
@@ -143,6 +144,7 @@ def test_what_follows_an_end_of_text_does_not_ask() -> None:
     np.testing.assert_array_equal(found, estimated(model, Compression(lookahead=1))[-1].importance)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "settings",
     [

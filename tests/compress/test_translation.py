@@ -155,6 +155,7 @@ def test_a_draft_that_knows_all_bytes_reads_every_text(draft: str, text: str) ->
         assert found.tokens.tolist() == KINDS[draft](text_read)["input_ids"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["byte level", "unigram", "SentencePiece BPE"])
 @given(MIXED, st.randoms(use_true_random=False))
 def test_the_same_tokenizer_maps_each_token_to_itself(kind: str, text: str, random: Any) -> None:

@@ -195,6 +195,7 @@ def test_special_tokens_are_allowed_when_asked_for_and_other_texts_never_change(
         assert build(tokenizer, {"prompt": [text]})[0] == [usual]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=12, deadline=None)
 @given(first=texts, second=texts, third=texts)

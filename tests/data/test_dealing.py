@@ -162,6 +162,7 @@ def make_rows(write_jsonl: Write) -> str:
     return write_jsonl(rows)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [1, 2, 5, 30])
 def test_the_shards_of_a_window_are_that_window(byte_level: Any, write_jsonl: Write, count: int) -> None:
     path = make_rows(write_jsonl)

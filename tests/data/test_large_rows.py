@@ -68,6 +68,7 @@ def read(path: Path, most: int, columns: tuple[str, ...] = ("prompt",), carried:
     return values, errors, pa.concat_tables([batch.carried for batch in batches])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "jsonl.zst"])
 def test_a_huge_line_is_an_error_row_in_little_memory(tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"a.{ending}"
@@ -101,6 +102,7 @@ def table(rows: int, at: int, value: Any, kind: pa.DataType, small: Any, nullabl
     return pa.table({"prompt": values, "id": list(range(rows))}, schema=pa.schema(fields))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("codec", "options"),
     [
@@ -127,6 +129,7 @@ def test_a_parquet_page_that_would_fill_the_memory_is_not_opened(
     assert f"{HUGE // 1000**2}," in errors[5000][1]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "value", "small"),
     [
@@ -180,6 +183,7 @@ def test_large_messages_and_token_ids_are_errors_of_their_rows_alone(tmp_path: P
     assert carried["messages"].to_pylist()[4] == messages[4]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name", ["prompt", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("kept", "messages"))]
 )
@@ -195,6 +199,7 @@ def test_a_long_value_that_is_stored_once_and_repeated_does_not_fill_the_memory(
     assert len(errors) == 600
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("what", ["footer", "page"])
 def test_sizes_that_are_lies_end_in_an_error_and_not_in_all_memory(tmp_path: Path, what: str) -> None:
     path = tmp_path / "a.parquet"

@@ -88,6 +88,7 @@ def test_a_store_that_is_busy_is_asked_again(bucket: Bucket, store: Store, use: 
     assert not bucket.keys("folder/lock"), "its removal is asked for again too"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("use", USES)
 def test_a_store_that_stays_busy_ends_in_an_error_that_says_so(
     bucket: Bucket, store: Store, monkeypatch: pytest.MonkeyPatch, use: str
@@ -135,6 +136,7 @@ def test_answers_of_a_server_in_trouble_pass(bucket: Bucket, store: Store, answe
     assert bucket.get("folder/a") == b"1"
 
 
+@pytest.mark.nightly
 def test_a_large_file_goes_in_parts_and_is_tried_again_whole(bucket: Bucket, store: Store) -> None:
     data = os.urandom(101 << 20)
     bucket.server.faults.append(once("PUT", "a$", Refusal("400 Bad Request", "Other"), after=1))

@@ -30,6 +30,7 @@ TIGHT = RenderLimits(cpu_seconds=1, memory_bytes=256 << 20)
 CPU, MEMORY = "more than 1 s of processor time", "more than 256 MiB of memory"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("expression", "why"),
     [
@@ -50,6 +51,7 @@ def test_a_row_that_breaks_a_limit_is_an_error_and_all_others_are_rendered(expre
         assert results[n] == RowError("template_error", f"rendering took {why}")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("body", "why"),
     [

@@ -234,6 +234,7 @@ class TestConflicts:
         with open_sink(output, fingerprint=FINGERPRINT | {"model": "x"}) as sink:
             assert sink.plan == {}
 
+    @pytest.mark.sampled(4)
     def test_a_second_process_is_kept_out(self, output: str) -> None:
         with open_sink(output), pytest.raises(ResourceError, match=str(os.getpid())):
             open_sink(output, resume=True)
@@ -413,6 +414,7 @@ def test_a_full_disk_stops_the_job_and_loses_nothing(tmp_path: Path, monkeypatch
     assert len(read(output)) == 15
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["o.jsonl.gz", "o.jsonl.zst"])
 def test_an_error_in_the_middle_of_a_compressed_output_leaves_no_traceback(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str

@@ -62,6 +62,7 @@ def teacher_of(rows: Sequence[Beginning], wanted: Sequence[Reference]) -> Teache
     return Teacher({row.key: reference.tokens for row, reference in zip(rows, wanted, strict=True)})
 
 
+@pytest.mark.sampled(2)
 @each_family
 def test_texts_are_those_of_transformers(family: str) -> None:
     writing, wanted = references(family)
@@ -83,6 +84,7 @@ def test_right_and_wrong_guesses_change_no_text(family: str) -> None:
     assert teacher.wrong > 10
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen2"])
 @pytest.mark.parametrize("guessing", [False, True])
 def test_texts_go_on_beyond_sliding_windows(family: str, guessing: bool) -> None:

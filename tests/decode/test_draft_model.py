@@ -119,6 +119,7 @@ def test_no_token_is_guessed_that_the_target_does_not_know() -> None:
         assert max(drafter.propose([row], [8])[0]) < 3
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("guesses", [1, 3, 8])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("sinks", "recent"), [(2, 6), (16, 240)])

@@ -95,6 +95,7 @@ def test_the_oldest_texts_are_forgotten_and_a_text_counts_once() -> None:
 ROWS = beginnings(5, seed=2)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", SPECULATIONS)
 def test_greedy_text_is_that_of_generate_with_the_drafters_of_a_job(name: str) -> None:
     expected = [generated(tiny_llama(), row, 24) for row in ROWS]

@@ -96,6 +96,7 @@ def assert_right(found: dict[int, Continuation | None], wanted: list[Reference],
     assert assert_same_texts(texts, [wanted[number] for number in sorted(found)], writing) <= 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("limits", [ONE_PACK, SEVERAL_PACKS], ids=["one pack", "held prefixes"])
 def test_what_is_kept_in_host_memory_is_back_before_texts_are_written(
@@ -193,6 +194,7 @@ def test_a_pass_reads_no_more_tokens_than_a_chunk() -> None:
     assert sorted(number for group in groups for number in group) == list(range(len(rows)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("on_host", [False, True])
 def test_where_memory_runs_out_fewer_rows_are_written_together(on_host: bool, streams: list[LateCopies]) -> None:
     writing, wanted = references("llama")

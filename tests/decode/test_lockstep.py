@@ -42,6 +42,7 @@ def drafter(kind: str, how: Writing, right: list[list[int]] | None = None) -> Dr
 DRAFTERS = ["none", "random", "knowing", "other model", "itself", "itself over another model"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("guesses", [1, 4, 16])
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_greedy_text_is_that_of_generate_whatever_is_guessed(kind: str, guesses: int) -> None:
@@ -59,6 +60,7 @@ def test_greedy_text_is_that_of_generate_whatever_is_guessed(kind: str, guesses:
         assert report.passes == -(-20 // (guesses + 1))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_text_ends_before_its_stop_token(kind: str, temperature: float) -> None:
@@ -78,6 +80,7 @@ def test_a_text_ends_before_its_stop_token(kind: str, temperature: float) -> Non
             assert generated(tiny_llama(), row, 30, stop) == [*text.tokens, *[stop] * (text.finish_reason == "stop")]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_text_and_gap_depend_neither_on_guesses_nor_on_the_rows_beside(kind: str, temperature: float) -> None:

@@ -155,6 +155,7 @@ def guessed_by_hand(model: Any, row: RowText, built: int, count: int, budget: in
     return tokens[-count:]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("budget", "chunk"), [(24, 2), (48, 8)])
 def test_guesses_are_those_of_the_model_with_chosen_keys(family: str, budget: int, chunk: int) -> None:
@@ -242,6 +243,7 @@ CASES = [("llama", kind, *how) for kind in ("retrieval", "draft", "hierarchy") f
 CASES += [(family, kind, *HOW[1]) for family in list(FAMILIES)[1:] for kind in ("retrieval", "hierarchy")]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("family", "kind", "temperature", "guesses", "budget", "chunk"), CASES)
 def test_texts_are_those_without_a_drafter(
     family: str, kind: str, temperature: float, guesses: int, budget: int, chunk: int
@@ -260,6 +262,7 @@ def test_texts_are_those_without_a_drafter(
         assert report.drafters["draft"].proposed > 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["auto", *DRAFTERS])
 def test_a_job_writes_the_same_texts_with_every_drafter(name: str) -> None:
     rows = rows_with_shared_prefixes()

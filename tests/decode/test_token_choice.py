@@ -62,6 +62,7 @@ def counted(texts: Sequence[Sequence[int]]) -> np.ndarray:
     return counts
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("levels", [0, 1, 2])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_drawn_texts_have_the_distribution_of_the_model(temperature: float, levels: int) -> None:

@@ -34,6 +34,7 @@ def assert_same_bits(family: str, dtype: torch.dtype, shuffles: int, **options: 
         assert not differ.size, f"shuffle {number}, {shuffle}: prompts {differ.tolist()} have other bits"
 
 
+@pytest.mark.sampled(1)
 @each_family
 @each_dtype
 def test_a_prompts_bits_do_not_depend_on_neighbours_order_packs_chunks_schedule_or_threads(

@@ -84,6 +84,7 @@ def assert_right(
     assert all(found[number].failure is None for number in numbers)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
 @pytest.mark.parametrize("call", [1, 4, 9, 30])
 def test_a_layer_that_does_not_fit_is_called_again_for_less(
@@ -99,6 +100,7 @@ def test_a_layer_that_does_not_fit_is_called_again_for_less(
     assert capsys.readouterr().err.count("warning: memory ran out on cpu") == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("limits", [ONE_PACK, HELD, Limits(400, 10**6, held_tokens=10**6), Limits(400, 10**6)])
 def test_chunks_and_packs_are_halved_until_they_fit(limits: Limits, capsys: pytest.CaptureFixture[str]) -> None:
     packs = make_plan(mixed(), limits).packs
@@ -118,6 +120,7 @@ def test_chunks_and_packs_are_halved_until_they_fit(limits: Limits, capsys: pyte
     assert max(largest[-20:]) <= 64, "what follows is as small from the start"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_held_keys_and_values_that_are_gone_are_computed_again(family: str) -> None:
     """A layer lets go of what no later pack holds as soon as it is done: the second try needs it once more."""
@@ -252,6 +255,7 @@ def larger_than(most: int) -> Callable[[Pack], bool]:
     return lambda pack: pack.held_tokens + len(pack.tokens) > most
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("limits", "error"),
     [(HELD, REFUSALS[0]), (Limits(400, 10**6, held_tokens=10**6), REFUSALS[1]), (ONE_PACK, REFUSALS[2])],
@@ -277,6 +281,7 @@ def test_a_prompt_that_does_not_fit_is_left_out_and_all_others_are_answered(
     assert len(walked) < 20 * len(failed) + 2 * len(packs)
 
 
+@pytest.mark.nightly
 def test_what_follows_a_prompt_that_does_not_fit_is_as_large_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     long = [tokens(np.random.default_rng(0), 900)]
     refuse(monkeypatch, larger_than(800))
@@ -289,6 +294,7 @@ def test_what_follows_a_prompt_that_does_not_fit_is_as_large_as_before(monkeypat
     assert (reduced.chunk_tokens, reduced.pack_tokens) == (256, None)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("limits", [HELD, Limits(400, 10**6, held_tokens=10**6)])
 def test_where_no_prefix_can_be_held_prompts_are_read_from_their_beginning(

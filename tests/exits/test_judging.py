@@ -48,6 +48,7 @@ def flip_rates(policy: ExitPolicy | None, rows: CalibrationRows) -> list[float]:
     return [float(np.mean(label[truth == each] != each)) for each in range(rows.final.shape[1])]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("labels", "offset", "heavy"),
     [(2, 0.0, False), (2, 1.0, False), (2, 0.0, True), (3, 0.0, False)],

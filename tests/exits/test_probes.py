@@ -33,6 +33,7 @@ def unit(hidden: Any) -> Any:
     return wide / np.linalg.norm(wide, axis=1, keepdims=True)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("rows", "hidden"), [(30, 80), (80, 30)], ids=["more units than rows", "more rows"])
 @pytest.mark.parametrize("labels", [2, 4])
 def test_ridge_is_the_one_that_scikit_learn_fits(rows: int, hidden: int, labels: int) -> None:

@@ -61,6 +61,7 @@ def test_every_call_of_a_merge_may_fail(
     count_faults(kind.meaning, fail_each(nursery, tmp_path, job, kind))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [Kind.KILL, Kind.LATE])
 def test_some_calls_of_a_merge_may_fail(
     nursery: Nursery, tmp_path: Path, kind: Kind, count_faults: Callable[[str, int], None]

@@ -70,6 +70,7 @@ def test_every_call_of_a_job_may_fail(
     count_faults(kind.meaning, fail_each(nursery, tmp_path, job, kind))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("case", "kind", "first"),
     [

@@ -168,6 +168,7 @@ def rows_in_memory(memory: Any, name: str) -> list[dict[str, Any]] | None:
     return pa.concat_tables(tables).to_pylist() if tables else None
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

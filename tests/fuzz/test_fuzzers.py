@@ -25,6 +25,7 @@ def test_the_smallest_example_that_fails_is_told() -> None:
     assert "example=101" in "".join(ended.failures)
 
 
+@pytest.mark.nightly
 def test_a_process_that_crashes_is_told_with_its_example() -> None:
     (failure,) = planted("crash").failures
     assert "exit code -6" in failure
@@ -32,6 +33,7 @@ def test_a_process_that_crashes_is_told_with_its_example() -> None:
     assert "_crash" in failure
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["hang", "compute"])
 def test_an_example_that_does_not_end_is_ended_and_told_with_its_stack(name: str) -> None:
     (failure,) = planted(name).failures

@@ -98,6 +98,7 @@ def walked(loaded: Any) -> list[torch.Tensor]:
     return [found[number] for number in range(len(PROMPTS))]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_merged_adapter_computes_what_peft_computes(kind: str, tmp_path: Path) -> None:
     family, own = KINDS[kind]
@@ -191,6 +192,7 @@ def test_what_cannot_be_merged_is_refused_with_the_reason(case: str, model: Path
 ENDLESS = r"(.|\w|[a-z.])*[^a-z]{3}"  # doubles its time with each letter, in any library that goes back
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "content",
     [

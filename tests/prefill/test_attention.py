@@ -173,6 +173,7 @@ def eager_bfloat16(query: Tensor, key: Tensor, value: Tensor, scale: float, caus
     return torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype) @ value
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("size", [1.0, 3.0, 10.0], ids=["small scores", "large ones", "beyond every bound"])
 @pytest.mark.parametrize("moved", [0.0, 20.0], ids=["keys around 0", "keys around another point"])

@@ -88,6 +88,7 @@ def test_logits_behind_carried_blocks_equal_the_eager_forward(family: str) -> No
     assert_equal(torch.cat(found), eager(model, [prompt for prompts in windows() for prompt in prompts]))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h", "falcon_h1"])
 def test_states_behind_carried_blocks_go_on_in_the_next_window(family: str) -> None:
     """Whether they are at hand or made again by another process."""
@@ -102,6 +103,7 @@ def test_states_behind_carried_blocks_go_on_in_the_next_window(family: str) -> N
     assert_equal(torch.cat(again), wanted)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules_and_offloading_change_no_score(schedule: str) -> None:
     model = model_of("llama")
@@ -111,6 +113,7 @@ def test_schedules_and_offloading_change_no_score(schedule: str) -> None:
         torch.testing.assert_close(p_yes(torch.cat(found)), base, atol=1e-5, rtol=0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "mistral"])
 def test_blocks_that_are_computed_again_give_the_same_bits(family: str) -> None:
     model, chosen = model_of(family), plans()
@@ -151,6 +154,7 @@ def dealt(model: nn.Module, plans: list[Plan], workers: int, seed: int) -> tuple
     return logits, computed
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
 @pytest.mark.parametrize("schedule", ["prefix-tree", "srjf"])
 def test_packs_that_stand_alone_give_the_same_logits_wherever_they_run(family: str, schedule: str) -> None:

@@ -44,6 +44,7 @@ def without_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     compilation._compile.cache_clear()
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("without_code")
 @pytest.mark.parametrize("family", ["gemma2", *(pytest.param(name, marks=pytest.mark.matrix) for name in OTHERS)])
 def test_compiled_layers_give_the_logits_of_the_eager_forward(family: str) -> None:

@@ -163,6 +163,7 @@ def test_only_blocks_that_something_is_seen_of_are_computed() -> None:
     assert computed <= 3 * -(-rows * length // BLOCK)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.nightly)])
 def test_the_check_of_paths_agrees_and_finds_another_log_sum_exp(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

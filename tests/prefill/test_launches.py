@@ -59,6 +59,7 @@ def test_soft_caps_are_one_call_a_chunk(reads: bool) -> None:
     assert not counts.waits
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("dtype", "window", "softcap"),
     [(torch.bfloat16, None, 30.0), (torch.bfloat16, WINDOW, 30.0), (torch.float32, WINDOW, None)],

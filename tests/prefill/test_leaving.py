@@ -246,6 +246,7 @@ def without_exits(family: str, chunk: int, limits: Limits) -> dict[int, Tensor]:
     return walked(model_of(family), three_levels(), None, chunk=chunk, limits=limits).logits
 
 
+@pytest.mark.sampled(1)
 @each_family
 @settings(deadline=None, max_examples=6)
 @given(st.data())

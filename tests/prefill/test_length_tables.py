@@ -51,6 +51,7 @@ def both_sides() -> list[Prompt]:
     return [*(np.concatenate([history, tokens(rng, n)]) for n in lengths), *mixed()]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "limits",

@@ -87,6 +87,7 @@ def through_layers(ends: ModelEnds, recording: Recording, depths: IntArray) -> T
     return hidden
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", PLACES)
 @pytest.mark.filterwarnings("ignore")  # some of these warn while they are built
 def test_the_ends_with_the_layers_in_between_are_the_models_own_forward(family: str) -> None:

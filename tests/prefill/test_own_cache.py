@@ -166,6 +166,7 @@ def test_kept_tokens_are_read_at_their_own_positions(family: str) -> None:
     assert_equal(walked(model, short, chunk=41, kept=kept), reference)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["bloom", "minimax"])
 def test_chunks_and_offloading_change_no_score(family: str) -> None:
     held = Limits(90, 10**6, held_tokens=200, whole_nodes=True)

@@ -149,6 +149,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LAYERS)
 def test_bits_do_not_depend_on_pack_chunk_order_or_threads(name: str, way: str) -> None:
     layer, given = LAYERS[name], prompts()

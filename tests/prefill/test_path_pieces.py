@@ -48,11 +48,13 @@ def bits(model: nn.Module, limits: Limits, chunk: int, order: list[int] | None =
     return found
 
 
+@pytest.mark.sampled(1)
 @every_family
 def test_logits_equal_the_eager_forward(family: str) -> None:
     torch.testing.assert_close(bits(model_of(family), HOLDING, 41), wanted(family), atol=1e-4, rtol=0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [

@@ -98,6 +98,7 @@ def walked_logits(model: Any, prompts: list[Prompt], chunk_tokens: int) -> Tenso
     return torch.stack([found[number] for number in range(len(prompts))])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", MAKERS)
 def test_the_walk_gives_the_logits_of_transformers(kind: str, folder_of: Folders) -> None:
     folder, prompts = folder_of(kind), mixed()

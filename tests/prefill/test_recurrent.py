@@ -105,6 +105,7 @@ def test_long_runs_and_large_batches_are_computed_in_parts(family: str, monkeypa
     torch.testing.assert_close(walked(family, ONE_PACK, 97), wanted(family), atol=1e-4, rtol=0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["mamba", "nemotron_h", "lfm2"])
 def test_bfloat16_is_as_near_to_float32_as_the_models_own(family: str) -> None:
     register()

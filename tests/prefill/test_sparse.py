@@ -71,6 +71,7 @@ def walked_sparse(
     return logits
 
 
+@pytest.mark.sampled(5)
 @each_family
 @pytest.mark.parametrize(
     "limits", [ONE_PACK, Limits(60, 10**6, held_tokens=10**6), Limits(60, 10**6)], ids=["one pack", "kept", "again"]

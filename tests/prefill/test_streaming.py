@@ -79,6 +79,7 @@ def assert_same_bits(files: ModelFiles, *, slots: int = 2) -> None:
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("saved", "dtype"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "float32")])
 @each_family
 def test_streamed_weights_give_the_same_bits(family: str, saved: str, dtype: str, tmp_path: Path) -> None:
@@ -90,6 +91,7 @@ def test_all_verified_families_are_compared() -> None:
     assert FAMILIES.keys() == VERIFIED.keys()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "family",
     ["gpt2", "opt", "modernbert-decoder", "gemma4_text", "nemotron_h", "qwen3_next", "deepseek_v3", "bloom", "gptj"],
@@ -121,6 +123,7 @@ def test_the_weights_of_gpt2_are_read_by_the_names_of_its_hub_files(tmp_path: Pa
     assert_same_bits(read_model_files(tmp_path))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("slots", [2, 3, 5, 6])
 def test_layers_that_stay_give_the_same_bits(llama: ModelFiles, slots: int) -> None:
     assert_same_bits(llama, slots=slots)
@@ -347,6 +350,7 @@ def test_weights_of_other_shapes_are_refused(llama: ModelFiles) -> None:
         load_streamed(read_model_files(llama.path), CPU, memory=1 << 30)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spaces", [1, 2, 4])
 def test_weights_behind_a_header_that_is_not_padded_are_read(llama: ModelFiles, spaces: int) -> None:
     wanted = resident(llama, mixed())

@@ -124,6 +124,7 @@ def thinned(
     return logits
 
 
+@pytest.mark.sampled(4)
 @each_family
 @pytest.mark.parametrize("kept", [kept_of, kept_alike])
 def test_kept_tokens_go_on_as_by_hand(family: str, kept: Callable[[Sequence[Prompt]], list[np.ndarray]]) -> None:
@@ -153,6 +154,7 @@ def test_the_next_layer_that_attends_chooses_where_one_does_not() -> None:
         thinned(model, prompts, KeepTheSame(3, own))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("limits", [ONE_PACK, Limits(60, 10**6)], ids=["one pack", "several"])
 @pytest.mark.parametrize("chunk", [7, 4096])

@@ -160,6 +160,7 @@ def test_what_agrees_in_no_way_is_refused(saved: Path, monkeypatch: pytest.Monke
     assert trust.DeviceRecord(CPU).families == {}, "and is not remembered as good"
 
 
+@pytest.mark.sampled(4)
 @each_family
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_held_against_the_own_forward_in_float32(

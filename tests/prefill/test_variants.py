@@ -35,6 +35,7 @@ def test_logits_equal_the_eager_forward(variant: str) -> None:
     assert_equal(walked(model, mixed(), chunk=97), wanted(variant))
 
 
+@pytest.mark.sampled(1)
 @every_variant
 def test_packs_that_hold_a_prefix_and_chunks_that_divide_nothing(variant: str) -> None:
     assert_equal(walked(model_of(variant), mixed(), chunk=41, limits=PACKS), wanted(variant))
@@ -42,6 +43,7 @@ def test_packs_that_hold_a_prefix_and_chunks_that_divide_nothing(variant: str) -
     assert_equal(walked(model_of(variant), mixed(), chunk=7, limits=again, offload_held=True), wanted(variant))
 
 
+@pytest.mark.sampled(3)
 @every_variant
 def test_bfloat16_is_near_the_eager_forward(variant: str) -> None:
     """By the products and by the compiled kernel, as this machine has them; float32 over the same weights is right."""

@@ -131,6 +131,7 @@ def test_chunk_sizes_that_divide_nothing(family: str) -> None:
         assert_equal(walked(model_of(family), mixed(), chunk=chunk), wanted(family, mixed))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_order_packing_and_offloading_change_no_score(family: str) -> None:
     model, prompts = model_of(family), mixed()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from prefillcli.errors import out_of_memory
@@ -25,6 +26,7 @@ def fill(send, budget: int, size: int) -> None:
     make()  # the limit is gone
 
 
+@pytest.mark.nightly
 def test_a_budget_is_kept_by_the_system() -> None:
     assert list(in_child(fill, 64 * MIB, 40 * MIB)) == ["fits", "fits"]
     (by_numpy, _), (by_torch, lacked) = in_child(fill, 64 * MIB, 80 * MIB)

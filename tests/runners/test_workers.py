@@ -214,6 +214,7 @@ def test_a_resumed_job_may_have_another_number_of_workers(
     assert read_report("out.run.json")["resumed"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
 def test_workers_end_with_the_driver_and_a_resume_finishes(
     rows: Path, model: Path, alone: list[dict[str, Any]], signum: int
@@ -272,6 +273,7 @@ def mapped_weights(pids: list[int], file: Path) -> tuple[int, int]:
     return resident, proportional
 
 
+@pytest.mark.nightly
 def test_workers_share_the_weights(tmp_path: Path) -> None:
     """Two processes have the file's pages in memory once."""
     folder = save_model(tmp_path / "wide", hidden=512, layers=2)

@@ -99,6 +99,7 @@ def rows_of(path: str = "out.parquet") -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key != "seconds"} for row in read_output(path)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["prefix-tree", "fifo", "srjf", "srjf-calibrated"])
 @pytest.mark.parametrize("kind", ["rows", "users"])
 def test_each_row_has_the_score_of_its_adapter(model: Path, adapters: Adapters, kind: str, schedule: str) -> None:

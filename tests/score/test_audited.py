@@ -57,6 +57,7 @@ def auc(rows: list[dict[str, Any]], column: str, positive: list[bool]) -> float:
     return float(np.mean(pairs))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "name"),
     [("jsonl", "out.parquet"), ("parquet", "out.jsonl"), ("jsonl", "out.jsonl"), ("parquet", "parts/")],

@@ -154,6 +154,7 @@ def test_a_kept_column_may_not_be_called_probability(model: Path) -> None:
     assert score("in.parquet", keep_columns="probability", **flags(model))["exit_code"] == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("hold", [Hold("prefillcli.engines.torch:TorchEngine.answer", 8)], ids=["in a later window"])
 @pytest.mark.parametrize("way", ["calibration", "calibrate_with"])
 def test_a_killed_job_goes_on_with_the_same_probabilities(
@@ -281,6 +282,7 @@ def contextual(reference: Reference, prompt: str, without_content: list[str]) ->
     return float(found[0] / found.sum())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("runner", [{}, {"workers": 2}, {"engine": "hf"}], ids=["here", "workers", "hf"])
 def test_what_the_model_says_without_content_is_divided_out(
     model: Path, reference: Reference, runner: dict[str, Any]

@@ -84,6 +84,7 @@ def command(model: Path, *more: object, hold: Hold) -> Command:
     return Command("score", "in.parquet", *given, hold=hold, block_tokens=BLOCK)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("call", [1, 4, 7, 12, 17, 22, 27])
 def test_resume_after_a_kill_writes_identical_rows(model: Path, whole: list[dict[str, Any]], call: int) -> None:
     make_input()
@@ -94,6 +95,7 @@ def test_resume_after_a_kill_writes_identical_rows(model: Path, whole: list[dict
     assert rows_of() == whole
 
 
+@pytest.mark.nightly
 def test_resume_after_many_kills_writes_identical_rows(model: Path, whole: list[dict[str, Any]]) -> None:
     """Every time a few packs on: windows before are skipped or read again, and what they carry is known."""
     make_input()
@@ -144,6 +146,7 @@ def _stop(*_: object) -> None:
     raise OSError("stopped")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("prefix_kv", ["auto", "discard", "offload"])
 def test_a_dry_run_plans_what_the_run_computes(model: Path, prefix_kv: str) -> None:
     make_input()

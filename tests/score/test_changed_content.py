@@ -89,6 +89,7 @@ def test_other_contents_under_the_same_names_are_another_job(
     assert Path("out.parquet").read_bytes() == before
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "change",
     [

@@ -54,6 +54,7 @@ def assert_stable_report(path: str) -> dict:
     return report
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("arguments", [["--help"], ["score", "--help"]])
 def test_help_answers_at_once(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "prefillcli", *arguments]
@@ -245,6 +246,7 @@ def test_the_installed_command_keeps_data_and_talk_apart(model: Path) -> None:
     assert b"Warning" not in done.stderr
 
 
+@pytest.mark.nightly
 def test_libraries_that_are_imported_say_nothing(model: Path) -> None:
     """Some of those that transformers imports where they are installed do so in this environment."""
     assert find_spec("torchao") is not None

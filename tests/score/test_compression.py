@@ -207,6 +207,7 @@ def test_what_a_row_in_full_computes_anyway_is_there_for_its_neighbours(
     assert all(row["shared_tokens"] >= 201 for row in rows)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "options",
     [

@@ -121,6 +121,7 @@ def assert_resumes(whole: Undisturbed, options: dict[str, Any], same_packs: bool
     return report
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "hold",
     [
@@ -161,6 +162,7 @@ def test_a_signal_stops_the_run_cleanly_and_it_can_go_on(
     assert_resumes(whole, flags(model, draft))
 
 
+@pytest.mark.nightly
 def test_resume_after_many_kills_at_any_moment_loses_no_row(
     model: Path, draft: Path, reference: Reference, whole: Undisturbed
 ) -> None:
@@ -183,6 +185,7 @@ def test_a_finished_job_is_not_done_again(model: Path, draft: Path, reference: R
     assert without_seconds() == whole.rows
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("hold", [Hold(PACK, 1), Hold(PACK, 9)], ids=["right after", "in a later window"])
 def test_a_rate_that_was_chosen_stands(
     model: Path, draft: Path, reference: Reference, whole_auto: Undisturbed, hold: Hold

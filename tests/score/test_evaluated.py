@@ -246,6 +246,7 @@ def test_ids_and_labels_are_escaped_on_the_page(model: Path) -> None:
     assert "&lt;i&gt;no" in page
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_job_that_was_killed_is_evaluated_whole(model: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
     cut_small_windows(monkeypatch)

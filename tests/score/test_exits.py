@@ -181,6 +181,7 @@ def test_workers_let_the_same_rows_leave(exited: Path, data: Path, deep_model: P
     assert_same(read_output("out.jsonl"), read_output(exited / "out.jsonl"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "flags",
     [{"weights": "stream"}, {"schedule": "srjf"}, {"pack_tokens": 400, "prefix_kv": "discard", "chunk_tokens": 64}],
@@ -280,6 +281,7 @@ def test_one_row_and_no_row_are_scored(deep_model: Path) -> None:
         assert len(read_output(f"{count}.parquet")) == count
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("damage", ["cut short", "gone"])
 def test_damaged_exits_are_learnt_again(
     exited: Path,
@@ -301,6 +303,7 @@ def test_damaged_exits_are_learnt_again(
     assert not file.exists()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("learnt", ["there", "gone"])
 def test_exits_that_drift_has_ended_stay_ended(
     data: Path, deep_model: Path, monkeypatch: pytest.MonkeyPatch, learnt: str
@@ -362,6 +365,7 @@ def test_drift_ends_the_exits(capsys: pytest.CaptureFixture[str]) -> None:
     assert "40 of 90 audited rows that are 'n'" in capsys.readouterr().err
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["specprefill", "self-draft"])
 def test_compressed_rows_leave_too(data: Path, deep_model: Path, draft: Path, method: str) -> None:
     compressed = {"draft": "self" if method == "self-draft" else draft, "keep": 0.5}

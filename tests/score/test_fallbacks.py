@@ -50,6 +50,7 @@ def test_every_reason_has_a_test() -> None:
     assert {reason.removeprefix("draft_") for reason in FALLBACKS} == tested
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("layers", "how", "lengths"),
     [
@@ -114,6 +115,7 @@ def test_draft_window(model: Path, reference: Reference, tmp_path: Path) -> None
     assert_falls_back(unrelated(reference, [300, 100, 121, 120]), "draft_window", [0, 2], model, draft)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("reduce", ["rank", "mean"])
 @pytest.mark.parametrize("lookahead", [0, 4])
 def test_draft_not_finite(model: Path, reference: Reference, tmp_path: Path, lookahead: int, reduce: str) -> None:

@@ -64,6 +64,7 @@ def test_a_command_neither_looks_for_code_to_fetch_nor_speaks_of_it(asked: Path,
     assert "kernels" not in run(asked, "", "-m", "prefillcli", *words)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_scorer_fetches_no_code_and_leaves_the_package_to_its_program(asked: Path) -> None:
     run(asked, "imported\n", "-c", LIBRARY)  # by the program

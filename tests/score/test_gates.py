@@ -134,6 +134,7 @@ def test_shards_are_judged_when_they_are_merged(model: Path) -> None:
     assert read_report()["gates"][0]["passed"] is False
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.nightly)])
 def test_each_line_of_a_json_log_is_an_object_of_its_run(model: Path, workers: str) -> None:
     write_parquet("in.parquet", prompt=[*texts(ROWS), None])

@@ -72,6 +72,7 @@ def scores(path: str = "out.parquet") -> list[float]:
     return [row["score"] for row in read_output(path)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_1, Kind.Q4_0, Kind.Q5_0])
 def test_scores_equal_the_eager_forward(chat_model: Path, kind: Kind) -> None:
     file = write_gguf(Path("own.gguf").absolute(), chat_model, kind=kind)

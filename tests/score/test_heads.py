@@ -493,6 +493,7 @@ def test_a_single_output_is_calibrated_as_any_two_labels(reward: Path) -> None:
     assert (column(rows, "probability") != column(rows, "score")).any()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("classes", [1, 2])
 def test_rows_leave_early_with_the_class_that_they_would_have(classes: int, tmp_path: Path) -> None:
     folder, rows = save_classifier(tmp_path / "deep", classes, layers=6, seed=5), 320

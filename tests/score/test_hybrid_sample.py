@@ -20,6 +20,7 @@ LABELING, CREDIT = SAMPLES / "labeling.parquet", SAMPLES / "credit_verification.
 FLIPS = 0.05
 
 
+@pytest.mark.nightly
 def test_rows_leave_before_the_last_recurrent_layer_and_keep_their_answers() -> None:
     same: dict[str, Any] = {"limit": 700, "dtype": "float32"}
     assert score(LABELING, "full.parquet", model=HYBRID, **same)["status"] == "complete"
@@ -38,6 +39,7 @@ def test_rows_leave_before_the_last_recurrent_layer_and_keep_their_answers() -> 
             assert row["score"] == pytest.approx(full["score"], abs=1e-5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("draft", [DRAFT, HYBRID], ids=["attention", "hybrid"])
 def test_compressed_histories_are_answered_as_whole_ones(draft: Path) -> None:
     flags: dict[str, Any] = {"limit": 12, "keep": 0.3, "compress_above": 0, "audit": 12}

@@ -56,6 +56,7 @@ def scores(output: str) -> list[float]:
     return [row["score"] for row in read_output(output)]
 
 
+@pytest.mark.sampled(1)
 def test_rows_have_transformers_scores_and_shared_prefixes_are_computed_once(hybrid: Path) -> None:
     """Over several packs, in which later ones begin behind the states of earlier ones."""
     assert score("in.parquet", model=hybrid, pack_tokens=128, chunk_tokens=64)["exit_code"] == 0
@@ -68,6 +69,7 @@ def test_rows_have_transformers_scores_and_shared_prefixes_are_computed_once(hyb
     assert tokens["unique"] < tokens["prompt"] / 1.5
 
 
+@pytest.mark.nightly
 def test_nobody_is_told_to_install_kernels_that_are_not_for_cpus(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", family="nemotron_h", **HYBRIDS["nemotron_h"])
     command = [sys.executable, "-m", "prefillcli", "score", "in.parquet", "--model", str(model), "--device", "cpu"]
@@ -76,6 +78,7 @@ def test_nobody_is_told_to_install_kernels_that_are_not_for_cpus(tmp_path: Path)
     assert "falling back" not in done.stderr
 
 
+@pytest.mark.sampled(1)
 def test_scores_do_not_depend_on_packs_memory_or_workers(hybrid: Path) -> None:
     assert score("in.parquet", "a.parquet", model=hybrid)["exit_code"] == 0
     others: list[dict[str, Any]] = [

@@ -59,6 +59,7 @@ def test_rates_that_compression_does_not_pay_at_are_passed_over(
     assert report["keep"] == SMALLEST
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("allowed", [0.3, 0.6])
 def test_a_rate_is_taken_only_if_it_and_all_larger_ones_pass(
     model: Path, draft: Path, reference: Reference, allowed: float

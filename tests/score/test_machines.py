@@ -190,6 +190,7 @@ def let_the_clock_jump() -> None:
             module.datetime = JumpingDatetime  # type: ignore[attr-defined]
 
 
+@pytest.mark.nightly
 def test_a_clock_that_jumps_decides_nothing(model: Path) -> None:
     make_input()
     command = Command(

@@ -52,6 +52,7 @@ def _score_in(folder: str, words: list[str], extra: int) -> None:
         main()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["in.parquet", "in.jsonl.zst"])
 def test_one_row_of_300_megabytes_is_an_error_row_and_the_others_are_scored(small_model: Path, name: str) -> None:
     huge = "x" * (300 << 20)

@@ -95,6 +95,7 @@ def assert_finished(bucket: Bucket, expected: list[dict[str, Any]], output: str 
     assert work_of(bucket, output) == ["manifest.json", "row-digests.bin"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_a_run_from_s3_to_s3_writes_what_a_local_one_does(
     bucket: Bucket, run: Run, expected: list[dict[str, Any]], output: str, s3_server: S3Server
@@ -139,6 +140,7 @@ def test_verify_and_status_know_an_output_on_s3(bucket: Bucket, run: Run, s3_ser
     assert tell("verify")["exit_code"] == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "FSSPEC_S3_ENDPOINT_URL"])
 def test_the_environment_says_where_s3_is(bucket: Bucket, s3_server: S3Server, name: str) -> None:
     environment = s3_server.environment
@@ -200,6 +202,7 @@ def test_a_resume_that_does_not_see_all_parts_writes_each_row_once(
     assert_finished(bucket, expected)
 
 
+@pytest.mark.nightly
 def test_a_resume_that_sees_deleted_parts_scores_their_rows(
     bucket: Bucket, run: Run, expected: list[dict[str, Any]], s3_server: S3Server
 ) -> None:
@@ -214,6 +217,7 @@ def test_a_resume_that_sees_deleted_parts_scores_their_rows(
     assert_finished(bucket, expected)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("slow", "attempts"),
     [("", {}), ("out/", {"AWS_MAX_ATTEMPTS": "1"})],
@@ -234,6 +238,7 @@ def test_a_store_that_asks_to_slow_down_now_and_then_gets_its_time(
     assert len(s3_server.requests) > 30
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("output", ["o.parquet", "o/"])
 def test_credentials_that_expire_stop_the_run_and_new_ones_finish_it(
     bucket: Bucket, run: Run, expected: list[dict[str, Any]], output: str, s3_server: S3Server
@@ -254,6 +259,7 @@ def test_credentials_that_expire_stop_the_run_and_new_ones_finish_it(
     assert not any("part-000000-" in request.key for request in resumed if request.method == "PUT"), "scored again"
 
 
+@pytest.mark.nightly
 def test_of_two_jobs_at_one_time_one_wins(
     bucket: Bucket, run: Run, expected: list[dict[str, Any]], s3_server: S3Server
 ) -> None:
@@ -264,6 +270,7 @@ def test_of_two_jobs_at_one_time_one_wins(
     assert_finished(bucket, expected)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("output", "last_step"),
     [
@@ -350,6 +357,7 @@ def test_shards_on_s3_are_merged_there(
     assert not any(".shard-" in key and ".prefill/" in key for key in bucket.keys("out/"))
 
 
+@pytest.mark.nightly
 def test_an_input_on_s3_that_is_replaced_under_the_run_is_noticed(bucket: Bucket, run: Run) -> None:
     running = run("o.parquet", seconds_per_pack=0.3)
     running.wait_until(lambda: len(parts_of(bucket)) >= 2)

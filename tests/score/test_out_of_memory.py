@@ -29,6 +29,7 @@ def limit_calls(patches: pytest.MonkeyPatch, most: int, *, at_most: int | None =
     return sizes
 
 
+@pytest.mark.nightly
 def test_every_row_is_scored_and_the_report_tells_the_sizes(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -46,6 +47,7 @@ def test_every_row_is_scored_and_the_report_tells_the_sizes(
         assert abs(found["score"] - wanted["score"]) <= 1e-5
 
 
+@pytest.mark.nightly
 def test_another_attempt_does_not_repeat_the_plan_that_failed(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

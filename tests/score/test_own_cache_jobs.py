@@ -46,6 +46,7 @@ def test_rows_have_transformers_scores_and_shared_prefixes_are_computed_once(
     assert report["tokens"]["computed"] <= 1.01 * report["tokens"]["unique"]
 
 
+@pytest.mark.sampled(1)
 def test_scores_do_not_depend_on_packs_or_the_prefix_cache(own_cached: Path) -> None:
     assert score("in.parquet", "a.parquet", model=own_cached)["exit_code"] == 0
     wanted = [row["score"] for row in read_output("a.parquet")]

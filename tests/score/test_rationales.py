@@ -140,6 +140,7 @@ def test_zero_tokens_are_no_rationale(model: Path, plain: list[dict[str, Any]]) 
     assert read_report("other.run.json")["fingerprint"] == fingerprint
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "flags",
     [
@@ -236,6 +237,7 @@ def test_engine_hf_writes_the_same(model: Path) -> None:
     assert pq.read_schema("hf.parquet").names == pq.read_schema("out.parquet").names
 
 
+@pytest.mark.nightly
 def test_from_python_the_table_has_the_texts(model: Path, texts_of: list[tuple[Any, ...]]) -> None:
     flags = {name: value for name, value in drawn(model).items() if name not in ("model", "keep_columns", "id_column")}
     files = {"keep_columns": ["stars"], "id_column": "id"}

@@ -85,6 +85,7 @@ def assert_resumes(model: Path, whole: Undisturbed) -> dict[str, Any]:
     return read_report()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "hold",
     [
@@ -135,6 +136,7 @@ def test_resume_after_many_kills_at_any_moment_loses_no_row(model: Path, whole: 
     assert_resumes(model, whole)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["out.jsonl", "parts/"])
 def test_resume_after_kill_into_other_forms_of_output(model: Path, name: str) -> None:
     rows = [{"prompt": text, "id": i, "more": {"i": [i, None]}} for i, text in enumerate(texts(30))]
@@ -150,6 +152,7 @@ def test_resume_after_kill_into_other_forms_of_output(model: Path, name: str) ->
     assert without_seconds(name) == without_seconds(f"whole-{name}")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_stops_the_run_cleanly_and_it_can_go_on(
     model: Path, whole: Undisturbed, signum: int, code: int
@@ -205,6 +208,7 @@ def test_a_second_signal_ends_a_run_that_does_not_stop(model: Path, whole: Undis
     assert_resumes(model, whole)
 
 
+@pytest.mark.nightly
 def test_the_installed_command_stops_on_sigterm_and_goes_on(model: Path) -> None:
     prompts = [f"{text} {i}" for i, text in enumerate(texts(6000))]
     source = write_parquet("in.parquet", prompt=prompts)

@@ -162,6 +162,7 @@ def test_a_shared_prefix_is_computed_once(deep: Path, reference: Reference) -> N
     assert all(row["kept_tokens"] < row["prompt_tokens"] for row in rows)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("chunk", [16, 4096])
 @pytest.mark.parametrize("memory", [{}, {"pack_tokens": 300}])
 def test_rows_that_choose_for_themselves_depend_on_nothing_else(

@@ -102,6 +102,7 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[st
 # ------------------------------------------------------------------------------------------------- the same output
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("output", ["out.parquet", "out.jsonl", "out.jsonl.gz", "parts/"])
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_shards_merged_are_the_output_of_one_process(model: Path, output: str, kind: str) -> None:
@@ -191,6 +192,7 @@ def test_partitioned_folders_come_back(model: Path) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_prefixes_that_a_windows_end_cuts_are_handed_on_within_a_shard(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,6 +264,7 @@ def arguments(model: Path, shard: str, *more: str) -> list[object]:
     return ["score", "in.parquet", "-m", model, *given, "-o", "out.parquet", "--shard", shard, *more]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "hold",
     [
@@ -426,6 +429,7 @@ def test_shards_that_were_scored_again_are_not_taken_for_those_that_were_merged(
     assert merge(overwrite=True)["exit_code"] == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "hold",
     [

@@ -93,6 +93,7 @@ def assert_goes_on(model: Path, *more: str) -> None:
     assert not list(Path("out.parquet.prefill").glob("part-*"))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("phase", ["hash", "open the output", "tokenize", "model", "publish"])
 def test_a_signal_stops_a_run_that_comes_to_no_safe_point(model: Path, phase: str) -> None:
     make_input()
@@ -127,6 +128,7 @@ def test_a_signal_stops_a_run_with_workers_in_every_phase(model: Path, phase: st
     assert_goes_on(model, *more)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("second", CODES, ids=["SIGTERM", "SIGINT"])
 def test_a_second_signal_of_either_kind_ends_the_process_at_once(model: Path, second: int) -> None:
     make_input()

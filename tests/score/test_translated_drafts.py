@@ -72,6 +72,7 @@ def rows_without_seconds(path: str = "out.parquet") -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key != "seconds"} for row in read_output(path)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "how",
     [
