@@ -33,7 +33,11 @@ class ErrorCode(StrEnum):
 
     NULL_PROMPT = "null_prompt", "the prompt is null"
     EMPTY_PROMPT = "empty_prompt", "the prompt is empty or white space only"
-    ROW_TOO_LARGE = "row_too_large", "the row, or the prompt made of it, has more bytes than --max-row-bytes"
+    ROW_TOO_LARGE = (
+        "row_too_large",
+        "the row, or the prompt made of it, has more bytes than --max-row-bytes, or its Parquet row group has a page "
+        "that is too large to open",
+    )
     WRONG_TYPE = "wrong_type", "a value, or the whole line, has a type that cannot be used here"
     INVALID_UTF8 = "invalid_utf8", "a text is not valid UTF-8"
     INVALID_JSON = "invalid_json", "the line is not valid JSON"

@@ -14,10 +14,9 @@ import pyarrow as pa
 from prefillcli.data.filesystems import reading
 from prefillcli.data.proof.contents import require_same
 from prefillcli.data.reading.discovery import InputFile
-from prefillcli.data.reading.selection import BATCH_ROWS, Selection
+from prefillcli.data.reading.selection import BATCH_BYTES, BATCH_ROWS, Selection
 from prefillcli.data.rows import MAX_ROW_BYTES, ErrorCode, RowBatch, RowError, row_too_large
 
-MAX_BYTES = 8 << 20
 _BLOCK = 1 << 18
 _REMOTE_BLOCK = 8 << 20  # bytes read ahead from an object store
 _BOM = b"\xef\xbb\xbf"
@@ -172,7 +171,7 @@ class BatchMaker:
             if chosen is None or chosen[at] == self.row:
                 at += 1
                 self._append(line)
-                if len(self._rows) >= self._most_rows or self._nbytes >= MAX_BYTES:
+                if len(self._rows) >= self._most_rows or self._nbytes >= BATCH_BYTES:
                     yield self._take()
             self.row += 1
 

@@ -1,14 +1,15 @@
 """Rows out of a Parquet file, a bounded number of bytes at a time.
 
-The sizes of all pages are looked at before any is read. Pages that are too large to open are read as nulls, and their
-rows are error rows; where that cannot be done (lists, numbers that are never null) those of the whole row group are.
+The sizes of all pages are looked at before any is read. A row group with a page that is too large is not opened, and
+its rows are error rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -16,15 +17,18 @@ import pyarrow.parquet as pq
 from prefillcli.data.filesystems import reading
 from prefillcli.data.proof.contents import require_same
 from prefillcli.data.reading.discovery import InputFile
-from prefillcli.data.reading.footer import Footer
+from prefillcli.data.reading.footer import Footer, is_part_of
+from prefillcli.data.reading.pages import DICTIONARY, Page, read_pages
 from prefillcli.data.reading.record_batches import row_batches
-from prefillcli.data.reading.row_groups import RowGroup, UnopenedRows
-from prefillcli.data.reading.selection import BATCH_ROWS, Selection
-from prefillcli.data.reading.standins import FileWithStandIns
-from prefillcli.data.rows import MAX_ROW_BYTES, RowBatch
+from prefillcli.data.reading.selection import BATCH_BYTES, BATCH_ROWS, Selection
+from prefillcli.data.rows import MAX_ROW_BYTES, ErrorCode, RowBatch, RowError
 
 _MAX_PAGE_BYTES = 128 << 20  # DuckDB's pages have up to 100 MB, others' 1 MiB
+_MAX_PIECE_BYTES = 256 << 20  # of what is read at a time, where values are long or stored once and repeated
+_DICTIONARY_BYTES = 16 << 20  # a column chunk of more than this and its indices holds texts that differ
+_INDEX_BYTES = 6
 _HEADER_BUFFER = 1 << 16  # bytes read at a time from a remote file for the headers of pages
+_REWRITE = 'pq.write_table(pq.read_table("old.parquet"), "new.parquet", row_group_size=100)'
 _BUFFER = 1 << 20  # bytes read ahead per column, so that a large row group is not loaded whole
 # Of remote files. Columns are read in turns, so blocks of each stay in memory: reading ahead would drop and get them
 # again.
@@ -66,7 +70,7 @@ class ParquetInput:
                 start += size
                 continue
             end = start + size
-            pieces, unopened = groups.read(number, start)
+            pieces, unopened = groups.read(number)
             for piece in pieces:
                 yield from row_batches(
                     piece, start, columns, carried, selection, unopened, self.max_row_bytes, most_rows
@@ -77,6 +81,47 @@ class ParquetInput:
             if start != end:  # a page header that lies: Arrow gives fewer rows and no error
                 with reading(self.found.path):
                     raise OSError(f"a row group of {size:,} rows has {start - end + size:,}")
+
+
+class _Chunk(NamedTuple):
+    """A column chunk of a row group: of a column, or of a part of a nested one."""
+
+    name: str
+    nested: bool
+    """Whether it is part of a list, so that a row may have any number of values."""
+    values: int
+    pages: list[Page]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all pages, uncompressed."""
+        return sum(page.size for page in self.pages)
+
+    @property
+    def largest_value(self) -> float:
+        """Bytes of the largest values: the mean of a page, or all that a page has which stores a value once."""
+        return max(
+            (page.size if page.stores_once else page.size / max(page.values, 1) for page in self.pages), default=0
+        )
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a text column is stored as few texts that repeat, and so can be read as a dictionary.
+
+        Arrow collects the dictionary over the whole row group, which for texts that differ would fill the memory.
+        """
+        dictionary = any(page.kind == DICTIONARY for page in self.pages)
+        return dictionary and self.size <= _DICTIONARY_BYTES + _INDEX_BYTES * self.values
+
+    def most_at_once(self, rows: int) -> int:
+        """Bytes that are in memory together, whatever is read of a chunk of `rows` rows."""
+        most = max((page.size for page in self.pages), default=0)
+        if self.nested:
+            # Numbers that repeat take next to no space in a page: their count says what becomes of it.
+            most = max(
+                most, *(4 * page.values for page in self.pages), max(self.size, 4 * self.values) // max(rows, 1)
+            )
+        return most
 
 
 class _GroupReader:
@@ -93,48 +138,63 @@ class _GroupReader:
         self._texts = [name for name in columns if _is_text_column(file.schema.field(name).type)]
         self._files: dict[tuple[str, ...], pq.ParquetFile] = {}
 
-    def read(self, number: int, first_row: int) -> tuple[Iterator[pa.RecordBatch], list[UnopenedRows]]:
-        """The rows of a group, a bounded number of bytes at a time, and which of them are not read but nulls."""
+    def read(self, number: int) -> tuple[Iterator[pa.RecordBatch], RowError | None]:
+        """The rows of a group, a bounded number of bytes at a time; or nulls, and why they are not read."""
+        rows = self._metadata.row_group(number).num_rows
         with reading(self._found.path):
-            with self._open(_HEADER_BUFFER) as file:
-                group = RowGroup.survey(file, self._metadata, number, self._names, self._max_page)
-            repeated = tuple(name for name in self._texts if group.repeats(name))
-            parquet = self._file(group, repeated)
-        if parquet is None:
-            return self._nulls(group.rows), group.all_unopened(first_row)
-        return self._pieces(parquet, number, group, repeated), group.unopened(first_row)
+            chunks = self._chunks(number)
+            for chunk in chunks:
+                if (size := chunk.most_at_once(rows)) > self._max_page:
+                    return self._nulls(rows, BATCH_ROWS), self._too_large(chunk.name, size)
+            repeated = tuple(name for name in self._texts if all(each.repeats for each in chunks if each.name == name))
+            if repeated not in self._files:
+                self._files[repeated] = _open_parquet(self._found, self._metadata, read_dictionary=list(repeated))
+        at_once = min(BATCH_ROWS, BATCH_BYTES * rows // max(sum(chunk.size for chunk in chunks), 1))
+        for chunk in chunks:
+            if chunk.name not in repeated:
+                size = max(chunk.largest_value, 1) * -(-chunk.values // max(rows, 1))
+                at_once = min(at_once, int(_MAX_PIECE_BYTES // max(size, 1)))
+        at_once = max(at_once, 1)
+        if not self._names:  # a template without columns: only the number of rows matters
+            return self._nulls(rows, at_once), None
+        return self._pieces(self._files[repeated], number, at_once), None
 
-    def _file(self, group: RowGroup, repeated: tuple[str, ...]) -> pq.ParquetFile | None:
-        """The file in which the group's pages can be opened; None if there is none."""
-        options = {"metadata": self._metadata, "read_dictionary": list(repeated)}
-        if not group.can_be_opened():
-            return None
-        replaced = group.replaced()
-        if replaced:
-            try:
-                view = FileWithStandIns(self._open(_BUFFER), self._found.size, replaced)
-            except ValueError:
-                return None
-            return pq.ParquetFile(pa.PythonFile(view, mode="r"), **_READING, **options)
-        if repeated not in self._files:
-            self._files[repeated] = _open_parquet(self._found, **options)
-        return self._files[repeated]
+    def _chunks(self, number: int) -> list[_Chunk]:
+        """The chunks of the needed columns, which `Footer.require` has let pass, by the headers of all their pages.
 
-    def _open(self, block_size: int) -> BinaryIO:
+        Raises OSError where the pages of a column have more or fewer values than the footer says. If no column is
+        needed, the pages of one are looked at all the same: they say how many rows there are.
+        """
+        group, schema = self._metadata.row_group(number), self._metadata.schema
+        columns = [schema.column(at) for at in range(group.num_columns)]
+        chunks = []
+        with self._open_headers() as file:
+            if not self._names and columns:
+                read_pages(file, group.column(int(np.argmin([column.max_repetition_level for column in columns]))))
+            for at, column in enumerate(columns):
+                for name in self._names:
+                    if is_part_of(column.path, name):
+                        chunk = group.column(at)
+                        pages = read_pages(file, chunk)
+                        chunks.append(_Chunk(name, column.max_repetition_level > 0, chunk.num_values, pages))
+        return chunks
+
+    def _too_large(self, name: str, size: int) -> RowError:
+        said = f"column {name}: a Parquet page of the row's row group has {size:,} bytes; the limit is"
+        return RowError(
+            ErrorCode.ROW_TOO_LARGE,
+            f"{said} {self._max_page:,}, and the row group is not read. "
+            f"Write the file with small row groups, so that only a large row's neighbours are lost: {_REWRITE}",
+        )
+
+    def _open_headers(self) -> BinaryIO:
         found = self._found
-        options = {} if found.local else {"block_size": block_size}
+        options = {} if found.local else {"block_size": _HEADER_BUFFER}
         file: BinaryIO = found.filesystem.open(found.inner, "rb", **options)
         require_same(found)  # what is open now is what was found
         return file
 
-    def _pieces(
-        self, file: pq.ParquetFile, number: int, group: RowGroup, repeated: tuple[str, ...]
-    ) -> Iterator[pa.RecordBatch]:
-        rows = group.rows_at_once(repeated)
-        if not self._names:  # a template without columns: only the number of rows matters
-            for at in range(0, group.rows, rows):
-                yield pa.record_batch({"": pa.nulls(min(rows, group.rows - at))})
-            return
+    def _pieces(self, file: pq.ParquetFile, number: int, rows: int) -> Iterator[pa.RecordBatch]:
         pieces = file.iter_batches(batch_size=rows, row_groups=[number], columns=self._names)
         while True:
             with reading(self._found.path):
@@ -145,10 +205,11 @@ class _GroupReader:
                 return
             yield piece
 
-    def _nulls(self, rows: int) -> Iterator[pa.RecordBatch]:
-        fields = [self._schema.field(name) for name in self._names]
-        for at in range(0, rows, BATCH_ROWS):
-            yield pa.record_batch([pa.nulls(min(BATCH_ROWS, rows - at), f.type) for f in fields], self._names)
+    def _nulls(self, rows: int, at_once: int) -> Iterator[pa.RecordBatch]:
+        fields = [self._schema.field(name) for name in self._names] or [pa.field("", pa.null())]
+        for at in range(0, rows, at_once):
+            nulls = [pa.nulls(min(at_once, rows - at), field.type) for field in fields]
+            yield pa.record_batch(nulls, [field.name for field in fields])
 
 
 def _require_indices(piece: pa.RecordBatch) -> None:

@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from prefillcli.data.reading.row_groups import MAX_BYTES, UnopenedRows
-from prefillcli.data.reading.selection import Selection
+from prefillcli.data.reading.selection import BATCH_BYTES, Selection
 from prefillcli.data.rows import ErrorCode, Int64Array, RowBatch, RowError, row_too_large
 from prefillcli.data.values import plain_column, python_values, row_bytes
 
@@ -23,14 +22,14 @@ def row_batches(
     columns: Sequence[str],
     carried: pa.Schema,
     selection: Selection,
-    unopened: Sequence[UnopenedRows],
+    unopened: RowError | None,
     max_row_bytes: int,
     most_rows: int,
 ) -> Iterator[RowBatch]:
-    """The selected rows of `piece`, whose first row has the number `start`, in batches of about `MAX_BYTES`.
+    """The selected rows of `piece`, whose first row has the number `start`, in batches of about `BATCH_BYTES`.
 
-    `columns` become Python values, those of the schema `carried` stay in Arrow. Rows that are `unopened` or of more
-    than `max_row_bytes` are error rows.
+    `columns` become Python values, those of the schema `carried` stay in Arrow. With `unopened`
+    nothing of the piece was read, and its rows have this error; so have rows of more than `max_row_bytes` theirs.
     """
     rows = selection.within(start, start + piece.num_rows)
     if len(rows) == 0:
@@ -39,13 +38,13 @@ def row_batches(
         piece = piece.take(pa.array(rows - start))
     piece, sizes, large = _without_large(piece, max_row_bytes)
     errors = {int(rows[at]): row_too_large("the row", size, max_row_bytes) for at, size in large.items()}
-    for first, stop, error in unopened:
-        errors |= dict.fromkeys(rows[np.searchsorted(rows, first) : np.searchsorted(rows, stop)].tolist(), error)
+    if unopened is not None:
+        errors = dict.fromkeys(rows.tolist(), unopened)
     ends = np.cumsum(sizes)
     at = 0
     while at < len(rows):
         before = int(ends[at - 1]) if at else 0
-        stop = max(at + 1, int(np.searchsorted(ends, before + MAX_BYTES, "right")))
+        stop = max(at + 1, int(np.searchsorted(ends, before + BATCH_BYTES, "right")))
         stop = min(stop, at + most_rows, len(rows))
         batch = _row_batch(piece.slice(at, stop - at), rows[at:stop], columns, carried, int(ends[stop - 1]) - before)
         batch.errors |= {row: error for row, error in errors.items() if rows[at] <= row <= rows[stop - 1]}

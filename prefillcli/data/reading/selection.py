@@ -13,6 +13,8 @@ from prefillcli.errors import UsageError
 
 BATCH_ROWS = 2048
 """Rows of a batch, at most."""
+BATCH_BYTES = 8 << 20
+"""Bytes of a batch, about."""
 
 
 @dataclass(frozen=True, slots=True)
