@@ -13,12 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
-from urllib.parse import parse_qs, quote
-from xml.sax.saxutils import escape
+from urllib.parse import parse_qs
 
 import boto3
-from moto.core import DEFAULT_ACCOUNT_ID
-from moto.s3.models import s3_backends
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
@@ -79,7 +76,6 @@ class S3Server:
 
     def __post_init__(self) -> None:
         self._moto = DomainDispatcherApplication(create_backend_app)
-        self._listed: dict[str, dict[str, Any]] = {}  # by bucket, where listings are frozen
         self._lock = threading.Lock()
 
     @property
@@ -110,19 +106,10 @@ class S3Server:
         """Take all faults away, and forget the requests."""
         self.faults.clear()
         self.requests.clear()
-        self._listed.clear()
 
     def counts(self) -> Counter[str]:
         """Requests by their kind."""
         return Counter(request.kind for request in self.requests)
-
-    def freeze_listings(self, bucket: str) -> None:
-        """From now on listings show the objects of this moment, with those that are deleted later and no new ones."""
-        keys = s3_backends[DEFAULT_ACCOUNT_ID]["aws"].buckets[bucket].keys
-        self._listed[bucket] = {name: (key.size, key.etag, key.last_modified_ISO8601) for name, key in keys.items()}
-
-    def thaw_listings(self, bucket: str) -> None:
-        self._listed.pop(bucket, None)
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
         request = _request(environ)
@@ -134,8 +121,6 @@ class S3Server:
         if isinstance(found, Refusal):
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             return _refuse(request, found, start_response)
-        if request.lists and request.bucket in self._listed:
-            return _answer("200 OK", _listing(request, self._listed[request.bucket]), start_response)
         answer = self._serve(request, environ, start_response)
         if isinstance(found, LostAnswer):
             time.sleep(found.seconds)
@@ -267,28 +252,3 @@ def _refuse(request: Request, what: Refusal, start_response: Callable[..., Any])
     message = "The provided token has expired." if what is EXPIRED else "Please reduce your request rate."
     body = f"<?xml version='1.0'?><Error><Code>{what.code}</Code><Message>{message}</Message></Error>".encode()
     return _answer(what.status, b"" if request.method == "HEAD" else body, start_response)
-
-
-def _listing(request: Request, objects: dict[str, Any]) -> bytes:
-    """The answer of ListObjectsV2 for these objects."""
-    prefix, delimiter = (request.query.get(name, [""])[0] for name in ("prefix", "delimiter"))
-    contents, folders = [], {}
-    for name in sorted(objects):
-        if not name.startswith(prefix):
-            continue
-        inner, found, _ = name.removeprefix(prefix).partition(delimiter) if delimiter else (name, "", "")
-        if found:
-            folders[prefix + inner + delimiter] = None
-            continue
-        size, etag, changed = objects[name]
-        contents.append(
-            f"<Contents><Key>{quote(name)}</Key><LastModified>{changed}</LastModified><ETag>{escape(etag)}</ETag>"
-            f"<Size>{size}</Size><StorageClass>STANDARD</StorageClass></Contents>"
-        )
-    common = [f"<CommonPrefixes><Prefix>{quote(name)}</Prefix></CommonPrefixes>" for name in folders]
-    return (
-        "<?xml version='1.0'?><ListBucketResult xmlns='http://s3.amazonaws.com/doc/2006-03-01/'>"
-        f"<Name>{request.bucket}</Name><Prefix>{quote(prefix)}</Prefix><EncodingType>url</EncodingType>"
-        f"<KeyCount>{len(contents)}</KeyCount><MaxKeys>1000</MaxKeys><IsTruncated>false</IsTruncated>"
-        f"{''.join(contents)}{''.join(common)}</ListBucketResult>"
-    ).encode()

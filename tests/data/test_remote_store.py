@@ -198,21 +198,6 @@ def test_where_a_store_has_no_conditional_writes_a_new_file_is_written_all_the_s
     assert (bucket.get("folder/a"), bucket.get("folder/b")) == (b"1", b"2")
 
 
-def test_what_was_written_and_deleted_here_is_known_whatever_a_listing_shows(bucket: Bucket, store: Store) -> None:
-    bucket.put("folder/old", b"")
-    bucket.server.freeze_listings(bucket.name)
-    store.put_bytes("new", b"")
-    put(store, "day=1/new", b"")
-    store.delete("old")
-    assert store.names() == ["new"]
-    assert store.find(lambda folder: True) == ["day=1/new", "new"]
-    store.delete_all(["new", "day=1/new"])
-    store.put_bytes("old", b"")
-    assert store.names() == store.find(lambda folder: True) == ["old"]
-    assert store.exists("old")
-    assert not store.exists("new")
-
-
 def test_a_lock_whose_creation_was_answered_by_nobody_is_held(bucket: Bucket, store: Store) -> None:
     def lose(request: Request) -> Refusal | None:
         if request.method == "PUT" and request.key.endswith("lock") and not bucket.keys("folder/lock"):

@@ -168,55 +168,6 @@ def test_a_put_whose_answer_is_lost_is_one_put(
     assert_finished(bucket, expected, output)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("output", ["o.parquet", "o/"])
-def test_listings_that_lag_neither_lose_nor_double_a_row(
-    bucket: Bucket, run: Run, expected: list[dict[str, Any]], output: str, s3_server: S3Server
-) -> None:
-    s3_server.freeze_listings(bucket.name)  # all that comes is written and removed unseen
-    assert run(output).end() == 0
-    assert_finished(bucket, expected, output)
-    assert run(output, "--resume").end() == 0, "an output is found that no listing shows"
-    assert_finished(bucket, expected, output)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("seen", [0, 2])
-def test_a_resume_that_does_not_see_all_parts_writes_each_row_once(
-    bucket: Bucket, run: Run, expected: list[dict[str, Any]], seen: int, s3_server: S3Server
-) -> None:
-    killed = run(hold=Hold(WRITE_PART, call=5))
-    killed.wait_until_held()
-    killed.kill()
-    hidden = {name: bucket.get(f"out/o.parquet.prefill/{name}") for name in parts_of(bucket)[seen:]}
-    assert len(hidden) == 4 - seen
-    for name in hidden:
-        bucket.delete(f"out/o.parquet.prefill/{name}")
-    s3_server.freeze_listings(bucket.name)
-    for name, data in hidden.items():
-        bucket.put(f"out/o.parquet.prefill/{name}", data)
-    assert run("o.parquet", "--resume").end() == 0
-    assert rows_of(bucket, "o.parquet") == expected
-    s3_server.thaw_listings(bucket.name)
-    assert run("o.parquet", "--resume").end() == 0
-    assert_finished(bucket, expected)
-
-
-@pytest.mark.nightly
-def test_a_resume_that_sees_deleted_parts_scores_their_rows(
-    bucket: Bucket, run: Run, expected: list[dict[str, Any]], s3_server: S3Server
-) -> None:
-    killed = run(hold=Hold(WRITE_PART, call=5))
-    killed.wait_until_held()
-    killed.kill()
-    s3_server.freeze_listings(bucket.name)
-    bucket.delete(f"out/o.parquet.prefill/{parts_of(bucket)[1]}")
-    assert run("o.parquet", "--resume").end() == 0
-    assert_finished(bucket, expected)
-    assert run("o.parquet", "--resume").end() == 0
-    assert_finished(bucket, expected)
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("slow", "attempts"),

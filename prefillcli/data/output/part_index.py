@@ -63,10 +63,6 @@ class PartIndex:
         elif info.window in self._rows:
             self._rows[info.window].update(rows)
 
-    def names(self) -> list[str]:
-        """The file names of all parts."""
-        return [parts.part_name(window, number) for window, found in self._windows.items() for number in found.numbers]
-
     def next_number(self, window: int) -> int:
         """The number of the next part in its window."""
         found = self._windows.get(window)

@@ -90,21 +90,17 @@ class _InPlace:
         self._target = target
         self._store = store
         self._begun = False
-        self._older: set[str] = set()
 
     @contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
         if not self._begun:
-            older = self._target.published()
-            self._older = set() if older is None else set(older.files)
             self._store.delete(SUCCESS)
             self._begun = True
         with self._store.create(name) as file:
             yield file
 
     def publish(self, published: Published) -> None:
-        there = self._older | set(self._target.files())  # a listing may not show what an older output had
-        self._store.delete_all(sorted(there - published.files.keys() - {SUCCESS}))
+        self._store.delete_all(sorted(set(self._target.files()) - published.files.keys() - {SUCCESS}))
         self._store.put_bytes(SUCCESS, published.to_json(), new=True)
 
 

@@ -30,8 +30,7 @@ _BEAT_SECONDS, _COMMIT_BEAT_SECONDS = 30.0, 600.0  # a request costs money, a co
 class RemoteStore:
     """A folder of an object store, where an object appears when its upload is complete.
 
-    Requests that fail for a moment are sent again. What this object has written or deleted itself is not looked up in
-    listings, which may lag behind.
+    Requests that fail for a moment are sent again.
     """
 
     def __init__(self, filesystem: Any, inner: str, location: str) -> None:
@@ -40,37 +39,19 @@ class RemoteStore:
         self._reading = filesystem
         self._filesystem = _client(filesystem) if self._protocols & _S3 else filesystem
         self._inner = inner
-        self._written: set[str] = set()
-        self._deleted: set[str] = set()
         self.beat_seconds = _COMMIT_BEAT_SECONDS if self._commits else _BEAT_SECONDS
         self.at_once = 1 if self._commits else _AT_ONCE
 
     def names(self) -> list[str]:
-        def listed() -> list[str]:
-            self._filesystem.invalidate_cache()
-            entries = self._filesystem.ls(self._inner, detail=True)
-            return [split_path(str(e["name"]))[1] for e in entries if e["type"] == "file"]
-
-        return [name for name in self._corrected(listed) if "/" not in name]
+        return self._entries("file")
 
     def folders(self) -> list[str]:
-        def listed() -> list[str]:
-            self._filesystem.invalidate_cache()
-            entries = self._filesystem.ls(self._inner, detail=True)
-            return [split_path(str(e["name"]).rstrip("/"))[1] for e in entries if e["type"] == "directory"]
-
-        with requesting(self.location), suppress(FileNotFoundError):
-            return sorted(patiently(listed))
-        return []
+        return self._entries("directory")
 
     def find(self, into: Callable[[str], bool]) -> list[str]:
         root = str(self._filesystem._strip_protocol(self._inner)).rstrip("/") + "/"
-
-        def listed() -> list[str]:
-            self._filesystem.invalidate_cache()
-            return [str(name).removeprefix(root) for name in self._filesystem.find(self._inner)]
-
-        return [name for name in self._corrected(listed) if all(map(into, name.split("/")[:-1]))]
+        found = [str(path).removeprefix(root) for path in self._listed(lambda: self._filesystem.find(self._inner))]
+        return sorted(name for name in found if all(map(into, name.split("/")[:-1])))
 
     def exists(self, name: str) -> bool:
         with requesting(f"{self.location}/{name}"):
@@ -107,7 +88,6 @@ class RemoteStore:
                         f"{self.location}/{name} has {found} bytes in the store, but {size} were written\n"
                         "another program writes there, or the store is damaged: go on with --resume"
                     )
-            self._note(name)
 
     def put_bytes(self, name: str, data: bytes, *, new: bool = False) -> None:
         path = self._path(name)
@@ -115,13 +95,10 @@ class RemoteStore:
         with requesting(f"{self.location}/{name}"):
             overwrite = self._filesystem.pipe_file
             self._put(name, put, overwrite, (path, data), lambda: self._filesystem.cat_file(path) == data)
-        self._note(name)
 
     def delete(self, name: str) -> None:
         with requesting(f"{self.location}/{name}"), suppress(FileNotFoundError):
             patiently(lambda: self._filesystem.rm_file(self._path(name)))
-        self._written.discard(name)
-        self._deleted.add(name)
 
     def delete_all(self, names: Iterable[str]) -> None:
         with ThreadPoolExecutor(self.at_once) as pool:
@@ -213,16 +190,21 @@ class RemoteStore:
 
         return patiently(ask)
 
-    def _corrected(self, listed: Callable[[], list[str]]) -> list[str]:
-        """A listing with what this object knows better."""
-        names: list[str] = []
-        with requesting(self.location), suppress(FileNotFoundError):
-            names = patiently(listed)
-        return sorted((set(names) - self._deleted) | self._written)
+    def _entries(self, kind: str) -> list[str]:
+        """Names of the files, or of the folders, in it."""
+        entries = self._listed(lambda: self._filesystem.ls(self._inner, detail=True))
+        return sorted(split_path(str(each["name"]).rstrip("/"))[1] for each in entries if each["type"] == kind)
 
-    def _note(self, name: str) -> None:
-        self._written.add(name)
-        self._deleted.discard(name)
+    def _listed(self, ask: Callable[[], Any]) -> list[Any]:
+        """A listing of now, not of a client's memory; nothing if the folder does not exist."""
+
+        def listed() -> list[Any]:
+            self._filesystem.invalidate_cache()
+            return list(ask())
+
+        with requesting(self.location), suppress(FileNotFoundError):
+            return patiently(listed)
+        return []
 
     def _path(self, name: str) -> str:
         return f"{self._inner}/{name}"

@@ -318,5 +318,4 @@ class Sink:
             self._parts.add(info)
 
     def _delete_parts(self) -> None:
-        names = set(filter(parts.is_part, self.work.names())) | set(self._parts.names())
-        self.work.delete_all([*sorted(names), heartbeat.NAME])
+        self.work.delete_all([*filter(parts.is_part, self.work.names()), heartbeat.NAME])

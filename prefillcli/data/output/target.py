@@ -124,7 +124,7 @@ class Target:
             self.store.clean(self.is_ours)
 
     def exists(self) -> bool:
-        return (self.directory and self.store.exists(SUCCESS)) or bool(self.files())
+        return bool(self.files())
 
     def published(self) -> Published | None:
         """What the output says of itself; None if it says nothing that can be read, or its format says nothing."""
@@ -160,7 +160,6 @@ class Target:
             except FileNotFoundError:
                 found.append(f"{self._shown(SUCCESS)} is missing")
         others = [name for name in self.files() if name not in published.files and name != SUCCESS]
-        others = list(filter(self.store.exists, others))  # a listing may show what was deleted
         return found + [f"{self._shown(name)} is not one of its files" for name in others]
 
     def _digest(self, name: str) -> str | None:
