@@ -21,9 +21,16 @@ from prefillcli.options.score import ScoreSettings
 from prefillcli.plan.trie import common_prefix
 from prefillcli.report.evaluated import CalibratedFigures, EvaluatedRow, RunEvaluation, TruthValue
 from prefillcli.stats.audit import Audit, audit_of
-from prefillcli.stats.evaluation import Evaluation, closest_call, evaluate, evaluate_labels, nearest, surest_wrong
+from prefillcli.stats.evaluation import (
+    Evaluation,
+    closest_call,
+    evaluate,
+    evaluate_labels,
+    evaluate_values,
+    nearest,
+    surest_wrong,
+)
 from prefillcli.stats.probabilities import Measure
-from prefillcli.stats.value_evaluation import evaluate_values
 
 EVALUATION = "evaluation"
 """Where the plan of a shard has the `EvaluationPlan`, for `prefill merge`."""

@@ -24,7 +24,6 @@ from prefillcli.options.keywords import (
     ScoreOptions,
     ScorerOptions,
     StrPath,
-    as_keywords,
     lists_options,
     scorer_settings,
 )
@@ -59,9 +58,8 @@ class Scorer:
         self._thread = OwnThread("prefill-scorer")
         self._tables: TableScorer | None = None
         try:
-            with _for_keywords():
-                self._settings = scorer_settings(model, options, owner="Scorer")
-                self._tables = self._thread.run(_loading(self._settings), unwanted=lambda late: late.close())
+            self._settings = scorer_settings(model, options, owner="Scorer")
+            self._tables = self._thread.run(_loading(self._settings), unwanted=lambda late: late.close())
         finally:
             if self._tables is None:
                 self._thread.close(wait=False)
@@ -111,7 +109,7 @@ class Scorer:
     def _score(self, rows: GivenRows, progress: bool, on_error: OnError, options: Mapping[str, Any]) -> pa.Table:
         if on_error not in get_args(OnError):
             raise UsageError(f"on_error={on_error!r}: use 'row' or 'raise'")
-        with _for_keywords(rows):
+        with _a_text_is_a_path(rows):
             settings = _settings_for(rows, self._model, self._given, options)
             if isinstance(rows, tuple):
                 table = self._run(lambda tables, steps: tables.score_files(settings, steps), progress)
@@ -167,10 +165,9 @@ def score(
     """
     of_files: dict[str, Any] = {name: value for name, value in options.items() if name in FileOptions.__annotations__}
     others: Any = {name: value for name, value in options.items() if name not in of_files}
-    with _for_keywords():  # all of this before a model is loaded
-        scorer_settings(model, others, owner="score()")
+    scorer_settings(model, others, owner="score()")  # all of this before a model is loaded
     given = read_rows(rows, _text_column(others))
-    with _for_keywords(given):
+    with _a_text_is_a_path(given):
         settings = _settings_for(given, model, others, of_files)
         if isinstance(given, tuple):
             Source.open(settings.inputs)
@@ -212,15 +209,13 @@ def _refuse_errors(table: pa.Table) -> None:
 
 
 @contextmanager
-def _for_keywords(rows: GivenRows | None = None) -> Iterator[None]:
-    """Messages about options name keyword arguments; those about a path that looks like a prompt say so."""
+def _a_text_is_a_path(rows: GivenRows) -> Iterator[None]:
+    """Messages about a path that looks like a prompt say so."""
     try:
         yield
     except PrefillError as error:
-        message = as_keywords(str(error))
         if isinstance(rows, tuple) and any(space in rows[0] for space in " \n") and not os.path.lexists(rows[0]):
-            message += "\na text is a path: for one prompt give a list, score([prompt])"
-        error.args = (message,)
+            error.args = (f"{error}\na text is a path: for one prompt give a list, score([prompt])",)
         raise
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from itertools import combinations
 
 import numpy as np
 import numpy.typing as npt
@@ -18,11 +17,13 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
     Theil-Sen. Raises ValueError for fewer than two different x.
     """
-    slopes = [(y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in combinations(points, 2) if x0 != x1]
-    if not slopes:
+    from scipy.stats import theilslopes  # takes a while to import
+
+    x, y = zip(*points, strict=True)
+    if len(set(x)) < 2:
         raise ValueError("a line needs two points")
-    slope = statistics.median(slopes)
-    return statistics.median(y - slope * x for x, y in points), slope
+    found = theilslopes(y, x, method="joint")
+    return float(found.intercept), float(found.slope)
 
 
 def fit_linear(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> FloatArray:
@@ -45,9 +46,10 @@ def fit_costs(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> Floa
 
 def pearson(x: Sequence[float], y: Sequence[float]) -> float:
     """Pearson's r; 0 where one of them does not vary."""
-    a, b = np.asarray(x, dtype=float) - np.mean(x), np.asarray(y, dtype=float) - np.mean(y)
-    size = float(np.sqrt((a * a).sum() * (b * b).sum()))
-    return float((a * b).sum()) / size if size else 0.0
+    try:
+        return statistics.correlation(x, y)
+    except statistics.StatisticsError:
+        return 0.0
 
 
 def relative_errors(predicted: Sequence[float], measured: Sequence[float]) -> list[float]:

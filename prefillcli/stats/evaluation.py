@@ -31,7 +31,6 @@ from prefillcli.stats.reliability import (
     Binning,
     ReliabilityBin,
     brier_losses,
-    brier_score,
     expected_calibration_error,
     inner_edges,
     log_losses,
@@ -42,6 +41,8 @@ BoolArray = npt.NDArray[np.bool_]
 
 _MOST_GROUPS = 1000
 """More distinct scores than these are resampled in groups of neighbours."""
+_NO_PROBABILITY = Estimate(reason="values are no probabilities")
+_NO_THRESHOLD = Estimate(reason="values have no threshold of their own")
 
 
 class LabelFigures(BaseModel):
@@ -175,7 +176,7 @@ def evaluate_labels(
     for at, label in enumerate(labels):
         is_label, scores = truth == at, np.ascontiguousarray(probabilities[:, at])
         ranking = Ranking.of(scores, is_label)
-        brier = brier_score(scores, is_label) if rows else None
+        brier = float(brier_losses(scores, is_label).mean()) if rows else None
         area = area_estimate(ranking, label, confidence)
         by_label.append(_label_figures(label, confusion, at, area, ranking.average_precision, brier, confidence))
     return Evaluation(
@@ -193,6 +194,47 @@ def evaluate_labels(
         by_label=by_label,
         reliability=reliability(sureness, right),
         reliability_equal_mass=reliability(sureness, right, binning="equal-mass"),
+        without_truth=without_truth,
+        errors=errors,
+    )
+
+
+def evaluate_values(
+    values: Float64Array,
+    truth: npt.NDArray[np.bool_],
+    labels: Sequence[str],
+    *,
+    wanted_precision: float | None = None,
+    confidence: float = 0.95,
+    without_truth: int = 0,
+    errors: int = 0,
+) -> Evaluation:
+    """The figures of any numbers [rows], where `truth` [rows] says whether the first label is right.
+
+    They are those of the order of the rows: AUC, average precision, thresholds and curves. `without_truth` and
+    `errors` count the other rows. Raises ValueError if the lengths differ.
+    """
+    if len(values) != len(truth):
+        raise ValueError(f"{len(values)} values for {len(truth)} right answers")
+    ranking = Ranking.of(values, truth)
+    precision = ranking.average_precision
+    return Evaluation(
+        rows=len(values),
+        confidence=confidence,
+        labels=list(labels)[:2],
+        accuracy=_NO_THRESHOLD,
+        auc=area_estimate(ranking, labels[0], confidence),
+        average_precision=Estimate(reason="there are no positive rows")
+        if precision is None
+        else Estimate(value=precision),
+        brier=_NO_PROBABILITY,
+        log_loss=_NO_PROBABILITY,
+        calibration_error=_NO_PROBABILITY,
+        calibration_error_equal_mass=_NO_PROBABILITY,
+        best_f1=ranking.best_f1(),
+        wanted_precision=None if wanted_precision is None else precision_wanted(ranking, wanted_precision),
+        roc=ranking.roc_curve(),
+        precision_recall=ranking.precision_recall_curve(),
         without_truth=without_truth,
         errors=errors,
     )

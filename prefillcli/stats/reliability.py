@@ -46,16 +46,6 @@ def log_losses(probabilities: Float64Array, truth: npt.NDArray[np.bool_]) -> Flo
     return losses
 
 
-def brier_score(probabilities: Float64Array, truth: npt.NDArray[np.bool_]) -> float:
-    """The mean squared distance of the probabilities from what happened, 0 to 1."""
-    return float(brier_losses(probabilities, truth).mean())
-
-
-def log_loss(probabilities: Float64Array, truth: npt.NDArray[np.bool_]) -> float:
-    """The mean negative natural logarithm of the probability of what happened."""
-    return float(log_losses(probabilities, truth).mean())
-
-
 def inner_edges(probabilities: Float64Array, bins: int = BINS, binning: Binning = "equal-width") -> Float64Array:
     """Where one bin ends and the next begins, ascending [bins - 1]; a probability on an edge is in the lower bin."""
     edges: Float64Array = np.linspace(0.0, 1.0, bins + 1)

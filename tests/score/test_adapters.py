@@ -240,7 +240,7 @@ def test_rows_of_a_scorer_have_adapters(model: Path, adapters: Adapters) -> None
     table = pa.table({"prompt": prompts(), "who": names("rows")})
     with prefillcli.Scorer(model, adapter=adapters.folders, adapter_column="who", memory="64MiB") as scorer:
         found = scorer.score(table).to_pylist()
-        with pytest.raises(UsageError, match="adapter_column who: the input has no such column"):
+        with pytest.raises(UsageError, match="--adapter-column who: the input has no such column"):
             scorer.score(texts(2))
     assert_scored(found, adapters.answers(prompts(), names("rows")))
     assert [row["adapter"] for row in found] == names("rows")

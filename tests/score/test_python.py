@@ -271,7 +271,7 @@ def test_half_a_surrogate_pair_is_an_error_row_as_in_files(
 
 @pytest.mark.parametrize("options", [{"prompt_column": "\ud800"}, {"labels": "\ud800,No"}, {"prompt_column": 3}])
 def test_options_that_are_no_text_are_refused_before_rows_are_read(model: Path, options: Any) -> None:
-    with pytest.raises(prefillcli.UsageError, match=next(iter(options))):
+    with pytest.raises(prefillcli.UsageError, match=r"--(prompt-column|labels)"):
         prefillcli.score(["fox"], model, **options)
 
 
@@ -372,24 +372,20 @@ def test_rows_that_are_to_be_skipped_are_no_failure(model: Path) -> None:
     assert table["error"].to_pylist() == ["skipped_too_long", None]
 
 
-def test_messages_name_keyword_arguments(model: Path, scorer: prefillcli.Scorer) -> None:
+def test_messages_name_options_as_the_command_does(model: Path, scorer: prefillcli.Scorer) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
-        (
-            {"lookahead": 4},
-            "lookahead is for a draft model, but none picks tokens\nit would be ignored: give draft and",
-        ),
-        ({"keep": 0.2}, "keep=0.2 needs draft: a small model"),
-        ({"system": "x", "chat": False}, "system needs a chat: the tokenizer has no chat template, or chat=False is"),
-        ({"dtype": "int8"}, "dtype 'int8': should be 'auto', 'float32', 'bfloat16' or 'float16'"),
-        ({"memory": "much"}, "memory 'much': "),
-        ({"weights": "resident", "weights_memory": 1 << 30}, "but weights is resident\nit would be ignored: give"),
-        ({"labels": "Yes"}, "labels 'Yes': at least two labels"),
+        ({"lookahead": 4}, "--lookahead is for a draft model, but none picks tokens"),
+        ({"keep": 0.2}, "--keep 0.2 needs --draft: a small model"),
+        ({"system": "x", "chat": False}, "--system needs a chat: the tokenizer has no chat template, or --no-chat is"),
+        ({"dtype": "int8"}, "--dtype 'int8': should be 'auto', 'float32', 'bfloat16' or 'float16'"),
+        ({"memory": "much"}, "--memory 'much': "),
+        ({"weights": "resident", "weights_memory": 1 << 30}, "but --weights is resident\nit would be ignored: give"),
+        ({"labels": "Yes"}, "--labels 'Yes': at least two labels"),
     ]
     for options, message in refused:
         with pytest.raises(prefillcli.UsageError) as error:
             prefillcli.Scorer(model, **options)
-        assert str(error.value).startswith(message) or message in str(error.value)
-        assert "--" not in str(error.value)
+        assert message in str(error.value)
     with pytest.raises(prefillcli.UsageError, match=r"no column 'prompt' in the table\navailable: text"):
         scorer.score([{"text": "fox"}])
 

@@ -139,7 +139,7 @@ def test_the_template_is_rendered_for_each_label_and_cannot_run_away() -> None:
 def test_from_python_they_are_keywords_and_the_limit_is_refused(model: Path) -> None:
     with pytest.raises(prefillcli.UsageError, match="rationale_limit"):
         prefillcli.Scorer(model, rationale=8, rationale_limit=3)
-    with pytest.raises(prefillcli.UsageError, match="rationale_when"):
+    with pytest.raises(prefillcli.UsageError, match="--rationale-when"):
         prefillcli.Scorer(model, rationale=8, rationale_when="score >")
 
 
