@@ -23,8 +23,7 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from prefillcli.data.dealing import Dealer, ShardRows
-from prefillcli.data.output.joined_shards import JoinedShards
-from prefillcli.data.output.shard_sink import ShardSink
+from prefillcli.data.output.shard_folders import JoinedShards, ShardSink
 from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import Labels, parse_labels

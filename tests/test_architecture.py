@@ -48,7 +48,7 @@ def test_what_needs_no_model_knows_no_torch(package: str) -> None:
 
 
 def test_the_packages_of_data_import_each_other_downwards_only() -> None:
-    names = ("rows", "values", "paths", "places", "shard", "failures", "filesystems", "given_file")
+    names = ("rows", "values", "paths", "shard", "filesystems", "given_file")
     below = {f"prefillcli.data.{name}" for name in names}
     rooms = {folder.parent.name for folder in (PACKAGE / "data").glob("*/__init__.py")}
     assert rooms == {"proof", "reading", "prompts", "output"}

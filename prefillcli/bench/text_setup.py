@@ -11,7 +11,7 @@ from prefillcli.bench.text_report import TEXT_METHODS, TEXT_REFERENCE
 from prefillcli.bench.vllm_method import VllmTextMethod, start_vllm
 from prefillcli.compress.draft import Draft
 from prefillcli.data.prompts.beginnings import Beginnings
-from prefillcli.data.prompts.rationale_template import rationale_texts
+from prefillcli.data.prompts.templates import rationale_texts
 from prefillcli.data.rows import Float64Array
 from prefillcli.decode.continuations import Beginning, Writing
 from prefillcli.decode.speculation.draft_model import DraftModel

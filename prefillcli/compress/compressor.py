@@ -10,8 +10,7 @@ from prefillcli.compress.rates import keep_rates
 from prefillcli.compress.request import Request, Thinning
 from prefillcli.compress.settings import Compression
 from prefillcli.compress.worth import WorthCompressing
-from prefillcli.data.methods import FULL
-from prefillcli.data.rows import Prompt
+from prefillcli.data.rows import FULL, Prompt
 
 
 class Compressor:

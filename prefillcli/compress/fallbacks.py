@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from prefillcli.data.methods import FULL, reading_method
+from prefillcli.data.rows import FULL, reading_method
 
 FALLBACK = "fallback:"
 """What the column `method` begins with where a prompt in full should have been compressed; a reason follows."""

@@ -8,8 +8,7 @@ import numpy as np
 
 from prefillcli.compress.selection import budget, chunk_count
 from prefillcli.compress.settings import Compression
-from prefillcli.data.methods import FULL
-from prefillcli.data.rows import Int32Array, Int64Array, Prompt
+from prefillcli.data.rows import FULL, Int32Array, Int64Array, Prompt
 
 
 @dataclass(frozen=True, slots=True)

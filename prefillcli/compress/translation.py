@@ -17,7 +17,7 @@ from prefillcli.compress.fallbacks import TEXT
 from prefillcli.compress.overlap import Overlap
 from prefillcli.data.prompts.controls import NotLiteral
 from prefillcli.data.prompts.encoding import EncodedText, Encoder
-from prefillcli.data.prompts.token_texts import token_texts
+from prefillcli.data.prompts.spans import token_texts
 from prefillcli.data.rows import Float64Array, Int32Array
 from prefillcli.plan.trie import TokenArray
 

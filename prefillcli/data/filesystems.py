@@ -1,20 +1,188 @@
-"""From a path or URL to the filesystem that holds it."""
+"""From a path or URL to the filesystem that holds it, one form for what is written, and which failures pass."""
 
 from __future__ import annotations
 
 import errno
 import os
+import random
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import Enum
+from time import monotonic, sleep
+from typing import Any, TypeVar
 
 import fsspec
 
-from prefillcli.data.failures import Failure, explained
 from prefillcli.data.paths import is_url
-from prefillcli.errors import PrefillError, ResourceError, UsageError
+from prefillcli.errors import PrefillError, ResourceError, UsageError, brief
+from prefillcli.runtime import log
 from prefillcli.runtime.extras import require_extra
+
+PATIENCE = 60.0
+"""Seconds after its first try in which a request that fails may be sent again."""
+_FIRST_WAIT, _LONGEST_WAIT = 0.5, 10.0
+
+_PASSING_STATUS = {408, 425, 429, 500, 502, 503, 504, 509}
+_PASSING_CODES = {"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "ConditionalRequestConflict"}
+# Of botocore, aiohttp, httpx, requests, azure and Google: their common base classes say less than their names.
+_PASSING_KINDS = {
+    "HTTPClientError",
+    "ResponseParserError",
+    "ClientConnectionError",
+    "ClientPayloadError",
+    "TransportError",
+    "ChunkedEncodingError",
+    "IncompleteRead",
+    "ServiceRequestError",
+    "ServiceResponseError",
+    "ChecksumError",
+}
+_REFUSED_STATUS = {401, 403}
+_REFUSED_CODES = {"ExpiredToken", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId", "AuthenticationFailed"}
+_REFUSED_KINDS = {
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "CredentialRetrievalError",
+    "TokenRetrievalError",
+    "UnauthorizedSSOTokenError",
+    "ClientAuthenticationError",
+    "GoogleAuthError",
+    "LocalTokenNotFoundError",
+}
+
+T = TypeVar("T")
+
+_patience: ContextVar[float] = ContextVar("patience", default=PATIENCE)
+_outage = threading.Event()
+
+
+class Failure(Enum):
+    """Kinds of failures, by what can be done about them."""
+
+    PASSING = "passing"
+    """The store is busy or cannot be reached: the same request may succeed later."""
+    REFUSED = "refused"
+    """Credentials are missing, wrong or expired, or do not allow it."""
+    MISSING = "missing"
+    """There is no such object or bucket."""
+    EXISTS = "exists"
+    """A conditional write met an object that is there already."""
+    OTHER = "other"
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """The kind of what fsspec or the client of a store raised."""
+        for each in _causes(error):
+            status, code = _status(each), _code(each)
+            kinds = {kind.__name__ for kind in type(each).__mro__}
+            if code in _REFUSED_CODES or status in _REFUSED_STATUS or kinds & _REFUSED_KINDS:
+                return cls.REFUSED
+            if code in _PASSING_CODES or status in _PASSING_STATUS or kinds & _PASSING_KINDS:
+                return cls.PASSING
+            if isinstance(each, FileExistsError) or status == 412:
+                return cls.EXISTS
+            if isinstance(each, FileNotFoundError) or status == 404:
+                return cls.MISSING
+            if isinstance(each, PermissionError):
+                return cls.REFUSED
+            if isinstance(each, TimeoutError | ConnectionError):
+                return cls.PASSING
+        return cls.OTHER
+
+
+def patiently(request: Callable[[], T]) -> T:
+    """The result of a request that may be sent more than once; it is sent again while its failures are passing.
+
+    No try begins later than `PATIENCE` seconds after the first one, so the waiting of clients that try again by
+    themselves adds to it once. After a store was waited for in vain, requests are sent once until one succeeds: what
+    follows an outage, such as the report of a failed run, does not wait for it again. Raises what the last try raised.
+    """
+    patience = 0.0 if _outage.is_set() else _patience.get()
+    began = monotonic()
+    for wait in _waits():
+        try:
+            result = request()
+        except Exception as error:
+            if Failure.of(error) is not Failure.PASSING:
+                raise
+            if monotonic() + wait - began > patience:
+                if patience:
+                    _outage.set()
+                raise
+            log.warning(f"{brief(error)}; tried again in {wait:.1f} seconds")
+        else:
+            _outage.clear()
+            return result
+        sleep(wait)
+    raise AssertionError("the waits have no end")
+
+
+@contextmanager
+def impatiently() -> Iterator[None]:
+    """For requests of this thread that may as well fail: they are sent once."""
+    before = _patience.set(0.0)
+    try:
+        yield
+    finally:
+        _patience.reset(before)
+
+
+def explained(error: BaseException) -> str:
+    """What went wrong in a request and what to do about it, in one to two lines, without the path."""
+    reason = brief(error)
+    advice = _ADVICE.get(Failure.of(error))
+    return reason if advice is None else f"{reason}\n{advice}"
+
+
+_ADVICE = {
+    Failure.PASSING: "the object store is busy or cannot be reached: go on with --resume when it answers again",
+    Failure.REFUSED: "the credentials have expired or do not allow this: renew them, then go on with --resume",
+    Failure.MISSING: "there is no such bucket or object: correct the URL, or create the bucket",
+}
+
+
+def _waits() -> Iterator[float]:
+    """Seconds between tries: twice as long each time, half of it at random, so that many runs do not come at once."""
+    wait = _FIRST_WAIT
+    while True:
+        yield wait * random.uniform(0.5, 1)
+        wait = min(2 * wait, _LONGEST_WAIT)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """What was raised first comes first: clients translate it into errors that say less."""
+    chain = [error]
+    while len(chain) < 10 and (inner := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(inner)
+    return reversed(chain)
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status that an error of a client carries."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):  # botocore
+        found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return found if isinstance(found, int) else None
+    for holder in (error, response):
+        for name in ("status", "status_code", "code"):
+            found = getattr(holder, name, None)
+            if isinstance(found, int):
+                return found
+    return None
+
+
+def _code(error: BaseException) -> str | None:
+    """The store's own name for an error."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        return str(response.get("Error", {}).get("Code"))
+    found = getattr(error, "error_code", None)
+    return None if found is None else str(found)
+
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_HANDLES = (errno.EMFILE, errno.ENFILE)
@@ -111,3 +279,86 @@ def writing(path: str) -> Iterator[None]:
 
 def _no_handles(path: str) -> ResourceError:
     return ResourceError(f"cannot open {path}: too many open files\nallow more with `ulimit -n`, then run again")
+
+
+_DRIVE = re.compile(r"[A-Za-z]:[\\/]")
+_HALF_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/(?!/)")
+
+
+def written_path(path: str, option: str = "--output", *, follow: bool = True) -> str:
+    """The path or URL of a file or folder that `option` names to be written, in the form in which it is used.
+
+    A trailing slash stays. `~`, `file://`, doubled slashes and names like `.` are resolved, and with `follow` a local
+    symbolic link is followed to its end, also where nothing is there yet. Raises UsageError for what names no file or
+    folder of its own: nothing, the root of a filesystem or store, or a name that another system or a typing error has
+    made.
+    """
+    if not path.strip() or "\0" in path:
+        raise UsageError(f"{option} {path!r}: this names nothing; give a file or folder")
+    local = path
+    if is_url(path):
+        filesystem, inner = filesystem_of(path)
+        if not is_local(filesystem):
+            if not inner.strip("/") or not (inner.startswith("/") or "/" in inner.rstrip("/")):
+                raise _root(option, path)
+            return path
+        local = path.partition("://")[2]
+        if not local.startswith("/"):
+            raise UsageError(f"{option} {path}: file:// is followed by a whole path, as in file:///data/{local}")
+    elif _DRIVE.match(path) or _HALF_URL.match(path):
+        kind = "a Windows drive" if _DRIVE.match(path) else "a URL with one slash too few"
+        raise UsageError(f"{option} {path}: this looks like {kind}\nwrite ./{path} for a local folder of that name")
+    local = re.sub("^//+", "/", os.path.expanduser(local))
+    if local.startswith("~") and ("/" in local or local == "~"):
+        raise UsageError(f"{option} {path}: there is no such user\nwrite ./{path} for a folder of that name")
+    bare, folder = local.rstrip("/"), local.endswith("/")
+    if os.path.basename(bare) in ("", ".", ".."):
+        bare, folder = os.path.realpath(bare or "/"), True
+    elif follow and os.path.islink(bare):
+        bare = os.path.realpath(bare)
+    if bare == "/":
+        raise _root(option, path)
+    return bare + "/" if folder else bare
+
+
+def _root(option: str, path: str) -> UsageError:
+    return UsageError(f"{option} {path}: this is the root of a filesystem or store; name a file or folder in it")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a path or URL leads to, whatever it is called."""
+
+    system: str
+    """Which filesystem it is on: `local`, or the class of a remote one."""
+    path: str
+    """On it; of a local one with all symbolic links followed, those that lead nowhere too."""
+    inode: tuple[int, int] | None
+    """Device and inode of what is there: hard links and names in another case share them. None if nothing is."""
+
+    @classmethod
+    def of(cls, path: str) -> Place:
+        """Raises UsageError if no package for the protocol is installed."""
+        filesystem, inner = filesystem_of(path)
+        if not is_local(filesystem):
+            return cls(type(filesystem).__name__, inner.rstrip("/"), None)
+        real = os.path.realpath(inner)
+        try:
+            found = os.stat(real)
+        except (OSError, ValueError):
+            return cls("local", real, None)
+        return cls("local", real, (found.st_dev, found.st_ino))
+
+    def is_same(self, other: Place) -> bool:
+        """Whether both are one file or folder, or would be: names that differ in case alone may be, where nothing is
+        there that tells."""
+        if self.system != other.system or self.path == other.path:
+            return self.system == other.system
+        if self.inode is None and other.inode is None:
+            return self.system == "local" and self.path.casefold() == other.path.casefold()
+        return self.inode == other.inode
+
+    def below(self, other: Place) -> str | None:
+        """The path of this place inside `other`; None if it is not inside."""
+        root = other.path.rstrip("/") + "/"
+        return self.path.removeprefix(root) if self.system == other.system and self.path.startswith(root) else None

@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 from typing import IO
 
-from prefillcli.data.failures import patiently
-from prefillcli.data.filesystems import filesystem_of, is_local, reading
+from prefillcli.data.filesystems import filesystem_of, is_local, patiently, reading
 from prefillcli.errors import UsageError
 from prefillcli.redaction import without_secrets
 from prefillcli.runtime import file_calls

@@ -1,24 +1,38 @@
 """A condition on the columns of an output, like `score > 0.4 and score < 0.6`, in the language of Jinja's expressions.
 
 Of that language there is what compares values: no calls, no attributes, and no filters but those of `_FILTERS`. What
-is left runs in the sandbox of templates (`data/prompts/sandbox.py`).
+is left runs in the sandbox of templates (`data/prompts/sandbox.py`). The values are those of a row that was scored and
+is not written yet.
 """
 
 from __future__ import annotations
 
+import datetime
+import decimal
+import json
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from functools import partial, reduce
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from jinja2 import TemplateSyntaxError, nodes
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.visitor import NodeTransformer
 
-from prefillcli.data.output.columns import COLUMNS
+from prefillcli.data.output.columns import (
+    COLUMNS,
+    ROW_COLUMN,
+    OutputSchema,
+    ResultRows,
+    conditional_schema,
+    result_values,
+)
 from prefillcli.data.prompts.sandbox import BoundedEnvironment
+from prefillcli.data.rows import Window
+from prefillcli.data.values import to_python
 from prefillcli.errors import UsageError, brief, did_you_mean
 
 _HOLDER = "columns"  # columns["a name with spaces"]
@@ -301,7 +315,7 @@ def _kind(value: Any) -> str:
 
 
 def _typical(kind: pa.DataType) -> Any:
-    """A value of a column of this type, as `data/output/row_values.py` gives it."""
+    """A value of a column of this type, as `data/row_condition.py` gives it."""
     if pa.types.is_boolean(kind):
         return True
     if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
@@ -322,3 +336,39 @@ def _why_not(name: str, known: Collection[str]) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= 80 else text[:79] + "…"
+
+
+def known_columns(schema: OutputSchema) -> tuple[pa.Schema, frozenset[str]]:
+    """The columns that a condition may use, and the names of those whose kind is not known: those that are JSON."""
+    row = [pa.field(ROW_COLUMN, pa.int64())] if schema.id_name is None else []
+    results = conditional_schema(schema.labels, schema.groups, schema.measure)
+    untyped = schema.carried.names if schema.json_carried else ()
+    return pa.schema([*row, *schema.carried, *results]), frozenset(untyped)
+
+
+def row_values(window: Window, rows: ResultRows, schema: OutputSchema, names: Set[str]) -> list[dict[str, Any]]:
+    """The values of the named columns of `known_columns`, by name, for each of some rows of a window.
+
+    Columns that are JSON text give the values that the text says, dates and times texts in ISO 8601.
+    """
+    found = result_values(rows, names, schema.groups)
+    places = pa.array(np.searchsorted(window.rows, rows.numbers))
+    for name in names & set(schema.carried.names):
+        values = to_python(window.carried[name].take(places))
+        if schema.json_carried:
+            found[name] = [None if text is None else json.loads(text) for text in values]
+        else:
+            found[name] = [_plain(value) for value in values]
+    if ROW_COLUMN in names and schema.id_name is None:
+        found[ROW_COLUMN] = rows.numbers.tolist()
+    return [dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True)] or [
+        {} for _ in rows.numbers
+    ]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, decimal.Decimal):
+        return float(value)
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    return value

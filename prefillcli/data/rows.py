@@ -1,4 +1,9 @@
-"""What flows through a job: batches of rows, prompts, windows of prompts, and scored rows."""
+"""What flows through a job: batches of rows, prompts, windows of prompts, and scored rows.
+
+The column `method` says of a row how its prompt was read, and whether it left before the last layer. A method is
+`full`, that of a picker (`specprefill`, ...), or `fallback:` and a reason. A row that left early has `early-exit`
+instead of `full`, and `+early-exit` behind any other method: a picker's row stays one of that picker.
+"""
 
 from __future__ import annotations
 
@@ -206,7 +211,7 @@ class ScoredRow:
     kept_tokens: int
     seconds: float
     method: str = "full"
-    """See `prefillcli.data.methods`."""
+    """See `prefillcli.data.rows`."""
     audit: Float64Array | None = None
     """For a row of the audit: the `logprobs` after the whole prompt and the last layer. In a job with exits each row
     of the audit has them, whether or not it would leave."""
@@ -217,3 +222,22 @@ class ScoredRow:
     """Of a row that is written about."""
     evidence: tuple[SectionEffect, ...] | None = None
     """Of a row whose sections are weighed, the largest change first."""
+
+
+FULL, EARLY_EXIT = "full", "early-exit"
+_LEFT = f"+{EARLY_EXIT}"
+
+
+def early_exit_method(reading: str) -> str:
+    """The method of a row that left early, whose prompt was read by `reading`."""
+    return EARLY_EXIT if reading == FULL else reading + _LEFT
+
+
+def reading_method(method: str) -> str:
+    """How a row's prompt was read, whether or not the row left early."""
+    return FULL if method == EARLY_EXIT else method.removesuffix(_LEFT)
+
+
+def left_early(method: str) -> bool:
+    """Whether a row of this method left before the last layer."""
+    return method == EARLY_EXIT or method.endswith(_LEFT)

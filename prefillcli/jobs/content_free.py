@@ -14,7 +14,7 @@ from prefillcli.compress.base import Tick
 from prefillcli.compress.request import Request
 from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import Labels
-from prefillcli.data.reading.arrow_table import TableRows
+from prefillcli.data.reading.record_batches import TableRows
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Prompt, RowBatch
 from prefillcli.engines.base import PlanEngine

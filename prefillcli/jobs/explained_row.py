@@ -6,13 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from prefillcli.compress.request import Request
-from prefillcli.data.output.column_groups import ColumnGroups
-from prefillcli.data.output.schema import OutputSchema
-from prefillcli.data.prompts.ablation import Ablation
+from prefillcli.data.output.columns import ColumnGroups, OutputSchema
 from prefillcli.data.prompts.beginnings import Beginnings
 from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import Labels
-from prefillcli.data.prompts.rationale_template import rationale_texts
+from prefillcli.data.prompts.sections import Ablation
+from prefillcli.data.prompts.templates import rationale_texts
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import ScoredRow, Window
 from prefillcli.engines.base import Engine

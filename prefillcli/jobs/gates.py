@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pydantic import ValidationError
 
 from prefillcli.data.given_file import MissingFileError, read_given
-from prefillcli.data.output.counts import Counts
-from prefillcli.data.output.tallies import SCORE_BINS
+from prefillcli.data.output.counts import SCORE_BINS, Counts
 from prefillcli.errors import PrefillError, UsageError
 from prefillcli.options.gates import GateOptions
 from prefillcli.redaction import without_secrets

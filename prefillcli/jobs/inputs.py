@@ -10,9 +10,8 @@ from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.settings import DEFAULT_COLUMN, PromptSettings
-from prefillcli.data.proof.fingerprints import ModelContents
-from prefillcli.data.proof.gguf_parts import gguf_parts
-from prefillcli.data.reading.arrow_table import TableRows
+from prefillcli.data.proof.fingerprints import ModelContents, gguf_parts
+from prefillcli.data.reading.record_batches import TableRows
 from prefillcli.data.reading.selection import BATCH_ROWS
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Int64Array, Prompt

@@ -17,7 +17,7 @@ from prefillcli.compress.request import Request
 from prefillcli.compress.selection import tails
 from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.labels import Labels
-from prefillcli.data.prompts.token_texts import token_texts
+from prefillcli.data.prompts.spans import token_texts
 from prefillcli.data.rows import ErrorCode, Prompt, RowError, Window
 from prefillcli.data.search import find_row
 from prefillcli.engines.base import Answer, Engine

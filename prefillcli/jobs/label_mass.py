@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prefillcli.data.prompts.class_labels import ClassLabels
-from prefillcli.data.prompts.labels import Labels
+from prefillcli.data.prompts.labels import ClassLabels, Labels
 from prefillcli.data.rows import ScoredRow
 from prefillcli.runtime import log
 from prefillcli.stats.probabilities import label_mass

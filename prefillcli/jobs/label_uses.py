@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from prefillcli.data.prompts.class_labels import ClassLabels
-from prefillcli.data.prompts.labels import Labels
+from prefillcli.data.prompts.labels import ClassLabels, Labels
 from prefillcli.errors import UsageError
 from prefillcli.options.score import ScoreSettings
 from prefillcli.stats.probabilities import Measure

@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from prefillcli.data.output.counts import Counts
-from prefillcli.data.output.joined_shards import JoinedShards
 from prefillcli.data.output.manifest import Manifest
+from prefillcli.data.output.shard_folders import JoinedShards
 from prefillcli.data.output.target import Target
 from prefillcli.errors import OutputBusyError, OutputConflictError, OutputDamagedError, OutputExistsError
 from prefillcli.jobs.evaluation import EVALUATION, EvaluationPlan, evaluate_output

@@ -7,10 +7,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from prefillcli.data.filesystems import Place, written_path
 from prefillcli.data.output.shard_folders import shards_beside
 from prefillcli.data.output.target import Target
 from prefillcli.data.paths import WORK_ENDING
-from prefillcli.data.places import Place, written_path
 from prefillcli.data.prompts.templates import names_template
 from prefillcli.data.proof.fingerprints import ModelContents, is_model_file
 from prefillcli.data.reading.discovery import discover, would_find

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from prefillcli.data.filesystems import written_path
 from prefillcli.data.output.formats import FILE_ENDINGS
 from prefillcli.data.paths import split_path
-from prefillcli.data.places import written_path
 from prefillcli.data.reading.discovery import CODECS, KINDS
 from prefillcli.data.shard import Shard
 from prefillcli.errors import UsageError

@@ -6,13 +6,10 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from prefillcli.data.output.column_groups import ColumnGroups
-from prefillcli.data.output.columns import ResultRows
-from prefillcli.data.output.row_values import known_columns, row_values
-from prefillcli.data.output.schema import OutputSchema
+from prefillcli.data.output.columns import ColumnGroups, OutputSchema, ResultRows
 from prefillcli.data.prompts.labels import Labels
-from prefillcli.data.prompts.rationale_template import rationale_texts
-from prefillcli.data.row_condition import RowCondition
+from prefillcli.data.prompts.templates import rationale_texts
+from prefillcli.data.row_condition import RowCondition, known_columns, row_values
 from prefillcli.data.rows import Window
 from prefillcli.options.score import ScoreSettings
 

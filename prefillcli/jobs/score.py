@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefillcli.data.output.earlier_output import FoundOutput
 from prefillcli.data.output.heartbeat import Heartbeat
-from prefillcli.data.output.shard_sink import ShardSink
+from prefillcli.data.output.shard_folders import ShardSink
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.rows import Window
 from prefillcli.engines.registry import ENGINES, loader_of

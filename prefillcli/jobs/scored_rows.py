@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from prefillcli.compress.answers import kept_tokens, method_of
 from prefillcli.compress.request import Request
-from prefillcli.data.methods import early_exit_method
-from prefillcli.data.rows import ScoredRow
+from prefillcli.data.rows import ScoredRow, early_exit_method
 from prefillcli.engines.base import Answer
 
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from prefillcli.compress.request import Request
-from prefillcli.data.methods import FULL
 from prefillcli.data.output.columns import ResultRows
 from prefillcli.data.output.scored_truth import id_texts
 from prefillcli.data.prompts.beginnings import Beginnings
-from prefillcli.data.rows import Rationale, ScoredRow, Window
+from prefillcli.data.rows import FULL, Rationale, ScoredRow, Window
 from prefillcli.decode.continuations import Beginning, Continuation, Writing
 from prefillcli.jobs.evidence import Evidence
 from prefillcli.jobs.row_choice import RowChoice

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypedDict
 
-from prefillcli.data.prompts.ablation import Ablation
 from prefillcli.data.prompts.beginnings import Beginnings
 from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import Labels
-from prefillcli.data.prompts.rationale_template import rationale_texts
+from prefillcli.data.prompts.sections import Ablation
+from prefillcli.data.prompts.templates import rationale_texts
 from prefillcli.decode.continuations import Speculation, Writing
 from prefillcli.jobs.evidence import Evidence
 from prefillcli.jobs.row_choice import RowChoice

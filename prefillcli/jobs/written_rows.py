@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prefillcli.data.output.column_groups import ColumnGroups
-from prefillcli.data.output.columns import ROW_COLUMN
+from prefillcli.data.output.columns import ROW_COLUMN, ColumnGroups
 from prefillcli.data.output.scored_truth import id_texts
 from prefillcli.data.output.target import Target
 from prefillcli.report.rationale_use import SectionChange, WrittenRow

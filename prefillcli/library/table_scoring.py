@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Self
 
 import pyarrow as pa
 
-from prefillcli.data.output.columns import ResultRows, result_schema
-from prefillcli.data.output.json_columns import kinds_of
+from prefillcli.data.output.columns import OutputSchema, ResultRows, kinds_of, result_schema
 from prefillcli.data.output.manifest import Job
 from prefillcli.data.output.parts import make_rows
-from prefillcli.data.output.schema import OutputSchema
 from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.settings import prompt_column
-from prefillcli.data.reading.arrow_table import TableRows
+from prefillcli.data.reading.record_batches import TableRows
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import RowError, ScoredRow, Window
 from prefillcli.data.windows import Prefetcher, windows

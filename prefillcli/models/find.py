@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from prefillcli.data.proof.gguf_parts import gguf_parts
+from prefillcli.data.proof.fingerprints import gguf_parts
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
 from prefillcli.models.empty import build_empty, refuse_larger
 from prefillcli.models.families import longest_prompt, refusal, sees_nothing

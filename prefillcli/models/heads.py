@@ -15,8 +15,7 @@ from typing import Any, Literal
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-from prefillcli.data.prompts.class_labels import ClassLabels
-from prefillcli.data.prompts.labels import Label, LabelSet, complementary, parse_labels
+from prefillcli.data.prompts.labels import ClassLabels, Label, LabelSet, complementary, parse_labels
 from prefillcli.errors import UsageError
 from prefillcli.models.files import CLASSIFIER
 from prefillcli.models.safetensors import read_header, weight_files

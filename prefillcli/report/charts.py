@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from prefillcli.data.output.tallies import LENGTH_EDGES
+from prefillcli.data.output.counts import LENGTH_EDGES
 from prefillcli.report.numbers import abbreviated
 from prefillcli.report.run import Histogram, MemoryTrace
 

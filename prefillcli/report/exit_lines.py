@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prefillcli.data.output.tallies import TO_THE_END
+from prefillcli.data.output.counts import TO_THE_END
 from prefillcli.report.exit_use import AuditedLabel, ExitUse, JudgedLabel
 from prefillcli.report.numbers import counted, percent_interval
 from prefillcli.report.visible import visible

@@ -9,8 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from prefillcli.data.output.counts import Counts
-from prefillcli.data.output.tallies import TO_THE_END
+from prefillcli.data.output.counts import TO_THE_END, Counts
 from prefillcli.stats.audit import flip_bound, flip_interval
 
 ExitStatus = Literal["calibrated", "reused", "none", "stopped"]

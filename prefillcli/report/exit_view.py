@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from prefillcli.data.output.tallies import TO_THE_END
+from prefillcli.data.output.counts import TO_THE_END
 from prefillcli.report.charts import Bar, Plot, Tick, bars, round_ticks
 from prefillcli.report.exit_lines import exit_lines, threshold_text
 from prefillcli.report.exit_use import KEPT_ALIVE, ExitUse, JudgedLabel

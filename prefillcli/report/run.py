@@ -11,8 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import PydanticSerializationError
 
-from prefillcli.data.output.counts import Counts
-from prefillcli.data.output.tallies import LENGTH_EDGES, SCORE_BINS
+from prefillcli.data.output.counts import LENGTH_EDGES, SCORE_BINS, Counts
 from prefillcli.redaction import shown_report
 from prefillcli.report.evaluated import RunEvaluation
 from prefillcli.report.exit_use import ExitUse

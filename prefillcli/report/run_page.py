@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from prefillcli.compress.fallbacks import is_fallback
-from prefillcli.data.methods import FULL
-from prefillcli.data.rows import ErrorCode
+from prefillcli.data.rows import FULL, ErrorCode
 from prefillcli.report.charts import Bar, bars, length_plot, memory_plot, score_plot
 from prefillcli.report.evaluation_view import evaluation_view
 from prefillcli.report.exit_view import exit_view

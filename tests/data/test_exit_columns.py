@@ -12,16 +12,14 @@ import pyarrow as pa
 import pytest
 
 from prefillcli.compress.fallbacks import compressed_rows, fallbacks_of_useless_draft
-from prefillcli.data.methods import early_exit_method, left_early, reading_method
-from prefillcli.data.output.column_groups import ColumnGroups
-from prefillcli.data.output.counts import AuditedExits, Counts
+from prefillcli.data.output.columns import ColumnGroups
+from prefillcli.data.output.counts import AuditedExits, Counts, LayerRows
 from prefillcli.data.output.parts import is_part, read_part
 from prefillcli.data.output.scored_truth import read_scored_truth
 from prefillcli.data.output.shard_folders import of_schema, to_schema
 from prefillcli.data.output.sink import Sink
-from prefillcli.data.output.tallies import LayerRows
 from prefillcli.data.output.target import Target
-from prefillcli.data.rows import ScoredRow, Window
+from prefillcli.data.rows import ScoredRow, Window, early_exit_method, left_early, reading_method
 from prefillcli.stats.calibration import Calibration, TemperatureScaling
 from tests.data.outputs import LABELS, make_window, open_sink, read
 

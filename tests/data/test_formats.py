@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.data.output.json_columns import kinds_of, type_for, typed_column
+from prefillcli.data.output.columns import kinds_of, type_for, typed_column
 from prefillcli.data.output.jsonl_format import write_jsonl
 
 

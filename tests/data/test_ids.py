@@ -17,12 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.data.output.json_columns import kinds_of, type_for, typed_column
+from prefillcli.data.output.columns import kinds_of, type_for, typed_column
+from prefillcli.data.output.counts import _texts
 from prefillcli.data.output.jsonl_format import as_json
-from prefillcli.data.output.tallies import _texts
-from prefillcli.data.reading.ids import SeenIds
 from prefillcli.data.reading.source import Source
 from prefillcli.data.values import plain_column, plain_type
+from prefillcli.data.windows import SeenIds
 
 SMALL = st.integers(-3, 120)
 TEXTS = st.text(max_size=3)
@@ -170,7 +170,7 @@ def test_integers_from_json_lines_stay_integers() -> None:
 
 def test_hashes_are_the_same_in_every_process() -> None:
     code = (
-        "import pyarrow as pa; from prefillcli.data.reading.ids import _keys; "
+        "import pyarrow as pa; from prefillcli.data.windows import _keys; "
         "print(_keys(pa.array(['a', 'é'])), _keys(pa.array([[1], [2]])))"
     )
     said = {

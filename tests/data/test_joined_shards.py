@@ -15,10 +15,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefillcli.data.output.column_groups import ColumnGroups
-from prefillcli.data.output.joined_shards import JoinedShards
-from prefillcli.data.output.shard_folders import of_partitions, of_schema, to_partitions, to_schema
-from prefillcli.data.output.shard_sink import ShardSink
+from prefillcli.data.output.columns import ColumnGroups
+from prefillcli.data.output.shard_folders import (
+    JoinedShards,
+    ShardSink,
+    of_partitions,
+    of_schema,
+    to_partitions,
+    to_schema,
+)
 from prefillcli.data.output.target import Target
 from prefillcli.data.reading.partitions import Partitions
 from prefillcli.data.rows import Window

@@ -13,15 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.data.output.column_groups import NO_GROUPS, ColumnGroups
-from prefillcli.data.output.columns import COLUMNS, ResultRows, result_schema
-from prefillcli.data.output.counts import Counts
-from prefillcli.data.output.row_values import known_columns, row_values
-from prefillcli.data.output.schema import OutputSchema
+from prefillcli.data.output.columns import COLUMNS, NO_GROUPS, ColumnGroups, OutputSchema, ResultRows, result_schema
+from prefillcli.data.output.counts import Counts, RationaleTally
 from prefillcli.data.output.shard_folders import of_schema, to_schema
-from prefillcli.data.output.tallies import RationaleTally
 from prefillcli.data.output.target import Target
-from prefillcli.data.row_condition import RowCondition
+from prefillcli.data.row_condition import RowCondition, known_columns, row_values
 from prefillcli.data.rows import Rationale, ScoredRow, SectionEffect, Window
 from prefillcli.data.shard import Shard
 from prefillcli.jobs.row_choice import RowChoice

@@ -17,11 +17,9 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from huggingface_hub import HfFileSystem
 
-from prefillcli.data import failures
-from prefillcli.data.failures import Failure, explained, impatiently, patiently
-from prefillcli.data.filesystems import filesystem_of
-from prefillcli.data.output.conditional_writes import exclusive_put
-from prefillcli.data.output.locks import Owner
+from prefillcli.data import filesystems
+from prefillcli.data.filesystems import Failure, explained, filesystem_of, impatiently, patiently
+from prefillcli.data.output.locks import Owner, exclusive_put
 from prefillcli.data.output.remote_store import RemoteStore
 from prefillcli.data.output.store import Store, open_store
 from prefillcli.errors import OutputBusyError, PrefillError, UsageError
@@ -44,9 +42,9 @@ def bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    monkeypatch.setattr(failures, "_outage", threading.Event())
-    monkeypatch.setattr(failures, "_FIRST_WAIT", 0.001)
-    monkeypatch.setattr(failures, "_LONGEST_WAIT", 0.001)
+    monkeypatch.setattr(filesystems, "_outage", threading.Event())
+    monkeypatch.setattr(filesystems, "_FIRST_WAIT", 0.001)
+    monkeypatch.setattr(filesystems, "_LONGEST_WAIT", 0.001)
     return s3_server.new_bucket()
 
 
@@ -93,8 +91,8 @@ def test_a_store_that_is_busy_is_asked_again(bucket: Bucket, store: Store, use: 
 def test_a_store_that_stays_busy_ends_in_an_error_that_says_so(
     bucket: Bucket, store: Store, monkeypatch: pytest.MonkeyPatch, use: str
 ) -> None:
-    minutes = itertools.count(0, failures.PATIENCE / 4)
-    monkeypatch.setattr(failures, "monotonic", lambda: next(minutes))
+    minutes = itertools.count(0, filesystems.PATIENCE / 4)
+    monkeypatch.setattr(filesystems, "monotonic", lambda: next(minutes))
     bucket.put("folder/there", b"0")
     bucket.server.faults.append(every(ALWAYS, SLOW_DOWN))
     with pytest.raises(PrefillError, match=r"cannot use s3://(.|\n)*busy or cannot be reached: go on with --resume"):
@@ -278,15 +276,15 @@ def test_trying_again_ends_in_bounded_time_and_what_cannot_succeed_is_tried_once
 ) -> None:
     now = 0.0
     waits: list[float] = []
-    monkeypatch.setattr(failures, "_outage", threading.Event())
+    monkeypatch.setattr(filesystems, "_outage", threading.Event())
 
     def sleep(seconds: float) -> None:
         nonlocal now
         waits.append(seconds)
         now += seconds
 
-    monkeypatch.setattr(failures, "monotonic", lambda: now)
-    monkeypatch.setattr(failures, "sleep", sleep)
+    monkeypatch.setattr(filesystems, "monotonic", lambda: now)
+    monkeypatch.setattr(filesystems, "sleep", sleep)
 
     def busy(slowly: float) -> None:
         nonlocal now
@@ -295,7 +293,7 @@ def test_trying_again_ends_in_bounded_time_and_what_cannot_succeed_is_tried_once
 
     with pytest.raises(TimeoutError):
         patiently(lambda: busy(0.0))
-    assert 30 < sum(waits) <= failures.PATIENCE
+    assert 30 < sum(waits) <= filesystems.PATIENCE
     assert all(wait < later * 2.1 for wait, later in itertools.pairwise(waits))
     waits.clear()
     patiently(lambda: None)

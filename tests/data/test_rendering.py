@@ -20,9 +20,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from prefillcli.data.prompts import rendering
-from prefillcli.data.prompts.chat import ChatTemplate
 from prefillcli.data.prompts.rendering import Renderer, RendererClosed, RenderLimits
-from prefillcli.data.prompts.templates import RowTemplate
+from prefillcli.data.prompts.templates import ChatTemplate, RowTemplate
 from prefillcli.data.rows import RowError
 from prefillcli.errors import ResourceError, UsageError
 

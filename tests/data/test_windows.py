@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from prefillcli.data.prompts.builder import BuilderClosed, PromptBuilder
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.prompts.settings import PromptSettings
-from prefillcli.data.reading.ids import SeenIds
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Window
-from prefillcli.data.windows import Prefetcher, windows
+from prefillcli.data.windows import Prefetcher, SeenIds, windows
 
 Write = Callable[..., str]
 

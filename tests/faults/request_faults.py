@@ -12,7 +12,7 @@ from typing import Any
 
 import s3fs
 
-from prefillcli.data import failures
+from prefillcli.data import filesystems
 
 SEND = s3fs.S3FileSystem._call_s3
 
@@ -51,7 +51,7 @@ class RequestFault:
 
     def arm(self, report: Callable[[str], None]) -> None:
         """Let one request of this process fail from now on; `report` hears which, before."""
-        failures._FIRST_WAIT = failures._LONGEST_WAIT = 0.001
+        filesystems._FIRST_WAIT = filesystems._LONGEST_WAIT = 0.001
         seen = 0
 
         async def send(self_: Any, method: str, *arguments: Any, **options: Any) -> Any:

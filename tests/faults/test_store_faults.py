@@ -17,7 +17,7 @@ import pytest
 import s3fs
 from fsspec.implementations.memory import MemoryFileSystem
 
-from prefillcli.data import failures
+from prefillcli.data import filesystems
 from prefillcli.data.output.target import SUCCESS
 from prefillcli.errors import OutputBusyError, PrefillError
 from tests.data.outputs import EXPECTED, WINDOWS, open_sink, score_all
@@ -187,8 +187,8 @@ def test_every_call_of_any_object_store_may_fail(
     kind: RequestKind,
     count_faults: Callable[[str, int], None],
 ) -> None:
-    monkeypatch.setattr(failures, "_FIRST_WAIT", 0.001)
-    monkeypatch.setattr(failures, "_LONGEST_WAIT", 0.001)
+    monkeypatch.setattr(filesystems, "_FIRST_WAIT", 0.001)
+    monkeypatch.setattr(filesystems, "_LONGEST_WAIT", 0.001)
     for number in itertools.count(1):
         memory.store.clear()
         memory.pseudo_dirs[:] = [""]

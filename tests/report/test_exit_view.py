@@ -7,8 +7,7 @@ import json
 import pytest
 from scipy.stats import binomtest
 
-from prefillcli.data.output.counts import AuditedExits, Counts
-from prefillcli.data.output.tallies import LayerRows
+from prefillcli.data.output.counts import AuditedExits, Counts, LayerRows
 from prefillcli.report.exit_use import ExitUse, GainPoint, JudgedLabel, UsedExit
 from prefillcli.report.exit_view import gain_plot
 from prefillcli.report.run import RunReport, to_json

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 
-from prefillcli.data.output.counts import Counts
-from prefillcli.data.output.tallies import RationaleTally, Tallies
+from prefillcli.data.output.counts import Counts, RationaleTally, Tallies
 from prefillcli.decode.continuations import DecodingReport, DrafterCounts
 from prefillcli.report.evidence_view import NO_REASON, WHAT_EVIDENCE_IS
 from prefillcli.report.rationale_use import RationaleUse, SectionChange, WrittenRow

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pytest
 
 from prefillcli.compress.request import Request
-from prefillcli.data.prompts.ablation import Ablation
 from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import Labels, parse_labels
+from prefillcli.data.prompts.sections import Ablation
 from prefillcli.data.prompts.settings import PromptSettings
 from prefillcli.data.rows import Prompt, RowBatch, ScoredRow
 from prefillcli.engines.base import Answer

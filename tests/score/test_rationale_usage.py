@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import prefillcli
 from prefillcli.cli import app
-from prefillcli.data.prompts.rationale_template import rationale_texts
+from prefillcli.data.prompts.templates import rationale_texts
 from prefillcli.errors import PrefillError, UsageError
 from prefillcli.options.load import load_settings
 from prefillcli.options.score import ScoreSettings

@@ -271,7 +271,7 @@ def arguments(model: Path, shard: str, *more: str) -> list[object]:
         Hold(ANSWER, 1),
         Hold(ANSWER, 7),
         Hold(REPLACE, 3, ".parquet"),
-        Hold("prefillcli.data.output.shard_sink:ShardSink.finish"),
+        Hold("prefillcli.data.output.shard_folders:ShardSink.finish"),
         Hold(REPLACE, 3, "manifest.json"),
     ],
     ids=["before the first pack", "later", "a part half written", "before the end", "at the end"],
@@ -433,9 +433,9 @@ def test_shards_that_were_scored_again_are_not_taken_for_those_that_were_merged(
 @pytest.mark.parametrize(
     "hold",
     [
-        Hold("prefillcli.data.output.joined_shards:JoinedShards.check"),
+        Hold("prefillcli.data.output.shard_folders:JoinedShards.check"),
         Hold(REPLACE, 1, "/out.parquet"),
-        Hold("prefillcli.data.output.joined_shards:Manifest.save", 2),
+        Hold("prefillcli.data.output.shard_folders:Manifest.save", 2),
         Hold("prefillcli.data.output.shard_folders:ShardFolder.delete", 1),
         Hold("prefillcli.data.output.shard_folders:ShardFolder.delete", 2),
         Hold("prefillcli.runtime.file_calls:remove_file", 1, ".parquet"),
@@ -479,7 +479,7 @@ def test_a_folder_killed_while_it_is_published_is_merged_again(model: Path) -> N
 
 
 def test_a_part_that_changes_after_the_check_ends_the_merge(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from prefillcli.data.output.joined_shards import JoinedShards
+    from prefillcli.data.output.shard_folders import JoinedShards
 
     shards(make_input(), 2, **flags(model))
     check = JoinedShards.check

@@ -1,20 +1,65 @@
-"""The columns that scoring adds to an output: the name and type of each, and what it is made of."""
+"""The columns of an output: the id, those carried from the input, and those that scoring adds.
+
+Of columns carried from JSON Lines, kinds of values decide on the type: b true or false, i integer, f other number,
+s string, j anything else (arrays, objects, integers beyond 64 bits). A column of one kind gets its type; i and f
+together are float64, unless they are ids; any other mix is text, with strings as they are and everything else as JSON.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from prefillcli.data.output.column_groups import NO_GROUPS, ColumnGroups, Group
+from prefillcli.data.output.counts import ROW, Counts
+from prefillcli.data.output.manifest import Job
+from prefillcli.data.proof.seals import JOB_KEY
 from prefillcli.data.rows import ErrorCode, Float64Array, Int64Array, Prompt, RowError, ScoredRow, Window
+from prefillcli.data.values import text_of
+from prefillcli.errors import UsageError
 from prefillcli.stats.calibration import Calibration
 from prefillcli.stats.probabilities import Measure, label_mass, label_scores
+
+Group = Literal["audit", "calibrated", "exits", "adapters", "rationales", "evidence"]
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnGroups:
+    """Which groups of columns an output has beside those that every output has."""
+
+    audit: bool = False
+    """The scores of an audit."""
+    calibrated: bool = False
+    """Calibrated probabilities."""
+    exits: bool = False
+    """Where rows left the model early."""
+    adapters: bool = False
+    """Which adapter read each row."""
+    rationales: bool = False
+    """What was written behind rows."""
+    evidence: bool = False
+    """What the sections of prompts contribute."""
+
+    def has(self, group: Group | None) -> bool:
+        """Whether columns of this group are there; those of no group always are."""
+        found: bool = group is None or getattr(self, group)
+        return found
+
+    @property
+    def names(self) -> list[Group]:
+        """The groups that are there."""
+        return [each.name for each in fields(self) if getattr(self, each.name)]  # type: ignore[misc]
+
+
+NO_GROUPS = ColumnGroups()
+"""The columns of every output, and no others."""
+
 
 ROW_COLUMN = "row"
 """The column with the row number, in an output without ids."""
@@ -301,3 +346,117 @@ def _names(column: Column, labels: Sequence[str]) -> list[str]:
     if "<label>" not in column.name:
         return [column.name]
     return [column.name.replace("<label>", label) for label in labels]
+
+
+_TYPES = {
+    frozenset("b"): pa.bool_(),
+    frozenset("i"): pa.int64(),
+    frozenset("f"): pa.float64(),
+    frozenset("if"): pa.float64(),
+}
+
+
+def kinds_of(texts: pa.ChunkedArray) -> str:
+    """The kinds of values in a column of JSON texts, as letters."""
+    return "".join(sorted({_kind(text) for text in texts.to_pylist() if text is not None}))
+
+
+def type_for(kinds: Iterable[str], *, ids: bool = False) -> pa.DataType:
+    """The type of a column that holds these kinds of values. Among `ids`, 1 and 1.0 differ, so they stay texts."""
+    found = frozenset(kinds)
+    return pa.string() if ids and len(found) > 1 else _TYPES.get(found, pa.string())
+
+
+def typed_column(texts: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+    """JSON texts as values of `kind`."""
+    if kind != pa.string():
+        return texts.cast(kind)
+    values = [None if text is None else text_of(text) for text in texts.to_pylist()]
+    return pa.chunked_array([pa.array(values, pa.string())])
+
+
+def _kind(text: str) -> str:
+    first = text[0]
+    if first == '"':
+        return "s"
+    if first in "tf":
+        return "b"
+    if first in "[{":
+        return "j"
+    if "." in text or "e" in text or "E" in text:
+        return "f"
+    return "i" if len(text) < 19 or -(2**63) <= int(text) < 2**63 else "j"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputSchema:
+    """The columns of a job's output."""
+
+    labels: tuple[str, ...]
+    id_name: str | None
+    """The carried column with the ids; None where rows go by their number."""
+    carried: pa.Schema
+    """Id and kept columns as the parts have them; from JSON Lines every one is JSON text."""
+    json_carried: bool
+    """Whether the carried columns are JSON text."""
+    json_text: bool
+    """Whether such text is written as it is; else its values get the type that holds them."""
+    truth: str | None
+    """The carried column with the right answers."""
+    groups: ColumnGroups = NO_GROUPS
+    """Which columns there are beside those of every output."""
+    measure: Measure = Measure.SHARES
+    """What the numbers of the labels are."""
+
+    def require_distinct(self) -> None:
+        """Raise UsageError if a carried column has the name of another column of the output."""
+        row = [ROW_COLUMN] if self.id_name is None else []
+        taken = [*row, *self._results.names, ROW]
+        for name in self.carried.names:
+            if name in taken:
+                option = {self.truth: "--truth", self.id_name: "--id-column"}.get(name, "--keep-columns")
+                raise UsageError(f"{option} {name}: the output has a column {name} already\nrename it in the input")
+
+    @property
+    def json_columns(self) -> tuple[str, ...]:
+        """The columns of the output that are JSON text."""
+        return tuple(self.carried.names) if self.json_carried and self.json_text else ()
+
+    def arrow(self, job: Job, json_kinds: Mapping[str, Iterable[str]]) -> pa.Schema:
+        """The Arrow schema of an output of `job`; `json_kinds` are the kinds of values in carried JSON text."""
+        carried = list(self.carried)
+        if self._typed:
+            carried = [
+                pa.field(field.name, type_for(json_kinds.get(field.name, ()), ids=field.name == self.id_name))
+                for field in carried
+            ]
+        if self.id_name is None:
+            carried.insert(0, pa.field(ROW_COLUMN, pa.int64()))
+        else:
+            carried.sort(key=lambda field: field.name != self.id_name)
+        metadata = {JOB_KEY: json.dumps(job.to_json()).encode()}
+        return pa.schema([*carried, *self._results], metadata=metadata)
+
+    def table(self, rows: pa.Table, schema: pa.Schema) -> pa.Table:
+        """Rows of parts as rows of the output, whose `arrow` schema is given."""
+        columns = []
+        for field in schema:
+            column = rows[ROW if field.name == ROW_COLUMN and self.id_name is None else field.name]
+            if self._typed and field.name in self.carried.names:
+                column = typed_column(column, field.type)
+            columns.append(column)
+        return pa.Table.from_arrays(columns, schema=schema)
+
+    @property
+    def _results(self) -> pa.Schema:
+        """The columns that scoring adds."""
+        return result_schema(self.labels, self.groups, self.measure)
+
+    @property
+    def _typed(self) -> bool:
+        return self.json_carried and not self.json_text
+
+    def count(self, counts: Counts, rows: pa.Table) -> Counts:
+        """Add rows of parts to `counts`."""
+        counts.add_rows(rows, self.truth, id_name=self.id_name, json_carried=self.json_carried)
+        return counts

@@ -13,11 +13,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from prefillcli.data.filesystems import reading, writing
-from prefillcli.data.output.columns import result_schema
+from prefillcli.data.output.columns import OutputSchema, result_schema
+from prefillcli.data.output.counts import DIGEST, ROW
 from prefillcli.data.output.manifest import Job, Manifest
 from prefillcli.data.output.row_digests import NAME, TYPE, DigestReader
-from prefillcli.data.output.schema import OutputSchema
-from prefillcli.data.output.tallies import DIGEST, ROW
 from prefillcli.data.output.target import Published, Target
 from prefillcli.data.rows import Int64Array, Window
 from prefillcli.errors import DamagedFileError, OutputConflictError, OutputDamagedError, PrefillError

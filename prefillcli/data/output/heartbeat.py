@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from prefillcli.data.failures import impatiently
+from prefillcli.data.filesystems import impatiently
 from prefillcli.data.output.locks import Owner
 from prefillcli.data.output.store import Store
 from prefillcli.runtime.progress import Pace

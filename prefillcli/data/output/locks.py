@@ -7,6 +7,7 @@ lock is an object that only one of several writers can create, and that stays wh
 from __future__ import annotations
 
 import datetime
+import inspect
 import json
 import os
 import socket
@@ -17,8 +18,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from prefillcli.data.failures import Failure, patiently
-from prefillcli.data.output.conditional_writes import exclusive_put
+from fsspec import AbstractFileSystem
+from fsspec.asyn import AsyncFileSystem
+
+from prefillcli.data.filesystems import Failure, patiently
 from prefillcli.errors import OutputBusyError, PrefillError
 from prefillcli.runtime import file_calls, log
 from prefillcli.runtime.processes import process_space, start_of
@@ -222,3 +225,29 @@ def _locked(handle: int, *, shared: bool, patience: float) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def exclusive_put(filesystem: Any, method: str = "pipe_file") -> Callable[[Any, Any], None] | None:
+    """`pipe_file(path, data)` or `put_file(local, path)` of a filesystem, for objects that are not there yet.
+
+    What it raises if one is there depends on the client. None if the filesystem cannot do that in one step; the store
+    behind it may ignore the wish all the same.
+    """
+    options = _options(type(filesystem), method)
+    if options is None:
+        return None
+    call = getattr(filesystem, method)
+    return lambda first, second: call(first, second, **options)
+
+
+def _options(kind: type, method: str) -> dict[str, Any] | None:
+    base: type = AbstractFileSystem
+    if issubclass(kind, AsyncFileSystem):
+        base, method = AsyncFileSystem, f"_{method}"
+    own = getattr(kind, method)
+    if own is getattr(base, method):  # fsspec's own looks first and then writes: two runs may both find nothing
+        return None
+    parameters = inspect.signature(own).parameters
+    if "mode" in parameters:  # s3fs, gcsfs
+        return {"mode": "create"}
+    return {"overwrite": False} if "overwrite" in parameters else None  # adlfs

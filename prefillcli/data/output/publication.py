@@ -1,16 +1,21 @@
-"""Directory outputs, published whole: a reader finds nothing, or all files and `_SUCCESS`."""
+"""The files of an output. A directory is published whole: a reader finds nothing, or all files and `_SUCCESS`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import chain
 from typing import IO, Protocol
+
+import pyarrow as pa
 
 from prefillcli.data.filesystems import writing
 from prefillcli.data.output.local_store import LocalStore, make_folder, walk_folder
+from prefillcli.data.output.manifest import Job
 from prefillcli.data.output.store import Store
 from prefillcli.data.output.target import OLD, SUCCESS, Published, Target, is_partition
+from prefillcli.data.reading.partitions import Partitions
 from prefillcli.errors import PrefillError
 from prefillcli.runtime import file_calls
 
@@ -120,3 +125,43 @@ def _remove(folder: str) -> None:
     """Remove a folder of a work folder with all that is in it."""
     with suppress(FileNotFoundError):
         file_calls.remove_tree(folder)
+
+
+def write_output(
+    target: Target,
+    job: Job,
+    schema: pa.Schema,
+    tables: Iterable[pa.Table],
+    *,
+    json_columns: tuple[str, ...] = (),
+    partitions: Partitions | None = None,
+    new: bool = False,
+) -> dict[str, str]:
+    """Write the tables, which have this schema, as the output of a job; returns its files by name, with their digests.
+
+    The values of `json_columns` are JSON already. With `partitions` the files of a directory lie in folders named like
+    those of the input. With `new` a file replaces none (`Store.create`).
+    """
+    if target.directory:
+        return _write_directory(target, job, schema, tables, json_columns, partitions)
+    with target.store.create(target.name, new=new) as file:
+        return {target.name: target.file_format.write(file, schema, tables, json_columns)}
+
+
+def _write_directory(
+    target: Target,
+    job: Job,
+    schema: pa.Schema,
+    tables: Iterable[pa.Table],
+    json_columns: tuple[str, ...],
+    partitions: Partitions | None,
+) -> dict[str, str]:
+    output, files = publication(target), {}
+    runs = (run for table in tables for run in ([("", table)] if partitions is None else partitions.runs(table)))
+    first = next(runs, ("", schema.empty_table()))
+    for number, (folder, rows) in enumerate(chain([first], runs)):  # the numbers are in the order of the input
+        name = f"{folder}/part-{number:05d}.parquet".removeprefix("/")
+        with output.create(name) as file:
+            files[name] = target.file_format.write(file, rows.schema, [rows], json_columns)
+    output.publish(Published(job, files))
+    return files

@@ -10,10 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import IO, Any
 
-from prefillcli.data.failures import Failure, explained, patiently
-from prefillcli.data.filesystems import writing
-from prefillcli.data.output.conditional_writes import exclusive_put
-from prefillcli.data.output.locks import LOCK, Lock, ObjectLock
+from prefillcli.data.filesystems import Failure, explained, patiently, writing
+from prefillcli.data.output.locks import LOCK, Lock, ObjectLock, exclusive_put
 from prefillcli.data.paths import split_path
 from prefillcli.errors import OutputBusyError, PrefillError
 from prefillcli.redaction import without_secrets

@@ -16,9 +16,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from prefillcli.data.output.counts import DIGEST
 from prefillcli.data.output.scored_truth import id_texts
 from prefillcli.data.output.store import Store
-from prefillcli.data.output.tallies import DIGEST
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.proof.seals import Digesting
 from prefillcli.data.rows import Prompt, Window

@@ -1,24 +1,48 @@
-"""The work folders of shards, which lie beside the output that they are merged to."""
+"""Shards: each leaves its parts in a work folder beside the output, and all of them are joined to the output."""
 
 from __future__ import annotations
 
 import base64
 import uuid
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from prefillcli.data.output import heartbeat, parts
-from prefillcli.data.output.column_groups import ColumnGroups
-from prefillcli.data.output.manifest import NAME, Manifest
-from prefillcli.data.output.schema import OutputSchema
+from prefillcli.data.output.columns import ColumnGroups, OutputSchema
+from prefillcli.data.output.counts import ROW, Counts
+from prefillcli.data.output.locks import Lock
+from prefillcli.data.output.manifest import NAME, Job, Manifest
+from prefillcli.data.output.parts import PartInfo, WindowRows
+from prefillcli.data.output.publication import recover_publication, write_output
+from prefillcli.data.output.resuming import (
+    find_resumable,
+    find_resumable_shard,
+    proven_parts,
+    require_undamaged,
+    retried,
+)
+from prefillcli.data.output.row_digests import DigestFile, writing_digests
+from prefillcli.data.output.sink import Sink
 from prefillcli.data.output.store import Store, open_store
 from prefillcli.data.output.target import Target
 from prefillcli.data.paths import WORK_ENDING, split_path
 from prefillcli.data.reading.partitions import Partitions
+from prefillcli.data.rows import Int64Array
 from prefillcli.data.shard import Shard
+from prefillcli.errors import (
+    DamagedFileError,
+    OutputBusyError,
+    OutputConflictError,
+    OutputExistsError,
+    PrefillError,
+    UsageError,
+)
 from prefillcli.stats.probabilities import Measure
 
 
@@ -142,3 +166,397 @@ def _packed(schema: pa.Schema) -> str:
 
 def _unpacked(text: str) -> pa.Schema:
     return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text)))
+
+
+class ShardSink(Sink):
+    """Collects the results of a shard in `<output>.shard-I-of-N.prefill/`.
+
+    It is complete when these are all there, or when the shards were merged: then the output is.
+    """
+
+    _without: set[int]
+    """Windows of the input that have no rows of this shard, as far as they were read."""
+
+    @property
+    def merged(self) -> bool:
+        """Whether the job's output is there already."""
+        return _is_merged(self._manifest)
+
+    @property
+    def location(self) -> str:
+        """The work folder with the parts, or the output if it is there."""
+        return self._target.path if self.merged else self.work.location
+
+    @property
+    def empty_input(self) -> bool:
+        if self.merged:
+            return self.counts.total == 0
+        return self._record.windows == 0
+
+    def window_before(self, window: int) -> int:
+        """The last window before this one that has rows of the shard."""
+        before = window - 1
+        while before in self._without:
+            before -= 1
+        return before
+
+    def finished(self, window: int, rows: Int64Array) -> bool:
+        """Whether all of these rows, which the shard has of a window, are in its parts. Raises as in a `Sink`."""
+        if len(rows) == 0:
+            self._without.add(window)
+            return True
+        return super().finished(window, rows)
+
+    def finish(self, windows: int) -> None:
+        """Mark the shard as complete. Raises PrefillError if rows are missing.
+
+        `windows` is the number of windows of the input.
+        """
+        if self.complete:
+            return
+        self._parts.require_complete(windows, self._without)
+        self._lock.check()
+        record = self._record
+        record.windows = windows
+        manifest = self._manifest
+        manifest.state, manifest.counts, manifest.shard = "complete", self._parts.counts, record.to_json()
+        manifest.save(self.work)
+
+    @property
+    def _record(self) -> ShardRecord:
+        record = ShardRecord.of_json(self._manifest.shard)
+        if record is None:
+            raise PrefillError(f"{self.work.location}/manifest.json: no shard is named there")
+        return record
+
+    def _begin(self, *, fresh: bool) -> None:
+        self._without = set()
+        manifest, shard = self._manifest, self._target.shard
+        if self.merged:
+            self._final = manifest.counts or self._target.count(self._schema.id_name)
+            return
+        self.work.clean(lambda name: True)
+        if fresh:
+            self._delete_parts()
+        else:
+            self._add_parts(proven_parts(self.work, manifest.job, shard))
+        record = ShardRecord.of_json(manifest.shard)
+        record = None if record is None or record.shard != str(shard) else record
+        lost = manifest.counts is None or manifest.counts.total != self._parts.counts.total
+        if fresh or record is None or (manifest.state == "complete" and lost):
+            if shard is None:
+                raise PrefillError(f"{self.work.location}: no shard is named")
+            manifest.state, manifest.counts = "running", None
+            manifest.shard = (record or ShardRecord.of(shard, self._schema, self._partitions)).to_json()
+            manifest.shard["windows"] = None
+            manifest.save(self.work)
+
+    @staticmethod
+    def _find(target: Target, job: Job, resume: bool, overwrite: bool, *, quiet: bool) -> Manifest | None:
+        return find_resumable_shard(target, job, resume, overwrite, quiet=quiet)
+
+    @staticmethod
+    def _require_undamaged(target: Target, manifest: Manifest) -> None:
+        if _is_merged(manifest):
+            require_undamaged(target.whole, manifest)
+
+    @staticmethod
+    def _again(target: Target, found: Manifest, id_name: str | None) -> Manifest | None:
+        if _is_merged(found) and retried(target.whole, found, id_name) is not None:
+            raise UsageError(
+                f"--retry-errors: the shards of {target.path} were merged\nscore its error rows again without --shard"
+            )
+        return None  # a shard keeps its parts
+
+    @staticmethod
+    def _lock_of(target: Target, found: Manifest | None) -> Lock:
+        return _Unlocked() if found is not None and _is_merged(found) else target.work.lock()
+
+
+class _Unlocked:
+    """Nothing is written to an output that is complete."""
+
+    def check(self) -> None: ...
+
+    def release(self) -> None: ...
+
+
+def _is_merged(manifest: Manifest) -> bool:
+    return manifest.state == "complete" and manifest.shard is None
+
+
+_KEPT = ("evaluation",)  # of a shard's plan, in the output's
+
+
+class JoinedShards:
+    """All shards of a job, found beside its output; none of them is being written.
+
+    Use it as a context manager: it holds the locks of the output and of the shards.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.merged: Manifest | None = None
+        """The manifest of the output, if that was made of these shards already."""
+        self._target = target
+        self._held = ExitStack()
+        self._locked = False
+        self._folders: list[ShardFolder] = []
+        self._records: list[ShardRecord] = []
+        self._kinds: dict[str, set[str]] = defaultdict(set)
+
+    @property
+    def count(self) -> int:
+        """Of how many shards the job is made."""
+        return len(self._folders)
+
+    @property
+    def manifest(self) -> Manifest:
+        """Of one of the shards; they are of one job."""
+        return self._manifest
+
+    def __enter__(self) -> JoinedShards:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._held.close()
+
+    def open(self, *, overwrite: bool) -> None:
+        """Find the shards, lock them, and see whether they may be merged.
+
+        Raises UsageError if there are none, or of several counts, or if the output exists; OutputConflictError if
+        they are of different jobs, or the output is another job's; OutputBusyError if one is being written;
+        PrefillError if one is missing, incomplete or damaged.
+        """
+        self._find(overwrite=overwrite)  # a refusal leaves no trace
+        if self.merged is None or self._folders:
+            self._held.callback(self._target.work.lock().release)
+            for folder in self._folders:
+                self._held.callback(folder.work.lock().release)
+            self._locked = True
+            self._find(overwrite=overwrite)
+
+    def _find(self, *, overwrite: bool) -> None:
+        target = self._target
+        self._folders = shards_beside(target)
+        before = self._merged_before()
+        if before is not None and not overwrite and set(self._tokens()) <= set(before.merged):
+            self.merged = before
+            return
+        if not self._folders:
+            raise UsageError(
+                f"no shards of {target.path}: there is no {target.path}.shard-1-of-N.prefill\n"
+                "run them with prefill score --shard I/N, with this --output, or copy their folders beside it"
+            )
+        self._require_all()
+        self._manifest = self._require_one_job()
+        self._require_complete()
+        if not overwrite:
+            self._require_room()
+
+    def _merged_before(self) -> Manifest | None:
+        """The manifest of the output, if it is there and was made of shards."""
+        try:
+            manifest = Manifest.load(self._target.work)
+        except DamagedFileError:
+            return None
+        made = manifest is not None and manifest.state == "complete" and manifest.merged and self._target.exists()
+        return manifest if made else None
+
+    def _tokens(self) -> list[str]:
+        """One for each folder; empty where it cannot be read."""
+        found = []
+        for folder in self._folders:
+            try:
+                manifest = folder.manifest()
+            except PrefillError:
+                manifest = None
+            record = None if manifest is None else ShardRecord.of_json(manifest.shard)
+            found.append("" if record is None else record.token)
+        return found
+
+    def _require_all(self) -> None:
+        """Every shard of one count is there."""
+        path, counts = self._target.path, sorted({folder.shard.count for folder in self._folders})
+        if len(counts) > 1:
+            listed = " and ".join(map(str, counts))
+            raise UsageError(
+                f"beside {path} are shards of {listed}: which of them?\n"
+                f"remove the folders {path}.shard-*-of-N.prefill of those that are not to be merged"
+            )
+        there = {folder.shard for folder in self._folders}
+        missing = [each for number in range(counts[0]) if (each := Shard(number + 1, counts[0])) not in there]
+        if missing:
+            raise PrefillError(
+                f"{named(missing[:10])} of {path} {'is' if len(missing) == 1 else 'are'} missing: there is no "
+                f"{folder_of(self._target, missing[0]).work.location}\n"
+                f"run it with --shard {missing[0]}, or copy its folder beside the output"
+            )
+
+    def _require_one_job(self) -> Manifest:
+        """The first shard's manifest; all are of its job, and each lies in its own folder."""
+        found: list[Manifest] = []
+        self._records = []
+        for folder in self._folders:
+            again = f"run it again with --shard {folder.shard} --resume"
+            try:
+                manifest = folder.manifest()
+            except DamagedFileError as error:
+                raise DamagedFileError(f"{folder.work.location}/manifest.json is damaged: {error}\n{again}") from None
+            record = None if manifest is None else ShardRecord.of_json(manifest.shard)
+            if manifest is None or record is None:
+                raise PrefillError(f"{folder.work.location} does not say which shard it is\n{again}")
+            if record.shard != str(folder.shard):
+                raise PrefillError(
+                    f"{folder.work.location} is a copy of shard {record.shard}\n"
+                    f"remove it, and run shard {folder.shard} or copy that"
+                )
+            found.append(manifest)
+            self._records.append(record)
+        for folder, manifest in zip(self._folders, found, strict=True):
+            different = found[0].job.differing(manifest.job)
+            if different or manifest.job != found[0].job:
+                pair = named([self._folders[0].shard, folder.shard])
+                raise OutputConflictError(
+                    f"{pair} of {self._target.path} belong to different jobs: different "
+                    f"{', '.join(different) or 'rows'}\nrun the wrong one again with --overwrite"
+                )
+        return found[0]
+
+    def _require_complete(self) -> None:
+        for folder, record in zip(self._folders, self._records, strict=True):
+            if not self._locked and folder.work.in_use():
+                folder.work.lock().release()  # raises, and says who uses it
+            if record.windows is None:
+                raise PrefillError(
+                    f"{named([folder.shard])} of {self._target.path} is not complete\n"
+                    f"run it again with --shard {folder.shard} --resume; prefill status shows how far it is"
+                )
+        first = self._records[0]
+        for folder, record in zip(self._folders, self._records, strict=True):
+            same = (record.windows, record.schema, record.partitions)
+            if same != (first.windows, first.schema, first.partitions):
+                raise PrefillError(
+                    f"{named([self._folders[0].shard, folder.shard])} of {self._target.path} have different columns, "
+                    "or read different windows\nrun them again with --overwrite, by one version of prefill"
+                )
+
+    def _require_room(self) -> None:
+        """Nothing is in the place of the output, but what a merge that was killed has left there."""
+        target, job = self._target, self.manifest.job
+        begun = any(map(parts.is_part, target.work.names()))
+        found = find_resumable(target, job, True, False, quiet=True)
+        if found is None or (found.state == "running" and not begun):
+            return
+        state = "exists" if found.state == "complete" else "is there in part, from a run without --shard"
+        raise OutputExistsError(f"{target.path} {state}\nkeep it, or replace it with --overwrite")
+
+    def check(self) -> None:
+        """Raise PrefillError unless every row of the input is in the parts of these shards exactly once."""
+        self._kinds.clear()
+        last = -1
+        for window, members in self._windows():
+            numbers, whole = [], None
+            for folder, name in members:
+                info, rows = self._read(folder, name, [ROW])
+                if whole is not None and info.window_rows != whole:
+                    raise self._wrong(window)
+                whole = info.window_rows
+                numbers.append(rows[ROW].to_numpy())
+                for column, kinds in info.kinds.items():
+                    self._kinds[column].update(kinds)
+            together = np.sort(np.concatenate(numbers)) if numbers else np.empty(0, np.int64)
+            if whole is None or len(together) == 0 or WindowRows.of(together) != whole or whole.first <= last:
+                raise self._wrong(window)
+            last = whole.last
+
+    def write(self) -> Counts:
+        """Make the output of the shards, in the order of the input, and mark it as complete; returns its counts.
+
+        Call `check` before, and `remove` afterwards. Raises as `check` does if parts have changed since.
+        """
+        target, job, record = self._target, self.manifest.job, self._records[0]
+        target.work.clean(lambda name: True)
+        recover_publication(target)
+        target.clean()
+        for name in filter(parts.is_part, target.work.names()):
+            target.work.delete(name)
+        target.work.delete(heartbeat.NAME)
+        manifest = Manifest(job, self._kept_plan())
+        manifest.save(target.work)
+        schema = to_schema(record.schema, json_text=target.file_format.json_text)
+        arrow, counts = schema.arrow(job, self._kinds), Counts()
+
+        def tables(digests: DigestFile) -> Iterator[pa.Table]:
+            for rows in self._tables():
+                schema.count(counts, rows)
+                digests.add(rows)
+                yield schema.table(rows, arrow)
+
+        partitions = None if record.partitions is None else to_partitions(record.partitions)
+        with writing_digests(target.work) as digests:
+            manifest.files = write_output(
+                target, job, arrow, tables(digests), json_columns=schema.json_columns, partitions=partitions
+            )
+        manifest.digests = digests.digest
+        manifest.state, manifest.counts = "complete", counts
+        manifest.merged = [record.token for record in self._records]
+        manifest.save(target.work)
+        return counts
+
+    def _kept_plan(self) -> dict[str, Any]:
+        """What the shards have stored for this, in all of them alike."""
+        return {name: value for name, value in self.manifest.plan.items() if name in _KEPT}
+
+    def remove(self) -> None:
+        """Remove the shards, and what a merge that was killed here has left of their folders: the output is there."""
+        for folder in self._folders:
+            folder.delete()
+        for folder in shards_beside(self._target, empty=True):
+            with suppress(OutputBusyError):  # a shard that begins anew
+                lock = folder.work.lock()
+                if not folder.begun():
+                    folder.work.remove()
+                lock.release()
+
+    def damage(self) -> list[str]:
+        """What is wrong with the output that was merged before."""
+        merged = self.merged
+        return [] if merged is None else self._target.damage(self._target.stored(merged.job, merged.files))
+
+    def _windows(self) -> Iterator[tuple[int, list[tuple[ShardFolder, str]]]]:
+        """Every window of the input with its parts. Raises PrefillError for a part of another window."""
+        found: dict[int, list[tuple[ShardFolder, str]]] = defaultdict(list)
+        for folder in self._folders:
+            for name in filter(parts.is_part, folder.work.names()):
+                found[parts.window_of(name)].append((folder, name))
+        count = self._records[0].windows or 0
+        for window in range(max(count, max(found, default=-1) + 1)):
+            if window >= count:
+                raise self._wrong(window)
+            yield window, found.pop(window, [])
+
+    def _tables(self) -> Iterator[pa.Table]:
+        for window, members in self._windows():
+            read = [self._read(folder, name) for folder, name in members]
+            rows = pa.concat_tables([table for _, table in read], promote_options="default")
+            rows = rows.take(pa.array(np.argsort(rows[ROW].to_numpy(), kind="stable")))
+            if WindowRows.of(rows[ROW].to_numpy()) != read[0][0].window_rows:
+                raise self._wrong(window)
+            yield rows
+
+    def _read(self, folder: ShardFolder, name: str, columns: Sequence[str] | None = None) -> tuple[PartInfo, pa.Table]:
+        """A part, which must be of its shard and of the job."""
+        again = f"run it again with --shard {folder.shard} --resume, then merge again"
+        try:
+            info, rows = parts.read_part(folder.work, name, columns)
+        except DamagedFileError as error:
+            raise DamagedFileError(f"{error}\n{again}") from None
+        if info.job.digest != self.manifest.job.digest or info.shard != str(folder.shard):
+            raise PrefillError(f"{folder.work.location}/{name} belongs to another job or shard\n{again}")
+        return info, rows
+
+    def _wrong(self, window: int) -> PrefillError:
+        return PrefillError(
+            f"the shards of {self._target.path} do not hold every row of window {window} exactly once\n"
+            "run each of them again with --resume: rows that are missing are scored again"
+        )

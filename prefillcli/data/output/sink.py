@@ -8,22 +8,15 @@ from typing import Any, Self
 import pyarrow as pa
 
 from prefillcli.data.output import heartbeat, parts
-from prefillcli.data.output.assembly import write_output
-from prefillcli.data.output.column_groups import NO_GROUPS, ColumnGroups
-from prefillcli.data.output.columns import ResultRows
-from prefillcli.data.output.counts import Counts
-from prefillcli.data.output.json_columns import kinds_of
+from prefillcli.data.output.columns import NO_GROUPS, ColumnGroups, OutputSchema, ResultRows, kinds_of
+from prefillcli.data.output.counts import ROW, Counts
 from prefillcli.data.output.local_store import LocalStore
 from prefillcli.data.output.locks import Lock
 from prefillcli.data.output.manifest import Job, Manifest, replaced
-from prefillcli.data.output.part_index import PartIndex
-from prefillcli.data.output.parts import PartInfo, WindowRows
-from prefillcli.data.output.publication import recover_publication
-from prefillcli.data.output.resuming import find_resumable, proven_parts, require_undamaged
-from prefillcli.data.output.retrying import retried, without_errors
+from prefillcli.data.output.parts import PartIndex, PartInfo, WindowRows
+from prefillcli.data.output.publication import recover_publication, write_output
+from prefillcli.data.output.resuming import find_resumable, proven_parts, require_undamaged, retried, without_errors
 from prefillcli.data.output.row_digests import DigestFile, writing_digests
-from prefillcli.data.output.schema import OutputSchema
-from prefillcli.data.output.tallies import ROW
 from prefillcli.data.output.target import Target
 from prefillcli.data.reading.partitions import Partitions
 from prefillcli.data.rows import Int64Array, RowError, ScoredRow, Window

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import IO, Protocol
 
-from prefillcli.data.filesystems import filesystem_of, is_local
+from prefillcli.data.filesystems import filesystem_of, is_local, written_path
 from prefillcli.data.output.local_store import LocalStore
 from prefillcli.data.output.locks import Lock
 from prefillcli.data.output.remote_store import RemoteStore
 from prefillcli.data.paths import split_path
-from prefillcli.data.places import written_path
 
 
 class Store(Protocol):

@@ -12,8 +12,7 @@ from functools import cached_property
 
 import pyarrow as pa
 
-from prefillcli.data.failures import patiently
-from prefillcli.data.filesystems import filesystem_of, is_local, writing
+from prefillcli.data.filesystems import filesystem_of, is_local, patiently, writing, written_path
 from prefillcli.data.output.columns import COLUMNS, ROW_COLUMN
 from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.formats import DIRECTORY, FILE_ENDINGS, FileFormat, OutputFormat, format_of
@@ -21,7 +20,6 @@ from prefillcli.data.output.manifest import Job
 from prefillcli.data.output.remote_store import requesting
 from prefillcli.data.output.store import Store, open_store
 from prefillcli.data.paths import WORK_ENDING, split_path
-from prefillcli.data.places import written_path
 from prefillcli.data.proof.seals import digest_of, seal_of, with_checksum
 from prefillcli.data.shard import Shard
 from prefillcli.errors import DamagedFileError, UsageError

@@ -10,9 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from prefillcli.data.output.columns import ROW_COLUMN
+from prefillcli.data.output.columns import ROW_COLUMN, typed_column
 from prefillcli.data.output.counts import Counts
-from prefillcli.data.output.json_columns import typed_column
 from prefillcli.data.output.jsonl_format import as_json
 from prefillcli.data.output.manifest import MEASURE, Job, Manifest
 from prefillcli.data.output.target import Published, Target

@@ -1,4 +1,4 @@
-"""The answers a model may give, and the one token that stands for each of them after a prompt."""
+"""The answers a model may give: the one token that stands for each after a prompt, or a class of its head."""
 
 from __future__ import annotations
 
@@ -262,3 +262,21 @@ class Labels:
 
     def _encode(self, texts: Sequence[str], literal: bool = False) -> list[list[int]]:
         return [tokens.tolist() for tokens in self._encoder.encode(texts, special=False, literal=literal)]
+
+
+class ClassLabels(Labels):
+    """The labels that some outputs of a head stand for.
+
+    `outputs` has the number of each label's output, alone in a tuple; ~number is the complement of an output, which is
+    as probable as that output is not.
+    """
+
+    def __init__(self, labels: Sequence[Label], outputs: LabelSet, measure: Measure) -> None:
+        self.labels = tuple(labels)
+        self.names = tuple(label.name for label in labels)
+        self.sets = [outputs]
+        self.measure = measure
+
+    def resolve_all(self, tails: Sequence[str], *, literal: bool = False) -> list[int | LabelError]:
+        """The one set of labels for each prompt, however it ends."""
+        return [0] * len(tails)

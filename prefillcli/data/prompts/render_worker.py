@@ -53,7 +53,7 @@ def compile_spec(spec: dict[str, Any]) -> tuple[Render, list[str]]:
         from prefillcli.data.prompts.sandbox import compile_template
 
         return compile_template(spec["text"], spec["name"])
-    from prefillcli.data.prompts.chat_sandbox import compile_chat_template
+    from prefillcli.data.prompts.sandbox import compile_chat_template
 
     return compile_chat_template(spec["text"], spec["variables"], answers=spec["answers"]), []
 

@@ -1,23 +1,39 @@
-"""A Jinja environment in which a template can neither reach Python nor run away.
+"""Jinja environments in which a template can neither reach Python nor run away.
 
 Jinja's own sandbox closes the way to attributes and imports. It does not bound work: nested loops, recursive
 macros, `"a" * 10**10` or `center(10**10)` would hang the job or fill the memory. Here each loop step and call
 counts towards `MAX_STEPS`, and an operation that would make more text than `MAX_CHARS` is refused beforehand.
 The limits count and read no clock: the same row fails on every machine or on none. What escapes them meets those
 of the process (`data/prompts/rendering.py`).
+
+Chat templates have the environment that `transformers.utils.chat_template_utils` compiles them with; importing that
+takes torch along. The tests hold both against each other.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
-from jinja2 import StrictUndefined, Template, TemplateRuntimeError, TemplateSyntaxError, meta, nodes
+from jinja2 import (
+    StrictUndefined,
+    Template,
+    TemplateError,
+    TemplateRuntimeError,
+    TemplateSyntaxError,
+    meta,
+    nodes,
+    pass_eval_context,
+)
+from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import do_indent
 from jinja2.lexer import Token, TokenStream
+from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
@@ -256,3 +272,52 @@ def _with_small_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return checked
+
+
+_DAY = datetime(2024, 7, 26)
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what the assistant says, for training; the text is the same."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_said"), [], [], body).set_lineno(line)
+
+    @pass_eval_context
+    def _said(self, context: nodes.EvalContext, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def compile_chat_template(text: str, variables: dict[str, Any], *, answers: bool = True) -> Callable[[Any], str]:
+    """What renders messages, if a model `answers` up to where the assistant begins to. `variables` are the tokenizer's
+    special tokens.
+
+    Some templates print today's date. A score must not depend on the day, nor a resume on midnight: it is always the
+    same day. Raises whatever Jinja raises.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    template = environment.from_string(text)
+    given = {**variables, "strftime_now": _DAY.strftime}
+
+    def render(messages: Any) -> str:
+        return template.render(messages=messages, tools=None, documents=None, add_generation_prompt=answers, **given)
+
+    return render
+
+
+def _tojson(
+    x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)

@@ -1,20 +1,140 @@
-"""Digests of the files of a job, and the proof that they do not change while it runs."""
+"""Digests of the files of a job, and the proof that they do not change while it runs.
+
+A stamp tells cheaply whether a file may have changed; digests are remembered by it, so a file is hashed once.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from blake3 import blake3
 
-from prefillcli.data.filesystems import is_local, reading
-from prefillcli.data.proof.digest_cache import DigestCache
-from prefillcli.data.proof.stamps import Stamp, Stamped, now_ns, stamp_of
+from prefillcli.data.filesystems import is_local, patiently, reading
 from prefillcli.errors import ContentChangedError, PrefillError
+from prefillcli.runtime.kept_entries import KeptEntries
+
+SETTLED_NS = 5_000_000_000
+"""A file whose last change is younger could change again without a trace: times move in steps of up to 2 seconds, and
+the clock of a file server may be a little off."""
+
+# What stands for the content of an object, by the names that fsspec's filesystems give it.
+_VERSIONS = ("ETag", "etag", "generation", "md5Hash", "blob_id", "xet_hash", "sha")
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """A version of a file. Equal stamps mean equal content, unless the file was still young: see `settled`."""
+
+    size: int
+    """Bytes."""
+    identity: tuple[int | str, ...]
+    """Of a local file device, inode, size and time of modification; else what the store says of the object."""
+    changed_ns: int = 0
+    """When the inode changed, which no program can set; 0 for a remote file. It also changes with name and rights."""
+    version: str | None = None
+    """What a remote store says in place of a digest: an ETag or a generation."""
+
+    def settled(self, at_ns: int) -> bool:
+        """Whether any change after `at_ns` makes another stamp."""
+        return at_ns - self.changed_ns > SETTLED_NS
+
+
+class Stamped(Protocol):
+    """A file, and its stamp when it was found."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def filesystem(self) -> Any: ...
+    @property
+    def inner(self) -> str: ...
+    @property
+    def stamp(self) -> Stamp: ...
+
+
+def stamp_of(filesystem: Any, inner: str, *, fresh: bool = False) -> Stamp:
+    """The stamp of a file now; `fresh` asks a remote store again, whatever was listed before.
+
+    Raises FileNotFoundError, OSError, or what the client of an object store raises.
+    """
+    if is_local(filesystem):
+        found = os.stat(inner)
+        identity = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        return Stamp(found.st_size, identity, found.st_ctime_ns)
+    if fresh:
+        filesystem.invalidate_cache(inner)
+    info = patiently(lambda: filesystem.info(inner))
+    size = int(info.get("size") or 0)
+    version = next((f"{name} {info[name]}" for name in _VERSIONS if _proves(info.get(name))), None)
+    if version is not None:
+        return Stamp(size, (size, version), version=version)
+    times = [str(info[name]) for name in ("mtime", "LastModified", "last_modified", "created") if info.get(name)]
+    return Stamp(size, (size, *times))
+
+
+def now_ns() -> int:
+    """Nanoseconds since the epoch, as stamps count them."""
+    return time.time_ns()
+
+
+def _proves(version: object) -> bool:
+    """Whether it is there, and not a weak ETag, which two contents may share."""
+    return bool(version) and not str(version).startswith("W/")
+
+
+MOST = 4096
+
+
+class DigestCache:
+    """Digests of local files by path and stamp, in `$XDG_CACHE_HOME/prefillcli/digests.json`.
+
+    It is only ever replaced as a whole: of two processes that write at once, the new entries of one are lost, and its
+    files are read once more. A cache that is damaged, missing or cannot be written counts as empty.
+    """
+
+    def __init__(self, most: int = MOST) -> None:
+        self._kept = KeptEntries("digests.json")
+        self._most = most
+        self._entries: dict[str, list[Any]] | None = None
+        self._new: dict[str, list[Any]] = {}
+
+    def get(self, path: str, stamp: Stamp) -> str | None:
+        """The digest of this version of the file, if it is known."""
+        if self._entries is None:
+            self._entries = self._kept.read()
+        entry = self._entries.get(_key(path, stamp))
+        if entry is None:
+            return None
+        self._new[_key(path, stamp)] = [entry[0], int(time.time())]
+        return str(entry[0])
+
+    def put(self, path: str, stamp: Stamp, digest: str) -> None:
+        """Remember a digest; the caller vouches that the stamp was settled before the file was read."""
+        self._new[_key(path, stamp)] = [digest, int(time.time())]
+
+    def save(self) -> None:
+        """Add what is new to the file, of which the `most` entries used last stay.
+
+        Never raises for a folder that cannot be written.
+        """
+        if not self._new:
+            return
+        entries = self._kept.read() | self._new
+        self._kept.write(dict(sorted(entries.items(), key=lambda item: -item[1][1])[: self._most]))
+        self._new = {}
+
+
+def _key(path: str, stamp: Stamp) -> str:
+    return json.dumps([path, *stamp.identity, stamp.changed_ns])
+
 
 _BLOCK = 4 << 20
 _THREADS = 4

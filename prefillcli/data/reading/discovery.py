@@ -15,7 +15,7 @@ from fsspec.utils import glob_translate
 
 from prefillcli.data.filesystems import filesystem_of, is_local
 from prefillcli.data.paths import WORK_ENDING, is_url
-from prefillcli.data.proof.stamps import Stamp, stamp_of
+from prefillcli.data.proof.contents import Stamp, stamp_of
 from prefillcli.errors import PrefillError, UsageError
 
 Kind = Literal["parquet", "jsonl"]

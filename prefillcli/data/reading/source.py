@@ -13,8 +13,8 @@ import pyarrow as pa
 
 from prefillcli.data.proof.contents import FileContents
 from prefillcli.data.reading.discovery import discover
-from prefillcli.data.reading.jsonl_files import JsonlFiles
-from prefillcli.data.reading.parquet_files import ParquetFiles
+from prefillcli.data.reading.jsonl import JsonlFiles
+from prefillcli.data.reading.parquet import ParquetFiles
 from prefillcli.data.reading.partitions import Partitions
 from prefillcli.data.reading.selection import BATCH_ROWS, ColumnChoice, Sampling, Selection
 from prefillcli.data.rows import MAX_ROW_BYTES, Int64Array, RowBatch
