@@ -472,15 +472,15 @@ def test_memory_of_finishing_does_not_grow_with_the_rows(tmp_path: Path) -> None
                 sink.write(window, [scored(int(row)) for row in rows], {}, temperature=1.0)
             del window
             highest = 0
-            tables = sink._tables
+            tables = sink._parts.tables
 
-            def watched(*given: Any) -> Iterator[pa.Table]:
+            def watched() -> Iterator[pa.Table]:
                 nonlocal highest
-                for table in tables(*given):
+                for table in tables():
                     highest = max(highest, pa.total_allocated_bytes())
                     yield table
 
-            sink._tables = watched  # type: ignore[method-assign]
+            sink._parts.tables = watched  # type: ignore[method-assign]
             start = pa.total_allocated_bytes()
             sink.finish(windows)
         return highest - start

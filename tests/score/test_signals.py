@@ -32,7 +32,7 @@ PHASES: dict[str, tuple[Hold, tuple[str, ...]]] = {
     "model": (Hold("prefillcli.engines.torch:TorchEngine.answer", 4), ()),
     "exits": (Hold("prefillcli.jobs.exit_learning:ExitLearning.exits"), ("--exit",)),
     "write": (Hold("prefillcli.data.output.parts:write_part", 2), ()),
-    "publish": (Hold("prefillcli.data.output.sink:write_output"), ()),
+    "publish": (Hold("prefillcli.data.output.sink:commit"), ()),
     "evaluate": (Hold("prefillcli.jobs.score:evaluate_output"), EVALUATE),
 }
 #: The same with two workers, whose driver neither loads nor computes.

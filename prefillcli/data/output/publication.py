@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import chain
 from typing import IO, Protocol
@@ -11,8 +11,11 @@ from typing import IO, Protocol
 import pyarrow as pa
 
 from prefillcli.data.filesystems import writing
+from prefillcli.data.output.columns import OutputSchema
+from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.local_store import LocalStore, make_folder, walk_folder
-from prefillcli.data.output.manifest import Job
+from prefillcli.data.output.manifest import Job, Manifest
+from prefillcli.data.output.row_digests import writing_digests
 from prefillcli.data.output.store import Store
 from prefillcli.data.output.target import OLD, SUCCESS, Published, Target, is_partition
 from prefillcli.data.reading.partitions import Partitions
@@ -127,25 +130,40 @@ def _remove(folder: str) -> None:
         file_calls.remove_tree(folder)
 
 
-def write_output(
+def commit(
     target: Target,
-    job: Job,
-    schema: pa.Schema,
-    tables: Iterable[pa.Table],
+    manifest: Manifest,
+    schema: OutputSchema,
+    parts: Iterable[pa.Table],
     *,
-    json_columns: tuple[str, ...] = (),
+    json_kinds: Mapping[str, Iterable[str]],
     partitions: Partitions | None = None,
     new: bool = False,
-) -> dict[str, str]:
-    """Write the tables, which have this schema, as the output of a job; returns its files by name, with their digests.
+) -> Counts:
+    """Make the output of rows as parts have them, in the order of the input, and its digests; returns its counts.
 
-    The values of `json_columns` are JSON already. With `partitions` the files of a directory lie in folders named like
-    those of the input. With `new` a file replaces none (`Store.create`).
+    The manifest of the work folder says last that the job is complete. `json_kinds` are the kinds of values in carried
+    JSON text. With `partitions` the files of a directory lie in folders named like those of the input. With `new` a
+    file replaces none (`Store.create`).
     """
-    if target.directory:
-        return _write_directory(target, job, schema, tables, json_columns, partitions)
-    with target.store.create(target.name, new=new) as file:
-        return {target.name: target.file_format.write(file, schema, tables, json_columns)}
+    arrow, counts = schema.arrow(manifest.job, json_kinds), Counts()
+    with writing_digests(target.work) as digests:
+
+        def tables() -> Iterator[pa.Table]:
+            for rows in parts:
+                schema.count(counts, rows)
+                digests.add(rows)
+                yield schema.table(rows, arrow)
+
+        if target.directory:
+            files = _write_directory(target, manifest.job, arrow, tables(), schema.json_columns, partitions)
+        else:
+            with target.store.create(target.name, new=new) as file:
+                files = {target.name: target.file_format.write(file, arrow, tables(), schema.json_columns)}
+    manifest.files, manifest.digests, manifest.before, manifest.retries = files, digests.digest, None, False
+    manifest.state, manifest.counts = "complete", counts
+    manifest.save(target.work)
+    return counts
 
 
 def _write_directory(

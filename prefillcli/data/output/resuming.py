@@ -44,18 +44,7 @@ def find_resumable(target: Target, job: Job, resume: bool, overwrite: bool, *, q
                 "choose another --output, or replace it with --overwrite"
             )
         manifest = Manifest(published.job, {}, "complete", files=published.files)
-    different = job.differing(manifest.job)
-    if not different and resume:
-        return manifest
-    if not exists and not begun:
-        return None
-    if different:
-        raise OutputConflictError(
-            f"{target.path} belongs to another job: different {', '.join(different)}\n"
-            "choose another --output, or replace it with --overwrite"
-        )
-    state = "is complete" if manifest.state == "complete" else "is there in part"
-    raise OutputExistsError(f"{target.path} {state}\ngo on with --resume, or replace it with --overwrite")
+    return _resumed(manifest, job, resume, begun=exists or begun, name=target.path)
 
 
 def find_resumable_shard(
@@ -75,11 +64,16 @@ def find_resumable_shard(
         if resume:
             return whole
         raise OutputExistsError(f"{target.path} is complete\nkeep it with --resume, or score again with --overwrite")
+    begun = manifest.state == "complete" or any(map(parts.is_part, target.work.names()))
+    return _resumed(manifest, job, resume, begun=begun, name=f"shard {target.shard} of {target.path}")
+
+
+def _resumed(manifest: Manifest, job: Job, resume: bool, *, begun: bool, name: str) -> Manifest | None:
+    """The manifest, if it is this job's and it is to be resumed; None where nothing has `begun`. Raises otherwise."""
     different = job.differing(manifest.job)
-    name = f"shard {target.shard} of {target.path}"
     if not different and resume:
         return manifest
-    if manifest.state != "complete" and not any(map(parts.is_part, target.work.names())):
+    if not begun:
         return None
     if different:
         raise OutputConflictError(

@@ -19,7 +19,7 @@ from prefillcli.data.output.counts import ROW, Counts
 from prefillcli.data.output.locks import Lock
 from prefillcli.data.output.manifest import NAME, Job, Manifest
 from prefillcli.data.output.parts import PartInfo, WindowRows
-from prefillcli.data.output.publication import recover_publication, write_output
+from prefillcli.data.output.publication import commit, recover_publication
 from prefillcli.data.output.resuming import (
     find_resumable,
     find_resumable_shard,
@@ -27,7 +27,6 @@ from prefillcli.data.output.resuming import (
     require_undamaged,
     retried,
 )
-from prefillcli.data.output.row_digests import DigestFile, writing_digests
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.output.store import Store, open_store
 from prefillcli.data.output.target import Target
@@ -484,24 +483,9 @@ class JoinedShards:
         manifest = Manifest(job, self._kept_plan())
         manifest.save(target.work)
         schema = to_schema(record.schema, json_text=target.file_format.json_text)
-        arrow, counts = schema.arrow(job, self._kinds), Counts()
-
-        def tables(digests: DigestFile) -> Iterator[pa.Table]:
-            for rows in self._tables():
-                schema.count(counts, rows)
-                digests.add(rows)
-                yield schema.table(rows, arrow)
-
         partitions = None if record.partitions is None else to_partitions(record.partitions)
-        with writing_digests(target.work) as digests:
-            manifest.files = write_output(
-                target, job, arrow, tables(digests), json_columns=schema.json_columns, partitions=partitions
-            )
-        manifest.digests = digests.digest
-        manifest.state, manifest.counts = "complete", counts
         manifest.merged = [record.token for record in self._records]
-        manifest.save(target.work)
-        return counts
+        return commit(target, manifest, schema, self._tables(), json_kinds=self._kinds, partitions=partitions)
 
     def _kept_plan(self) -> dict[str, Any]:
         """What the shards have stored for this, in all of them alike."""

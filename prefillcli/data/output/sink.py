@@ -14,9 +14,8 @@ from prefillcli.data.output.local_store import LocalStore
 from prefillcli.data.output.locks import Lock
 from prefillcli.data.output.manifest import Job, Manifest, replaced
 from prefillcli.data.output.parts import PartIndex, PartInfo, WindowRows
-from prefillcli.data.output.publication import recover_publication, write_output
+from prefillcli.data.output.publication import commit, recover_publication
 from prefillcli.data.output.resuming import find_resumable, proven_parts, require_undamaged, retried, without_errors
-from prefillcli.data.output.row_digests import DigestFile, writing_digests
 from prefillcli.data.output.target import Target
 from prefillcli.data.reading.partitions import Partitions
 from prefillcli.data.rows import Int64Array, RowError, ScoredRow, Window
@@ -267,30 +266,16 @@ class Sink:
             return
         self._parts.require_complete(windows)
         self._lock.check()
-        final, manifest = Counts(), self._manifest
-        schema = self._schema.arrow(manifest.job, self._parts.json_kinds)
-        with writing_digests(self.work) as digests:
-            manifest.files = write_output(
-                self._target,
-                manifest.job,
-                schema,
-                self._tables(schema, final, digests),
-                json_columns=self._schema.json_columns,
-                partitions=self._partitions,
-                new=not self._replaces,
-            )
-        manifest.digests, manifest.before, manifest.retries = digests.digest, None, False
-        manifest.state, manifest.counts = "complete", final
-        manifest.save(self.work)
-        self._final = final
+        self._final = commit(
+            self._target,
+            self._manifest,
+            self._schema,
+            self._parts.tables(),
+            json_kinds=self._parts.json_kinds,
+            partitions=self._partitions,
+            new=not self._replaces,
+        )
         self._delete_parts()
-
-    def _tables(self, schema: pa.Schema, counts: Counts, digests: DigestFile) -> Iterator[pa.Table]:
-        """The rows of the output, window by window, counted on the way, and their digests."""
-        for rows in self._parts.tables():
-            self._schema.count(counts, rows)
-            digests.add(rows)
-            yield self._schema.table(rows, schema)
 
     def _begin(self, *, fresh: bool) -> None:
         self.work.clean(lambda name: True)
