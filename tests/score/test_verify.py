@@ -64,6 +64,21 @@ def test_a_good_output_is_verified_with_and_without_its_input(here: Path, name: 
         assert summary["rows"] == {"total": 41, "scored": 41, "errors": 0}
 
 
+@pytest.mark.parametrize("name", ["o.parquet", "o.jsonl"])
+def test_a_line_that_was_too_long_to_be_read_has_no_id_to_compare(tmp_path: Path, model: Path, name: str) -> None:
+    write_jsonl(
+        "in.jsonl", [{"id": "a", "prompt": "fox"}, {"id": "b", "prompt": "fox " * 50}, {"id": "c", "prompt": "x"}]
+    )
+    assert (
+        score("in.jsonl", name, model=model, id_column="id", max_row_bytes="100", max_error_rate=1)["exit_code"] == 0
+    )
+    assert verify_job(name, ["in.jsonl"])["problems"] == []
+    write_jsonl(
+        "in.jsonl", [{"id": "a", "prompt": "fox"}, {"id": "b", "prompt": "fox " * 50}, {"id": "d", "prompt": "x"}]
+    )
+    assert verify_job(name, ["in.jsonl"])["exit_code"] == 1
+
+
 def test_a_sealed_output_is_verified_wherever_it_was_copied_to(here: Path) -> None:
     for name, copy in (("o.parquet", "elsewhere.parquet"), ("o/", "elsewhere/")):
         (shutil.copytree if name == "o/" else shutil.copy)(name, copy)

@@ -16,6 +16,7 @@ from prefillcli.data.output.jsonl_format import as_json
 from prefillcli.data.output.manifest import MEASURE, Job, Manifest
 from prefillcli.data.output.target import Published, Target
 from prefillcli.data.reading.source import Source
+from prefillcli.data.rows import ErrorCode
 from prefillcli.data.values import to_python
 from prefillcli.errors import ContentChangedError, DamagedFileError, OutputConflictError
 from prefillcli.stats.probabilities import Measure
@@ -24,6 +25,9 @@ _MOST = 20  # problems that are named
 
 #: Ids or row numbers, scores and errors of some rows.
 Batch = tuple[list[Any], pa.ChunkedArray, pa.ChunkedArray]
+
+_UNREAD = object()
+"""In place of the id of a row that was not read."""
 
 
 class Verification:
@@ -90,7 +94,7 @@ class Verification:
                 if any(b <= a for a, b in zip([last, *ids], ids, strict=False)):
                     self._add(f"rows are out of order or repeated near row {ids[0]}")
                 last = ids[-1] if ids else last
-            yield ids
+            yield _with_unread(ids, errors)
 
     def _batches(self, published: Published) -> Iterator[Batch]:
         """The output, as far as it can be read."""
@@ -163,6 +167,8 @@ class Verification:
                     more = "fewer" if own is missing else "more"
                     self._add(f"the output has {more} rows than the input; the first {number:,} are the same")
                     break
+                if own is _UNREAD:
+                    continue
                 if own != other and (own == own or other == other):  # NaN equals NaN here
                     self._add(f"row {number:,} of the output is {own!r}, of the input {other!r}")
                     break
@@ -173,6 +179,14 @@ class Verification:
         text = f"{self._target.path}: {problem}"
         if text not in self.problems and len(self.problems) < _MOST:
             self.problems.append(text)
+
+
+def _with_unread(ids: list[Any], errors: pa.ChunkedArray) -> list[Any]:
+    """The ids, with `_UNREAD` for rows that were too large for their job to read: nothing says what theirs are."""
+    unread = pc.equal(errors, ErrorCode.ROW_TOO_LARGE.value)
+    if not pc.any(unread).as_py():
+        return ids
+    return [_UNREAD if own is None and error else own for own, error in zip(ids, unread.to_pylist(), strict=True)]
 
 
 def _json_values(texts: Sequence[str | None]) -> list[Any]:
