@@ -87,6 +87,8 @@ def _run(settings: MergeSettings, report: RunReport, clock: Clock, stop: Stop) -
                 report.evaluation = evaluate_output(settings.output, plan, manifest.job.id_name)
     report.gates = gates.judge(counts, manifest.job.fingerprint)
     rate, skip = settings.max_error_rate, settings.skip_empty
+    if "max_error_rate" not in settings.model_fields_set:
+        rate = manifest.plan.get("max_error_rate", rate)  # as the shards were told
     conclude(report, counts, max_error_rate=rate, skip_empty=skip, gates=report.gates)
 
 

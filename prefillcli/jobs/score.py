@@ -302,8 +302,10 @@ class _ScoreJob:
             with clock.phase("write"):
                 inputs.require_unchanged(None)
                 (count,) = ended  # told at the end of the input
-                if self._evaluation is not None and settings.shard is not None:
-                    sink.plan = sink.plan | {EVALUATION: self._evaluation.to_json()}
+                if settings.shard is not None:  # prefill merge judges and evaluates the whole
+                    sink.plan = sink.plan | {"max_error_rate": settings.max_error_rate}
+                    if self._evaluation is not None:
+                        sink.plan = sink.plan | {EVALUATION: self._evaluation.to_json()}
                 sink.finish(count)
                 forget_exits(sink)
 

@@ -379,6 +379,15 @@ def test_error_rows_are_judged_for_the_whole(model: Path) -> None:
     assert merge(max_error_rate=0.05)["exit_code"] == 0
 
 
+def test_a_merge_that_is_not_told_otherwise_allows_the_errors_that_its_shards_allow(model: Path) -> None:
+    path = make_input()
+    shards(path, 2, **flags(model, max_error_rate=0.05))
+    told_nothing = load_settings(MergeSettings, {"output": "out.parquet", "quiet": True}, environment={})
+    assert merge_job(told_nothing)["exit_code"] == 0
+    assert merge_job(told_nothing)["exit_code"] == 0, "the merge that was made before"
+    assert merge(max_error_rate=0.0)["exit_code"] == 3
+
+
 # ------------------------------------------------------------------------------------------------------------ merge
 
 

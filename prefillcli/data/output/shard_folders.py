@@ -284,7 +284,7 @@ def _is_merged(manifest: Manifest) -> bool:
     return manifest.state == "complete" and manifest.shard is None
 
 
-_KEPT = ("evaluation",)  # of a shard's plan, in the output's
+_KEPT = ("evaluation", "max_error_rate")  # of a shard's plan, in the output's
 
 
 class JoinedShards:
