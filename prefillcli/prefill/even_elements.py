@@ -8,6 +8,7 @@ laid out so that nothing is left over, whatever the number of threads.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,30 +36,50 @@ EXACT = {
 _SUMS = {"aten::add", "aten::sub", "aten::rsub"}
 
 
+@cache
 def is_uneven(func: OpOverload) -> bool:
-    """Whether an operator is elementwise and may compute some elements by another formula."""
-    return torch.Tag.pointwise in func.tags and _base(func) not in EXACT
+    """Whether an operator is elementwise and may compute some elements by another formula.
+
+    Elementwise is one that torch tags so and that gives one tensor. `aten::equal` is tagged too, and gives a bool.
+    """
+    pointwise = torch.Tag.pointwise in func.tags and [str(each.type) for each in func._schema.returns] == ["Tensor"]
+    return pointwise and _base(func) not in EXACT
 
 
 def compute_evenly(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an elementwise operator gives, computed in whole vectors."""
-    given = [each for each in args if isinstance(each, Tensor) and each.dim() > 0]
-    if not given or given[0].device.type != "cpu" or not _rounds(func, args, kwargs):
+    """What an elementwise operator gives, computed in whole vectors.
+
+    All arguments are taken by the names that the operator's schema has for them, however they were given.
+    """
+    names = [each.name for each in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    inputs = {name: each for name, each in given.items() if name != "out"}
+    tensors = {name: each for name, each in inputs.items() if isinstance(each, Tensor) and each.dim() > 0}
+    if not tensors or next(iter(tensors.values())).device.type != "cpu" or not _rounds(func, inputs):
         return func(*args, **kwargs)
     if func._schema.is_mutable:
-        target = kwargs.get("out", args[0])
-        others = {name: value for name, value in kwargs.items() if name != "out"}
-        return target.copy_(compute_evenly(_functional(func), args, others))
+        target: Tensor = given["out"] if "out" in given else given["self"]
+        return target.copy_(_laid_out_and_back(_functional(func), inputs, tensors))
+    return _laid_out_and_back(func, inputs, tensors)
+
+
+def _laid_out_and_back(func: OpOverload, inputs: dict[str, Any], tensors: dict[str, Tensor]) -> Tensor:
     shape = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
-        *(each.shape for each in given)
+        *(each.shape for each in tensors.values())
     )
     count = math.prod(shape)
     room = _room(count)
-    if count == room and all(each.shape == shape and each.is_contiguous() for each in given):
-        return func(*args, **kwargs)
-    laid_out = [_laid_out(each, shape, room) if _has_elements(each) else each for each in args]
-    found: Tensor = func(*laid_out, **kwargs)
-    return found[:count].view(shape)
+    if count == room and all(each.shape == shape and each.is_contiguous() for each in tensors.values()):
+        return _called(func, inputs)
+    laid_out = {name: _laid_out(each, shape, room) for name, each in tensors.items()}
+    return _called(func, inputs | laid_out)[:count].view(shape)
+
+
+def _called(func: OpOverload, given: dict[str, Any]) -> Tensor:
+    """The operator of arguments by name, those that its schema has by place in their order."""
+    places = [each.name for each in func._schema.arguments if not each.kwarg_only and each.name in given]
+    found: Tensor = func(*(given[name] for name in places), **{k: v for k, v in given.items() if k not in places})
+    return found
 
 
 def _room(count: int) -> int:
@@ -72,14 +93,14 @@ def _room(count: int) -> int:
         room = rounded
 
 
-def _rounds(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _rounds(func: OpOverload, given: dict[str, Any]) -> bool:
     """Whether an operator rounds more than once for these arguments."""
-    name = _base(func)
+    name, exponent = _base(func), given.get("exponent")
     if name in _SUMS:
-        return kwargs.get("alpha", args[2] if len(args) > 2 else 1) not in (1, -1)
-    if name == "aten::pow" and not isinstance(args[1], Tensor):
-        return bool(args[1] != 2)
-    return any(isinstance(each, Tensor) and each.is_floating_point() for each in args)
+        return given.get("alpha", 1) not in (1, -1)
+    if name == "aten::pow" and not isinstance(exponent, Tensor):
+        return bool(exponent != 2)
+    return any(isinstance(each, Tensor) and each.is_floating_point() for each in given.values())
 
 
 def _base(func: OpOverload) -> str:
@@ -93,10 +114,6 @@ def _functional(func: OpOverload) -> OpOverload:
     name = "default" if name == "out" else name.removesuffix("_out")
     found: OpOverload = getattr(packet, name)
     return found
-
-
-def _has_elements(each: Any) -> bool:
-    return isinstance(each, Tensor) and each.dim() > 0
 
 
 def _laid_out(each: Tensor, shape: torch.Size, room: int) -> Tensor:
