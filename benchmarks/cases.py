@@ -20,10 +20,10 @@ from benchmarks.score_runs import SAMPLES, outside_share, score_file, write_shor
 from benchmarks.spread import Spread
 from prefillcli.bench.measure import interleaved
 from prefillcli.compress.settings import Compression
-from prefillcli.models.flops import prefill_flops, table5, walk_flops
 from prefillcli.models.law import choose_chunk, memory_law
+from prefillcli.models.shape import prefill_flops, table5, walk_flops
 from prefillcli.profile.prompts import prompts_with_histories, random_prompt
-from prefillcli.report.numbers import mebibytes
+from prefillcli.report.rendering import mebibytes
 
 Row = dict[str, Any]
 

@@ -24,8 +24,8 @@ from benchmarks.spread import Spread
 from benchmarks.workloads import short_rows
 from prefillcli.bench.measure import interleaved
 from prefillcli.models.find import read_model_files
-from prefillcli.models.flops import answer_flops, walk_flops
 from prefillcli.models.load import load_model
+from prefillcli.models.shape import answer_flops, walk_flops
 from prefillcli.plan.blocks import BLOCK_TOKENS
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan, make_plans
@@ -33,10 +33,10 @@ from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill import forest, fusion
 from prefillcli.prefill.attention import attend_blockwise
-from prefillcli.prefill.products import Shift, attend_by_products
+from prefillcli.prefill.cpu_kernels import Shift, attend_by_products
 from prefillcli.profile.budget import resident
 from prefillcli.profile.prompts import prompts_with_histories
-from prefillcli.report.numbers import mebibytes
+from prefillcli.report.rendering import mebibytes
 from recipes.real_model import real_model
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -17,12 +17,9 @@ import numpy as np
 import typer
 
 from benchmarks.console import log
-from prefillcli.exits.calibration_rows import CalibrationRows
-from prefillcli.exits.judging import calibrate_exits
-from prefillcli.exits.layer_readings import Readings
+from prefillcli.exits.judging import CalibrationRows, calibrate_exits
 from prefillcli.exits.policy import ExitPolicy
-from prefillcli.exits.probe_fits import FITS
-from prefillcli.exits.probes import relative
+from prefillcli.exits.probes import FITS, Readings, relative
 from recipes.choose_prompt import CANDIDATES, first_short
 from recipes.real_model import FOLDER, real_model, reviews
 

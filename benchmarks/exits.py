@@ -24,12 +24,11 @@ from benchmarks.exit_cases import EXIT_CASES, ExitCase
 from prefillcli.bench.contenders import Equipment, Hybrid, MethodRun
 from prefillcli.bench.early_exit import EarlyExit
 from prefillcli.bench.material import input_material
-from prefillcli.compress.request import Request
+from prefillcli.compress.selection import Request
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.rows import Prompt
 from prefillcli.engines.base import EarlyExits, Treatment
-from prefillcli.exits.calibration_rows import CalibrationRows
-from prefillcli.exits.judging import ExitCalibration, calibrate_exits
+from prefillcli.exits.judging import CalibrationRows, ExitCalibration, calibrate_exits
 from prefillcli.jobs.exit_learning import calibration_rows, exit_costs, observed_layers
 from prefillcli.jobs.inputs import open_source, prompt_builder
 from prefillcli.jobs.load import load_walk

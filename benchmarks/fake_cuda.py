@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prefillcli.prefill import attention, flex
+from prefillcli.prefill import attention, cuda_kernels
 
 DEVICE = torch.device("cuda", 0)
 CAPABILITY = (9, 0)  # of the device that there is not
@@ -130,8 +130,8 @@ def fake_cuda() -> Iterator[OperatorCounts]:
     with (
         patch.object(Tensor, "pin_memory", pinned),
         patch.object(attention, "compute_capability", lambda device: CAPABILITY),
-        patch.object(flex, "_lacks_compiler", lambda: None),
-        patch.object(flex, "compiled_flex", lambda: _flex_stand_in(counts)),
+        patch.object(cuda_kernels, "_lacks_compiler", lambda: None),
+        patch.object(cuda_kernels, "compiled_flex", lambda: _flex_stand_in(counts)),
         FakeTensorMode(allow_non_fake_inputs=True),
         counts,
     ):

@@ -29,11 +29,10 @@ from benchmarks.spread import Spread
 from prefillcli.bench.measure import interleaved
 from prefillcli.bench.report import StateDrift
 from prefillcli.bench.state_drift import state_drift
-from prefillcli.compress.request import Request
+from prefillcli.compress.selection import Request
 from prefillcli.compress.settings import Compression
 from prefillcli.data.rows import Prompt
-from prefillcli.models.flops import prefill_flops
-from prefillcli.models.shape import Shape
+from prefillcli.models.shape import Shape, prefill_flops
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ATTENTION, register

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from prefillcli.models.flops import Flops, prefill_flops
+from prefillcli.models.shape import Flops, prefill_flops
 from prefillcli.plan.trie import TokenArray
 
 
@@ -15,7 +15,7 @@ def predicted_speedup(
     """F_target(tokens) / (F_draft(tokens) + F_target(kept)): the draft reads a prompt, the target its kept tokens.
 
     `target` and `draft` are text configurations. Attention shrinks with the square of what is kept, so on long prompts
-    this is more than `prefillcli.models.flops.ratio_speedup`.
+    this is more than `prefillcli.models.shape.ratio_speedup`.
     """
     return flops(target, tokens).total / (flops(draft, tokens).total + flops(target, kept).total)
 

@@ -15,8 +15,7 @@ from prefillcli.decode.behind import write_behind
 from prefillcli.decode.continuations import Beginning, Continuation, Speculation, Writing
 from prefillcli.decode.kept_pack import KeptPack
 from prefillcli.decode.row_groups import RowRoom
-from prefillcli.models.law import MemoryLaw, memory_law, pack_limits
-from prefillcli.models.text_room import limits_with_texts
+from prefillcli.models.law import MemoryLaw, limits_with_texts, memory_law, pack_limits
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.plan.trie import TokenArray

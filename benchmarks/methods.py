@@ -8,13 +8,10 @@ import torch
 from transformers import PreTrainedModel
 
 from prefillcli.compress.base import Estimator
-from prefillcli.compress.compressor import Compressor
-from prefillcli.compress.draft import Draft
-from prefillcli.compress.pickers.specprefill import SpecPrefill
+from prefillcli.compress.compressor import Compressor, WorthCompressing
+from prefillcli.compress.draft import Draft, SpecPrefill
 from prefillcli.compress.settings import Compression
-from prefillcli.compress.translated_draft import TranslatedDraft
-from prefillcli.compress.translation import Translator
-from prefillcli.compress.worth import WorthCompressing
+from prefillcli.compress.translation import TranslatedDraft, Translator
 from prefillcli.data.rows import Prompt
 from prefillcli.engines.hf import last_logits
 from prefillcli.models.law import CHUNK_TOKENS, PACK_TOKENS

@@ -32,7 +32,7 @@ from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Prompt, ScoredRow, Window
 from prefillcli.data.shard import Shard
 from prefillcli.data.windows import windows
-from prefillcli.models.samples import sample_model
+from prefillcli.models.files import sample_model
 
 WINDOW = 4_096
 TEMPLATE = "{{ history }}{{ post }} Answer:"

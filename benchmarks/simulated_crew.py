@@ -6,8 +6,18 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from prefillcli.jobs.runners.crew import Done, Event, Lost, Started
-from prefillcli.jobs.runners.tasks import Answered, AnswerTask, Ready, Task, WorkerReport, WorkerSpec
+from prefillcli.jobs.runners.crew import (
+    Answered,
+    AnswerTask,
+    Done,
+    Event,
+    Lost,
+    Ready,
+    Started,
+    Task,
+    WorkerReport,
+    WorkerSpec,
+)
 from prefillcli.plan.pack import Key, Limits
 
 

@@ -14,24 +14,20 @@ from prefillcli import __version__
 from prefillcli.errors import Interrupted, PrefillError
 from prefillcli.options.bench import BenchSettings
 from prefillcli.options.calibrate import CalibrateSettings
-from prefillcli.options.commands import COMMANDS
-from prefillcli.options.doctor import DoctorSettings
+from prefillcli.options.command_line import GroupedCommand, parameters_of
+from prefillcli.options.commands import COMMANDS, DoctorSettings, MergeSettings
 from prefillcli.options.groups import ModelOptions
-from prefillcli.options.help_page import GroupedCommand
 from prefillcli.options.inspect import InspectSettings
 from prefillcli.options.load import load_settings
-from prefillcli.options.merge import MergeSettings
 from prefillcli.options.option import RUN, Settings
-from prefillcli.options.parameters import parameters_of
 from prefillcli.options.profile import ProfileSettings
 from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import shown
 from prefillcli.runtime import log
-from prefillcli.runtime.library_logs import quiet_imports
+from prefillcli.runtime.cores import prepare
 from prefillcli.runtime.memory import prepare_allocator
 from prefillcli.runtime.signals import end_process, stop_before_the_job, stop_no_more
-from prefillcli.runtime.streams import survive_closed_streams
-from prefillcli.runtime.threads import prepare
+from prefillcli.runtime.streams import quiet_imports, survive_closed_streams
 
 AnyOptions = TypeVar("AnyOptions", bound=Settings)
 Summary = dict[str, Any]

@@ -26,7 +26,7 @@ from prefillcli.jobs.inputs import open_source, prompt_builder
 from prefillcli.jobs.load import load_walk
 from prefillcli.models.open import open_models
 from prefillcli.options.bench import BenchSettings
-from prefillcli.report.numbers import percent_interval
+from prefillcli.report.rendering import percent_interval
 from prefillcli.stats.audit import flip_interval
 from prefillcli.stats.probabilities import label_probabilities
 from prefillcli.stats.ranking import auc

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from prefillcli.runtime.library_logs import quiet_imports
+from prefillcli.runtime.streams import quiet_imports
 from prefillcli.runtime.user_cache import cache_folder
 
 try:

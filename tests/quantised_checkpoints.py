@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
-from prefillcli.models.transformers_log import quiet_transformers
+from prefillcli.models.completeness import quiet_transformers
 
 BLOCK = 32
 

@@ -108,7 +108,7 @@ OPTIONS_READ = {
     "prefillcli.data.shard",
     "prefillcli.engines.registry",
     "prefillcli.plan.schedules",
-    "prefillcli.runtime.sizes",
+    "prefillcli.runtime.memory",
 }
 
 

@@ -20,19 +20,18 @@ from prefillcli.cli import app
 from prefillcli.engines.memory_plan import Placed
 from prefillcli.errors import UsageError
 from prefillcli.jobs import doctor
-from prefillcli.jobs.doctor import doctor_job
+from prefillcli.jobs.doctor import DTYPES, Diagnosis, doctor_job
 from prefillcli.models import law
 from prefillcli.models.find import read_model_files
 from prefillcli.models.open import Opened
 from prefillcli.models.weights import plan_weights
-from prefillcli.options.doctor import DoctorSettings
+from prefillcli.options.commands import DoctorSettings
 from prefillcli.options.load import load_settings
-from prefillcli.prefill import attention, attention_paths, kernel
+from prefillcli.prefill import attention, attention_paths, cpu_kernels
 from prefillcli.prefill.attention_checks import CHECKED
 from prefillcli.prefill.attention_paths import PATHS
-from prefillcli.report.diagnosis import DTYPES, Diagnosis
 from prefillcli.runtime import memory
-from prefillcli.runtime.devices import KINDS, choose_device, other_devices
+from prefillcli.runtime.device_key import KINDS, choose_device, other_devices
 from prefillcli.runtime.memory import available_memory, device_capacity, loadable_memory
 from tests.prefill.test_attention_paths import break_flash, in_base_2
 from tests.score.jobs import Reference, assert_scored, read_output, read_report, score, texts, write_parquet
@@ -40,7 +39,7 @@ from tests.score.models import save_model
 
 ROOT = Path(__file__).parent.parent
 SAMPLE = ROOT / "samples" / "models" / "target"
-KERNEL = ["kernel"] if kernel.compiled_kernel() else []
+KERNEL = ["kernel"] if cpu_kernels.compiled_kernel() else []
 needs_kernel = pytest.mark.skipif(not KERNEL, reason="needs AVX512-BF16, GNU's OpenMP and a C++ compiler")
 
 
@@ -136,13 +135,13 @@ def test_without_the_doctor_a_run_finds_it_too(model: Path, monkeypatch: pytest.
 def test_a_compiled_kernel_with_wrong_numbers_is_found_and_gone_around(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = kernel.ForestKernel.attend
+    own = cpu_kernels.ForestKernel.attend
 
-    def wrong(self: kernel.ForestKernel, *tensors: Any, out: torch.Tensor, lse: torch.Tensor, **how: Any) -> None:
+    def wrong(self: cpu_kernels.ForestKernel, *tensors: Any, out: torch.Tensor, lse: torch.Tensor, **how: Any) -> None:
         own(self, *tensors, out=out, lse=lse, **how)
         out.mul_(1.5)
 
-    monkeypatch.setattr(kernel.ForestKernel, "attend", wrong)
+    monkeypatch.setattr(cpu_kernels.ForestKernel, "attend", wrong)
     found = examine(quiet=True)
     assert found["exit_code"] == 1
     assert "kernel is wrong in float32" in found["error"]
@@ -154,7 +153,7 @@ def test_a_compiled_kernel_with_wrong_numbers_is_found_and_gone_around(
     assert "goes without kernel" in capsys.readouterr().err
     for row, text in zip(read_output("out.parquet"), prompts, strict=True):
         assert row["score"] == pytest.approx(reference.answer(text).score, abs=0.02)  # of bfloat16 weights
-    monkeypatch.setattr(kernel.ForestKernel, "attend", own)
+    monkeypatch.setattr(cpu_kernels.ForestKernel, "attend", own)
     assert examine(quiet=True)["exit_code"] == 0, "the doctor looks again, whatever is remembered"
     attention_paths.allow_all()
     score("in.parquet", "again.parquet", model=model, dtype="bfloat16")

@@ -25,7 +25,7 @@ from typer.testing import CliRunner, Result
 
 from prefillcli.cli import app
 from prefillcli.compress.reasons import Neighbour, why_kept
-from prefillcli.compress.request import Request
+from prefillcli.compress.selection import Request
 from prefillcli.compress.settings import Compression
 from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.spans import token_texts

@@ -93,5 +93,5 @@ def test_what_a_test_replaces_is_read(where: str, module: str, name: str) -> Non
 
 def test_a_name_that_was_imported_at_the_top_is_not_read_where_it_was_made() -> None:
     assert len(patches()) > 30
-    assert not is_read("prefillcli.compress.auto", "choose_keep")
-    assert is_read("prefillcli.compress.window_compressor", "choose_keep")
+    assert not is_read("prefillcli.jobs.load", "load_walk")
+    assert is_read("prefillcli.jobs.inspect", "load_walk")

@@ -22,10 +22,9 @@ from prefillcli.models.weights import weight_bytes
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan, make_plans
 from prefillcli.plan.schedules import SCHEDULES
-from prefillcli.plan.sharing import shared_nodes
-from prefillcli.plan.trie import build_forest, token_order
+from prefillcli.plan.trie import build_forest, shared_nodes, token_order
 from prefillcli.report.dry_run import DryRunReport
-from prefillcli.report.numbers import bar
+from prefillcli.report.rendering import bar
 from prefillcli.report.survey import (
     Bin,
     Duplicates,
@@ -40,8 +39,8 @@ from prefillcli.report.survey import (
     SurveyRows,
     SurveySeconds,
     TextCost,
+    histogram_lines,
 )
-from prefillcli.report.survey_tables import histogram_lines
 from prefillcli.runtime.clock import duration
 
 some_lengths = st.lists(st.integers(1, 40_000), min_size=1, max_size=60)

@@ -17,8 +17,7 @@ from benchmarks.methods import layer_walk
 from benchmarks.models import random_llama
 from prefillcli.engines.readout import label_numbers
 from prefillcli.profile.prompts import prompts_with_histories, random_prompt
-from prefillcli.runtime.cores import affinity
-from prefillcli.runtime.threads import Threads, prepare, threads_for
+from prefillcli.runtime.cores import Threads, affinity, prepare, threads_for
 
 ROOT = Path(__file__).parent.parent
 CORES = len(affinity())
@@ -44,7 +43,7 @@ def test_threads_fill_the_free_cores_but_half_of_them_run_in_any_case(cores: flo
 
 def test_the_number_follows_what_others_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr("prefillcli.runtime.threads.allowed", lambda: 4)
+    monkeypatch.setattr("prefillcli.runtime.cores.allowed", lambda: 4)
     threads = Threads("auto", Left(2.2, None, 3.9, 0.3))  # type: ignore[arg-type]
     assert torch.get_num_threads() == threads.most == 4
     assert threads.ran == []
@@ -64,7 +63,7 @@ def test_a_number_that_was_asked_for_stands(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_number_in_the_environment_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefillcli.runtime.threads.allowed", lambda: 4)
+    monkeypatch.setattr("prefillcli.runtime.cores.allowed", lambda: 4)
     torch.set_num_threads(2)
     for name in ("OMP_NUM_THREADS", "OMP_PLACES"):
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -81,16 +80,16 @@ def test_a_number_in_the_environment_is_left_alone(monkeypatch: pytest.MonkeyPat
 def test_threads_spin_where_the_cores_are_free_and_sleep_elsewhere(
     monkeypatch: pytest.MonkeyPatch, left: float, limited: bool, policy: str | None
 ) -> None:
-    monkeypatch.setattr("prefillcli.runtime.threads.allowed", lambda: 2)
-    monkeypatch.setattr("prefillcli.runtime.threads.quotas", lambda: ["a quota"] * limited)
-    monkeypatch.setattr("prefillcli.runtime.threads.Left", lambda: Left(left))
+    monkeypatch.setattr("prefillcli.runtime.cores.allowed", lambda: 2)
+    monkeypatch.setattr("prefillcli.runtime.cores.quotas", lambda: ["a quota"] * limited)
+    monkeypatch.setattr("prefillcli.runtime.cores.Left", lambda: Left(left))
     environment: dict[str, str] = {}
     prepare("auto", environment)
     assert environment.get("OMP_WAIT_POLICY") == policy
 
 
 def test_how_threads_wait_is_not_changed_where_the_environment_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefillcli.runtime.threads._free", lambda: False)
+    monkeypatch.setattr("prefillcli.runtime.cores._free", lambda: False)
     nothing: dict[str, str] = {}
     prepare("auto", nothing)
     assert nothing["OMP_WAIT_POLICY"] == "PASSIVE"
@@ -108,7 +107,7 @@ def test_how_threads_wait_is_not_changed_where_the_environment_says_it(monkeypat
 
 GROWN = """
 import os, sys
-from prefillcli.runtime.threads import prepare
+from prefillcli.runtime.cores import prepare
 if sys.argv[1] == "prepared":
     prepare(1)
 import torch

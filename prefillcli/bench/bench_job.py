@@ -22,17 +22,15 @@ from prefillcli.data.reading.source import Source
 from prefillcli.decode.speculation.registry import DRAFTERS
 from prefillcli.engines.vllm import check_place
 from prefillcli.errors import PrefillError, ResourceError, UsageError, did_you_mean
-from prefillcli.jobs.inputs import open_source, prompt_builder
-from prefillcli.jobs.label_uses import require_shares
+from prefillcli.jobs.inputs import open_source, prompt_builder, require_shares
 from prefillcli.jobs.load import load_walk
-from prefillcli.jobs.path_table import require_apart
-from prefillcli.jobs.paths import require_json
+from prefillcli.jobs.path_table import require_apart, require_json
 from prefillcli.jobs.shell import shell
+from prefillcli.models.files import sample_draft
 from prefillcli.models.open import Opened, answer_labels, open_models
-from prefillcli.models.samples import sample_draft
 from prefillcli.options.bench import BenchSettings
 from prefillcli.redaction import shown, without_secrets
-from prefillcli.report.html import page_of
+from prefillcli.report.rendering import page_of
 from prefillcli.report.run import versions
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock

@@ -11,9 +11,7 @@ from prefillcli.bench.verdicts import workload_remarks
 from prefillcli.bench.workload_tables import answer_table, cost_table, drift_table, speedup_table, workload_headline
 from prefillcli.redaction import shown_report
 from prefillcli.report.files import write_with_page
-from prefillcli.report.html import render_page, shown_settings
-from prefillcli.report.numbers import percent_interval
-from prefillcli.report.tables import TableRows
+from prefillcli.report.rendering import TableRows, percent_interval, render_page, shown_settings
 
 
 def bench_html(report: BenchReport) -> str:

@@ -18,7 +18,7 @@ from prefillcli.compress.base import ImportanceEstimate
 from prefillcli.compress.compressor import Compressor
 from prefillcli.compress.load import make_compressor, translator_of
 from prefillcli.compress.pickers.registry import PickerResources
-from prefillcli.compress.request import Request
+from prefillcli.compress.selection import Request
 from prefillcli.compress.settings import Compression
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.spans import Spans
@@ -28,15 +28,15 @@ from prefillcli.engines.hf import last_logits
 from prefillcli.engines.readout import activation_of, label_numbers
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.jobs.load import Models, compression_of
-from prefillcli.models.flops import (
+from prefillcli.models.open import Opened
+from prefillcli.models.shape import (
+    NoCostModel,
     answer_flops,
     prefill_flops,
     ratio_speedup,
     table5,
     walk_flops,
 )
-from prefillcli.models.open import Opened
-from prefillcli.models.shape import NoCostModel
 from prefillcli.options.bench import BenchSettings
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan

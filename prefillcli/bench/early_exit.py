@@ -11,7 +11,7 @@ import numpy as np
 from prefillcli.bench.contenders import Contender, Cost, Equipment, MethodRun
 from prefillcli.bench.material import Material, made_material
 from prefillcli.bench.report import ClassFlips, ExitResult
-from prefillcli.compress.request import Request
+from prefillcli.compress.selection import Request
 from prefillcli.data.rows import Float64Array, Prompt
 from prefillcli.engines.base import EarlyExits, Treatment
 from prefillcli.exits.judging import ExitCalibration, calibrate_exits

@@ -13,11 +13,10 @@ from prefillcli.bench.report import StateDrift
 from prefillcli.compress.answers import method_of
 from prefillcli.compress.compressor import Compressor
 from prefillcli.compress.pickers.gemfilter import GemFilter
-from prefillcli.compress.pickers.self_draft import SelfDraft
-from prefillcli.compress.request import Request
+from prefillcli.compress.selection import Request
+from prefillcli.compress.self_draft import SelfDraft
 from prefillcli.data.rows import Prompt
-from prefillcli.models.flops import answer_flops, table5, walk_flops
-from prefillcli.models.shape import NoCostModel, Shape
+from prefillcli.models.shape import NoCostModel, Shape, answer_flops, table5, walk_flops
 from prefillcli.plan.plan import make_plan
 
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from prefillcli.bench.report import LayerDrift, StateDrift
-from prefillcli.compress.request import Request
+from prefillcli.compress.selection import Request
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ForestAttention
-from prefillcli.prefill.layer_past import LayerPast
+from prefillcli.prefill.own_cache import LayerPast
 from prefillcli.prefill.walk import LayerWalk
 
 DRIFT_ROWS = 8  # of each method: the first that it has compressed; both ways of reading them are walked once more

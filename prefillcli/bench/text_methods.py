@@ -21,7 +21,7 @@ from prefillcli.decode.kept_pack import KeptPack
 from prefillcli.decode.speculation.draft_model import DraftModel
 from prefillcli.decode.speculation.job_drafters import JobDrafters
 from prefillcli.engines.base import Answer, LabelTokens
-from prefillcli.engines.generation import generate
+from prefillcli.engines.hf import generate
 from prefillcli.engines.readout import label_numbers
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan

@@ -18,7 +18,7 @@ from prefillcli.decode.speculation.draft_model import DraftModel
 from prefillcli.decode.speculation.registry import DRAFTERS
 from prefillcli.errors import PrefillError
 from prefillcli.models.law import memory_law
-from prefillcli.models.stop_tokens import stop_tokens
+from prefillcli.models.open import stop_tokens
 from prefillcli.options.rationale import DEFAULT_TEMPLATE
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.forest import UnsupportedModelError

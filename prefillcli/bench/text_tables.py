@@ -6,8 +6,15 @@ from collections.abc import Mapping
 
 from prefillcli.bench.measured_range import Range
 from prefillcli.bench.text_report import TEXT_METHODS, TextMethodResult, TextResult
-from prefillcli.report.numbers import mebibytes, three_digits
-from prefillcli.report.tables import WIDTH, TableRows, print_explained, print_numbers, stderr_console
+from prefillcli.report.rendering import (
+    WIDTH,
+    TableRows,
+    mebibytes,
+    print_explained,
+    print_numbers,
+    stderr_console,
+    three_digits,
+)
 
 
 def text_table(result: TextResult) -> TableRows:

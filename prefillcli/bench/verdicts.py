@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prefillcli.bench.report import REFERENCE, ExitResult, MethodResult, StateDrift, WorkloadResult
-from prefillcli.report.numbers import percent_interval, three_digits
+from prefillcli.report.rendering import percent_interval, three_digits
 
 
 def legend(workload: WorkloadResult) -> str:

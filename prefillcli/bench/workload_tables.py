@@ -7,8 +7,17 @@ from collections.abc import Mapping
 from prefillcli.bench.measured_range import Range
 from prefillcli.bench.report import METHODS, REFERENCE, MethodResult, WorkloadResult
 from prefillcli.bench.verdicts import legend, verdicts, workload_remarks
-from prefillcli.report.numbers import mebibytes, percent_interval, percent_or_nothing, three_digits
-from prefillcli.report.tables import WIDTH, TableRows, print_explained, print_numbers, stderr_console
+from prefillcli.report.rendering import (
+    WIDTH,
+    TableRows,
+    mebibytes,
+    percent_interval,
+    percent_or_nothing,
+    print_explained,
+    print_numbers,
+    stderr_console,
+    three_digits,
+)
 
 
 def cost_table(workload: WorkloadResult) -> TableRows:

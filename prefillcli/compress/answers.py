@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from prefillcli.compress.base import Tick
 from prefillcli.compress.fallbacks import FALLBACK
-from prefillcli.compress.request import Request
+from prefillcli.compress.selection import Request
 from prefillcli.data.rows import FULL
 from prefillcli.engines.base import PLAIN, Answer, LabelTokens, PlanEngine, Treatment
 from prefillcli.errors import ResourceError

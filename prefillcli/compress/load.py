@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from prefillcli.compress.compressor import WorthCompressing
 from prefillcli.compress.pickers.registry import PICKERS, PickerResources
-from prefillcli.compress.self_layer import choosing_layers
+from prefillcli.compress.self_draft import choosing_layers
 from prefillcli.compress.settings import Compression
-from prefillcli.compress.worth import WorthCompressing
 from prefillcli.errors import brief
 from prefillcli.models.open import Opened
 from prefillcli.plan.pack import Limits
@@ -95,7 +95,7 @@ def make_compressor(picker: str, resources: PickerResources, opened: Opened, kee
     if own:
         resources = replace(resources, own_layers=own_layers(resources.settings, opened))
     if resources.draft is not None and (translator := translator_of(opened)) is not None:
-        from prefillcli.compress.translated_draft import TranslatedDraft
+        from prefillcli.compress.translation import TranslatedDraft
 
         resources = replace(resources, draft=TranslatedDraft(resources.draft, translator))
     return Compressor(

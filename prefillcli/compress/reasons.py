@@ -7,11 +7,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from prefillcli.compress.compressor import WorthCompressing
 from prefillcli.compress.fallbacks import FALLBACK, FALLBACKS, is_fallback
-from prefillcli.compress.request import Request
-from prefillcli.compress.selection import full_prefixes
+from prefillcli.compress.selection import Request, full_prefixes
 from prefillcli.compress.settings import Compression
-from prefillcli.compress.worth import WorthCompressing
 from prefillcli.data.rows import Prompt
 
 TokenReason = Literal["first", "last", "chosen", "shared", "dropped", "full"]

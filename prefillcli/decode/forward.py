@@ -13,10 +13,9 @@ from prefillcli.decode.kept_pack import KeptRows
 from prefillcli.decode.newest_queries import NewestQueries
 from prefillcli.decode.row_attention import OwnTokens, RowAttention
 from prefillcli.decode.row_tokens import RowTokens, private_ends
-from prefillcli.prefill.branch_recurrence import BranchRecurrence
 from prefillcli.prefill.held_parts import KeyValue
-from prefillcli.prefill.key_window import KeyWindow
-from prefillcli.prefill.layout import IntArray, on_device
+from prefillcli.prefill.layout import IntArray, KeyWindow, on_device
+from prefillcli.prefill.recurrent import BranchRecurrence
 from prefillcli.prefill.walk import LayerWalk, Tick
 
 

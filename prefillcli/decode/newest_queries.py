@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from prefillcli.decode.contracts import NewTokens
-from prefillcli.prefill.key_window import KeyWindow
+from prefillcli.prefill.layout import KeyWindow
 
 
 class NewestQueries:

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefillcli.prefill.key_window import KeyWindow
-from prefillcli.prefill.layout import IntArray, on_device
+from prefillcli.prefill.layout import IntArray, KeyWindow, on_device
 
 TEXT_STEP = 64  # tokens by which the room for text grows
 

@@ -12,8 +12,7 @@ from prefillcli.decode.row_tokens import RowTokens
 from prefillcli.prefill.attention import attend, merge_into
 from prefillcli.prefill.forest import ForestAttention, Scoring
 from prefillcli.prefill.held_parts import KeyValue
-from prefillcli.prefill.key_window import KeyWindow
-from prefillcli.prefill.layout import IntArray, on_device
+from prefillcli.prefill.layout import IntArray, KeyWindow, on_device
 
 OWN_STEP = 32  # tokens by which the room behind the prompts grows
 

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from prefillcli.decode.kept_pack import Run
-from prefillcli.prefill.key_window import KeyWindow
-from prefillcli.prefill.layout import IntArray, on_device
-from prefillcli.prefill.visibility import Span, SpanSet
+from prefillcli.prefill.layout import IntArray, KeyWindow, Span, SpanSet, on_device
 
 MOST_END = 256  # tokens of a prompt's end that are copied
 MOST_PADDED = 2  # times what is copied, if all rows are padded to the longest end

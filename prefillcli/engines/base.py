@@ -11,17 +11,18 @@ import numpy.typing as npt
 
 from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Writing
 from prefillcli.engines.memory_plan import RESIDENT, Measured, MemoryChoice, PlacementChoice
-from prefillcli.exits.layer_readings import Readings
+from prefillcli.errors import UsageError, did_you_mean
 from prefillcli.exits.policy import ExitPolicy
+from prefillcli.exits.probes import Readings
 from prefillcli.models.adapters import AdapterChoice
 from prefillcli.models.open import DraftChoice, Opened
 from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.plan.trie import TokenArray
 
-if TYPE_CHECKING:  # takes torch along
+if TYPE_CHECKING:
     from prefillcli.decode.speculation.draft_model import DraftModel
-    from prefillcli.models.text_room import TextsOf
-    from prefillcli.prefill.thinning import ThinningRule
+    from prefillcli.models.law import TextsOf
+    from prefillcli.prefill.leaving import ThinningRule
 
 #: For each label the token ids whose probabilities it sums.
 LabelTokens = tuple[tuple[int, ...], ...]
@@ -338,3 +339,20 @@ def sequences(pack: Pack) -> Iterator[tuple[int, TokenArray]]:
         tokens = np.concatenate(path[::-1])
         for prompt in prompts:
             yield prompt, tokens
+
+
+# Options that go to an engine as they are.
+
+
+def check_options(
+    engine: str, options: Mapping[str, Any], known: Collection[str], taken: Mapping[str, str] = {}
+) -> None:
+    """Raise UsageError for an option that is not `known`, with the nearest that is, and for one that is `taken`: what
+    an option of prefill, or prefill itself, decides."""
+    for key in options:
+        if key in taken:
+            raise UsageError(f"--engine-options {key}: {taken[key]}")
+        if key not in known:
+            raise UsageError(
+                f"--engine-options {key}: the {engine} engine has no such option{did_you_mean(key, known)}"
+            )

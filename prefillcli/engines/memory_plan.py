@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from prefillcli.models.open import WeightsChoice
-from prefillcli.runtime.sizes import parse_size
+from prefillcli.runtime.memory import parse_size
 
 if TYPE_CHECKING:
     import torch
 
+    from prefillcli.models.law import TextsOf
     from prefillcli.models.open import Opened
-    from prefillcli.models.text_room import TextsOf
 
 REDUCED = "reduced"
 """Where the plan of a job says how large chunks and packs may be since memory ran out."""
@@ -103,8 +103,14 @@ def plan_packs(
     not even a small prompt fits.
     """
     from prefillcli.models.families import length_switch
-    from prefillcli.models.law import PACK_TOKENS, choose_chunk, memory_law, pack_limits
-    from prefillcli.models.text_room import keep_or_again, limits_with_texts
+    from prefillcli.models.law import (
+        PACK_TOKENS,
+        choose_chunk,
+        keep_or_again,
+        limits_with_texts,
+        memory_law,
+        pack_limits,
+    )
 
     head = opened.files.head
     law = memory_law(opened.files.config, opened.files.dtype, None if head is None else len(head.classes))

@@ -13,9 +13,17 @@ import torch
 from prefillcli.engines.base import Answer, ReducedPacks
 from prefillcli.errors import ResourceError, brief, out_of_memory
 from prefillcli.models.law import MIN_CHUNK_TOKENS
-from prefillcli.plan.pack import Key, Pack
-from prefillcli.plan.refills import alone, refills_of, with_own_prefix, without_idle
-from prefillcli.plan.splitting import NO_INDEX, isolated_reads, split_pack
+from prefillcli.plan.pack import (
+    NO_INDEX,
+    Key,
+    Pack,
+    alone,
+    isolated_reads,
+    refills_of,
+    split_pack,
+    with_own_prefix,
+    without_idle,
+)
 from prefillcli.prefill.walk import LayerWalk
 from prefillcli.runtime import log
 from prefillcli.runtime.memory import trim_heap

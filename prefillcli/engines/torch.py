@@ -3,64 +3,249 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from prefillcli.decode.behind import write_behind
 from prefillcli.decode.continuations import DecodingReport
+from prefillcli.decode.kept_pack import KeptPack
 from prefillcli.decode.row_groups import RowRoom
 from prefillcli.decode.speculation.draft_model import DraftModel
 from prefillcli.decode.speculation.job_drafters import JobDrafters
 from prefillcli.engines.base import (
     PLAIN,
     Answer,
+    Continuations,
+    EarlyAnswer,
+    EarlyExits,
     EngineChoice,
     LabelTokens,
     Loaded,
     LoadRequest,
     PackByPack,
     ReducedPacks,
+    ThinnedPrompt,
     Treatment,
     WeightsReport,
 )
-from prefillcli.engines.exit_reading import PromptExits
 from prefillcli.engines.memory_plan import REDUCED, budget_of, hidden_on_host, keep_plan, plan_packs
-from prefillcli.engines.pack_texts import PackTexts
-from prefillcli.engines.readout import activation_of, label_numbers
+from prefillcli.engines.readout import activation_of, label_logits, label_numbers, output_numbers
 from prefillcli.engines.recovery import MemoryRecovery
-from prefillcli.engines.thinned_prompts import PackThinning
 from prefillcli.errors import UsageError
+from prefillcli.exits.probes import Readings
 from prefillcli.models import open as models
 from prefillcli.models.adapter_merging import ExchangedAdapters, merge_adapters
 from prefillcli.models.adapters import open_adapters
-from prefillcli.models.flops import keys_share
 from prefillcli.models.heads import Activation
 from prefillcli.models.load import load_model, load_streamed
 from prefillcli.models.open import Opened
 from prefillcli.models.quantised import plan_quantisation
 from prefillcli.models.rehearsal import check_uses
-from prefillcli.models.shape import NoCostModel
-from prefillcli.models.stream_speed import measure_speed
-from prefillcli.models.streamed_layers import StreamedLayers
+from prefillcli.models.shape import NoCostModel, keys_share
+from prefillcli.models.streamed_layers import StreamedLayers, measure_speed
 from prefillcli.models.weights import WeightsPlan, plan_weights
-from prefillcli.plan.account import Account, account
-from prefillcli.plan.exit_work import LayersDone
+from prefillcli.plan.blocks import STATE_STEP
+from prefillcli.plan.exit_work import Account, LayersDone, account
 from prefillcli.plan.pack import Key, Limits, Pack
-from prefillcli.plan.state_steps import STATE_STEP
 from prefillcli.prefill.attention_paths import ruled_out
-from prefillcli.prefill.compilation import check_compiler, compiled
-from prefillcli.prefill.fusion import Preparation, fused
+from prefillcli.prefill.forest import WatchedLayer
+from prefillcli.prefill.fusion import Preparation, check_compiler, compiled, fused
 from prefillcli.prefill.layer_place import decoder_layers
+from prefillcli.prefill.layout import Tree
+from prefillcli.prefill.leaving import REGROUP_LAYERS, Thinned, ThinningRule
 from prefillcli.prefill.own_cache import NO_DECODING, has_forest_attention
 from prefillcli.prefill.recurrent import recurrent_modules
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.prefill.walk import LayerWalk, Tick
 from prefillcli.runtime import log
 from prefillcli.runtime.memory import available_memory, device_capacity
+
+# The exits of one pack: its prompts are read between layers, and those that are decided leave.
+
+
+class PromptExits:
+    """The `ExitRule` of a pack's prompts. `exits` says what is read of them, and who leaves."""
+
+    def __init__(
+        self,
+        walk: LayerWalk,
+        pack: Pack,
+        labels: Callable[[int], LabelTokens],
+        exits: EarlyExits,
+        regroup_cost: float,
+    ) -> None:
+        self.layers = exits.observed if exits.policy is None else exits.policy.layers
+        self.regroup_cost = regroup_cost
+        self.going: Sequence[int] = range(len(pack.reads))
+        """Numbers of the reads that go on."""
+        self.early: dict[int, EarlyAnswer] = {}
+        """What decided prompts have left with, or would have, by prompt."""
+        self.readings: dict[int, list[Readings]] = {prompt: [] for prompt in pack.prompts}
+        """What observed layers show of each prompt."""
+        self.first_asked: tuple[int, float] | None = None
+        """The first layer that was read, and when."""
+        self._walk = walk
+        self._pack = pack
+        self._labels = labels
+        self._exits = exits
+
+    @classmethod
+    def of(
+        cls, walk: LayerWalk, pack: Pack, labels: Callable[[int], LabelTokens], treatment: Treatment
+    ) -> PromptExits | None:
+        """Those of a pack; None where nothing of it is read early."""
+        if treatment.exits is None or not pack.reads:
+            return None
+        cost = REGROUP_LAYERS if treatment.regroup_cost is None else treatment.regroup_cost
+        return cls(walk, pack, labels, treatment.exits, cost)
+
+    def peeks(self, layer: int) -> bool:
+        """Whether only the prompts' last tokens go through the layer before it is decided who leaves."""
+        return self._exits.policy is not None and self._exits.policy.at(layer).peek
+
+    def __call__(self, layer: int, reads: Sequence[int], before: Tensor, after: Tensor) -> Sequence[int]:
+        prompts = [
+            (row, prompt)
+            for row, read in enumerate(reads)
+            for prompt in self._pack.reads[read][1]
+            if prompt not in self.early
+        ]
+        if not prompts:
+            return reads  # all of them are decided, and go on for the audit
+        readings = self._read([row for row, _ in prompts], [prompt for _, prompt in prompts], before, after)
+        self.first_asked = self.first_asked or (layer, time.monotonic())
+        if self._exits.policy is None:
+            for number, (_, prompt) in enumerate(prompts):
+                self.readings[prompt].append(readings.row(number))
+            return reads
+        decided, logprobs = self._exits.policy.decide(layer, readings)
+        for (_, prompt), leaves, own in zip(prompts, decided.tolist(), logprobs, strict=True):
+            if leaves:
+                self.early[prompt] = EarlyAnswer(layer, own)
+        self.going = [read for read in reads if not all(map(self.has_left, self._pack.reads[read][1]))]
+        return self.going
+
+    def has_left(self, prompt: int) -> bool:
+        """Whether a prompt has left, and goes no further."""
+        return prompt in self.early and prompt not in self._exits.in_full
+
+    def _read(self, rows: list[int], prompts: list[int], before: Tensor, after: Tensor) -> Readings:
+        """What some prompts, whose last tokens are these rows of both tensors, show."""
+        hidden = after[torch.as_tensor(rows, device=after.device)].float().cpu().numpy()
+        own = [self._labels(prompt) for prompt in prompts]
+        logits = np.empty((2, len(prompts), len(own[0])))
+        for tokens in dict.fromkeys(own):
+            at = [number for number, each in enumerate(own) if each == tokens]
+            picked = torch.as_tensor([rows[number] for number in at], device=after.device)
+            for side, states in enumerate((after, before)):
+                logits[side, at] = self._label_logits(states[picked], tokens)
+        return Readings(hidden, logits[0], logits[1])
+
+    def _label_logits(self, hidden: Tensor, labels: LabelTokens) -> npt.NDArray[np.float64]:
+        """Label logits by the model's own norm and head, variants summed in probability, float64 [rows, labels]."""
+        return label_logits(self._walk.label_logits(hidden, output_numbers(labels)), labels)
+
+
+# Texts behind the prompts of a pack whose K,V survive its scoring.
+
+
+class PackTexts:
+    """What is kept of a pack while it is walked, and written on once it is scored."""
+
+    def __init__(self, walk: LayerWalk, pack: Pack, continuations: Continuations) -> None:
+        self.kept = KeptPack(pack, len(walk.layers), on_host=walk.device.type == "cuda")
+        self._walk = walk
+        self._pack = pack
+        self._continuations = continuations
+
+    @classmethod
+    def of(cls, walk: LayerWalk, pack: Pack, treatment: Treatment, limits: Limits) -> Self | None:
+        """None where nothing is written behind this pack, or its K,V of all layers do not fit."""
+        continuations = treatment.continuations
+        if continuations is None or not pack.reads or not limits.can_keep(pack):
+            return None
+        return cls(walk, pack, continuations)
+
+    def write(
+        self,
+        answers: Sequence[Answer],
+        seconds: float,
+        *,
+        longest: int,
+        room: RowRoom,
+        drafters: JobDrafters,
+        tick: Tick,
+        report: DecodingReport,
+    ) -> list[Answer]:
+        """The answers of the pack, which took `seconds`, those of wanted prompts with their texts, for which the
+        `drafters` guess. The other arguments as in `write_behind`."""
+        wanted = self._continuations.wanted(answers)
+        if self._continuations.again:
+            report.again_prompts += len(wanted)
+            report.prompt_tokens += len(self._pack.tokens)
+            report.prompt_seconds += seconds
+        else:
+            report.kept_prompts += len(wanted)
+        reads = {prompt: read for read, (_, prompts) in enumerate(self._pack.reads) for prompt in prompts}
+        writing = self._continuations.writing
+        texts = write_behind(
+            self._walk,
+            self.kept,
+            [(reads[prompt], beginning) for prompt, beginning in wanted.items()],
+            writing,
+            longest=longest,
+            room=room,
+            make_drafter=partial(drafters.of, writing=writing, report=report),
+            tick=tick,
+            report=report,
+        )
+        found = dict(zip(wanted, texts, strict=True))
+        return [replace(each, continuation=found.get(each.prompt)) for each in answers]
+
+
+# What goes on of the prompts of one pack.
+
+
+class PackThinning:
+    """A thinning rule at work on one pack. `found` has what goes on of each prompt, once the rule was asked."""
+
+    def __init__(self, rule: ThinningRule) -> None:
+        self.found: dict[int, ThinnedPrompt] = {}
+        self._rule = rule
+
+    @classmethod
+    def of_treatment(cls, treatment: Treatment) -> PackThinning | None:
+        """That of a pack; None where nothing is left behind."""
+        return None if treatment.thinning is None else cls(treatment.thinning)
+
+    def of_answers(self, answers: Sequence[Answer]) -> list[Answer]:
+        """The answers with what went on of their prompts."""
+        return [replace(each, thinned=self.found.get(each.prompt)) for each in answers]
+
+    @property
+    def layer(self) -> int:
+        return self._rule.layer
+
+    def of(self, prompts: Collection[int]) -> ThinningRule:
+        return self._rule.of(prompts)
+
+    def watched(self, pack: Pack, tree: Tree) -> Sequence[int]:
+        return self._rule.watched(pack, tree)
+
+    def __call__(self, pack: Pack, tree: Tree, layer: WatchedLayer) -> Sequence[Thinned]:
+        thinned = self._rule(pack, tree, layer)
+        for (_, prompts), own in zip(pack.reads, thinned, strict=True):
+            kept = ThinnedPrompt(tree.depths[own.tokens].astype(np.int32), own.reason)
+            self.found |= dict.fromkeys(prompts, kept)
+        return thinned
+
 
 USUAL_KEYS_SHARE = 0.115  # of Llama-3.1-8B
 

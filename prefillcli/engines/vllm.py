@@ -6,15 +6,24 @@ The prompts come in the order of the plan, so that those with a common prefix fo
 from __future__ import annotations
 
 import os
+import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, replace
+from hashlib import blake2b
 from itertools import islice
+from multiprocessing import active_children
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any, Protocol
 
-from prefillcli.decode.continuations import DecodingReport
+import numpy as np
+import numpy.typing as npt
+
+from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, DrafterCounts, Writing
 from prefillcli.engines.base import (
     PLAIN,
     Answer,
@@ -25,12 +34,9 @@ from prefillcli.engines.base import (
     LoadRequest,
     PackByPack,
     Treatment,
+    check_options,
     sequences,
 )
-from prefillcli.engines.engine_options import check_options
-from prefillcli.engines.guard import Guard
-from prefillcli.engines.vllm_answers import HeadOutputs, NextToken, WholeVocabulary
-from prefillcli.engines.vllm_texts import VllmTexts
 from prefillcli.errors import EngineDiedError, PrefillError, ResourceError, UsageError, brief
 from prefillcli.models import open as models
 from prefillcli.models.find import with_weights
@@ -40,6 +46,265 @@ from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.plan.trie import TokenArray
 from prefillcli.runtime.extras import require_extra
 from prefillcli.runtime.streams import stdout_to_stderr
+
+# What is asked of vLLM to score a prompt, and the numbers of the labels in what it answers.
+
+
+class NextToken:
+    """The log-probabilities of the label tokens, which come with one generated token of no interest."""
+
+    arguments: dict[str, Any] = {}  # noqa: RUF012 - what vLLM is started with, besides
+
+    def __init__(self) -> None:
+        self._params: dict[LabelTokens, Any] = {}
+
+    def asked(self, labels: LabelTokens) -> Any:
+        """The parameters of a request."""
+        from vllm import SamplingParams
+
+        if labels not in self._params:
+            ids = [token for label in labels for token in label]
+            self._params[labels] = SamplingParams(max_tokens=1, temperature=0, logprob_token_ids=ids, detokenize=False)
+        return self._params[labels]
+
+    def numbers(self, output: Any, labels: LabelTokens) -> npt.NDArray[np.float64]:
+        """Float64 [labels]; the tokens of a label are summed in probability. Raises PrefillError without an answer."""
+        (completion,) = output.outputs
+        if not completion.logprobs:
+            raise PrefillError(f"vLLM did not answer a prompt of {len(output.prompt_token_ids)} tokens")
+        found = completion.logprobs[0]
+        return np.array([np.logaddexp.reduce([found[token].logprob for token in label]) for label in labels])
+
+
+class WholeVocabulary:
+    """The log-probabilities of the label tokens, among those of all tokens: while it speculates, vLLM gives those of
+    chosen tokens for none."""
+
+    arguments = {"max_logprobs": -1}  # noqa: RUF012
+
+    def asked(self, labels: LabelTokens) -> Any:
+        """The parameters of a request."""
+        from vllm import SamplingParams
+
+        return SamplingParams(max_tokens=1, temperature=0, logprobs=-1, flat_logprobs=True, detokenize=False)
+
+    def numbers(self, output: Any, labels: LabelTokens) -> npt.NDArray[np.float64]:
+        """As of `NextToken`."""
+        (completion,) = output.outputs
+        if not completion.logprobs:
+            raise PrefillError(f"vLLM did not answer a prompt of {len(output.prompt_token_ids)} tokens")
+        tokens = np.array(completion.logprobs.token_ids)
+        logprobs = np.empty(tokens.max() + 1)
+        logprobs[tokens] = completion.logprobs.logprobs
+        return np.array([np.logaddexp.reduce(logprobs[list(label)]) for label in labels])
+
+
+class HeadOutputs:
+    """The outputs of a classification head, as they are."""
+
+    arguments = {"runner": "pooling", "convert": "classify"}  # noqa: RUF012
+
+    def __init__(self, head: ClassHead) -> None:
+        self._head = head
+
+    def asked(self, labels: LabelTokens) -> Any:
+        """The parameters of a request."""
+        from vllm import PoolingParams
+
+        return PoolingParams(task="classify", use_activation=False)
+
+    def numbers(self, output: Any, labels: LabelTokens) -> npt.NDArray[np.float64]:
+        """Float64 [labels], made of the head's outputs as every engine makes them."""
+        from prefillcli.engines.readout import label_numbers
+
+        outputs = output.outputs.data.float().reshape(1, -1).cpu()
+        if outputs.shape[1] != len(self._head.classes):
+            raise PrefillError(f"vLLM gives {outputs.shape[1]} outputs for {len(self._head.classes)} classes")
+        (found,) = label_numbers(outputs, [0], [labels], self._head.activation)
+        numbers: npt.NDArray[np.float64] = found
+        return numbers
+
+
+# Texts behind prompts by vLLM: its batches, its prefix cache, and its own speculation where it is set up for it.
+
+
+COUNTERS = {
+    "vllm:spec_decode_num_drafts": "rounds",
+    "vllm:spec_decode_num_draft_tokens": "proposed",
+    "vllm:spec_decode_num_accepted_tokens": "accepted",
+}
+"""vLLM's metrics, by the names of `DrafterCounts`."""
+
+
+class VllmTexts:
+    """Writes texts with a `vllm.LLMEngine`. No text goes beyond the `longest` places of the model."""
+
+    def __init__(self, engine: Any, longest: int) -> None:
+        self._engine = engine
+        self._longest = longest
+        self._block = int(engine.vllm_config.cache_config.block_size)
+        self._report = DecodingReport()
+        speculation = engine.vllm_config.speculative_config
+        self._drafter: str | None = None if speculation is None else str(speculation.method)
+        self._before = self._guesses()
+
+    def write(
+        self, wanted: Mapping[int, Beginning], writing: Writing, tick: Callable[[float], None]
+    ) -> dict[int, Continuation]:
+        """The texts behind these prompts. `tick` is called with 0 after each step, and may raise to stop."""
+        begun, found = time.monotonic(), dict[int, Continuation]()
+        for prompt, beginning in wanted.items():
+            context = [*beginning.prompt.tolist(), *beginning.tokens]
+            room = min(writing.tokens, self._longest - len(context))
+            if room < 1:
+                found[prompt] = Continuation((), "length", float("inf"))
+                continue
+            asked = _parameters(writing, room, beginning.key)
+            self._engine.add_request(f"text {prompt}", {"prompt_token_ids": context}, asked)
+        while len(found) < len(wanted):
+            outputs = self._engine.step()
+            self._report.passes += bool(outputs)
+            self._report.row_passes += len(outputs)
+            for output in outputs:
+                if output.finished:
+                    prompt = int(output.request_id.removeprefix("text "))
+                    found[prompt] = _continuation(output.outputs[0], writing)
+                    self._count(wanted[prompt], found[prompt], output.num_cached_tokens or 0)
+            tick(0)
+        self._report.seconds += time.monotonic() - begun
+        return found
+
+    def report(self) -> DecodingReport | None:
+        """What writing has taken so far; None if nothing was written. Reading prompts again is part of its seconds."""
+        if not self._report.texts:
+            return None
+        now = self._guesses()
+        drafters = {}
+        if self._drafter is not None:
+            drafters[self._drafter] = DrafterCounts(**{name: now[name] - self._before[name] for name in now})
+        return replace(self._report, drafters=drafters)
+
+    def _count(self, beginning: Beginning, text: Continuation, cached: int) -> None:
+        report, length = self._report, len(beginning.prompt)
+        report.texts += 1
+        report.tokens += len(text.tokens)
+        report.prompt_tokens += max(0, length - cached)
+        kept = cached > 0 and length - cached < 2 * self._block  # it keeps whole blocks, and not the last one
+        report.kept_prompts += kept
+        report.again_prompts += not kept
+
+    def _guesses(self) -> dict[str, int]:
+        """What vLLM has counted of its guesses since it started."""
+        counts = dict.fromkeys(COUNTERS.values(), 0)
+        if self._drafter is not None:
+            for metric in self._engine.get_metrics():
+                if metric.name in COUNTERS:
+                    counts[COUNTERS[metric.name]] += int(metric.value)
+        return counts
+
+
+def _parameters(writing: Writing, room: int, key: str) -> Any:
+    """What is asked for a text. vLLM draws with its own noise, from a seed that follows from the text's key."""
+    from vllm import SamplingParams
+
+    seed = int.from_bytes(blake2b(b"%d " % writing.seed + key.encode(), digest_size=8).digest(), "little") >> 1
+    return SamplingParams(
+        max_tokens=room,
+        temperature=writing.temperature,
+        seed=seed if writing.temperature > 0 else None,
+        stop_token_ids=sorted(writing.stop_tokens),
+        ignore_eos=True,  # the stop tokens have it
+        logprobs=2 if writing.temperature == 0 else None,
+        detokenize=False,
+    )
+
+
+def _continuation(completion: Any, writing: Writing) -> Continuation:
+    """The text of what vLLM has written. What it has compared for a drawn token is not known, so its gap is NaN."""
+    tokens = tuple(completion.token_ids)
+    stopped = completion.finish_reason == "stop"
+    if stopped and tokens and tokens[-1] in writing.stop_tokens:
+        tokens = tokens[:-1]
+    gap = float("nan") if writing.temperature > 0 else min(map(_gap, completion.logprobs))
+    return Continuation(tokens, "stop" if stopped else "length", gap)
+
+
+def _gap(position: Mapping[int, Any]) -> float:
+    """The difference between the two largest log-probabilities, which is that of the logits."""
+    best: Sequence[float] = sorted((each.logprob for each in position.values()), reverse=True)
+    return best[0] - best[1]
+
+
+# Processes that must neither outlive this one nor die unnoticed.
+
+
+_LOOK_SECONDS = 0.1
+#: Reads process ids until it is told to end; its input ends when the process that writes them does.
+_LEASH = 'while read pid; do [ "$pid" = end ] && exit; pids="$pids $pid"; done; [ -z "$pids" ] || kill -KILL $pids'
+
+
+class Guard:
+    """Kills the children that this process starts from now on if it dies, however it does.
+
+    Say `watch` when all have started, and `release` before they are ended in the usual way.
+    """
+
+    def __init__(self) -> None:
+        self._seen = set(active_children())
+        self._children: list[BaseProcess] = []
+        self._leash = subprocess.Popen(  # noqa: S603 - nothing comes from outside
+            ["/bin/sh", "-c", _LEASH],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            text=True,
+            bufsize=1,
+        )
+        self._started = Event()
+        self._looker = Thread(target=self._look, name="prefill-guard-start", daemon=True)
+        self._looker.start()
+
+    def watch(self, died: Callable[[], None]) -> None:
+        """No more children start; `died` is called, in a thread, once one of them has ended."""
+        self._stop_looking()
+        sentinels = [process.sentinel for process in self._children]
+
+        def watch() -> None:
+            if wait(sentinels):
+                died()
+
+        Thread(target=watch, name="prefill-guard", daemon=True).start()
+
+    def release(self) -> None:
+        """Let the children live."""
+        self._stop_looking()
+        self._leash.communicate("end\n")
+
+    def kill(self) -> None:
+        """End what a start that failed left behind; nothing after `release`."""
+        self._stop_looking()
+        if self._leash.stdin:
+            self._leash.stdin.close()
+        self._leash.wait()
+
+    def _look(self) -> None:
+        while True:
+            done = self._started.wait(_LOOK_SECONDS)
+            for process in active_children():
+                if process not in self._seen:
+                    self._seen.add(process)
+                    self._children.append(process)
+                    if self._leash.stdin:
+                        with suppress(BrokenPipeError):  # somebody killed the shell
+                            self._leash.stdin.write(f"{process.pid}\n")
+            if done:
+                return
+
+    def _stop_looking(self) -> None:
+        self._started.set()
+        self._looker.join()
+
 
 #: Before vLLM is imported; what the environment says stands.
 ENVIRONMENT = {

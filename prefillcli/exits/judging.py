@@ -3,20 +3,367 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from prefillcli.exits.calibration_report import ClassFinding, ExitFinding, ExitFindings, TradePoint
-from prefillcli.exits.calibration_rows import BoolArray, CalibrationRows, IntArray, halves
-from prefillcli.exits.costs import ExitCosts, Work, work_of
-from prefillcli.exits.layer_choice import Candidate, candidate_of, choose_layers, without_useless, work_at
-from prefillcli.exits.layer_readings import Float64Array
-from prefillcli.exits.levels import Level, judge_classes, levels_of_labels, short_of_rows
 from prefillcli.exits.policy import ExitLayer, ExitPolicy, lead_of
-from prefillcli.stats.audit import rows_for
+from prefillcli.exits.probes import KNOWS, Float64Array, Probe, Readings, fit_best, margin_error, relative
+from prefillcli.exits.profile_file import ClassFinding, ExitFinding, ExitFindings, TradePoint
+from prefillcli.stats.audit import flip_bound, rows_for
+from prefillcli.stats.drift import FALSE_ALARMS, chance_of, detectable_rate
+
+# Rows of a job that were read in full, for its exits.
+
+
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class CalibrationRows:
+    """Rows of a job that were read in full.
+
+    `readings` are what they show after each observed layer, numbered from 0. `final` are the label log-probabilities
+    of the full read, float64 [rows, labels]. `weights` [rows] are the tokens that each row pays for by itself, one or
+    more.
+    """
+
+    readings: Mapping[int, Readings]
+    final: Float64Array
+    weights: Float64Array
+
+    def __len__(self) -> int:
+        return len(self.final)
+
+    @property
+    def truth(self) -> IntArray:
+        """The label that the full read gives, int64 [rows]."""
+        truth: IntArray = self.final.argmax(axis=1)
+        return truth
+
+    @property
+    def labels(self) -> int:
+        return int(self.final.shape[1])
+
+    def chosen(self, rows: IntArray | BoolArray) -> CalibrationRows:
+        """Some of the rows."""
+        readings = {
+            layer: Readings(each.hidden[rows], each.logits[rows], each.before[rows])
+            for layer, each in self.readings.items()
+        }
+        return CalibrationRows(readings, self.final[rows], self.weights[rows])
+
+    def sound(self) -> BoolArray:
+        """Which rows have finite values only [rows]."""
+        sound: BoolArray = np.ones(len(self), dtype=np.bool_)
+        shown = [
+            each for readings in self.readings.values() for each in (readings.hidden, readings.logits, readings.before)
+        ]
+        for values in (self.final, *shown):
+            sound &= np.isfinite(values).all(axis=1)
+        return sound
+
+
+def halves(rows: CalibrationRows, seed: int) -> tuple[CalibrationRows, CalibrationRows]:
+    """Two halves with half of each class, drawn with `seed`: a row's half depends on nothing but its class and luck.
+
+    Of an odd number the second half has one more.
+    """
+    draws = np.random.default_rng(seed)
+    fit: list[IntArray] = []
+    for label in range(rows.labels):
+        own = draws.permutation(np.flatnonzero(rows.truth == label))
+        fit.append(own[: len(own) // 2])
+    first = np.sort(np.concatenate(fit))
+    return rows.chosen(first), rows.chosen(np.setdiff1d(np.arange(len(rows)), first))
+
+
+# What exits cost and save, in layers of a token.
+
+
+@dataclass(frozen=True, slots=True)
+class ExitCosts:
+    """Shares of one layer's work for one token.
+
+    `keys` is what it takes to store its K,V alone, as all tokens but the last do in the last layer. `repeated` is what
+    a peek does twice for tokens that stay: q, k and v. `regroup` is what it takes to lay a token that stays out anew.
+    `reading` is for a row, not for a token: its last token goes through the layer, norm, head and probe by itself.
+    """
+
+    keys: float = 0.04
+    repeated: float = 0.115
+    regroup: float = 0.05
+    reading: float = 3.0
+
+
+class Work(NamedTuple):
+    """What rows cost, where they leave, and which exits peek.
+
+    `share` is the work over that of rows that are all read in full. `left` [rows] numbers the exit that each row
+    leaves by, -1 where it goes on to the end. `peeks` and `leaving`, the share of all rows, have an entry for each
+    exit. `layers` is the mean number of layers that a token goes through.
+    """
+
+    share: float
+    left: npt.NDArray[np.int64]
+    peeks: tuple[bool, ...]
+    leaving: tuple[float, ...]
+    layers: float
+
+
+def work_of(
+    decided: npt.NDArray[np.bool_], exit_layers: Sequence[int], weights: Float64Array, layers: int, costs: ExitCosts
+) -> Work:
+    """The work for rows of which `decided` [exits, rows] may leave after `exit_layers`, numbered from 0.
+
+    Each row pays for `weights` [rows] tokens by itself, through so many `layers`. An exit peeks where that is cheaper:
+    who leaves is spared the layer except for its K,V, who stays does part of it twice.
+    """
+    full = layers - 1 + costs.keys
+    inside = np.ones(decided.shape[1], dtype=np.bool_)
+    left = np.full(decided.shape[1], -1, dtype=np.int64)
+    paid = np.zeros(decided.shape[1])
+    gone = np.full(decided.shape[1], full)
+    peeks: list[bool] = []
+    for number, layer in enumerate(exit_layers):
+        going = inside & decided[number]
+        staying = inside & ~decided[number]
+        paid[inside] += costs.reading
+        paid[staying] += costs.regroup * weights[staying]
+        spared, twice = (1 - costs.keys) * weights[going].sum(), costs.repeated * weights[staying].sum()
+        peeks.append(bool(spared > twice))
+        gone[going] = layer + (costs.keys if peeks[-1] else 1)
+        if peeks[-1]:
+            paid[staying] += costs.repeated * weights[staying]
+        left[going] = number
+        inside = staying
+    total = float(weights.sum())
+    walked = float((gone * weights).sum()) / total
+    leaving = tuple(float(np.mean(left == number)) for number in range(len(exit_layers)))
+    return Work((walked + float(paid.sum()) / total) / full, left, tuple(peeks), leaving, walked)
+
+
+# How low the thresholds may be: learn-then-test with exact bounds for each class of rows.
+#
+# A *level* stands for all thresholds at once: the threshold of a label at an exit layer is the level times the
+# spread of what the probe there is off by. So a lower level lets more rows leave at every layer.
+#
+# A class are the rows that the model, read in full, answers with one label. Its flip rate at a level is the share of
+# its rows that some exit layer sends away with another label. The levels are tested by fixed-sequence testing
+# (Angelopoulos et al., Learn then Test, 2021, arXiv 2110.01052, section 4.2): from the safest one down, each by an
+# exact binomial bound of the flip rate (Clopper and Pearson, Biometrika 26, 1934), until one fails. The order is
+# fixed before the judged rows are looked at. So the probability that the last level that passes has a higher flip
+# rate than allowed is at most 1 - confidence, however many levels are tried: to err, the first level that is too low
+# must pass, and that is one test.
+#
+# Each class has a sequence of its own, with its own rows. A label leaves at the largest of the levels of the *other*
+# classes: these are the rows that its exits can flip. That is valid for each class, because its flips only become
+# fewer - as the level of any label rises: fewer rows are sent away at any layer; - as exit layers are dropped; - as
+# rows leave earlier with the right label. They count as flips here, if a later layer would have sent them away with
+# a wrong one, and then cannot flip. For the same reasons the test of a class does not depend on the levels of the
+# others.
+
+
+LEVELS: Final = tuple(float(level) for level in np.geomspace(64, 0.02, 405))
+"""In the order in which they are tested: each is 2 % lower than the one before."""
+
+
+class Level(NamedTuple):
+    """The last level that passed for a class, infinity if none did, with the flips there of how many rows.
+
+    `bound` is the upper bound of the flip rate there; `passed` levels have.
+    """
+
+    level: float
+    flips: int
+    rows: int
+    bound: float
+    passed: int
+
+
+def endangered(levels: Float64Array, wrong: npt.NDArray[np.bool_]) -> Float64Array:
+    """The level [rows] at and below which some exit sends a row away with a wrong label; -infinity: none ever does.
+
+    `levels` [exits, rows] are those at and below which the rows leave.
+    """
+    if not len(levels):
+        return np.full(levels.shape[1], -math.inf)
+    found: Float64Array = np.where(wrong, levels, -math.inf).max(axis=0)
+    return found
+
+
+def lowest_level(danger: Float64Array, max_flips: float, confidence: float) -> Level:
+    """Test all levels with the rows of a class, which are `endangered` at and below `danger` [rows]."""
+    rows, most = len(danger), most_flips(len(danger), max_flips, confidence)
+    flips = rows - np.searchsorted(np.sort(danger), LEVELS, side="left")  # at each level; never fewer at the next
+    passed = int(np.searchsorted(flips, most, side="right"))
+    if not passed:
+        return Level(math.inf, 0, rows, flip_bound(0, rows, confidence), 0)
+    last = int(flips[passed - 1])
+    return Level(LEVELS[passed - 1], last, rows, flip_bound(last, rows, confidence), passed)
+
+
+@lru_cache(maxsize=1024)
+def most_flips(rows: int, max_flips: float, confidence: float) -> int:
+    """How many flips of the rows still prove a flip rate of at most `max_flips`; -1 if none do."""
+    flips = -1
+    while flips + 1 < rows and flip_bound(flips + 1, rows, confidence) <= max_flips:
+        flips += 1
+    return flips
+
+
+def levels_of_labels(by_class: Sequence[Level]) -> tuple[float, ...]:
+    """At which level each label leaves: the largest of the other classes'."""
+    return tuple(
+        max(each.level for other, each in enumerate(by_class) if other != label) for label in range(len(by_class))
+    )
+
+
+def judge_classes(
+    levels: Float64Array,
+    wrong: npt.NDArray[np.bool_],
+    truth: npt.NDArray[np.int64],
+    labels: int,
+    max_flips: float,
+    confidence: float,
+) -> tuple[Level, ...]:
+    """The lowest level of each of the `labels` classes. `levels` and `wrong` are [exits, rows], `truth` [rows] is what
+    the full read says."""
+    danger = endangered(levels, wrong)
+    return tuple(lowest_level(danger[truth == each], max_flips, confidence) for each in range(labels))
+
+
+def short_of_rows(label: str, rows: int, total: int, max_flips: float, confidence: float) -> str | None:
+    """What to say of a class with too few judged rows to prove anything; None if there are enough.
+
+    `rows` of the `total` judged ones are of the class, and as many rows again only fit.
+    """
+    needed = rows_for(max_flips, confidence=confidence)
+    if rows >= needed:
+        return None
+    said = f"the full read answers {rows:,} of {total:,} judged rows with {label!r}"
+    most = f"it takes {needed:,} without a flip to prove at most {max_flips:.2%}"
+    if not rows:
+        return f"{said}, and {most}"
+    return f"{said}, and {most}: about {2 * math.ceil(total * needed / rows):,} calibration rows in all"
+
+
+# Which layers rows may leave after: two-level scheduling (SpecEE, section 5) for rows that are all known before.
+
+
+MOST_EXITS: Final = 6
+WORTH: Final = 0.003  # share of the full read's work that one more exit must save
+
+
+class Candidate(NamedTuple):
+    """A layer that may become an exit: its probe, and what rows show of it that were left out when it was fitted.
+
+    `errors` are those of `fit_best`, `correlation` is that of predicted and final margins. It `knows` something if its
+    error is small enough beside what the mean answer is off by. `spread` is the root of the
+    mean square of what a predicted lead is off by. `label` [rows] is what each row is predicted to be, and `reach`
+    [rows] the lead in units of the spread: a row leaves at this level and below.
+    """
+
+    layer: int
+    probe: Probe
+    errors: dict[str, float]
+    correlation: float
+    knows: bool
+    spread: float
+    label: IntArray
+    reach: Float64Array
+
+
+def candidate_of(fit: CalibrationRows, layer: int, seed: int) -> Candidate:
+    """The best probe for a layer. `fit` are rows to fit it to."""
+    (probe, held_out), errors = fit_best(fit.readings[layer], fit.final, seed)
+    final, lead = relative(fit.final), lead_of(held_out)
+    two = np.take_along_axis(final, np.argsort(held_out, axis=1)[:, -2:], axis=1)
+    spread = max(float(np.sqrt(np.mean((lead.ahead - two[:, 1] + two[:, 0]) ** 2))), 1e-9)
+    knows = errors[probe.kind] <= KNOWS * margin_error(final - final.mean(axis=0))
+    correlation = _correlation(held_out, final)
+    return Candidate(layer, probe, errors, correlation, knows, spread, lead.label, lead.ahead / spread)
+
+
+def work_at(
+    exits: Sequence[Candidate], levels: Sequence[float], fit: CalibrationRows, layers: int, costs: ExitCosts
+) -> Work:
+    """What the rows cost that the exits were fitted to, each predicted as if it had been left out, at `levels`
+    [labels]."""
+    at = np.asarray(levels)
+    decided = np.stack([each.reach >= at[each.label] for each in exits])
+    return work_of(decided, [each.layer for each in exits], fit.weights, layers, costs)
+
+
+def choose_layers(
+    found: Sequence[Candidate],
+    fit: CalibrationRows,
+    layers: int,
+    max_flips: float,
+    confidence: float,
+    costs: ExitCosts,
+) -> list[Candidate]:
+    """The exits that save most after their own cost, in the order of the layers; none if nothing saves enough.
+
+    The levels are those that left-out rows of the fitting half allow, by the test that will judge the other half. A
+    layer whose probe knows nothing is no exit: a few rows could leave it by tossing a coin, and not flip too many.
+    Greedy: the best layer to add, until none saves enough more.
+    """
+    chosen: list[Candidate] = []
+    least = 1.0
+    while len(chosen) < MOST_EXITS:
+        taken = {each.layer for each in chosen}
+        tries = [_in_order([*chosen, each]) for each in found if each.knows and each.layer not in taken]
+        shares = [
+            work_at(exits, _allowed(exits, fit, max_flips, confidence), fit, layers, costs).share for exits in tries
+        ]
+        if not shares or min(shares) > least - WORTH:
+            break
+        least = min(shares)
+        chosen = tries[shares.index(least)]
+    return chosen
+
+
+def without_useless(
+    chosen: Sequence[Candidate], levels: Sequence[float], fit: CalibrationRows, layers: int, costs: ExitCosts
+) -> list[Candidate]:
+    """The exits without those that cost more than they save at these levels: fewer exits never flip more rows."""
+    kept = list(chosen)
+    least = work_at(kept, levels, fit, layers, costs).share
+    while kept:
+        tries = [[other for other in kept if other is not each] for each in kept]
+        shares = [work_at(exits, levels, fit, layers, costs).share if exits else 1.0 for exits in tries]
+        if min(shares) > least:
+            break
+        least = min(shares)
+        kept = tries[shares.index(least)]
+    return kept
+
+
+def _in_order(exits: Sequence[Candidate]) -> list[Candidate]:
+    return sorted(exits, key=lambda each: each.layer)
+
+
+def _allowed(
+    exits: Sequence[Candidate], fit: CalibrationRows, max_flips: float, confidence: float
+) -> tuple[float, ...]:
+    reach, wrong = np.stack([each.reach for each in exits]), np.stack([each.label != fit.truth for each in exits])
+    return levels_of_labels(judge_classes(reach, wrong, fit.truth, fit.labels, max_flips, confidence))
+
+
+def _correlation(predicted: Float64Array, final: Float64Array) -> float:
+    """Of the margins between the two labels that are likeliest over all rows; 0 where one of them does not vary."""
+    two = np.argsort(final.mean(axis=0))[-2:]
+    margins = [each[:, two[1]] - each[:, two[0]] for each in (predicted, final)]
+    if min(float(np.std(each)) for each in margins) == 0:
+        return 0.0
+    return float(np.corrcoef(margins[0], margins[1])[0, 1])
+
 
 LEAST_SAVED: Final = 0.01
 """Share of the full read's work that exits must save in each half of the rows, by the cost model."""
@@ -63,13 +410,13 @@ def calibrate_exits(
     labels: Sequence[str] = (),
     confidence: float = 0.95,
     seed: int = 0,
-    costs: ExitCosts = ExitCosts(),  # noqa: B008 - frozen
+    costs: ExitCosts = ExitCosts(),
 ) -> ExitCalibration:
     """Fit probes and choose exit layers on one half of the rows, and prove on the other how low thresholds may be.
 
     The model has so many `layers`. For each class, the rows that the full read answers with one of the `labels`, the
     probability that more than `max_flips` (a share) of the class leave with another label is at most 1 - `confidence`
-    (`prefillcli.exits.levels` says why). The halves are drawn with `seed`, each with half of every class. Readings of
+    (`prefillcli.exits.judging` says why). The halves are drawn with `seed`, each with half of every class. Readings of
     the last layer are not looked at. Raises ValueError unless 0 < max_flips < 1 and 0 < confidence < 1.
     """
     rows_for(max_flips, confidence=confidence)
@@ -245,3 +592,87 @@ def _flipped(seen: _Judged, work: Work, truth: IntArray) -> BoolArray:
     answered = seen.label[work.left, np.arange(len(truth))]
     flipped: BoolArray = (work.left >= 0) & (answered != truth)
     return flipped
+
+
+# Whether exits that were proven on an earlier night still hold: a test of some hundred fresh rows.
+
+
+_POWER = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class ClassRecheck:
+    """The fresh rows that the full read answers with `label`.
+
+    `chance` is the probability of as many flips or more if the flip rate is the one that was allowed. A flip rate of
+    `detectable` is found in four of five checks with so many rows; None without rows.
+    """
+
+    label: str
+    rows: int
+    flips: int
+    chance: float
+    detectable: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ExitRecheck:
+    """Whether fresh rows contradict what was proven, and what they could have found.
+
+    `reason` says what contradicts it, None if nothing does. `leaving` is the share of the rows that leave.
+    """
+
+    ok: bool
+    reason: str | None
+    leaving: float
+    classes: tuple[ClassRecheck, ...]
+    text: str
+    """What the check can and cannot find: a sentence."""
+
+
+def recheck_exits(
+    policy: ExitPolicy, rows: CalibrationRows, max_flips: float, labels: Sequence[str] = ()
+) -> ExitRecheck:
+    """Apply a policy to fresh rows that were read in full, with readings of its layers.
+
+    Some hundred rows cannot prove again that at most `max_flips` flip. So this is a test of the contrary: in each
+    class, whether there are more flips than that rate explains, by an exact binomial test. The probability that it
+    refuses exits which hold in all classes is at most 5 %; the classes share it. Raises KeyError if a layer of the
+    policy was not observed.
+    """
+    names = tuple(labels) or tuple(f"label {number}" for number in range(rows.labels))
+    left, flipped = _outcome(policy, rows)
+    alarm = FALSE_ALARMS / len(names)
+    found = []
+    for number, name in enumerate(names):
+        own = rows.truth == number
+        count, flips = int(own.sum()), int(flipped[own].sum())
+        detectable = detectable_rate(count, max_flips, alarm, _POWER) if count else None
+        found.append(ClassRecheck(name, count, flips, chance_of(flips, count, max_flips), detectable))
+    bad = [each for each in found if each.chance < alarm]
+    said = ", ".join(
+        f"{each.flips:,} of {each.rows:,} rows of {each.label!r} flip (chance {each.chance:.1g})" for each in bad
+    )
+    reason = f"{said}: more than a flip rate of {max_flips:.2%} explains" if bad else None
+    return ExitRecheck(not bad, reason, float(np.mean(left)) if len(left) else 0.0, tuple(found), _power(found))
+
+
+def _outcome(policy: ExitPolicy, rows: CalibrationRows) -> tuple[BoolArray, BoolArray]:
+    """Which rows leave, and which of these with another label than the full read's."""
+    left = np.zeros(len(rows), dtype=np.bool_)
+    flipped = np.zeros(len(rows), dtype=np.bool_)
+    for layer in policy.layers:
+        found = policy.decide(layer, rows.readings[layer])
+        going = found.decided & ~left
+        flipped |= going & (lead_of(found.logprobs).label != rows.truth)
+        left |= going
+    return left, flipped
+
+
+def _power(found: Sequence[ClassRecheck]) -> str:
+    can = ", ".join(
+        f"{each.detectable:.1%} among {each.rows:,} rows of {each.label!r}" for each in found if each.detectable
+    )
+    none = ", ".join(repr(each.label) for each in found if not each.rows)
+    text = f"four of five such checks would find a flip rate of {can}" if can else "there are no rows to check"
+    return f"{text}; nothing is known of {none}" if none and can else text

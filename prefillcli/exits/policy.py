@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from prefillcli.exits.layer_readings import Float64Array, Readings
-from prefillcli.exits.probes import Probe, probe_of
+from prefillcli.exits.probes import Float64Array, Probe, Readings, probe_of
 
 
 @dataclass(frozen=True, slots=True)

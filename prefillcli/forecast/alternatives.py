@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from prefillcli.compress.answers import plan_requests, planned_adapters, planned_positions
+from prefillcli.compress.compressor import keep_rates
 from prefillcli.compress.load import own_layers, plan_draft, translator_of, worth_of
-from prefillcli.compress.pickers.self_draft import SelfDraft
-from prefillcli.compress.rates import keep_rates
-from prefillcli.compress.request import Request
-from prefillcli.compress.selection import select_all
+from prefillcli.compress.selection import Request, select_all
+from prefillcli.compress.self_draft import SelfDraft
 from prefillcli.compress.settings import Compression
 from prefillcli.data.rows import ErrorCode, Prompt
 from prefillcli.engines.memory_plan import TEXTS, budget_of, plan_packs
@@ -30,7 +29,7 @@ from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.report.survey import KeepCost, PackLimits, PlanCost, TextCost
 
 if TYPE_CHECKING:  # takes torch along
-    from prefillcli.models.text_room import TextsOf
+    from prefillcli.models.law import TextsOf
 
 PREFIX_KV = ("auto", "discard", "offload")  # keep is the same as auto
 KEEP_RATES = (1.0, 0.5, 0.3, 0.2, 0.1)

@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefillcli.data.rows import SKIPPED_CODES, ErrorCode, Int32Array, Prompt, Window
-from prefillcli.plan.sharing import shared_nodes
-from prefillcli.plan.trie import build_forest, token_order
+from prefillcli.plan.trie import build_forest, shared_nodes, token_order
 from prefillcli.report.survey import (
     Bin,
     Duplicates,

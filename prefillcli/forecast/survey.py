@@ -24,7 +24,7 @@ from prefillcli.report.survey import (
 from prefillcli.runtime.clock import Clock
 
 if TYPE_CHECKING:  # takes torch along
-    from prefillcli.models.text_room import TextsOf
+    from prefillcli.models.law import TextsOf
 
 
 def survey(

@@ -2,24 +2,251 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
+from prefillcli.data.output.columns import ROW_COLUMN
+from prefillcli.data.output.manifest import Job, Manifest
 from prefillcli.data.output.store import put_text
+from prefillcli.data.output.target import Target
+from prefillcli.data.prompts.labels import Label, label_of
 from prefillcli.data.proof.seals import sealed_text
-from prefillcli.errors import ResourceError, UsageError
-from prefillcli.jobs.labelled_scores import LabelledScores, read_labelled_scores
-from prefillcli.jobs.path_table import require_apart
-from prefillcli.jobs.paths import require_json
+from prefillcli.data.reading.source import Source
+from prefillcli.data.rows import Float64Array, Int64Array
+from prefillcli.errors import PrefillError, ResourceError, UsageError
+from prefillcli.jobs.path_table import require_apart, require_json
 from prefillcli.jobs.shell import shell
 from prefillcli.options.calibrate import CalibrateSettings
 from prefillcli.redaction import without_secrets
-from prefillcli.report.calibration_table import print_calibration
+from prefillcli.report.rendering import WIDTH, numbers_table, stderr_console
 from prefillcli.runtime import log
 from prefillcli.runtime.extras import require_extra
 from prefillcli.stats.calibration import Calibration, FittedOn, PlattScaling, log_shares_of
+from prefillcli.stats.probabilities import label_probabilities
+
+# What `prefill score` wrote, read again with right answers beside it.
+
+
+_LOGPROB = "logprob_"
+_VALUE = "value_"
+_EXIT = "exit_layer"
+_SAME = 1e-6
+_MORE_THAN_ALL = 1e-3
+_PLAIN = (str, int, float, bool)
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledScores:
+    """Rows with a score and a right answer."""
+
+    labels: tuple[str, ...]
+    """The positive one first."""
+    logprobs: Float64Array
+    """Over the whole vocabulary [rows, labels]."""
+    before: Float64Array
+    """Probabilities as the output has them [rows, labels]."""
+    truth: Int64Array
+    """Number of the right label [rows]."""
+    left_out: dict[str, int]
+    """Other rows, by reason."""
+    job: dict[str, str]
+    """The fingerprint of the job that wrote the scores; empty where they do not say it."""
+
+
+def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
+    """The rows of `settings.scores` with the right answers.
+
+    Raises UsageError if they are not what `prefill score` wrote, or have no right answers, and PrefillError if a file
+    is damaged.
+    """
+    path, truth_name = settings.scores, settings.truth or ""
+    source = Source.open([path])
+    labels = tuple(name.removeprefix(_LOGPROB) for name in source.available if name.startswith(_LOGPROB))
+    if "score" in source.available and not labels and any(name.startswith(_VALUE) for name in source.available):
+        raise UsageError(
+            f"{path}: its scores are a head's values, which are no probabilities\nscore with --head probability"
+        )
+    if "score" not in source.available or len(labels) < 2:
+        raise UsageError(f"{path}: not an output of prefill score: it needs the columns score and {_LOGPROB}<label>")
+    job = _job_of(path)
+    if settings.truth_from is None:
+        if truth_name not in source.available:
+            raise UsageError(
+                f"{path}: no column {truth_name!r}\nscore with --truth {truth_name}, which keeps it, or name "
+                "the file that has it with --truth-from"
+            )
+        answers, key = None, truth_name
+    else:
+        key = settings.id_column or (None if job is None else job.id_name) or ROW_COLUMN
+        if key not in source.available:
+            raise UsageError(
+                f"{path}: no column {key!r} to find the rows of --truth-from by\nname it with --id-column"
+            )
+        answers = _answers(settings.truth_from, truth_name, None if key == ROW_COLUMN else key)
+    exits = [_EXIT] if _EXIT in source.available else []
+    source.select(columns=["score", *(_LOGPROB + label for label in labels), key, *exits], carried=())
+    found = _collect(source, labels, key, answers)
+    _require_order(path, labels, found)
+    if len(found.truth) == 0:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in found.left_out.items()) or "it has no rows"
+        raise UsageError(f"{path}: no row has a score and a right answer ({reasons})\nthe labels: {', '.join(labels)}")
+    fingerprint = {} if job is None else job.fingerprint
+    return LabelledScores(labels, found.logprobs, found.before(), found.truth, found.left_out, fingerprint)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    scores: Float64Array
+    logprobs: Float64Array
+    truth: Int64Array
+    left_out: dict[str, int]
+
+    def before(self) -> Float64Array:
+        """Probabilities [rows, labels]: of two labels as the scores are, with any `--temperature`; of more without."""
+        if self.logprobs.shape[1] == 2:
+            return np.stack([self.scores, 1 - self.scores], axis=1)
+        return label_probabilities(self.logprobs)
+
+
+def _collect(source: Source, labels: Sequence[str], key: str, answers: dict[str, Any] | None) -> _Found:
+    """The rows that can be used. With `answers` the column `key` says where to look for a row's."""
+    names = [Label(label) for label in labels]
+    left_out: Counter[str] = Counter()
+    scores: list[float] = []
+    logprobs: list[list[float]] = []
+    truth: list[int] = []
+    for score, row_logprobs, value in _rows(source, labels, key, left_out):
+        answer = value if answers is None else answers.get(_key(value))
+        number = label_of(answer, names) if isinstance(answer, _PLAIN) else None
+        if score is None:
+            left_out["without a score"] += 1
+        elif not 0 <= score <= 1 or any(math.isnan(each) or each == math.inf for each in row_logprobs):
+            left_out["whose score is no probability"] += 1
+        elif answer is None or answer == "":
+            left_out["without a right answer"] += 1
+        elif number is None:
+            left_out["whose right answer is no label"] += 1
+        else:
+            scores.append(score)
+            logprobs.append(row_logprobs)
+            truth.append(number)
+    return _Found(
+        np.array(scores, np.float64),
+        np.array(logprobs, np.float64).reshape(-1, len(labels)),
+        np.array(truth, np.int64),
+        dict(left_out),
+    )
+
+
+def _rows(
+    source: Source, labels: Sequence[str], key: str, left_out: Counter[str]
+) -> Iterator[tuple[float | None, list[float], Any]]:
+    """Score (None if there is none), label log-probabilities, and the value of the column `key` of each row."""
+    for batch in source.batches():
+        if any(layer is not None for layer in batch.columns.get(_EXIT, ())):
+            raise UsageError(
+                "rows left early (--exit): their label log-probabilities are not known, and those of the rest alone "
+                "make no calibration\nscore some rows without --exit and fit it on those: it holds with --exit too"
+            )
+        columns = [batch.columns[name] for name in ("score", *(_LOGPROB + label for label in labels), key)]
+        for row, score, *logprobs, value in zip(batch.rows.tolist(), *columns, strict=True):
+            if row in batch.errors:
+                left_out["that cannot be read"] += 1
+                continue
+            yield None if score is None else _number(score), [_number(each) for each in logprobs], value
+
+
+def _number(value: Any) -> float:
+    """NaN for what is no number."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+
+
+def _answers(path: str, truth: str, key: str | None) -> dict[str, Any]:
+    """The right answers of a file by id, or without a `key` by row number. Raises UsageError for an id with two."""
+    source = Source.open([path], columns=[truth] if key is None else [truth, key])
+    found: dict[str, Any] = {}
+    for batch in source.batches():
+        keys = batch.rows.tolist() if key is None else batch.columns[key]
+        for row, name, answer in zip(batch.rows.tolist(), keys, batch.columns[truth], strict=True):
+            if row in batch.errors or name is None:
+                continue
+            if found.setdefault(_key(name), answer) != answer:
+                raise UsageError(
+                    f"--truth-from {path}: {key} {name} has two right answers: {found[_key(name)]}, {answer}"
+                )
+    return found
+
+
+def _key(value: Any) -> str:
+    """An id as text: the same for the same id, whatever kind of file it is read from."""
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
+
+
+def _job_of(path: str) -> Job | None:
+    """The job that wrote an output, if it says so."""
+    with suppress(PrefillError, OSError, ValueError):
+        target = Target.parse(path)
+        if (published := target.published()) is not None:
+            return published.job
+        if (manifest := Manifest.load(target.work)) is not None:
+            return manifest.job
+    return None
+
+
+def _require_order(path: str, labels: Sequence[str], found: _Found) -> None:
+    """Raise UsageError unless the first label is that of the score: in a copy the columns may have another order."""
+    if np.any(np.exp(found.logprobs).sum(axis=1) > 1 + _MORE_THAN_ALL):
+        raise UsageError(
+            f"{path}: its labels do not exclude one another: their probabilities add up to more than 1\n"
+            f"score one of them, with --labels {labels[0]}"
+        )
+    likeliest = found.logprobs.argmax(axis=1) == 0 if len(found.truth) else np.zeros(0, np.bool_)
+    second = np.sort(found.logprobs, axis=1)[:, -2:]
+    clear = np.diff(second, axis=1)[:, 0] > _SAME
+    wrong = clear & (found.scores > 0.5 + _SAME) & ~likeliest
+    if len(labels) == 2:
+        wrong |= clear & (found.scores < 0.5 - _SAME) & likeliest
+    if wrong.any():
+        raise UsageError(
+            f"{path}: score is not the probability of {labels[0]}, the first of the columns {_LOGPROB}<label>\n"
+            "give an output as prefill score wrote it, or put its columns back in their order"
+        )
+
+
+# What cross-validation found of each method, as a table in the terminal.
+
+
+HEADER = ["held-out rows", "log loss", "+-", "Brier", "ECE", "accuracy", "AUC"]
+
+
+def print_calibration(calibration: Calibration, path: str) -> None:
+    """Print the methods side by side, and what was chosen."""
+    console = stderr_console(WIDTH)
+    chosen, fitted = calibration.scaling.method, calibration.fitted_on
+    rows = [HEADER]
+    for method, held in calibration.held_out.items():
+        numbers = [held.log_loss, held.log_loss_spread, held.brier, held.ece, held.accuracy]
+        name = "scores as they are" if method == "none" else method
+        area = "" if held.auc is None else f"{held.auc:.3f}"
+        rows.append([name + (" *" if method == chosen else ""), *(f"{number:.4f}" for number in numbers), area])
+    console.print(numbers_table(rows))
+    console.print()
+    if fitted is not None:
+        counts = ", ".join(f"{count:,} {label}" for label, count in fitted.rows_by_label.items())
+        left = "".join(f"; left out: {count:,} {reason}" for reason, count in fitted.left_out.items())
+        console.print(f"{fitted.rows:,} rows ({counts}){left}")
+    console.print(
+        f"* {chosen} is fitted on all of them: {path}\n"
+        f"+- is the standard deviation over the {calibration.folds} folds. ECE: expected calibration error."
+    )
+    console.print(f"next: prefill score ... --calibration {path} adds the column probability")
+
 
 LEAST_ROWS = 10
 """Of each label, that a calibration can be fitted on."""

@@ -12,11 +12,16 @@ from prefillcli.data.proof.fingerprints import hash_model
 from prefillcli.errors import PrefillError, ResourceError, UsageError
 from prefillcli.forecast.profile import find_profile
 from prefillcli.jobs.calibration_file import calibration_of, check_calibration
-from prefillcli.jobs.inputs import Granularity, carried_columns, open_source, prompt_builder, refuse_unlike_partitions
-from prefillcli.jobs.label_uses import require_label_uses
+from prefillcli.jobs.inputs import (
+    Granularity,
+    carried_columns,
+    open_source,
+    prompt_builder,
+    refuse_unlike_partitions,
+    require_label_uses,
+)
 from prefillcli.jobs.load import compression_of
-from prefillcli.jobs.path_table import output_of, require_apart
-from prefillcli.jobs.paths import dry_run_report
+from prefillcli.jobs.path_table import dry_run_report, output_of, require_apart
 from prefillcli.jobs.row_choice import RowChoice, check_rationales
 from prefillcli.jobs.shell import conclude, shell
 from prefillcli.jobs.writing_setup import text_room

@@ -19,7 +19,7 @@ from prefillcli.errors import UsageError
 from prefillcli.jobs.inputs import JobInputs
 from prefillcli.options.score import ScoreSettings
 from prefillcli.plan.trie import common_prefix
-from prefillcli.report.evaluated import CalibratedFigures, EvaluatedRow, RunEvaluation, TruthValue
+from prefillcli.report.evaluation import CalibratedFigures, EvaluatedRow, RunEvaluation, TruthValue
 from prefillcli.stats.audit import Audit, audit_of
 from prefillcli.stats.evaluation import (
     Evaluation,

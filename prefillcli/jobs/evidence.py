@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prefillcli.compress.request import Request
+from prefillcli.compress.selection import Request
 from prefillcli.data.prompts.sections import Ablation
 from prefillcli.data.rows import Float64Array, Prompt, ScoredRow, SectionEffect
 from prefillcli.engines.base import Answer

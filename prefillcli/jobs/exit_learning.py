@@ -4,41 +4,88 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from prefillcli.compress.answers import plan_requests, thinning_of
-from prefillcli.compress.request import Request
+from prefillcli.compress.selection import Request
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.output.store import put_text
+from prefillcli.data.proof.fingerprints import hash_value
 from prefillcli.data.proof.seals import sealed_text
 from prefillcli.data.rows import Int64Array, Prompt, ScoredRow
 from prefillcli.engines.base import Answer, EarlyExits, PlanEngine, Treatment
-from prefillcli.errors import PrefillError
-from prefillcli.exits.calibration_rows import CalibrationRows
-from prefillcli.exits.costs import ExitCosts
-from prefillcli.exits.judging import calibrate_exits
-from prefillcli.exits.layer_readings import Readings
-from prefillcli.exits.profile_file import ExitProfile
-from prefillcli.exits.recheck import recheck_exits
-from prefillcli.jobs.exit_profile_file import job_of_exits
-from prefillcli.jobs.exit_report import exit_use
+from prefillcli.errors import PrefillError, UsageError
+from prefillcli.exits.judging import CalibrationRows, ExitCosts, calibrate_exits, recheck_exits
+from prefillcli.exits.probes import Readings
+from prefillcli.exits.profile_file import ExitProfile, exit_profile_of, require_same_job
 from prefillcli.jobs.inputs import JobInputs, carried_columns, open_source, prompt_builder
-from prefillcli.jobs.job_exits import ENDED, EXITS, JobExits, Spared
-from prefillcli.jobs.paths import exits_path
-from prefillcli.jobs.scored_rows import scored_row
-from prefillcli.models.flops import keys_share
-from prefillcli.models.shape import NoCostModel
+from prefillcli.jobs.job_exits import ENDED, EXITS, JobExits, Spared, exit_use
+from prefillcli.jobs.load import compression_of
+from prefillcli.jobs.path_table import exits_path
+from prefillcli.jobs.sealed_file import read_sealed
+from prefillcli.jobs.wanted_rows import scored_row
+from prefillcli.models.open import Opened
+from prefillcli.models.shape import NoCostModel, keys_share
 from prefillcli.options.score import ScoreSettings
+from prefillcli.redaction import without_secrets
 from prefillcli.report.run import Tokens
 from prefillcli.runtime import log
 from prefillcli.stats.audit import rows_for
 
-if TYPE_CHECKING:  # takes torch along
+if TYPE_CHECKING:
     from prefillcli.compress.compressor import Compressor
+
+# The file of `--exit-profile`: read before anything loads, and held against the job that it is used in.
+
+
+AGAIN = "leave it out: the exits are then learnt on rows of this job"
+
+
+def read_exit_profile(settings: ScoreSettings) -> ExitProfile | None:
+    """What `--exit-profile` names, if anything. Raises UsageError if that is no profile."""
+    return None if settings.exit_profile is None else exit_profile_at(settings.exit_profile)
+
+
+def exit_profile_at(path: str) -> ExitProfile:
+    """The profile at a local path or URL. Raises UsageError if it is none, or not as a job wrote it."""
+    content, sealed = read_sealed("--exit-profile", path, AGAIN)
+    profile = exit_profile_of(content, without_secrets(path))
+    if not sealed:  # it is what proves the bound on flips
+        raise UsageError(
+            f"--exit-profile {without_secrets(path)}: it has no checksum: an older version of prefill or another "
+            f"program wrote it\n{AGAIN}"
+        )
+    return profile
+
+
+def require_same_exits(
+    profile: ExitProfile, settings: ScoreSettings, opened: Opened, labels: tuple[str, ...], digests: Mapping[str, str]
+) -> None:
+    """Raise UsageError if a profile was learnt in another kind of job, or proves less than this one asks."""
+    own = job_of_exits(settings, opened, labels, digests)
+    require_same_job(profile, without_secrets(settings.exit_profile or ""), max_flips=settings.max_flips, **own)
+
+
+def job_of_exits(
+    settings: ScoreSettings, opened: Opened, labels: tuple[str, ...], digests: Mapping[str, str]
+) -> dict[str, Any]:
+    """Whose the exits are that a job learns, by its fingerprint: what must be the same where they are used again."""
+    # Not the digest of all options of compression: an audit changes nothing that a model reads.
+    kept: list[Any] = [settings.keep, asdict(compression_of(settings))] if settings.compresses else []
+    if "adapters" in digests:
+        kept.append(digests["adapters"])
+    return {
+        "model": digests["model"],
+        "prompt": hash_value([*(digests.get(part) for part in ("tokenizer", "prompt", "draft")), *kept]),
+        "labels": labels,
+        "label_tokens": digests["labels"],
+        "layers": opened.files.config.get_text_config().num_hidden_layers,
+    }
+
 
 FILE = "exits.json"  # in the work folder
 CHECKED_ROWS = 300

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from prefillcli.data.given_file import MissingFileError, read_given
 from prefillcli.data.output.counts import SCORE_BINS, Counts
 from prefillcli.errors import PrefillError, UsageError
-from prefillcli.options.gates import GateOptions
+from prefillcli.options.groups import GateOptions
 from prefillcli.redaction import without_secrets
 from prefillcli.report.run import DriftUse, Gate, RunReport
 from prefillcli.runtime import log

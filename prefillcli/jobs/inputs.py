@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.builder import PromptBuilder
-from prefillcli.data.prompts.labels import Labels
+from prefillcli.data.prompts.labels import ClassLabels, Labels
 from prefillcli.data.prompts.settings import DEFAULT_COLUMN, PromptSettings
 from prefillcli.data.proof.fingerprints import ModelContents, gguf_parts
 from prefillcli.data.reading.record_batches import TableRows
@@ -19,16 +19,17 @@ from prefillcli.data.windows import MAX_ROWS
 from prefillcli.errors import UsageError, did_you_mean
 from prefillcli.exits.profile_file import ExitProfile
 from prefillcli.jobs.row_choice import RowChoice
+from prefillcli.models.files import sample_model
 from prefillcli.models.open import Opened
-from prefillcli.models.samples import sample_model
 from prefillcli.options.groups import JobOptions
 from prefillcli.options.rationale import EvidenceOptions
 from prefillcli.options.score import ScoreSettings
 from prefillcli.plan.blocks import BLOCK_TOKENS
 from prefillcli.redaction import without_secrets
 from prefillcli.runtime import log
-from prefillcli.runtime.sizes import parse_size
+from prefillcli.runtime.memory import parse_size
 from prefillcli.stats.calibration import Calibration
+from prefillcli.stats.probabilities import Measure
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,3 +194,48 @@ def refuse_idle_draft(settings: ScoreSettings, source: Source | TableRows) -> No
             "--draft has nothing to compress: there is no --keep, and the input has no column keep\n"
             "give the share of the tokens to keep, --keep 0.2 for example, or leave --draft out"
         )
+
+
+# What the labels of a model's head allow: options that have no meaning for them are refused before weights load.
+
+
+def require_label_uses(settings: ScoreSettings, labels: Labels) -> None:
+    """Raise UsageError for the first option that has no meaning for what the labels' numbers are."""
+    if settings.rationale and isinstance(labels, ClassLabels):
+        raise UsageError(
+            "--rationale: the model's classification head is read, which writes nothing\n"
+            "leave it out, or read the next token with --head vocabulary; --evidence works with a head"
+        )
+    if labels.measure is Measure.SHARES:
+        return
+    asked = {
+        "temperature": settings.temperature != 1.0,
+        "calibration": settings.calibration is not None,
+        "calibrate-with": bool(settings.calibrate_with),
+        "truth": settings.truth is not None,
+        "exit": settings.exit,
+        "keep auto": settings.keep == "auto",
+    }
+    if labels.measure is Measure.CHANCES:
+        del asked["keep auto"]
+        why = "the classes of this model do not exclude one another: each has a probability of its own"
+        advice = f"name one of them, --labels {labels.names[0]} for example, which is scored against its absence"
+    else:
+        del asked["truth"]
+        asked["audit"] = settings.audit > 0 and len(labels.names) == 1  # no prediction could flip
+        why = "the model's head gives values, which are no probabilities"
+        advice = "leave it out, or give --head probability"
+    for option, is_asked in asked.items():
+        if is_asked:
+            raise UsageError(f"--{option}: {why}\n{advice}")
+
+
+def require_shares(labels: Labels, command: str) -> None:
+    """Raise UsageError in a command that compares the probabilities of labels that exclude one another, for others."""
+    if labels.measure is Measure.SHARES:
+        return
+    if labels.measure is Measure.CHANCES:
+        why, advice = "classes that do not exclude one another", f"--labels {labels.names[0]}, one of them"
+    else:
+        why, advice = "values", "--head probability"
+    raise UsageError(f"prefill {command} compares probabilities, and the model's head gives {why}\ngive {advice}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,36 +11,45 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 
+from prefillcli.compress.answers import plan_requests, require_answered
 from prefillcli.compress.base import Float32Array, ImportanceEstimate, Tick
 from prefillcli.compress.reasons import Neighbour, TokenReason, why_in_full, why_kept, why_no_rate
-from prefillcli.compress.request import Request
-from prefillcli.compress.selection import tails
+from prefillcli.compress.selection import Request, tails
+from prefillcli.data.output.columns import ColumnGroups, OutputSchema
+from prefillcli.data.prompts.beginnings import Beginnings
+from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.labels import Labels
+from prefillcli.data.prompts.sections import Ablation
 from prefillcli.data.prompts.spans import token_texts
-from prefillcli.data.rows import ErrorCode, Prompt, RowError, Window
+from prefillcli.data.prompts.templates import rationale_texts
+from prefillcli.data.proof.fingerprints import ModelContents, hash_value
+from prefillcli.data.reading.source import Source
+from prefillcli.data.rows import ErrorCode, Prompt, RowError, ScoredRow, Window
 from prefillcli.data.search import find_row
-from prefillcli.engines.base import Answer, Engine
+from prefillcli.engines.base import Answer, EarlyExits, Engine, LabelTokens, PlanEngine, Treatment
 from prefillcli.errors import PrefillError, UsageError
 from prefillcli.exits.policy import ExitPolicy
-from prefillcli.jobs.answers_by_layer import answer_by_layer, exit_policy
-from prefillcli.jobs.explained_row import ExplainedRow, Explainer
-from prefillcli.jobs.inputs import open_source, prompt_builder
-from prefillcli.jobs.label_uses import require_shares
+from prefillcli.exits.profile_file import require_same_job
+from prefillcli.jobs.evidence import Evidence
+from prefillcli.jobs.exit_learning import exit_profile_at
+from prefillcli.jobs.inputs import open_source, prompt_builder, require_shares
 from prefillcli.jobs.load import Models, load_walk
 from prefillcli.jobs.path_table import require_apart
-from prefillcli.jobs.scored_rows import scored_row
+from prefillcli.jobs.row_choice import RowChoice
 from prefillcli.jobs.shell import shell
+from prefillcli.jobs.wanted_rows import JobRationales, LabelledChoice, scored_row
+from prefillcli.jobs.window_scoring import FollowUp, WantedRow
+from prefillcli.jobs.writing_setup import writing_of
 from prefillcli.models.adapters import open_adapters
 from prefillcli.models.open import Opened, answer_labels, open_models
 from prefillcli.options.compression import CompressionOptions
 from prefillcli.options.inspect import InspectSettings
 from prefillcli.plan.trie import common_prefix
-from prefillcli.report.inspection import AnswerView, CommonPrefix, Inspection, TokenView
-from prefillcli.report.inspection_page import write_html
-from prefillcli.report.inspection_text import print_inspection
+from prefillcli.redaction import without_secrets
+from prefillcli.report.inspection import AnswerView, CommonPrefix, Inspection, TokenView, print_inspection, write_html
 from prefillcli.report.layer_margins import margin_curve
-from prefillcli.report.visible import visible
+from prefillcli.report.rendering import visible
 from prefillcli.runtime import log
 from prefillcli.runtime.progress import Progress
 from prefillcli.runtime.signals import Stop
@@ -48,6 +57,114 @@ from prefillcli.stats.probabilities import label_mass, label_probabilities
 
 if TYPE_CHECKING:
     from prefillcli.compress.compressor import Compressor
+
+# What `prefill inspect` adds to a row's score: the text behind it, and the evidence beside that.
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedRow:
+    """A row with its text and its evidence, as far as they are asked for; `begins` is what the text goes on behind."""
+
+    scored: ScoredRow
+    begins: str = ""
+
+
+class Explainer:
+    """Writes about a row of an input, and weighs its sections, as `prefill score` does with these settings."""
+
+    def __init__(
+        self, settings: InspectSettings, opened: Opened, source: Source, builder: PromptBuilder, labels: Labels
+    ) -> None:
+        self._labels = labels
+        self._texts = rationale_texts(settings.rationale_template, labels.names) if settings.rationale else {}
+        self.writing = writing_of(settings, opened, labels.names)
+        schema = OutputSchema(
+            labels=labels.names,
+            id_name=settings.id_column,
+            carried=source.carried_schema,
+            json_carried=source.kind == "jsonl",
+            json_text=False,
+            truth=None,
+            groups=ColumnGroups(),
+            measure=labels.measure,
+        )
+        evidence = None
+        if settings.evidence:
+            evidence = Evidence(Ablation(builder, labels), settings.temperature, labels.measure)
+        self._job = JobRationales(
+            LabelledChoice(RowChoice(None, schema), settings.temperature),
+            self.writing,
+            Beginnings(opened.tokenizer, labels, self._texts) if self._texts else None,
+            id_column=settings.id_column,
+            evidence=evidence,
+        )
+
+    def explain(
+        self, engine: Engine, window: Window, request: Request, scored: ScoredRow, tick: Callable[[float], None]
+    ) -> ExplainedRow:
+        """What is asked for of a row that was read by this request. `tick` as in `Engine.answer`. Raises ResourceError
+        if the engine cannot go on."""
+        label = self._job.choice.wanted(window, [scored]).get(scored.row)
+        if label is None or (self._job.writing is None and self._job.evidence is None):
+            return ExplainedRow(scored)
+        follow = FollowUp(window, [WantedRow(request, scored, label)], self._job, engine.limits, "prefix-tree")
+        sets = self._labels.sets
+        for pack in follow.plan.packs:
+            treatment = follow.treatment(pack)
+            for answers in engine.answer(
+                pack, lambda number: sets[follow.requests[number].prompt.labels], tick, treatment
+            ):
+                follow.take(pack, answers)
+        return ExplainedRow(scored, self._texts.get(self._labels.names[label], "").strip())
+
+    def close(self) -> None:
+        """Let go of the process that renders templates."""
+        if self._job.evidence is not None:
+            self._job.evidence.close()
+
+
+# Answers of the layer walk with what each layer shows of the prompts, and the exits to hold that against.
+
+
+def answer_by_layer(
+    engine: PlanEngine, requests: Sequence[Request], labels: Sequence[LabelTokens], tick: Tick, layers: int
+) -> list[Answer]:
+    """Answers [requests] of a model that has so many `layers`, with `readings` of every layer but the last.
+
+    `labels` are `Labels.sets`, which the prompts refer to. `tick` as in `Engine.answer`. Raises ResourceError if the
+    engine cannot go on.
+    """
+    treatment = Treatment(EarlyExits(observed=tuple(range(layers - 1))))
+    found: dict[int, Answer] = {}
+    packs = plan_requests(requests, engine.limits).packs
+    for answers in engine.answer_all(packs, lambda i: labels[requests[i].prompt.labels], tick, treatment):
+        found |= {each.prompt: each for each in require_answered(answers)}
+    return [found[number] for number in range(len(requests))]
+
+
+def exit_policy(settings: InspectSettings, opened: Opened, labels: Labels) -> ExitPolicy | None:
+    """The exits of `--exit-profile`; None if it is not given, or has none.
+
+    Raises UsageError if it is no profile, or is one of another model or other labels. Its job may have had other
+    prompts.
+    """
+    path = settings.exit_profile
+    if path is None:
+        return None
+    shown = without_secrets(path)
+    profile = exit_profile_at(path)
+    require_same_job(
+        profile,
+        shown,
+        model=ModelContents(opened.files.origin).model(),
+        prompt=profile.prompt,
+        labels=tuple(labels.names),
+        label_tokens=hash_value([[label.name, label.variants] for label in labels.labels]),
+        layers=opened.files.config.get_text_config().num_hidden_layers,
+        max_flips=profile.max_flips,
+    )
+    return profile.policy
+
 
 MOST_TOKENS = 5_000
 """Tokens of a prompt that are printed; the page has all of them."""

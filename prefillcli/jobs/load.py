@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from prefillcli.compress.compressor import Compressor
     from prefillcli.compress.draft import Draft
     from prefillcli.engines.torch import TorchEngine
-    from prefillcli.models.text_room import TextsOf
+    from prefillcli.models.law import TextsOf
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine, covariant=True)
 

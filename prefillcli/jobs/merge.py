@@ -11,12 +11,11 @@ from prefillcli.data.output.shard_folders import JoinedShards
 from prefillcli.data.output.target import Target
 from prefillcli.errors import OutputBusyError, OutputConflictError, OutputDamagedError, OutputExistsError
 from prefillcli.jobs.evaluation import EVALUATION, EvaluationPlan, evaluate_output
-from prefillcli.jobs.exit_report import stored_exit_use
 from prefillcli.jobs.gates import GateKeeper
-from prefillcli.jobs.path_table import require_apart
-from prefillcli.jobs.paths import report_path
+from prefillcli.jobs.job_exits import stored_exit_use
+from prefillcli.jobs.path_table import report_path, require_apart
 from prefillcli.jobs.shell import conclude, shell
-from prefillcli.options.merge import MergeSettings
+from prefillcli.options.commands import MergeSettings
 from prefillcli.redaction import shown
 from prefillcli.report.files import write_files
 from prefillcli.report.run import PeakMemory, RunReport, versions

@@ -2,26 +2,175 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 from collections.abc import Callable, Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from prefillcli.data.filesystems import Place, written_path
+from prefillcli.data.filesystems import Place, filesystem_of, is_local, reading, written_path
+from prefillcli.data.given_file import MOST_BYTES, read_start
+from prefillcli.data.output.columns import ROW_COLUMN
+from prefillcli.data.output.formats import FILE_ENDINGS
 from prefillcli.data.output.shard_folders import shards_beside
 from prefillcli.data.output.target import Target
-from prefillcli.data.paths import WORK_ENDING
+from prefillcli.data.paths import WORK_ENDING, split_path
 from prefillcli.data.prompts.templates import names_template
 from prefillcli.data.proof.fingerprints import ModelContents, is_model_file
-from prefillcli.data.reading.discovery import discover, would_find
+from prefillcli.data.reading.discovery import CODECS, KINDS, discover, would_find
+from prefillcli.data.reading.source import Source
 from prefillcli.data.shard import Shard
 from prefillcli.errors import PrefillError, UsageError
-from prefillcli.jobs.paths import default_output, dry_run_report, exits_path, report_path
-from prefillcli.jobs.side_files import require_ours
-from prefillcli.options.merge import MergeSettings
+from prefillcli.options.commands import MergeSettings
 from prefillcli.options.option import PathRole, Settings, details_of
 from prefillcli.options.score import ScoreSettings
-from prefillcli.report.html import page_of
+from prefillcli.redaction import without_secrets
+from prefillcli.report.rendering import page_of
+
+# The files that a run writes beside the scores: how one of an earlier run is known, which may be replaced.
+
+
+_PAGE = re.compile(rb"\s*<!doctype html>.*?<title>[^<]*\bprefill (score|bench|profile|inspect)\b", re.DOTALL)
+_PAGE_POLICY = b"default-src 'none'; style-src 'unsafe-inline'"
+
+
+@dataclass(frozen=True, slots=True)
+class SideFile:
+    """A kind of file."""
+
+    meaning: str
+    knows: Callable[[str, bytes], bool]
+    """Whether the file at a path, with its first bytes, is of this kind."""
+
+
+def _json_with(*names: str) -> Callable[[str, bytes], bool]:
+    def knows(path: str, start: bytes) -> bool:
+        try:
+            content = json.loads(start)
+        except (ValueError, RecursionError):
+            return False
+        return isinstance(content, dict) and content.keys() >= {"schema_version", *names}
+
+    return knows
+
+
+def _is_page(path: str, start: bytes) -> bool:
+    return _PAGE.match(start) is not None and _PAGE_POLICY in start
+
+
+def _is_rejects(path: str, start: bytes) -> bool:
+    try:
+        names = Source.open([path]).available
+    except PrefillError:
+        return False
+    return names[:1] == (ROW_COLUMN,) and names[-2:] == ("error", "error_detail") and "computed_tokens" not in names
+
+
+SIDE_FILES = {
+    "report": SideFile("the report of a run", _json_with("status", "exit_code", "rows", "fingerprint")),
+    "dry run": SideFile("the report of a dry run", _json_with("status", "exit_code", "survey")),
+    "page": SideFile("a page of prefill", _is_page),
+    "metrics": SideFile("metrics of prefill", lambda path, start: start.startswith(b"# HELP prefill_")),
+    "rejects": SideFile("rejects of an earlier run", _is_rejects),
+    "calibration": SideFile("a calibration", _json_with("labels", "scaling")),
+    "bench": SideFile("written by prefill bench", _json_with("status", "workloads", "machine")),
+    "profile": SideFile("written by prefill profile", _json_with("machine", "budget_bytes")),
+    "exits": SideFile("an exit profile", _json_with("label_tokens", "exits")),
+}
+
+
+def require_ours(path: str, kind: str, called: str, *, overwrite: bool | None) -> None:
+    """Raise UsageError unless a file of this kind may be written at `path`, in the form of `written_path`.
+
+    There must be nothing, an empty file or one of the same kind; with `overwrite` any file. None: there is no such
+    option.
+    """
+    if path.endswith("/"):
+        raise UsageError(f"{called}: this names a folder, and a file is written; leave the slash out")
+    filesystem, inner = filesystem_of(path)
+    if is_local(filesystem):
+        parent = next(each for each in map(str, Path(inner).parents) if os.path.lexists(each))
+        if not os.path.isdir(parent):
+            raise UsageError(f"{called}: {parent} is no folder, so nothing can be written in it")
+        if os.path.exists(inner) and not os.path.isfile(inner):
+            what = "a folder" if os.path.isdir(inner) else "a device or a pipe"
+            raise UsageError(f"{called}: this is {what}, and a file is written; choose another path")
+    try:
+        with reading(path):
+            start = read_start(path, MOST_BYTES)
+    except PrefillError as error:
+        cause = error.__cause__
+        if isinstance(cause, FileNotFoundError):
+            return
+        if is_local(filesystem) and isinstance(cause, OSError):
+            raise UsageError(f"{called}: {cause.strerror or cause}; choose another path") from None
+        raise
+    if not start or overwrite or SIDE_FILES[kind].knows(path, start):
+        return
+    advice = "" if overwrite is None else ", or replace it with --overwrite"
+    raise UsageError(
+        f"{called}: a file is there that is not {SIDE_FILES[kind].meaning}\nchoose another path, or remove it{advice}"
+    )
+
+
+# Where output and report go if nobody says.
+
+
+_QUERY = re.compile(r"\?[^/]*=.*$")
+
+
+def default_output(first: str, *, partition: bool = False) -> str:
+    """`data.parquet` -> `data.scores.parquet`, beside it; for a directory or a glob beside the folder, where the
+    next run does not look; for a URL in the current folder. A partitioned output is a folder: `data.scores/`."""
+    if "://" in first:
+        first = _QUERY.sub("", without_secrets(first)).rstrip("/")
+        first = split_path(first)[1] or "input"
+    path = Path(first.rstrip("/") or ".")
+    while any(c in path.name for c in "*?["):
+        path = path.parent
+    if path.name in ("", ".", ".."):
+        path = path.resolve()
+    name = path.name
+    for ending in (*CODECS, *KINDS):
+        name = name.removesuffix(ending)
+    return str(path.parent / f"{name}.scores") + ("/" if partition else ".parquet")
+
+
+def default_report(output: str) -> str:
+    """`data.scores.parquet` -> `data.scores.run.json`, beside it."""
+    base = written_path(output, follow=False).rstrip("/")
+    for ending in FILE_ENDINGS:
+        base = base.removesuffix(ending)
+    return f"{base}.run.json"
+
+
+def report_path(output: str, report: str | None, shard: Shard | None) -> str:
+    """Where run.json goes; with a `shard` under a name of its own: `data.scores.shard-2-of-4.run.json`."""
+    path = default_report(output) if report is None else report
+    if shard is None:
+        return path
+    ending = ".run.json" if path.endswith(".run.json") else ".json" if path.endswith(".json") else ""
+    return path.removesuffix(ending) + shard.ending + ending
+
+
+def dry_run_report(output: str, report: str | None, shard: Shard | None = None) -> str:
+    """`data.scores.run.json` -> `data.scores.dry-run.json`, so that the report of a run stays."""
+    path = report_path(output, report, shard)
+    return path.removesuffix(".json").removesuffix(".run") + ".dry-run.json"
+
+
+def exits_path(report: str) -> str:
+    """Where what a job has learnt of exits goes: `data.scores.run.json` -> `data.scores.exit.json`."""
+    return report.removesuffix(".json").removesuffix(".run") + ".exit.json"
+
+
+def require_json(output: str) -> None:
+    """Raise UsageError for a name that is not of a JSON file: a recipe or the environment may name the scores so."""
+    if not output.endswith(".json"):
+        raise UsageError(f"--output {output}: this names the JSON file, so end it in .json; the page goes beside it")
+
 
 _FIRST_PART = "part-00000.parquet"
 
@@ -38,7 +187,7 @@ class PathUse:
     place: Place
     writes: bool = False
     side: str = ""
-    """The kind of file, where a file is written beside the scores: see `prefillcli.jobs.side_files`."""
+    """The kind of file, where a file is written beside the scores: see `prefillcli.jobs.path_table`."""
     uses: Callable[[str], bool] = lambda inner: True
     """Whether a path below a folder is read or written with it."""
     holds: str = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,24 +11,63 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from prefillcli.data.output.sink import Sink
+from prefillcli.data.prompts.labels import ClassLabels, Labels
 from prefillcli.data.rows import Int64Array, RowError, ScoredRow, Window
 from prefillcli.decode.continuations import DecodingReport
 from prefillcli.engines.base import Engine
 from prefillcli.errors import Interrupted, ResourceError
 from prefillcli.forecast.remaining_time import RemainingTime
 from prefillcli.jobs.job_exits import NO_EXITS, Spared
-from prefillcli.jobs.label_mass import LabelMassCheck
-from prefillcli.jobs.window_work import Finished
+from prefillcli.jobs.window_scoring import Finished
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Pack
 from prefillcli.report.run import Tokens
+from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, Phase
 from prefillcli.runtime.progress import Progress
 from prefillcli.runtime.signals import Stop
 from prefillcli.stats.calibration import Calibration
+from prefillcli.stats.probabilities import label_mass
 
-if TYPE_CHECKING:  # takes torch along
-    from prefillcli.compress.auto import KeepChoice
+if TYPE_CHECKING:
+    from prefillcli.compress.window_compressor import KeepChoice
+
+# A warning where the model hardly ever answers with a label: then the scores compare what it would not say.
+
+
+LEAST_MASS = 1e-3
+"""Of the label mass, on average over a window."""
+
+
+class LabelMassCheck:
+    """Looks at the first window with rows that are read to the end, and warns once at most.
+
+    Classes of a head are all that it can say, so they have no such mass.
+    """
+
+    def __init__(self, labels: Labels) -> None:
+        self._looks = not isinstance(labels, ClassLabels)
+        self._window: int | None = None
+        self._masses: list[float] = []
+
+    def take(self, window: int, rows: Iterable[ScoredRow]) -> None:
+        """Rows of the window with this index are scored."""
+        if self._looks and self._window in (None, window):
+            self._masses += [float(label_mass(each.logprobs)) for each in rows if each.exit_layer is None]
+            self._window = window if self._masses else None
+
+    def end(self, window: int) -> None:
+        """All rows of a window are scored."""
+        if not self._looks or window != self._window:
+            return
+        self._looks, rows = False, len(self._masses)
+        mean = sum(self._masses) / rows
+        if mean < LEAST_MASS:
+            log.warning(
+                f"the labels have {mean:.1g} of the probability on average over the first rows ({rows:,}): the model "
+                "hardly ever answers with one of them; check that the model is the right one, that the template asks "
+                "for the labels, and how --labels spells them (a space before a word is part of its token)"
+            )
 
 
 @dataclass(slots=True)

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from prefillcli.data.dealing import ShardRows
+from prefillcli.data.output.columns import ROW_COLUMN, ColumnGroups
 from prefillcli.data.output.earlier_output import FoundOutput
 from prefillcli.data.output.heartbeat import Heartbeat
+from prefillcli.data.output.row_digests import RowDigests
+from prefillcli.data.output.scored_truth import id_texts
 from prefillcli.data.output.shard_folders import ShardSink
 from prefillcli.data.output.sink import Sink
+from prefillcli.data.output.target import Target
 from prefillcli.data.rows import Window
+from prefillcli.data.windows import Prefetcher, windows
 from prefillcli.engines.registry import ENGINES, loader_of
 from prefillcli.errors import (
     OutputBusyError,
@@ -23,9 +29,7 @@ from prefillcli.errors import (
 )
 from prefillcli.forecast.profile import find_profile
 from prefillcli.forecast.remaining_time import RemainingTime
-from prefillcli.jobs.calibration_file import calibration_of, check_calibration, require_fitting
-from prefillcli.jobs.coming_windows import coming_windows
-from prefillcli.jobs.content_free import content_free_prompts
+from prefillcli.jobs.calibration_file import calibration_of, check_calibration, content_free_prompts, require_fitting
 from prefillcli.jobs.dry_run import dry_run_job
 from prefillcli.jobs.earlier_rows import find_earlier, left_to_score, opened_rows
 from prefillcli.jobs.evaluation import (
@@ -36,9 +40,7 @@ from prefillcli.jobs.evaluation import (
     require_labels,
     with_texts,
 )
-from prefillcli.jobs.exit_learning import forget_exits
-from prefillcli.jobs.exit_profile_file import read_exit_profile, require_same_exits
-from prefillcli.jobs.filled_report import fill_report
+from prefillcli.jobs.exit_learning import forget_exits, read_exit_profile, require_same_exits
 from prefillcli.jobs.gates import GateKeeper
 from prefillcli.jobs.identity import fingerprint, selection
 from prefillcli.jobs.inputs import (
@@ -51,36 +53,175 @@ from prefillcli.jobs.inputs import (
     prompt_builder,
     refuse_idle_draft,
     refuse_unlike_partitions,
+    require_label_uses,
 )
-from prefillcli.jobs.label_mass import LabelMassCheck
-from prefillcli.jobs.label_uses import require_label_uses
-from prefillcli.jobs.path_table import output_of, require_apart
-from prefillcli.jobs.paths import report_path
-from prefillcli.jobs.recorder import Recorder
+from prefillcli.jobs.job_exits import exit_use, stored_exit_use
+from prefillcli.jobs.path_table import output_of, report_path, require_apart
+from prefillcli.jobs.recorder import LabelMassCheck, Recorder
 from prefillcli.jobs.rejected_rows import check_rejects, write_rejects
 from prefillcli.jobs.row_choice import RowChoice, check_rationales, column_groups
 from prefillcli.jobs.shell import conclude, shell
-from prefillcli.jobs.window_loop import WindowLoop
-from prefillcli.jobs.written_rows import written_rows
+from prefillcli.jobs.window_loop import WindowLoop, keep_rate
 from prefillcli.models.open import Opened, answer_labels
 from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import shown, shown_report
 from prefillcli.report.files import write_files
-from prefillcli.report.rationale_use import WrittenRow
+from prefillcli.report.rationale import RationaleUse, SectionChange, WrittenRow
 from prefillcli.report.run import (
     AdapterUse,
     MemoryTrace,
+    PeakMemory,
+    ReducedUse,
     RunReport,
+    ThreadCounts,
+    Tokens,
     WeightsUse,
+    versions,
 )
-from prefillcli.report.run_table import print_table
+from prefillcli.report.run_page import print_table
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, MemoryWatch
+from prefillcli.runtime.memory import peak_memory
 from prefillcli.runtime.progress import Progress
 from prefillcli.runtime.signals import Stop
 
 if TYPE_CHECKING:
     from prefillcli.forecast.profile import Profile
+
+# The windows of a job's input, made in the background ahead of the model.
+
+
+def coming_windows(
+    settings: ScoreSettings, inputs: JobInputs, sink: Sink, granularity: Granularity, ended: Callable[[int], None]
+) -> Prefetcher[Window]:
+    """Those that are not finished, with the digests of their rows. At the end `ended` is called with their number."""
+    shard, source, choice = settings.shard_of, inputs.source, inputs.choice
+    chosen_by = () if choice is None else [name for name in choice.columns if name in source.carried_schema.names]
+    return Prefetcher(
+        windows(
+            source,
+            inputs.builder,
+            inputs.labels,
+            id_column=settings.id_column,
+            max_rows=granularity.window_rows,
+            batch_rows=granularity.batch_rows,
+            skip=sink.finished,
+            only=None if shard is None else ShardRows(shard, inputs.builder),
+            ended=ended,
+            digest=RowDigests(
+                inputs.labels,
+                id_column=settings.id_column,
+                json_carried=source.kind == "jsonl",
+                columns=chosen_by,
+                common=inputs.content_free,
+            ),
+        ),
+        cancel=inputs.builder.close,
+    )
+
+
+# A few rationales for the report, with the evidence beside them, read from the finished output.
+
+
+MOST_ROWS = 10
+_TEXT = ("rationale", "finish_reason", "rationale_source")
+
+
+def written_rows(output: str, groups: ColumnGroups, id_name: str | None) -> list[WrittenRow]:
+    """The first rows of an output with these columns that are written about or weighed, at most `MOST_ROWS`."""
+    target = Target.parse(output)
+    names = [*(_TEXT if groups.rationales else ()), *(("evidence",) if groups.evidence else ())]
+    found: list[WrittenRow] = []
+    for table in target.tables([id_name or ROW_COLUMN, "score", "prediction", *names]):
+        rows = table.to_pylist()
+        chosen = [at for at, row in enumerate(rows) if any(row[name] is not None for name in names)]
+        chosen = chosen[: MOST_ROWS - len(found)]
+        ids: Sequence[str | None] = [None] * len(chosen)
+        if id_name is not None:
+            ids = id_texts(table[id_name].take(chosen), json_text=target.file_format.json_text)
+        found += [_written(rows[at], own) for at, own in zip(chosen, ids, strict=True)]
+        if len(found) == MOST_ROWS:
+            break
+    return found
+
+
+def _written(row: dict[str, object], own: str | None) -> WrittenRow:
+    evidence = row.get("evidence")
+    return WrittenRow.model_validate(
+        {
+            "row": row.get(ROW_COLUMN) if own is None else None,
+            "id": own,
+            "score": row["score"],
+            "prediction": row["prediction"],
+            "rationale": row.get("rationale"),
+            "finish_reason": row.get("finish_reason"),
+            "source": row.get("rationale_source"),
+            "evidence": None if evidence is None else [SectionChange.model_validate(each) for each in evidence],  # type: ignore[attr-defined]
+        }
+    )
+
+
+# What a run of `prefill score` reports of itself when it has ended, however it did.
+
+
+def fill_report(
+    report: RunReport,
+    settings: ScoreSettings,
+    clock: Clock,
+    *,
+    inputs: JobInputs | None,
+    sink: Sink | None,
+    recorder: Recorder | None,
+    forecast: RemainingTime | None,
+    scored_before: int,
+    shown_rows: list[WrittenRow],
+) -> None:
+    """Put the numbers of the run into the report. What the run did not come to is None."""
+    seconds, total = report.seconds, clock.total
+    scored = 0
+    if sink is not None:
+        report.exits = stored_exit_use(sink.plan)
+    if recorder is not None and recorder.exits.asked:
+        report.exits = exit_use(recorder.exits, recorder.spared, recorder.tokens)
+    if settings.chooses_rows:
+        decoded = None if recorder is None else recorder.decoded()
+        report.rationales = RationaleUse.of(decoded, settings.speculation if settings.rationale else None)
+        report.rationales.shown = shown_rows
+        report.rationales.take_plan({} if sink is None else sink.plan)
+    if sink is not None:
+        report.take(sink.counts)
+        scored = sink.counts.scored - sink.counts.taken_over - scored_before
+    for name, value in clock.seconds.items():
+        setattr(seconds, name, value)
+    if forecast is not None:
+        report.predicted_seconds = forecast.ran
+    tokens = Tokens()
+    if recorder is not None:
+        tokens, report.packs = recorder.tokens, recorder.packs
+        if recorder.calibration is not None:
+            report.calibration = recorder.calibration.use()
+        report.tokens = tokens
+        engine = recorder.engine
+        if engine is not None and (weights := engine.weights_report()) is not None:
+            report.weights = WeightsUse(**asdict(weights))
+        if engine is not None and (reduced := engine.reduced()) is not None:
+            report.reduced = ReducedUse(**asdict(reduced))
+    if inputs is not None:
+        source, builder, opened = inputs.source, inputs.builder, inputs.opened
+        if opened.threads is not None and opened.threads.ran:
+            report.threads = ThreadCounts(min=opened.threads.ran[0], max=opened.threads.ran[1])
+        if settings.compresses and sink is not None:
+            report.keep, report.keep_auto = (
+                keep_rate(settings, sink.plan),
+                sink.plan.get("keep_auto"),
+            )
+        seconds.read += source.seconds
+        seconds.render, seconds.tokenize = builder.render_seconds, builder.tokenize_seconds
+    seconds.total = total
+    report.rows_per_second = scored / total
+    report.tokens_per_second = tokens.prompt / total
+    report.peak_memory_bytes = PeakMemory(**peak_memory())
+    report.versions = versions()
 
 
 def score_job(settings: ScoreSettings, granularity: Granularity = USUAL) -> dict[str, Any]:

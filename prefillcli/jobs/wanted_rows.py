@@ -4,21 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from prefillcli.compress.request import Request
+from prefillcli.compress.answers import kept_tokens, method_of
+from prefillcli.compress.selection import Request
 from prefillcli.data.output.columns import ResultRows
 from prefillcli.data.output.scored_truth import id_texts
 from prefillcli.data.prompts.beginnings import Beginnings
-from prefillcli.data.rows import FULL, Rationale, ScoredRow, Window
+from prefillcli.data.rows import FULL, Rationale, ScoredRow, Window, early_exit_method
 from prefillcli.decode.continuations import Beginning, Continuation, Writing
+from prefillcli.engines.base import Answer
 from prefillcli.jobs.evidence import Evidence
 from prefillcli.jobs.row_choice import RowChoice
-from prefillcli.jobs.scored_rows import scored_row
 from prefillcli.stats.calibration import Calibration
 
-if TYPE_CHECKING:
-    from prefillcli.engines.base import Answer
+# What an engine's answer makes of a row.
+
+
+def scored_row(request: Request, answer: Answer, *, audited: bool = False) -> ScoredRow:
+    """What an answer makes of a row. Of an `audited` one it has what an exit would have given, and the full read."""
+    logprobs, layer, audit = answer.logprobs, answer.exit_layer, None
+    if audited:
+        audit = answer.logprobs
+        if answer.early is not None:
+            layer, logprobs = answer.early
+    return ScoredRow(
+        row=request.prompt.row,
+        logprobs=logprobs,
+        shared_tokens=answer.shared_tokens,
+        computed_tokens=answer.computed_tokens,
+        kept_tokens=kept_tokens(request, answer),
+        seconds=answer.seconds + request.pick_seconds,
+        method=method_of(request, answer) if layer is None else early_exit_method(method_of(request, answer)),
+        exit_layer=None if layer is None else layer + 1,
+        audit=audit,
+    )
 
 
 @dataclass(frozen=True, slots=True)

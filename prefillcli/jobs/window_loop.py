@@ -14,15 +14,14 @@ from prefillcli.decode.continuations import sum_of
 from prefillcli.engines.base import Engine, PlanEngine
 from prefillcli.engines.memory_plan import REDUCED
 from prefillcli.engines.registry import loader_of
-from prefillcli.jobs.content_free import contextual_calibration
+from prefillcli.jobs.calibration_file import contextual_calibration
 from prefillcli.jobs.exit_learning import ExitLearning
 from prefillcli.jobs.inputs import Granularity, JobInputs
 from prefillcli.jobs.job_exits import EXITS, JobExits
 from prefillcli.jobs.load import load_models
 from prefillcli.jobs.recorder import Recorder
 from prefillcli.jobs.wanted_rows import JobRationales
-from prefillcli.jobs.window_scoring import ScoringOptions, score_window
-from prefillcli.jobs.window_work import Finished
+from prefillcli.jobs.window_scoring import Finished, ScoringOptions, score_window
 from prefillcli.jobs.writing_setup import job_rationales, text_room
 from prefillcli.options.score import ScoreSettings
 from prefillcli.report.run import WorkerCounts

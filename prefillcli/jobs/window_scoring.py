@@ -2,30 +2,416 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
-from prefillcli.compress.answers import plan_requests
+from prefillcli.compress.answers import kept_tokens, plan_requests, thinning_of
 from prefillcli.compress.audit_draw import AuditDraw
-from prefillcli.compress.request import Request
+from prefillcli.compress.selection import Request
 from prefillcli.data.prompts.labels import Labels
-from prefillcli.data.rows import ErrorCode, RowError, Window
-from prefillcli.engines.base import Engine, PlanEngine
-from prefillcli.jobs.follow_up import follow_up
-from prefillcli.jobs.job_exits import NO_EXITS, JobExits
-from prefillcli.jobs.wanted_rows import JobRationales
-from prefillcli.jobs.window_work import Finished, PlannedWork, WindowWork
+from prefillcli.data.prompts.sections import MOST_SECTIONS
+from prefillcli.data.rows import ErrorCode, Float64Array, RowError, ScoredRow, Window
+from prefillcli.decode.continuations import Beginning, Continuation
+from prefillcli.engines.base import Answer, Engine, PlanEngine, Treatment
+from prefillcli.jobs.evidence import WeighedRow
+from prefillcli.jobs.job_exits import NO_EXITS, JobExits, Spared
+from prefillcli.jobs.wanted_rows import ChosenByScores, GivenContinuations, JobRationales, scored_row
 from prefillcli.plan.blocks import CarriedBlock
-from prefillcli.plan.pack import Pack
-from prefillcli.plan.plan import packs_to_run
+from prefillcli.plan.pack import Limits, Pack
+from prefillcli.plan.plan import Plan, packs_to_run
 from prefillcli.report.run import Tokens
 from prefillcli.runtime.clock import Phase
 
-if TYPE_CHECKING:  # these take torch along
-    from prefillcli.compress.auto import KeepChoice
-    from prefillcli.compress.window_compressor import WindowCompressor
+if TYPE_CHECKING:
+    from prefillcli.compress.window_compressor import KeepChoice, WindowCompressor
+
+# What an engine has to answer for the rows of a window, and the rows that its answers finish.
+
+
+@dataclass(slots=True)
+class Finished:
+    """Rows of a window that are finished since the last ones, and the tokens that took.
+
+    `carried` are the blocks that the window hands to the next one; None where that is not said. `spared` is what
+    exits have spared a pack, where there are any.
+    """
+
+    rows: list[ScoredRow] = field(default_factory=list)
+    errors: dict[int, RowError] = field(default_factory=dict)
+    tokens: Tokens = field(default_factory=Tokens)
+    carried: tuple[CarriedBlock, ...] | None = None
+    spared: Spared | None = None
+
+    def add(self, other: Finished) -> None:
+        """Rows that are finished as well, with their tokens."""
+        self.rows += other.rows
+        self.errors |= other.errors
+        self.tokens.add(other.tokens)
+
+
+class PlannedWork(Protocol):
+    """Requests that are planned and answered together."""
+
+    requests: list[Request]
+    plan: Plan
+
+    @property
+    def done_prompts(self) -> list[int]:
+        """The prompts whose rows need no answer any more."""
+
+    def treatment(self, pack: Pack) -> Treatment:
+        """What is done with the prompts of a pack, beside reading their labels."""
+
+    def take(self, pack: Pack, answers: Sequence[Answer]) -> Finished:
+        """The rows that these answers of a pack finish."""
+
+    def fail(self, prompt: int, error: RowError) -> Finished:
+        """What becomes of a row whose prompt cannot be answered."""
+
+    def share(self, pack: Pack) -> tuple[float, float]:
+        """Rows and prompt tokens that progress counts for each of the pack's tokens."""
+
+
+def failed_prompts(work: PlannedWork, unanswered: Sequence[Answer]) -> Finished:
+    """What becomes of rows whose prompts have no answer because memory ran out on them."""
+    finished = Finished()
+    for answer in unanswered:
+        finished.add(work.fail(answer.prompt, RowError(ErrorCode.EXCEEDS_MEMORY, answer.failure or "")))
+    return finished
+
+
+@dataclass(frozen=True, slots=True)
+class WantedRow:
+    """A scored row that waits for more: for a text, unless it has one, and for evidence where the job weighs it.
+
+    `label` is the number of the one that it has got.
+    """
+
+    request: Request
+    scored: ScoredRow
+    label: int
+
+
+class WindowWork:
+    """The requests of a window: first the `ordinary` ones, then those of audited prompts in full.
+
+    Of the prompts that are `audited`, those that are compressed have a second request. Their rows wait in `scored` or
+    `audits` for their other half. The others are read to the end. Scored rows that are wanted for more than a score
+    wait in `wanted` until all packs are answered. With `limited` rationales, it is not known before who is, or
+    what is kept of packs has no room.
+    """
+
+    def __init__(
+        self,
+        window: Window,
+        requests: list[Request],
+        audited: Sequence[int],
+        done: set[int],
+        exits: JobExits,
+        rationales: JobRationales | None = None,
+        *,
+        limited: bool = False,
+    ) -> None:
+        self.ordinary = len(requests)
+        compressed = [number for number in audited if requests[number].compressed]
+        self.requests = requests + [Request(requests[number].prompt) for number in compressed]
+        self.audited = {requests[number].prompt.row for number in compressed}
+        second = range(self.ordinary, len(self.requests))
+        self.in_full = frozenset(second) | frozenset(audited).difference(compressed)
+        """The requests that no exit may end."""
+        self.done = set(done)
+        """Numbers of the rows that need no answer any more."""
+        self.scored: dict[int, ScoredRow] = {}
+        self.audits: dict[int, Float64Array] = {}
+        self.wanted: list[WantedRow] = []
+        self.plan = Plan([], 0)
+        self.window = window
+        self.rationales = rationales
+        self.limited = limited
+        self._exits = exits
+        self._in_limit = False
+        self._numbers = 0  # of packs, that later plans begin behind
+        self._by_row = {request.prompt.row: request for request in requests}
+
+    @property
+    def done_prompts(self) -> list[int]:
+        return [number for number, each in enumerate(self.requests) if each.prompt.row in self.done]
+
+    def treatment(self, pack: Pack) -> Treatment:
+        thinning = thinning_of({prompt: self.requests[prompt] for prompt in pack.prompts})
+        treatment = replace(self._exits.treatment(self.in_full), thinning=thinning)
+        if treatment.exits is None and thinning is None:  # else nothing is kept of the rows' ways through all layers
+            treatment = replace(treatment, continuations=self._continuations(pack))
+        return treatment
+
+    def take(self, pack: Pack, answers: Sequence[Answer]) -> Finished:
+        finished = Finished()
+        unanswered = [answer for answer in answers if answer.failure is not None]
+        if unanswered:
+            answers = [answer for answer in answers if answer.failure is None]
+            finished.add(failed_prompts(self, unanswered))
+        else:
+            finished.spared = self._exits.spared(pack, answers)
+        complete: list[ScoredRow] = []
+        texts: dict[int, Answer] = {}
+        for answer in answers:
+            finished.tokens.computed += answer.computed_tokens
+            finished.tokens.skipped += answer.skipped
+            request = self.requests[answer.prompt]
+            row = request.prompt.row
+            if row in self.done:
+                continue  # computed again only for the K,V that a later pack holds
+            if answer.prompt >= self.ordinary:
+                finished.tokens.audit += answer.computed_tokens
+                self.audits[row] = answer.logprobs
+            else:
+                finished.tokens.prompt += len(request.prompt.tokens)
+                finished.tokens.kept += kept_tokens(request, answer)
+                finished.tokens.shared += answer.shared_tokens
+                self.scored[row] = scored_row(request, answer, audited=answer.prompt in self.in_full)
+                texts[row] = answer
+            if row in self.scored and (row in self.audits or row not in self.audited):
+                scored = self.scored.pop(row)
+                scored.audit = self.audits.pop(row, scored.audit)
+                complete.append(scored)
+        finished.rows += self.settle(complete, texts)
+        return finished
+
+    def fail(self, prompt: int, error: RowError) -> Finished:
+        """A prompt that cannot be answered makes its row an error row; where only its audit fails, there is none."""
+        row = self.requests[prompt].prompt.row
+        if row in self.done:
+            return Finished()
+        if prompt >= self.ordinary:
+            self.audited.discard(row)
+            scored = self.scored.pop(row, None)
+            return Finished() if scored is None else Finished(rows=self.settle([scored], {}))
+        self.done.add(row)
+        self.scored.pop(row, None)
+        self.audits.pop(row, None)
+        return Finished(errors={row: error})
+
+    def share(self, pack: Pack) -> tuple[float, float]:
+        ordinary = [i for i in pack.prompts if i < self.ordinary]
+        tokens = sum(len(self.requests[i].prompt.tokens) for i in ordinary)
+        return len(ordinary) / len(pack.tokens), tokens / len(pack.tokens)
+
+    def settle(self, rows: Sequence[ScoredRow], answers: Mapping[int, Answer]) -> list[ScoredRow]:
+        """Of rows that are scored, those that are finished; the others wait. `answers` by row may have their texts."""
+        if self.rationales is None or not rows:
+            return list(rows)
+        choice = self.rationales.choice
+        part = self.window.only((self._by_row[scored.row].prompt for scored in rows), choice.rows.columns)
+        labels = choice.wanted(part, rows)
+        finished = []
+        for scored in rows:
+            label = labels.get(scored.row)
+            if label is None:
+                finished.append(scored)
+                continue
+            request, answer = self._by_row[scored.row], answers.get(scored.row)
+            if answer is not None and answer.continuation is not None:
+                scored.rationale = self.rationales.rationale(request, label, answer.continuation)
+            if self._complete(scored):
+                finished.append(scored)
+            else:
+                self.wanted.append(WantedRow(request, scored, label))
+        return finished
+
+    def settle_known(self, requests: Sequence[Request], rows: Sequence[ScoredRow]) -> list[ScoredRow]:
+        """`settle` for rows that were scored before, and their requests."""
+        self._by_row |= {request.prompt.row: request for request in requests}
+        return self.settle(rows, {})
+
+    def past_limit(self) -> list[WantedRow]:
+        """Take out the wanted rows that are past the job's limit; the others wait in the order of the input. To be
+        asked when all windows before are written; asked again, it takes none."""
+        job = self.rationales
+        self.wanted.sort(key=lambda each: each.scored.row)
+        if job is None or job.limit is None or self._in_limit:
+            return []
+        self._in_limit = True
+        left = max(job.limit - job.chosen(), 0)
+        self.wanted, past = self.wanted[:left], self.wanted[left:]
+        return past
+
+    def after(self, plan: Plan) -> list[Pack]:
+        """The packs of a plan that comes after this one and those that came after it. They keep what the next window
+        takes over."""
+        own = max((pack.index for pack in (*self.plan.given, *self.plan.packs)), default=-1)
+        first = max(own + 1, self._numbers)
+        self._numbers = first + len(plan.packs)
+        keys = frozenset(key for _, key in self.plan.carried)
+        packs = [pack.shifted(first) for pack in plan.packs]
+        return [replace(pack, keep=pack.keep | keys) for pack in packs]
+
+    def _complete(self, scored: ScoredRow) -> bool:
+        job = self.rationales
+        return job is None or (job.evidence is None and (job.writing is None or scored.rationale is not None))
+
+    def _continuations(self, pack: Pack) -> ChosenByScores | None:
+        """Which prompts of a pack are written on as soon as they are scored."""
+        job = self.rationales
+        if job is None or self.limited:
+            return None
+        able = {
+            number: self.requests[number]
+            for number in pack.prompts
+            if number < self.ordinary and self.requests[number].prompt.row not in self.done
+        }
+        return job.continuations(self.window, able)
+
+
+# What is done for rows of a window after all of them are scored: their texts are written, their sections are
+# weighed.
+#
+# Wanted rows whose texts could not be written behind their first reading are read once more. Together with the
+# prompts that evidence needs they make one more plan, so that what they share is computed once.
+
+
+GROUP_TOKENS = 4 << 20
+"""Tokens of the prompts that are made together without their sections, at most."""
+UNREAD = Continuation((), "memory", float("inf"))
+"""Of a prompt whose K,V of all layers do not fit."""
+FAILED = Continuation((), "error", float("inf"))
+
+
+@dataclass(slots=True)
+class _Row:
+    """A wanted row, and the requests that it still waits for, by number: `places` are those of its evidence."""
+
+    wanted: WantedRow
+    weighed: WeighedRow | None = None
+    places: dict[int, int] = field(default_factory=dict)
+    open: set[int] = field(default_factory=set)
+
+
+class FollowUp:
+    """The requests of a window's wanted rows, as `PlannedWork`. Rows that need none are `finished` at once."""
+
+    def __init__(
+        self,
+        window: Window,
+        wanted: Sequence[WantedRow],
+        job: JobRationales,
+        limits: Limits,
+        schedule: str,
+        tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.requests: list[Request] = []
+        self.plan = Plan([], 0)
+        self.finished: list[ScoredRow] = []
+        self._window = window
+        self._job = job
+        self._rows: dict[int, _Row] = {}  # by the numbers of their requests
+        self._written: dict[int, Beginning] = {}
+        for each in wanted:
+            self._add(each, limits)
+            tick()
+        if self.requests:
+            self.plan = plan_requests(self.requests, limits.for_texts() if self._written else limits, schedule)
+
+    @property
+    def done_prompts(self) -> list[int]:
+        return []
+
+    def treatment(self, pack: Pack) -> Treatment:
+        own = {prompt: self._written[prompt] for prompt in pack.prompts if prompt in self._written}
+        writing = self._job.writing
+        return Treatment(continuations=GivenContinuations(writing, own) if own and writing is not None else None)
+
+    def take(self, pack: Pack, answers: Sequence[Answer]) -> Finished:
+        finished = failed_prompts(self, [answer for answer in answers if answer.failure is not None])
+        for answer in answers:
+            if answer.failure is not None:
+                continue
+            finished.tokens.computed += answer.computed_tokens
+            finished.tokens.follow_up += answer.computed_tokens
+            row = self._rows[answer.prompt]
+            row.wanted.scored.seconds += answer.seconds
+            if answer.prompt in self._written:
+                self._write(row, answer.continuation or UNREAD)
+            elif row.weighed is not None:
+                row.weighed.take(row.places[answer.prompt], answer)
+            finished.rows += self._done(row, answer.prompt)
+        return finished
+
+    def fail(self, prompt: int, error: RowError) -> Finished:
+        """A row keeps its score: it gets no text, or its evidence lacks a section."""
+        row = self._rows[prompt]
+        if prompt in self._written:
+            self._write(row, FAILED)
+        return Finished(rows=self._done(row, prompt))
+
+    def share(self, pack: Pack) -> tuple[float, float]:
+        return 0.0, 0.0
+
+    def _add(self, wanted: WantedRow, limits: Limits) -> None:
+        row, job = _Row(wanted), self._job
+        if job.writing is not None and wanted.scored.rationale is None:
+            request = _whole(wanted.request)
+            if limits.kept_size(len(request.tokens), 1) > limits.kept_tokens:
+                self._write(row, UNREAD)
+            else:
+                number = self._ask(row, request)
+                self._written[number] = job.beginning(self._window, request, wanted.label)
+        if job.evidence is not None:
+            row.weighed = job.evidence.weigh(wanted.request, wanted.scored)
+            for place, request in enumerate(row.weighed.requests):
+                if len(request.tokens) <= limits.max_tokens:
+                    row.places[self._ask(row, request)] = place
+        if not row.open:
+            self.finished += self._complete(row)
+
+    def _ask(self, row: _Row, request: Request) -> int:
+        number = len(self.requests)
+        self.requests.append(request)
+        self._rows[number] = row
+        row.open.add(number)
+        return number
+
+    def _write(self, row: _Row, written: Continuation) -> None:
+        request = _whole(row.wanted.request)
+        row.wanted.scored.rationale = self._job.rationale(request, row.wanted.label, written)
+
+    def _done(self, row: _Row, prompt: int) -> list[ScoredRow]:
+        row.open.discard(prompt)
+        return [] if row.open else self._complete(row)
+
+    def _complete(self, row: _Row) -> list[ScoredRow]:
+        if row.weighed is not None:
+            row.wanted.scored.evidence = row.weighed.effects() or ()
+        return [row.wanted.scored]
+
+
+def follow_up(
+    work: WindowWork, limits: Limits, schedule: str, tick: Callable[[], None] = lambda: None
+) -> FollowUp | None:
+    """What is left to do for some of the wanted rows of a window whose packs are all answered; None if nothing is.
+
+    The others wait for the next call: there may be many prompts without a section. Where rows are limited, those that
+    come first in the input are taken, and the others are finished as they are. `tick` is called after each row, and
+    may raise to stop.
+    """
+    job = work.rationales
+    if job is None or not work.wanted:
+        return None
+    past_limit = work.past_limit()
+    group: list[WantedRow] = []
+    tokens, each = 0, 1 if job.evidence is None else MOST_SECTIONS
+    while work.wanted and (not group or tokens + each * len(work.wanted[0].request.prompt.tokens) <= GROUP_TOKENS):
+        group.append(work.wanted.pop(0))
+        tokens += each * len(group[-1].request.prompt.tokens)
+    found = FollowUp(work.window, group, job, limits, schedule, tick)
+    found.finished += [each.scored for each in past_limit]
+    return found
+
+
+def _whole(request: Request) -> Request:
+    """How a row is read to be written about: what the model's own layers leave out of it is read as well."""
+    return request if request.thinning is None else Request(request.prompt)
 
 
 @dataclass(frozen=True, slots=True)

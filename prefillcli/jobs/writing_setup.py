@@ -20,7 +20,7 @@ from prefillcli.options.score import ScoreSettings
 from prefillcli.stats.calibration import Calibration
 
 if TYPE_CHECKING:  # takes torch along
-    from prefillcli.models.text_room import TextsOf
+    from prefillcli.models.law import TextsOf
 
 
 def writing_of(settings: WritingOptions, opened: Opened, names: Sequence[str]) -> Writing | None:
@@ -28,7 +28,7 @@ def writing_of(settings: WritingOptions, opened: Opened, names: Sequence[str]) -
     damaged model folder."""
     if not settings.rationale:
         return None
-    from prefillcli.models.stop_tokens import stop_tokens  # takes torch along
+    from prefillcli.models.open import stop_tokens  # takes torch along
 
     texts = rationale_texts(settings.rationale_template, names).values()
     return Writing(

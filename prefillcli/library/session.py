@@ -28,9 +28,9 @@ from prefillcli.options.keywords import (
     scorer_settings,
 )
 from prefillcli.options.score import ScoreSettings
-from prefillcli.runtime.library_logs import without_fetched_code
-from prefillcli.runtime.own_thread import OwnThread
-from prefillcli.runtime.threads import left_as_found
+from prefillcli.runtime.cores import left_as_found
+from prefillcli.runtime.signals import OwnThread
+from prefillcli.runtime.streams import without_fetched_code
 
 if TYPE_CHECKING:  # takes torch along
     from prefillcli.library.table_scoring import Steps, TableScorer

@@ -24,8 +24,12 @@ from prefillcli.data.windows import Prefetcher, windows
 from prefillcli.engines.base import Engine
 from prefillcli.engines.registry import loader_of
 from prefillcli.errors import Interrupted, UsageError
-from prefillcli.jobs.calibration_file import calibration_of, check_calibration
-from prefillcli.jobs.content_free import content_free_prompts, contextual_calibration
+from prefillcli.jobs.calibration_file import (
+    calibration_of,
+    check_calibration,
+    content_free_prompts,
+    contextual_calibration,
+)
 from prefillcli.jobs.inputs import (
     carried_columns,
     make_builder,
@@ -33,10 +37,10 @@ from prefillcli.jobs.inputs import (
     prompt_builder,
     refuse_idle_draft,
     refuse_missing_adapters,
+    require_label_uses,
 )
-from prefillcli.jobs.label_mass import LabelMassCheck
-from prefillcli.jobs.label_uses import require_label_uses
 from prefillcli.jobs.load import Models, load_models
+from prefillcli.jobs.recorder import LabelMassCheck
 from prefillcli.jobs.row_choice import RowChoice, check_rationales, column_groups
 from prefillcli.jobs.wanted_rows import JobRationales
 from prefillcli.jobs.window_scoring import ScoringOptions, score_window
@@ -50,8 +54,7 @@ from prefillcli.runtime.clock import Phase
 from prefillcli.runtime.progress import Progress
 
 if TYPE_CHECKING:  # these take torch along
-    from prefillcli.compress.auto import KeepChoice
-    from prefillcli.compress.window_compressor import WindowCompressor
+    from prefillcli.compress.window_compressor import KeepChoice, WindowCompressor
 
 
 SECONDS_BETWEEN_LINES = 30.0

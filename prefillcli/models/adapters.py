@@ -222,7 +222,7 @@ def empty_model(files: ModelFiles) -> PreTrainedModel:
     """The model that `load_weights` makes of the files, on the meta device."""
     from transformers import AutoConfig
 
-    from prefillcli.models.empty import build_empty
+    from prefillcli.models.completeness import build_empty
     from prefillcli.models.multimodal import text_part
 
     whole = AutoConfig.from_pretrained(files.path)
@@ -231,7 +231,7 @@ def empty_model(files: ModelFiles) -> PreTrainedModel:
 
 def _with_tokenizer(opened: Opened, adapters: list[AdapterFiles], *, by_row: bool, trust_remote_code: bool) -> Opened:
     """With the tokenizer of the adapter where one is for all rows. Raises UsageError for one that does not fit."""
-    from prefillcli.models.tokenizers import difference, load_tokenizer
+    from prefillcli.models.open import difference, load_tokenizer
 
     for adapter in adapters:
         if not (adapter.path / _TOKENIZER).is_file():

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from prefillcli.data.proof.fingerprints import gguf_parts
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
-from prefillcli.models.empty import build_empty, refuse_larger
+from prefillcli.models.completeness import build_empty, refuse_larger
 from prefillcli.models.families import longest_prompt, refusal, sees_nothing
 from prefillcli.models.files import check_config, check_files, check_generation_config, quoted, refuse_code_elsewhere
 from prefillcli.models.gguf import GgufModel, dequantise_gguf, describe_gguf, find_dequantised, open_gguf

@@ -1,22 +1,32 @@
 """Models in GGUF format: opened without reading a weight, and their weights as numbers that torch computes with.
 
 transformers reads the file, which takes seconds for a small model and minutes for a large one. So what it makes of it
-is kept as an ordinary model folder (`prefillcli.models.gguf_cache`): first configuration and tokenizer, then, once a
+is kept as an ordinary model folder (`prefillcli.models.gguf`): first configuration and tokenizer, then, once a
 job loads them, the weights in the dtype of the run.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import math
+import mmap
+import os
 import re
+import shutil
+import struct
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import version
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
@@ -25,14 +35,538 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from prefillcli.data.proof.fingerprints import ModelContents, hash_value
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
-from prefillcli.models.completeness import require_complete
-from prefillcli.models.empty import bounded
-from prefillcli.models.gguf_cache import find_cached, make_cached, make_once
-from prefillcli.models.gguf_checks import check_parts, check_tensors, complete_config
-from prefillcli.models.gguf_header import GgufHeader, GgufTensor, read_gguf_header, write_joined
-from prefillcli.models.transformers_log import quiet_transformers
+from prefillcli.models.completeness import bounded, quiet_transformers, require_complete
+from prefillcli.models.safetensors import check_ranges, layer_number
+from prefillcli.runtime import log
 from prefillcli.runtime.extras import require_extra
 from prefillcli.runtime.user_cache import cache_folder
+
+# The header of a GGUF file: what it says of the model, and where its tensors are. No tensor is read.
+#
+# The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_STRING, _ARRAY = 8, 9
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_MOST_DIMENSIONS = 4
+_KEPT_ITEMS = 4096  # of an array; vocabularies are longer, and are only counted
+_ALIGNMENT = 32  # bytes, where the file says nothing
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """A tensor of a file. `shape` is as torch has it, `kind` the number of its quantisation, `offset` in bytes from
+    the start of the file's data."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers it holds."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """What one file says. `fields` are its settings by name; of long arrays, the length. `raw` are the bytes of each
+    setting as they are in the file. The data begins at byte `data_start`."""
+
+    path: Path
+    size: int
+    version: int
+    fields: dict[str, Any]
+    raw: dict[str, bytes]
+    tensors: tuple[GgufTensor, ...]
+    data_start: int
+    alignment: int
+
+    @property
+    def architecture(self) -> str:
+        """The family, as llama.cpp calls it."""
+        return str(self.fields.get("general.architecture", ""))
+
+    def setting(self, name: str) -> Any:
+        """A setting of the family, `block_count` for example; None where it is not there."""
+        return self.fields.get(f"{self.architecture}.{name}")
+
+
+def read_gguf_header(path: Path) -> GgufHeader:
+    """Raises UsageError if the file is no GGUF file or ends before its header does."""
+    try:
+        size = path.stat().st_size
+        if size < 24:
+            raise UsageError(f"{path}: not a GGUF file: {size} bytes")
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Cursor(data).header(path)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    except _NoGgufError as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
+class _NoGgufError(Exception):
+    """What is wrong with a file."""
+
+
+class _Cursor:
+    """Reads a mapped file from its beginning on."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self._at = 0
+
+    def header(self, path: Path) -> GgufHeader:
+        if self._data[:4] != _MAGIC:
+            raise _NoGgufError("not a GGUF file")
+        self._at = 4
+        version, tensors, settings = self._unpack("<IQQ")
+        if version not in _VERSIONS:
+            raise _NoGgufError(
+                f"GGUF version {version} is not read; versions {' and '.join(map(str, _VERSIONS))} are\n"
+                "convert it again with a current llama.cpp"
+            )
+        fields: dict[str, Any] = {}
+        raw: dict[str, bytes] = {}
+        for _ in range(settings):
+            begun = self._at
+            name = self._text()
+            if name in fields:
+                raise _NoGgufError(f"damaged: two settings are called {name[:60]!r}")
+            fields[name] = self._value(*self._unpack("<I"))
+            raw[name] = self._data[begun : self._at]
+        found = tuple(self._tensor() for _ in range(tensors))
+        if len({tensor.name for tensor in found}) != len(found):
+            raise _NoGgufError("damaged: two tensors have one name")
+        alignment = fields.get("general.alignment", _ALIGNMENT)
+        if type(alignment) is not int or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
+            raise _NoGgufError(f"damaged: an alignment of {alignment!r}, which is not a power of two")
+        start = -(-self._at // alignment) * alignment
+        return GgufHeader(path, len(self._data), version, fields, raw, found, start, alignment)
+
+    def _tensor(self) -> GgufTensor:
+        name = self._text()
+        (dimensions,) = self._unpack("<I")
+        if not 1 <= dimensions <= _MOST_DIMENSIONS:
+            raise _NoGgufError(f"damaged: {name[:60]!r} has {dimensions} dimensions")
+        shape = self._unpack(f"<{dimensions}Q")
+        kind, offset = self._unpack("<IQ")
+        return GgufTensor(name, shape[::-1], kind, offset)
+
+    def _value(self, kind: int) -> Any:
+        if kind in _NUMBERS:
+            return self._unpack(f"<{_NUMBERS[kind]}")[0]
+        if kind == _STRING:
+            return self._text()
+        if kind != _ARRAY:
+            raise _NoGgufError(f"damaged: a setting of type {kind}")
+        inner, count = self._unpack("<IQ")
+        if inner in _NUMBERS:
+            if count <= _KEPT_ITEMS:
+                return list(self._unpack(f"<{count}{_NUMBERS[inner]}"))
+            self._skip(count * struct.calcsize(f"<{_NUMBERS[inner]}"))
+            return count
+        if inner not in (_STRING, _ARRAY):
+            raise _NoGgufError(f"damaged: an array of type {inner}")
+        for _ in range(count):
+            if inner == _STRING:
+                self._skip(*self._unpack("<Q"))
+            else:
+                raise _NoGgufError("an array of arrays is not read")
+        return count
+
+    def _text(self) -> str:
+        (length,) = self._unpack("<Q")
+        begun = self._at
+        self._skip(length)
+        try:
+            return self._data[begun : self._at].decode()
+        except UnicodeDecodeError:
+            raise _NoGgufError("damaged: a name that is no text") from None
+
+    def _unpack(self, form: str) -> tuple[Any, ...]:
+        begun = self._at
+        self._skip(struct.calcsize(form))
+        return struct.unpack_from(form, self._data, begun)
+
+    def _skip(self, count: int) -> None:
+        self._at += count
+        if self._at > len(self._data):
+            raise _NoGgufError(f"truncated: it ends after {len(self._data):,} bytes, in its header")
+
+
+def write_joined(parts: Sequence[GgufHeader], path: Path, *, data: bool) -> None:
+    """Join the parts of a model that is split in one file at `path`, which must not be there.
+
+    Without `data` the tensors are holes in the file: it says what the model is, and takes no room on the disk.
+    """
+    first = parts[0]
+    settings = [raw for name, raw in first.raw.items() if not name.startswith("split.")]
+    places: list[tuple[GgufHeader, GgufTensor, int]] = []
+    table, end = [], 0
+    for part in parts:
+        for tensor in part.tensors:
+            name = tensor.name.encode()
+            shape = struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *tensor.shape[::-1])
+            table.append(struct.pack("<Q", len(name)) + name + shape + struct.pack("<IQ", tensor.kind, end))
+            places.append((part, tensor, end))
+            end += -(-tensor_bytes(tensor) // first.alignment) * first.alignment
+    head = _MAGIC + struct.pack("<IQQ", first.version, len(table), len(settings)) + b"".join(settings + table)
+    start = -(-len(head) // first.alignment) * first.alignment
+    with path.open("xb") as file:
+        file.write(head)
+        if data:
+            for part, tensor, offset in places:
+                with part.path.open("rb") as source:
+                    source.seek(part.data_start + tensor.offset)
+                    file.seek(start + offset)
+                    _copy(source, file, tensor_bytes(tensor))
+        file.truncate(start + end)
+
+
+def tensor_bytes(tensor: GgufTensor) -> int:
+    """Bytes of a tensor in its file; its kind must be known to the package `gguf`."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    numbers, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)]
+    return int(tensor.numbers // numbers * size)
+
+
+def _copy(source: Any, target: Any, count: int) -> None:
+    while count:
+        block = source.read(min(count, 16 << 20))
+        if not block:
+            raise UsageError(f"{source.name}: was cut short while it was read")
+        target.write(block)
+        count -= len(block)
+
+
+# Whether a GGUF file is whole, and whether transformers makes the model of it that the file describes.
+#
+# transformers takes over the settings of a file that it knows, and drops the others. A model that is read without
+# one of them gives wrong scores and no error, so it is refused here.
+
+
+_WHOLE = {
+    "block_count": (1, 4096),
+    "context_length": (1, 1 << 40),
+    "embedding_length": (1, 1 << 20),
+    "feed_forward_length": (1, 1 << 24),
+    "attention.head_count": (1, 1 << 16),
+    "attention.head_count_kv": (0, 1 << 16),
+    "attention.key_length": (1, 1 << 16),
+    "rope.dimension_count": (0, 1 << 16),
+    "expert_count": (0, 1 << 16),
+    "vocab_size": (1, 1 << 24),
+}
+"""Least and most of the whole numbers of a family; some are lists with one for each layer."""
+
+_ROTARY_FACTORS = "rope_freqs.weight"  # what rotary frequencies are divided by, in Llama 3.1 and later
+_AS_SAFETENSORS = "take the model as safetensors"
+
+
+def check_parts(parts: Sequence[GgufHeader]) -> None:
+    """Refuse files that are cut short, of several models, or hold numbers that cannot be read. Raises UsageError."""
+    first = parts[0]
+    if not first.architecture:
+        raise UsageError(f"{first.path}: no general.architecture, so it does not say what model it is")
+    for name, (low, high) in _WHOLE.items():
+        value = first.setting(name)
+        for each in value if isinstance(value, list) else [value]:
+            if each is not None and (type(each) is not int or not low <= each <= high):
+                raise UsageError(
+                    f"{first.path}: {first.architecture}.{name} is {each!r}; "
+                    f"it must be a whole number from {low:,} to {high:,}"
+                )
+    _check_split(parts)
+    _check_layers(parts)
+    for part in parts:
+        for tensor in part.tensors:
+            _check_kind(part, tensor)
+        ranges = ((each.offset, each.offset + tensor_bytes(each), each.name) for each in part.tensors)
+        try:
+            check_ranges(ranges, part.size - part.data_start, alignment=part.alignment)
+        except ValueError as error:
+            raise UsageError(f"{part.path}: damaged: {error}\ncopy or download it again") from None
+
+
+def _check_split(parts: Sequence[GgufHeader]) -> None:
+    for number, part in enumerate(parts):
+        count = part.fields.get("split.count", 0)
+        if count not in (0, len(parts)) or (len(parts) > 1 and part.fields.get("split.no") != number):
+            raise UsageError(
+                f"{part.path}: is part {part.fields.get('split.no', 0) + 1} of {count or 1} of a model, "
+                f"but its name does not say so\ngive the parts the names that they had, like "
+                f"{part.path.stem}-00001-of-{count or 1:05}.gguf"
+            )
+    names = [tensor.name for part in parts for tensor in part.tensors]
+    wanted = parts[0].fields.get("split.tensors.count", len(names)) if len(parts) > 1 else len(names)
+    if wanted != len(names) or len(set(names)) != len(names):
+        raise UsageError(f"{parts[0].path}: its parts are not of one model: {len(names)} tensors, not {wanted}")
+
+
+def _check_layers(parts: Sequence[GgufHeader]) -> None:
+    """Refuse files whose tensors are of fewer or more layers than their settings say."""
+    first = parts[0]
+    told = first.setting("block_count")
+    names = [each.name for part in parts for each in part.tensors if each.name.startswith("blk.")]
+    layers = 1 + max((number for name in names if (number := layer_number(name)) is not None), default=-1)
+    if told is not None and layers and told != layers:
+        raise UsageError(
+            f"{first.path}: damaged: {first.architecture}.block_count is {told}; its tensors are of {layers} layers"
+        )
+
+
+def _check_kind(part: GgufHeader, tensor: GgufTensor) -> None:
+    import gguf
+
+    known = {kind.value: kind.name for kind in gguf.GGMLQuantizationType}
+    if tensor.kind not in known:
+        raise UsageError(
+            f"{part.path}: {tensor.name} has quantisation {tensor.kind}, which the package gguf does not know\n"
+            "update it (pip install -U gguf), or take a file with another quantisation"
+        )
+    kind = gguf.GGMLQuantizationType(tensor.kind)
+    numbers, size = gguf.GGML_QUANT_SIZES[kind]
+    try:
+        gguf.dequantize(np.zeros((1, size), dtype=np.uint8), kind)
+    except NotImplementedError:
+        raise UsageError(
+            f"{part.path}: {tensor.name} has quantisation {kind.name}, which cannot be read\n"
+            "take a file with another quantisation, Q4_K_M or Q8_0 for example"
+        ) from None
+    if tensor.shape[-1] % numbers:
+        raise UsageError(
+            f"{part.path}: damaged: {tensor.name} has rows of {tensor.shape[-1]:,} numbers in {kind.name}"
+        )
+
+
+def complete_config(parts: Sequence[GgufHeader], config: Any) -> None:
+    """Add to transformers' configuration of a model what it can be told and was not read.
+
+    Raises UsageError for what it cannot be told.
+    """
+    header = parts[0]
+    if config.model_type == "phi3" and header.setting("attention.sliding_window"):
+        config.sliding_window = header.setting("attention.sliding_window")
+    _add_rotary_factors(parts, config)
+    rope = _rope(config)
+    scaling = header.setting("rope.scaling.type")
+    if scaling not in (None, "none", rope.get("rope_type")):
+        raise UsageError(
+            f"{header.path}: its positions are scaled ({scaling}), which transformers does not read from GGUF\n"
+            f"{_AS_SAFETENSORS}"
+        )
+    if all(header.setting(name) is None for name in _EPSILONS):
+        raise UsageError(f"{header.path}: damaged: no {header.architecture}.{_EPSILONS[0]}, and no layer_norm_epsilon")
+    for name, read in _SETTINGS.items():
+        told, taken = header.setting(name), read(config)
+        if isinstance(told, int | float) and not math.isclose(told, taken or 0, rel_tol=1e-4):
+            raise UsageError(
+                f"{header.path}: {header.architecture}.{name} is {told:g}, which transformers does not read from "
+                f"GGUF: it takes {taken or 0:g}\n{_AS_SAFETENSORS}"
+            )
+
+
+def check_tensors(parts: Sequence[GgufHeader], config: Any, wanted: int, known: Collection[str]) -> None:
+    """Refuse files with more or fewer numbers than the `wanted` ones of transformers' model, or with tensors whose
+    names are not among those that it has: `known` ones, with `.weight` at their end or without. Raises UsageError."""
+    tensors = [each for part in parts for each in part.tensors if each.name != _ROTARY_FACTORS]
+    names = (each.name for each in tensors)
+    strange = [name for name in names if name not in known and name.removesuffix(".weight") not in known]
+    if strange:
+        raise UsageError(
+            f"{parts[0].path}: {len(strange)} of its tensors have no place in the {config.model_type} that "
+            f"transformers makes of its settings, {strange[0]} among them\n{_AS_SAFETENSORS}"
+        )
+    held = sum(each.numbers for each in tensors)
+    if held != wanted:
+        raise UsageError(
+            f"{parts[0].path}: its tensors hold {held:,} numbers; the {config.model_type} that transformers makes of "
+            f"it has {wanted:,}\n{_AS_SAFETENSORS}"
+        )
+
+
+def _add_rotary_factors(parts: Sequence[GgufHeader], config: Any) -> None:
+    """Take over the rotary factors of Llama 3.1 and later, which llama.cpp saves as a tensor."""
+    found = [(part, tensor) for part in parts for tensor in part.tensors if tensor.name == _ROTARY_FACTORS]
+    if not found:
+        return
+    part, tensor = found[0]
+    factors = np.fromfile(part.path, "<f4", tensor.numbers, offset=part.data_start + tensor.offset)
+    rope = _rope(config)
+    scaled = {
+        "rope_type": "llama3",
+        "rope_theta": rope.get("rope_theta"),
+        "factor": float(factors.max()),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    if tensor.kind == 0 and np.allclose(factors, 1):
+        return
+    known = tensor.kind == 0 and rope.get("rope_type") == "default"
+    if not known or not np.allclose(factors, _llama3(scaled, 2 * len(factors)), rtol=1e-3):
+        raise UsageError(
+            f"{part.path}: {_ROTARY_FACTORS} scales its positions in a way that transformers does not read from GGUF\n"
+            f"{_AS_SAFETENSORS}"
+        )
+    config.rope_parameters = scaled
+
+
+def _llama3(rope: Mapping[str, Any], width: int) -> Any:
+    """The factors of `rope_type: llama3` for heads of this width, float64 [width / 2]."""
+    waves = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, width, 2) / width)
+    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+    turns = rope["original_max_position_embeddings"] / waves
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    return 1 / ((1 - smooth) / factor + smooth)
+
+
+def _rope(config: Any) -> Mapping[str, Any]:
+    """The rotary encoding of all layers, or of those that attend to all tokens."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    inner: Mapping[str, Any] = rope.get("full_attention", rope)
+    return inner
+
+
+def _first(*names: str) -> Callable[[Any], Any]:
+    return lambda config: next((getattr(config, name) for name in names if getattr(config, name, None)), None)
+
+
+def _rotary_width(config: Any) -> float:
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    share = _rope(config).get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
+    return float(int(width * share))
+
+
+_EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")  # each family has one
+_EPSILON = _first("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+_EXPERTS = _first("num_experts", "num_local_experts", "n_routed_experts")
+_SETTINGS: dict[str, Callable[[Any], Any]] = {
+    "attention.sliding_window": _first("sliding_window"),
+    **dict.fromkeys(_EPSILONS, _EPSILON),
+    "attn_logit_softcapping": _first("attn_logit_softcapping"),
+    "final_logit_softcapping": _first("final_logit_softcapping"),
+    "rope.freq_base": lambda config: _rope(config).get("rope_theta"),
+    "rope.dimension_count": _rotary_width,
+    "expert_count": _EXPERTS,
+    "expert_used_count": _first("num_experts_per_tok"),
+    "logit_scale": _first("logit_scale"),
+    "embedding_scale": _first("embedding_multiplier"),
+    "residual_scale": _first("residual_multiplier"),
+    "attention.scale": _first("attention_multiplier"),
+}
+"""Settings of a file that change what the model computes, and where transformers' configuration has them."""
+
+
+# What was made of GGUF files, kept for the next start: folders in `$XDG_CACHE_HOME/prefillcli/gguf`.
+#
+# A folder is made beside its place, written to the disk and renamed, under a lock: it is there as a whole or not at
+# all. It carries digests of its files, so that one that was damaged is made again.
+
+
+_PROOF = "prefillcli.digest"
+_SPARE = 64 << 20  # bytes of the disk that stay free
+
+_kept: list[tempfile.TemporaryDirectory[str]] = []  # until this process ends
+
+
+def find_cached(name: str) -> Path | None:
+    """The folder of this name, if it is whole."""
+    folder = _place(name)
+    try:
+        proof = (folder / _PROOF).read_text()
+        return folder if proof == _digest(folder) else None
+    except (OSError, PrefillError, ValueError):
+        return None
+
+
+def make_cached(name: str, make: Callable[[Path], None], *, size: int) -> Path | None:
+    """The folder of this name, filled by `make` with about `size` bytes if it is not there.
+
+    None, with a warning, if the cache has no room for it or cannot be written. Raises what `make` raises otherwise.
+    """
+    place = _place(name)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(place):
+            found = find_cached(name)
+            if found is not None:
+                return found
+            _remove_left_over(place)
+            free = shutil.disk_usage(place.parent).free
+            if free < size + _SPARE:
+                raise OSError(errno.ENOSPC, f"{size / 2**30:.1f} GiB wanted, {free / 2**30:.1f} GiB free")
+            folder = Path(tempfile.mkdtemp(dir=place.parent, prefix=f"{name}.", suffix=".tmp"))
+            try:
+                make(folder)
+                _seal(folder)
+                if place.exists():  # damaged
+                    shutil.rmtree(place)
+                os.rename(folder, place)
+                _sync(place.parent)
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+    except OSError as error:
+        log.warning(f"{place.parent}: nothing is cached: {error.strerror or error}")
+        return None
+    return place
+
+
+def make_once(make: Callable[[Path], None]) -> Path:
+    """A folder filled by `make`, which goes when this process ends."""
+    folder = tempfile.TemporaryDirectory(prefix="prefill-gguf-", ignore_cleanup_errors=True)
+    make(Path(folder.name))
+    _kept.append(folder)
+    return Path(folder.name)
+
+
+def _place(name: str) -> Path:
+    return cache_folder() / "gguf" / name
+
+
+def _digest(folder: Path) -> str:
+    contents = ModelContents(folder)
+    return f"{contents.model()} {contents.tokenizer()}\n"
+
+
+def _seal(folder: Path) -> None:
+    """Write all to the disk, and what proves it."""
+    (folder / _PROOF).write_text(_digest(folder))
+    for file in folder.iterdir():
+        file.chmod(0o644)
+        _sync(file)
+    folder.chmod(0o755)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _locked(place: Path) -> Iterator[None]:
+    """Of several processes that want the same folder, one makes it and the others wait."""
+    with place.with_name(f"{place.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _remove_left_over(place: Path) -> None:
+    """What processes that were killed have left. Called under the lock, so nobody is writing it."""
+    for folder in place.parent.glob(f"{place.name}.*.tmp"):
+        shutil.rmtree(folder, ignore_errors=True)
+
 
 _FORMAT = 2  # of what is cached
 _TOKENIZER_BYTES = 64 << 20  # a large one as files

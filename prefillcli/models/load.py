@@ -12,16 +12,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
-from prefillcli.models.completeness import require_complete
+from prefillcli.models.completeness import limit_cast_advice, limit_kernel_advice, quiet_transformers, require_complete
 from prefillcli.models.find import ModelFiles, with_weights
 from prefillcli.models.gguf import load_gguf
 from prefillcli.models.heads import auto_class
 from prefillcli.models.multimodal import load_text_part
-from prefillcli.models.placement import Placement, place_weights
 from prefillcli.models.quantised import Quantisation, plan_quantisation
-from prefillcli.models.streamed_layers import ROLLING_SLOTS, StreamedLayers, slot_bytes
-from prefillcli.models.transformers_log import limit_cast_advice, limit_kernel_advice, quiet_transformers
-from prefillcli.models.trust import prove_model, settle_paths
+from prefillcli.models.rehearsal import prove_model, settle_paths
+from prefillcli.models.streamed_layers import ROLLING_SLOTS, Placement, StreamedLayers, place_weights, slot_bytes
 from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError, register
 from prefillcli.prefill.layer_place import decoder_layers
 

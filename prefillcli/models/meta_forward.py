@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from prefillcli.models.transformers_log import quiet_transformers
+from prefillcli.models.completeness import quiet_transformers
 from prefillcli.prefill.layer_place import decoder_layers
 
 TOKENS = 512  # of the forward: whole chunks of what scans in chunks

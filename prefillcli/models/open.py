@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from prefillcli.data.prompts.labels import Labels, parse_labels
-from prefillcli.errors import ResourceError, UsageError
-from prefillcli.models.samples import sample_model
-from prefillcli.runtime import log
-from prefillcli.runtime.threads import Threads
+from transformers import PreTrainedModel
 
-if TYPE_CHECKING:  # torch takes seconds to import; wrong input should not wait for it
+from prefillcli.data.prompts.labels import Labels, parse_labels
+from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
+from prefillcli.models.files import check_files, read_json, refuse_code_elsewhere, sample_model
+from prefillcli.models.find import ModelFiles
+from prefillcli.runtime import log
+from prefillcli.runtime.cores import Threads
+
+if TYPE_CHECKING:
     import torch
 
     from prefillcli.models.adapters import AdapterFiles
-    from prefillcli.models.find import ModelFiles
 
 
 class ModelChoice(Protocol):
@@ -104,7 +108,7 @@ def open_model(choice: ModelChoice) -> tuple[ModelFiles, torch.device]:
     Raises UsageError or ResourceError.
     """
     from prefillcli.models.find import find_model, read_model_files
-    from prefillcli.runtime.devices import choose_device
+    from prefillcli.runtime.device_key import choose_device
 
     if choice.model is None:
         path = sample_model()
@@ -150,7 +154,6 @@ def open_models(choice: DraftChoice) -> Opened:
 
 def _other_tokenizer(tokenizer: Any, own: Any, choice: DraftChoice) -> Any:
     """The draft's `own` tokenizer, or None if it is the model's. Raises UsageError if it cannot be used."""
-    from prefillcli.models.tokenizers import difference
 
     wrong = difference(tokenizer, own)
     if wrong is None:
@@ -210,7 +213,6 @@ def check_loadable(files: ModelFiles, device: torch.device) -> None:
 
 
 def _load_tokenizer(files: ModelFiles, trust_remote_code: bool) -> Any:
-    from prefillcli.models.tokenizers import load_tokenizer
 
     said = f"{files.origin}: cannot load the tokenizer"
     embedded = files.config.vocab_size
@@ -239,3 +241,109 @@ def refuse_what_cannot_fit(opened: Opened, *, draft: bool = True) -> None:
             f"{need / 2**30:.1f} GiB in {str(opened.files.dtype).removeprefix('torch.')}, and {opened.device} has "
             f"{most / 2**30:.1f} GiB free; take a smaller model, or another --dtype or --device"
         )
+
+
+# Tokenizers: loaded, where their files are of a size that fits the model, and compared with one another.
+
+
+_TOKENIZER = "tokenizer.json"
+_VOCABULARIES = ("vocab.json", "added_tokens.json")
+_BESIDE = 1 << 16  # tokens beside twice those that the model embeds
+_TOKEN_BYTES = 256  # of such a file for each of them: with merges and blanks, large ones have 130
+
+#: What makes tokens of a text, in the files of the tokenizers library, and how to call it.
+_PARTS = {
+    "model": "merges or pieces",
+    "normalizer": "normalisation",
+    "pre_tokenizer": "splitting into words",
+}
+
+
+def load_tokenizer(folder: Path, *, embedded: int, trust_remote_code: bool, said: str) -> Any:
+    """transformers' tokenizer of a folder, for a model that embeds so many tokens.
+
+    Raises UsageError that begins with what is `said`, and before anything is made of files whose vocabulary is out of
+    all proportion to the model: tables are made that are as long as its largest id.
+    """
+    from transformers import AutoTokenizer
+
+    check_files(folder)
+    if trust_remote_code:
+        refuse_code_elsewhere(folder)
+    most = 2 * embedded + _BESIDE
+    for name in (_TOKENIZER, *_VOCABULARIES):
+        if (folder / name).is_file():
+            _check_vocabulary(folder / name, most)
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # the tokenizers library raises plain ones
+        if isinstance(error, PrefillError) or out_of_resource(error):
+            raise
+        raise UsageError(f"{said}: {brief(error)}") from None
+
+
+def _check_vocabulary(file: Path, most: int) -> None:
+    """Raise UsageError for a vocabulary of more than `most` tokens, or ids beyond."""
+    content = read_json(file, most=_TOKEN_BYTES * most)
+    for vocabulary in _vocabularies(content) if file.name == _TOKENIZER else [content]:
+        if not isinstance(vocabulary, dict | list):
+            continue
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else ()
+        largest = max((number for number in ids if type(number) is int), default=0)
+        if max(len(vocabulary), largest) > most:
+            what = f"{len(vocabulary):,} tokens" if len(vocabulary) > most else f"a token with the id {largest:,}"
+            raise UsageError(f"{file}: has {what}; for this model it may have {most:,} at most")
+
+
+def _vocabularies(content: Any) -> Iterator[Any]:
+    """Those of a `tokenizer.json`: a mapping or a list of tokens, and the added ones."""
+    if isinstance(content, dict):
+        model, added = content.get("model"), content.get("added_tokens")
+        yield model.get("vocab") if isinstance(model, dict) else None
+        if isinstance(added, list):
+            yield {at: each.get("id") for at, each in enumerate(added) if isinstance(each, dict)}
+
+
+def difference(target: Any, draft: Any) -> str | None:
+    """In what the content of two transformers tokenizers differs, or None.
+
+    Compared are the vocabularies, with added tokens, and how they make tokens of text; names and paths do not count.
+    What is put before a text (BOS) does not either: the draft reads the target's tokens.
+    """
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    if ours != theirs:
+        wrong = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
+        token = wrong[0]
+        ids = " and ".join(str(vocabulary.get(token, "absent")) for vocabulary in (ours, theirs))
+        return f"{len(wrong):,} tokens have other ids, {token!r} for one: {ids}"
+    first, second = (getattr(tokenizer, "backend_tokenizer", None) for tokenizer in (target, draft))
+    if first is None or second is None:
+        return None
+    mine, other = (json.loads(backend.to_str()) for backend in (first, second))
+    for part, name in _PARTS.items():
+        if mine.get(part) != other.get(part):
+            return f"the same vocabulary, but another {name}"
+    return None
+
+
+# The tokens that end a text, by a model's configuration and its generation configuration.
+
+
+def stop_tokens(files: ModelFiles) -> frozenset[int]:
+    """The stop tokens of a model whose weights are not loaded. Raises UsageError for a file that is no JSON."""
+    generation = files.path / "generation_config.json"
+    content = read_json(generation) if generation.is_file() else None
+    return _ids(files.config, content)
+
+
+def stop_tokens_of(model: PreTrainedModel) -> frozenset[int]:
+    """The stop tokens of a loaded model."""
+    return _ids(model.config.get_text_config(), getattr(model, "generation_config", None))
+
+
+def _ids(*configurations: Any) -> frozenset[int]:
+    ids: set[int] = set()
+    for each in configurations:
+        given = each.get("eos_token_id") if isinstance(each, dict) else getattr(each, "eos_token_id", None)
+        ids.update([given] if isinstance(given, int) else given or ())
+    return frozenset(ids)

@@ -6,7 +6,7 @@ Headers only are read, and no torch is needed. The checks raise UsageError that 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,30 @@ from typing import Any
 from prefillcli.errors import UsageError
 from prefillcli.models.families import EXTRA_TOKENS
 from prefillcli.models.files import quoted, read_json
-from prefillcli.models.tensor_ranges import check_ranges
+
+# Where the tensors of a file begin and end.
+
+
+def check_ranges(ranges: Iterable[tuple[int, int, str]], size: int, *, alignment: int = 1) -> None:
+    """Raise ValueError unless the tensors of a file fill its `size` bytes of data one after the other.
+
+    `ranges` are the first byte of each tensor, the byte behind its last, and its name, in any order. Each begins at a
+    multiple of `alignment`, and fewer bytes than that lie between two of them and behind the last one.
+    """
+    end, before = 0, ""
+    for begin, stop, name in sorted(ranges):
+        if begin % alignment:
+            raise ValueError(f"{name} begins at byte {begin:,} of the data, which is not a multiple of {alignment}")
+        if begin < end:
+            raise ValueError(f"{name} and {before} share bytes")
+        if begin - end >= alignment:
+            raise ValueError(f"{begin - end:,} bytes before {name} belong to no tensor")
+        end, before = stop, name
+    if end > size:
+        raise ValueError(f"truncated: {size:,} bytes of data, {before} ends after {end:,}")
+    if size - end >= alignment:
+        raise ValueError(f"{size - end:,} bytes at its end belong to no tensor")
+
 
 _MOST_HEADER = 100 << 20  # bytes, as the safetensors library has it
 _ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2,

@@ -5,11 +5,14 @@ The memory law, the count of operations and the sliding windows follow from thes
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from prefillcli.errors import PrefillError
+from prefillcli.errors import PrefillError, brief
+from prefillcli.models.families import VERIFIED
+from prefillcli.plan.plan import Plan
 
 #: Kinds of layers, in a configuration's `layer_types`, by what a query in them sees.
 SEE_ALL = frozenset({"full_attention", "attention", "hybrid", "indexed_attention"})
@@ -164,3 +167,199 @@ class Shape:
                     raise NoCostModel(f"{name} of {self._config.model_type} is {value!r}, not one number")
                 return value
         return 0
+
+
+# The cost model: floating-point operations of a prefill, and the speedup of SpecPrefill that they predict.
+#
+# The multiply-adds are those of table 5 of SpecPrefill (arXiv 2502.02789, appendix E), two operations each: MLP
+# 3BSDI, projections BSD^2(2 + 2H'/H), attention 2BS^2D, head BSDV. Here they are counted for the text configurations
+# of transformers, with heads of any width, experts and sliding windows. Norms, rotary embeddings, softmax and the
+# embedding are left out. Verified families are counted by their settings; their MLPs are gated (three matrices).
+# Others are counted as their own forward multiplies (`models/meta_forward.py`). There all products behind attention
+# stand with the MLP, and those of layers without attention too. Scans in chunks (Mamba-2, gated delta nets) are
+# products, counted as transformers computes them over long prompts.
+
+
+@dataclass(frozen=True, slots=True)
+class Flops:
+    """Floating-point operations by part: two per multiply-add."""
+
+    mlp: float  # with routers and shared experts
+    projections: float  # of queries, keys, values and attention's output
+    attention: float  # queries with keys, and weights with values
+    head: float
+
+    @property
+    def total(self) -> float:
+        """All parts."""
+        return self.mlp + self.projections + self.attention + self.head
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(
+            self.mlp + other.mlp,
+            self.projections + other.projections,
+            self.attention + other.attention,
+            self.head + other.head,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Operations of one layer: for a token, and for one query with one key over all heads."""
+
+    mlp: float
+    inputs: float  # projections to queries, keys and values
+    output: float
+    pair: float
+    window: int | None  # most keys that a query sees, itself included
+    recurs: bool = False  # the last layer is then computed in full
+
+    @property
+    def keys(self) -> float:
+        """What is computed for a token where only K,V and states are asked for."""
+        return self.mlp + self.inputs + self.output if self.recurs else self.inputs
+
+
+def table5(config: Any, tokens: int, *, head_tokens: int | None = None) -> Flops:
+    """Table 5 to the letter, for one prompt of `tokens`: every query with every key, the head over all tokens.
+
+    With `head_tokens` the head is applied to so many of them. Raises NoCostModel for a configuration with layers other
+    than attention, or without the usual sizes.
+    """
+    layers = _layers(config)
+    return _flops(
+        config, layers, tokens, [float(tokens) ** 2] * len(layers), tokens if head_tokens is None else head_tokens
+    )
+
+
+def prefill_flops(config: Any, tokens: int, *, head_tokens: int = 1) -> Flops:
+    """The operations of a causal prefill of one prompt, up to its answer.
+
+    Each query meets itself and the keys before it, in sliding layers at most `config.sliding_window` of them. The head
+    is applied to `head_tokens` tokens. For a compressed prompt, `tokens` are the kept ones: their windows hold no more
+    keys than are counted here. Raises NoCostModel as `table5` does.
+    """
+    layers = _layers(config)
+    return _flops(config, layers, tokens, [_pairs(0, tokens, layer.window) for layer in layers], head_tokens)
+
+
+def thinned_flops(config: Any, tokens: int, kept: int, layers: int) -> Flops:
+    """`prefill_flops` of a prompt of which only `kept` tokens go on after so many `layers`."""
+    every = _layers(config)
+    first, others = every[:layers], every[layers:]
+    return _flops(config, first, tokens, [_pairs(0, tokens, layer.window) for layer in first], 0) + _flops(
+        config, others, kept, [_pairs(0, kept, layer.window) for layer in others], 1
+    )
+
+
+def ratio_speedup(
+    target: Any, draft: Any, tokens: int, keep: float, *, flops: Callable[[Any, int], Flops] = prefill_flops
+) -> float:
+    """1 / (r + keep) with r = F_draft / F_target over the whole prompt.
+
+    Equation 3 of "SpecPrefill on Unified Memory" without its overhead. SpecPrefill's figure 9 is this with `table5`.
+    """
+    return 1 / (flops(draft, tokens).total / flops(target, tokens).total + keep)
+
+
+def walk_flops(config: Any, plan: Plan, *, skipped: int = 0, only: int | None = None) -> float:
+    """The operations of a plan's packs: each token once, and in the last layer only the projections to Q, K and V.
+
+    Sliding windows are counted over the tokens of a path, whatever their positions. The head is left out. The first
+    `skipped` layers are not counted, or `only` so many first ones are.
+    """
+    layers = _layers(config)
+    tokens = sum(len(pack.tokens) for pack in plan.packs)
+    nodes = [
+        (start, end - begin)
+        for pack in plan.packs
+        for start, begin, end in zip(pack.starts, pack.offsets[:-1], pack.offsets[1:], strict=True)
+    ]
+    whole = layers[skipped:-1] if only is None else layers[:only]
+    pairs = [sum(_pairs(start, length, layer.window) for start, length in nodes) for layer in whole]
+    return _flops(config, whole, tokens, pairs, 0).total + (tokens * layers[-1].keys if only is None else 0.0)
+
+
+def keys_share(config: Any) -> float:
+    """The projections to Q, K and V as a share of all products with weights in the layers."""
+    layers = _layers(config)
+    return sum(each.inputs for each in layers) / sum(each.mlp + each.inputs + each.output for each in layers)
+
+
+def answer_flops(config: Any, plan: Plan, *, ahead: int = 0) -> float:
+    """The operations that `walk_flops` leaves out, for the last token of each prompt: in the last layer and the head.
+
+    `ahead` more tokens are decoded behind each prompt, through all layers and the head.
+    """
+    layers = _layers(config)
+    head = _head(config)
+    token = [layer.mlp + layer.inputs + layer.output for layer in layers]
+    total = 0.0
+    for pack in plan.packs:
+        for node, _ in pack.reads:
+            seen = pack.starts[node] + pack.offsets[node + 1] - pack.offsets[node]
+            total += head + token[-1] + _pairs(seen - 1, 1, layers[-1].window) * layers[-1].pair
+            total += ahead * (head + sum(token))
+            total += sum(_pairs(seen, ahead, layer.window) * layer.pair for layer in layers) if ahead else 0.0
+    return total
+
+
+def _flops(config: Any, layers: Sequence[_Layer], tokens: int, pairs: Sequence[float], head_tokens: int) -> Flops:
+    """`pairs` has one entry per layer."""
+    return Flops(
+        mlp=tokens * sum(layer.mlp for layer in layers),
+        projections=tokens * sum(layer.inputs + layer.output for layer in layers),
+        attention=sum(count * layer.pair for count, layer in zip(pairs, layers, strict=True)),
+        head=head_tokens * _head(config),
+    )
+
+
+def _pairs(start: int, length: int, window: int | None) -> float:
+    """Keys seen by `length` queries behind `start` others: the k-th token of a path sees k, or `window` if fewer."""
+    return _triangle(start + length, window) - _triangle(start, window)
+
+
+def _triangle(tokens: int, window: int | None) -> float:
+    ramp = min(tokens, window) if window else tokens
+    return ramp * (ramp + 1) / 2 + (tokens - ramp) * ramp
+
+
+def _layers(config: Any) -> list[_Layer]:
+    if config.model_type not in VERIFIED:
+        return _watched_layers(config)
+    shape = Shape(config)
+    row = 2.0 * shape.hidden * shape.head_width  # of one head's projection
+    inputs, output = row * (shape.heads + 2 * shape.kv_heads), row * shape.heads
+    pair = 4.0 * shape.head_width * shape.heads
+    return [
+        _Layer(_mlp(shape.hidden, shape.mlp(number)), inputs, output, pair, window)
+        for number, window in enumerate(shape.windows)
+    ]
+
+
+def _watched_layers(config: Any) -> list[_Layer]:
+    """The layers as the model's own forward computes them. Raises NoCostModel if it cannot be run without weights."""
+    import torch
+
+    from prefillcli.models.meta_forward import NoSizesError, model_sizes
+
+    try:
+        layers = model_sizes(config, torch.bfloat16).layers
+    except NoSizesError as error:
+        raise NoCostModel(f"the operations of {config.model_type} are not known: {brief(error)}") from None
+    return [
+        _Layer(each.behind + each.scan, each.before, 0.0, each.pair, each.window, recurs=each.states > 0)
+        for each in layers
+    ]
+
+
+def _head(config: Any) -> float:
+    shape = Shape(config)
+    return 2.0 * shape.hidden * shape.vocabulary
+
+
+def _mlp(hidden: int, mlp: Mlp) -> float:
+    """Operations for one token: of a dense MLP, or of the router, the chosen experts and the shared ones."""
+    if not mlp.experts:
+        return 6.0 * hidden * mlp.width
+    return 2.0 * hidden * (mlp.routed + 3 * (mlp.experts * mlp.width + mlp.shared))

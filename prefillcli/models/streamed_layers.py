@@ -8,20 +8,312 @@ evenly, so that the reads spread as well.
 
 from __future__ import annotations
 
+import math
+import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 
-from prefillcli.models.placement import LayerFiles, Piece
-from prefillcli.models.weight_files import WeightFiles
+from prefillcli.errors import ContentChangedError, ResourceError, UsageError
+from prefillcli.models.safetensors import data_start, read_header, weight_files
+from prefillcli.prefill.forest import UnsupportedModelError
+from prefillcli.prefill.layer_place import decoder_layers
+
+# Which bytes of a model's files are which numbers of its decoder layers.
+#
+# transformers renames tensors and joins those of experts when it loads a model. Here its own rules are applied to
+# the names alone, so that a layer can be read by itself, later and again.
+
+
+_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
+    "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor as a file has it."""
+
+    name: str
+    path: Path
+    offset: int  # of its first byte in the file
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`count` numbers that lie side by side in a file and in a tensor of a layer, where `start` is the first.
+
+    `expert` is the one that they belong to; None where all tokens need them.
+    """
+
+    path: Path
+    offset: int
+    dtype: torch.dtype  # as the file has them
+    count: int
+    tensor: str  # its name in the layer
+    start: int
+    expert: int | None = None
+
+
+@dataclass(slots=True)
+class LayerFiles:
+    """One decoder layer: its tensors by name, and the pieces that fill them."""
+
+    tensors: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
+    pieces: list[Piece] = field(default_factory=list)
+    experts: int = 0  # how many experts have pieces of their own
+
+    @property
+    def bytes(self) -> int:
+        """What the tensors take."""
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in self.tensors.values())
+
+
+@dataclass(slots=True)
+class Placement:
+    """What a model's files hold: the tensors of its decoder layers, the others that it has, and the names of those
+    that it does not have."""
+
+    layers: list[LayerFiles]
+    others: list[Stored]
+    unread: list[str]
+
+
+def place_weights(folder: Path, model: PreTrainedModel) -> Placement:
+    """Where the weights of `model` are, which may be on the meta device: its tensors' names and shapes count.
+
+    Raises UsageError for files that lack some of a layer's tensors or have others, and UnsupportedModelError where
+    transformers makes a tensor of a layer from others in a way that is not known here.
+    """
+    place = decoder_layers(model)
+    prefix = place.prefix
+    mapping = get_model_conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    wanted = model.state_dict()
+    placement = Placement([LayerFiles() for _ in place.layers], [], [])
+    sources: dict[str, dict[str | None, list[Stored]]] = defaultdict(lambda: defaultdict(list))
+    for stored in sorted(_stored_tensors(folder), key=lambda each: dot_natural_key(each.name)):
+        name, pattern = rename_source_key(stored.name, renamings, converters, model.base_model_prefix, wanted)
+        if name not in wanted and stored.name in wanted:
+            name, pattern = rename_source_key(stored.name, [], [], model.base_model_prefix, wanted)
+        if name not in wanted:
+            placement.unread.append(stored.name)
+        elif name.startswith(prefix):
+            sources[name][pattern].append(stored)
+        else:
+            placement.others.append(stored)
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    for name, tensor in wanted.items():
+        if not name.startswith(prefix):
+            continue
+        if name not in sources and name in model.all_tied_weights_keys:
+            raise UnsupportedModelError(
+                f"{folder}: {name} is that of another layer, which is not read layer by layer; take --weights resident"
+            )
+        number, _, inner = name.removeprefix(prefix).partition(".")
+        layer = placement.layers[int(number)]
+        layer.tensors[inner] = (tensor.shape, tensor.dtype)
+        layer.pieces += _pieces(folder, name, inner, tensor, sources.get(name, {}), by_pattern)
+    for layer in placement.layers:
+        _split_experts(layer)
+    return placement
+
+
+def _stored_tensors(folder: Path) -> Iterator[Stored]:
+    """All tensors of the files; the last one of a name counts, as in transformers."""
+    found: dict[str, Stored] = {}
+    for path in weight_files(folder):
+        start = data_start(path)
+        for name, tensor in read_header(path).items():
+            dtype = _DTYPES.get(tensor["dtype"])
+            if dtype is None:
+                raise UnsupportedModelError(
+                    f"{path}: {name} is saved as {tensor['dtype']}, which is not read layer by layer; "
+                    "take --weights resident"
+                )
+            found[name] = Stored(name, path, start + tensor["data_offsets"][0], tuple(tensor["shape"]), dtype)
+    yield from found.values()
+
+
+def _pieces(
+    folder: Path,
+    name: str,
+    inner: str,
+    tensor: Tensor,
+    sources: Mapping[str | None, Sequence[Stored]],
+    converters: Mapping[str, Any],
+) -> list[Piece]:
+    """The pieces of a layer's tensor `name`, called `inner` in the layer, from the tensors that become it."""
+    if not sources:
+        raise UsageError(f"{folder}: the weights lack {name}")
+    if list(sources) == [None]:
+        stored = sources[None][-1]
+        if torch.Size(stored.shape) != tensor.shape:
+            raise UsageError(f"{folder}: the shapes of the weights are not those of config.json")
+        return [Piece(stored.path, stored.offset, stored.dtype, prod(stored.shape), inner, 0)]
+    patterns = [pattern for pattern in sources if pattern is not None]
+    converter = converters[patterns[0]]
+    order = [pattern for pattern in converter.source_patterns if pattern in sources]
+    if len(order) != len(sources) or not _joins_experts(converter.operations, len(order)):
+        raise UnsupportedModelError(
+            f"{folder}: transformers makes {name} from other tensors in a way that is not known layer by layer; "
+            "take --weights resident"
+        )
+    parts = [sources[pattern] for pattern in order]
+    experts = len(parts[0])
+    widths = [stored[0].shape[0] for stored in parts]
+    shape = (experts, sum(widths), *parts[0][0].shape[1:])
+    alike = all(each.shape == stored[0].shape for stored in parts for each in stored)
+    if not alike or any(len(stored) != experts for stored in parts) or torch.Size(shape) != tensor.shape:
+        raise UsageError(f"{folder}: the shapes of the weights are not those of config.json")
+    found = []
+    for expert in range(experts):
+        start = expert * prod(shape[1:])
+        for each in (part[expert] for part in parts):
+            found.append(Piece(each.path, each.offset, each.dtype, prod(each.shape), inner, start, expert))
+            start += prod(each.shape)
+    return found
+
+
+def _joins_experts(operations: Sequence[Any], sources: int) -> bool:
+    """Whether the operations stack one tensor of each expert, and join the stacks of several tensors side by side."""
+    kinds = [(type(each), each.dim) for each in operations if isinstance(each, MergeModulelist | Concatenate)]
+    joins = [(MergeModulelist, 0), (Concatenate, 1)]
+    return len(kinds) == len(operations) and kinds == (joins if sources > 1 else joins[: len(kinds)] or joins)
+
+
+def _split_experts(layer: LayerFiles) -> None:
+    """Cut pieces that hold all experts into one for each: tensors of a module named `experts`, all as long."""
+    lengths = {shape[0] for name, (shape, _) in layer.tensors.items() if _is_of_experts(name) and shape}
+    if len(lengths) != 1:
+        layer.pieces = [_without_expert(piece) for piece in layer.pieces]
+        return
+    (layer.experts,) = lengths
+    pieces = []
+    for piece in layer.pieces:
+        if piece.expert is not None or not _is_of_experts(piece.tensor):
+            pieces.append(piece)
+            continue
+        count = piece.count // layer.experts
+        pieces += [
+            Piece(
+                piece.path,
+                piece.offset + each * count * piece.dtype.itemsize,
+                piece.dtype,
+                count,
+                piece.tensor,
+                each * count,
+                each,
+            )
+            for each in range(layer.experts)
+        ]
+    layer.pieces = pieces
+
+
+def _is_of_experts(name: str) -> bool:
+    return "experts" in name.split(".")[-2:-1]
+
+
+def _without_expert(piece: Piece) -> Piece:
+    return Piece(piece.path, piece.offset, piece.dtype, piece.count, piece.tensor, piece.start)
+
+
+# Reading numbers from a model's files, with a check that the files stay what they were.
+
+
+_STEP_BYTES = 16 << 20  # of one read: so long does stopping take
+_CONVERTED = 16_384  # numbers converted at a time: so few that torch starts no threads, which would slow the walk's
+
+
+class WeightFiles:
+    """Files that are open for reading, by several threads if need be."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._files: dict[Path, tuple[int, tuple[int, int]]] = {}
+        self._stopped = False
+        try:
+            for path in sorted(set(paths)):
+                file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                self._files[path] = (file, _version(file))
+        except OSError as error:
+            self.close()
+            raise ResourceError(f"{error.filename}: cannot be read: {error.strerror}") from None
+
+    def read(self, path: Path, offset: int, dtype: torch.dtype, target: Tensor) -> None:
+        """Fill `target` [numbers] on the CPU with numbers that are saved as `dtype` from byte `offset` on.
+
+        Raises ContentChangedError if the file ends before, ResourceError if it cannot be read.
+        """
+        if dtype == target.dtype:
+            self._read_bytes(path, offset, target.view(torch.uint8))
+            return
+        raw = torch.empty(min(_CONVERTED, len(target)), dtype=dtype)
+        for start in range(0, len(target), _CONVERTED):
+            part = target[start : start + _CONVERTED]
+            saved = raw[: len(part)]
+            self._read_bytes(path, offset + start * dtype.itemsize, saved.view(torch.uint8))
+            part.copy_(saved)
+
+    def require_unchanged(self, paths: Iterable[Path]) -> None:
+        """Raise ContentChangedError if one of these files was written to since it was opened."""
+        for path in paths:
+            file, version = self._files[path]
+            if _version(file) != version:
+                raise ContentChangedError(f"{path} has changed while the model was read from it; run the job again")
+
+    def stop(self) -> None:
+        """Let a read that another thread waits for end soon, with an error."""
+        self._stopped = True
+
+    def close(self) -> None:
+        """Close the files. No thread may be reading."""
+        for file, _ in self._files.values():
+            os.close(file)
+        self._files.clear()
+
+    def _read_bytes(self, path: Path, offset: int, target: Tensor) -> None:
+        file, _ = self._files[path]
+        rest = memoryview(target.numpy().data)
+        while rest:
+            if self._stopped:
+                raise InterruptedError("reading was stopped")
+            try:
+                count = os.preadv(file, [rest[:_STEP_BYTES]], offset)
+            except OSError as error:
+                raise ResourceError(f"{path}: cannot be read: {error.strerror}") from None
+            if not count:
+                raise ContentChangedError(f"{path} was cut short while the model was read from it; run the job again")
+            rest, offset = rest[count:], offset + count
+
+
+def _version(file: int) -> tuple[int, int]:
+    found = os.fstat(file)
+    return found.st_size, found.st_mtime_ns
+
 
 _ALIGNED = 64  # bytes: a cache line, and what torch's tensors begin at
 _UNUSED_SHARE = 0.2  # experts are read when they are needed if more of them are likely to stay unused
@@ -41,7 +333,7 @@ class _Slot:
 
 
 class StreamedLayers:
-    """A `prefillcli.prefill.layers.LayerSource` over files.
+    """A `prefillcli.prefill.walk_state.LayerSource` over files.
 
     `layers` are a model's decoder layers, with parameters on the meta device; `files` says where the numbers of each
     are. At most `room` bytes of layers are on `device`, which must be enough for two, or for one if there is only one.
@@ -354,3 +646,46 @@ def _exchange(layer: nn.Module, name: str, tensor: Tensor) -> Tensor:
     parameter = places is module._parameters and not isinstance(tensor, nn.Parameter)
     places[own] = nn.Parameter(tensor, requires_grad=False) if parameter else tensor
     return before
+
+
+# How many tokens a pack needs so that reading the weights hides behind arithmetic.
+
+
+_ROWS = 512
+_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSpeed:
+    """What one pass over streamed weights takes: `read_seconds` for the weights, and `token_seconds` for each token's
+    products with them, at the speed of a large product."""
+
+    read_seconds: float
+    token_seconds: float
+
+    @property
+    def hiding_tokens(self) -> int:
+        """Tokens from which on a pass takes longer for arithmetic than for reading."""
+        return math.ceil(self.read_seconds / self.token_seconds)
+
+
+def measure_speed(layers: StreamedLayers) -> StreamSpeed:
+    """Read the first layer, and multiply with its largest matrix: takes about as long as one layer of a pack."""
+    begun = time.monotonic()
+    with layers.use(0) as layer, torch.inference_mode():
+        read = time.monotonic() - begun
+        matrices = [matrix.flatten(0, -3)[0] if matrix.dim() > 2 else matrix.data for matrix in layer.parameters()]
+        weight = max((each for each in matrices if each.dim() == 2), key=torch.Tensor.numel)
+        rows = torch.ones((_ROWS, weight.shape[1]), dtype=weight.dtype, device=weight.device)
+        product = min(_seconds(rows, weight) for _ in range(_ROUNDS))
+    number_seconds = product / (_ROWS * weight.numel())
+    return StreamSpeed(
+        read_seconds=layers.pass_bytes * read / layers.layer_bytes(0),
+        token_seconds=number_seconds * layers.numbers_per_token,
+    )
+
+
+def _seconds(rows: torch.Tensor, weight: torch.Tensor) -> float:
+    begun = time.monotonic()
+    torch.mm(rows, weight.T)[0, 0].item()  # waits for the device
+    return time.monotonic() - begun

@@ -18,7 +18,7 @@ from prefillcli.models.open import Opened, WeightsChoice, refuse_what_cannot_fit
 from prefillcli.models.quantised import plan_quantisation
 from prefillcli.models.safetensors import layer_number, read_header, weight_files
 from prefillcli.runtime import memory
-from prefillcli.runtime.sizes import parse_size
+from prefillcli.runtime.memory import parse_size
 
 STREAMED_SHARE = 1 / 4  # of the free memory, for streamed weights where no --weights-memory is given
 

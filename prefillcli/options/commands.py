@@ -4,12 +4,43 @@ from __future__ import annotations
 
 from prefillcli.options.bench import BenchSettings
 from prefillcli.options.calibrate import CalibrateSettings
-from prefillcli.options.doctor import DoctorSettings
+from prefillcli.options.groups import BudgetOptions, EndingOptions, GateOptions, LogOptions, ModelOptions
 from prefillcli.options.inspect import InspectSettings
-from prefillcli.options.merge import MergeSettings
-from prefillcli.options.option import Settings
+from prefillcli.options.option import MODEL, RUN, Settings, argument, option
 from prefillcli.options.profile import ProfileSettings
 from prefillcli.options.score import ScoreSettings
+
+# Everything `prefill doctor` can be told.
+
+
+class DoctorSettings(BudgetOptions, ModelOptions):
+    """Everything `prefill doctor` can be told."""
+
+    model: str | None = option(
+        None,
+        "Also say what a run would do with this model: a directory, a GGUF file or a hub name.",
+        MODEL, changes="scores", short="-m", metavar="MODEL", path="model",
+    )  # fmt: skip
+    quiet: bool = option(False, "Warnings and errors only.", RUN, changes="report", short="-q")
+    debug: bool = option(False, "Show tracebacks.", RUN, changes="report")
+
+
+# Everything `prefill merge` can be told.
+
+
+class MergeSettings(EndingOptions, GateOptions, LogOptions):
+    """Everything `prefill merge` can be told."""
+
+    output: str = argument(
+        ...,
+        "The --output that the shards were given: their folders lie beside it.",
+        changes="files",
+        path="output",
+        min_length=1,
+    )
+    quiet: bool = option(False, "Warnings and errors only.", RUN, changes="report", short="-q")
+    debug: bool = option(False, "Show tracebacks.", RUN, changes="report")
+
 
 COMMANDS: dict[str, type[Settings]] = {
     "score": ScoreSettings,

@@ -14,6 +14,7 @@ from prefillcli.options.compression import CompressionOptions
 from prefillcli.options.option import (
     ANSWERS,
     FILES,
+    GATES,
     MEMORY,
     MODEL,
     PROMPTS,
@@ -24,9 +25,11 @@ from prefillcli.options.option import (
     option,
 )
 from prefillcli.options.values import (
+    AdapterFolders,
     ByteSize,
     LabelTexts,
     Resources,
+    RowRange,
     ScheduleName,
     ThreadCount,
 )
@@ -329,3 +332,86 @@ class EndingOptions(Settings):
         0.0, "Share of error rows above which the exit code is 3.", RUN, changes="report", metavar="RATE", ge=0, le=1
     )
     skip_empty: bool = option(False, "Exit 99 if the input has no rows.", RUN, changes="report")
+
+
+# Options of adapters: which ones, and which of them reads a row.
+
+
+MOST_ADAPTERS = 255
+
+
+class AdapterOptions(Settings):
+    """LoRA adapters that are merged into the model."""
+
+    adapter: AdapterFolders = option(
+        {},
+        "A LoRA of PEFT to merge into the model: a folder or a hub name; repeatable with --adapter-column; a mapping "
+        "in a recipe.",
+        MODEL, changes="scores", metavar="[NAME=]DIR", path="model", repeatable=True, needs="adapters",
+    )  # fmt: skip
+    adapter_column: str | None = option(
+        None,
+        "Column that names each row's adapter; where it is empty, the model reads the row without one.",
+        MODEL, changes="scores", metavar="COLUMN", requires=requirements.ADAPTERS,
+    )  # fmt: skip
+
+    def check_adapters(self, *, streamed: bool, exits: bool, content_free: bool) -> None:
+        """Raise UsageError for adapters that contradict one another, or what else is asked."""
+        names = list(self.adapter)
+        if len(names) > MOST_ADAPTERS:
+            raise UsageError(f"--adapter: {len(names)} adapters; one job takes at most {MOST_ADAPTERS}")
+        if len(names) > 1 and self.adapter_column is None:
+            raise UsageError(
+                f"--adapter: {len(names)} adapters, and nothing says which row is for which\n"
+                "name the column that does with --adapter-column, or give one adapter"
+            )
+        if names and streamed:
+            raise UsageError(
+                "--weights stream: an adapter is merged into weights that are loaded whole\n"
+                "take --weights resident, or merge it with PEFT and give the merged model"
+            )
+        for given, what in ((exits, "--exit"), (content_free, "--calibrate-with")):
+            if given and self.adapter_column is not None:
+                raise UsageError(
+                    f"{what}: what it learns is of one model, and --adapter-column makes several\n"
+                    "score each adapter's rows in a job of its own"
+                )
+
+
+# What a finished night must look like: options that end a run with exit code 3 where it does not.
+
+
+class GateOptions(Settings):
+    """When a finished output is not to be trusted."""
+
+    expect_rows: RowRange | None = option(
+        None,
+        "Rows that the input must have: N, FROM-TO, FROM- or -TO; else the exit code is 3.",
+        GATES, changes="report", metavar="RANGE",
+    )  # fmt: skip
+    min_label_mass: float | None = option(
+        None,
+        "Mean label mass of the scored rows below which the exit code is 3: the model does not answer the prompt.",
+        GATES, changes="report", metavar="MASS", gt=0, le=1,
+    )  # fmt: skip
+    max_drift: float | None = option(
+        None,
+        "Distance (Kolmogorov-Smirnov, 0 to 1) of the scores' distribution from that of an earlier run above which "
+        "the exit code is 3.",
+        GATES, changes="report", metavar="DISTANCE", gt=0, le=1,
+    )  # fmt: skip
+    drift_from: str | None = option(
+        None,
+        "run.json of the earlier run that --max-drift compares with. (default: the report that this run replaces)",
+        GATES, changes="report", metavar="PATH", path="file", same_as="report", requires=requirements.DRIFT,
+    )  # fmt: skip
+
+    @property
+    def row_range(self) -> tuple[int, int | None] | None:
+        """The fewest and the most rows that are expected; None where any number is."""
+        if self.expect_rows is None:
+            return None
+        first, dash, last = self.expect_rows.partition("-")
+        if not dash:
+            return int(first), int(first)
+        return int(first or 0), int(last) if last else None

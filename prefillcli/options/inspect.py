@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from prefillcli.errors import UsageError
-from prefillcli.options.adapters import AdapterOptions
 from prefillcli.options.compression import check_keep
-from prefillcli.options.groups import JobOptions, RunOptions, WeightsOptions
+from prefillcli.options.groups import AdapterOptions, JobOptions, RunOptions, WeightsOptions
 from prefillcli.options.option import COMPRESSION, EARLY_EXIT, FILES, option
 from prefillcli.options.rationale import WritingOptions, check_writing
 from prefillcli.options.values import KeepRate

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 from prefillcli.data.output.formats import FILE_ENDINGS
 from prefillcli.data.shard import Shard
 from prefillcli.engines.registry import ENGINES, Capability, refuse
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
-from prefillcli.options.adapters import AdapterOptions
 from prefillcli.options.calibrate import ProbabilityOptions
 from prefillcli.options.compression import check_keep
-from prefillcli.options.determinism import check_deterministic
-from prefillcli.options.earlier import EarlierOptions, check_since
-from prefillcli.options.early_exit import ExitOptions
-from prefillcli.options.gates import GateOptions
 from prefillcli.options.groups import (
+    AdapterOptions,
     EndingOptions,
+    GateOptions,
     LogOptions,
     PriceOptions,
     RunOptions,
@@ -23,10 +24,138 @@ from prefillcli.options.groups import (
     WeightsOptions,
     WorkerOptions,
 )
-from prefillcli.options.option import EARLY_EXIT, EVALUATION, FILES, MODEL, RUN, details_of, option, require
+from prefillcli.options.option import EARLY_EXIT, EVALUATION, FILES, MODEL, RUN, Settings, details_of, option, require
 from prefillcli.options.rationale import RationaleOptions, check_writing
 from prefillcli.options.requirements import Requirement
 from prefillcli.options.values import EngineName, KeyValues, NameList, ShardName
+
+# What `--deterministic` is not promised for, and why.
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """Other options with which a row's score would depend on more than the row, or may."""
+
+    given: Callable[[Any], bool]
+    reason: str
+    remedy: str
+
+
+_LIMITS = (
+    _Limit(
+        lambda s: s.compile,
+        "compiled layers have kernels of their own for each size of chunk",
+        "leave --compile out",
+    ),
+    _Limit(
+        lambda s: s.compresses,
+        "which tokens of a prompt are kept is not the same to the last bit with other neighbours",
+        "leave --draft and --keep out",
+    ),
+    _Limit(
+        lambda s: s.exit,
+        "what is learnt about exits, and so where a row leaves, depends on the other rows",
+        "leave --exit out",
+    ),
+    _Limit(
+        lambda s: s.rationale > 0,
+        "texts are written for several rows at a time, and a near tie may fall otherwise with others",
+        "leave --rationale out; --evidence is covered",
+    ),
+)
+
+
+def check_deterministic(settings: Any) -> None:
+    """Raise UsageError for options of `prefill score` that `--deterministic`, if it is given, does not cover."""
+    for limit in _LIMITS:
+        if settings.deterministic and limit.given(settings):
+            raise UsageError(f"--deterministic: {limit.reason}\n{limit.remedy}, or leave --deterministic out")
+
+
+# Rows that leave the model before its last layer.
+
+
+class ExitOptions(Settings):
+    """Whether rows leave early, and what decides when they may."""
+
+    exit: bool = option(
+        False,
+        "Let rows leave the model once their answer is decided. What that may change is bounded by --max-flips.",
+        EARLY_EXIT, changes="scores", needs="exits",
+    )  # fmt: skip
+    max_flips: float = option(
+        0.01,
+        "Share of answers that --exit, or --keep auto, may flip, at 95 % confidence; with --exit of each answer.",
+        EARLY_EXIT, changes="scores", metavar="RATE", requires=requirements.BOUNDED_FLIPS, gt=0, lt=1,
+    )  # fmt: skip
+    exit_rows: int | None = option(
+        None,
+        "Rows that are read in full first, to learn when rows are decided. (default: what --max-flips takes, at most "
+        "half of the job's rows; with --exit-profile 300)",
+        EARLY_EXIT, changes="scores", metavar="N", requires=requirements.EXIT, ge=20,
+    )  # fmt: skip
+    exit_profile: str | None = option(
+        None,
+        "What an earlier job has learnt (its OUTPUT.exit.json), used again after a check on fresh rows.",
+        EARLY_EXIT, changes="scores", metavar="FILE", path="file", requires=requirements.EXIT,
+    )  # fmt: skip
+
+
+# What a job takes over of earlier ones.
+
+
+class EarlierOptions(Settings):
+    """Rows that need not be scored again."""
+
+    since: str | None = option(
+        None,
+        "An earlier output of this job, last night's: rows with the same id and prompt are taken over from it.",
+        FILES, changes="speed", metavar="OUTPUT", path="scores", same_as="output", requires=requirements.SCORES,
+    )  # fmt: skip
+    retry_errors: bool = option(
+        False,
+        "Score the error rows of this job again; all other rows stay as they are. Implies --resume.",
+        FILES, changes="files", requires=requirements.SCORES,
+    )  # fmt: skip
+
+    @property
+    def taking_over(self) -> str | None:
+        """The option that takes rows over, if one does."""
+        return "--retry-errors" if self.retry_errors else None if self.since is None else "--since"
+
+
+def check_since(
+    option: str, *, keep: float | str, shares_tokens: bool, exits: bool, audit: int, limit: int | None
+) -> None:
+    """Raise UsageError for what is decided from many rows of a job, some of which `option` takes over.
+
+    `shares_tokens`: which tokens of a row are kept depends on rows beside it. `limit` is that of rationales.
+    """
+    if keep == "auto":
+        raise UsageError(
+            f"{option}: --keep auto chooses a rate for each job, and rows that are taken over may have another\n"
+            "choose it in a run over a sample, then give that rate"
+        )
+    if shares_tokens:
+        raise UsageError(
+            f"{option}: rows that share a prefix keep the same tokens of it, and rows taken over are not read\n"
+            "give --compress-per-row --no-keep-private, so that a row's tokens follow from the row alone"
+        )
+    if exits:
+        raise UsageError(
+            f"{option}: what --exit may flip is bounded for all rows of a job, and rows that are taken over are not "
+            "read\nleave one of them out"
+        )
+    if audit:
+        raise UsageError(
+            f"{option}: --audit draws from all rows, and those that are taken over are not read\n"
+            "audit a sample of the rows in a job of its own"
+        )
+    if limit is not None:
+        raise UsageError(
+            f"{option}: --rationale-limit counts chosen rows in the order of the input, and rows that are taken over "
+            "come first\nleave it out, and choose fewer rows with --rationale-when"
+        )
 
 
 class ScoreSettings(

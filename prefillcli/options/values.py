@@ -12,7 +12,7 @@ from prefillcli.data.shard import Shard
 from prefillcli.engines.registry import ENGINES
 from prefillcli.errors import brief
 from prefillcli.plan.schedules import SCHEDULES
-from prefillcli.runtime.sizes import parse_size
+from prefillcli.runtime.memory import parse_size
 
 
 def _split_names(value: object) -> object:

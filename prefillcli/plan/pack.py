@@ -7,8 +7,10 @@ them once more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from prefillcli.plan.trie import TokenArray
 
@@ -168,3 +170,239 @@ class Pack:
 
 def _shifted(key: Key, by: int) -> Key:
     return key if isinstance(key, str) else (key[0] + by, key[1])
+
+
+# Packs that stand alone: with what computes the K,V that they hold, for a worker that does not have them.
+
+
+@dataclass(frozen=True, slots=True)
+class FreePack:
+    """A pack that any worker can compute.
+
+    Each of the `refills` computes one node that the pack holds, behind those before it. They run if the worker does
+    not have its K,V.
+    """
+
+    pack: Pack
+    refills: tuple[Pack, ...] = ()
+
+
+def free_packs(packs: Sequence[Pack]) -> Iterator[FreePack]:
+    """The packs of a plan, given ones first, that answer prompts, each as one that stands alone."""
+    by_index = {pack.index: pack for pack in packs}
+    for pack in packs:
+        if pack.reads:
+            pack = without_idle(pack)
+            keys = pack.keep | {node.key for node in pack.held}
+            refills = refills_of(pack, lambda key: alone(key, by_index))
+            yield FreePack(pack, tuple(replace(refill, keep=keys) for refill in refills))
+
+
+def refills_of(pack: Pack, source: Callable[[Key], Pack | None]) -> list[Pack]:
+    """What computes each node that `pack` holds for prompts of its own, those nearer to the root first.
+
+    `source` says what has computed a node, or None if that is not needed. It is computed behind what this pack holds
+    of its path: the same tokens may be held by another key by now, where they were computed again for a prompt.
+    """
+    paths: dict[Key, tuple[Held, ...]] = {}
+    for above in pack.attach:
+        nodes = [pack.held[number] for number in above]
+        for at, node in enumerate(nodes):
+            paths.setdefault(node.key, tuple(replace(each, charged=False) for each in nodes[:at]))
+    found = []
+    for node in sorted(_whole(pack.held), key=lambda node: node.start):
+        refill = source(node.key) if node.key in paths else None
+        if refill is not None and not isinstance(node.key, str):
+            path = paths[node.key]
+            refill = replace(refill, held=path, attach=[tuple(range(len(path)))])
+        if refill is not None:
+            found.append(refill)
+    return found
+
+
+def groups_of(packs: Iterable[FreePack]) -> Iterator[list[FreePack]]:
+    """Neighbours that hold K,V of one another, together."""
+    group: list[FreePack] = []
+    kept: set[Key] = set()
+    for each in packs:
+        if group and kept.isdisjoint(node.key for node in each.pack.held):
+            yield group
+            group, kept = [], set()
+        group.append(each)
+        kept |= each.pack.keep
+    if group:
+        yield group
+
+
+def without_idle(pack: Pack) -> Pack:
+    """The pack without the nodes that it holds for later packs alone."""
+    used = sorted({number for above in pack.attach for number in above})
+    numbers = {number: at for at, number in enumerate(used)}
+    attach = [tuple(numbers[number] for number in above) for above in pack.attach]
+    return replace(pack, attach=attach, held=tuple(pack.held[number] for number in used))
+
+
+def with_own_prefix(pack: Pack, without: Container[Key], sources: Mapping[Key, Pack]) -> Pack:
+    """A pack of one read, or of none, that holds no node of these keys, nor one below them: it computes them itself.
+
+    `sources` says of a key what pack has computed that node, with nothing else.
+    """
+    above = [pack.held[number] for number in pack.attach[0]]
+    kept = next((at for at, node in enumerate(above) if node.key in without), len(above))
+    if kept == len(above):
+        return pack
+    spans = [(sources[node.key], node.offset, node.offset + node.length) for node in above[kept:]]
+    tokens = [*(source.tokens[start:end] for source, start, end in spans), pack.tokens]
+    positions = [*(source.positions[start:end] for source, start, end in spans), pack.positions]
+    longer = sum(end - start for _, start, end in spans)
+    return replace(
+        pack,
+        tokens=np.concatenate(tokens),
+        positions=np.concatenate(positions),
+        offsets=[0, *(offset + longer for offset in pack.offsets[1:])],
+        starts=[pack.starts[0] - longer, *pack.starts[1:]],
+        attach=[tuple(range(kept)), *pack.attach[1:]],
+        held=tuple(above[:kept]),
+    )
+
+
+def _whole(held: Sequence[Held]) -> list[Held]:
+    """One node for each key."""
+    return list({node.key: node for node in held}.values())
+
+
+def alone(key: Key, packs: dict[int, Pack]) -> Pack:
+    """What computes the block or node that is held under `key`, with nothing else."""
+    if isinstance(key, str):
+        return next(pack for pack in packs.values() if pack.block == key)
+    index, number = key
+    source = packs[index]
+    path = []
+    step = source.parents[number]
+    top = number
+    while step >= 0:
+        length = source.offsets[step + 1] - source.offsets[step]
+        path.append(Held((index, step), index, source.starts[step], length))
+        step, top = source.parents[step], step
+    before = tuple(replace(source.held[at], charged=False) for at in source.attach[top]) + tuple(reversed(path))
+    tokens = slice(source.offsets[number], source.offsets[number + 1])
+    return Pack(
+        index=index,
+        tokens=source.tokens[tokens],
+        positions=source.positions[tokens],
+        offsets=[0, tokens.stop - tokens.start],
+        starts=[source.starts[number]],
+        parents=[-1],
+        attach=[tuple(range(len(before)))],
+        reads=[],
+        held=before,
+        block=key,
+        adapter=source.adapter,
+    )
+
+
+# A pack split into smaller ones, for a device whose memory it does not fit.
+
+
+WORTH = 0.9
+"""A half with more than this share of the tokens is not worth computing what both share twice."""
+NO_INDEX = -1
+"""The index of packs that are no packs of a plan: they keep nothing of their own."""
+
+
+def split_pack(pack: Pack, most: int) -> list[Pack]:
+    """Packs that answer what `pack` answers and keep what it keeps, of at most `most` tokens each where that pays.
+
+    First each node that later packs hold is computed alone, and read by the rest. What several of the others share is
+    computed in each of them. A prompt is never split, nor is a pack of which no smaller part is much smaller.
+    """
+    if len(pack.tokens) <= most or not pack.reads:
+        return [pack]
+    stays = pack.keep | {node.key for node in pack.held}
+    kept = pack.kept_nodes
+    first = [replace(alone(key, {pack.index: pack}), keep=stays) for _, key in sorted(kept.items())]
+    reads = sorted(range(len(pack.reads)), key=lambda read: pack.reads[read][0])
+    parts = _halved(pack, reads, set(kept), most)
+    if len(first) + len(parts) == 1:
+        return [pack]
+    return [*first, *_charged_once([replace(part, keep=stays) for part in parts])]
+
+
+def isolated_reads(pack: Pack) -> list[Pack]:
+    """Packs that answer what `pack` answers and keep what it keeps, of one read each."""
+    stays = pack.keep | {node.key for node in pack.held}
+    kept = pack.kept_nodes
+    first = [replace(alone(key, {pack.index: pack}), keep=stays) for _, key in sorted(kept.items())]
+    parts = [_part(pack, [read], set(kept)) for read in range(len(pack.reads))]
+    return [*first, *_charged_once([replace(part, keep=stays) for part in parts])]
+
+
+def _halved(pack: Pack, reads: Sequence[int], kept: set[int], most: int) -> list[Pack]:
+    """Packs for these reads, in the order of their nodes."""
+    whole = _part(pack, reads, kept)
+    if len(whole.tokens) <= most or len(reads) == 1:
+        return [whole]
+    sizes = np.cumsum([pack.offsets[pack.reads[read][0] + 1] - pack.offsets[pack.reads[read][0]] for read in reads])
+    middle = min(max(int(np.searchsorted(sizes, sizes[-1] / 2, side="right")), 1), len(reads) - 1)
+    halves = [_halved(pack, part, kept, most) for part in (reads[:middle], reads[middle:])]
+    if max(len(part.tokens) for half in halves for part in half) > WORTH * len(whole.tokens):
+        return [whole]
+    return [part for half in halves for part in half]
+
+
+def _part(pack: Pack, reads: Sequence[int], kept: set[int]) -> Pack:
+    """What answers these reads of a pack, if its nodes `kept` are held."""
+    needed: set[int] = set()
+    for read in reads:
+        node = pack.reads[read][0]  # computed in any case: K,V alone give no answer
+        while node >= 0 and node not in needed:
+            needed.add(node)
+            parent = pack.parents[node]
+            node = -1 if parent in kept else parent
+    nodes = sorted(needed)
+    number = {node: at for at, node in enumerate(nodes)}
+    spans = [(pack.offsets[node], pack.offsets[node + 1]) for node in nodes]
+    held = list(pack.held)
+    place: dict[int, int] = {}
+    for node in sorted(kept):
+        place[node] = len(held)
+        length = pack.offsets[node + 1] - pack.offsets[node]
+        held.append(Held(pack.kept_nodes[node], pack.index, pack.starts[node], length))
+
+    def above(node: int) -> tuple[int, ...]:
+        """The held nodes on the path to a root of the part."""
+        path: list[int] = []
+        while (parent := pack.parents[node]) >= 0:
+            path.append(place[parent])
+            node = parent
+        return (*pack.attach[node], *reversed(path))
+
+    inside = [pack.parents[node] >= 0 and pack.parents[node] not in kept for node in nodes]
+    part = Pack(
+        index=NO_INDEX,
+        tokens=np.concatenate([pack.tokens[start:end] for start, end in spans]),
+        positions=np.concatenate([pack.positions[start:end] for start, end in spans]),
+        offsets=[0, *np.cumsum([end - start for start, end in spans]).tolist()],
+        starts=[pack.starts[node] for node in nodes],
+        parents=[number[pack.parents[node]] if own else -1 for node, own in zip(nodes, inside, strict=True)],
+        attach=[() if own else above(node) for node, own in zip(nodes, inside, strict=True)],
+        reads=[(number[pack.reads[read][0]], pack.reads[read][1]) for read in reads],
+        held=tuple(held),
+        adapter=pack.adapter,
+    )
+    return without_idle(part)
+
+
+def _charged_once(parts: Sequence[Pack]) -> list[Pack]:
+    """The parts, in which the first that reads a charged node is charged for it."""
+    seen: set[object] = set()
+    found = []
+    for part in parts:
+        names = [(node.key, node.offset) for node in part.held]
+        held = [
+            replace(node, charged=node.charged and name not in seen)
+            for node, name in zip(part.held, names, strict=True)
+        ]
+        seen.update(names)
+        found.append(replace(part, held=tuple(held)))
+    return found

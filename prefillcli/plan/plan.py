@@ -11,6 +11,7 @@ from prefillcli.plan.blocks import (
     CarriedBlock,
     Cover,
     WindowBlocks,
+    align_nodes,
     cover_nodes,
     find_blocks,
     order_siblings,
@@ -19,7 +20,6 @@ from prefillcli.plan.blocks import (
 from prefillcli.plan.cutter import cut_packs, given_packs
 from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.plan.queue import Queue
-from prefillcli.plan.state_steps import align_nodes
 from prefillcli.plan.trie import (
     KeyArray,
     TokenArray,

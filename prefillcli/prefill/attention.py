@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from prefillcli.prefill.attention_paths import may_take
-from prefillcli.prefill.products import Shift, attend_by_products, fast_products, products_pay
+from prefillcli.prefill.cpu_kernels import Shift, attend_by_products, fast_products, products_pay
 
 KEY_BLOCK = 1024  # keys at a time where scores are computed explicitly
 COPIED_KEYS = 4096  # keys at a time where they are copied: on CPUs below float32, by the kernel for every query head

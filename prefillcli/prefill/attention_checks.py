@@ -19,12 +19,17 @@ from prefillcli.errors import brief
 from prefillcli.plan.pack import Pack
 from prefillcli.prefill.attention import attend, attend_blockwise, compute_capability, merge_into
 from prefillcli.prefill.attention_paths import PATHS, ruled_out
-from prefillcli.prefill.flex import attend_by_flex, lacks_flex, mask_of
-from prefillcli.prefill.kernel import LANES, compiled_kernel, has_kernel_instructions, takes
-from prefillcli.prefill.key_window import KeyWindow
-from prefillcli.prefill.layout import Chunk, Tree
-from prefillcli.prefill.products import Shift, attend_by_products, has_bfloat16_instructions
-from prefillcli.prefill.varlen import attend_sequences, sequence_tables
+from prefillcli.prefill.cpu_kernels import (
+    LANES,
+    Shift,
+    attend_by_products,
+    compiled_kernel,
+    has_bfloat16_instructions,
+    has_kernel_instructions,
+    takes,
+)
+from prefillcli.prefill.cuda_kernels import attend_by_flex, attend_sequences, lacks_flex, mask_of, sequence_tables
+from prefillcli.prefill.layout import Chunk, KeyWindow, Tree
 
 GAP = 5  # keys between the ancestors and the tokens that nobody may see
 FACTOR = 3.0  # of the error that eager attention has in the same dtype

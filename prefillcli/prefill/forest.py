@@ -19,14 +19,17 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from prefillcli.errors import UsageError
 from prefillcli.prefill.attention import apply_sinks, attend, longest_batched, merge_into, room_for_output
-from prefillcli.prefill.flex import attend_by_flex, mask_of, takes_flex
-from prefillcli.prefill.kernel import ForestKernel, forest_kernel, takes
-from prefillcli.prefill.key_window import KeyWindow, layer_window
-from prefillcli.prefill.layout import Chunk, IntArray, LastTokens, on_device
+from prefillcli.prefill.cpu_kernels import ForestKernel, Shift, fast_products, forest_kernel, takes
+from prefillcli.prefill.cuda_kernels import (
+    attend_by_flex,
+    attend_sequences,
+    mask_of,
+    sequence_tables,
+    takes_flex,
+    takes_sequences,
+)
+from prefillcli.prefill.layout import Chunk, IntArray, KeyWindow, LastTokens, Span, layer_window, on_device
 from prefillcli.prefill.path_attention import attend_by_kernel, attend_by_path
-from prefillcli.prefill.products import Shift, fast_products
-from prefillcli.prefill.varlen import attend_sequences, sequence_tables, takes_sequences
-from prefillcli.prefill.visibility import Span
 
 ATTENTION = "prefillcli"
 

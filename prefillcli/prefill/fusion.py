@@ -12,13 +12,18 @@ the modules' in rounding alone: activations are not rounded to the dtype before 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cache
+from types import MethodType
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+
+from prefillcli.errors import UsageError, brief
+from prefillcli.prefill.forest import leave_untraced
 
 LEAST_TOKENS = 512  # of a chunk: with fewer, making the layout takes longer than it saves
 COPY_SHARE = 3  # numbers of weights at most, for each output of a linear layer and token of a chunk
@@ -197,3 +202,43 @@ def _operators_work() -> bool:
 
 def _close(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
     return float((found.float() - wanted.float()).abs().max()) <= tolerance * float(wanted.float().abs().max())
+
+
+# Layers that are called through torch.compile: norms, rotary encodings, activations and sums in fewer kernels.
+#
+# A layer's class is compiled once for all its layers and all lengths of chunks. Its attention is the walk's own and
+# is not traced, so a layer is four graphs: what is before and behind attention, in the layer and in its attention
+# module. What torch.compile does not understand of a layer is called as it is.
+
+
+@contextmanager
+def compiled(layer: nn.Module, chunk_tokens: int) -> Iterator[None]:
+    """While this lasts, calls of `layer` go through what its class is compiled to, whatever `chunk_tokens` is."""
+    forward = MethodType(_compile(type(layer).forward), layer)
+    with torch._dynamo.config.patch(suppress_errors=True), called_through(layer, forward):
+        yield
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raise UsageError if torch.compile does not work for the device."""
+    leave_untraced()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch's own parts, while it imports them
+            found = torch.compile(_sample, dynamic=True)(torch.ones(3, device=device))
+        if not torch.allclose(found.cpu(), _sample(torch.ones(3))):
+            raise ValueError("it computes something else")
+    except Exception as error:  # of any of the stages of a compilation
+        raise UsageError(
+            f"--compile: torch.compile does not work for {device}: {brief(error)}\nleave it out"
+        ) from None
+
+
+def _sample(rows: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(rows) * 2 + 1
+
+
+@cache
+def _compile(forward: Callable[..., Any]) -> Callable[..., Any]:
+    once: Callable[..., Any] = torch.compile(forward, dynamic=True)
+    return once

@@ -16,7 +16,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from prefillcli.plan.pack import Held, Key, Pack
 from prefillcli.prefill.copies import CopyStream, Leaving, copies_for
 from prefillcli.prefill.forest import ForestAttention
-from prefillcli.prefill.layer_past import LayerPast, Path, moved
+from prefillcli.prefill.own_cache import LayerPast, Path, moved
 from prefillcli.prefill.walk_state import WalkState
 
 KeyValue = tuple[Tensor, Tensor]

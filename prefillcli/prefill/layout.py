@@ -10,17 +10,151 @@ A token's depth is the number of tokens before it on its path. Windows count dep
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from prefillcli.plan.pack import Pack
-from prefillcli.prefill.key_window import KeyWindow, oldest_key, query_blocks
-from prefillcli.prefill.products import ROW_STEP, round_up
-from prefillcli.prefill.visibility import Span, SpanSet
+from prefillcli.prefill.cpu_kernels import ROW_STEP, round_up
+
+# Local attention: what a query sees at most.
+#
+# Depths are counted, not positions: where tokens were left out of a prompt, a window still covers as many tokens, as
+# in transformers and vLLM.
+
+
+Depth = TypeVar("Depth", int, npt.NDArray[np.int64], Tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyWindow:
+    """A sliding window, the last `size` tokens with the query's own; or the part of `size` tokens that it is in.
+
+    The second is `aligned`: a path is cut into parts of `size` tokens, and no query sees beyond its part's beginning
+    (chunked local attention).
+    """
+
+    size: int
+    aligned: bool = False
+
+    def oldest(self, depth: Depth) -> Depth:
+        """The depth of the first key that a query at `depth` sees; of a sliding window it may be negative."""
+        return depth - depth % self.size if self.aligned else depth - self.size + 1
+
+
+def oldest_key(window: KeyWindow | None, depth: int) -> int:
+    """The depth of the first key that a query sees, with or without a window."""
+    return window.oldest(depth) if window else 0
+
+
+def query_blocks(window: KeyWindow | None, start: int, end: int, depth: int, most: int) -> Iterator[tuple[int, int]]:
+    """Tokens `start:end` of one node, the first at `depth`, in blocks of at most `most`.
+
+    Those of a block are in one part of an aligned window.
+    """
+    at = start
+    while at < end:
+        after = min(at + most, end)
+        if window and window.aligned:
+            own = depth + at - start
+            after = min(after, at + window.oldest(own) + window.size - own)
+        yield at, after
+        at = after
+
+
+def layer_window(module: Any, sliding_window: int | None) -> KeyWindow | None:
+    """The window of an attention module that passes this sliding window, or None.
+
+    Transformers cuts paths into parts by the mask alone, which is not made here. So the configuration is asked.
+    """
+    if sliding_window is not None:
+        return KeyWindow(sliding_window)
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    if "chunked_attention" not in kinds or kinds[module.layer_idx] != "chunked_attention":
+        return None
+    return KeyWindow(module.config.attention_chunk_size, aligned=True)
+
+
+# Which runs of queries see which runs of keys.
+
+
+_Depths = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Queries `q0:q1` of a chunk see the keys `k0:k1` of the buffer; key `k0` is token number `k_depth` of its path.
+
+    `masked`: a window hides some of these keys from some of these queries.
+    """
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    k_depth: int
+    masked: bool = False
+
+
+class SpanSet:
+    """Collects what queries at these `depths` see: clips it to the window, joins what continues one another."""
+
+    def __init__(self, depths: _Depths, window: KeyWindow | None) -> None:
+        self._depths = depths
+        self._window = window
+        self._spans: dict[tuple[int, int], list[Span]] = {}  # by keys
+
+    def add(self, q0: int, q1: int, k0: int, k1: int, k_depth: int) -> None:
+        """Queries `q0:q1` see the keys `k0:k1`."""
+        known = self._spans.setdefault((k0, k1), [])
+        if known and known[-1].q1 == q0:
+            known[-1] = Span(known[-1].q0, q1, k0, k1, k_depth)
+        else:
+            known.append(Span(q0, q1, k0, k1, k_depth))
+
+    def merged(self) -> list[Span]:
+        """All spans; those of the same queries whose keys follow one another are one."""
+        by_queries: dict[tuple[int, int], list[Span]] = {}
+        for spans in self._spans.values():
+            for span in spans:
+                by_queries.setdefault((span.q0, span.q1), []).append(span)
+        result: list[Span] = []
+        for spans in by_queries.values():
+            spans.sort(key=lambda s: s.k0)
+            joined = spans[:1]
+            for span in spans[1:]:
+                last = joined[-1]
+                if last.k1 == span.k0 and last.k_depth + last.k1 - last.k0 == span.k_depth:
+                    joined[-1] = Span(last.q0, last.q1, last.k0, span.k1, last.k_depth)
+                else:
+                    joined.append(span)
+            result.extend(joined)
+        if self._window is None:
+            return result
+        return [clipped for span in result if (clipped := self._clip(span, self._window)) is not None]
+
+    def _clip(self, span: Span, window: KeyWindow) -> Span | None:
+        seen = window.oldest(self._depths[span.q0 : span.q1])
+        first, last = int(seen.min()), int(seen.max())
+        end = span.k_depth + span.k1 - span.k0
+        if first >= end:
+            return None
+        cut = max(0, first - span.k_depth)
+        return Span(
+            span.q0,
+            span.q1,
+            span.k0 + cut,
+            span.k1,
+            span.k_depth + cut,
+            masked=last > span.k_depth + cut,
+        )
+
 
 IntArray = npt.NDArray[np.int64]
 

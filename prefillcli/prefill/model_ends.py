@@ -3,37 +3,284 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, Protocol, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from prefillcli.errors import brief
 from prefillcli.plan.long_positions import LONG
-from prefillcli.prefill.depth_cache import DepthCache, asks_for_depths
 from prefillcli.prefill.deterministic_mode import AS_TORCH_DOES
 from prefillcli.prefill.forest import UnsupportedModelError
-from prefillcli.prefill.lanes import Lanes
 from prefillcli.prefill.layer_calls import LayerCall, Recording
 from prefillcli.prefill.layer_place import decoder_layers, embedding_device
 from prefillcli.prefill.layout import IntArray, split_evenly
-from prefillcli.prefill.length_tables import LengthTables
-from prefillcli.prefill.stand_ins import (
-    FORMS,
-    TRIAL_TOKENS,
-    AllRecorded,
-    CallRecorder,
-    Injection,
-    OutputForm,
-    Reached,
-    TrialForward,
-    stand_ins,
-)
+
+# Residual streams of several lanes, kept as one wide row for each token.
+#
+# Most models hand [1, tokens, hidden] from layer to layer. Some hand on several such streams, which their layers
+# mix.
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """How a model's layers take the residual stream.
+
+    `count` lanes come as [1, tokens, lanes, hidden], or with `first` as [lanes, 1, tokens, hidden]. With `count` 0
+    there is one stream, [1, tokens, hidden].
+    """
+
+    count: int = 0
+    first: bool = False
+
+    @classmethod
+    def of(cls, hidden: Tensor, tokens: int) -> Self:
+        """Those of `hidden`, which a layer takes for so many tokens. Raises UnsupportedModelError."""
+        shape = tuple(hidden.shape)
+        if len(shape) == 3 and shape[:2] == (1, tokens):
+            return cls()
+        if len(shape) == 4 and shape[:2] == (1, tokens):
+            return cls(shape[2])
+        if len(shape) == 4 and shape[1:3] == (1, tokens):
+            return cls(shape[0], first=True)
+        raise UnsupportedModelError(f"the layers take {list(shape)} for {tokens} tokens, which the walk does not know")
+
+    def fold(self, hidden: Tensor) -> Tensor:
+        """One row for each token, [1, tokens, lanes * hidden], of what layers take."""
+        if not self.count:
+            return hidden
+        return (hidden.permute(1, 2, 0, 3) if self.first else hidden).flatten(2)
+
+    def unfold(self, rows: Tensor) -> Tensor:
+        """What layers take, of rows [1, tokens, lanes * hidden]."""
+        if not self.count:
+            return rows
+        lanes = rows.view(*rows.shape[:2], self.count, -1)
+        return lanes.permute(2, 0, 1, 3).contiguous() if self.first else lanes
+
+
+# Stand-ins for decoder layers: the model's own forward runs over them, and they say what it hands to its layers.
+#
+# What a layer gives back differs from family to family: the residual stream, or a tuple that begins with it. Which
+# form a model's forward takes is found out by running it.
+
+
+TRIAL_TOKENS = 7  # no number of lanes
+
+
+class Reached(Protocol):
+    """What is to happen where the model's forward calls layer `index`."""
+
+    def __call__(self, index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
+class StandIn(nn.Module):
+    """Takes a decoder layer's place in the model: has its attributes, and hands its calls on."""
+
+    def __init__(self, layer: nn.Module, reached: Callable[[Tensor, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self.layer = layer
+        self._hand_on = reached
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self._hand_on(hidden_states, args, kwargs)
+
+
+class AllRecorded(BaseException):
+    """All layers' arguments are recorded."""
+
+
+class WrongForm(ValueError):
+    """The model's forward takes another form of a layer's output."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputForm:
+    """What a layer gives back: the residual stream alone, or a tuple of it and `others` more.
+
+    `carried` are those of the others that the next layer is called with: their number, and the position or name of
+    that argument.
+    """
+
+    others: int | None
+    carried: Mapping[int, int | str] = field(default_factory=dict)
+
+    def give(self, hidden: Tensor, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """A layer's output, with what it was called with handed on."""
+        if self.others is None:
+            return hidden
+        others: list[Any] = [None] * self.others
+        for number, place in self.carried.items():
+            if isinstance(place, str):
+                others[number] = (kwargs or {}).get(place)
+            elif place < len(args):
+                others[number] = args[place]
+        return (hidden, *others)
+
+
+#: In the order in which they are tried.
+FORMS = (OutputForm(None), *(OutputForm(others) for others in range(4)))
+
+
+class TrialForward:
+    """One forward with layers that change nothing, to see how the model calls them.
+
+    Raises WrongForm where it takes another form of output, and UnsupportedModelError where it cannot be cut into
+    layers.
+    """
+
+    def __init__(self, form: OutputForm) -> None:
+        self._form = form
+        self._markers = [object() for _ in range(form.others or 0)]
+        self._last: Tensor | None = None
+        self._carried: dict[int, int | str] = {}
+        self.lanes = Lanes()
+        self.reached = 0
+
+    @property
+    def form(self) -> OutputForm:
+        """The form, with what is carried from layer to layer."""
+        return OutputForm(self._form.others, self._carried)
+
+    def __call__(self, index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if index != self.reached:
+            raise UnsupportedModelError("the model does not call each of its layers once, in their order")
+        if self._last is None:
+            self.lanes = Lanes.of(hidden, TRIAL_TOKENS)
+        elif not isinstance(hidden, Tensor) or hidden.shape != self._last.shape:
+            raise WrongForm
+        elif not torch.equal(hidden, self._last):
+            raise UnsupportedModelError("the model changes the residual stream between its layers")
+        places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        markers = {id(marker): number for number, marker in enumerate(self._markers)}
+        self._carried |= {markers[id(value)]: place for place, value in places if id(value) in markers}
+        self._last, self.reached = hidden.clone(), self.reached + 1
+        return hidden if self._form.others is None else (hidden, *self._markers)
+
+
+class CallRecorder:
+    """Records what the layers are called with, as `recording`, for `layers` layers. Raises AllRecorded then."""
+
+    def __init__(self, form: OutputForm, lanes: Lanes, layers: int) -> None:
+        self.recording = Recording()
+        self._form, self._lanes, self._layers = form, lanes, layers
+
+    def __call__(self, index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        calls = self.recording.calls
+        if index != len(calls):
+            raise UnsupportedModelError("the model does not call each of its layers once, in their order")
+        if index == 0:
+            self.recording.first = self._lanes.fold(hidden)
+        calls.append((args, kwargs))
+        if index == self._layers - 1:
+            raise AllRecorded
+        return self._form.give(hidden, args, kwargs)
+
+
+class Injection:
+    """Gives back rows [1, tokens, width] of a folded residual stream, whatever the layers are called with."""
+
+    def __init__(self, form: OutputForm, lanes: Lanes, rows: Tensor) -> None:
+        self._form, self._hidden = form, lanes.unfold(rows)
+
+    def __call__(self, index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._form.give(self._hidden, args, kwargs)
+
+
+def stand_ins(layers: list[nn.Module], reached: Reached) -> Iterator[StandIn]:
+    """One for each layer, which say their number to `reached`."""
+    for index, layer in enumerate(layers):
+        yield StandIn(layer, partial(reached, index))
+
+
+# Rotary tables of prompts that passed the length where a model's position encodings change.
+#
+# Transformers looks at the largest position of a call, and encodes all positions of the call by it. A chunk holds
+# tokens of several prompts, and a long prompt spreads over chunks. So the positions of long prompts are marked
+# (`plan.long_positions`), and a model's rotary module is called for marked ones with one more position behind them,
+# at which the encodings change.
+
+
+Tables = tuple[Tensor, ...]
+
+
+class LengthTables:
+    """Until `close`, a model's rotary modules of this kind give marked positions the tables of long prompts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [module for module in model.modules() if getattr(module, "rope_type", None) == "longrope"]
+        for module in self._modules:
+            module.forward = _by_length(module.forward, _switch(module))
+
+    def __bool__(self) -> bool:
+        """Whether there are such modules."""
+        return bool(self._modules)
+
+    def close(self) -> None:
+        """Give the modules their own forward back."""
+        for module in self._modules:
+            del module.forward
+
+
+def _switch(module: Any) -> int:
+    """The longest prompt that is not long."""
+    return int(module.config.rope_parameters["original_max_position_embeddings"])
+
+
+def _by_length(forward: Callable[..., Tables], switch: int) -> Callable[..., Tables]:
+    """A rotary module's forward over `position_ids` [1, tokens], for marked and unmarked ones alike."""
+
+    def tables(x: Tensor, position_ids: Tensor, **others: Any) -> Tables:
+        marked = position_ids >= LONG
+        if not marked.any():
+            return forward(x, position_ids, **others)
+        own = torch.where(marked, position_ids - LONG, position_ids)
+        behind = torch.full_like(own[:, :1], switch)
+        long = tuple(each[:, :-1] for each in forward(x, torch.cat([own, behind], dim=1), **others))
+        if marked.all():
+            return long
+        short = forward(x, torch.where(marked, 0, own), **others)
+        return tuple(torch.where(marked[..., None], a, b) for a, b in zip(long, short, strict=True))
+
+    return tables
+
+
+# What a layer gets for a cache where it asks one how many tokens are before its own.
+#
+# In a forest each token has a number of its own.
+
+
+def asks_for_depths(config: Any) -> bool:
+    """Whether layers of this text configuration ask: llama4's do, where queries grow with their depth."""
+    return bool(getattr(config, "attn_temperature_tuning", False))
+
+
+class DepthCache:
+    """Holds nothing, and says how many tokens are before each of some tokens at `depths`, less those of the call."""
+
+    def __init__(self, depths: IntArray, device: torch.device) -> None:
+        self._before = torch.as_tensor(depths - np.arange(len(depths)), device=device)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        """int64 [tokens], which gives depths when the tokens' numbers in the call are added."""
+        return self._before
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *others: Any) -> tuple[Tensor, Tensor]:
+        """The keys and values as they are."""
+        return keys, values
+
 
 #: Float32 logits of this size at a time. Each piece is a pass of the model's forward, which a GPU waits for.
 LOGIT_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from prefillcli.prefill.attention import room_for_output
-from prefillcli.prefill.kernel import LANES, BlockArray, ForestKernel, forest_kernel, takes
-from prefillcli.prefill.key_window import KeyWindow
-from prefillcli.prefill.layout import Chunk, IntArray, LastTokens, on_device
+from prefillcli.prefill.cpu_kernels import LANES, BlockArray, ForestKernel, forest_kernel, takes
+from prefillcli.prefill.layout import Chunk, IntArray, KeyWindow, LastTokens, on_device
 
 QUERIES = 32  # of a block, for each head
 KEYS = 128  # of a block

@@ -12,22 +12,319 @@ from __future__ import annotations
 
 import inspect
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
 from itertools import count
-from typing import Any, Self
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
+from prefillcli.plan.blocks import floor_to
 from prefillcli.prefill.forest import UnsupportedModelError
-from prefillcli.prefill.layout import Tree, group_runs
-from prefillcli.prefill.path_pieces import read_in_pieces
-from prefillcli.prefill.path_states import NodeRun, PathStates, node_runs
-from prefillcli.prefill.recurrent_states import MOST_STATES, fork_state, stack_states, state_bytes
+from prefillcli.prefill.layout import Tree, group_runs, on_device
+
+# States of recurrent modules, as transformers' caches hold them: copied, stacked to a batch, taken out of one.
+
+
+MOST_STATES = 8  # that a module keeps under numbers of its own
+
+
+def fork_state(state: LinearAttentionLayer) -> LinearAttentionLayer:
+    """A copy of a state that can be changed."""
+    return stack_states([state]) or state
+
+
+def stack_states(states: Sequence[LinearAttentionLayer]) -> LinearAttentionLayer | None:
+    """The states of several runs as those of one batch; None if there are none."""
+    if not states:
+        return None
+    stacked = LinearAttentionLayer(number_of_states=MOST_STATES)
+    first = states[0]
+    stacked.dtype, stacked.device = first.dtype, first.device
+    for name in ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state"):
+        setattr(stacked, name, dict(getattr(first, name)))
+    stacked.conv_kernel_size = dict(first.conv_kernel_size)
+    for kind in ("conv_states", "recurrent_states"):
+        every = [getattr(state, kind) for state in states]
+        joined = {n: None if own is None else torch.cat([each[n] for each in every]) for n, own in every[0].items()}
+        setattr(stacked, kind, joined)
+    return stacked
+
+
+def state_bytes(state: LinearAttentionLayer) -> int:
+    """The bytes of its tensors."""
+    return sum(tensor.nbytes for tensor in tensors_of(state))
+
+
+def pick_states(state: LinearAttentionLayer, rows: Sequence[int]) -> LinearAttentionLayer:
+    """Some of the stacked states, as a copy."""
+    picked = fork_state(state)
+    for kind in ("conv_states", "recurrent_states"):
+        own = getattr(picked, kind)
+        setattr(picked, kind, {n: None if each is None else _rows(each, rows) for n, each in own.items()})
+    return picked
+
+
+def tensors_of(state: LinearAttentionLayer) -> list[Tensor]:
+    """All tensors of a state, in the same order for states of the same module."""
+    return [each for own in (state.conv_states, state.recurrent_states) for each in own.values() if each is not None]
+
+
+def _rows(states: Tensor, rows: Sequence[int]) -> Tensor:
+    return states[torch.as_tensor(rows, dtype=torch.long, device=states.device)]
+
+
+# States of modules that read a path token by token: forked where a pack's tree forks, dropped when nobody needs
+# them.
+#
+# Recurrent modules and layers with a cache of their own read the tokens of one node at a time, behind the state that
+# the end of its parent left. A state is whatever they keep between two calls. States are those of one layer.
+
+
+State = TypeVar("State")
+
+
+class NodeRun(NamedTuple):
+    """Tokens `start:end` of a pack, all of one node."""
+
+    node: int
+    start: int
+    end: int
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
+
+
+def node_runs(tree: Tree, start: int, end: int) -> list[NodeRun]:
+    """Tokens `start:end` of a pack, node by node."""
+    runs = []
+    at = start
+    node = bisect_right(tree.offsets, start) - 1
+    while at < end:
+        after = min(tree.offsets[node + 1], end)
+        if after > at:
+            runs.append(NodeRun(node, at, after))
+        at, node = after, node + 1
+    return runs
+
+
+class PathStates(Generic[State]):
+    """The states in a layer, by the node whose tokens they have read.
+
+    `kept` are nodes whose last states are asked for at the end, with `end_of`. `given` are the states that roots begin
+    behind, where that is not nothing; they are not changed. `fork` makes a copy that can be changed.
+    """
+
+    def __init__(
+        self,
+        tree: Tree,
+        fork: Callable[[State], State],
+        *,
+        kept: Collection[int] = (),
+        given: Mapping[int, State] | None = None,
+    ) -> None:
+        self._tree = tree
+        self._fork = fork
+        self._kept = frozenset(kept)
+        self._given = dict(given or {})
+        self._children = [0] * len(tree.parents)  # that have not begun
+        for parent in tree.parents:
+            if parent >= 0:
+                self._children[parent] += 1
+        self._states: dict[int, State] = {}
+        self._read: set[int] = set()  # nodes whose states are with somebody who reads them
+
+    def before(self, run: NodeRun) -> State | None:
+        """The state that a run reads on from, to be changed; None at the beginning of a prompt."""
+        state, alone = self._take(run)
+        return state if state is None or alone else self._fork(state)
+
+    def read(self, run: NodeRun) -> State | None:
+        """`before`, not to be changed; nor does anything else change it."""
+        self._read.add(self._tree.parents[run.node])
+        return self._take(run)[0]
+
+    def _take(self, run: NodeRun) -> tuple[State | None, bool]:
+        """The state before a run, and whether nothing else begins with it."""
+        if run.start > self._tree.offsets[run.node]:
+            return self._states.pop(run.node), True
+        parent = self._tree.parents[run.node]
+        if parent < 0:
+            return self._given.get(run.node), False
+        self._children[parent] -= 1
+        if self._children[parent] or parent in self._kept:
+            return self._states[parent], False
+        return self._states.pop(parent), parent not in self._read
+
+    def needed(self, run: NodeRun) -> bool:
+        """Whether anything reads on behind a run."""
+        unfinished = run.end < self._tree.offsets[run.node + 1]
+        return unfinished or self._children[run.node] > 0 or run.node in self._kept
+
+    def after(self, run: NodeRun, state: State) -> None:
+        """Put the state behind a run aside, if it is `needed`."""
+        if self.needed(run):
+            self._states[run.node] = state
+
+    def end_of(self, node: int) -> State:
+        """The state behind a kept node."""
+        return self._states[node]
+
+
+# Recurrent modules that read every path in the same pieces, so that a token's bits depend on its path alone.
+#
+# A piece is the tokens between two depths that are multiples of a step, and the last of a prompt is padded to as
+# many. So a module is always called for pieces of one length. Pieces of several paths are computed in one call where
+# each has the bits that it has alone, with one thread. Whether it has is found out for each number of pieces, when
+# it first comes up; else they are computed one by one.
+
+
+TOGETHER = 16  # pieces in one call; a power of 2
+
+_agreed: dict[Hashable, bool] = {}
+
+
+class PieceCall(Protocol):
+    """One call of a module, as `recurrent.ModuleCall` computes it in parts."""
+
+    @property
+    def kind(self) -> Hashable: ...
+    @property
+    def device(self) -> torch.device: ...
+    def compute(self, tokens: slice, state: LinearAttentionLayer) -> None: ...
+    def compute_at(self, index: Tensor, state: LinearAttentionLayer | None) -> Any: ...
+    def put(self, index: Tensor, valid: Tensor, out: Any) -> None: ...
+
+
+@dataclass(slots=True)
+class _Reader:
+    """A run of a chunk's tokens that is read up to token `at`, where the `state` is; None: at a prompt's beginning."""
+
+    run: NodeRun
+    at: int
+    state: LinearAttentionLayer | None
+
+
+def read_in_pieces(
+    call: PieceCall, runs: Sequence[NodeRun], tree: Tree, states: PathStates[LinearAttentionLayer], step: int
+) -> None:
+    """Compute a call over these runs of a chunk, parents before their children, in pieces of `step` tokens."""
+    waiting, unfinished = list(runs), {run.node for run in runs}
+    readers: list[_Reader] = []
+    while waiting or readers:
+        at = 0
+        while at < len(waiting) and len(readers) < TOGETHER:
+            if tree.parents[waiting[at].node] in unfinished:
+                at += 1
+            else:
+                run = waiting.pop(at)
+                readers.append(_Reader(run, run.start, states.before(run)))
+        _read_pieces(call, readers, runs[0].start, tree, states, step)
+        for reader in readers:
+            if reader.at == reader.run.end:
+                unfinished.discard(reader.run.node)
+                if reader.state is not None:
+                    states.after(reader.run, reader.state)
+        readers = [reader for reader in readers if reader.at < reader.run.end]
+
+
+def _read_pieces(
+    call: PieceCall,
+    readers: Sequence[_Reader],
+    first: int,
+    tree: Tree,
+    states: PathStates[LinearAttentionLayer],
+    step: int,
+) -> None:
+    """The next piece of every reader. Tokens of the call are counted from the pack's token `first`."""
+    alike: dict[bool, list[tuple[_Reader, int]]] = {True: [], False: []}
+    for reader in readers:
+        run = reader.run
+        to_depth = tree.starts[run.node] - tree.offsets[run.node]
+        end = min(run.end, floor_to(reader.at + to_depth, step) + step - to_depth)
+        if end - reader.at < step and (end < run.end or states.needed(run)):  # what is no piece of a plan with steps
+            reader.state = reader.state or LinearAttentionLayer(number_of_states=MOST_STATES)
+            call.compute(slice(reader.at - first, end - first), reader.state)
+            reader.at = end
+        else:
+            alike[reader.state is None].append((reader, end))
+    for some in alike.values():
+        if not some:
+            continue
+        spans = [(reader.at - first, end - first) for reader, end in some]
+        index, valid = _tokens(spans, step, call.device)
+        before = [reader.state for reader, _ in some if reader.state is not None]
+        found = _compute(call, index, valid, before)
+        for (reader, end), state in zip(some, found, strict=True):
+            reader.state, reader.at = state, end
+
+
+def _tokens(spans: Sequence[tuple[int, int]], step: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The tokens of spans [pieces, step], padded with each span's last one, and which are not padding."""
+    starts, ends = (np.asarray(each)[:, None] for each in zip(*spans, strict=True))
+    numbers = starts + np.arange(step)[None]
+    return on_device(np.minimum(numbers, ends - 1), device), on_device(numbers < ends, device)
+
+
+def _compute(
+    call: PieceCall, index: Tensor, valid: Tensor, before: Sequence[LinearAttentionLayer]
+) -> list[LinearAttentionLayer]:
+    """Compute pieces `index` [pieces, step], behind these states or at the beginning; gives the states behind them."""
+    pieces = len(index)
+    size = 1 << (pieces - 1).bit_length()
+    asked = call.kind, size, tuple(index.shape[1:]), bool(before), torch.get_num_threads()
+    found: list[LinearAttentionLayer] = []
+    if _agreed.get(asked, True):
+        rows = [*range(pieces), *[pieces - 1] * (size - pieces)]
+        state = stack_states([before[row] for row in rows]) if before else None
+        state = state or LinearAttentionLayer(number_of_states=MOST_STATES)
+        out = call.compute_at(index[rows], state)
+        found = [pick_states(state, [row]) for row in range(pieces)] if pieces > 1 else [pick_states(state, [0])]
+        parts = _cut(out, slice(0, pieces))
+        if asked in _agreed:
+            call.put(index, valid, parts)
+            return found
+    with _one_thread():
+        alone, behind = [], []
+        for row in range(pieces):
+            own = fork_state(before[row]) if before else LinearAttentionLayer(number_of_states=MOST_STATES)
+            alone.append(call.compute_at(index[row : row + 1], own))
+            behind.append(own)
+    for row, out in enumerate(alone):
+        call.put(index[row : row + 1], valid[row : row + 1], out)
+    if found:
+        same_out = all(_same(_cut(parts, slice(row, row + 1)), out) for row, out in enumerate(alone))
+        pairs = zip(found, behind, strict=True)
+        _agreed[asked] = same_out and all(_same(tensors_of(one), tensors_of(other)) for one, other in pairs)
+    return behind
+
+
+def _cut(out: Any, rows: slice) -> Any:
+    return out[rows] if isinstance(out, Tensor) else tuple(part[rows] for part in out)
+
+
+def _same(one: Any, other: Any) -> bool:
+    pairs = [(one, other)] if isinstance(one, Tensor) else zip(one, other, strict=True)
+    return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
 
 RUN_TOKENS = 512  # of one call; more are computed one part behind the other
 STATE_BYTES = 64 << 20  # of the states in one call
@@ -374,3 +671,56 @@ def _limit_steps(kind: Any) -> None:
 
     limited.step_of = step  # type: ignore[attr-defined]
     setattr(home, _STEP, limited)
+
+
+# Recurrent modules over new tokens of several branches, in decoding.
+
+
+class BranchRecurrence:
+    """The recurrent modules of one layer over new tokens of several branches.
+
+    `ends` are the states behind each branch so far, one of each module. They stay as they are.
+    """
+
+    def __init__(self, ends: Sequence[Sequence[LinearAttentionLayer]]) -> None:
+        self._branches = len(ends)
+        self._states = [stack_states(own) for own in zip(*ends, strict=True)]
+
+    def __bool__(self) -> bool:
+        """Whether the layer has recurrent modules."""
+        return bool(self._states)
+
+    def keep(self, branches: Sequence[int]) -> None:
+        """Go on with these branches alone, under new numbers: 0, 1, 2 ..."""
+        self._branches = len(branches)
+        self._states = [pick_states(state, branches) for state in self._states]
+
+    @contextmanager
+    def calls(self, layer: nn.Module, branches: Sequence[int], counts: Sequence[int]) -> Iterator[None]:
+        """In this context the layer computes so many tokens of each of some branches, one branch after the other."""
+        modules = (
+            recurrent_modules(layer) if self._states else []
+        )  # weights that are streamed come back in other modules
+        for at, module in enumerate(modules):
+            forward = module.forward
+            module.forward = lambda *a, _m=module, _f=forward, _at=at, **k: self._call(
+                ModuleCall(_m, _f, a, k, sum(counts)), _at, branches, counts
+            )
+        try:
+            yield
+        finally:
+            for module in modules:
+                del module.forward
+
+    def _call(self, call: ModuleCall, at: int, branches: Sequence[int], counts: Sequence[int]) -> Any:
+        """A module's output for these tokens, [1, tokens, width]; its states move on."""
+        if max(counts) == 1 and list(branches) == list(range(self._branches)):
+            call.compute_steps(self._states[at])
+            return call.output
+        states = [pick_states(self._states[at], [branch]) for branch in range(self._branches)]
+        start = 0
+        for branch, tokens in zip(branches, counts, strict=True):
+            call.compute(slice(start, start + tokens), states[branch])
+            start += tokens
+        self._states[at] = stack_states(states)
+        return call.output

@@ -10,32 +10,68 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from prefillcli.plan.blocks import STATE_STEP
 from prefillcli.plan.exit_work import KEYS_SHARE, LayersDone
 from prefillcli.plan.pack import Key, Pack
-from prefillcli.plan.state_steps import STATE_STEP
 from prefillcli.prefill.attention import longest_batched
-from prefillcli.prefill.chunk_cuts import chunk_cutter
+from prefillcli.prefill.copies import ResidualRows
+from prefillcli.prefill.cpu_kernels import ROW_STEP
 from prefillcli.prefill.deterministic_mode import numbers_mode
 from prefillcli.prefill.forest import ForestAttention, KeysStored, UnsupportedModelError, WatchedLayer
 from prefillcli.prefill.fusion import Preparation, fused, fused_alike
 from prefillcli.prefill.held_parts import HeldParts
-from prefillcli.prefill.key_window import KeyWindow
 from prefillcli.prefill.layer_calls import CallBuffers, LayerCall, Recording, lend_shared
-from prefillcli.prefill.layers import LayerSource, ResidentLayers
-from prefillcli.prefill.layout import Chunk, IntArray, LastTokens, Tree, split_evenly
-from prefillcli.prefill.leaving import ExitRule, Remainder, going_on, remainder
+from prefillcli.prefill.layout import Chunk, IntArray, KeyWindow, LastTokens, Tree, split_evenly
+from prefillcli.prefill.leaving import ExitRule, Remainder, ThinningRule, going_on, remainder, thin_pack, watch_for
 from prefillcli.prefill.model_ends import ModelEnds
 from prefillcli.prefill.own_cache import NO_DECODING, NO_QUERIES, OwnCache, OwnCacheLayer, has_forest_attention
-from prefillcli.prefill.recurrent import LayerRecurrence
-from prefillcli.prefill.residual import ResidualRows
-from prefillcli.prefill.thinning import ThinningRule, thin_pack, watch_for
-from prefillcli.prefill.walk_state import Keeper, WalkState
+from prefillcli.prefill.recurrent import LayerRecurrence, recurrent_modules
+from prefillcli.prefill.row_products import tile_rows
+from prefillcli.prefill.walk_state import Keeper, LayerSource, ResidentLayers, WalkState
+
+# Where a pack is cut into chunks, which are computed by one call of a layer each.
+
+
+ChunkCutter = Callable[[Tree, int, int], list[tuple[int, int]]]
+"""Gives (start, end) of the chunks of a pack of so many tokens, for chunks of at most so many."""
+
+
+def chunk_cutter(layers: Sequence[nn.Module], device: torch.device, *, deterministic: bool) -> ChunkCutter:
+    """What cuts packs for these layers.
+
+    If `deterministic`, products are of whole tiles, so chunks are, too; else most tensors would be copied to be made
+    longer. Recurrent layers read whole pieces.
+    """
+    if deterministic and any(map(recurrent_modules, layers)):
+        return cut_between_pieces
+    return partial(_cut_anywhere, step=tile_rows(device) if deterministic else ROW_STEP)
+
+
+def cut_between_pieces(tree: Tree, tokens: int, most: int) -> list[tuple[int, int]]:
+    """(start, end) of chunks of a pack: at most `most` tokens, or one piece of a path (`path_pieces.py`)."""
+    depths = tree.depths
+    first = depths == np.repeat(tree.starts, np.diff(tree.offsets))
+    cuts = np.append(np.flatnonzero((depths % STATE_STEP == 0) | first), tokens)
+    chunks = []
+    start = 0
+    while start < tokens:
+        at = int(np.searchsorted(cuts, start + most, side="right")) - 1
+        end = int(cuts[at] if cuts[at] > start else cuts[at + 1])
+        chunks.append((start, end))
+        start = end
+    return chunks
+
+
+def _cut_anywhere(tree: Tree, tokens: int, most: int, step: int) -> list[tuple[int, int]]:
+    return split_evenly(tokens, most, step) if tokens else []
+
 
 Tick = Callable[[float], None]
 

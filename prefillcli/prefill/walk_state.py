@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from prefillcli.plan.exit_work import LayersDone
 from prefillcli.plan.pack import Pack
@@ -60,3 +61,34 @@ class Keeper(Protocol):
 
     def take(self, index: int, state: WalkState, attention: ForestAttention) -> None:
         """Take over what layer `index` leaves, which all chunks have passed and last tokens were read of."""
+
+
+# Where the walk takes its layers from.
+
+
+class LayerSource(Protocol):
+    """A model's decoder layers. The walk uses one at a time, in ascending order, once for each pass over the model."""
+
+    def __len__(self) -> int: ...
+
+    def use(self, index: int) -> AbstractContextManager[nn.Module]:
+        """Layer `index` with its weights on the walk's device. They are not needed any more once the context ends."""
+
+    def end_pass(self) -> None:
+        """No further layer is used in this pass; the next pass begins with the first. Also while one is in use."""
+
+
+class ResidentLayers:
+    """Layers whose weights are all on the device already."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._layers = layers
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    @contextmanager
+    def use(self, index: int) -> Iterator[nn.Module]:
+        yield self._layers[index]
+
+    def end_pass(self) -> None: ...

@@ -134,7 +134,7 @@ def load_subject(subject: Subject) -> tuple[Any, Any]:
 
     from prefillcli.models.find import read_model_files
     from prefillcli.models.load import load_model
-    from prefillcli.runtime.devices import choose_device
+    from prefillcli.runtime.device_key import choose_device
 
     torch.set_num_threads(subject.threads)
     files = read_model_files(

@@ -10,13 +10,12 @@ from typing import Any
 from prefillcli.errors import PrefillError, ResourceError
 from prefillcli.forecast.mode_results import Confirmation, MemoryPoint, ModeResult, Trace
 from prefillcli.models.find import ModelFiles
-from prefillcli.models.flops import prefill_flops
-from prefillcli.models.shape import NoCostModel
+from prefillcli.models.shape import NoCostModel, prefill_flops
 from prefillcli.profile.children import ChildEnded, ChildFailed, Subject, confirm, in_child, measure, trace
 from prefillcli.profile.fits import fit_line
 from prefillcli.profile.mode_laws import Law, mode_law
 from prefillcli.profile.modes import OF_TRANSFORMERS
-from prefillcli.report.numbers import byte_size
+from prefillcli.report.rendering import byte_size
 
 TRIES = 3
 MARGIN = 0.02  # of the length that the line allows: not predicted, as the line is not exact

@@ -17,20 +17,19 @@ from prefillcli.forecast.completion_model import CompletionModel
 from prefillcli.forecast.mode_results import ModeResult, Trace
 from prefillcli.forecast.profile import Profile
 from prefillcli.forecast.replay_results import Replay
-from prefillcli.jobs.path_table import require_apart
-from prefillcli.jobs.paths import require_json
+from prefillcli.jobs.path_table import require_apart, require_json
 from prefillcli.jobs.shell import shell
 from prefillcli.models.open import check_loadable, open_model
 from prefillcli.options.profile import ProfileSettings
 from prefillcli.profile.given_input import Input, open_input, survey_input
 from prefillcli.redaction import shown, without_secrets
 from prefillcli.report.files import write_with_page
-from prefillcli.report.html import page_of
+from prefillcli.report.rendering import page_of
 from prefillcli.report.run import versions
 from prefillcli.runtime.clock import Clock
+from prefillcli.runtime.cores import Threads
+from prefillcli.runtime.memory import parse_size
 from prefillcli.runtime.progress import StepLog
-from prefillcli.runtime.sizes import parse_size
-from prefillcli.runtime.threads import Threads
 
 if TYPE_CHECKING:  # it takes torch along
     from prefillcli.profile.completion import Budgeted

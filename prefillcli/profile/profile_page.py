@@ -19,12 +19,10 @@ from prefillcli.profile.profile_tables import (
     terms,
 )
 from prefillcli.replay.charts import distribution_chart, latency_chart
-from prefillcli.report import line_chart as plot
-from prefillcli.report.html import render_page, shown_settings
-from prefillcli.report.line_chart import Axis, Chart
-from prefillcli.report.numbers import byte_size, three_digits
-from prefillcli.report.survey import Survey
-from prefillcli.report.survey_tables import ESTIMATE, keep_rows, plan_rows, survey_lines
+from prefillcli.report import charts as plot
+from prefillcli.report.charts import Axis, Chart
+from prefillcli.report.rendering import byte_size, render_page, shown_settings, three_digits
+from prefillcli.report.survey import ESTIMATE, Survey, keep_rows, plan_rows, survey_lines
 
 
 def memory_chart(profile: Profile) -> Chart | None:

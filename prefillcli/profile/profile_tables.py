@@ -6,9 +6,19 @@ from prefillcli.forecast.completion_model import CompletionModel
 from prefillcli.forecast.mode_results import ModeResult
 from prefillcli.forecast.profile import Profile
 from prefillcli.forecast.replay_results import Replay
-from prefillcli.report.numbers import byte_size, mebibytes, percent_or_nothing, small_seconds, three_digits
-from prefillcli.report.survey_tables import print_survey
-from prefillcli.report.tables import WIDTH, TableRows, print_explained, print_numbers, stderr_console
+from prefillcli.report.rendering import (
+    WIDTH,
+    TableRows,
+    byte_size,
+    mebibytes,
+    percent_or_nothing,
+    print_explained,
+    print_numbers,
+    small_seconds,
+    stderr_console,
+    three_digits,
+)
+from prefillcli.report.survey import print_survey
 
 _DISTURBED = 1.5  # slowest round over the fastest; above it the machine was busy
 

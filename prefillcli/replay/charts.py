@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from prefillcli.forecast.replay_results import OFFLINE, Replay
-from prefillcli.report.line_chart import Axis, Chart
-from prefillcli.report.numbers import three_digits
+from prefillcli.report.charts import Axis, Chart
+from prefillcli.report.rendering import three_digits
 
 _ROOM = 1.15  # beyond the outermost points of a logarithmic axis
 

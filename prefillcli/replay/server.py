@@ -12,8 +12,7 @@ import numpy as np
 from prefillcli.forecast.replay_results import OFFLINE
 from prefillcli.plan.cutter import cut_packs
 from prefillcli.plan.pack import Limits
-from prefillcli.plan.queue import Queue
-from prefillcli.plan.shortest_job import shortest_job
+from prefillcli.plan.queue import Queue, shortest_job
 from prefillcli.plan.trie import TrieNode
 from prefillcli.replay.cache import PrefixCache
 from prefillcli.replay.workloads import FloatArray, IntArray, Workload

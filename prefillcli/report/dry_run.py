@@ -7,10 +7,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from prefillcli.redaction import shown_report
-from prefillcli.report.numbers import mebibytes
-from prefillcli.report.survey import Survey
-from prefillcli.report.survey_tables import print_survey
-from prefillcli.report.tables import pairs_table, stderr_console
+from prefillcli.report.rendering import mebibytes, pairs_table, stderr_console
+from prefillcli.report.survey import Survey, print_survey
 from prefillcli.runtime.clock import duration
 
 SCHEMA_VERSION = 1

@@ -7,8 +7,8 @@ import time
 from prefillcli.data.output.store import put_text
 from prefillcli.errors import Interrupted, PrefillError, ResourceError
 from prefillcli.redaction import shown_report, without_secrets
-from prefillcli.report.html import page_of
 from prefillcli.report.metrics import to_metrics
+from prefillcli.report.rendering import page_of
 from prefillcli.report.run import RunReport, to_json
 from prefillcli.report.run_page import run_html
 from prefillcli.runtime import log

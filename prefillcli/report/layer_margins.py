@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from prefillcli.exits.layer_readings import Readings
 from prefillcli.exits.policy import ExitPolicy
+from prefillcli.exits.probes import Readings
 from prefillcli.report.charts import Plot, Tick, round_ticks
-from prefillcli.report.numbers import signed_bar
-from prefillcli.report.visible import visible
+from prefillcli.report.rendering import signed_bar, visible
 from prefillcli.stats.calibration import log_shares_of
 
 NUMBERS = ("after", "margin", "entropy")

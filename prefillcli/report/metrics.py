@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from prefillcli.errors import NOTHING_TO_DO
-from prefillcli.report.exit_use import ExitUse
-from prefillcli.report.rationale_use import RationaleUse
+from prefillcli.report.exits import ExitUse
+from prefillcli.report.rationale import RationaleUse
 from prefillcli.report.run import RunReport
 
 _Sample = tuple[dict[str, str], float]

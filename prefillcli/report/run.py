@@ -13,9 +13,9 @@ from pydantic_core import PydanticSerializationError
 
 from prefillcli.data.output.counts import LENGTH_EDGES, SCORE_BINS, Counts
 from prefillcli.redaction import shown_report
-from prefillcli.report.evaluated import RunEvaluation
-from prefillcli.report.exit_use import ExitUse
-from prefillcli.report.rationale_use import RationaleUse
+from prefillcli.report.evaluation import RunEvaluation
+from prefillcli.report.exits import ExitUse
+from prefillcli.report.rationale import RationaleUse
 from prefillcli.stats.audit import Audit
 from prefillcli.stats.calibration import CalibrationUse
 

@@ -26,15 +26,15 @@ from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.prompts.spans import spans_of
 from prefillcli.data.rows import Prompt
 from prefillcli.jobs.load import load_walk
-from prefillcli.models.flops import (
+from prefillcli.models.open import open_models
+from prefillcli.models.shape import (
+    NoCostModel,
     answer_flops,
     prefill_flops,
     ratio_speedup,
     table5,
     walk_flops,
 )
-from prefillcli.models.open import open_models
-from prefillcli.models.shape import NoCostModel
 from prefillcli.options.bench import BenchSettings
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan

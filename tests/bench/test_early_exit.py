@@ -19,11 +19,11 @@ from prefillcli.bench.material import Material, made_material
 from prefillcli.bench.report import BenchReport
 from prefillcli.bench.verdicts import workload_remarks
 from prefillcli.data.prompts.labels import Labels, parse_labels
-from prefillcli.exits.layer_readings import Float64Array, Readings
 from prefillcli.exits.policy import ExitLayer, ExitPolicy
+from prefillcli.exits.probes import Float64Array, Readings
 from prefillcli.jobs.load import load_walk
-from prefillcli.models.flops import answer_flops, walk_flops
 from prefillcli.models.open import open_models
+from prefillcli.models.shape import answer_flops, walk_flops
 from prefillcli.options.bench import BenchSettings
 
 MODELS = SAMPLES / "models"

@@ -11,14 +11,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, MixtralConfig, Qwen3Config
 
 from benchmarks.flops import plain_flops, predicted_speedup
-from prefillcli.models.flops import (
+from prefillcli.models.shape import (
     Flops,
+    NoCostModel,
     prefill_flops,
     ratio_speedup,
     table5,
     walk_flops,
 )
-from prefillcli.models.shape import NoCostModel
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from tests.prefill.families import FAMILIES, WINDOW, make_config, make_model

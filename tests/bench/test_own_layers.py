@@ -17,8 +17,8 @@ from prefillcli.bench.material import Material, made_material
 from prefillcli.bench.own_layers import Filtered, SelfDrafted
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.jobs.load import load_walk
+from prefillcli.models.files import sample_model
 from prefillcli.models.open import open_models
-from prefillcli.models.samples import sample_model
 from prefillcli.options.bench import BenchSettings
 from tests.prefill.test_thinning import by_hand
 

@@ -15,7 +15,7 @@ from prefillcli.bench.report import REFERENCE, Answers, MethodResult, Predicted,
 from prefillcli.bench.state_drift import DRIFT_ROWS, state_drift
 from prefillcli.bench.verdicts import workload_remarks
 from prefillcli.bench.workload_tables import drift_table
-from prefillcli.compress.request import Request
+from prefillcli.compress.selection import Request
 from prefillcli.data.rows import Prompt
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.forest import ATTENTION, register

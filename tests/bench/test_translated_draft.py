@@ -14,8 +14,8 @@ from prefillcli.bench.contest import contenders
 from prefillcli.bench.material import Material, made_material
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.jobs.load import load_walk
-from prefillcli.models.flops import table5
 from prefillcli.models.open import open_models
+from prefillcli.models.shape import table5
 from prefillcli.options.bench import BenchSettings
 
 KEEP, DECODED = 0.3, 3

@@ -12,10 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.compress.pickers.bm25 import sentence_importance, split_sentences
-from prefillcli.compress.pickers.ends import outside_in
-from prefillcli.compress.pickers.random_chunks import random_importance
-from prefillcli.compress.pickers.row_picker import by_importance, fill
+from prefillcli.compress.pickers.row_picker import (
+    by_importance,
+    fill,
+    outside_in,
+    random_importance,
+    sentence_importance,
+    split_sentences,
+)
 
 KEEP = st.integers(0, 100).map(lambda percent: percent / 100)
 TOKENS = st.integers(0, 400)

@@ -12,19 +12,18 @@ import torch.nn.functional as F
 from transformers import MambaConfig
 
 from prefillcli.compress.answers import plan_requests, thinning_of
+from prefillcli.compress.compressor import OVERHEAD, WorthCompressing
 from prefillcli.compress.fallbacks import NO_VOTE
-from prefillcli.compress.request import Request, Thinning
-from prefillcli.compress.self_draft import SelfDraftRule
-from prefillcli.compress.self_layer import choosing_layers
+from prefillcli.compress.selection import Request, Thinning
+from prefillcli.compress.self_draft import SelfDraftRule, choosing_layers
 from prefillcli.compress.settings import Compression
-from prefillcli.compress.worth import OVERHEAD, WorthCompressing
 from prefillcli.data.rows import Prompt
 from prefillcli.errors import UsageError
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION, WatchedLayer
 from prefillcli.prefill.layout import Tree
-from prefillcli.prefill.thinning import Thinned
+from prefillcli.prefill.leaving import Thinned
 from prefillcli.prefill.walk import LayerWalk
 from tests.compress.test_worth import TARGET, operations
 from tests.prefill.families import WINDOW, make_config

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
-from prefillcli.models.tokenizers import difference
+from prefillcli.models.open import difference
 
 TEXTS = ["Is the topic in the history? Answer: Yes", "The garden, the train and the river. Answer: No"] * 9
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}

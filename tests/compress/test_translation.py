@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from prefillcli.compress.base import Float32Array, ImportanceEstimate, Tick
+from prefillcli.compress.base import Float32Array, ImportanceEstimate, Overlap, Tick
 from prefillcli.compress.fallbacks import FAILED, FALLBACKS, TEXT
-from prefillcli.compress.overlap import Overlap
-from prefillcli.compress.translated_draft import TranslatedDraft
-from prefillcli.compress.translation import Translation, Translator
+from prefillcli.compress.translation import TranslatedDraft, Translation, Translator
 from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.plan.trie import TokenArray
 

@@ -21,7 +21,7 @@ from prefillcli.data.row_condition import RowCondition, known_columns, row_value
 from prefillcli.data.rows import Rationale, ScoredRow, SectionEffect, Window
 from prefillcli.data.shard import Shard
 from prefillcli.jobs.row_choice import RowChoice
-from prefillcli.jobs.written_rows import written_rows
+from prefillcli.jobs.score import written_rows
 from tests.data.outputs import LABELS, finished, make_window, open_sink, read, scored
 from tests.data.test_joined_shards import merge, open_shard, own_rows
 

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from prefillcli.models.find import read_model_files
-from prefillcli.models.stop_tokens import stop_tokens, stop_tokens_of
+from prefillcli.models.open import stop_tokens, stop_tokens_of
 from tests.prefill.families import make_model
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Writing
 from prefillcli.decode.token_choice import Chooser
-from prefillcli.engines.generation import generate
+from prefillcli.engines.hf import generate
 
 LENGTHS = (9, 23, 4)
 

@@ -11,11 +11,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from threading import Event
 
-from prefillcli.engines.guard import Guard
+from prefillcli.engines.vllm import Guard
 
 START = """
 import multiprocessing, sys, time
-from prefillcli.engines.guard import Guard
+from prefillcli.engines.vllm import Guard
 if __name__ == "__main__":
     guard = Guard()
     child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))

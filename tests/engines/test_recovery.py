@@ -17,10 +17,8 @@ from prefillcli.decode.continuations import Beginning, Speculation, Writing
 from prefillcli.engines.base import Answer, EarlyExits, Treatment
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.errors import ResourceError
-from prefillcli.plan.pack import Limits, Pack
+from prefillcli.plan.pack import Limits, Pack, free_packs, split_pack
 from prefillcli.plan.plan import make_plan
-from prefillcli.plan.refills import free_packs
-from prefillcli.plan.splitting import split_pack
 from prefillcli.prefill.forest import ATTENTION
 from prefillcli.prefill.held_parts import HeldParts
 from prefillcli.prefill.walk import LayerWalk

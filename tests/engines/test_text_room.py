@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig
 
 from prefillcli.engines.memory_plan import TEXTS, keep_plan, plan_packs
-from prefillcli.models import text_room
+from prefillcli.models import law as text_room
 from prefillcli.models.law import memory_law
 from prefillcli.plan.pack import Limits
 from tests.prefill.test_memory import CPU, LLAMA_8B

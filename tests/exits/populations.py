@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from prefillcli.exits.calibration_rows import CalibrationRows
-from prefillcli.exits.layer_readings import Readings
+from prefillcli.exits.judging import CalibrationRows
+from prefillcli.exits.probes import Readings
 
 HIDDEN = 12
 LAYERS = 8

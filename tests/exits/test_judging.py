@@ -11,13 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom, binomtest
 
-from prefillcli.exits import probe_fits
-from prefillcli.exits.calibration_rows import CalibrationRows, halves
-from prefillcli.exits.costs import ExitCosts, work_of
-from prefillcli.exits.judging import ExitCalibration, calibrate_exits
-from prefillcli.exits.layer_readings import Readings
-from prefillcli.exits.levels import LEVELS, judge_classes, levels_of_labels, lowest_level
+from prefillcli.exits import probes
+from prefillcli.exits.judging import (
+    LEVELS,
+    CalibrationRows,
+    ExitCalibration,
+    ExitCosts,
+    calibrate_exits,
+    halves,
+    judge_classes,
+    levels_of_labels,
+    lowest_level,
+    work_of,
+)
 from prefillcli.exits.policy import ExitPolicy, policy_of
+from prefillcli.exits.probes import Readings
 from tests.exits.populations import LAYERS, population
 
 RESAMPLINGS = 200
@@ -61,7 +69,7 @@ def test_more_than_allowed_flip_in_one_of_twenty_jobs_at_most(
 
     The promise does not depend on the probes, so the network, which takes longest, is left out.
     """
-    monkeypatch.delitem(probe_fits.FITS, "mlp")  # type: ignore[arg-type]
+    monkeypatch.delitem(probes.FITS, "mlp")  # type: ignore[arg-type]
     everybody = population(10_000, labels=labels, seed=1, offset=offset, heavy=heavy)
     drawn = np.random.default_rng(0)
     broken, left = np.zeros(labels, dtype=int), []

@@ -13,9 +13,22 @@ from sklearn.kernel_ridge import KernelRidge
 from sklearn.linear_model import LinearRegression, Ridge
 from sklearn.model_selection import LeaveOneOut, cross_val_predict
 
-from prefillcli.exits.layer_readings import Readings
-from prefillcli.exits.probe_fits import FITS, STRENGTHS, fit_affine, fit_best, fit_mlp, fit_ridge
-from prefillcli.exits.probes import PROBES, AffineProbe, MlpProbe, RidgeProbe, lens_features, probe_of, relative
+from prefillcli.exits.probes import (
+    FITS,
+    PROBES,
+    STRENGTHS,
+    AffineProbe,
+    MlpProbe,
+    Readings,
+    RidgeProbe,
+    fit_affine,
+    fit_best,
+    fit_mlp,
+    fit_ridge,
+    lens_features,
+    probe_of,
+    relative,
+)
 from tests.exits.populations import population
 
 

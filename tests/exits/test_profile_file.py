@@ -13,11 +13,9 @@ from scipy.stats import binomtest
 
 from prefillcli.data.proof.seals import sealed_text
 from prefillcli.errors import UsageError
-from prefillcli.exits.calibration_rows import CalibrationRows
-from prefillcli.exits.judging import calibrate_exits
+from prefillcli.exits.judging import CalibrationRows, calibrate_exits, recheck_exits
 from prefillcli.exits.profile_file import ExitProfile, exit_profile_of, require_same_job
-from prefillcli.exits.recheck import recheck_exits
-from prefillcli.jobs.exit_profile_file import exit_profile_at
+from prefillcli.jobs.exit_learning import exit_profile_at
 from tests.exits.populations import LAYERS, population
 
 JOB: dict[str, Any] = {

@@ -9,8 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.plan.account import account
-from prefillcli.plan.exit_work import KEYS_SHARE, LayersDone, carried_by_few, in_full, layers_needed, remaining_work
+from prefillcli.plan.exit_work import (
+    KEYS_SHARE,
+    LayersDone,
+    account,
+    carried_by_few,
+    in_full,
+    layers_needed,
+    remaining_work,
+)
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from tests.plan.test_plan import prompts_of_few_words

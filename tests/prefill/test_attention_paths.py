@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from prefillcli.errors import ResourceError
-from prefillcli.models import trust
-from prefillcli.prefill import attention, attention_checks, attention_paths, kernel, varlen
+from prefillcli.models import rehearsal
+from prefillcli.prefill import attention, attention_checks, attention_paths, cpu_kernels, cuda_kernels
 from prefillcli.prefill.attention_checks import CHECKED, check_path, check_paths
 from prefillcli.prefill.attention_paths import PATHS, may_take, rule_out, ruled_out
 from prefillcli.runtime import device_key as devices
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 #: What is remembered of a machine on which every path agrees in float32.
 AGREED = {
-    f"{path}/float32": None for path in ("blocks", "flash-cpu", *(["kernel"] if kernel.compiled_kernel() else []))
+    f"{path}/float32": None for path in ("blocks", "flash-cpu", *(["kernel"] if cpu_kernels.compiled_kernel() else []))
 }
 Operator = Callable[..., tuple[Tensor, Tensor]]
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
@@ -37,7 +37,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     """Nothing is known of this machine, and nothing stays ruled out."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     attention_paths.allow_all()
-    yield tmp_path / "cache" / "prefillcli" / trust.FILE
+    yield tmp_path / "cache" / "prefillcli" / rehearsal.FILE
     attention_paths.allow_all()
 
 
@@ -136,7 +136,7 @@ def test_sequences_on_cuda_are_checked_as_a_forest(
     way = replace(attention_checks._WAYS["varlen-flash"], lacks=lambda *_: None)
     monkeypatch.setitem(attention_checks._WAYS, "varlen-flash", way)
     if wrong:
-        monkeypatch.setattr(varlen, "flash_sequences", in_base_2(varlen.flash_sequences))
+        monkeypatch.setattr(cuda_kernels, "flash_sequences", in_base_2(cuda_kernels.flash_sequences))
     check = check_path("varlen-flash", CPU, dtype)
     assert check.status == ("differs" if wrong else "agrees"), check
 
@@ -175,7 +175,7 @@ def test_what_is_ruled_out_is_not_called(dtype: torch.dtype, monkeypatch: pytest
             rule_out(path, CPU, "for the test")
     break_flash(monkeypatch, refused)
     monkeypatch.setattr(attention, "attend_by_products", refused(attention.attend_by_products))
-    monkeypatch.setattr(kernel.ForestKernel, "attend", refused(kernel.ForestKernel.attend))
+    monkeypatch.setattr(cpu_kernels.ForestKernel, "attend", refused(cpu_kernels.ForestKernel.attend))
     found = walked(model, mixed(), chunk=97)
     if dtype == torch.float32:
         assert_equal(found, wanted)
@@ -185,8 +185,8 @@ def test_what_is_ruled_out_is_not_called(dtype: torch.dtype, monkeypatch: pytest
 
 def settle(dtype: torch.dtype = torch.float32) -> dict[str, str | None]:
     """What is known of the CPU when a model is about to be loaded."""
-    trust.settle_paths(CPU, dtype)
-    return trust.DeviceRecord(CPU).paths
+    rehearsal.settle_paths(CPU, dtype)
+    return rehearsal.DeviceRecord(CPU).paths
 
 
 def test_a_machine_is_checked_once(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
@@ -253,12 +253,12 @@ def test_without_a_cache_each_run_checks(own_cache: Path, monkeypatch: pytest.Mo
 
 
 def test_two_that_write_at_once_keep_what_both_found() -> None:
-    one, other = trust.DeviceRecord(CPU), trust.DeviceRecord(CPU)
+    one, other = rehearsal.DeviceRecord(CPU), rehearsal.DeviceRecord(CPU)
     one.note([attention_checks.PathCheck("blocks", "float16", "agrees")])
     other.note([attention_checks.PathCheck("flash-cpu", "float16", "differs", "why")])
     assert one.save()
     assert other.save()
-    assert trust.DeviceRecord(CPU).paths == {"blocks/float16": None, "flash-cpu/float16": "why"}
+    assert rehearsal.DeviceRecord(CPU).paths == {"blocks/float16": None, "flash-cpu/float16": "why"}
 
 
 def test_a_device_whose_explicit_scores_are_wrong_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,9 @@ from transformers import AttentionInterface
 from prefillcli.errors import UsageError
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan, packs_to_run
-from prefillcli.prefill import compilation, forest
-from prefillcli.prefill.compilation import check_compiler, compiled
+from prefillcli.prefill import forest, fusion
 from prefillcli.prefill.forest import ATTENTION
+from prefillcli.prefill.fusion import check_compiler, compiled
 from prefillcli.prefill.walk import LayerWalk
 from tests.prefill.families import FAMILIES, VOCABULARY
 from tests.prefill.test_walk import assert_equal, mixed, model_of, wanted
@@ -35,13 +35,13 @@ def without_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return compile_with(function, dynamic=dynamic, backend="aot_eager")
 
     monkeypatch.setattr(torch, "compile", traced)
-    compilation._compile.cache_clear()
+    fusion._compile.cache_clear()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     check_compiler(torch.device("cpu"))
     yield
     AttentionInterface.register(ATTENTION, forest._attention)
-    compilation._compile.cache_clear()
+    fusion._compile.cache_clear()
 
 
 @pytest.mark.nightly

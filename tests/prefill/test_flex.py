@@ -19,12 +19,11 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from prefillcli.plan.pack import Held, Limits, Pack
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill import attention, attention_checks, flex, forest
+from prefillcli.prefill import attention, attention_checks, cuda_kernels, forest
 from prefillcli.prefill.attention import attend_blockwise
 from prefillcli.prefill.attention_checks import check_path
-from prefillcli.prefill.flex import BLOCK, ForestMask, attend_by_flex, forest_mask
-from prefillcli.prefill.key_window import KeyWindow
-from prefillcli.prefill.layout import Tree
+from prefillcli.prefill.cuda_kernels import BLOCK, ForestMask, attend_by_flex, forest_mask
+from prefillcli.prefill.layout import KeyWindow, Tree
 from tests.prefill.families import FAMILIES
 from tests.prefill.test_walk import assert_equal, mixed, model_of, walked, wanted
 
@@ -43,7 +42,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(query.shape[2])
         return flex_attention(query, *args, **kwargs)
 
-    monkeypatch.setattr(flex, "compiled_flex", lambda: counted)
+    monkeypatch.setattr(cuda_kernels, "compiled_flex", lambda: counted)
     monkeypatch.setattr(forest, "takes_flex", lambda query, value, softcap: True)
     monkeypatch.setattr(forest, "takes", lambda *shapes: False)
     return calls
@@ -170,32 +169,32 @@ def test_the_check_of_paths_agrees_and_finds_another_log_sum_exp(
 ) -> None:
     way = replace(attention_checks._WAYS["flex"], lacks=lambda device, dtype: None)
     monkeypatch.setitem(attention_checks._WAYS, "flex", way)
-    monkeypatch.setattr(flex, "compiled_flex", lambda: flex_attention)
+    monkeypatch.setattr(cuda_kernels, "compiled_flex", lambda: flex_attention)
     assert check_path("flex", CPU, dtype).status == "agrees"
 
     def in_powers_of_two(*args: object, **kwargs: object) -> object:
         out, aux = flex_attention(*args, **kwargs)
         return out, aux._replace(lse=aux.lse / np.log(2))
 
-    monkeypatch.setattr(flex, "compiled_flex", lambda: in_powers_of_two)
+    monkeypatch.setattr(cuda_kernels, "compiled_flex", lambda: in_powers_of_two)
     assert check_path("flex", CPU, dtype).status == "differs"
 
 
 def test_flex_attention_is_for_what_flash_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex, "_lacks_compiler", lambda: None)
+    monkeypatch.setattr(cuda_kernels, "_lacks_compiler", lambda: None)
     monkeypatch.setattr(attention, "compute_capability", lambda device: (9, 0))
     with FakeTensorMode():
         plain, wide = (torch.empty(1, 2, 3, width, device="cuda", dtype=torch.bfloat16) for width in (64, 512))
-        assert not flex.takes_flex(plain, plain, None)
-        assert flex.takes_flex(plain, plain, 50.0)
-        assert flex.takes_flex(wide, wide, None)
-        assert not flex.takes_flex(plain.float(), plain.float(), 50.0)
+        assert not cuda_kernels.takes_flex(plain, plain, None)
+        assert cuda_kernels.takes_flex(plain, plain, 50.0)
+        assert cuda_kernels.takes_flex(wide, wide, None)
+        assert not cuda_kernels.takes_flex(plain.float(), plain.float(), 50.0)
         monkeypatch.setattr(attention, "compute_capability", lambda device: (7, 5))
-        assert flex.takes_flex(plain, plain, None)
-    assert not flex.takes_flex(torch.empty(1, 2, 3, 64, dtype=torch.bfloat16), torch.empty(1, 2, 3, 64), 50.0)
-    monkeypatch.setattr(flex, "_lacks_compiler", lambda: "no Triton")
+        assert cuda_kernels.takes_flex(plain, plain, None)
+    assert not cuda_kernels.takes_flex(torch.empty(1, 2, 3, 64, dtype=torch.bfloat16), torch.empty(1, 2, 3, 64), 50.0)
+    monkeypatch.setattr(cuda_kernels, "_lacks_compiler", lambda: "no Triton")
     with FakeTensorMode():
-        assert not flex.takes_flex(
+        assert not cuda_kernels.takes_flex(
             *(torch.empty(1, 2, 3, 64, device="cuda", dtype=torch.bfloat16) for _ in "qv"), 50.0
         )
 
@@ -203,7 +202,7 @@ def test_flex_attention_is_for_what_flash_does_not_take(monkeypatch: pytest.Monk
 def test_one_graph_is_for_all_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced as on CUDA, with the backend that generates no code."""
     monkeypatch.setattr(
-        flex, "compiled_flex", lambda: torch.compile(flex_attention, dynamic=True, backend="aot_eager")
+        cuda_kernels, "compiled_flex", lambda: torch.compile(flex_attention, dynamic=True, backend="aot_eager")
     )
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

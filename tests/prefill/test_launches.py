@@ -17,8 +17,8 @@ from benchmarks.workloads import short_rows
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill import attention_paths
+from prefillcli.prefill.cuda_kernels import takes_sequences
 from prefillcli.prefill.forest import ATTENTION, ForestAttention, register
-from prefillcli.prefill.varlen import takes_sequences
 from prefillcli.prefill.walk import LayerWalk
 from tests.prefill.families import WINDOW, make_config
 from tests.prefill.test_walk import three_levels

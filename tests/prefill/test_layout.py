@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefillcli.prefill.cpu_kernels import ROW_STEP
 from prefillcli.prefill.layout import split_evenly
-from prefillcli.prefill.products import ROW_STEP
 
 
 @given(total=st.integers(1, 100_000), most=st.integers(1, 10_000))

@@ -15,8 +15,8 @@ from prefillcli.models.load import load_model
 from prefillcli.models.rehearsal import rehearse
 from prefillcli.prefill import forest, own_cache
 from prefillcli.prefill.forest import UnsupportedModelError, register
-from prefillcli.prefill.layer_past import LayerPast
-from prefillcli.runtime.devices import choose_device
+from prefillcli.prefill.own_cache import LayerPast
+from prefillcli.runtime.device_key import choose_device
 from tests.prefill.families import make_config, make_model
 from tests.prefill.test_walk import assert_equal, eager, mixed, walked
 

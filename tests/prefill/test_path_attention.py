@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill import attention_paths, kernel, path_attention
+from prefillcli.prefill import attention_paths, cpu_kernels, path_attention
 from prefillcli.prefill.forest import ForestAttention
 from prefillcli.prefill.layout import Chunk, LastTokens, Tree, split_evenly
 from tests.prefill.test_walk import Prompt, tokens
@@ -144,7 +144,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setattr(path_attention, "forest_kernel", lambda: None)
         monkeypatch.setattr(path_attention, "QUERIES", 8)
         monkeypatch.setattr(path_attention, "KEYS", 32)
-    elif kernel.forest_kernel() is None:
+    elif cpu_kernels.forest_kernel() is None:
         pytest.skip("needs AVX512-BF16, GNU's OpenMP and a C++ compiler")
     return str(request.param)
 

@@ -9,16 +9,15 @@ import pytest
 import torch
 from torch import nn
 
+from prefillcli.plan.blocks import STATE_STEP
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.plan.state_steps import STATE_STEP
-from prefillcli.prefill import path_pieces
-from prefillcli.prefill.chunk_cuts import chunk_cutter, cut_between_pieces
+from prefillcli.prefill import recurrent
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.layer_place import decoder_layers
 from prefillcli.prefill.layout import Tree
 from prefillcli.prefill.recurrent import ModuleCall, recurrent_modules
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.prefill.walk import LayerWalk, chunk_cutter, cut_between_pieces
 from tests.prefill.families import VOCABULARY, make_model
 from tests.prefill.test_path_attention import threads
 from tests.prefill.test_recurrent import RECURRENT, model_of, prompts, wanted
@@ -84,10 +83,10 @@ def test_what_differs_beside_others_is_computed_alone(monkeypatch: pytest.Monkey
     def crowded(self: ModuleCall, index: torch.Tensor, state: Any) -> Any:
         return own(self, index, state) * (1 + 1e-6 * (len(index) > 1))
 
-    monkeypatch.setattr(path_pieces, "_agreed", {})
+    monkeypatch.setattr(recurrent, "_agreed", {})
     monkeypatch.setattr(ModuleCall, "compute_at", crowded)
     assert torch.equal(bits(model, WHOLE, 4096, SOME), alone)
-    assert False in path_pieces._agreed.values()
+    assert False in recurrent._agreed.values()
 
 
 def test_chunks_end_between_pieces() -> None:

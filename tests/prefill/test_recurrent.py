@@ -15,8 +15,7 @@ from prefillcli.plan.plan import make_plan
 from prefillcli.prefill import recurrent
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.layout import Group, group_runs
-from prefillcli.prefill.path_states import PathStates
-from prefillcli.prefill.recurrent import recurrent_modules
+from prefillcli.prefill.recurrent import PathStates, recurrent_modules
 from prefillcli.prefill.walk import LayerWalk
 from tests.prefill.families import VOCABULARY, make_model
 

@@ -19,13 +19,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from prefillcli.errors import ContentChangedError, ResourceError, UsageError
-from prefillcli.models import placement, rehearsal
+from prefillcli.models import rehearsal, streamed_layers
 from prefillcli.models.families import VERIFIED
 from prefillcli.models.find import ModelFiles, read_model_files
 from prefillcli.models.load import load_model, load_streamed
-from prefillcli.models.stream_speed import StreamSpeed, measure_speed
-from prefillcli.models.streamed_layers import StreamedLayers, spread
-from prefillcli.models.weight_files import WeightFiles
+from prefillcli.models.streamed_layers import StreamedLayers, StreamSpeed, WeightFiles, measure_speed, spread
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import UnsupportedModelError
@@ -366,7 +364,9 @@ def test_weights_behind_a_header_that_is_not_padded_are_read(llama: ModelFiles, 
 
 def test_a_conversion_that_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model("mixtral").save_pretrained(tmp_path)
-    monkeypatch.setattr(placement, "MergeModulelist", placement.WeightRenaming)  # so that the real one is unknown
+    monkeypatch.setattr(
+        streamed_layers, "MergeModulelist", streamed_layers.WeightRenaming
+    )  # so that the real one is unknown
     with pytest.raises(UnsupportedModelError, match="in a way that is not known"):
         load_streamed(read_model_files(tmp_path), CPU, memory=1 << 30)
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from prefillcli.models import rehearsal, trust
-from prefillcli.models.exact_forward import in_float32
+from prefillcli.models import rehearsal
+from prefillcli.models import rehearsal as trust
 from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model, load_streamed
-from prefillcli.models.rehearsal import Rehearsal, rehearse
+from prefillcli.models.rehearsal import Rehearsal, in_float32, rehearse
 from prefillcli.prefill import attention, attention_paths, forest
 from prefillcli.prefill.attention_paths import may_take
 from prefillcli.prefill.forest import UnsupportedModelError, register

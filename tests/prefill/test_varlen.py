@@ -18,11 +18,9 @@ from torch import Tensor
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.schedules import SCHEDULES
-from prefillcli.prefill import attention_checks, attention_paths, varlen
+from prefillcli.prefill import attention_checks, attention_paths, cuda_kernels
 from prefillcli.prefill.attention_checks import PathCheck
-from prefillcli.prefill.key_window import KeyWindow, oldest_key
-from prefillcli.prefill.layout import Chunk, LastTokens, Tree, split_evenly
-from prefillcli.prefill.varlen import (
+from prefillcli.prefill.cuda_kernels import (
     CAUSAL,
     WHOLE,
     Seen,
@@ -31,6 +29,7 @@ from prefillcli.prefill.varlen import (
     make_tables,
     sequence_tables,
 )
+from prefillcli.prefill.layout import Chunk, KeyWindow, LastTokens, Tree, oldest_key, split_evenly
 from tests.prefill import varlen_reference
 from tests.prefill.families import each_family
 from tests.prefill.test_sparse import eager_sparse, kept_of, walked_sparse
@@ -101,7 +100,7 @@ def node_of(tree: Tree, token: int) -> int:
 def test_each_query_sees_each_key_of_its_path_and_window_once(prompts, plan, window, chunk, most) -> None:
     size, held, schedule = plan
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(varlen, "MOST_QUERIES", most)
+        patch.setattr(cuda_kernels, "MOST_QUERIES", most)
         for pack in make_plan(prompts, Limits(min(size, 45), 45, held_tokens=held), schedule).packs:
             tree = Tree(pack)
             for start, end in split_evenly(len(pack.tokens), chunk):
@@ -169,7 +168,7 @@ def test_queries_that_see_nothing_weigh_nothing() -> None:
         torch.randn(1, heads, count, 8, generator=generator) for heads, count in ((4, 3), (2, 7), (2, 7))
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(varlen, "flash_sequences", flash_by_definition)
+        patch.setattr(cuda_kernels, "flash_sequences", flash_by_definition)
         out, lse = attend_sequences(tables, query, key, value, 0.3)
     keys, values = (x.repeat_interleave(2, dim=1) for x in (key, value))
     for at, seen in enumerate(([0, 1], [0, 1, 3, 4, 5])):
@@ -226,7 +225,7 @@ def test_a_way_that_is_ruled_out_is_not_taken(monkeypatch: pytest.MonkeyPatch) -
 @each_family
 def test_held_and_repeated_prefixes_equal_the_eager_forward(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     by_sequences(monkeypatch)
-    monkeypatch.setattr(varlen, "MOST_QUERIES", 16)
+    monkeypatch.setattr(cuda_kernels, "MOST_QUERIES", 16)
     kept, again = Limits(110, 10**6, held_tokens=10**6), Limits(110, 10**6)
     assert_equal(walked(model_of(family), mixed(), chunk=41, limits=kept), wanted(family, mixed))
     assert_equal(walked(model_of(family), mixed(), chunk=1000, limits=again), wanted(family, mixed))
@@ -267,7 +266,7 @@ def checked(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, operator: Calla
     """The check that a device gets, on the CPU with this operator."""
     way = attention_checks._WAYS["varlen-flash"]
     monkeypatch.setitem(attention_checks._WAYS, "varlen-flash", replace(way, lacks=lambda device, dtype: None))
-    monkeypatch.setattr(varlen, "flash_sequences", operator)
+    monkeypatch.setattr(cuda_kernels, "flash_sequences", operator)
     return attention_checks.check_path("varlen-flash", CPU, dtype)
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from prefillcli.prefill import varlen
-from prefillcli.prefill.varlen import SequenceTable
+from prefillcli.prefill import cuda_kernels
+from prefillcli.prefill.cuda_kernels import SequenceTable
 
 
 def flash_by_definition(
@@ -78,6 +78,6 @@ class Calls:
 def by_sequences(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Send attention on the CPU the way that it goes on CUDA, in any dtype and width of heads."""
     calls = Calls()
-    monkeypatch.setattr(varlen, "flash_sequences", calls)
-    monkeypatch.setattr(varlen, "fits_flash", lambda query, value: True)
+    monkeypatch.setattr(cuda_kernels, "flash_sequences", calls)
+    monkeypatch.setattr(cuda_kernels, "fits_flash", lambda query, value: True)
     return calls

@@ -13,7 +13,7 @@ from prefillcli.forecast.profile import Profile
 from prefillcli.profile.profile_page import memory_chart, profile_html
 from prefillcli.profile.profile_tables import completion_table, law_table, length_table, print_profile
 from prefillcli.replay.charts import distribution_chart, latency_chart
-from prefillcli.report.line_chart import Axis, log_ticks, ticks
+from prefillcli.report.charts import Axis, log_ticks, ticks
 from prefillcli.report.survey import Sharing
 from tests.profile.making import made_profile, made_replays, made_survey
 from tests.report.browser import CHROMIUM, browser

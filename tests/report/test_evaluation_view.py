@@ -7,12 +7,16 @@ import re
 import numpy as np
 import pytest
 
-from prefillcli.report.evaluated import EvaluatedRow, RunEvaluation, TruthValue
-from prefillcli.report.evaluation_lines import evaluation_lines
-from prefillcli.report.evaluation_view import MOST_LABELS, evaluation_view
+from prefillcli.report.evaluation import (
+    MOST_LABELS,
+    EvaluatedRow,
+    RunEvaluation,
+    TruthValue,
+    evaluation_lines,
+    evaluation_view,
+)
 from prefillcli.report.run import RunReport, to_json
-from prefillcli.report.run_page import run_html
-from prefillcli.report.run_table import run_lines
+from prefillcli.report.run_page import run_html, run_lines
 from prefillcli.stats.evaluation import Evaluation, evaluate, evaluate_labels
 from tests.report.test_run_page import HOSTILE, Page, assert_fetches_nothing
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from prefillcli.data.rows import Rationale, SectionEffect
-from prefillcli.report.evidence_view import evidence_bars, evidence_rows, rationale_facts, rationale_text
+from prefillcli.report.rationale import evidence_bars, evidence_rows, rationale_facts, rationale_text
 
 EFFECTS = (SectionEffect("paragraph 2", -0.4), SectionEffect("turn\x1b[31m", 0.1), SectionEffect("title", 0.0))
 

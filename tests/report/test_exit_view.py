@@ -8,11 +8,9 @@ import pytest
 from scipy.stats import binomtest
 
 from prefillcli.data.output.counts import AuditedExits, Counts, LayerRows
-from prefillcli.report.exit_use import ExitUse, GainPoint, JudgedLabel, UsedExit
-from prefillcli.report.exit_view import gain_plot
+from prefillcli.report.exits import ExitUse, GainPoint, JudgedLabel, UsedExit, gain_plot
 from prefillcli.report.run import RunReport, to_json
-from prefillcli.report.run_page import run_html
-from prefillcli.report.run_table import run_lines
+from prefillcli.report.run_page import run_html, run_lines
 from tests.report.test_metrics import metrics
 from tests.report.test_run_page import HOSTILE, Page, assert_fetches_nothing
 

@@ -26,11 +26,12 @@ from prefillcli.report.inspection import (
     Inspection,
     TokenView,
     heat,
+    inspection_html,
+    print_inspection,
     stretches,
+    write_html,
 )
-from prefillcli.report.inspection_page import inspection_html, write_html
-from prefillcli.report.inspection_text import print_inspection
-from prefillcli.report.visible import visible
+from prefillcli.report.rendering import visible
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m\x1b]8;;http://evil\x07 \u202egnp.exe\u2066\u200b\x00\x7f\x9b2J\r"
 

@@ -11,10 +11,9 @@ import pytest
 from rich.console import Console
 from scipy.stats import entropy
 
-from prefillcli.exits.layer_readings import Float64Array, Readings
 from prefillcli.exits.policy import ExitLayer, ExitPolicy
-from prefillcli.report.inspection_page import inspection_html
-from prefillcli.report.inspection_text import print_inspection
+from prefillcli.exits.probes import Float64Array, Readings
+from prefillcli.report.inspection import inspection_html, print_inspection
 from prefillcli.report.layer_margins import MarginCurve, margin_curve, margin_notes, margin_plot, margin_rows
 from tests.report.test_inspection import HOSTILE, example
 

@@ -6,11 +6,9 @@ import json
 
 from prefillcli.data.output.counts import Counts, RationaleTally, Tallies
 from prefillcli.decode.continuations import DecodingReport, DrafterCounts
-from prefillcli.report.evidence_view import NO_REASON, WHAT_EVIDENCE_IS
-from prefillcli.report.rationale_use import RationaleUse, SectionChange, WrittenRow
+from prefillcli.report.rationale import NO_REASON, WHAT_EVIDENCE_IS, RationaleUse, SectionChange, WrittenRow
 from prefillcli.report.run import RunReport, to_json
-from prefillcli.report.run_page import run_html
-from prefillcli.report.run_table import run_lines
+from prefillcli.report.run_page import run_html, run_lines
 from tests.report.test_metrics import metrics
 from tests.report.test_run_page import HOSTILE, Page
 

@@ -13,7 +13,7 @@ import pytest
 from prefillcli.data.output.counts import Counts
 from prefillcli.report.charts import OTHERS, SERIES, length_plot, memory_plot, score_plot
 from prefillcli.report.files import write_files
-from prefillcli.report.html import page_of
+from prefillcli.report.rendering import page_of
 from prefillcli.report.run import FailedRow, Histogram, MemoryTrace, RunReport
 from prefillcli.report.run_page import run_html
 from prefillcli.stats.audit import audit_of

@@ -11,14 +11,12 @@ from benchmarks.balance import WORKLOADS, share_out
 from benchmarks.simulated_crew import SimulatedCrew
 from prefillcli.engines.base import LabelTokens
 from prefillcli.errors import ResourceError
-from prefillcli.jobs.runners.dispatcher import MOST_LOSSES, Dispatcher, Item, Outcome
-from prefillcli.jobs.runners.pool import answer_task
-from prefillcli.jobs.runners.tasks import AnswerTask, WorkerSpec
+from prefillcli.jobs.runners.crew import AnswerTask, WorkerSpec
+from prefillcli.jobs.runners.pool import MOST_LOSSES, Dispatcher, Item, Outcome, answer_task
 from prefillcli.options.load import load_settings
 from prefillcli.options.score import ScoreSettings
-from prefillcli.plan.pack import Limits
+from prefillcli.plan.pack import FreePack, Limits, free_packs, groups_of
 from prefillcli.plan.plan import make_plan
-from prefillcli.plan.refills import FreePack, free_packs, groups_of
 
 
 def spec(number: int) -> WorkerSpec:

@@ -15,11 +15,9 @@ import pytest
 
 from prefillcli.data.proof.fingerprints import hash_model
 from prefillcli.errors import ContentChangedError, UsageError
-from prefillcli.jobs.runners.crew import WorkerError
-from prefillcli.jobs.runners.ray import why_lost
+from prefillcli.jobs.runners.crew import EstimateTask, ReportTask, WorkerError, WorkerSpec
+from prefillcli.jobs.runners.ray import RayCluster, even_part, why_lost
 from prefillcli.jobs.runners.ray_actor import WorkerActor, memory_share
-from prefillcli.jobs.runners.ray_cluster import RayCluster, even_part
-from prefillcli.jobs.runners.tasks import EstimateTask, ReportTask, WorkerSpec
 from prefillcli.options.load import load_settings
 from prefillcli.options.score import ScoreSettings
 from prefillcli.runtime.streams import stdout_to_stderr

@@ -18,7 +18,7 @@ from prefillcli.cli import app
 from prefillcli.errors import UsageError
 from prefillcli.jobs.calibrate import calibrate_job
 from prefillcli.jobs.calibration_file import read_calibration
-from prefillcli.models.samples import sample_model
+from prefillcli.models.files import sample_model
 from prefillcli.options.calibrate import CalibrateSettings
 from prefillcli.options.load import load_settings
 from prefillcli.ray import Scorer

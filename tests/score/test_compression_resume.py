@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefillcli.compress.auto import RATES
+from prefillcli.compress.window_compressor import RATES
 from tests.score.compression import HOW, compressed, lines_of, unrelated
 from tests.score.jobs import Reference, read_output, read_report, score, write_jsonl
 from tests.score.models import save_model
@@ -202,7 +202,7 @@ def test_a_job_that_was_stopped_before_the_choice_chooses_the_same(
     model: Path, draft: Path, reference: Reference, whole_auto: Undisturbed
 ) -> None:
     make_input(reference)
-    command = Command(*arguments(model, draft, **AUTO), hold=Hold("prefillcli.compress.auto:answer", 2))
+    command = Command(*arguments(model, draft, **AUTO), hold=Hold("prefillcli.compress.window_compressor:answer", 2))
     command.wait_until_held()
     command.kill()
     assert "keep" not in json.loads(Path("out.parquet.prefill/manifest.json").read_text())["plan"]

@@ -23,9 +23,9 @@ from prefillcli.jobs import exit_learning
 from prefillcli.jobs.inputs import Granularity
 from prefillcli.jobs.job_exits import JobExits
 from prefillcli.jobs.merge import merge_job
-from prefillcli.models.samples import sample_model
+from prefillcli.models.files import sample_model
+from prefillcli.options.commands import MergeSettings
 from prefillcli.options.load import load_settings
-from prefillcli.options.merge import MergeSettings
 from prefillcli.stats.intervals import exact_interval
 from tests.score import jobs
 from tests.score.jobs import read_output, read_report, score, write_jsonl

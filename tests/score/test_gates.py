@@ -17,8 +17,8 @@ from prefillcli.data.output.counts import Counts
 from prefillcli.errors import UsageError
 from prefillcli.jobs.gates import GateKeeper
 from prefillcli.jobs.merge import merge_job
+from prefillcli.options.commands import MergeSettings
 from prefillcli.options.load import load_settings
-from prefillcli.options.merge import MergeSettings
 from prefillcli.report.run import RunReport
 from tests.score.jobs import read_report, score, texts, write_parquet
 

@@ -230,7 +230,7 @@ def test_without_room_in_the_cache_the_scores_are_the_same(
     elif how == "no right to write":
         (cache_folder() / "gguf").write_text("a file where the folder should be")
     else:
-        monkeypatch.setattr("prefillcli.models.gguf_cache._sync", _full_disk)
+        monkeypatch.setattr("prefillcli.models.gguf._sync", _full_disk)
     capsys.readouterr()
     assert job(file, overwrite=True)["exit_code"] == 0
     assert scores() == wanted
@@ -247,7 +247,7 @@ def test_what_killed_processes_left_in_the_cache_goes(file: Path) -> None:
     source = write_parquet("in.parquet", prompt=PROMPTS)
     flags = ["--model", file, "--labels", LABELS, "--dtype", "float32", "--no-chat"]
     place = {"XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
-    killed = Command("score", source, *flags, hold=Hold("prefillcli.models.gguf_cache:_seal", 2), environment=place)
+    killed = Command("score", source, *flags, hold=Hold("prefillcli.models.gguf:_seal", 2), environment=place)
     killed.wait_until_held()
     killed.kill()
     (left,) = (cache_folder() / "gguf").glob("*-float32.*.tmp")

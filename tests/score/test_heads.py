@@ -340,8 +340,8 @@ def test_workers_give_what_one_process_does(topics: Path) -> None:
 
 def test_shards_of_values_merge_into_one_output(reward: Path) -> None:
     from prefillcli.jobs.merge import merge_job
+    from prefillcli.options.commands import MergeSettings
     from prefillcli.options.load import load_settings
-    from prefillcli.options.merge import MergeSettings
 
     source = write_parquet("in.parquet", prompt=texts(12))
     score(source, model=reward, head="value")

@@ -14,7 +14,7 @@ from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.engines.registry import loader_of
 from prefillcli.jobs.identity import fingerprint, hash_engine, selection
 from prefillcli.jobs.inputs import LocalModels, carried_columns, open_source, prompt_builder
-from prefillcli.models.samples import sample_draft, sample_model
+from prefillcli.models.files import sample_draft, sample_model
 from prefillcli.options.option import details_of
 from prefillcli.options.score import ScoreSettings
 from tests.score.jobs import read_output, read_report, score, write_jsonl

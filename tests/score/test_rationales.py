@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import prefillcli
 from prefillcli.data.output.sink import Sink
 from prefillcli.jobs.merge import merge_job
+from prefillcli.options.commands import MergeSettings
 from prefillcli.options.load import load_settings
-from prefillcli.options.merge import MergeSettings
 from tests.score.jobs import read_output, read_report, score, texts, write_jsonl, write_parquet
 from tests.score.processes import Command, Hold, cut_small_windows
 

@@ -24,8 +24,8 @@ from prefillcli.data.output.target import Target
 from prefillcli.jobs.merge import merge_job
 from prefillcli.jobs.status import status_job
 from prefillcli.jobs.verify import verify_job
+from prefillcli.options.commands import MergeSettings
 from prefillcli.options.load import load_settings
-from prefillcli.options.merge import MergeSettings
 from tests.data.test_partitions import write
 from tests.score.jobs import read_output, read_report, score, texts, write_jsonl, write_parquet
 from tests.score.processes import Command, Hold, cut_small_windows

@@ -39,8 +39,8 @@ PHASES: dict[str, tuple[Hold, tuple[str, ...]]] = {
 DRIVER: dict[str, tuple[Hold, tuple[str, ...]]] = {
     **{name: PHASES[name] for name in PHASES if name not in ("load", "model")},
     "start": (Hold("prefillcli.jobs.runners.processes:ProcessCrew.start"), ()),
-    "load": (Hold("prefillcli.jobs.runners.dispatcher:Dispatcher.wait"), ()),
-    "model": (Hold("prefillcli.jobs.runners.dispatcher:Dispatcher.wait", 5), ()),
+    "load": (Hold("prefillcli.jobs.runners.pool:Dispatcher.wait"), ()),
+    "model": (Hold("prefillcli.jobs.runners.pool:Dispatcher.wait", 5), ()),
     "end": (Hold("prefillcli.jobs.runners.pool:Pool.reports"), ()),
 }
 

@@ -18,8 +18,8 @@ from prefillcli.engines.torch import TorchEngine
 from prefillcli.errors import Interrupted, UsageError
 from prefillcli.jobs.merge import merge_job
 from prefillcli.jobs.verify import verify_job
+from prefillcli.options.commands import MergeSettings
 from prefillcli.options.load import load_settings
-from prefillcli.options.merge import MergeSettings
 from tests.score.jobs import (
     Reference,
     assert_scored,

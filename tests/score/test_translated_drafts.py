@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 import prefillcli
-from prefillcli.compress.pickers.specprefill import SpecPrefill
+from prefillcli.compress.draft import SpecPrefill
 from prefillcli.errors import UsageError
 from prefillcli.jobs.inspect import inspect_job
 from prefillcli.options.inspect import InspectSettings

@@ -13,7 +13,7 @@ import pytest
 
 from prefillcli.data.reading.discovery import would_find
 from prefillcli.errors import UsageError
-from prefillcli.jobs.paths import default_output
+from prefillcli.jobs.path_table import default_output
 from prefillcli.options.load import load_settings
 from prefillcli.options.score import ScoreSettings
 from tests.score.jobs import read_report, score, texts, write_jsonl, write_parquet

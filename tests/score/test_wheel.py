@@ -43,7 +43,7 @@ def test_the_wheel_brings_the_whole_package_and_nothing_else(wheel: Path) -> Non
 @pytest.mark.slow
 def test_an_unpacked_wheel_finds_the_sample_model(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    code = "from prefillcli.models.samples import *; print(sample_model()); print(sample_draft())"
+    code = "from prefillcli.models.files import *; print(sample_model()); print(sample_draft())"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path / "site", capture_output=True, text=True, check=True
     )

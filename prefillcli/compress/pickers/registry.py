@@ -50,7 +50,7 @@ class PickerKind:
 
 
 def _specprefill(resources: PickerResources) -> Picker:
-    from prefillcli.compress.pickers.specprefill import SpecPrefill
+    from prefillcli.compress.draft import SpecPrefill
 
     if resources.draft is None:
         raise ValueError("specprefill needs a draft model")
@@ -58,7 +58,7 @@ def _specprefill(resources: PickerResources) -> Picker:
 
 
 def _self_draft(resources: PickerResources) -> Picker:
-    from prefillcli.compress.pickers.self_draft import SelfDraft
+    from prefillcli.compress.self_draft import SelfDraft
 
     if resources.own_layers is None:
         raise ValueError("self-draft needs to know after which layer the model chooses")
@@ -74,19 +74,19 @@ def _gemfilter(resources: PickerResources) -> Picker:
 
 
 def _random(resources: PickerResources) -> Picker:
-    from prefillcli.compress.pickers.random_chunks import RandomChunks
+    from prefillcli.compress.pickers.row_picker import RandomChunks
 
     return RandomChunks(resources.settings.select_chunk, resources.seed)
 
 
 def _ends(resources: PickerResources) -> Picker:
-    from prefillcli.compress.pickers.ends import Ends
+    from prefillcli.compress.pickers.row_picker import Ends
 
     return Ends()
 
 
 def _bm25(resources: PickerResources) -> Picker:
-    from prefillcli.compress.pickers.bm25 import Bm25
+    from prefillcli.compress.pickers.row_picker import Bm25
 
     if resources.spans is None:
         raise ValueError("bm25 needs the text of the prompts")

@@ -19,7 +19,7 @@ from blake3 import blake3
 
 from prefillcli.data.filesystems import is_local, patiently, reading
 from prefillcli.errors import ContentChangedError, PrefillError
-from prefillcli.runtime.kept_entries import KeptEntries
+from prefillcli.runtime.user_cache import KeptEntries
 
 SETTLED_NS = 5_000_000_000
 """A file whose last change is younger could change again without a trace: times move in steps of up to 2 seconds, and

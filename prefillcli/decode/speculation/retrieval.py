@@ -23,8 +23,7 @@ from prefillcli.decode.speculation.retrieval_cache import chosen_tokens, gathere
 from prefillcli.decode.token_choice import Chooser
 from prefillcli.plan.trie import common_prefix
 from prefillcli.prefill.held_parts import KeyValue
-from prefillcli.prefill.key_window import KeyWindow
-from prefillcli.prefill.layout import IntArray, on_device
+from prefillcli.prefill.layout import IntArray, KeyWindow, on_device
 from prefillcli.prefill.walk import LayerWalk
 
 REBUILD_BELOW = 0.5  # rolling share of accepted guesses under which a cache is built anew

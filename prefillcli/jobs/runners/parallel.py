@@ -10,15 +10,12 @@ from typing import TYPE_CHECKING
 from prefillcli.compress.answers import plan_requests
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.rows import ErrorCode, RowError, Window
-from prefillcli.jobs.follow_up import follow_up
 from prefillcli.jobs.recorder import Recorder
-from prefillcli.jobs.runners.dispatcher import MOST_LOSSES, Item, Outcome
-from prefillcli.jobs.runners.pool import Pool, answer_task
-from prefillcli.jobs.window_scoring import ScoringOptions, begin_window
-from prefillcli.jobs.window_work import Finished, PlannedWork, WindowWork
+from prefillcli.jobs.runners.pool import MOST_LOSSES, Item, Outcome, Pool, answer_task
+from prefillcli.jobs.window_scoring import Finished, PlannedWork, ScoringOptions, WindowWork, begin_window, follow_up
 from prefillcli.plan.blocks import CarriedBlock
+from prefillcli.plan.pack import FreePack, free_packs, groups_of
 from prefillcli.plan.plan import Plan
-from prefillcli.plan.refills import FreePack, free_packs, groups_of
 from prefillcli.runtime.clock import Clock
 
 if TYPE_CHECKING:  # takes torch along

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.engines.registry import ENGINES
+from prefillcli.errors import UsageError
 from prefillcli.jobs.load import compression_of
+from prefillcli.jobs.runners.crew import Crew, WorkerSpec
 from prefillcli.jobs.runners.pool import Cost, Pool
-from prefillcli.jobs.runners.registry import RUNNERS
-from prefillcli.jobs.runners.tasks import WorkerSpec
 from prefillcli.models.open import Opened
 from prefillcli.options.score import ScoreSettings
 from prefillcli.plan.plan import Plan
@@ -19,6 +19,41 @@ from prefillcli.runtime.signals import Stop
 if TYPE_CHECKING:
     from prefillcli.compress.compressor import Compressor
     from prefillcli.forecast.profile import Profile
+
+# Where the workers of a job run: the runners, by name.
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerKind:
+    """A runner by name. `crew` makes its workers; none of them has begun. Raises UsageError or ResourceError."""
+
+    name: str
+    crew: Callable[[ScoreSettings, Opened], Crew]
+
+
+def _local(settings: ScoreSettings, opened: Opened) -> Crew:
+    from prefillcli.jobs.runners.processes import ProcessCrew, usable_devices
+
+    device = opened.device.type if opened.device is not None else "cpu"
+    devices = usable_devices(device)
+    if devices is not None and settings.workers > devices:
+        raise UsageError(
+            f"--workers {settings.workers}: this machine has {devices} CUDA devices, one for each worker\n"
+            f"take --workers {devices}, or --device cpu"
+        )
+    if devices is not None and opened.device.index is not None:
+        raise UsageError(f"--device {settings.device}: each worker has a device of its own\ntake --device cuda")
+    threads = None if settings.threads == "auto" else settings.threads
+    return ProcessCrew(settings.workers, device=device, engine=settings.engine, threads=threads)
+
+
+def _ray(settings: ScoreSettings, opened: Opened) -> Crew:
+    from prefillcli.jobs.runners.ray import RayCrew
+
+    return RayCrew(settings, opened)
+
+
+RUNNERS: dict[str, RunnerKind] = {kind.name: kind for kind in (RunnerKind("local", _local), RunnerKind("ray", _ray))}
 
 
 PACK_SHARE = 1 / 4
@@ -81,8 +116,7 @@ def _cost(opened: Opened, profile: Profile | None) -> Cost:
     """What a plan takes: seconds by the profile, else operations, else tokens."""
     if profile is not None:
         return profile.seconds
-    from prefillcli.models.flops import walk_flops
-    from prefillcli.models.shape import NoCostModel
+    from prefillcli.models.shape import NoCostModel, walk_flops
 
     def operations(plan: Plan) -> float:
         try:

@@ -11,7 +11,7 @@ from prefillcli.engines.base import Answer, Engine
 from prefillcli.engines.registry import loader_of
 from prefillcli.errors import ContentChangedError, brief
 from prefillcli.jobs.load import Models, load_models
-from prefillcli.jobs.runners.tasks import (
+from prefillcli.jobs.runners.crew import (
     Answered,
     AnswerTask,
     Estimated,
