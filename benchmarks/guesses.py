@@ -1,4 +1,4 @@
-"""`python -m benchmarks.guesses`: decoding alone, with drafters and `auto`, beside plain lock step.
+"""`python -m benchmarks.guesses`: decoding alone, with drafters, beside plain lock step.
 
 Prompts are read once and their K,V kept. Then the texts behind them are written in turn by each way, in groups of
 rows; what drafters learn from earlier groups is kept for the round. A table and a line of JSON go to stdout.
@@ -29,16 +29,15 @@ from prefillcli.bench.measure import interleaved
 from prefillcli.decode.continuations import Beginning, DecodingReport, Speculation, Writing
 from prefillcli.decode.forward import KeptForward
 from prefillcli.decode.kept_pack import KeptPack
-from prefillcli.decode.lockstep import write_texts
-from prefillcli.decode.speculation.means import DraftingMeans, JobMemory, drafter_of
-from prefillcli.decode.token_choice import Chooser
+from prefillcli.decode.lockstep import Chooser, write_texts
+from prefillcli.decode.speculation.job_drafters import JobDrafters
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
 
-WAYS = ("off", "lookup", "suffix", "auto")
+WAYS = ("off", "lookup", "suffix")
 INPUTS = ("credit", "posts", "reviews", "random")
 
 
@@ -86,10 +85,10 @@ def kept_groups(
 
 def write(walk: LayerWalk, groups: list[Any], writing: Writing, report: DecodingReport) -> list[tuple[int, ...]]:
     """All texts, group by group."""
-    memory, chooser, found = JobMemory(), Chooser(writing.temperature, writing.seed), []
+    drafters, chooser, found = JobDrafters(), Chooser(writing.temperature, writing.seed), []
     for kept, reads in groups:
         forward = KeptForward(walk, kept.select([read for read, _ in reads]))
-        drafter = drafter_of(DraftingMeans(writing, chooser, report, memory))
+        drafter = drafters.of(forward, writing, report)
         begun = time.perf_counter()
         texts = write_texts(
             forward, [row for _, row in reads], writing, chooser=chooser, drafter=drafter, report=report

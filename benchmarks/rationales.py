@@ -38,7 +38,7 @@ from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
 from recipes.real_model import real_model, reviews
 
-DRAFTERS = ("off", "lookup", "suffix", "retrieval", "auto")
+DRAFTERS = ("off", "lookup", "suffix", "retrieval")
 QUESTION = "\nQuestion: Is the writer of these reviews mostly satisfied? Answer:"
 BECAUSE = " Yes because"
 

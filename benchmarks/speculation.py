@@ -29,14 +29,12 @@ from benchmarks.console import log
 from prefillcli.bench.tasks import needle
 from prefillcli.decode.behind import MakeDrafter
 from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Speculation, Writing
-from prefillcli.decode.contracts import Drafter
 from prefillcli.decode.forward import KeptForward
 from prefillcli.decode.kept_pack import KeptPack
-from prefillcli.decode.lockstep import write_texts
+from prefillcli.decode.lockstep import Chooser, Drafter, write_texts
 from prefillcli.decode.speculation.draft_model import DraftModel, StreamingDrafter
 from prefillcli.decode.speculation.job_drafters import JobDrafters
 from prefillcli.decode.speculation.registry import DRAFTERS
-from prefillcli.decode.token_choice import Chooser
 from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model
 from prefillcli.plan.pack import Limits
@@ -173,7 +171,7 @@ def _acceptances(
 def _speeds(
     kept: KeptRowsToWrite, small: LayerWalk, tokens: int, budget: int, chunk: int, guesses: int, rounds: int
 ) -> list[dict[str, Any]]:
-    names = ["off", *DRAFTERS, "auto"]
+    names = ["off", *DRAFTERS]
     seconds: dict[str, list[float]] = {name: [] for name in names}
     reports = {}
     for turn in range(rounds + 1):

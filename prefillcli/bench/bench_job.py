@@ -107,7 +107,7 @@ def _methods(settings: BenchSettings) -> tuple[str, ...]:
     if settings.rationale:
         _check_names("--method", settings.method, TEXT_METHODS)
         for name in settings.method:
-            if name in DRAFTERS and "draft" in DRAFTERS[name].needs and not settings.uses_draft:
+            if name in DRAFTERS and DRAFTERS[name].needs_draft and not settings.uses_draft:
                 raise UsageError(f"--method {name} needs --draft: a small model with the same tokenizer")
         _require_vllm(settings)
         return settings.method

@@ -13,7 +13,6 @@ TEXT_REFERENCE = "plain"
 TEXT_METHODS = {
     TEXT_REFERENCE: "lock-step decoding behind the scored packs, without guesses; the others are compared with it",
     **{kind.name: f"with guesses: {kind.guesses}" for kind in DRAFTERS.values()},
-    "auto": "with the guesses that pay, as they are measured: what prefill score does",
     "generate": "scores of the layer walk, then transformers' generate, which reads each prompt again",
     "generate-padded": "the same in padded batches, longest prompts first",
     "vllm": "vLLM in a process of its own, with a copy of the model; its prefix cache begins empty",

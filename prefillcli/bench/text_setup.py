@@ -73,8 +73,8 @@ def text_methods(
     asked = names or [name for name in TEXT_METHODS if name != "vllm"]
     found: list[TextMethod] = [LockStepTexts(TEXT_REFERENCE, "off", equipment.walking)]
     for name in asked:
-        if name in DRAFTERS or name == "auto":
-            if name in DRAFTERS and "draft" in DRAFTERS[name].needs and writer is None:
+        if name in DRAFTERS:
+            if DRAFTERS[name].needs_draft and writer is None:
                 continue
             found.append(LockStepTexts(name, name, equipment.walking, writer))
         elif name in TOGETHER:

@@ -18,7 +18,7 @@ from prefillcli.compress.fallbacks import FAILED, NO_MEMORY, NO_VOTE, NOT_FINITE
 from prefillcli.compress.selection import select_all
 from prefillcli.compress.settings import Compression, Reduce
 from prefillcli.data.rows import Int64Array, Prompt
-from prefillcli.decode.lookahead import look_ahead
+from prefillcli.decode.behind import look_ahead
 from prefillcli.errors import UsageError
 from prefillcli.models.open import stop_tokens_of
 from prefillcli.plan.exit_work import account

@@ -4,18 +4,86 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from prefillcli.decode.continuations import Continuation, DecodingReport, Writing
-from prefillcli.decode.contracts import Drafter
+from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Writing
 from prefillcli.decode.forward import KeptForward
-from prefillcli.decode.kept_pack import KeptPack
-from prefillcli.decode.lockstep import write_texts
-from prefillcli.decode.row_groups import Row, RowRoom
+from prefillcli.decode.kept_pack import KeptPack, Part
+from prefillcli.decode.lockstep import Drafter, write_texts
+from prefillcli.decode.row_attention import room_of_end, whole_steps
 from prefillcli.errors import out_of_memory
+from prefillcli.plan.pack import Pack
+from prefillcli.prefill.forest import ForestAttention, WatchedLayer
 from prefillcli.prefill.walk import LayerWalk, Tick
+
+# Which rows of a kept pack are written on together: as many as there is memory for.
+
+
+Row = tuple[int, Beginning]
+"""A read of a pack by its number, and what a text begins behind."""
+
+
+@dataclass(slots=True)
+class RowRoom:
+    """How many rows fit. What does not is learned from the device: `most_rows` is None until memory runs out.
+
+    While texts are written, the K,V of `most_tokens` tokens may be on the device, those of prompts included; None: of
+    any number. A row counts `row_tokens` beside its tokens.
+    """
+
+    most_tokens: int | None = None
+    row_tokens: float = 0.0
+    most_rows: int | None = None
+
+    def after_running_out(self, rows: int) -> bool:
+        """Memory has run out for so many rows. Whether fewer can be tried."""
+        self.most_rows = max(rows // 2, 1)
+        return rows > 1
+
+    def of_text(self, beginning: Beginning, writing: Writing) -> float:
+        """What a row takes beside its prompt."""
+        return whole_steps(len(beginning.tokens) + writing.tokens + writing.speculation.tokens) + self.row_tokens
+
+    def groups(
+        self, kept: KeptPack, rows: Sequence[tuple[int, Row]], writing: Writing, pass_tokens: int
+    ) -> Iterator[list[int]]:
+        """The numbers of the rows that are written together, those that share a prefix side by side.
+
+        `rows` are numbered reads and beginnings. One pass over several rows reads at most `pass_tokens` tokens. A row
+        that does not fit alone is a group of its own where its prompt is on the device already; else it is left out.
+        """
+        group: list[int] = []
+        parts: dict[Part, int] = {}
+        own, longest = 0.0, 0
+        for number, (read, beginning) in sorted(rows, key=lambda each: kept.end_of(each[1][0])):
+            prompt = {} if kept.tokens_here else kept.parts_of(read)
+            text = self.of_text(beginning, writing)
+            first = max(len(beginning.tokens), writing.speculation.tokens + 1)
+            if not kept.tokens_here and self._too_many(sum(prompt.values()) + text):
+                continue
+            together = parts | prompt
+            text += writing.speculation.kept_twice(len(beginning.prompt))
+            text += room_of_end(kept.parts_of(read)[kept.end_of(read)])
+            tokens = kept.tokens_here + sum(together.values()) + own + text
+            size = len(group) + 1
+            if group and (
+                self._too_many(tokens)
+                or size * max(longest, first) > pass_tokens
+                or (self.most_rows is not None and size > self.most_rows)
+            ):
+                yield group
+                group, together, own, longest = [], prompt, 0.0, 0
+            group.append(number)
+            parts, own, longest = together, own + text, max(longest, first)
+        if group:
+            yield group
+
+    def _too_many(self, tokens: float) -> bool:
+        return self.most_tokens is not None and tokens > self.most_tokens
+
 
 MakeDrafter = Callable[[KeptForward], Drafter | None]
 """What guesses tokens for the rows of a forward, if anything does."""
@@ -91,3 +159,68 @@ def _let_go(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+# Greedy decoding behind all reads of a pack in lock step, for the queries of the decoded tokens.
+#
+# This is SpecPrefill's lookahead: what the decoded tokens attend to is used, the tokens themselves are not. The
+# pack's K,V in all layers are kept while it lasts, with those of the decoded tokens.
+
+
+@dataclass(slots=True)
+class Lookahead:
+    """Queries of a pack's watched tokens, and of tokens decoded greedily behind its reads.
+
+    `counts[i]` tokens were decoded behind read i before an end of text. `layers`, one for each of the model's that
+    attend, begin with the queries of the watched tokens in their order; those of each read's first decoded token
+    follow, then of the second.
+    """
+
+    counts: list[int]
+    layers: Iterator[WatchedLayer]
+
+
+@torch.inference_mode()
+def look_ahead(
+    walk: LayerWalk,
+    pack: Pack,
+    watched: Sequence[int],
+    steps: int,
+    stop_tokens: frozenset[int],
+    tick: Tick = lambda tokens: None,
+) -> Lookahead:
+    """`walk.watch`, and decode `steps` tokens behind each read, greedily.
+
+    All layers' K,V, and the states of recurrent layers behind each read, stay in memory as long as the result.
+    Raises UnsupportedModelError for a model that is walked with its own cache.
+    """
+    walk.check_queries()
+    state, hidden = walk.begin(pack, keep_ends=True), None
+    kept, layers = KeptPack(pack, len(walk.layers)), []
+    with ForestAttention(len(pack.tokens), watched) as attention:
+        for index, layer in walk.through_layers(state, attention, tick):
+            if attention.attended:
+                layers.append(attention.watched_layer(index))
+            if index == len(walk.layers) - 1:
+                hidden = walk.read_last(state, layer, attention)
+            kept.take(index, state, attention)
+    if hidden is None:
+        raise ValueError("a model has at least one layer")
+    reads = range(len(pack.reads))
+    forward = KeptForward(walk, kept.select(reads), tick, watches_queries=True)
+    logits = walk.logits(hidden)
+    counts, going = torch.zeros(len(reads), dtype=torch.long), torch.ones(len(reads), dtype=torch.bool)
+    for _ in range(steps):
+        tokens = torch.cat([each.argmax(dim=-1) for each in logits]).cpu()
+        going &= ~torch.isin(tokens, torch.as_tensor(sorted(stop_tokens), dtype=torch.long))
+        if not going.any():
+            break
+        counts += going
+        logits = forward([(read, [token]) for read, token in enumerate(tokens.tolist())])
+    return Lookahead(counts.tolist(), _with_decoded(layers, forward))
+
+
+def _with_decoded(layers: Sequence[WatchedLayer], forward: KeptForward) -> Iterator[WatchedLayer]:
+    """Each layer that attends, with all queries."""
+    for layer in layers:
+        yield replace(layer, queries=torch.cat([layer.queries, *forward.queries[layer.number]], dim=1))

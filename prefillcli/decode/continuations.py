@@ -17,12 +17,12 @@ the engine failed whenever it began."""
 class Speculation:
     """How tokens are guessed before the model reads them, several in one pass. No text depends on it.
 
-    `drafter` is a name of `prefillcli.decode.speculation.registry`, "auto" or "off". At most `tokens` are guessed for
+    `drafter` is a name of `prefillcli.decode.speculation.registry`, or "off". At most `tokens` are guessed for
     one pass. The retrieval cache keeps `budget` tokens of each prompt, in chunks of `chunk`. The draft model keeps
     the first `sinks` tokens of a prompt and the `recent` ones.
     """
 
-    drafter: str = "auto"
+    drafter: str = "lookup"
     tokens: int = 6
     budget: int = 4096
     chunk: int = 8
@@ -31,7 +31,7 @@ class Speculation:
 
     def kept_twice(self, prompt: int) -> int:
         """How many tokens of a prompt of so many a retrieval cache keeps once more, at most."""
-        return self.budget if prompt > self.budget and self.drafter in ("auto", "retrieval", "hierarchy") else 0
+        return self.budget if prompt > self.budget and self.drafter in ("retrieval", "hierarchy") else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Writing:
 
     At most `beginning` tokens stand between a prompt and its text. At a `temperature` of 0 each token is the likeliest
     one. Else it is drawn by noise that follows from the `seed`, the text's key and the token's place in it
-    (`prefillcli.decode.token_choice`).
+    (`prefillcli.decode.lockstep`).
     """
 
     tokens: int

@@ -2,25 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from prefillcli.decode.contracts import NewTokens
 from prefillcli.decode.kept_pack import KeptRows
-from prefillcli.decode.newest_queries import NewestQueries
-from prefillcli.decode.row_attention import OwnTokens, RowAttention
-from prefillcli.decode.row_tokens import RowTokens, private_ends
+from prefillcli.decode.lockstep import NewTokens
+from prefillcli.decode.row_attention import OwnTokens, RowAttention, RowTokens, private_ends
 from prefillcli.prefill.held_parts import KeyValue
 from prefillcli.prefill.layout import IntArray, KeyWindow, on_device
 from prefillcli.prefill.recurrent import BranchRecurrence
 from prefillcli.prefill.walk import LayerWalk, Tick
 
+# Queries of the newest tokens of rows, by layer: what a retrieval cache is chosen by.
+
+
+class NewestQueries:
+    """Those of a model's last pass over its rows. `windows` are the layers', as far as they have attended."""
+
+    def __init__(self, layers: int) -> None:
+        self.windows: list[KeyWindow | None] = [None] * layers
+        self._queries: list[Tensor | None] = [None] * layers
+        self._newest: dict[int, int] = {}  # by row: its newest token's number in the pass
+
+    def begin(self, new: NewTokens) -> None:
+        """A pass over these tokens begins."""
+        self._newest, end = {}, 0
+        for row, tokens in new:
+            end += len(tokens)
+            self._newest[row] = end - 1
+
+    def put(self, layer: int, queries: Sequence[Tensor], window: KeyWindow | None) -> None:
+        """Queries [heads, tokens, width] of the pass, in one piece; none of a layer without attention."""
+        if queries:
+            self._queries[layer], self.windows[layer] = queries[0], window
+
+    def forget(self, row: int, tokens: int) -> None:
+        """The last `tokens` of a row were guessed wrong."""
+        if row in self._newest:
+            self._newest[row] -= tokens
+
+    def has(self, row: int) -> bool:
+        """Whether the last pass was over this row."""
+        return row in self._newest
+
+    def of(self, layer: int, row: int) -> Tensor | None:
+        """The query [heads, width] of a row's newest token, after position encoding."""
+        queries = self._queries[layer]
+        return None if queries is None else queries[:, self._newest[row]]
+
 
 class KeptForward:
-    """A walked model over new tokens of rows whose prompts are kept (`prefillcli.decode.contracts.Forward`).
+    """A walked model over new tokens of rows whose prompts are kept (`prefillcli.decode.lockstep.Forward`).
 
     Row number i is behind the prompt number i of `rows`. `tick` is called after each layer and may raise to stop.
     A model with recurrent layers cannot forget what it has read. With `watches_queries`, `queries` are those of each

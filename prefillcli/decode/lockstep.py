@@ -1,6 +1,6 @@
 """Lock-step decoding: one pass of a model reads the newest tokens of many rows, and tokens that were guessed for them.
 
-A token is a function of the text before it (`prefillcli.decode.token_choice`). So a guess is right if it is the token
+A token is a function of the text before it (`prefillcli.decode.lockstep`). So a guess is right if it is the token
 that the model chooses there, and each pass writes the guesses up to the first wrong one, and the model's own choice
 after them: the text is what it would be without guesses. (Speculative decoding: arXiv 2211.17192; with a choice that
 is a function, its rule for accepting a guess is a comparison.)
@@ -8,13 +8,165 @@ is a function, its rule for accepting a guess is a comparison.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, DrafterCounts, Writing
-from prefillcli.decode.contracts import Drafter, Forward, NewTokens, RowText
-from prefillcli.decode.token_choice import Choices, Chooser
+from prefillcli.decode.continuations import (
+    Beginning,
+    Continuation,
+    DecodingReport,
+    DrafterCounts,
+    FinishReason,
+    Writing,
+)
+
+# What lock-step decoding, its forward passes and its drafters have in common.
+
+
+NewTokens = Sequence[tuple[int, Sequence[int]]]
+"""Rows by their numbers, each with tokens that follow what was read of it; no row twice, no row without tokens."""
+
+
+@dataclass(slots=True)
+class RowText:
+    """A row that is written on: `number` is its place among the rows that began together."""
+
+    number: int
+    beginning: Beginning
+    written: list[int] = field(default_factory=list)
+    """The text so far: tokens that the model has chosen."""
+    gap: float = float("inf")
+    """The smallest difference between the two best tokens so far."""
+    finish_reason: FinishReason | None = None
+
+    @property
+    def position(self) -> int:
+        """The place of the next token, from 0: what its noise is made of."""
+        return len(self.written)
+
+
+class Forward(Protocol):
+    """A model that reads what comes behind the prompts of rows, and keeps the K,V of it."""
+
+    @property
+    def can_forget(self) -> bool:
+        """Whether it can go back: a model with recurrent layers cannot, so nothing is guessed for it."""
+
+    def __call__(self, new: NewTokens) -> Iterator[Tensor]:
+        """Read new tokens in one pass. Yields float32 logits [tokens, vocabulary] after each of them, in pieces: first
+        those of the first row's tokens, in their order."""
+
+    def forget(self, row: int, tokens: int) -> None:
+        """Forget the last `tokens` that were read of a row: they were guessed wrong."""
+
+    def drop(self, rows: Collection[int]) -> None:
+        """These rows have ended."""
+
+
+class Drafter(Protocol):
+    """Guesses tokens. A wrong guess costs time alone."""
+
+    name: str
+
+    def begin(self, rows: Sequence[RowText]) -> None:
+        """These rows are written together from now on."""
+
+    def propose(self, rows: Sequence[RowText], most: Sequence[int]) -> list[list[int]]:
+        """For each of these rows at most so many tokens that may follow; none where it has no guess.
+
+        The tokens are of the vocabulary of the model that checks them.
+        """
+
+    def checked(self, row: RowText, proposed: Sequence[int], accepted: int) -> None:
+        """The first `accepted` of the tokens that it proposed last were right. `row.written` has them already, and
+        the token that the model chose behind them unless that was a stop token. Not called where nothing was proposed.
+        """
+
+    def end(self, row: RowText) -> None:
+        """The row has ended."""
+
+
+# Which token follows: the likeliest one, or one that is drawn by noise of the text's key and the token's place.
+#
+# The token with the largest of `logits / temperature + noise`, with independent Gumbel noise, is a draw from the
+# softmax of `logits / temperature` (the Gumbel-max trick). Here the noise follows from the seed, the key and the
+# place alone, so the token is a function of the logits: it does not depend on the rows beside it, on an order, or on
+# what was guessed before. Two models that read the same text with the same noise mostly choose the same token, which
+# makes one a good drafter of the other (coupled drafting: arXiv 2408.07978).
+
+
+Float32Array = npt.NDArray[np.float32]
+
+_NUMBERS_AT_ONCE = 1 << 23
+"""Numbers that one step of choosing may copy: 32 MiB of float32."""
+_NUMBERS_REMEMBERED = 1 << 24
+"""Numbers of noise that are remembered, for the levels of speculation that choose a token for the same place."""
+
+
+class Choices(NamedTuple):
+    """Chosen tokens, and by how much each was larger than the second best of the numbers that were compared."""
+
+    tokens: list[int]
+    gaps: list[float]
+
+
+class Chooser:
+    """Chooses tokens. At a `temperature` of 0 the likeliest, the first of equals; else it draws with the `seed`."""
+
+    def __init__(self, temperature: float = 0.0, seed: int = 0) -> None:
+        self.temperature = temperature
+        self.seed = seed
+        self._noise: OrderedDict[tuple[str, int], Float32Array] = OrderedDict()
+        self._remembered = 0
+
+    def choose(self, logits: Tensor, keys: Sequence[str], places: Sequence[int]) -> Choices:
+        """The token after each row of float32 `logits` [tokens, vocabulary].
+
+        `keys` are those of the texts, `places` those of the chosen tokens in them, from 0: one of each for a row.
+        """
+        tokens: list[int] = []
+        gaps: list[float] = []
+        step = max(1, _NUMBERS_AT_ONCE // logits.shape[-1])
+        for start in range(0, len(logits), step):
+            numbers = logits[start : start + step]
+            if self.temperature > 0:
+                noise = [
+                    self.noise(keys[at], places[at], logits.shape[-1]) for at in range(start, start + len(numbers))
+                ]
+                numbers = numbers / self.temperature
+                numbers += torch.from_numpy(np.stack(noise)).to(numbers.device)
+            tokens += numbers.argmax(dim=-1).tolist()
+            best = numbers.topk(min(2, numbers.shape[-1]), dim=-1).values
+            gaps += (best[:, 0] - best[:, 1]).tolist() if best.shape[-1] == 2 else [float("inf")] * len(best)
+        return Choices(tokens, gaps)
+
+    def noise(self, key: str, place: int, vocabulary: int) -> Float32Array:
+        """Gumbel noise of a place in a text, float32 [vocabulary]. A larger vocabulary's begins with a smaller one's.
+
+        It is drawn in float64: one in 2^23 draws in float32 is 0, which makes infinite noise, and any token the best.
+        """
+        known = self._noise.get((key, place))
+        if known is not None and len(known) >= vocabulary:
+            return known[:vocabulary]
+        digest = blake2b(b"%d %d " % (self.seed, place) + key.encode(), digest_size=16).digest()
+        generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+        drawn = -np.log(generator.standard_exponential(vocabulary)).astype(np.float32)
+        self._remember((key, place), drawn)
+        return drawn
+
+    def _remember(self, of: tuple[str, int], drawn: Float32Array) -> None:
+        self._remembered += len(drawn) - len(self._noise.pop(of, ()))
+        self._noise[of] = drawn
+        while self._remembered > _NUMBERS_REMEMBERED:
+            self._remembered -= len(self._noise.popitem(last=False)[1])
 
 
 def write_texts(

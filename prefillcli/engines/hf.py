@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Writing
-from prefillcli.decode.token_choice import Chooser
+from prefillcli.decode.lockstep import Chooser
 from prefillcli.engines.base import (
     PLAIN,
     Answer,

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from prefillcli.decode.behind import write_behind
+from prefillcli.decode.behind import RowRoom, write_behind
 from prefillcli.decode.continuations import DecodingReport
 from prefillcli.decode.kept_pack import KeptPack
-from prefillcli.decode.row_groups import RowRoom
 from prefillcli.decode.speculation.draft_model import DraftModel
 from prefillcli.decode.speculation.job_drafters import JobDrafters
 from prefillcli.engines.base import (

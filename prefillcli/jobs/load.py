@@ -17,7 +17,7 @@ from prefillcli.errors import UsageError
 from prefillcli.models.open import Opened
 from prefillcli.options.compression import CompressionOptions
 from prefillcli.options.groups import LoadingOptions
-from prefillcli.options.rationale import BY_DRAFT, WritingOptions
+from prefillcli.options.rationale import WritingOptions
 
 if TYPE_CHECKING:
     from prefillcli.compress.compressor import Compressor
@@ -97,25 +97,19 @@ def load_models(
 
 
 def _let_guess(engine: Engine, draft: Draft, opened: Opened, settings: LoadingOptions) -> None:
-    """Let the draft guess tokens of texts, where it has the tokens of the model.
-
-    Raises UsageError if a text is to be guessed by it, and it cannot forget guesses.
-    """
+    """Let the draft guess tokens of texts, where it is asked to. Raises UsageError if it cannot forget guesses."""
     from prefillcli.decode.speculation.draft_model import DraftModel
     from prefillcli.prefill.forest import UnsupportedModelError
 
     if not (isinstance(settings, WritingOptions) and settings.speculates_with_draft) or opened.draft is None:
         return
-    if opened.draft_tokenizer is not None:
-        return
     try:
         engine.guess_with(DraftModel(draft.walk, opened.draft.max_length))
     except UnsupportedModelError as error:
-        if settings.speculation in BY_DRAFT:
-            raise UsageError(
-                f"--speculation {settings.speculation}: --draft {opened.draft.origin} cannot guess tokens: {error}\n"
-                "take another draft, or --speculation auto"
-            ) from error
+        raise UsageError(
+            f"--speculation {settings.speculation}: --draft {opened.draft.origin} cannot guess tokens: {error}\n"
+            "take another draft, or --speculation lookup"
+        ) from error
 
 
 def load_walk(

@@ -76,7 +76,7 @@ class ScorerOptions(TypedDict, total=False):
     rationale_temperature: float
     rationale_seed: int
     evidence: bool
-    speculation: Literal["auto", "off", "lookup", "suffix", "retrieval", "draft", "hierarchy"]
+    speculation: Literal["off", "lookup", "suffix", "retrieval", "draft", "hierarchy"]
     speculation_tokens: int
     retrieval_budget: int
     retrieval_chunk: int

@@ -10,7 +10,7 @@ from prefillcli.options import requirements
 from prefillcli.options.option import RATIONALES, Settings, option
 
 DEFAULT_TEMPLATE = "{{ label }} because"
-SpeculationName = Literal["auto", "off", "lookup", "suffix", "retrieval", "draft", "hierarchy"]
+SpeculationName = Literal["off", "lookup", "suffix", "retrieval", "draft", "hierarchy"]
 BY_DRAFT = ("draft", "hierarchy")
 """Ways to speculate that need a draft model."""
 
@@ -49,8 +49,8 @@ class WritingOptions(EvidenceOptions):
         RATIONALES, changes="columns", metavar="N", requires=requirements.DRAWN_RATIONALES, ge=0,
     )  # fmt: skip
     speculation: SpeculationName = option(
-        "auto",
-        "How tokens are guessed ahead, to write faster; the text stays the same. auto: what is measured to pay.",
+        "lookup",
+        "How tokens are guessed ahead, to write faster; the text stays the same. lookup: from prompt and text.",
         RATIONALES, changes="speed", needs="speculation", requires=requirements.RATIONALE,
     )  # fmt: skip
     speculation_tokens: int = option(
@@ -82,7 +82,7 @@ class WritingOptions(EvidenceOptions):
     @property
     def speculates_with_draft(self) -> bool:
         """Whether a draft model may guess tokens."""
-        return self.speculates and self.speculation in ("auto", *BY_DRAFT)
+        return self.speculates and self.speculation in BY_DRAFT
 
 
 class RationaleOptions(WritingOptions):

@@ -87,7 +87,7 @@ SPECULATION = Requirement(
     "give --rationale, and --speculation other than off",
 )
 RETRIEVAL = Requirement(
-    lambda s: s.speculates and s.speculation in ("auto", "retrieval", "hierarchy"),
+    lambda s: s.speculates and s.speculation in ("retrieval", "hierarchy"),
     "is for speculation with a retrieval cache, but there is none",
     "give --rationale and --speculation retrieval",
 )

@@ -21,7 +21,7 @@ from prefillcli.plan.pack import Limits
 
 SMALL = ("--rows", "3", "--tokens", "150", "--rounds", "1", "--dtype", "float32")
 DRAFTED = {"draft", "hierarchy"}
-ALL = {"plain", "lookup", "suffix", "retrieval", "auto", "generate", "generate-padded"} | DRAFTED
+ALL = {"plain", "lookup", "suffix", "retrieval", "generate", "generate-padded"} | DRAFTED
 
 
 @pytest.fixture(autouse=True)

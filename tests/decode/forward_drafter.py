@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from prefillcli.decode.continuations import DecodingReport, Writing
-from prefillcli.decode.contracts import Drafter, Forward, RowText
-from prefillcli.decode.lockstep import LockStep
-from prefillcli.decode.token_choice import Chooser
+from prefillcli.decode.lockstep import Chooser, Drafter, Forward, LockStep, RowText
 
 
 class ForwardDrafter:

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from prefillcli.decode.behind import MakeDrafter, write_behind
+from prefillcli.decode.behind import MakeDrafter, RowRoom, write_behind
 from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Speculation, Writing
-from prefillcli.decode.contracts import RowText
 from prefillcli.decode.kept_pack import KeptPack
-from prefillcli.decode.row_groups import RowRoom
+from prefillcli.decode.lockstep import RowText
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.walk import LayerWalk

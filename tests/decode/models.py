@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from prefillcli.decode.continuations import Beginning
-from prefillcli.decode.contracts import NewTokens, RowText
+from prefillcli.decode.lockstep import NewTokens, RowText
 
 VOCABULARY = 32
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from prefillcli.decode.behind import RowRoom
 from prefillcli.decode.continuations import Beginning, DecodingReport, Writing
-from prefillcli.decode.row_groups import RowRoom
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION

@@ -8,27 +8,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefillcli.decode.continuations import Beginning, DecodingReport, Speculation, Writing
-from prefillcli.decode.contracts import RowText
-from prefillcli.decode.lockstep import write_texts
-from prefillcli.decode.speculation.lookup import LONGEST_MATCH, PromptLookup, continuation
-from prefillcli.decode.speculation.means import DraftingMeans, JobMemory, drafter_of
-from prefillcli.decode.speculation.registry import DRAFTERS, SPECULATIONS, maker_of
-from prefillcli.decode.speculation.suffixes import EarlierTexts
-from prefillcli.decode.token_choice import Chooser
+from prefillcli.decode.lockstep import RowText, write_texts
+from prefillcli.decode.speculation.free_drafters import (
+    LONGEST_SUFFIX,
+    EarlierTexts,
+    PromptLookup,
+    SuffixDrafter,
+    continuation,
+)
 from tests.decode.models import Recomputing, beginnings, generated, tiny_llama
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
 
-def means(speculation: Speculation, memory: JobMemory | None = None) -> DraftingMeans:
-    writing = Writing(24, speculation=speculation)
-    return DraftingMeans(writing, Chooser(), DecodingReport(), memory or JobMemory())
-
-
 @given(TEXTS, st.integers(1, 8))
 def test_lookup_continues_the_latest_of_the_longest_matches(text: list[int], most: int) -> None:
     expected: list[int] = []
-    for length in range(min(LONGEST_MATCH, len(text) - 1), 1, -1):
+    for length in range(min(LONGEST_SUFFIX, len(text) - 1), 1, -1):
         ends = [end for end in range(length, len(text)) if text[end - length : end] == text[-length:]]
         if ends:
             whole = list(text)
@@ -95,27 +91,13 @@ def test_the_oldest_texts_are_forgotten_and_a_text_counts_once() -> None:
 ROWS = beginnings(5, seed=2)
 
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("name", SPECULATIONS)
-def test_greedy_text_is_that_of_generate_with_the_drafters_of_a_job(name: str) -> None:
+@pytest.mark.parametrize("drafter", [PromptLookup(), SuffixDrafter(EarlierTexts())], ids=lambda drafter: drafter.name)
+def test_greedy_text_is_that_of_generate(drafter: PromptLookup | SuffixDrafter) -> None:
     expected = [generated(tiny_llama(), row, 24) for row in ROWS]
-    made = means(Speculation(name, tokens=4))
+    writing = Writing(24, speculation=Speculation(drafter.name, tokens=4))
     for _ in range(2):
-        drafter = drafter_of(made)
-        assert (drafter is None) == (name in ("off", "retrieval", "draft", "hierarchy"))  # no such model is here
         forward = Recomputing(tiny_llama(), ROWS)
-        texts = write_texts(forward, ROWS, made.writing, drafter=drafter, report=made.report)
+        texts = write_texts(forward, ROWS, writing, drafter=drafter, report=DecodingReport())
         assert [list(text.tokens) for text in texts] == expected
-    if name == "suffix":  # the second time each text is known; it takes two tokens to find it
+    if drafter.name == "suffix":  # the second time each text is known; it takes two tokens to find it
         assert len(forward.passes) < 12
-
-
-def test_each_drafter_has_a_maker() -> None:
-    for kind in DRAFTERS.values():
-        assert callable(maker_of(kind))
-        assert made_by(kind.name) or kind.needs
-
-
-def made_by(name: str) -> bool:
-    drafter = drafter_of(means(Speculation(name)))
-    return drafter is not None and drafter.name == name

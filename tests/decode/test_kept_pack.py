@@ -9,11 +9,10 @@ from functools import cache
 import pytest
 import torch
 
-from prefillcli.decode import host_layers
-from prefillcli.decode.behind import write_behind
+from prefillcli.decode import kept_pack
+from prefillcli.decode.behind import RowRoom, write_behind
 from prefillcli.decode.continuations import Continuation, Writing
 from prefillcli.decode.kept_pack import KeptPack
-from prefillcli.decode.row_groups import RowRoom
 from prefillcli.models.law import memory_law
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
@@ -39,7 +38,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[LateCopies]:
         made.append(LateCopies())
         return made[-1]
 
-    monkeypatch.setattr(host_layers, "copies_for", copies_for)
+    monkeypatch.setattr(kept_pack, "copies_for", copies_for)
     return made
 
 

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 from prefillcli.decode.continuations import Beginning, DecodingReport, Speculation, Writing
-from prefillcli.decode.contracts import Drafter
-from prefillcli.decode.lockstep import write_texts
-from prefillcli.decode.token_choice import Chooser
+from prefillcli.decode.lockstep import Chooser, Drafter, write_texts
 from tests.decode.forward_drafter import ForwardDrafter
 from tests.decode.models import RandomGuesses, Recomputing, beginnings, generated, tiny_llama
 

@@ -14,17 +14,14 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from prefillcli.decode.continuations import Beginning, DecodingReport, Speculation, Writing
-from prefillcli.decode.contracts import Drafter, RowText
 from prefillcli.decode.forward import KeptForward
 from prefillcli.decode.kept_pack import KeptPack
-from prefillcli.decode.padded_cache import PaddedLayer
+from prefillcli.decode.lockstep import Chooser, Drafter, RowText
+from prefillcli.decode.padded_forward import PaddedLayer
 from prefillcli.decode.speculation.draft_model import DraftModel, StreamingDrafter
-from prefillcli.decode.speculation.hierarchy import HierarchyDrafter
-from prefillcli.decode.speculation.job_drafters import JobDrafters
+from prefillcli.decode.speculation.job_drafters import HierarchyDrafter, JobDrafters
 from prefillcli.decode.speculation.registry import DRAFTERS
-from prefillcli.decode.speculation.retrieval import REBUILD_LEAST, RetrievalDrafter
-from prefillcli.decode.speculation.retrieval_cache import chosen_tokens, latest_chunks
-from prefillcli.decode.token_choice import Chooser
+from prefillcli.decode.speculation.retrieval import REBUILD_LEAST, RetrievalDrafter, chosen_tokens, latest_chunks
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError, register
 from prefillcli.prefill.walk import LayerWalk
@@ -263,7 +260,7 @@ def test_texts_are_those_without_a_drafter(
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", ["auto", *DRAFTERS])
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_a_job_writes_the_same_texts_with_every_drafter(name: str) -> None:
     rows = rows_with_shared_prefixes()
     writing = Writing(14, speculation=Speculation(name, tokens=4, budget=40, chunk=4, sinks=4, recent=20))
@@ -277,7 +274,7 @@ def test_a_job_writes_the_same_texts_with_every_drafter(name: str) -> None:
     for texts in found:
         assert [text.tokens for text in texts] == [text.tokens for text in wanted]
     guessing = report.drafters.get(name)
-    assert name in ("auto", "lookup") or (guessing is not None and guessing.proposed > 0)
+    assert name == "lookup" or (guessing is not None and guessing.proposed > 0)
 
 
 def test_a_drafter_may_begin_in_the_middle_of_texts() -> None:

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Writing
-from prefillcli.decode.token_choice import Chooser
+from prefillcli.decode.lockstep import Chooser
 from prefillcli.engines.hf import generate
 
 LENGTHS = (9, 23, 4)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from prefillcli.decode.lookahead import look_ahead
+from prefillcli.decode.behind import look_ahead
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION
 from prefillcli.prefill.walk import LayerWalk

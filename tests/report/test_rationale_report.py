@@ -29,7 +29,7 @@ def report_with(use: RationaleUse | None) -> RunReport:
 
 
 def test_rows_are_those_of_the_output_and_the_work_is_that_of_the_run() -> None:
-    content = json.loads(to_json(report_with(RationaleUse.of(DECODED, "auto"))))["rationales"]
+    content = json.loads(to_json(report_with(RationaleUse.of(DECODED, "lookup"))))["rationales"]
     assert content["rows"] == 10
     assert content["tokens"] == 512
     assert content["evidence_rows"] == 10
@@ -48,7 +48,7 @@ def test_reports_of_several_workers_add_up() -> None:
     for each in (DECODED, DecodingReport(texts=1, tokens=100, row_passes=100, seconds=1.0,
                                          drafters={"lookup": DrafterCounts(1, 100, 50)})):  # fmt: skip
         both.add(each)
-    use = RationaleUse.of(both, "auto")
+    use = RationaleUse.of(both, "lookup")
     assert (use.written_tokens, use.decode_seconds, use.passes_per_token) == (400, 3.0, 250 / 400)
     assert use.drafters["lookup"].acceptance == 200 / 500
 
@@ -65,7 +65,7 @@ def test_a_run_without_texts_reports_none_and_a_merge_those_of_the_shards() -> N
 
 
 def test_the_table_says_how_many_why_they_end_and_what_it_took() -> None:
-    lines = dict(run_lines(report_with(RationaleUse.of(DECODED, "auto"))))
+    lines = dict(run_lines(report_with(RationaleUse.of(DECODED, "lookup"))))
     assert lines["rationales"] == "10 rows of 512 tokens; stop 7, length 2, memory 1"
     assert lines["written from"] == "full 9, specprefill 1"
     assert lines["writing"] == "300 tokens in 2.0 s, 150 tokens/s, 0.50 passes a token"
@@ -76,7 +76,7 @@ def test_the_table_says_how_many_why_they_end_and_what_it_took() -> None:
 
 
 def test_metrics_have_rows_tokens_seconds_and_acceptance() -> None:
-    found = metrics(report_with(RationaleUse.of(DECODED, "auto")))
+    found = metrics(report_with(RationaleUse.of(DECODED, "lookup")))
     expected = {
         ("prefill_rationale_rows", "reason=stop"): 7,
         ("prefill_rationale_tokens", ""): 512,
@@ -92,7 +92,7 @@ def test_metrics_have_rows_tokens_seconds_and_acceptance() -> None:
 
 
 def test_the_page_has_figures_always_and_texts_where_they_are_shown() -> None:
-    use = RationaleUse.of(DECODED, "auto")
+    use = RationaleUse.of(DECODED, "lookup")
     plain = Page(run_html(report_with(use)))
     assert "10 rows of 512 tokens" in plain.text
     assert NO_REASON in plain.text

@@ -116,7 +116,7 @@ def test_a_draft_that_guesses_tokens_is_not_idle(
     for flags in ({}, {"rationale": 8, "speculation": "lookup"}, {"evidence": True}):
         assert score(source, model=model, draft=draft, **flags)["exit_code"] == 2
         assert "--draft has nothing to compress" in capsys.readouterr().err
-    for speculation in ("auto", "draft", "hierarchy"):
+    for speculation in ("draft", "hierarchy"):
         assert score(source, model=model, draft=draft, rationale=8, speculation=speculation)["error"] == LOADED
 
 

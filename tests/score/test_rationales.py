@@ -144,7 +144,7 @@ def test_zero_tokens_are_no_rationale(model: Path, plain: list[dict[str, Any]]) 
 @pytest.mark.parametrize(
     "flags",
     [
-        {"speculation": "auto"},
+        {"speculation": "off"},
         {"speculation": "lookup", "speculation_tokens": 3},
         {"speculation": "suffix"},
         {"speculation": "retrieval", "retrieval_budget": 16, "retrieval_chunk": 4},

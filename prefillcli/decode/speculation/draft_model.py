@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from prefillcli.decode.contracts import RowText
+from prefillcli.decode.lockstep import Chooser, RowText
 from prefillcli.decode.padded_forward import PaddedForward, check_forgets
-from prefillcli.decode.token_choice import Chooser
 from prefillcli.plan.trie import TokenArray, common_prefix
 from prefillcli.prefill.walk import LayerWalk
 
