@@ -139,31 +139,13 @@ class KeptForward:
             own.keep(slots)
             recurrence.keep(slots.tolist())
 
-    @property
-    def lengths(self) -> list[int]:
-        """How many tokens the prompts of the rows have that have not ended."""
-        return [int(length) for length in self._lengths + self._ends]
-
-    # What retrieval caches are built from (`prefillcli.decode.speculation.retrieval.PromptSource`).
-
-    def watch_newest(self) -> None:
-        """As in `PromptSource`."""
+    def watch_newest(self) -> NewestQueries:
+        """The newest tokens' queries, from the next pass on."""
         self._newest = NewestQueries(len(self._rows.layers))
-
-    def window(self, layer: int) -> KeyWindow | None:
-        """As in `PromptSource`."""
-        return None if self._newest is None else self._newest.windows[layer]
-
-    def has_newest(self, row: int) -> bool:
-        """As in `PromptSource`."""
-        return self._newest is not None and self._newest.has(row)
-
-    def newest_query(self, layer: int, row: int) -> Tensor | None:
-        """As in `PromptSource`."""
-        return None if self._newest is None else self._newest.of(layer, row)
+        return self._newest
 
     def prompt_keys_values(self, layer: int, row: int) -> KeyValue | None:
-        """As in `PromptSource`."""
+        """A layer's K,V [kv heads, tokens, width] of a row's prompt; None where it does not attend."""
         both, path = self._rows.layers[layer].keys_values, self._rows.paths[row]
         if both is None:
             return None
@@ -171,7 +153,8 @@ class KeptForward:
         return keys, values
 
     def text_keys_values(self, layer: int, rows: IntArray, places: IntArray) -> KeyValue | None:
-        """As in `PromptSource`."""
+        """A layer's K,V [tokens, kv heads, width] of some tokens behind prompts: of each its row, and its place behind
+        the row's prompt. None where the layer does not attend."""
         keys, values = self._own[layer].keys, self._own[layer].values
         if keys is None or values is None:
             return None
@@ -180,10 +163,10 @@ class KeptForward:
         return keys[slots, :, at], values[slots, :, at]
 
     def text_read(self, row: int) -> int:
-        """As in `PromptSource`."""
+        """How many tokens behind a row's prompt were read."""
         slot = self._slots[row]
         return int(self._read[slot] - self._ends[slot])
 
     def text_position(self, row: int) -> int:
-        """As in `PromptSource`."""
+        """The position of the first token behind a row's prompt."""
         return int(self._positions[self._slots[row]]) + 1

@@ -1,9 +1,9 @@
 """Lock-step decoding: one pass of a model reads the newest tokens of many rows, and tokens that were guessed for them.
 
-A token is a function of the text before it (`prefillcli.decode.lockstep`). So a guess is right if it is the token
-that the model chooses there, and each pass writes the guesses up to the first wrong one, and the model's own choice
-after them: the text is what it would be without guesses. (Speculative decoding: arXiv 2211.17192; with a choice that
-is a function, its rule for accepting a guess is a comparison.)
+A token is a function of the text before it (`Chooser`). So a guess is right if it is the token that the model chooses
+there, and each pass writes the guesses up to the first wrong one, and the model's own choice after them: the text is
+what it would be without guesses. (Speculative decoding: arXiv 2211.17192; with a choice that is a function, its rule
+for accepting a guess is a comparison.)
 """
 
 from __future__ import annotations

@@ -207,10 +207,6 @@ class PaddedForward:
         """The row's number in the caches."""
         return self._rows[row]
 
-    def read_so_far(self, row: int) -> int:
-        """How many tokens of a row's text were read."""
-        return int(self._read[self._rows[row]])
-
     def has_text(self, row: int, tokens: int) -> None:
         """The caches have the K,V of so many tokens of a row's text."""
         self._read[self._rows[row]] = tokens

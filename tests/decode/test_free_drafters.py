@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from prefillcli.decode.continuations import Beginning, DecodingReport, Speculation, Writing
 from prefillcli.decode.lockstep import RowText, write_texts
 from prefillcli.decode.speculation.free_drafters import (
-    LONGEST_SUFFIX,
+    LONGEST_MATCH,
     EarlierTexts,
     PromptLookup,
     SuffixDrafter,
@@ -24,7 +24,7 @@ TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 @given(TEXTS, st.integers(1, 8))
 def test_lookup_continues_the_latest_of_the_longest_matches(text: list[int], most: int) -> None:
     expected: list[int] = []
-    for length in range(min(LONGEST_SUFFIX, len(text) - 1), 1, -1):
+    for length in range(min(LONGEST_MATCH, len(text) - 1), 1, -1):
         ends = [end for end in range(length, len(text)) if text[end - length : end] == text[-length:]]
         if ends:
             whole = list(text)

@@ -277,23 +277,6 @@ def test_a_job_writes_the_same_texts_with_every_drafter(name: str) -> None:
     assert name == "lookup" or (guessing is not None and guessing.proposed > 0)
 
 
-def test_a_drafter_may_begin_in_the_middle_of_texts() -> None:
-    model = make_tiny_model("qwen3")
-    rows = [RowText(number, each) for number, each in enumerate(rows_with_shared_prefixes()[:2])]
-    with walking(model) as walk:
-        forward = kept_forward(walk, [row.beginning for row in rows])
-        for row, token in zip(rows, read(forward, rows, [list(row.beginning.tokens) for row in rows]), strict=True):
-            row.written.append(token)
-        drafter = RetrievalDrafter(forward, Chooser(), budget=24, chunk=2, report=DecodingReport())
-        drafter.begin(rows)
-        assert drafter.propose(rows, [3, 3]) == [[], []]  # no query has been watched
-        for row, token in zip(rows, read(forward, rows, [[row.written[-1]] for row in rows]), strict=True):
-            row.written.append(token)
-        guessed = drafter.propose(rows, [3, 3])
-    for row, guess in zip(rows, guessed, strict=True):
-        assert guess == guessed_by_hand(model, row, 3, 3, 24, 2)
-
-
 @pytest.mark.parametrize("kind", ["retrieval", "hierarchy"])
 def test_without_memory_for_a_cache_nothing_is_guessed_and_texts_stay(
     kind: str, monkeypatch: pytest.MonkeyPatch

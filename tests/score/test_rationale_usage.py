@@ -90,6 +90,7 @@ def test_columns_of_json_lines_are_of_no_known_kind(model: Path, capsys: pytest.
         ({"rationale": 8, "speculation": "draft"}, "--speculation draft needs --draft"),
         ({"rationale": 8, "speculation": "hierarchy", "draft": "self", "keep": 0.5}, "needs --draft"),
         ({"rationale": 8, "speculation": "draft", "draft": "d", "draft_tokenizer": "translate"}, "another tokenizer"),
+        ({"rationale": 8, "speculation": "auto"}, "should be 'off', 'lookup', 'suffix', 'retrieval', 'draft' or"),
         ({"rationale": 8, "engine": "hf", "speculation": "lookup"}, "the hf engine has no speculation"),
         ({"rationale": 8, "engine": "vllm", "speculation": "suffix"}, "speculative_config"),
         ({"rationale": 8, "rationale_when": "score > 0.5", "rationale_limit": 3, "shard": "1/2"}, "--rationale-limit"),

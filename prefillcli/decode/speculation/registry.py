@@ -27,6 +27,3 @@ DRAFTERS: dict[str, DrafterKind] = {
         DrafterKind("hierarchy", "what retrieval writes, where the draft model guesses ahead", True),
     )
 }
-
-SPECULATIONS = ("off", *DRAFTERS)
-"""The values of `Speculation.drafter`."""

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from prefillcli.decode.continuations import DecodingReport
+from prefillcli.decode.forward import KeptForward
 from prefillcli.decode.lockstep import Chooser, Drafter, LockStep, RowText
 from prefillcli.decode.padded_forward import PaddedForward
 from prefillcli.plan.trie import common_prefix
-from prefillcli.prefill.held_parts import KeyValue
-from prefillcli.prefill.layout import IntArray, KeyWindow, on_device
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.prefill.layout import IntArray, on_device
 
 # Which tokens of a prompt a retrieval cache keeps (TriForce, arXiv 2404.11912, section 4.1).
 #
@@ -77,39 +75,6 @@ REBUILD_LEAST = 16  # tokens of text that a cache serves at least
 ROLLING = 0.25  # weight of the latest round in the rolling acceptance
 
 
-class PromptSource(Protocol):
-    """What a retrieval cache is built from: a forward pass behind whole prompts."""
-
-    @property
-    def walk(self) -> LayerWalk:
-        """The model."""
-
-    def watch_newest(self) -> None:
-        """Keep the newest tokens' queries from now on."""
-
-    def window(self, layer: int) -> KeyWindow | None:
-        """What a layer sees at most, where it attends through a window."""
-
-    def prompt_keys_values(self, layer: int, row: int) -> KeyValue | None:
-        """A layer's K,V [kv heads, tokens, width] of a row's prompt; None where it does not attend."""
-
-    def text_keys_values(self, layer: int, rows: IntArray, places: IntArray) -> KeyValue | None:
-        """A layer's K,V [tokens, kv heads, width] of some tokens behind prompts: of each its row, and its place behind
-        the row's prompt. None where the layer does not attend."""
-
-    def has_newest(self, row: int) -> bool:
-        """Whether the newest token that was read of a row has been watched."""
-
-    def newest_query(self, layer: int, row: int) -> Tensor | None:
-        """A layer's query [heads, width] of that token; None where it does not attend."""
-
-    def text_read(self, row: int) -> int:
-        """How many tokens behind a row's prompt were read."""
-
-    def text_position(self, row: int) -> int:
-        """The position of the first token behind a row's prompt."""
-
-
 @dataclass(slots=True)
 class _Cached:
     """A row with a retrieval cache. `draft` is its text as the cache's level has it."""
@@ -132,7 +97,7 @@ class RetrievalDrafter:
 
     def __init__(
         self,
-        source: PromptSource,
+        source: KeptForward,
         chooser: Chooser,
         *,
         budget: int,
@@ -142,7 +107,7 @@ class RetrievalDrafter:
         inner_tokens: int = 0,
     ) -> None:
         self._source = source
-        source.watch_newest()
+        self._newest = source.watch_newest()
         self._budget, self._chunk = budget, chunk
         self._forward = PaddedForward(source.walk)
         counts = DecodingReport(drafters=report.drafters)  # passes over the cache are not passes of the whole
@@ -194,13 +159,12 @@ class RetrievalDrafter:
     def _is_ready(self, row: RowText) -> bool:
         """Whether a row has a cache, or one can be built."""
         cached = self._rows.get(row.number)
-        return cached is not None and (cached.built is not None or self._source.has_newest(row.number))
+        return cached is not None and (cached.built is not None or self._newest.has(row.number))
 
     def _open_caches(self) -> None:
         """Make room. The model has been called by now, so that its layers' windows are known."""
         longest = max(len(cached.draft.beginning.prompt) for cached in self._rows.values())
-        windows = [self._source.window(layer) for layer in range(len(self._source.walk.layers))]
-        widths = [self._budget if each is None else min(each.size, longest) for each in windows]
+        widths = [self._budget if each is None else min(each.size, longest) for each in self._newest.windows]
         self._forward.open(list(self._rows), widths)
         self._open = True
 
@@ -216,7 +180,7 @@ class RetrievalDrafter:
             same = common_prefix(np.asarray(draft.written, dtype=np.int32), np.asarray(row.written, dtype=np.int32))
             self._level.rewind(draft, same)
             draft.written[same:] = row.written[same:]
-            if self._is_due(cached, read) and self._source.has_newest(row.number):
+            if self._is_due(cached, read) and self._newest.has(row.number):
                 self._build(row, cached, read)
             of.append(np.full(read - cached.exact, row.number))
             places.append(np.arange(cached.exact, read))
@@ -249,10 +213,10 @@ class RetrievalDrafter:
         place, device = self._forward.place(row.number), self._source.walk.device
         for index, layer in enumerate(self._forward.layers):
             both = self._source.prompt_keys_values(index, row.number)
-            query = self._source.newest_query(index, row.number)
+            query = self._newest.of(index, row.number)
             if both is None or query is None:
                 continue
-            window = self._source.window(index)
+            window = self._newest.windows[index]
             if window is not None:
                 first = max(0, min(window.oldest(prompt), prompt))
                 layer.choose(place, both[0][:, first:], both[1][:, first:], np.arange(first, prompt))
