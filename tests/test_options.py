@@ -43,7 +43,7 @@ TOLD: dict[str, tuple[Values, Values]] = {
     "CONDITION": ({"evidence": "true", "rationale_when": "score > 0.5"}, {"evidence": "true", "rationale_when": None}),
     "DRAWN_RATIONALES": ({"rationale": "9", "rationale_temperature": "1"}, {"rationale_temperature": "0"}),
     "SPECULATION": ({"rationale": "9"}, {"speculation": "off"}),
-    "RETRIEVAL": ({"rationale": "9"}, {"speculation": "lookup"}),
+    "RETRIEVAL": ({"rationale": "9", "speculation": "retrieval"}, {"speculation": "lookup"}),
     "SHOWN_TEXT": ({"evidence": "true"}, {"evidence": "false"}),
     "TRUTH": ({"truth": "answer"}, {"truth": None}),
     "RANDOM": ({"inputs": ["x.parquet"], "sample": "9"}, {"sample": None}),

@@ -190,9 +190,10 @@ def refuse_idle_draft(settings: ScoreSettings, source: Source | TableRows) -> No
     if settings.speculates_with_draft and settings.uses_draft:
         return
     if settings.draft is not None and "keep" not in settings.model_fields_set and "keep" not in source.available:
+        guessing = "--speculation draft if it is to guess tokens of rationales, " if settings.rationale else ""
         raise UsageError(
             "--draft has nothing to compress: there is no --keep, and the input has no column keep\n"
-            "give the share of the tokens to keep, --keep 0.2 for example, or leave --draft out"
+            f"give the share of the tokens to keep, --keep 0.2 for example, {guessing}or leave --draft out"
         )
 
 

@@ -91,7 +91,7 @@ def test_columns_of_json_lines_are_of_no_known_kind(model: Path, capsys: pytest.
         ({"rationale": 8, "speculation": "hierarchy", "draft": "self", "keep": 0.5}, "needs --draft"),
         ({"rationale": 8, "speculation": "draft", "draft": "d", "draft_tokenizer": "translate"}, "another tokenizer"),
         ({"rationale": 8, "speculation": "auto"}, "should be 'off', 'lookup', 'suffix', 'retrieval', 'draft' or"),
-        ({"rationale": 8, "engine": "hf", "speculation": "lookup"}, "the hf engine has no speculation"),
+        ({"rationale": 8, "engine": "hf", "speculation": "retrieval"}, "the hf engine has no speculation"),
         ({"rationale": 8, "engine": "vllm", "speculation": "suffix"}, "speculative_config"),
         ({"rationale": 8, "rationale_when": "score > 0.5", "rationale_limit": 3, "shard": "1/2"}, "--rationale-limit"),
     ],
@@ -116,7 +116,9 @@ def test_a_draft_that_guesses_tokens_is_not_idle(
 ) -> None:
     for flags in ({}, {"rationale": 8, "speculation": "lookup"}, {"evidence": True}):
         assert score(source, model=model, draft=draft, **flags)["exit_code"] == 2
-        assert "--draft has nothing to compress" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "--draft has nothing to compress" in said
+        assert ("--speculation draft" in said) == ("rationale" in flags)
     for speculation in ("draft", "hierarchy"):
         assert score(source, model=model, draft=draft, rationale=8, speculation=speculation)["error"] == LOADED
 
