@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from prefillcli.compress.settings import Compression
 from prefillcli.data.rows import Int32Array, Int64Array, Prompt
 from prefillcli.plan.trie import TokenArray
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # takes torch along
+    from torch import Tensor
+
     from prefillcli.compress.selection import Thinning
 
 Float32Array = npt.NDArray[np.float32]
@@ -118,6 +118,8 @@ class Overlap:
 
         A token has the largest vote on those that it overlaps.
         """
+        import torch
+
         first, width = (
             torch.as_tensor(each.astype(np.int64), device=votes.device) for each in (self.first, self.width)
         )

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from prefillcli.compress.compressor import WorthCompressing
 from prefillcli.compress.pickers.registry import PICKERS, PickerResources
-from prefillcli.compress.self_draft import choosing_layers
 from prefillcli.compress.settings import Compression
-from prefillcli.errors import brief
+from prefillcli.errors import UsageError, brief
 from prefillcli.models.open import Opened
+from prefillcli.models.shape import NoCostModel, Shape
 from prefillcli.plan.pack import Limits
 from prefillcli.runtime import log
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:  # these take torch along
     from prefillcli.compress.compressor import Compressor
     from prefillcli.compress.draft import Draft
     from prefillcli.compress.translation import Translator
+
+DEPTH = 0.45
+"""Share of the layers that read the whole prompt: FastKV takes 16 of 32, GemFilter 14 of 32 or 20 of 40."""
 
 
 def load_draft(opened: Opened, *, trust_remote_code: bool) -> Any:
@@ -124,3 +127,36 @@ def worth_of(compression: Compression, opened: Opened, *, own: bool) -> WorthCom
 def own_layers(compression: Compression, opened: Opened) -> int:
     """After how many of its layers the model chooses tokens itself. Raises UsageError where none of them can."""
     return choosing_layers(opened.files.config, compression.self_layer, opened.max_length)
+
+
+def choosing_layers(config: Any, wanted: int | None, max_length: int) -> int:
+    """How many first layers of a model with this text configuration read the whole prompt; the last of them chooses.
+
+    It must see whole prompts of `max_length` tokens: no sliding window. Where None is `wanted`, it is `DEPTH` of the
+    layers, or the nearest number that sees them (of two, the larger). Raises UsageError where `wanted` does not, or no
+    layer does.
+    """
+    try:
+        windows = Shape(config).windows
+    except NoCostModel as error:
+        raise UsageError(
+            f"--draft self: which layers of this model see the whole prompt is not known: {error}"
+        ) from None
+    able = [number for number, window in enumerate(windows[:-1], start=1) if window is None or window >= max_length]
+    if not able:
+        raise UsageError(
+            f"--draft self: no layer but the last attends to prompts of {max_length:,} tokens: the model has "
+            f"{len(windows)} layers, and the others have sliding windows or are recurrent\n"
+            "name a small model with the same tokenizer as --draft"
+        )
+    if wanted is None:
+        return min(able, key=lambda number: (abs(number - DEPTH * len(windows)), -number))
+    if wanted not in able:
+        near = min(able, key=lambda number: abs(number - wanted))
+        why = (
+            "has a sliding window or is recurrent, so it does not attend to a whole prompt"
+            if wanted < len(windows)
+            else f"leaves no layer that reads less: the model has {len(windows)}"
+        )
+        raise UsageError(f"--self-layer {wanted}: that layer {why}\nthe nearest that can choose is {near}")
+    return wanted

@@ -14,7 +14,6 @@ from prefillcli.compress.answers import plan_requests, planned_adapters, planned
 from prefillcli.compress.compressor import keep_rates
 from prefillcli.compress.load import own_layers, plan_draft, translator_of, worth_of
 from prefillcli.compress.selection import Request, select_all
-from prefillcli.compress.self_draft import SelfDraft
 from prefillcli.compress.settings import Compression
 from prefillcli.data.rows import ErrorCode, Prompt
 from prefillcli.engines.memory_plan import TEXTS, budget_of, plan_packs
@@ -156,6 +155,8 @@ class Alternatives:
             return [Request(prompt) for prompt in prompts]
         rates = keep_rates(prompts, keep, self._compression, self._worth)
         if self._own_layers:
+            from prefillcli.compress.self_draft import SelfDraft  # takes torch along
+
             chosen = SelfDraft(self._own_layers - 1).select(prompts, [], rates, self._compression)
             return [Request(prompt, thinning=own) for prompt, own in zip(prompts, chosen, strict=True)]
         longest = max((len(prompt.tokens) for prompt in prompts), default=0)

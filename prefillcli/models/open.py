@@ -8,19 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from transformers import PreTrainedModel
-
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
 from prefillcli.models.files import check_files, read_json, refuse_code_elsewhere, sample_model
-from prefillcli.models.find import ModelFiles
 from prefillcli.runtime import log
 from prefillcli.runtime.cores import Threads
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # these take seconds to import; wrong input should not wait for them
     import torch
+    from transformers import PreTrainedModel
 
     from prefillcli.models.adapters import AdapterFiles
+    from prefillcli.models.find import ModelFiles
 
 
 class ModelChoice(Protocol):

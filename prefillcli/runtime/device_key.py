@@ -10,13 +10,15 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import metadata, resources
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from prefillcli import __version__
 from prefillcli.errors import ResourceError, UsageError
 from prefillcli.runtime.compiled import compiler_file
 from prefillcli.runtime.cores import cpu_flags, cpu_name
+
+if TYPE_CHECKING:
+    import torch
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -106,6 +108,8 @@ def choose_device(name: str) -> torch.device:
 
     `auto` takes a CUDA device where there is one, else the CPU. An Apple GPU (`mps`) is taken by its name alone.
     """
+    import torch
+
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -126,6 +130,8 @@ def choose_device(name: str) -> torch.device:
 
 def other_devices(device: torch.device) -> list[str]:
     """The devices of this machine besides this one, as `--device` calls them."""
+    import torch
+
     found = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
     found += ["mps"] if torch.backends.mps.is_available() else []
     own = f"cuda:{device.index or 0}" if device.type == "cuda" else device.type

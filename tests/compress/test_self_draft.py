@@ -14,8 +14,9 @@ from transformers import MambaConfig
 from prefillcli.compress.answers import plan_requests, thinning_of
 from prefillcli.compress.compressor import OVERHEAD, WorthCompressing
 from prefillcli.compress.fallbacks import NO_VOTE
+from prefillcli.compress.load import choosing_layers
 from prefillcli.compress.selection import Request, Thinning
-from prefillcli.compress.self_draft import SelfDraftRule, choosing_layers
+from prefillcli.compress.self_draft import SelfDraftRule
 from prefillcli.compress.settings import Compression
 from prefillcli.data.rows import Prompt
 from prefillcli.errors import UsageError
