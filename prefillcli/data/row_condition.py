@@ -315,7 +315,7 @@ def _kind(value: Any) -> str:
 
 
 def _typical(kind: pa.DataType) -> Any:
-    """A value of a column of this type, as `data/row_condition.py` gives it."""
+    """A value of a column of this type, as a row gives it."""
     if pa.types.is_boolean(kind):
         return True
     if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):

@@ -1,9 +1,9 @@
 """K,V of all layers, and the states behind the reads, of a pack that is written on after it was scored.
 
 While a pack is walked each layer hands over what is needed of it: its own buffer, so that the next layer gets new
-room, or a copy in host memory, which leaves a CUDA device while the next layer is computed
-(`prefillcli.decode.kept_pack`). Once the scores say which reads are wanted, what only the others see is let go of,
-and `select` gives what lies on the paths of those that are written on together.
+room, or a copy in host memory, which leaves a CUDA device while the next layer is computed. Once the scores say which
+reads are wanted, what only the others see is let go of, and `select` gives what lies on the paths of those that are
+written on together.
 """
 
 from __future__ import annotations

@@ -418,7 +418,7 @@ def calibrate_exits(
 
     The model has so many `layers`. For each class, the rows that the full read answers with one of the `labels`, the
     probability that more than `max_flips` (a share) of the class leave with another label is at most 1 - `confidence`
-    (`prefillcli.exits.judging` says why). The halves are drawn with `seed`, each with half of every class. Readings of
+    (the comment on levels says why). The halves are drawn with `seed`, each with half of every class. Readings of
     the last layer are not looked at. Raises ValueError unless 0 < max_flips < 1 and 0 < confidence < 1.
     """
     rows_for(max_flips, confidence=confidence)

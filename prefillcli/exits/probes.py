@@ -1,6 +1,6 @@
 """What predicts a row's final answer from its readings at one layer.
 
-Three kinds are tried for each layer; cross-validation chooses (`prefillcli.exits.probes`):
+Three kinds are tried for each layer; cross-validation chooses:
 
 - `ridge` reads the hidden state, brought to unit length. It finds an answer before the model's own head can read it.
 - `affine` reads the label logits of the model's own norm and head: they need another scale and another offset at each

@@ -187,7 +187,7 @@ class PathUse:
     place: Place
     writes: bool = False
     side: str = ""
-    """The kind of file, where a file is written beside the scores: see `prefillcli.jobs.path_table`."""
+    """The kind of file, where a file is written beside the scores: a name in `SIDE_FILES`."""
     uses: Callable[[str], bool] = lambda inner: True
     """Whether a path below a folder is read or written with it."""
     holds: str = ""

@@ -1,7 +1,7 @@
 """Models in GGUF format: opened without reading a weight, and their weights as numbers that torch computes with.
 
 transformers reads the file, which takes seconds for a small model and minutes for a large one. So what it makes of it
-is kept as an ordinary model folder (`prefillcli.models.gguf`): first configuration and tokenizer, then, once a
+is kept as an ordinary model folder: first configuration and tokenizer, then, once a
 job loads them, the weights in the dtype of the run.
 """
 
