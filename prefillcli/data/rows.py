@@ -211,7 +211,7 @@ class ScoredRow:
     kept_tokens: int
     seconds: float
     method: str = "full"
-    """`FULL`, or one of the others above."""
+    """How the row was read: the comment on methods below says which there are."""
     audit: Float64Array | None = None
     """For a row of the audit: the `logprobs` after the whole prompt and the last layer. In a job with exits each row
     of the audit has them, whether or not it would leave."""
