@@ -24,9 +24,8 @@ from prefillcli.data.rows import Int32Array, Prompt, Window
 from prefillcli.data.windows import MAX_ROWS
 from prefillcli.jobs.recorder import LabelMassCheck, Recorder
 from prefillcli.jobs.runners.crew import WorkerSpec
-from prefillcli.jobs.runners.parallel import ParallelScoring
+from prefillcli.jobs.runners.parallel import PACK_SHARE, ParallelScoring
 from prefillcli.jobs.runners.pool import Pool
-from prefillcli.jobs.runners.start import PACK_SHARE
 from prefillcli.jobs.window_scoring import ScoringOptions
 from prefillcli.models.law import PACK_TOKENS
 from prefillcli.options.load import load_settings

@@ -27,8 +27,7 @@ from prefillcli.cli import app
 from prefillcli.compress.reasons import Neighbour, why_kept
 from prefillcli.compress.selection import Request
 from prefillcli.compress.settings import Compression
-from prefillcli.data.prompts.encoding import Encoder
-from prefillcli.data.prompts.spans import token_texts
+from prefillcli.data.prompts.encoding import Encoder, token_texts
 from prefillcli.data.rows import Prompt
 from prefillcli.errors import Interrupted
 from prefillcli.jobs import inspect

@@ -20,8 +20,8 @@ from prefillcli.compress.load import make_compressor, translator_of
 from prefillcli.compress.pickers.registry import PickerResources
 from prefillcli.compress.selection import Request
 from prefillcli.compress.settings import Compression
+from prefillcli.data.prompts.encoding import Spans
 from prefillcli.data.prompts.labels import Labels
-from prefillcli.data.prompts.spans import Spans
 from prefillcli.data.rows import Float64Array, Prompt
 from prefillcli.engines.base import PLAIN, Answer, Treatment
 from prefillcli.engines.hf import last_logits

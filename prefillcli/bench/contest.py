@@ -31,7 +31,7 @@ from prefillcli.bench.vllm_method import start_vllm
 from prefillcli.compress.fallbacks import FALLBACK, is_fallback
 from prefillcli.compress.load import own_layers
 from prefillcli.compress.pickers.registry import PICKERS
-from prefillcli.data.prompts.spans import Spans, spans_of
+from prefillcli.data.prompts.encoding import Spans, spans_of
 from prefillcli.data.rows import Float64Array
 from prefillcli.errors import PrefillError, UsageError
 from prefillcli.stats.audit import audit_of, flip_interval

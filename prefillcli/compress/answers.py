@@ -12,16 +12,16 @@ import numpy.typing as npt
 from prefillcli.compress.base import Tick
 from prefillcli.compress.fallbacks import FALLBACK
 from prefillcli.compress.selection import Request
-from prefillcli.data.rows import FULL
+from prefillcli.data.reading.selection import Selection
+from prefillcli.data.rows import FULL, Window
 from prefillcli.engines.base import PLAIN, Answer, LabelTokens, PlanEngine, Treatment
 from prefillcli.errors import ResourceError
 from prefillcli.plan.blocks import CarriedBlock
-from prefillcli.plan.long_positions import marked_positions
 from prefillcli.plan.pack import Limits, Pack
-from prefillcli.plan.plan import Plan, make_plan
+from prefillcli.plan.plan import Plan, make_plan, marked_positions
 from prefillcli.plan.trie import TokenArray, token_order
 
-if TYPE_CHECKING:  # takes torch along
+if TYPE_CHECKING:
     from prefillcli.compress.self_draft import SelfDraftRule
 
 
@@ -188,3 +188,38 @@ def _small_groups(
         kept += request.most_kept
     if group:
         yield sorted(group), small
+
+
+# Which compressed rows are also read in full, for the audit.
+
+
+_SEED = 20_261
+
+
+class AuditDraw:
+    """Draws `rows` random rows of the `selection` from `total`, window by window, the same ones every time.
+
+    Each window gives its share of the rows; one that has fewer candidates makes the draw smaller.
+    """
+
+    def __init__(self, rows: int, selection: Selection, total: int) -> None:
+        self._rows = rows
+        self._selection = selection
+        self._total = max(selection.count(total), 1)
+
+    def draw(self, window: Window, candidates: Sequence[int]) -> list[int]:
+        """The share of `window`, drawn from the `candidates` (any numbers)."""
+        quota = self._before(int(window.rows[-1]) + 1) - self._before(int(window.rows[0]))
+        return draw(candidates, quota, window.index)
+
+    def _before(self, row: int) -> int:
+        """How many rows are drawn of those before this one."""
+        return -(-self._rows * self._selection.before(row) // self._total)
+
+
+def draw(candidates: Sequence[int], count: int, number: int) -> list[int]:
+    """`count` of the candidates or all of them, ascending, seeded by `number`."""
+    if count <= 0:
+        return []
+    order = np.random.default_rng([_SEED, number]).permutation(len(candidates))[:count]
+    return [candidates[at] for at in sorted(order.tolist())]

@@ -17,8 +17,7 @@ import numpy as np
 from prefillcli.compress.base import Estimator, ImportanceEstimate, Overlap, Tick
 from prefillcli.compress.fallbacks import FAILED, TEXT
 from prefillcli.data.prompts.controls import NotLiteral
-from prefillcli.data.prompts.encoding import EncodedText, Encoder
-from prefillcli.data.prompts.spans import token_texts
+from prefillcli.data.prompts.encoding import EncodedText, Encoder, token_texts
 from prefillcli.data.rows import Float64Array, Int32Array
 from prefillcli.plan.trie import TokenArray
 

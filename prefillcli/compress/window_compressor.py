@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from prefillcli.compress.answers import answer
-from prefillcli.compress.audit_draw import draw
+from prefillcli.compress.answers import answer, draw
 from prefillcli.compress.base import ImportanceEstimate, Tick
 from prefillcli.compress.compressor import Compressor
 from prefillcli.compress.fallbacks import ENOUGH_ROWS, FALLBACKS, NOT_FINITE, compressed_rows, faulty_rows

@@ -35,7 +35,7 @@ from prefillcli.models.load import load_weights
 from prefillcli.models.open import Opened
 from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.plan.trie import TokenArray
-from prefillcli.prefill.layer_place import embedding_device
+from prefillcli.prefill.layer_calls import embedding_device
 from prefillcli.prefill.model_ends import last_row
 
 # Texts behind prompts by transformers' own `generate`: what the other ways of writing are held against.

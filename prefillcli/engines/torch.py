@@ -57,7 +57,7 @@ from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.prefill.attention_paths import ruled_out
 from prefillcli.prefill.forest import WatchedLayer
 from prefillcli.prefill.fusion import Preparation, check_compiler, compiled, fused
-from prefillcli.prefill.layer_place import decoder_layers
+from prefillcli.prefill.layer_calls import decoder_layers
 from prefillcli.prefill.layout import Tree
 from prefillcli.prefill.leaving import REGROUP_LAYERS, Thinned, ThinningRule
 from prefillcli.prefill.own_cache import NO_DECODING, has_forest_attention

@@ -24,7 +24,7 @@ from prefillcli.jobs.load import compression_of
 from prefillcli.jobs.path_table import dry_run_report, output_of, require_apart
 from prefillcli.jobs.row_choice import RowChoice, check_rationales
 from prefillcli.jobs.shell import conclude, shell
-from prefillcli.jobs.writing_setup import text_room
+from prefillcli.jobs.wanted_rows import text_room
 from prefillcli.models.adapters import open_adapters
 from prefillcli.models.open import Opened, answer_labels, open_models, weights_of
 from prefillcli.options.score import ScoreSettings

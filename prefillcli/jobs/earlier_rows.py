@@ -2,20 +2,215 @@
 
 from __future__ import annotations
 
+import mmap
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import IO
 
-from prefillcli.data.output.earlier_output import EarlierOutput, FoundOutput, find_output
-from prefillcli.data.output.manifest import Manifest
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from prefillcli.data.filesystems import reading, writing
+from prefillcli.data.output.columns import OutputSchema, result_schema
+from prefillcli.data.output.counts import DIGEST, ROW
+from prefillcli.data.output.manifest import Job, Manifest
+from prefillcli.data.output.row_digests import NAME, TYPE, DigestReader
 from prefillcli.data.output.sink import Sink
-from prefillcli.data.output.target import Target
-from prefillcli.data.rows import Window
-from prefillcli.errors import DamagedFileError, OutputConflictError
+from prefillcli.data.output.target import Published, Target
+from prefillcli.data.rows import Int64Array, Window
+from prefillcli.errors import DamagedFileError, OutputConflictError, OutputDamagedError, PrefillError
 from prefillcli.jobs.recorder import Recorder
 from prefillcli.options.score import ScoreSettings
 from prefillcli.report.run import SinceUse
 from prefillcli.runtime import log
+
+# The scored rows of an earlier job's output, found again by their digests.
+
+
+NOT_COMPARED = "input"
+"""The part of a fingerprint that may differ: what rows say is compared row by row."""
+
+
+@dataclass(frozen=True)
+class FoundOutput:
+    """A complete output with the digests of its rows."""
+
+    target: Target
+    published: Published
+    digests: str
+    """SHA-256 of the file with the digests."""
+    own: str | None = None
+    """The output that is to be written, as in `find_output`."""
+    remedy: str = "leave --since out"
+
+    @property
+    def stands(self) -> bool:
+        """Whether it is there as it was found, so that nothing has replaced it since."""
+        found = find_output(self.target.path, self.own)
+        return isinstance(found, FoundOutput) and replace(found, remedy=self.remedy) == self
+
+    def require_same_job(self, fingerprint: dict[str, str]) -> None:
+        """Raise OutputConflictError unless it is of a job that differs from this one in its input alone."""
+        theirs = self.published.job.fingerprint
+        names = dict.fromkeys([*fingerprint, *theirs])
+        different = [name for name in names if name != NOT_COMPARED and fingerprint.get(name) != theirs.get(name)]
+        if different:
+            raise OutputConflictError(
+                f"{self.target.path} was written by another job: different {', '.join(different)}\n"
+                f"its rows cannot be taken over: {self.remedy} to score all rows"
+            )
+
+
+def find_output(path: str, own: str | None = None) -> FoundOutput | str:
+    """The complete output at a path, or why its rows cannot be taken over. Raises UsageError for an unknown ending.
+
+    `own` is the path of the output that is to be written: while its job is not complete, an older one may be there.
+    """
+    target = Target.parse(path)
+    if not target.exists():
+        return "there is no such output"
+    try:
+        manifest = Manifest.load(target.work)
+    except (DamagedFileError, OutputConflictError) as error:
+        return f"{target.work.location}/manifest.json: {str(error).splitlines()[0]}"
+    if manifest is None:
+        return (
+            f"its work folder {target.work.location} is not there, which has the digests of its rows: "
+            "an output is moved or renamed together with its work folder"
+        )
+    if manifest.state != "complete":
+        before = manifest.before
+        if before is None or own is None or Target.parse(own).path != target.path:
+            return "its job is not complete"
+        published = target.stored(Job.of_json(before["job"]), before["files"])
+        found = FoundOutput(target, published, before["digests"], own)
+        return found if not target.damage(published) else "it is being replaced"
+    if manifest.digests is None:
+        return "an earlier version of prefill wrote it, without digests of its rows"
+    return FoundOutput(target, target.stored(manifest.job, manifest.files), manifest.digests, own)
+
+
+class EarlierOutput:
+    """The scored rows of an output, copied to a file of this process, which ends with it.
+
+    It takes the disk that the rows' results need, and 16 bytes of memory for each. Close it.
+    """
+
+    def __init__(self, found: FoundOutput, schema: OutputSchema, folder: str | None) -> None:
+        """`schema` is that of the job that takes rows over; the file lies in `folder`, None for the system's own.
+
+        Raises OutputDamagedError if the output is not as it was written, ResourceError if the disk is full, and
+        PrefillError if it cannot be read.
+        """
+        self._found = found
+        self._names = result_schema(schema.labels, schema.groups, schema.measure)
+        where = folder or tempfile.gettempdir()
+        with writing(where):
+            self._file: IO[bytes] = tempfile.TemporaryFile(dir=where)  # noqa: SIM115 - `close` does
+        try:
+            with writing(where):
+                keys = self._copy()
+            self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+        except BaseException:
+            self._file.close()
+            raise
+        self._order = np.argsort(keys, kind="stable")
+        self._keys = keys[self._order]
+        self._reader = pa.ipc.open_file(pa.py_buffer(self._map))
+        sizes = [self._reader.get_batch(at).num_rows for at in range(self._reader.num_record_batches)]
+        self._starts = np.cumsum([0, *sizes], dtype=np.int64)
+
+    @property
+    def rows(self) -> int:
+        """How many rows it has that may be taken over."""
+        return len(self._keys)
+
+    def take(self, window: Window) -> pa.Table | None:
+        """The results of those rows of a window that are here: row numbers, result columns, digests; None for none.
+
+        Their prompts are taken out of the window.
+        """
+        asked = [prompt for prompt in window.prompts if prompt.digest is not None]
+        keys = np.frombuffer(b"".join(prompt.digest or b"" for prompt in asked), np.uint64)[::2]
+        at = np.minimum(np.searchsorted(self._keys, keys), max(self.rows - 1, 0))
+        hits = np.flatnonzero(self._keys[at] == keys) if self.rows else np.empty(0, np.int64)
+        if len(hits) == 0:
+            return None
+        found = self._at(self._order[at[hits]])
+        wanted = pa.array([asked[hit].digest for hit in hits.tolist()], TYPE)
+        found = found.append_column(ROW, pa.array([asked[hit].row for hit in hits.tolist()], pa.int64()))
+        found = found.filter(pc.equal(found[DIGEST].combine_chunks(), wanted))
+        taken = set(found[ROW].to_pylist())
+        window.prompts = [prompt for prompt in window.prompts if prompt.row not in taken]
+        return found.sort_by(ROW) if taken else None
+
+    def close(self) -> None:
+        """Give the disk back."""
+        del self._reader
+        self._file.close()
+
+    def _at(self, places: Int64Array) -> pa.Table:
+        """The rows at these places, in this order."""
+        batches = np.searchsorted(self._starts, places, "right") - 1
+        order = np.argsort(batches, kind="stable")
+        pieces = []
+        for number in np.unique(batches).tolist():
+            inside = places[order][batches[order] == number] - self._starts[number]
+            pieces.append(self._reader.get_batch(number).take(pa.array(inside)))
+        back = np.empty(len(places), np.int64)
+        back[order] = np.arange(len(places))
+        return pa.Table.from_batches(pieces).take(pa.array(back))
+
+    def _copy(self) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        """Copy the rows that have a score and a digest; returns the first half of each digest [rows]."""
+        found, keys = self._found, [np.empty(0, np.uint64)]
+        damage = found.target.damage(found.published)
+        if damage:
+            raise self._damaged(damage[0])
+        schema = self._names.append(pa.field(DIGEST, TYPE))
+        try:
+            with found.target.work.read(NAME) as digests, pa.ipc.new_file(self._file, schema) as copy:
+                reader = DigestReader(digests, found.target.work.location)
+                for table in self._tables():
+                    table = table.append_column(DIGEST, reader.next(len(table)))
+                    table = table.filter(_usable(table))
+                    copy.write_table(table.cast(schema))
+                    halves = b"".join(table[DIGEST].to_pylist())
+                    keys.append(np.frombuffer(halves, np.uint64)[::2])
+                reader.finish(found.digests)
+        except (DamagedFileError, FileNotFoundError) as error:
+            raise self._damaged(str(error)) from None
+        if not found.stands:
+            raise self._damaged("another run has replaced it")
+        self._file.flush()
+        return np.concatenate(keys)
+
+    def _tables(self) -> Iterator[pa.Table]:
+        """The result columns of the output, in the order in which it was written."""
+        found, names = self._found, self._names.names
+        with reading(found.target.path):
+            for table in found.target.tables(names, found.published.files):
+                yield table.select(names).cast(self._names)
+
+    def _damaged(self, what: str) -> PrefillError:
+        return OutputDamagedError(
+            f"{self._found.target.path}: {what}\nits rows cannot be taken over: {self._found.remedy} to score all rows"
+        )
+
+
+def _usable(table: pa.Table) -> pa.ChunkedArray:
+    """Whether each row may be taken over: it has a score and a digest, and lacks no number that its format cannot say.
+
+    JSON has no infinity, and its null may be one.
+    """
+    usable = pc.and_(pc.is_valid(table["score"]), pc.is_valid(table[DIGEST]))
+    for name in table.column_names:
+        if name.startswith(("logprob_", "value_")):
+            usable = pc.and_(usable, pc.is_valid(table[name]))
+    return usable
 
 
 def find_earlier(

@@ -18,10 +18,9 @@ from prefillcli.compress.selection import Request, tails
 from prefillcli.data.output.columns import ColumnGroups, OutputSchema
 from prefillcli.data.prompts.beginnings import Beginnings
 from prefillcli.data.prompts.builder import PromptBuilder
-from prefillcli.data.prompts.encoding import Encoder
+from prefillcli.data.prompts.encoding import Encoder, token_texts
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.sections import Ablation
-from prefillcli.data.prompts.spans import token_texts
 from prefillcli.data.prompts.templates import rationale_texts
 from prefillcli.data.proof.fingerprints import ModelContents, hash_value
 from prefillcli.data.reading.source import Source
@@ -31,24 +30,29 @@ from prefillcli.engines.base import Answer, EarlyExits, Engine, LabelTokens, Pla
 from prefillcli.errors import PrefillError, UsageError
 from prefillcli.exits.policy import ExitPolicy
 from prefillcli.exits.profile_file import require_same_job
-from prefillcli.jobs.evidence import Evidence
 from prefillcli.jobs.exit_learning import exit_profile_at
 from prefillcli.jobs.inputs import open_source, prompt_builder, require_shares
 from prefillcli.jobs.load import Models, load_walk
 from prefillcli.jobs.path_table import require_apart
 from prefillcli.jobs.row_choice import RowChoice
 from prefillcli.jobs.shell import shell
-from prefillcli.jobs.wanted_rows import JobRationales, LabelledChoice, scored_row
+from prefillcli.jobs.wanted_rows import Evidence, JobRationales, LabelledChoice, scored_row, writing_of
 from prefillcli.jobs.window_scoring import FollowUp, WantedRow
-from prefillcli.jobs.writing_setup import writing_of
 from prefillcli.models.adapters import open_adapters
 from prefillcli.models.open import Opened, answer_labels, open_models
 from prefillcli.options.compression import CompressionOptions
 from prefillcli.options.inspect import InspectSettings
 from prefillcli.plan.trie import common_prefix
 from prefillcli.redaction import without_secrets
-from prefillcli.report.inspection import AnswerView, CommonPrefix, Inspection, TokenView, print_inspection, write_html
-from prefillcli.report.layer_margins import margin_curve
+from prefillcli.report.inspection import (
+    AnswerView,
+    CommonPrefix,
+    Inspection,
+    TokenView,
+    margin_curve,
+    print_inspection,
+    write_html,
+)
 from prefillcli.report.rendering import visible
 from prefillcli.runtime import log
 from prefillcli.runtime.progress import Progress

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from prefillcli.data.dealing import ShardRows
 from prefillcli.data.output.columns import ROW_COLUMN, ColumnGroups
-from prefillcli.data.output.earlier_output import FoundOutput
 from prefillcli.data.output.heartbeat import Heartbeat
 from prefillcli.data.output.row_digests import RowDigests
 from prefillcli.data.output.scored_truth import id_texts
@@ -31,7 +30,7 @@ from prefillcli.forecast.profile import find_profile
 from prefillcli.forecast.remaining_time import RemainingTime
 from prefillcli.jobs.calibration_file import calibration_of, check_calibration, content_free_prompts, require_fitting
 from prefillcli.jobs.dry_run import dry_run_job
-from prefillcli.jobs.earlier_rows import find_earlier, left_to_score, opened_rows
+from prefillcli.jobs.earlier_rows import FoundOutput, find_earlier, left_to_score, opened_rows
 from prefillcli.jobs.evaluation import (
     EVALUATION,
     EvaluationPlan,

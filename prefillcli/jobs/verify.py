@@ -2,14 +2,205 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Literal
 
-from prefillcli.data.output.target import Target
-from prefillcli.data.output.verification import Verification
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from prefillcli.data.output.columns import ROW_COLUMN, typed_column
+from prefillcli.data.output.counts import Counts
+from prefillcli.data.output.jsonl_format import as_json
+from prefillcli.data.output.manifest import MEASURE, Job, Manifest
+from prefillcli.data.output.target import Published, Target
+from prefillcli.data.reading.source import Source
+from prefillcli.data.rows import ErrorCode
+from prefillcli.data.values import to_python
+from prefillcli.errors import ContentChangedError, DamagedFileError, OutputConflictError
 from prefillcli.jobs.shell import shell
 from prefillcli.runtime import log
+from prefillcli.stats.probabilities import Measure
+
+# Checks that an output is what its job wrote, and was made of the input that it names.
+
+
+_MOST = 20  # problems that are named
+
+#: Ids or row numbers, scores and errors of some rows.
+Batch = tuple[list[Any], pa.ChunkedArray, pa.ChunkedArray]
+
+_UNREAD = object()
+"""In place of the id of a row that was not read."""
+
+
+class Verification:
+    """Collects in `problems` what is wrong with an output; nothing is changed."""
+
+    def __init__(self, target: Target) -> None:
+        self.problems: list[str] = []
+        self.rows = {"total": 0, "scored": 0, "errors": 0}
+        """Of the output, as far as it can be read; `errors` includes the rows that were skipped."""
+        self._target = target
+        self._manifest = self._find_manifest()
+        self._published = self._find_published()
+
+    def run(self, inputs: Sequence[str] = ()) -> None:
+        """Check the output and, with `inputs`, that it was made of them. Raises UsageError for wrong inputs."""
+        published = self._published
+        if published is None:
+            return
+        self.problems += self._target.damage(published)
+        if self.problems:  # what cannot be trusted is not read
+            return
+        ids = self._rows_checked(published)
+        try:
+            source = self._open_input(published.job, inputs) if inputs else None
+            if source is not None:
+                self._compare(ids, self._input_ids(published.job, source))
+                source.require_unchanged()
+        except ContentChangedError as error:
+            self._add(str(error))
+        for _ in ids:  # rows that were not compared are checked too
+            pass
+        self._compare_counts()
+
+    def _find_manifest(self) -> Manifest | None:
+        try:
+            return Manifest.load(self._target.work)
+        except DamagedFileError as error:
+            self.problems.append(f"{self._target.work.location}/manifest.json is damaged: {error}")
+        except OutputConflictError as error:
+            self.problems.append(str(error).splitlines()[0])
+        return None
+
+    def _find_published(self) -> Published | None:
+        target, manifest = self._target, self._manifest
+        if not target.exists():
+            self.problems.append(f"{target.path}: there is no output")
+        elif manifest is not None and manifest.state == "complete":
+            return target.stored(manifest.job, manifest.files)
+        elif manifest is not None:
+            self.problems.append(f"{target.path}: its job is not complete; `prefill status` shows how far it is")
+        else:
+            published = target.published()
+            if published is None:
+                self.problems.append(f"{target.path}: nothing proves it: it has no work folder and no seal")
+            return published
+        return None
+
+    def _rows_checked(self, published: Published) -> Iterator[list[Any]]:
+        """The ids or row numbers of the output, batch by batch, while the rows are checked."""
+        last = -1
+        for ids, scores, errors in self._batches(published):
+            self._check_results(scores, errors, values=published.job.fingerprint.get(MEASURE) == Measure.VALUES)
+            if published.job.id_name is None:
+                if any(b <= a for a, b in zip([last, *ids], ids, strict=False)):
+                    self._add(f"rows are out of order or repeated near row {ids[0]}")
+                last = ids[-1] if ids else last
+            yield _with_unread(ids, errors)
+
+    def _batches(self, published: Published) -> Iterator[Batch]:
+        """The output, as far as it can be read."""
+        id_name, form = published.job.id_name or ROW_COLUMN, self._target.file_format
+        for name in published.files:
+            with self._target.store.read(name) as file:
+                try:
+                    if form.sealed and Job.of_json(form.job_of(file)).digest != published.job.digest:
+                        self._add(f"{name} says that another job wrote it")
+                    for table in form.read(file, [id_name, "score", "error"]):
+                        ids = to_python(table[id_name])
+                        yield _json_values(ids) if form.json_text else ids, table["score"], table["error"]
+                except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+                    self._add(f"{name} cannot be read: {error}")
+
+    def _check_results(self, scores: pa.ChunkedArray, errors: pa.ChunkedArray, *, values: bool) -> None:
+        scored, failed = pc.is_valid(scores), pc.is_valid(errors)
+        both = pc.sum(pc.equal(scored, failed)).as_py() or 0
+        if both:
+            self._add(f"{both:,} rows have neither a score nor an error, or both")
+        if values and pc.all(pc.is_finite(scores)).as_py() is False:
+            self._add("a score is not a finite number")
+        elif not values and pc.all(pc.and_(pc.greater_equal(scores, 0), pc.less_equal(scores, 1))).as_py() is False:
+            self._add("a score is not between 0 and 1")
+        self.rows["total"] += len(scores)
+        self.rows["scored"] += pc.sum(scored).as_py() or 0
+        self.rows["errors"] += pc.sum(failed).as_py() or 0
+
+    def _compare_counts(self) -> None:
+        counts: Counts | None = self._manifest.counts if self._manifest is not None else None
+        if counts is not None:
+            expected = {"total": counts.total, "scored": counts.scored, "errors": counts.errors + counts.skipped}
+            if expected != self.rows:
+                self._add(f"the output has {_counted(self.rows)}; its job wrote {_counted(expected)}")
+
+    def _open_input(self, job: Job, inputs: Sequence[str]) -> Source | None:
+        carried = [job.id_name] if job.id_name is not None else []
+        source = Source.open(inputs, carried=carried, **job.selection)
+        if source.fingerprint() != job.fingerprint.get("input"):
+            self._add(f"{', '.join(inputs)}: not the input that the output was made of, or changed since then")
+            return None
+        return source
+
+    def _input_ids(self, job: Job, source: Source) -> Iterator[list[Any]]:
+        """The ids or row numbers of the input as the output should have them."""
+        kind, form = None, self._target.file_format
+        if not form.json_text and job.id_name is not None and self._published is not None:
+            with self._target.store.read(next(iter(self._published.files))) as file:
+                kind = form.column_type(file, job.id_name)
+        for batch in source.batches():
+            if job.id_name is None:
+                yield batch.rows.tolist()
+                continue
+            column = batch.carried[job.id_name]
+            if kind is None:
+                texts = column.to_pylist() if source.kind == "jsonl" else as_json(column)
+                yield _json_values(texts)
+            else:
+                typed = typed_column(column, kind) if source.kind == "jsonl" else column.cast(kind)
+                yield to_python(typed)
+
+    def _compare(self, output: Iterator[list[Any]], source: Iterator[list[Any]]) -> None:
+        """Row by row, so that the first difference has a number."""
+        missing = object()
+        theirs = (value for values in source for value in values)
+        mine = (value for values in output for value in values)
+        try:
+            for number, (own, other) in enumerate(zip_longest(mine, theirs, fillvalue=missing)):
+                if own is missing or other is missing:
+                    more = "fewer" if own is missing else "more"
+                    self._add(f"the output has {more} rows than the input; the first {number:,} are the same")
+                    break
+                if own is _UNREAD:
+                    continue
+                if own != other and (own == own or other == other):  # NaN equals NaN here
+                    self._add(f"row {number:,} of the output is {own!r}, of the input {other!r}")
+                    break
+        except (pa.ArrowException, ValueError) as error:
+            self._add(f"the ids of the input are not of the output's type: {error}")
+
+    def _add(self, problem: str) -> None:
+        text = f"{self._target.path}: {problem}"
+        if text not in self.problems and len(self.problems) < _MOST:
+            self.problems.append(text)
+
+
+def _with_unread(ids: list[Any], errors: pa.ChunkedArray) -> list[Any]:
+    """The ids, with `_UNREAD` for rows that were too large for their job to read: nothing says what theirs are."""
+    unread = pc.equal(errors, ErrorCode.ROW_TOO_LARGE.value)
+    if not pc.any(unread).as_py():
+        return ids
+    return [_UNREAD if own is None and error else own for own, error in zip(ids, unread.to_pylist(), strict=True)]
+
+
+def _json_values(texts: Sequence[str | None]) -> list[Any]:
+    return [None if text is None else json.loads(text) for text in texts]
+
+
+def _counted(rows: dict[str, int]) -> str:
+    return ", ".join(f"{number:,} {name}" for name, number in rows.items())
 
 
 @dataclass

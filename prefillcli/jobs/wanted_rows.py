@@ -4,18 +4,112 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypedDict
+
+import numpy as np
 
 from prefillcli.compress.answers import kept_tokens, method_of
 from prefillcli.compress.selection import Request
 from prefillcli.data.output.columns import ResultRows
 from prefillcli.data.output.scored_truth import id_texts
 from prefillcli.data.prompts.beginnings import Beginnings
-from prefillcli.data.rows import FULL, Rationale, ScoredRow, Window, early_exit_method
-from prefillcli.decode.continuations import Beginning, Continuation, Writing
+from prefillcli.data.prompts.builder import PromptBuilder
+from prefillcli.data.prompts.labels import Labels
+from prefillcli.data.prompts.sections import Ablation
+from prefillcli.data.prompts.templates import rationale_texts
+from prefillcli.data.rows import (
+    FULL,
+    Float64Array,
+    Prompt,
+    Rationale,
+    ScoredRow,
+    SectionEffect,
+    Window,
+    early_exit_method,
+)
+from prefillcli.decode.continuations import Beginning, Continuation, Speculation, Writing
 from prefillcli.engines.base import Answer
-from prefillcli.jobs.evidence import Evidence
 from prefillcli.jobs.row_choice import RowChoice
+from prefillcli.models.open import Opened
+from prefillcli.options.rationale import WritingOptions
+from prefillcli.options.score import ScoreSettings
 from prefillcli.stats.calibration import Calibration
+from prefillcli.stats.probabilities import Measure, label_scores
+
+if TYPE_CHECKING:
+    from prefillcli.models.law import TextsOf
+
+# What each section of a prompt contributes to a row's score: the row is scored again without it.
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Weighs the sections of prompts that `ablation` leaves out, by scores of this `temperature` and `measure`."""
+
+    ablation: Ablation
+    temperature: float = 1.0
+    measure: Measure = Measure.SHARES
+
+    def weigh(self, request: Request, scored: ScoredRow) -> WeighedRow:
+        """What has to be read for the evidence of a row that was read by this request."""
+        prompt = request.prompt
+        return WeighedRow(self, prompt, _whole_answer(prompt, scored))
+
+    def score(self, numbers: Float64Array) -> float:
+        """The score of the first label."""
+        return float(label_scores(numbers, self.temperature, self.measure)[0])
+
+    def close(self) -> None:
+        """Let go of the process that renders templates."""
+        self.ablation.close()
+
+
+class WeighedRow:
+    """A row, scored without each of its sections.
+
+    There is one of the `requests` for each section: the prompt without it. Where the row's own answer, of which
+    `whole` are the label numbers, is not of the whole prompt and all layers, the last request is the whole prompt:
+    like is compared with like. All are to be read in full and to the last layer. There are none where the prompt has
+    no sections.
+    """
+
+    def __init__(self, evidence: Evidence, prompt: Prompt, whole: Float64Array | None) -> None:
+        self._evidence = evidence
+        ablated = evidence.ablation.of(prompt)
+        self._sections = [each.section for each in ablated]
+        self._numbers: dict[int, Float64Array] = {} if whole is None else {len(ablated): whole}
+        prompts = [each.prompt for each in ablated] + ([prompt] if ablated and whole is None else [])
+        self.requests = tuple(map(Request, prompts))
+
+    def take(self, place: int, answer: Answer) -> None:
+        """The answer to the request at this place among the `requests`."""
+        self._numbers[place] = answer.logprobs
+
+    def effects(self) -> tuple[SectionEffect, ...]:
+        """By how much each section raises the score of the first label, the largest change first, ties in their order.
+
+        Sections without an answer, or with one that is not a finite number, are left out; so are all where the whole
+        prompt has none.
+        """
+        scores = {place: self._evidence.score(numbers) for place, numbers in self._numbers.items()}
+        whole = scores.get(len(self._sections), float("nan"))
+        changes = [whole - scores.get(place, float("nan")) for place in range(len(self._sections))]
+        found = [
+            SectionEffect(name, change)
+            for name, change in zip(self._sections, changes, strict=True)
+            if np.isfinite(change)
+        ]
+        return tuple(sorted(found, key=lambda effect: -abs(effect.change)))
+
+
+def _whole_answer(prompt: Prompt, scored: ScoredRow) -> Float64Array | None:
+    """The label numbers of a row's whole prompt after the last layer, if it was read so."""
+    if scored.audit is not None:
+        return scored.audit
+    if scored.exit_layer is None and scored.kept_tokens == len(prompt.tokens):
+        return scored.logprobs
+    return None
+
 
 # What an engine's answer makes of a row.
 
@@ -189,3 +283,74 @@ class JobRationales:
         one = window.carried[self.id_column].slice(window.place(row), 1)
         (own,) = id_texts(one, json_text=self.choice.rows.schema.json_carried)
         return own
+
+
+# A job's rationales, made of its options and of what it has opened.
+
+
+def writing_of(settings: WritingOptions, opened: Opened, names: Sequence[str]) -> Writing | None:
+    """How the texts of a job are written whose labels have these names; None where none are. Raises UsageError for a
+    damaged model folder."""
+    if not settings.rationale:
+        return None
+    from prefillcli.models.open import stop_tokens  # takes torch along
+
+    texts = rationale_texts(settings.rationale_template, names).values()
+    return Writing(
+        tokens=settings.rationale,
+        stop_tokens=stop_tokens(opened.files),
+        beginning=max(len(opened.tokenizer.encode(f" {text}", add_special_tokens=False)) for text in texts) + 1,
+        temperature=settings.rationale_temperature,
+        seed=settings.rationale_seed,
+        speculation=Speculation(
+            drafter=settings.speculation,
+            tokens=settings.speculation_tokens,
+            budget=settings.retrieval_budget,
+            chunk=settings.retrieval_chunk,
+        ),
+    )
+
+
+class TextRoom(TypedDict):
+    """For how long texts, and of which prompts, memory is needed: see `LoadRequest`."""
+
+    text_tokens: int
+    texts_of: TextsOf
+
+
+def text_room(settings: ScoreSettings, opened: Opened, names: Sequence[str]) -> TextRoom:
+    """What room the texts of a job need. Arguments as of `writing_of`."""
+    writing = writing_of(settings, opened, names)
+    later = settings.rationale_limit is not None or settings.exit or settings.drafts_itself
+    texts_of: TextsOf = "later" if later else "all" if settings.rationale_when is None else "some"
+    return {"text_tokens": 0 if writing is None else writing.most_tokens, "texts_of": texts_of}
+
+
+def job_rationales(
+    settings: ScoreSettings,
+    choice: RowChoice | None,
+    opened: Opened,
+    labels: Labels,
+    builder: PromptBuilder,
+    calibration: Calibration | None,
+    chosen: Callable[[], int] = lambda: 0,
+) -> JobRationales | None:
+    """What a job does with the rows of its `choice`; None for nothing. `calibration` makes the scores, and `chosen`
+    counts the rows so far."""
+    if choice is None:
+        return None
+    writing = writing_of(settings, opened, labels.names)
+    words, evidence, temperature = None, None, settings.temperature
+    if writing is not None:
+        words = Beginnings(opened.tokenizer, labels, rationale_texts(settings.rationale_template, labels.names))
+    if settings.evidence:
+        evidence = Evidence(Ablation(builder, labels), temperature, choice.schema.measure)
+    return JobRationales(
+        LabelledChoice(choice, temperature, calibration),
+        writing,
+        words,
+        settings.rationale_limit,
+        chosen,
+        settings.id_column,
+        evidence,
+    )

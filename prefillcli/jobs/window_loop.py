@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from prefillcli.compress.audit_draw import AuditDraw
+from prefillcli.compress.answers import AuditDraw
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.rows import Window
 from prefillcli.decode.continuations import sum_of
@@ -20,9 +20,8 @@ from prefillcli.jobs.inputs import Granularity, JobInputs
 from prefillcli.jobs.job_exits import EXITS, JobExits
 from prefillcli.jobs.load import load_models
 from prefillcli.jobs.recorder import Recorder
-from prefillcli.jobs.wanted_rows import JobRationales
+from prefillcli.jobs.wanted_rows import JobRationales, job_rationales, text_room
 from prefillcli.jobs.window_scoring import Finished, ScoringOptions, score_window
-from prefillcli.jobs.writing_setup import job_rationales, text_room
 from prefillcli.options.score import ScoreSettings
 from prefillcli.report.run import WorkerCounts
 from prefillcli.runtime.clock import Clock
@@ -98,8 +97,7 @@ class WindowLoop:
 
     def run_with_workers(self, windows: Iterator[Window], ready: Callable[[], bool]) -> list[WorkerCounts]:
         """Begin the workers, and score with them; `ready` tells whether the next window can be had at once."""
-        from prefillcli.jobs.runners.parallel import ParallelScoring
-        from prefillcli.jobs.runners.start import pool_compressor, start_pool
+        from prefillcli.jobs.runners.parallel import ParallelScoring, pool_compressor, start_pool
 
         settings, sink, opened = self.settings, self.sink, self.inputs.opened
         keep = keep_rate(settings, sink.plan)

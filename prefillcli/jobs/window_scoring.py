@@ -7,17 +7,15 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
-from prefillcli.compress.answers import kept_tokens, plan_requests, thinning_of
-from prefillcli.compress.audit_draw import AuditDraw
+from prefillcli.compress.answers import AuditDraw, kept_tokens, plan_requests, thinning_of
 from prefillcli.compress.selection import Request
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.sections import MOST_SECTIONS
 from prefillcli.data.rows import ErrorCode, Float64Array, RowError, ScoredRow, Window
 from prefillcli.decode.continuations import Beginning, Continuation
 from prefillcli.engines.base import Answer, Engine, PlanEngine, Treatment
-from prefillcli.jobs.evidence import WeighedRow
 from prefillcli.jobs.job_exits import NO_EXITS, JobExits, Spared
-from prefillcli.jobs.wanted_rows import ChosenByScores, GivenContinuations, JobRationales, scored_row
+from prefillcli.jobs.wanted_rows import ChosenByScores, GivenContinuations, JobRationales, WeighedRow, scored_row
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import Plan, packs_to_run

@@ -42,9 +42,8 @@ from prefillcli.jobs.inputs import (
 from prefillcli.jobs.load import Models, load_models
 from prefillcli.jobs.recorder import LabelMassCheck
 from prefillcli.jobs.row_choice import RowChoice, check_rationales, column_groups
-from prefillcli.jobs.wanted_rows import JobRationales
+from prefillcli.jobs.wanted_rows import JobRationales, job_rationales, text_room
 from prefillcli.jobs.window_scoring import ScoringOptions, score_window
-from prefillcli.jobs.writing_setup import job_rationales, text_room
 from prefillcli.models.open import answer_labels
 from prefillcli.options.score import ScoreSettings
 from prefillcli.plan.blocks import BLOCK_TOKENS, CarriedBlock

@@ -24,7 +24,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from prefillcli.models.completeness import quiet_transformers
-from prefillcli.prefill.layer_place import decoder_layers
+from prefillcli.prefill.layer_calls import decoder_layers
 
 TOKENS = 512  # of the forward: whole chunks of what scans in chunks
 SCAN_OPERATIONS = 9

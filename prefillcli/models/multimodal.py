@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import (
 
 from prefillcli.models.safetensors import read_header, weight_files
 from prefillcli.prefill.forest import UnsupportedModelError
-from prefillcli.prefill.layer_place import decoder_layers
+from prefillcli.prefill.layer_calls import decoder_layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from transformers.core_model_loading import (
 from prefillcli.errors import ContentChangedError, ResourceError, UsageError
 from prefillcli.models.safetensors import data_start, read_header, weight_files
 from prefillcli.prefill.forest import UnsupportedModelError
-from prefillcli.prefill.layer_place import decoder_layers
+from prefillcli.prefill.layer_calls import decoder_layers
 
 # Which bytes of a model's files are which numbers of its decoder layers.
 #
@@ -333,7 +333,7 @@ class _Slot:
 
 
 class StreamedLayers:
-    """A `prefillcli.prefill.walk_state.LayerSource` over files.
+    """A `prefillcli.prefill.leaving.LayerSource` over files.
 
     `layers` are a model's decoder layers, with parameters on the meta device; `files` says where the numbers of each
     are. At most `room` bytes of layers are on `device`, which must be enough for two, or for one if there is only one.

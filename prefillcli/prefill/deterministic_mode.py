@@ -8,8 +8,9 @@ depend on them. The others pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -19,8 +20,266 @@ from torch._ops import OpOverload
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prefillcli.prefill.even_elements import GRAIN, compute_evenly, is_uneven
-from prefillcli.prefill.row_products import RowProducts
+from prefillcli.errors import ResourceError
+
+# Elementwise operators whose bits do not depend on where an element lies.
+#
+# On CPUs, torch computes elements in vectors. What is left over at the end of a thread's share it computes one by
+# one, and for some operators by another formula: silu, sigmoid and softplus in float32, rsqrt in bfloat16. So
+# elements are laid out so that nothing is left over, whatever the number of threads.
+
+
+STEP = 64  # elements: two vectors of the widest kind, which is what torch computes at a time
+GRAIN = (
+    32768  # elements of a thread at least, in torch (at::internal::GRAIN_SIZE); for gelu there are always all threads
+)
+SMALL = 16384  # elements that one thread computes alone, whatever the operator
+
+#: Operators that round once, or not at all: one by one they give what they give in vectors.
+EXACT = {
+    "aten::mul", "aten::div", "aten::neg", "aten::abs", "aten::relu", "aten::relu6", "aten::clamp",
+    "aten::clamp_min", "aten::clamp_max", "aten::maximum", "aten::minimum", "aten::fmax", "aten::fmin",
+    "aten::where", "aten::masked_fill", "aten::eq", "aten::ne", "aten::lt", "aten::le", "aten::gt",
+    "aten::ge", "aten::logical_and", "aten::logical_or", "aten::logical_not", "aten::logical_xor",
+    "aten::bitwise_and", "aten::bitwise_or", "aten::bitwise_not", "aten::bitwise_xor", "aten::isnan",
+    "aten::isinf", "aten::isfinite", "aten::isposinf", "aten::isneginf", "aten::sqrt", "aten::reciprocal",
+    "aten::round", "aten::floor", "aten::ceil", "aten::trunc", "aten::sign", "aten::sgn", "aten::square",
+    "aten::nan_to_num", "aten::_to_copy", "aten::clone", "aten::copy", "aten::fill", "aten::threshold",
+    "aten::floor_divide", "aten::remainder", "aten::positive",
+}  # fmt: skip
+_SUMS = {"aten::add", "aten::sub", "aten::rsub"}
+
+
+@cache
+def is_uneven(func: OpOverload) -> bool:
+    """Whether an operator is elementwise and may compute some elements by another formula.
+
+    Elementwise is one that torch tags so and that gives one tensor. `aten::equal` is tagged too, and gives a bool.
+    """
+    pointwise = torch.Tag.pointwise in func.tags and [str(each.type) for each in func._schema.returns] == ["Tensor"]
+    return pointwise and _base(func) not in EXACT
+
+
+def compute_evenly(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an elementwise operator gives, computed in whole vectors.
+
+    All arguments are taken by the names that the operator's schema has for them, however they were given.
+    """
+    names = [each.name for each in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    inputs = {name: each for name, each in given.items() if name != "out"}
+    tensors = {name: each for name, each in inputs.items() if isinstance(each, Tensor) and each.dim() > 0}
+    if not tensors or next(iter(tensors.values())).device.type != "cpu" or not _rounds(func, inputs):
+        return func(*args, **kwargs)
+    if func._schema.is_mutable:
+        target: Tensor = given["out"] if "out" in given else given["self"]
+        return target.copy_(_laid_out_and_back(_functional(func), inputs, tensors))
+    return _laid_out_and_back(func, inputs, tensors)
+
+
+def _laid_out_and_back(func: OpOverload, inputs: dict[str, Any], tensors: dict[str, Tensor]) -> Tensor:
+    shape = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
+        *(each.shape for each in tensors.values())
+    )
+    count = math.prod(shape)
+    room = _room(count)
+    if count == room and all(each.shape == shape and each.is_contiguous() for each in tensors.values()):
+        return _called(func, inputs)
+    laid_out = {name: _laid_out(each, shape, room) for name, each in tensors.items()}
+    return _called(func, inputs | laid_out)[:count].view(shape)
+
+
+def _called(func: OpOverload, given: dict[str, Any]) -> Tensor:
+    """The operator of arguments by name, those that its schema has by place in their order."""
+    places = [each.name for each in func._schema.arguments if not each.kwarg_only and each.name in given]
+    found: Tensor = func(*(given[name] for name in places), **{k: v for k, v in given.items() if k not in places})
+    return found
+
+
+def _room(count: int) -> int:
+    """The fewest elements from `count` on whose share for each thread is a multiple of `STEP`."""
+    most, room = torch.get_num_threads(), count
+    while True:
+        shares = math.lcm(most, max(1, min(most, -(-room // GRAIN)))) if room > SMALL else 1
+        rounded = -(-room // (STEP * shares)) * STEP * shares
+        if rounded == room:
+            return room
+        room = rounded
+
+
+def _rounds(func: OpOverload, given: dict[str, Any]) -> bool:
+    """Whether an operator rounds more than once for these arguments."""
+    name, exponent = _base(func), given.get("exponent")
+    if name in _SUMS:
+        return given.get("alpha", 1) not in (1, -1)
+    if name == "aten::pow" and not isinstance(exponent, Tensor):
+        return bool(exponent != 2)
+    return any(isinstance(each, Tensor) and each.is_floating_point() for each in given.values())
+
+
+def _base(func: OpOverload) -> str:
+    return func._schema.name.rstrip("_")
+
+
+def _functional(func: OpOverload) -> OpOverload:
+    """The operator that gives a new tensor, of one that writes into another."""
+    packet = getattr(torch.ops.aten, _base(func).removeprefix("aten::"))
+    name = func._overloadname
+    name = "default" if name == "out" else name.removesuffix("_out")
+    found: OpOverload = getattr(packet, name)
+    return found
+
+
+def _laid_out(each: Tensor, shape: torch.Size, room: int) -> Tensor:
+    """The elements in a row [room]; ones behind, of which every function is defined."""
+    found = each.new_ones(room)
+    found[: math.prod(shape)].view(shape).copy_(each.expand(shape))
+    return found
+
+
+# Products whose rows have the same bits whatever rows are beside them, and however many threads compute.
+#
+# A library chooses its way by the shape of a product and the number of threads. Whether two ways add up a row in the
+# same order is found out, not assumed: each product has tiles of a few rows, computed by one thread, that say which
+# bits a row has. What is computed faster, with more rows or threads, is compared with them in full when it is needed
+# for the first time. What differs is computed by one thread from then on, and if that differs too, in those tiles.
+
+
+TILE_ROWS = {"cpu": 64}  # whose bits count; on CPUs few, as they are computed by one thread
+TILE_ROWS_ELSEWHERE = 256
+FEW_ROWS = 16  # on CPUs the number of rows is rounded up to a multiple of this below a tile, and of a tile above
+
+Product = Callable[..., Tensor]
+"""Takes one tensor or several [..., rows, inputs], and gives [..., rows, outputs]."""
+
+
+class RowProducts:
+    """Products of rows with weights, and what has been found out about them.
+
+    Which way a product is computed depends on what agrees on this machine; which bits a row has does not.
+    """
+
+    def __init__(self) -> None:
+        self._most_threads: dict[tuple[Hashable, int, int], int] = {}
+        self._tiled: set[Hashable] = set()  # kinds whose tiles do not depend on a row's place
+
+    def compute(self, kind: Hashable, product: Product, *rows: Tensor, reference: Product | None = None) -> Tensor:
+        """`product(*rows)`, for rows that may have any number.
+
+        `kind` says all that a library may choose a way by, beside the number of rows: operation, dtype, shapes and
+        strides. `reference` computes the same with weights that are not laid out for this product. Raises
+        ResourceError if not even tiles of one shape give a row the same bits at each place.
+        """
+        count = rows[0].shape[-2]
+        if not count:
+            return product(*rows)
+        padded = tuple(_padded(each, _rounded(count, each.device)) for each in rows)
+        size, threads = padded[0].shape[-2], torch.get_num_threads()
+        asked = kind, size, threads
+        if asked not in self._most_threads:
+            self._most_threads[asked] = self._found_out(kind, product, padded, reference or product)
+        most = self._most_threads[asked]
+        if most == threads:
+            found = product(*padded)
+        elif most:
+            with _threads(most):
+                found = product(*padded)
+        else:
+            found = _in_tiles(reference or product, padded)
+        return found[..., :count, :]
+
+    def _found_out(self, kind: Hashable, product: Product, rows: tuple[Tensor, ...], reference: Product) -> int:
+        """With how many threads the product of so many rows has the bits of its tiles; 0 if with none."""
+        rows = tuple(map(_random_like, rows))  # given ones may be few, and zeros below them show nothing
+        if kind not in self._tiled:
+            _check_tiles(reference, rows)
+            self._tiled.add(kind)
+        wanted, threads = _in_tiles(reference, rows), torch.get_num_threads()
+        for tried in sorted({threads, 1}, reverse=True):
+            with _threads(tried):
+                if _same_bits(product(*rows), wanted):
+                    return tried
+        return 0
+
+
+def _random_like(rows: Tensor) -> Tensor:
+    drawn = torch.randn(rows.shape, generator=torch.Generator().manual_seed(0))
+    return drawn.to(rows.device, rows.dtype)
+
+
+def _rounded(count: int, device: torch.device) -> int:
+    tile = tile_rows(device)
+    step = FEW_ROWS if device.type == "cpu" and count < tile else tile
+    return -(-count // step) * step
+
+
+def tile_rows(device: torch.device) -> int:
+    """The number of rows whose product says which bits they have. More rows are rounded up to a multiple of it."""
+    return TILE_ROWS.get(device.type, TILE_ROWS_ELSEWHERE)
+
+
+def _padded(rows: Tensor, count: int) -> Tensor:
+    """The rows and some below, `count` of them, contiguous.
+
+    Those below are what lies there in memory, mostly the rest of another product, or zeros: no row depends on them.
+    """
+    given, size = rows.shape[-2], (*rows.shape[:-2], count, rows.shape[-1])
+    if given == count:
+        return rows.contiguous()
+    end = rows.storage_offset() + count * rows.shape[-1]
+    if rows.dim() == 2 and rows.is_contiguous() and end * rows.itemsize <= rows.untyped_storage().nbytes():
+        return rows.as_strided(size, rows.stride())
+    found = rows.new_empty(size)
+    found[..., :given, :] = rows
+    found[..., given:, :] = 0
+    return found
+
+
+def _tiles(rows: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
+    size = tile_rows(rows[0].device)
+    for start in range(0, rows[0].shape[-2], size):
+        yield tuple(_padded(each[..., start : start + size, :], size) for each in rows)
+
+
+def _in_tiles(product: Product, rows: tuple[Tensor, ...]) -> Tensor:
+    """The product by one thread in tiles of one shape: what its bits are."""
+    with _threads(1):
+        found = torch.cat([product(*tile) for tile in _tiles(rows)], dim=-2)
+    return found[..., : rows[0].shape[-2], :]
+
+
+def _check_tiles(product: Product, rows: tuple[Tensor, ...]) -> None:
+    """Raise ResourceError unless rows keep their bits where they move within a tile."""
+    shape = (*rows[0].shape[:-2], tile_rows(rows[0].device))
+    tile = tuple(_random_like(each.new_empty(*shape, each.shape[-1])) for each in rows)
+    with _threads(1):
+        wanted = product(*tile)
+        for by in (1, 13):
+            moved = product(*(each.roll(by, dims=-2) for each in tile))
+            if not _same_bits(moved.roll(-by, dims=-2), wanted):
+                raise ResourceError(
+                    "--deterministic: on this machine a matrix product gives a row other bits at another place\n"
+                    "take another --device or --dtype, or leave it out"
+                )
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool(torch.equal(one.nan_to_num(), other.nan_to_num()))
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """While this lasts, so many threads compute."""
+    before = torch.get_num_threads()
+    if count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
 
 AS_TORCH_DOES: AbstractContextManager[Any] = nullcontext()
 """No mode."""

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from prefillcli.errors import brief
-from prefillcli.plan.long_positions import LONG
+from prefillcli.plan.plan import LONG
 from prefillcli.prefill.deterministic_mode import AS_TORCH_DOES
 from prefillcli.prefill.forest import UnsupportedModelError
-from prefillcli.prefill.layer_calls import LayerCall, Recording
-from prefillcli.prefill.layer_place import decoder_layers, embedding_device
+from prefillcli.prefill.layer_calls import LayerCall, Recording, decoder_layers, embedding_device
 from prefillcli.prefill.layout import IntArray, split_evenly
 
 # Residual streams of several lanes, kept as one wide row for each token.

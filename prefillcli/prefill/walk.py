@@ -21,20 +21,29 @@ from prefillcli.plan.blocks import STATE_STEP
 from prefillcli.plan.exit_work import KEYS_SHARE, LayersDone
 from prefillcli.plan.pack import Key, Pack
 from prefillcli.prefill.attention import longest_batched
-from prefillcli.prefill.copies import ResidualRows
 from prefillcli.prefill.cpu_kernels import ROW_STEP
-from prefillcli.prefill.deterministic_mode import numbers_mode
+from prefillcli.prefill.deterministic_mode import numbers_mode, tile_rows
 from prefillcli.prefill.forest import ForestAttention, KeysStored, UnsupportedModelError, WatchedLayer
 from prefillcli.prefill.fusion import Preparation, fused, fused_alike
-from prefillcli.prefill.held_parts import HeldParts
+from prefillcli.prefill.held_parts import HeldParts, ResidualRows
 from prefillcli.prefill.layer_calls import CallBuffers, LayerCall, Recording, lend_shared
 from prefillcli.prefill.layout import Chunk, IntArray, KeyWindow, LastTokens, Tree, split_evenly
-from prefillcli.prefill.leaving import ExitRule, Remainder, ThinningRule, going_on, remainder, thin_pack, watch_for
+from prefillcli.prefill.leaving import (
+    ExitRule,
+    Keeper,
+    LayerSource,
+    Remainder,
+    ResidentLayers,
+    ThinningRule,
+    WalkState,
+    going_on,
+    remainder,
+    thin_pack,
+    watch_for,
+)
 from prefillcli.prefill.model_ends import ModelEnds
 from prefillcli.prefill.own_cache import NO_DECODING, NO_QUERIES, OwnCache, OwnCacheLayer, has_forest_attention
 from prefillcli.prefill.recurrent import LayerRecurrence, recurrent_modules
-from prefillcli.prefill.row_products import tile_rows
-from prefillcli.prefill.walk_state import Keeper, LayerSource, ResidentLayers, WalkState
 
 # Where a pack is cut into chunks, which are computed by one call of a layer each.
 

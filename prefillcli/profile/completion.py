@@ -18,7 +18,7 @@ import numpy as np
 from prefillcli.forecast.completion_model import CompletionModel, CompletionPoint, features
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill.layer_place import embedding_device
+from prefillcli.prefill.layer_calls import embedding_device
 from prefillcli.profile.children import Send, Subject, load_subject
 from prefillcli.profile.fits import fit_costs, fit_linear, mean_relative_error, pearson, relative_errors
 from prefillcli.profile.mode_laws import attention_windows

@@ -14,11 +14,11 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ATTENTION, ForestAttention
-from prefillcli.prefill.layer_place import decoder_layers, embedding_device
+from prefillcli.prefill.layer_calls import decoder_layers, embedding_device
 from prefillcli.prefill.layout import split_evenly
+from prefillcli.prefill.leaving import WalkState
 from prefillcli.prefill.model_ends import last_row
 from prefillcli.prefill.walk import LayerWalk
-from prefillcli.prefill.walk_state import WalkState
 
 MODES = {
     "full": "transformers, one forward, the K,V of all layers kept (use_cache=True)",

@@ -9,10 +9,9 @@ from pydantic import BaseModel, Field
 
 from prefillcli.report.charts import Box, Plot, Tick
 from prefillcli.report.rendering import counted, percent_interval, visible
-from prefillcli.stats.evaluation import Evaluation
+from prefillcli.stats.evaluation import Evaluation, ReliabilityBin
 from prefillcli.stats.intervals import Estimate
 from prefillcli.stats.ranking import ThresholdFigures
-from prefillcli.stats.reliability import ReliabilityBin
 
 
 class TruthValue(BaseModel):

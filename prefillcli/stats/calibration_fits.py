@@ -16,9 +16,8 @@ from prefillcli.stats.calibration import (
     TemperatureScaling,
     softmax,
 )
-from prefillcli.stats.evaluation import evaluate, evaluate_labels
+from prefillcli.stats.evaluation import evaluate, evaluate_labels, log_losses
 from prefillcli.stats.probabilities import Float64Array
-from prefillcli.stats.reliability import log_losses
 
 Method = Literal["temperature", "platt", "isotonic"]
 METHODS: tuple[Method, ...] = ("temperature", "platt", "isotonic")

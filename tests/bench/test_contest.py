@@ -22,8 +22,8 @@ from prefillcli.bench.measure import with_peak
 from prefillcli.bench.report import METHODS, NAMED, WorkloadResult
 from prefillcli.compress.pickers.registry import PICKERS
 from prefillcli.compress.settings import Compression
+from prefillcli.data.prompts.encoding import spans_of
 from prefillcli.data.prompts.labels import Labels, parse_labels
-from prefillcli.data.prompts.spans import spans_of
 from prefillcli.data.rows import Prompt
 from prefillcli.jobs.load import load_walk
 from prefillcli.models.open import open_models

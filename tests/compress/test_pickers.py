@@ -21,7 +21,7 @@ from prefillcli.compress.base import Picker
 from prefillcli.compress.draft import Draft
 from prefillcli.compress.pickers.registry import PICKERS, PickerResources
 from prefillcli.compress.settings import Compression
-from prefillcli.data.prompts.spans import Spans
+from prefillcli.data.prompts.encoding import Spans
 from prefillcli.data.rows import Prompt
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.forest import ATTENTION, register

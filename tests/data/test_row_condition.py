@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.data.row_condition import RowCondition
 from prefillcli.errors import UsageError
+from prefillcli.jobs.row_choice import RowCondition
 
 SCHEMA = pa.schema(
     [

@@ -27,7 +27,7 @@ from prefillcli.models.rehearsal import rehearse
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import UnsupportedModelError, register
-from prefillcli.prefill.layer_place import decoder_layers
+from prefillcli.prefill.layer_calls import decoder_layers
 from prefillcli.prefill.walk import LayerWalk
 from tests.prefill.tiny_models import NOT_DECODERS, VARIANTS, VOCABULARY, class_names, make_tiny_model
 from tests.prefill.tiny_multimodal import WHOLE, make_whole_model, whole_class

@@ -11,7 +11,8 @@ import torch
 from prefillcli.models.law import memory_law, pack_limits
 from prefillcli.plan.pack import Held, Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill import copies, held_parts
+from prefillcli.prefill import held_parts
+from prefillcli.prefill import held_parts as copies
 from prefillcli.prefill.held_parts import HeldPart, HeldParts
 from tests.prefill.families import make_config
 from tests.prefill.late_copies import LateCopies

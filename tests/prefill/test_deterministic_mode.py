@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from prefillcli.errors import ResourceError
-from prefillcli.prefill.deterministic_mode import DeterministicMode
-from prefillcli.prefill.even_elements import is_uneven
-from prefillcli.prefill.row_products import RowProducts
+from prefillcli.prefill.deterministic_mode import DeterministicMode, RowProducts, is_uneven
 
 ROWS, WIDTH = 700, 72
 COUNTS = (1, 2, 33, 150, 670)

@@ -10,9 +10,8 @@ import pytest
 from torch import nn
 
 from prefillcli.engines.torch import TorchEngine
-from prefillcli.plan.long_positions import LONG, marked_positions
 from prefillcli.plan.pack import Limits
-from prefillcli.plan.plan import make_plan
+from prefillcli.plan.plan import LONG, make_plan, marked_positions
 from prefillcli.prefill.forest import UnsupportedModelError, register
 from tests.prefill.families import make_model
 from tests.prefill.test_sparse import eager_sparse, kept_of, walked_sparse

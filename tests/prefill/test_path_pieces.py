@@ -14,7 +14,7 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill import recurrent
 from prefillcli.prefill.forest import ATTENTION, register
-from prefillcli.prefill.layer_place import decoder_layers
+from prefillcli.prefill.layer_calls import decoder_layers
 from prefillcli.prefill.layout import Tree
 from prefillcli.prefill.recurrent import ModuleCall, recurrent_modules
 from prefillcli.prefill.walk import LayerWalk, chunk_cutter, cut_between_pieces

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from prefillcli.plan.long_positions import marked_positions
 from prefillcli.plan.pack import Limits
-from prefillcli.plan.plan import make_plan
+from prefillcli.plan.plan import make_plan, marked_positions
 from prefillcli.prefill.forest import ATTENTION
 from prefillcli.prefill.walk import LayerWalk
 from tests.prefill.families import VOCABULARY, each_family

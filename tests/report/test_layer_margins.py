@@ -13,8 +13,15 @@ from scipy.stats import entropy
 
 from prefillcli.exits.policy import ExitLayer, ExitPolicy
 from prefillcli.exits.probes import Float64Array, Readings
-from prefillcli.report.inspection import inspection_html, print_inspection
-from prefillcli.report.layer_margins import MarginCurve, margin_curve, margin_notes, margin_plot, margin_rows
+from prefillcli.report.inspection import (
+    MarginCurve,
+    inspection_html,
+    margin_curve,
+    margin_notes,
+    margin_plot,
+    margin_rows,
+    print_inspection,
+)
 from tests.report.test_inspection import HOSTILE, example
 
 LOGITS = np.array([[0.1, 0.3], [1.0, 0.2], [-0.5, 0.5], [2.0, -1.0], [3.0, 0.5]])  # of embedding and four layers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from prefillcli.report.metrics import to_metrics
+from prefillcli.report.files import to_metrics
 from prefillcli.report.run import RunReport
 from prefillcli.stats.audit import audit_of
 

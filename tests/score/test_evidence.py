@@ -17,7 +17,7 @@ from prefillcli.data.prompts.sections import Ablation
 from prefillcli.data.prompts.settings import PromptSettings
 from prefillcli.data.rows import Prompt, RowBatch, ScoredRow
 from prefillcli.engines.base import Answer
-from prefillcli.jobs.evidence import Evidence
+from prefillcli.jobs.wanted_rows import Evidence
 from prefillcli.stats.probabilities import Measure
 from tests.score.jobs import Reference
 

@@ -116,7 +116,7 @@ strict = True
 [mypy-prefillcli.*,pyarrow.*]
 follow_imports = skip
 ignore_missing_imports = True
-[mypy-prefillcli,prefillcli.library.session,prefillcli.library.given_rows,prefillcli.options.keywords,prefillcli.errors]
+[mypy-prefillcli,prefillcli.library.session,prefillcli.library.session,prefillcli.options.keywords,prefillcli.errors]
 follow_imports = silent
 """
 

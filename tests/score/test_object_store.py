@@ -225,7 +225,7 @@ def test_of_two_jobs_at_one_time_one_wins(
 @pytest.mark.parametrize(
     ("output", "last_step"),
     [
-        ("o.parquet", Hold("prefillcli.data.output.remote_store:exclusive_put", ending="put_file")),
+        ("o.parquet", Hold("prefillcli.data.output.store:exclusive_put", ending="put_file")),
         ("o/", Hold("prefillcli.data.output.publication:_InPlace.publish")),
     ],
 )

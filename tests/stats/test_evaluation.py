@@ -21,10 +21,17 @@ from sklearn.metrics import (
     roc_curve,
 )
 
-from prefillcli.stats.evaluation import closest_call, evaluate, evaluate_labels, nearest, surest_wrong
+from prefillcli.stats.evaluation import (
+    closest_call,
+    evaluate,
+    evaluate_labels,
+    expected_calibration_error,
+    nearest,
+    reliability,
+    surest_wrong,
+)
 from prefillcli.stats.intervals import exact_interval, mean_estimate
 from prefillcli.stats.ranking import Ranking
-from prefillcli.stats.reliability import expected_calibration_error, reliability
 
 SCORES = st.one_of(st.sampled_from([0.0, 0.25, 0.5, 1 / 3, 1.0]), st.floats(0, 1))
 ROWS = st.lists(st.tuples(SCORES, st.booleans()), min_size=1, max_size=60)

@@ -14,9 +14,8 @@ from prefillcli.compress.fallbacks import NOT_FINITE
 from prefillcli.compress.pickers.row_picker import RowPicker
 from prefillcli.data.rows import Prompt
 from prefillcli.plan.exit_work import account
-from prefillcli.plan.long_positions import marked_positions
 from prefillcli.plan.pack import Limits, Pack
-from prefillcli.plan.plan import make_plan
+from prefillcli.plan.plan import make_plan, marked_positions
 from prefillcli.prefill.forest import WatchedLayer
 from prefillcli.prefill.layout import Tree
 from prefillcli.prefill.walk import LayerWalk

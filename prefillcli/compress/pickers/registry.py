@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:  # the pickers import what takes seconds; their names should not wait for it
     from prefillcli.compress.base import Estimator, Picker
     from prefillcli.compress.settings import Compression
-    from prefillcli.data.prompts.spans import Spans
+    from prefillcli.data.prompts.encoding import Spans
     from prefillcli.data.rows import Prompt
     from prefillcli.plan.pack import Limits
     from prefillcli.prefill.walk import LayerWalk

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from prefillcli.compress.base import Float32Array, ImportanceEstimate, Tick
 from prefillcli.compress.selection import budget, chunk_count, ends, tails
 from prefillcli.compress.settings import Compression
-from prefillcli.data.prompts.spans import Spans
+from prefillcli.data.prompts.encoding import Spans
 from prefillcli.data.rows import Int64Array, Prompt
 
 

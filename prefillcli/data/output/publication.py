@@ -13,10 +13,9 @@ import pyarrow as pa
 from prefillcli.data.filesystems import writing
 from prefillcli.data.output.columns import OutputSchema
 from prefillcli.data.output.counts import Counts
-from prefillcli.data.output.local_store import LocalStore, make_folder, walk_folder
 from prefillcli.data.output.manifest import Job, Manifest
 from prefillcli.data.output.row_digests import writing_digests
-from prefillcli.data.output.store import Store
+from prefillcli.data.output.store import LocalStore, Store, make_folder, walk_folder
 from prefillcli.data.output.target import OLD, SUCCESS, Published, Target, is_partition
 from prefillcli.data.reading.partitions import Partitions
 from prefillcli.errors import PrefillError

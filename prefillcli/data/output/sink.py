@@ -10,12 +10,12 @@ import pyarrow as pa
 from prefillcli.data.output import heartbeat, parts
 from prefillcli.data.output.columns import NO_GROUPS, ColumnGroups, OutputSchema, ResultRows, kinds_of
 from prefillcli.data.output.counts import ROW, Counts
-from prefillcli.data.output.local_store import LocalStore
 from prefillcli.data.output.locks import Lock
 from prefillcli.data.output.manifest import Job, Manifest, replaced
 from prefillcli.data.output.parts import PartIndex, PartInfo, WindowRows
 from prefillcli.data.output.publication import commit, recover_publication
 from prefillcli.data.output.resuming import find_resumable, proven_parts, require_undamaged, retried, without_errors
+from prefillcli.data.output.store import LocalStore
 from prefillcli.data.output.target import Target
 from prefillcli.data.reading.partitions import Partitions
 from prefillcli.data.rows import Int64Array, RowError, ScoredRow, Window

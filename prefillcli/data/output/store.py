@@ -2,15 +2,387 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from typing import IO, Protocol
+import io
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import IO, Any, Protocol
 
-from prefillcli.data.filesystems import filesystem_of, is_local, written_path
-from prefillcli.data.output.local_store import LocalStore
-from prefillcli.data.output.locks import Lock
-from prefillcli.data.output.remote_store import RemoteStore
+from prefillcli.data.filesystems import Failure, explained, filesystem_of, is_local, patiently, writing, written_path
+from prefillcli.data.output.locks import LOCK, FileLock, Lock, ObjectLock, exclusive_put, file_lock_held
 from prefillcli.data.paths import split_path
+from prefillcli.errors import OutputBusyError, PrefillError
+from prefillcli.redaction import without_secrets
+from prefillcli.runtime import file_calls
+
+# A folder on a local disk in which files appear whole or not at all.
+
+
+_TEMPORARY = ".prefill-tmp"
+
+
+class LocalStore:
+    """A folder on a local disk: temporary file, fsync, rename, fsync of the folder.
+
+    The operating system holds its lock, so that no other run writes here: `new` files need no care of their own.
+    """
+
+    beat_seconds = 5.0
+    at_once = 1
+
+    def __init__(self, location: str) -> None:
+        self.location = location
+
+    def names(self) -> list[str]:
+        with writing(self.location):
+            try:
+                names = [entry.name for entry in file_calls.list_folder(self.location)]
+            except FileNotFoundError:
+                return []
+        return [name for name in names if not name.endswith(_TEMPORARY)]
+
+    def folders(self) -> list[str]:
+        with writing(self.location):
+            try:
+                return [entry.name for entry in file_calls.list_folder(self.location) if entry.is_dir()]
+            except FileNotFoundError:
+                return []
+
+    def find(self, into: Callable[[str], bool]) -> list[str]:
+        with writing(self.location):
+            files = [path for path, folder in walk_folder(self.location, into) if not folder]
+        return sorted(path for path in files if not path.endswith(_TEMPORARY))
+
+    def exists(self, name: str) -> bool:
+        with writing(self._path(name)):
+            return file_calls.is_there(self._path(name))
+
+    def read(self, name: str) -> IO[bytes]:
+        return file_calls.open_to_read(self._path(name))
+
+    def read_bytes(self, name: str) -> bytes:
+        with self.read(name) as file:
+            return file.read()
+
+    @contextmanager
+    def create(self, name: str, *, new: bool = False) -> Iterator[IO[bytes]]:
+        path = self._path(name)
+        folder, base = split_path(path)
+        temporary = os.path.join(folder, f".{base}{_TEMPORARY}")
+        try:
+            with writing(path):
+                make_folder(folder)
+                with file_calls.open_to_write(temporary) as file:
+                    yield file
+                    file.flush()
+                    file_calls.sync_file(file.fileno())
+                file_calls.replace_file(temporary, path)
+                file_calls.sync_folder(folder)
+        except BaseException:
+            with suppress(OSError):
+                file_calls.remove_file(temporary)
+            raise
+
+    def put_bytes(self, name: str, data: bytes, *, new: bool = False) -> None:
+        with self.create(name) as file:
+            file.write(data)
+
+    def delete(self, name: str) -> None:
+        with writing(self._path(name)), suppress(FileNotFoundError):
+            file_calls.remove_file(self._path(name))
+
+    def remove(self) -> None:
+        with writing(self.location), suppress(FileNotFoundError):
+            file_calls.remove_tree(self.location)
+
+    def delete_all(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.delete(name)
+
+    def clean(self, ours: Callable[[str], bool], into: Callable[[str], bool] = lambda folder: False) -> None:
+        with writing(self.location):
+            for path, is_folder in walk_folder(self.location, into):
+                folder, name = split_path(path)
+                half = not is_folder and name.startswith(".") and name.endswith(_TEMPORARY)
+                if half and ours(os.path.normpath(os.path.join(folder, name[1 : -len(_TEMPORARY)]))):
+                    file_calls.remove_file(self._path(path))
+
+    def in_use(self) -> bool | None:
+        with writing(self._path(LOCK)):
+            return file_lock_held(self._path(LOCK))
+
+    def lock(self) -> Lock:
+        path = self._path(LOCK)
+        with writing(path):
+            while True:
+                make_folder(self.location)
+                lock = FileLock(path, self.location)
+                if lock.stands:
+                    return lock
+                lock.release()
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.location, name)
+
+
+def make_folder(path: str) -> None:
+    """Make a local folder and those that it lies in, unless they exist, so that they survive a crash."""
+    if not file_calls.is_folder(path):
+        parent = os.path.dirname(path)
+        make_folder(parent)
+        file_calls.add_folder(path)
+        file_calls.sync_folder(parent)
+
+
+def walk_folder(path: str, into: Callable[[str], bool]) -> Iterator[tuple[str, bool]]:
+    """The paths in a local folder, relative to it, each with whether it is a folder; nothing if there is none.
+
+    What lies in a folder comes too if `into` accepts its name. Symbolic links are not followed. Raises OSError if a
+    folder cannot be read: what is in it is not passed over.
+    """
+    waiting = [""]
+    while waiting:
+        inner = waiting.pop()
+        try:
+            entries = file_calls.list_folder(os.path.join(path, inner))
+        except FileNotFoundError:
+            continue
+        for entry in entries:
+            found, is_folder = os.path.join(inner, entry.name), entry.is_dir(follow_symlinks=False)
+            yield found, is_folder
+            if is_folder and into(entry.name):
+                waiting.append(found)
+
+
+# A folder of an object store, in which files appear whole or not at all.
+
+
+_S3 = {"s3", "s3a"}
+_FOLDERLESS = _S3 | {"gs", "gcs", "abfs", "abfss", "az", "hf"}  # here, making a folder may mean making a bucket
+_READ_BLOCK = 8 << 20  # bytes
+_TAIL = 1 << 16  # bytes compared to tell one file from another
+_AT_ONCE = 8  # requests
+_BEAT_SECONDS, _COMMIT_BEAT_SECONDS = 30.0, 600.0  # a request costs money, a commit also a line of history
+
+
+class RemoteStore:
+    """A folder of an object store, where an object appears when its upload is complete.
+
+    Requests that fail for a moment are sent again.
+    """
+
+    def __init__(self, filesystem: Any, inner: str, location: str) -> None:
+        self.location = without_secrets(location)
+        self._protocols = {filesystem.protocol} if isinstance(filesystem.protocol, str) else set(filesystem.protocol)
+        self._reading = filesystem
+        self._filesystem = _client(filesystem) if self._protocols & _S3 else filesystem
+        self._inner = inner
+        self.beat_seconds = _COMMIT_BEAT_SECONDS if self._commits else _BEAT_SECONDS
+        self.at_once = 1 if self._commits else _AT_ONCE
+
+    def names(self) -> list[str]:
+        return self._entries("file")
+
+    def folders(self) -> list[str]:
+        return self._entries("directory")
+
+    def find(self, into: Callable[[str], bool]) -> list[str]:
+        root = str(self._filesystem._strip_protocol(self._inner)).rstrip("/") + "/"
+        found = [str(path).removeprefix(root) for path in self._listed(lambda: self._filesystem.find(self._inner))]
+        return sorted(name for name in found if all(map(into, name.split("/")[:-1])))
+
+    def exists(self, name: str) -> bool:
+        with requesting(f"{self.location}/{name}"):
+            return self._size(name) is not None
+
+    def read(self, name: str) -> IO[bytes]:
+        path = self._path(name)
+        with requesting(f"{self.location}/{name}", may_miss=True):
+            self._reading.invalidate_cache(path)
+            file: IO[bytes] = patiently(lambda: self._reading.open(path, "rb", block_size=_READ_BLOCK))
+        return file
+
+    def read_bytes(self, name: str) -> bytes:
+        with requesting(f"{self.location}/{name}", may_miss=True):
+            return bytes(patiently(lambda: self._filesystem.cat_file(self._path(name))))
+
+    @contextmanager
+    def create(self, name: str, *, new: bool = False) -> Iterator[IO[bytes]]:
+        path = self._path(name)
+        place = f"{tempfile.gettempdir()} (for {self.location}/{name}, before its upload)"
+        with writing(place), file_calls.open_unnamed() as file:
+            yield file
+            file.flush()
+            size, tail = os.path.getsize(file.name), _tail(file)
+
+            def arrived() -> bool:
+                return self._size(name) == size and self._filesystem.tail(path, _TAIL) == tail
+
+            put = exclusive_put(self._filesystem, "put_file") if new else None
+            with requesting(f"{self.location}/{name}"):
+                self._put(name, put, self._filesystem.put_file, (file.name, path), arrived)
+                if (found := self._size(name)) != size:
+                    raise PrefillError(
+                        f"{self.location}/{name} has {found} bytes in the store, but {size} were written\n"
+                        "another program writes there, or the store is damaged: go on with --resume"
+                    )
+
+    def put_bytes(self, name: str, data: bytes, *, new: bool = False) -> None:
+        path = self._path(name)
+        put = exclusive_put(self._filesystem) if new else None
+        with requesting(f"{self.location}/{name}"):
+            overwrite = self._filesystem.pipe_file
+            self._put(name, put, overwrite, (path, data), lambda: self._filesystem.cat_file(path) == data)
+
+    def delete(self, name: str) -> None:
+        with requesting(f"{self.location}/{name}"), suppress(FileNotFoundError):
+            patiently(lambda: self._filesystem.rm_file(self._path(name)))
+
+    def delete_all(self, names: Iterable[str]) -> None:
+        with ThreadPoolExecutor(self.at_once) as pool:
+            list(pool.map(self.delete, names))
+
+    def remove(self) -> None:
+        """Nothing to do: the folder is there as long as objects are in it, and the lock goes when it is released."""
+
+    def clean(self, ours: Callable[[str], bool], into: Callable[[str], bool] = lambda folder: False) -> None:
+        """Give up uploads in several parts that a killed run has begun: S3 charges for their parts until then.
+
+        Other stores drop them by themselves, and an upload of one request that was cut off leaves nothing.
+        """
+        if not self._protocols & _S3:
+            return
+        with suppress(Exception):  # the right to list uploads is seldom given, and nothing depends on it
+            bucket, folder, _ = self._filesystem.split_path(self._inner)
+            folder = f"{folder.rstrip('/')}/" if folder else ""
+            request = self._filesystem.call_s3
+            found = request("list_multipart_uploads", Bucket=bucket, Prefix=folder)
+            for upload in found.get("Uploads", []):
+                name = str(upload["Key"]).removeprefix(folder)
+                if ours(name) and all(map(into, name.split("/")[:-1])):
+                    request("abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+
+    def in_use(self) -> bool | None:
+        with requesting(self.location):
+            holder = ObjectLock.holder(self._filesystem, self._path(LOCK))
+        return None if holder is None else holder.alive()
+
+    def lock(self) -> Lock:
+        with requesting(self.location):
+            return ObjectLock(self._filesystem, self._path(LOCK), self.location)
+
+    @property
+    def _commits(self) -> bool:
+        """Whether each write is a commit of a git repository."""
+        return "hf" in self._protocols and not self._inner.removeprefix("hf://").startswith("buckets/")
+
+    def _put(
+        self,
+        name: str,
+        exclusive: Callable[[Any, Any], None] | None,
+        overwrite: Callable[[Any, Any], None],
+        arguments: tuple[Any, Any],
+        arrived: Callable[[], bool],
+    ) -> None:
+        """Write an object, with `exclusive` if it is given and the store knows it.
+
+        Whatever answer comes, or none: the object is written if it has `arrived`. Raises OutputBusyError if
+        another one is there.
+        """
+
+        def put() -> None:
+            try:
+                (exclusive or overwrite)(*arguments)
+            except Exception as error:
+                failure = Failure.of(error)
+                if failure in (Failure.PASSING, Failure.REFUSED):
+                    raise
+                if failure is Failure.MISSING and not self._protocols & _FOLDERLESS:
+                    self._filesystem.makedirs(split_path(self._path(name))[0], exist_ok=True)
+                    overwrite(*arguments)
+                    return
+                with suppress(Exception):  # what cannot be looked at is not known to be there
+                    if arrived():
+                        return
+                if exclusive is None:
+                    raise
+                if self._size(name) is not None:
+                    raise OutputBusyError(
+                        f"{self.location}/{name} was written by another run meanwhile, and is left as it is\n"
+                        "see which run that was; `prefill status` shows its state"
+                    ) from error
+                overwrite(*arguments)  # a store that knows no conditional writes
+
+        patiently(put)
+
+    def _size(self, name: str) -> int | None:
+        """Bytes of an object, asked for now; None if there is none."""
+
+        def ask() -> int | None:
+            self._filesystem.invalidate_cache(self._path(name))
+            try:
+                found = self._filesystem.info(self._path(name))
+            except FileNotFoundError:
+                return None
+            return int(found["size"]) if found["type"] == "file" else None
+
+        return patiently(ask)
+
+    def _entries(self, kind: str) -> list[str]:
+        """Names of the files, or of the folders, in it."""
+        entries = self._listed(lambda: self._filesystem.ls(self._inner, detail=True))
+        return sorted(split_path(str(each["name"]).rstrip("/"))[1] for each in entries if each["type"] == kind)
+
+    def _listed(self, ask: Callable[[], Any]) -> list[Any]:
+        """A listing of now, not of a client's memory; nothing if the folder does not exist."""
+
+        def listed() -> list[Any]:
+            self._filesystem.invalidate_cache()
+            return list(ask())
+
+        with requesting(self.location), suppress(FileNotFoundError):
+            return patiently(listed)
+        return []
+
+    def _path(self, name: str) -> str:
+        return f"{self._inner}/{name}"
+
+
+def _client(filesystem: Any) -> Any:
+    """The same S3 without memory of listings, where tries are botocore's and ours, not also those of s3fs.
+
+    Without requests beside each other an object is got by one request, not by two, and of a file that is sent in parts
+    one part is in memory, not ten.
+    """
+    options = filesystem.storage_options | {"use_listings_cache": False, "max_concurrency": 1}
+    own = type(filesystem)(*filesystem.storage_args, **options)
+    own.retries = 1
+    return own
+
+
+def _tail(file: IO[bytes]) -> bytes:
+    """The last bytes of a file that is open for reading."""
+    end = file.seek(0, io.SEEK_END)
+    file.seek(max(end - _TAIL, 0))
+    return file.read()
+
+
+@contextmanager
+def requesting(path: str, *, may_miss: bool = False) -> Iterator[None]:
+    """Turn what the clients of object stores raise into errors that say what to do.
+
+    Where the object `may_miss`, FileNotFoundError stays.
+    """
+    try:
+        yield
+    except PrefillError:
+        raise
+    except Exception as error:
+        if may_miss and isinstance(error, FileNotFoundError):
+            raise
+        raise PrefillError(f"cannot use {path}: {explained(error)}") from error
 
 
 class Store(Protocol):

@@ -17,8 +17,7 @@ from prefillcli.data.output.columns import COLUMNS, ROW_COLUMN
 from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.formats import DIRECTORY, FILE_ENDINGS, FileFormat, OutputFormat, format_of
 from prefillcli.data.output.manifest import Job
-from prefillcli.data.output.remote_store import requesting
-from prefillcli.data.output.store import Store, open_store
+from prefillcli.data.output.store import Store, open_store, requesting
 from prefillcli.data.paths import WORK_ENDING, split_path
 from prefillcli.data.proof.seals import digest_of, seal_of, with_checksum
 from prefillcli.data.shard import Shard

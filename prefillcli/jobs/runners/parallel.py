@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prefillcli.compress.answers import plan_requests
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.rows import ErrorCode, RowError, Window
+from prefillcli.engines.registry import ENGINES
+from prefillcli.errors import UsageError
+from prefillcli.jobs.load import compression_of
 from prefillcli.jobs.recorder import Recorder
-from prefillcli.jobs.runners.pool import MOST_LOSSES, Item, Outcome, Pool, answer_task
+from prefillcli.jobs.runners.crew import Crew, WorkerSpec
+from prefillcli.jobs.runners.pool import MOST_LOSSES, Cost, Item, Outcome, Pool, answer_task
 from prefillcli.jobs.window_scoring import Finished, PlannedWork, ScoringOptions, WindowWork, begin_window, follow_up
+from prefillcli.models.open import Opened
+from prefillcli.options.score import ScoreSettings
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import FreePack, free_packs, groups_of
 from prefillcli.plan.plan import Plan
 from prefillcli.runtime.clock import Clock
+from prefillcli.runtime.signals import Stop
 
-if TYPE_CHECKING:  # takes torch along
+if TYPE_CHECKING:
+    from prefillcli.compress.compressor import Compressor
     from prefillcli.compress.window_compressor import WindowCompressor
+    from prefillcli.forecast.profile import Profile
 
 AHEAD = 2
 """Packs for each worker that wait at least, while there are more windows."""
@@ -194,3 +203,113 @@ class ParallelScoring:
 
 def _lost(outcome: Outcome) -> RowError:
     return RowError(ErrorCode.WORKER_LOST, f"{outcome.lost} whenever this row was scored, at last by itself")
+
+
+# The workers of a `prefill score` job, begun.
+
+
+# Where the workers of a job run: the runners, by name.
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerKind:
+    """A runner by name. `crew` makes its workers; none of them has begun. Raises UsageError or ResourceError."""
+
+    name: str
+    crew: Callable[[ScoreSettings, Opened], Crew]
+
+
+def _local(settings: ScoreSettings, opened: Opened) -> Crew:
+    from prefillcli.jobs.runners.processes import ProcessCrew, usable_devices
+
+    device = opened.device.type if opened.device is not None else "cpu"
+    devices = usable_devices(device)
+    if devices is not None and settings.workers > devices:
+        raise UsageError(
+            f"--workers {settings.workers}: this machine has {devices} CUDA devices, one for each worker\n"
+            f"take --workers {devices}, or --device cpu"
+        )
+    if devices is not None and opened.device.index is not None:
+        raise UsageError(f"--device {settings.device}: each worker has a device of its own\ntake --device cuda")
+    threads = None if settings.threads == "auto" else settings.threads
+    return ProcessCrew(settings.workers, device=device, engine=settings.engine, threads=threads)
+
+
+def _ray(settings: ScoreSettings, opened: Opened) -> Crew:
+    from prefillcli.jobs.runners.ray import RayCrew
+
+    return RayCrew(settings, opened)
+
+
+RUNNERS: dict[str, RunnerKind] = {kind.name: kind for kind in (RunnerKind("local", _local), RunnerKind("ray", _ray))}
+
+
+PACK_SHARE = 1 / 4
+"""Size of the packs of several workers, as a share of a single process's."""
+
+
+def start_pool(
+    settings: ScoreSettings,
+    opened: Opened,
+    stop: Stop,
+    *,
+    keep: float,
+    before: Mapping[str, Any],
+    profile: Profile | None,
+    digests: Mapping[str, str],
+) -> Pool:
+    """The workers of a job, of which one is ready. `keep` and `before` as in `load_models`.
+
+    `digests` are those of the contents of the models' folders. Raises as loading a model does.
+    """
+    from prefillcli.models.law import PACK_TOKENS
+
+    kind = opened.device.type if opened.device is not None else "cpu"
+    crew = RUNNERS[settings.runner].crew(settings, opened)
+    folders = {"model": str(opened.files.origin), "revision": None}
+    if opened.draft is not None:
+        folders["draft"] = str(opened.draft.origin)
+    spec = WorkerSpec(
+        number=0,
+        settings=settings.model_copy(update=folders),
+        keep=keep,
+        share=1.0 if kind == "cuda" else 1 / crew.size,
+        plan=before,
+        measured=profile,
+        digests=digests if crew.digests_needed else {},
+    )
+    pool = Pool(crew, spec, lambda spec, number: replace(spec, number=number), cost=_cost(opened, profile), stop=stop)
+    try:
+        tokens = None if settings.pack_tokens else int(PACK_TOKENS[kind] * PACK_SHARE)
+        pool.begin(plans="packs" in ENGINES[settings.engine].can, pack_tokens=tokens)
+    except BaseException:
+        pool.close()
+        raise
+    return pool
+
+
+def pool_compressor(settings: ScoreSettings, opened: Opened, pool: Pool, keep: float) -> Compressor | None:
+    """What compresses the windows of the job, with the drafts of the pool."""
+    from prefillcli.compress.load import make_compressor
+    from prefillcli.compress.pickers.registry import PickerResources
+
+    if not opened.compresses:
+        return None
+    picker = "self-draft" if opened.drafts_itself else "specprefill"
+    resources = PickerResources(settings=compression_of(settings), draft=pool)
+    return make_compressor(picker, resources, opened, pool.plan.get("keep", keep))
+
+
+def _cost(opened: Opened, profile: Profile | None) -> Cost:
+    """What a plan takes: seconds by the profile, else operations, else tokens."""
+    if profile is not None:
+        return profile.seconds
+    from prefillcli.models.shape import NoCostModel, walk_flops
+
+    def operations(plan: Plan) -> float:
+        try:
+            return walk_flops(opened.files.config, plan)
+        except (NoCostModel, AttributeError):
+            return float(plan.computed_tokens)
+
+    return operations

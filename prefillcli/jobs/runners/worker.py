@@ -22,7 +22,7 @@ from prefillcli.jobs.runners.crew import (
     WorkerReport,
     WorkerSpec,
 )
-from prefillcli.jobs.writing_setup import text_room
+from prefillcli.jobs.wanted_rows import text_room
 from prefillcli.models.open import answer_labels
 from prefillcli.runtime.memory import peak_memory, proportional_memory
 
