@@ -67,6 +67,7 @@ def with_values(value: Any, edits: Sequence[tuple[str, int, Any]]) -> Any:
     for what, number, junk in edits:
         places = list(_places(box))
         holder, key = places[number % len(places)]
+        junk = copy.deepcopy(junk)  # examples share it, and the next edit may be in it
         match what:
             case "set":
                 holder[key] = junk
