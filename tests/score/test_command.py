@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from typer.testing import CliRunner, Result
 from prefillcli.cli import app
 from tests.score.jobs import Reference, read_output, read_report, texts, write_parquet
 
-HELP_SECONDS = 0.5
 STABLE_KEYS = {
     "schema_version", "status", "exit_code", "error", "rows", "tokens", "seconds", "rows_per_second",
     "tokens_per_second", "peak_memory_bytes", "packs", "settings", "versions", "fingerprint", "audit",
@@ -55,19 +53,6 @@ def assert_stable_report(path: str) -> dict:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("arguments", [["--help"], ["score", "--help"]])
-def test_help_answers_at_once(arguments: list[str]) -> None:
-    command = [sys.executable, "-m", "prefillcli", *arguments]
-    seconds = []  # of the processor: others may be busy with it too
-    for _ in range(5):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert "score" in shown
-    assert statistics.median(seconds) < HELP_SECONDS
-
-
 def test_help_and_wrong_options_import_no_torch() -> None:
     code = (
         "import sys\nfrom prefillcli.cli import app\n"
