@@ -36,7 +36,7 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.walk import LayerWalk
-from prefillcli.profile.prompts import prompts_with_histories
+from prefillcli.profile.children import prompts_with_histories
 
 CPU = torch.device("cpu")
 

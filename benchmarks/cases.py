@@ -22,7 +22,7 @@ from prefillcli.bench.measure import interleaved
 from prefillcli.compress.settings import Compression
 from prefillcli.models.law import choose_chunk, memory_law
 from prefillcli.models.shape import prefill_flops, table5, walk_flops
-from prefillcli.profile.prompts import prompts_with_histories, random_prompt
+from prefillcli.profile.children import prompts_with_histories, random_prompt
 from prefillcli.report.rendering import mebibytes
 
 Row = dict[str, Any]

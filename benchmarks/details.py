@@ -34,8 +34,7 @@ from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill import forest, fusion
 from prefillcli.prefill.attention import attend_blockwise
 from prefillcli.prefill.cpu_kernels import Shift, attend_by_products
-from prefillcli.profile.budget import resident
-from prefillcli.profile.prompts import prompts_with_histories
+from prefillcli.profile.children import prompts_with_histories, resident
 from prefillcli.report.rendering import mebibytes
 from recipes.real_model import real_model
 

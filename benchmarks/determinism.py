@@ -37,7 +37,7 @@ from prefillcli.models.load import load_model
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
-from prefillcli.profile.prompts import prompts_with_histories, random_prompt
+from prefillcli.profile.children import prompts_with_histories, random_prompt
 from recipes.real_model import real_model
 
 LABELS = ((5,), (7,))

@@ -21,8 +21,7 @@ import typer
 
 from benchmarks.console import log
 from benchmarks.exit_cases import EXIT_CASES, ExitCase
-from prefillcli.bench.contenders import Equipment, Hybrid, MethodRun
-from prefillcli.bench.early_exit import EarlyExit
+from prefillcli.bench.contenders import EarlyExit, Equipment, Hybrid, MethodRun
 from prefillcli.bench.material import input_material
 from prefillcli.compress.selection import Request
 from prefillcli.data.prompts.labels import Labels, parse_labels

@@ -26,9 +26,9 @@ from benchmarks.family_models import FAMILIES, Family, random_model
 from benchmarks.methods import compressed_walk, compressor_for, layer_walk
 from benchmarks.score_runs import SAMPLES
 from benchmarks.spread import Spread
+from prefillcli.bench.contenders import state_drift
 from prefillcli.bench.measure import interleaved
 from prefillcli.bench.report import StateDrift
-from prefillcli.bench.state_drift import state_drift
 from prefillcli.compress.selection import Request
 from prefillcli.compress.settings import Compression
 from prefillcli.data.rows import Prompt
@@ -37,7 +37,7 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
-from prefillcli.profile.prompts import random_prompt
+from prefillcli.profile.children import random_prompt
 from prefillcli.stats.audit import flip_interval
 from recipes.evaluate_samples import draw_rows
 

@@ -32,9 +32,8 @@ from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
-from prefillcli.profile.budget import enforced, peak_bytes
+from prefillcli.profile.children import enforced, peak_bytes, prompts_with_histories, random_prompt
 from prefillcli.profile.modes import Prefill
-from prefillcli.profile.prompts import prompts_with_histories, random_prompt
 from prefillcli.runtime.memory import available_memory, prepare_allocator
 
 GB = 10**9

@@ -19,7 +19,7 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.walk import LayerWalk
-from prefillcli.profile.prompts import prompts_with_histories, random_prompt
+from prefillcli.profile.children import prompts_with_histories, random_prompt
 
 CPU = torch.device("cpu")
 VOCABULARY = 8_000

@@ -24,7 +24,7 @@ from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.attention import longest_batched
 from prefillcli.prefill.forest import ForestAttention
 from prefillcli.prefill.layout import Chunk, LastTokens, Tree, split_evenly
-from prefillcli.profile.prompts import prompts_with_histories
+from prefillcli.profile.children import prompts_with_histories
 
 CHUNK = 8192
 HEADS, KV_HEADS, WIDTH = 32, 8, 128  # an 8B model's

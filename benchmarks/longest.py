@@ -134,8 +134,7 @@ def _confirm(pipe: Connection, folder: Path, tokens: int, streamed: bool, stretc
     from prefillcli.plan.pack import Limits
     from prefillcli.plan.plan import make_plan
     from prefillcli.prefill.walk import LayerWalk
-    from prefillcli.profile.budget import enforced, make_malloc_exact, peak_bytes
-    from prefillcli.profile.prompts import random_prompt
+    from prefillcli.profile.children import enforced, make_malloc_exact, peak_bytes, random_prompt
 
     make_malloc_exact()
     files, cpu = read_model_files(folder), torch.device("cpu")

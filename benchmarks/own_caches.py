@@ -27,7 +27,7 @@ from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ATTENTION
 from prefillcli.prefill.own_cache import set_own_attention
 from prefillcli.prefill.walk import LayerWalk
-from prefillcli.profile.prompts import prompts_with_histories
+from prefillcli.profile.children import prompts_with_histories
 
 #: Prefixes, rows behind each, tokens of a prefix, tokens of a row.
 PACKS = {"reviews": (1, 32, 300, 120), "long prefix": (1, 20, 2000, 150), "short rows": (1, 128, 40, 24)}

@@ -30,7 +30,7 @@ from benchmarks.spread import Spread
 from benchmarks.workloads import short_rows
 from prefillcli.bench.measure import interleaved
 from prefillcli.plan.trie import TokenArray
-from prefillcli.profile.prompts import prompts_with_histories, random_prompt
+from prefillcli.profile.children import prompts_with_histories, random_prompt
 from prefillcli.report.rendering import mebibytes
 from recipes.real_model import real_model
 

@@ -25,7 +25,7 @@ from benchmarks.score_runs import SAMPLES, score_file
 from benchmarks.spread import Spread
 from benchmarks.workloads import short_rows
 from prefillcli.plan.trie import TokenArray
-from prefillcli.profile.prompts import prompts_with_histories
+from prefillcli.profile.children import prompts_with_histories
 
 Report = dict[str, Any]
 

@@ -1,11 +1,11 @@
-"""Token sequences with the shapes of real jobs, beside those of `prefillcli.profile.prompts`."""
+"""Token sequences with the shapes of real jobs, beside those of `prefillcli.profile.children`."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from prefillcli.plan.trie import TokenArray
-from prefillcli.profile.prompts import random_tokens
+from prefillcli.profile.children import random_tokens
 
 
 def short_rows(rows: int, shortest: int, longest: int, vocabulary: int, seed: int = 0) -> list[TokenArray]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from prefillcli.bench.measure import with_peak
-from prefillcli.profile.budget import enforced, peak_bytes, resident
+from prefillcli.profile.children import enforced, peak_bytes, resident
 from prefillcli.runtime.memory import available_memory, loadable_memory, prepare_allocator
 
 MIB = 1 << 20

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefillcli.data.rows import Prompt, RowError, Window
-from prefillcli.forecast.input_statistics import LEVELS, InputStatistics, histogram_of, lengths_of
 from prefillcli.forecast.remaining_time import RemainingTime
+from prefillcli.forecast.survey import LEVELS, InputStatistics, histogram_of, lengths_of
 from prefillcli.models.find import read_model_files
 from prefillcli.models.weights import weight_bytes
 from prefillcli.plan.pack import Limits

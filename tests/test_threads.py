@@ -16,7 +16,7 @@ import torch
 from benchmarks.methods import layer_walk
 from benchmarks.models import random_llama
 from prefillcli.engines.readout import label_numbers
-from prefillcli.profile.prompts import prompts_with_histories, random_prompt
+from prefillcli.profile.children import prompts_with_histories, random_prompt
 from prefillcli.runtime.cores import Threads, affinity, prepare, threads_for
 
 ROOT = Path(__file__).parent.parent

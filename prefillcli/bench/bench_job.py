@@ -9,13 +9,10 @@ from contextlib import ExitStack, closing
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from prefillcli.bench.bench_page import save_report
+from prefillcli.bench.bench_page import print_texts, print_workload, save_report
 from prefillcli.bench.material import Material, input_material, made_material
 from prefillcli.bench.probes import WORKLOADS
-from prefillcli.bench.report import METHODS, NAMED, UNCOMPRESSED, BenchReport, WorkloadResult
-from prefillcli.bench.text_report import TEXT_METHODS, TextResult
-from prefillcli.bench.text_tables import print_texts
-from prefillcli.bench.workload_tables import print_workload
+from prefillcli.bench.report import METHODS, NAMED, TEXT_METHODS, UNCOMPRESSED, BenchReport, TextResult, WorkloadResult
 from prefillcli.compress.pickers.registry import PICKERS
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.reading.source import Source
@@ -226,8 +223,7 @@ def _compare_on(material: Material, names: Sequence[str], equipment: Equipment, 
 def _compare_texts_on(
     material: Material, names: Sequence[str], equipment: Equipment, draft: Draft | None, steps: StepLog
 ) -> TextResult:
-    from prefillcli.bench.text_contest import compare_texts
-    from prefillcli.bench.text_setup import text_methods, text_task
+    from prefillcli.bench.text_contest import compare_texts, text_methods, text_task
 
     settings = equipment.settings
     task = text_task(equipment, material, settings.rationale)

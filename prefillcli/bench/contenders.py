@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import LinearAttentionLayer
 
-from prefillcli.bench.report import ExitResult, StateDrift
-from prefillcli.bench.state_drift import state_drift
-from prefillcli.compress.answers import answer, answer_requests, plan_requests
+from prefillcli.bench.material import Material, made_material
+from prefillcli.bench.report import ClassFlips, ExitResult, LayerDrift, StateDrift
+from prefillcli.compress.answers import answer, answer_requests, method_of, plan_requests
 from prefillcli.compress.base import ImportanceEstimate
 from prefillcli.compress.compressor import Compressor
 from prefillcli.compress.load import make_compressor, translator_of
+from prefillcli.compress.pickers.gemfilter import GemFilter
 from prefillcli.compress.pickers.registry import PickerResources
 from prefillcli.compress.selection import Request
+from prefillcli.compress.self_draft import SelfDraft
 from prefillcli.compress.settings import Compression
 from prefillcli.data.prompts.encoding import Spans
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.rows import Float64Array, Prompt
-from prefillcli.engines.base import PLAIN, Answer, Treatment
+from prefillcli.engines.base import PLAIN, Answer, EarlyExits, Treatment
 from prefillcli.engines.hf import last_logits
 from prefillcli.engines.readout import activation_of, label_numbers
 from prefillcli.engines.torch import TorchEngine
+from prefillcli.exits.judging import ExitCalibration, calibrate_exits
+from prefillcli.exits.policy import ExitPolicy
+from prefillcli.jobs.exit_learning import calibration_rows, exit_costs, observed_layers, rows_to_learn
 from prefillcli.jobs.load import Models, compression_of
 from prefillcli.models.open import Opened
 from prefillcli.models.shape import (
     NoCostModel,
+    Shape,
     answer_flops,
     prefill_flops,
     ratio_speedup,
@@ -38,11 +49,84 @@ from prefillcli.models.shape import (
     walk_flops,
 )
 from prefillcli.options.bench import BenchSettings
+from prefillcli.plan.exit_work import in_full
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.plan.trie import TokenArray
-from prefillcli.prefill.forest import ATTENTION
+from prefillcli.prefill.forest import ATTENTION, ForestAttention
+from prefillcli.prefill.own_cache import LayerPast
 from prefillcli.prefill.walk import LayerWalk
+from prefillcli.stats.audit import flip_interval
+
+# State drift: how far the final states of recurrent layers are from those of the whole prompt.
+#
+# A recurrent layer advances only at the tokens that it reads, so after a compressed prompt its state is another one
+# than after the whole prompt ("SpecPrefill on Unified Memory" leaves open by how much).
+
+
+DRIFT_ROWS = 8  # of each method: the first that it has compressed; both ways of reading them are walked once more
+
+
+def state_drift(
+    walking: Callable[[], AbstractContextManager[LayerWalk]], limits: Limits, requests: Sequence[Request]
+) -> StateDrift | None:
+    """The drift over the first `DRIFT_ROWS` compressed requests; None without any, or without recurrent layers.
+
+    `walking` gives a walk of the target. Each request is walked whole and compressed, by itself.
+    """
+    rows = [each for each in requests if each.compressed][:DRIFT_ROWS]
+    found: dict[int, list[float]] = {}
+    with walking() as walk:
+        for request in rows:
+            whole = final_states(walk, Request(request.prompt), limits)
+            for number, states in final_states(walk, request, limits).items():
+                found.setdefault(number, []).append(distance(states, whole[number]))
+    if not found:
+        return None
+    every = [each for layer in found.values() for each in layer]
+    return StateDrift(
+        rows=len(rows),
+        median=statistics.median(every),
+        largest=max(every),
+        layers=[
+            LayerDrift(layer=number + 1, median=statistics.median(own), largest=max(own))
+            for number, own in found.items()
+        ],
+    )
+
+
+@torch.inference_mode()
+def final_states(walk: LayerWalk, request: Request, limits: Limits) -> dict[int, list[Tensor]]:
+    """The states that a prompt leaves in each recurrent layer, by the layer's number from 0."""
+    (pack,) = make_plan([request.tokens], limits, positions=[request.positions]).packs
+    ((end, _),) = pack.reads
+    found: dict[int, list[Tensor]] = {}
+    with ForestAttention(len(pack.tokens)) as attention:
+        state = walk.begin(pack, keep_ends=True)
+        for number, _ in walk.through_layers(state, attention, lambda tokens: None):
+            if state.recurrence:
+                carried = [tensor for each in state.recurrence.end_of(end) for tensor in _carried(each)]
+                found |= {number: carried} if carried else {}
+    return found
+
+
+def _carried(end: LinearAttentionLayer | LayerPast) -> list[Tensor]:
+    """The recurrent states among what a layer keeps; K,V are none."""
+    entries = end.entries.values() if isinstance(end, LayerPast) else [end]
+    return [tensor for each in entries if isinstance(each, LinearAttentionLayer) for tensor in state_tensors(each)]
+
+
+def state_tensors(state: LinearAttentionLayer) -> list[Tensor]:
+    """What a module has carried from its first token on: recurrent states, or those of a convolution alone."""
+    carried = [each for each in state.recurrent_states.values() if each is not None]
+    return carried or [each for each in state.conv_states.values() if each is not None]
+
+
+def distance(states: Sequence[Tensor], whole: Sequence[Tensor]) -> float:
+    """L2 distance of one layer's states from those of the whole prompt, over the norm of the latter."""
+    apart = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(states, whole, strict=True))
+    size = sum(float(each.double().square().sum()) for each in whole)
+    return float((apart / size) ** 0.5) if size else 0.0
 
 
 @dataclass(slots=True)
@@ -346,3 +430,193 @@ class Compressed(Contender):
             return ratio, whole / part
         except NoCostModel:  # `cost` says why
             return None
+
+
+# The methods by which the model's own first layers pick tokens: in one pass, or before a second one.
+
+
+def compressed_by(equipment: Equipment, compressor: Compressor, keep: float, picked: PickedOnce) -> Compressed:
+    """The contender of a compressor's picker."""
+    kind = {SelfDraft: SelfDrafted, GemFilter: Filtered}.get(type(compressor.picker), Compressed)
+    return kind(equipment, compressor, keep, picked)
+
+
+class _OwnLayers(Compressed):
+    """The model's own `layers` first layers read whole prompts."""
+
+    @property
+    def layers(self) -> int:
+        return cast("SelfDraft | GemFilter", self._compressor.picker).layer + 1
+
+    def predictions(self, run: MethodRun) -> tuple[float, float] | None:
+        """As of `Contender`, with the first layers' share of all in place of a draft's operations."""
+        config, keep = self._equipment.config, self.keep or 1.0
+        try:
+            whole = sum(table5(config, len(request.prompt.tokens)).total for request in run.requests)
+            part = sum(table5(config, len(request.tokens)).total for request in run.requests)
+            depth = self.layers / Shape(config).layers
+        except NoCostModel:  # `cost` says why
+            return None
+        again = self._again(depth)
+        return 1 / (depth + again * keep), whole / (depth * whole + again * part)
+
+    def _again(self, depth: float) -> float:
+        """Share of the layers that read what is kept."""
+        raise NotImplementedError
+
+
+class SelfDrafted(_OwnLayers):
+    """One pass: what the first layers keep goes on to the others."""
+
+    def _read(self, prompts: Sequence[Prompt], keeps: Sequence[float | None], picked: PickedOnce) -> MethodRun:
+        requests = self._compressor.select(prompts, keeps, picked.estimates)
+        answers = self._equipment.answers(requests)
+        read = [
+            replace(request, thinning=None, method=method_of(request, answer))
+            if answer.thinned is None or len(answer.thinned.kept) == len(request.tokens)
+            else Request(request.prompt, answer.thinned.kept.astype(np.int64), request.method)
+            for request, answer in zip(requests, answers, strict=True)
+        ]
+        return MethodRun(np.stack([each.logprobs for each in answers]), read, thinned=requests)
+
+    def cost(self, run: MethodRun) -> Cost:
+        equipment, layers = self._equipment, self.layers
+        whole, part = equipment.plan(run.thinned), equipment.plan(run.requests)
+        try:
+            flops = walk_flops(equipment.config, whole, only=layers)
+            flops += walk_flops(equipment.config, part, skipped=layers) + answer_flops(equipment.config, part)
+            return Cost(whole.computed_tokens, flops)
+        except NoCostModel as error:
+            return Cost(whole.computed_tokens, None, str(error))
+
+    def drift(self, run: MethodRun) -> StateDrift | None:
+        return None  # its first layers read whole prompts
+
+    def _again(self, depth: float) -> float:
+        return 1 - depth
+
+
+class Filtered(_OwnLayers):
+    """Two passes: the first layers read whole prompts, then all layers what they keep."""
+
+    def cost(self, run: MethodRun) -> Cost:
+        equipment = self._equipment
+        part, whole = equipment.plan(run.requests), make_plan(run.drafted, equipment.limits)
+        try:
+            flops = walk_flops(equipment.config, whole, only=self.layers)
+            flops += walk_flops(equipment.config, part) + answer_flops(equipment.config, part)
+            return Cost(part.computed_tokens, flops)
+        except NoCostModel as error:
+            return Cost(part.computed_tokens, None, str(error))
+
+    def _again(self, depth: float) -> float:
+        return 1.0
+
+
+# Early exit among the methods of `prefill bench`: learnt on some prompts, compared on others.
+
+
+_SEED = 1
+
+
+class EarlyExit(Contender):
+    """The layer walk, from which rows leave as in `prefill score --exit`."""
+
+    def __init__(self, equipment: Equipment, policy: ExitPolicy, rows_read: int) -> None:
+        super().__init__("early-exit", equipment)
+        self._between = Treatment(EarlyExits(policy))
+        self._rows_read = rows_read
+
+    def run(self, prompts: Sequence[Prompt]) -> MethodRun:
+        requests = [Request(prompt) for prompt in prompts]
+        answers = self._equipment.answers(requests, self._between)
+        return MethodRun(
+            np.stack([answer.logprobs for answer in answers]),
+            requests,
+            exit_layers=[answer.exit_layer for answer in answers],
+            skipped=sum(answer.skipped for answer in answers),
+        )
+
+    def cost(self, run: MethodRun) -> Cost:
+        cost = super().cost(run)
+        left = 1 - self._saved(run, cost.target_tokens)
+        return Cost(cost.target_tokens, None if cost.flops is None else cost.flops * left, cost.unknown)
+
+    def exits(self, run: MethodRun, full: Float64Array) -> ExitResult:
+        equipment = self._equipment
+        through = Counter("full" if layer is None else str(layer + 1) for layer in run.exit_layers)
+        order = sorted(through, key=lambda name: (name == "full", int(name) if name != "full" else 0))
+        return ExitResult(
+            max_flips=equipment.settings.max_flips,
+            rows_read=self._rows_read,
+            left={name: through[name] for name in order},
+            layers_saved=self._saved(run, super().cost(run).target_tokens),
+            classes=class_flips(equipment.labels.names, full, run.logprobs),
+        )
+
+    def _saved(self, run: MethodRun, tokens: int) -> float:
+        """Share of the layers of computed tokens that exits spared."""
+        layers = self._equipment.config.get_text_config().num_hidden_layers
+        return run.skipped / (tokens * in_full(layers))
+
+
+def class_flips(names: Sequence[str], full: Float64Array, early: Float64Array) -> list[ClassFlips]:
+    """Flips among the rows of each label that the full read gives; both arrays are [rows, labels]."""
+    truth, said = full.argmax(axis=1), early.argmax(axis=1)
+    found = []
+    for number, name in enumerate(names):
+        own = truth == number
+        rows, flips = int(own.sum()), int((said[own] != number).sum())
+        interval = flip_interval(flips, rows) if rows else None
+        found.append(ClassFlips(label=name, rows=rows, flips=flips, interval=interval))
+    return found
+
+
+def learn_exits(equipment: Equipment, material: Material) -> EarlyExit | None:
+    """The method, learnt on prompts that are then no part of the material; None, with a note, without exits."""
+    settings = equipment.settings
+    count = settings.exit_rows or rows_to_learn(settings.max_flips, len(equipment.labels.names))
+    if material.made:
+        prompts = _more_prompts(material.name, count, equipment)
+    else:
+        prompts = material.set_apart(min(count, len(material.prompts) // 2), settings.seed)
+    found = _calibrated(equipment, prompts)
+    if found.policy is None:
+        material.notes.append(f"early-exit is left out: {found.reason}; --exit-rows and --max-flips decide")
+        return None
+    where = "others that were made" if material.made else "others of the file, drawn at random"
+    material.notes.append(
+        f"early-exit was learnt on {len(prompts):,} rows: {where}; these are not among those compared"
+    )
+    return EarlyExit(equipment, found.policy, len(prompts))
+
+
+def _more_prompts(name: str, count: int, equipment: Equipment) -> list[Prompt]:
+    """Other prompts of a made workload, as long."""
+    settings: BenchSettings = equipment.settings
+    other = settings.model_copy(
+        update={
+            "rows": count,
+            "scale": 1.0,
+            "tokens": max(64, round((settings.tokens or 0) * settings.scale)),
+            "seed": settings.seed + _SEED,
+        }
+    )
+    prompts = made_material(name, other, equipment.opened, equipment.labels).prompts
+    return [prompt for prompt in prompts if len(prompt.tokens) <= equipment.limits.max_tokens]
+
+
+def _calibrated(equipment: Equipment, prompts: Sequence[Prompt]) -> ExitCalibration:
+    """What these prompts, read in full, prove."""
+    config = equipment.config.get_text_config()
+    layers = observed_layers(config.num_hidden_layers)
+    requests = [Request(prompt) for prompt in prompts]
+    answers = equipment.answers(requests, Treatment(EarlyExits(observed=layers)))
+    names = equipment.labels.names
+    return calibrate_exits(
+        calibration_rows(requests, answers, layers, len(names)),
+        layers=config.num_hidden_layers,
+        max_flips=equipment.settings.max_flips,
+        labels=names,
+        costs=exit_costs(equipment.config),
+    )

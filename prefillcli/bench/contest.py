@@ -20,13 +20,12 @@ from prefillcli.bench.contenders import (
     MethodRun,
     PickedOnce,
     Plain,
+    compressed_by,
+    learn_exits,
 )
-from prefillcli.bench.early_exit import learn_exits
 from prefillcli.bench.material import Material
 from prefillcli.bench.measure import interleaved, with_peak
-from prefillcli.bench.measured_range import Range
-from prefillcli.bench.own_layers import compressed_by
-from prefillcli.bench.report import REFERENCE, Answers, MethodResult, Predicted, WorkloadResult
+from prefillcli.bench.report import REFERENCE, Answers, MethodResult, Predicted, Range, WorkloadResult
 from prefillcli.bench.vllm_method import start_vllm
 from prefillcli.compress.fallbacks import FALLBACK, is_fallback
 from prefillcli.compress.load import own_layers

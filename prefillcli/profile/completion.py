@@ -11,18 +11,29 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from prefillcli.forecast.completion_model import CompletionModel, CompletionPoint, features
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
+from prefillcli.prefill.forest import ForestAttention
+from prefillcli.prefill.fusion import fused
 from prefillcli.prefill.layer_calls import embedding_device
-from prefillcli.profile.children import Send, Subject, load_subject
+from prefillcli.prefill.leaving import remainder
+from prefillcli.prefill.walk import LayerWalk
+from prefillcli.profile.children import (
+    Send,
+    Subject,
+    load_subject,
+    prompts_with_histories,
+    random_prompt,
+    random_tokens,
+)
 from prefillcli.profile.fits import fit_costs, fit_linear, mean_relative_error, pearson, relative_errors
-from prefillcli.profile.mode_laws import attention_windows
-from prefillcli.profile.prompts import prompts_with_histories, random_prompt, random_tokens
+from prefillcli.profile.modes import attention_windows
 
 ATTEMPTS = 3  # to get a good fit, each with more rounds
 CACHED = (0, 2, 4, 8)  # units of tokens whose K,V are held from the pack before
@@ -67,7 +78,6 @@ def time_packs(send: Send, subject: Subject, memory: int | None, target: float) 
     """
     from prefillcli.models.law import FREE_SHARE, choose_chunk, memory_law
     from prefillcli.prefill.walk import LayerWalk
-    from prefillcli.profile.regrouping import measure_leaving
     from prefillcli.runtime.memory import available_memory
 
     model, files = load_subject(subject)
@@ -263,3 +273,59 @@ def fit_completion(timings: Sequence[Timing], windows: list[tuple[int | None, in
             for each in grid
         ],
     )
+
+
+# The costs of early exit: laying out anew the rows that go on, and computing a layer's K,V alone.
+
+
+LEAVING_ROUNDS = 3
+
+
+class LeavingCosts(NamedTuple):
+    """In layers of a token, for each token of a pack."""
+
+    regroup: float  # laying it out anew between two layers
+    keys: float  # computing K,V alone
+
+
+@torch.inference_mode()
+def measure_leaving(
+    walk: LayerWalk, pack: Pack, clock: Callable[[], float], rounds: int = LEAVING_ROUNDS
+) -> LeavingCosts | None:
+    """Time a layer in the middle of the model over `pack`, which holds nothing.
+
+    Of each step the fastest round counts: other programs can only make it slower. A model of one layer has no middle:
+    None. `clock` gives seconds; where a device computes by itself, it waits for it.
+    """
+    index = len(walk.layers) // 2
+    if index == len(walk.layers) - 1:
+        return None
+    state = walk.begin(pack)
+    whole = remainder(pack, range(len(pack.reads)), [])
+    before = state.hidden.clone()
+    most = max(chunk.end - chunk.start for chunk in state.chunks)
+    with ForestAttention(len(pack.tokens)) as attention, walk.layers.use(index) as layer, fused(layer, most):
+
+        def layer_alone() -> None:
+            walk.start_layer(state, index, layer, attention)
+            walk.through_layer(state, index, layer, attention, lambda tokens: None)
+
+        def keys_alone() -> None:
+            walk.start_layer(state, index, layer, attention)
+            walk.store_keys(state, index, layer, attention, lambda tokens: None)
+
+        def regrouped() -> None:  # which keys a query sees is found out when the layer is called
+            walk.regroup(state, whole, attention)
+            layer_alone()
+
+        layer_alone()
+        steps = (layer_alone, keys_alone, regrouped)
+        seconds: list[list[float]] = [[] for _ in steps]
+        for _ in range(rounds):
+            for step, own in zip(steps, seconds, strict=True):
+                state.hidden.copy_(before)
+                begun = clock()
+                step()
+                own.append(clock() - begun)
+    alone, keys, both = (min(own) for own in seconds)
+    return LeavingCosts(max(0.0, both / alone - 1), keys / alone)

@@ -12,27 +12,81 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from prefillcli.data.proof.fingerprints import hash_model
 from prefillcli.data.proof.seals import sealed_text
+from prefillcli.data.reading.source import Source
+from prefillcli.data.windows import windows
 from prefillcli.errors import PrefillError, ResourceError, UsageError, did_you_mean
 from prefillcli.forecast.completion_model import CompletionModel
-from prefillcli.forecast.mode_results import ModeResult, Trace
-from prefillcli.forecast.profile import Profile
+from prefillcli.forecast.profile import ModeResult, Profile, Trace
 from prefillcli.forecast.replay_results import Replay
+from prefillcli.forecast.survey import survey
+from prefillcli.jobs.inputs import open_source, prompt_builder
+from prefillcli.jobs.load import compression_of
 from prefillcli.jobs.path_table import require_apart, require_json
 from prefillcli.jobs.shell import shell
-from prefillcli.models.open import check_loadable, open_model
+from prefillcli.models.open import Opened, answer_labels, check_loadable, open_model, open_models
 from prefillcli.options.profile import ProfileSettings
-from prefillcli.profile.given_input import Input, open_input, survey_input
 from prefillcli.redaction import shown, without_secrets
 from prefillcli.report.files import write_with_page
 from prefillcli.report.rendering import page_of
 from prefillcli.report.run import versions
+from prefillcli.report.survey import Survey
 from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.cores import Threads
 from prefillcli.runtime.memory import parse_size
-from prefillcli.runtime.progress import StepLog
+from prefillcli.runtime.progress import Progress, StepLog
 
-if TYPE_CHECKING:  # it takes torch along
+if TYPE_CHECKING:
     from prefillcli.profile.completion import Budgeted
+
+# INPUT: opened before the measurements, surveyed after them.
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """The rows, and the model whose prompts they become."""
+
+    source: Source
+    opened: Opened
+
+
+def open_input(settings: ProfileSettings) -> Input:
+    """Open INPUT and make prompts of its first rows, so that errors in it are found before the measurements.
+
+    Raises what a survey would raise for columns, template and labels.
+    """
+    source = open_source(settings, ())
+    opened = open_models(settings)
+    builder = prompt_builder(settings, opened, source, ())
+    labels = answer_labels(opened, settings)
+    first = next(windows(source, builder, labels, id_column=None, max_rows=1), None)
+    if first is not None:
+        labels.check(first)
+    return Input(source, opened)
+
+
+def survey_input(settings: ProfileSettings, given: Input, profile: Profile) -> Survey:
+    """Survey the rows, with times by the fresh `profile` and in the budget that it found. Raises as `survey` does."""
+    from prefillcli.models.law import FREE_SHARE
+    from prefillcli.models.weights import weight_bytes
+
+    source, opened = given.source, given.opened
+    free = None
+    if settings.memory is None:
+        draft = weight_bytes(opened.draft, opened.device) if opened.draft is not None else 0
+        free = max(round(profile.budget_bytes / FREE_SHARE) - draft, 0)
+    with Progress(source.selected_rows, interval=settings.progress_interval, quiet=settings.quiet) as progress:
+        return survey(
+            settings,
+            opened,
+            source,
+            prompt_builder(settings, opened, source, ()),
+            compression_of(settings),
+            free=free,
+            profile=profile if profile.completion is not None else None,
+            price_per_hour=settings.price_per_hour,
+            tick=progress.advance,
+        )
+
 
 TRACED = ("full", "hybrid")
 _BUSY = 1.5  # of the load average over the threads that compute
@@ -69,7 +123,7 @@ def profile_job(settings: ProfileSettings) -> dict[str, Any]:
                 profile.survey = survey_input(settings, given, profile)
                 _save(profile, settings.output, clock.total)
         ended.status, ended.exit_code = "complete", 0
-        from prefillcli.profile.profile_tables import print_no_completion, print_profile
+        from prefillcli.profile.profile_page import print_no_completion, print_profile
 
         if profile.no_completion is not None:
             print_no_completion(profile)
@@ -95,7 +149,7 @@ def _check(settings: ProfileSettings) -> Input | None:
 def _measure(settings: ProfileSettings, given: Input | None, announce: Callable[[str], None]) -> Profile:
     import torch
 
-    from prefillcli.forecast.machine import this_machine
+    from prefillcli.forecast.profile import this_machine
     from prefillcli.models.find import with_weights
     from prefillcli.profile.children import Subject
     from prefillcli.profile.lengths import Search
@@ -173,7 +227,7 @@ def _completion(
     """What a loaded model leaves, and the model of completion times or why there is none."""
     from prefillcli.profile.children import in_child
     from prefillcli.profile.completion import first_good_fit, time_packs
-    from prefillcli.profile.mode_laws import attention_windows
+    from prefillcli.profile.modes import attention_windows
 
     memory = parse_size(settings.memory) if settings.memory else None
     with closing(in_child(time_packs, subject, memory, settings.fit_seconds or 0.0)) as found:

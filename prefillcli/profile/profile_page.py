@@ -4,25 +4,257 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefillcli.forecast.profile import Profile
+from prefillcli.forecast.completion_model import CompletionModel
+from prefillcli.forecast.profile import ModeResult, Profile
 from prefillcli.forecast.replay_results import Replay
-from prefillcli.profile.profile_tables import (
-    completion_table,
-    law_table,
-    leaving_costs,
-    length_table,
-    no_times,
-    profile_headline,
-    profile_remarks,
-    replay_lines,
-    replay_table,
-    terms,
-)
 from prefillcli.replay.charts import distribution_chart, latency_chart
 from prefillcli.report import charts as plot
 from prefillcli.report.charts import Axis, Chart
-from prefillcli.report.rendering import byte_size, render_page, shown_settings, three_digits
-from prefillcli.report.survey import ESTIMATE, Survey, keep_rows, plan_rows, survey_lines
+from prefillcli.report.rendering import (
+    WIDTH,
+    TableRows,
+    byte_size,
+    mebibytes,
+    percent_or_nothing,
+    print_explained,
+    print_numbers,
+    render_page,
+    shown_settings,
+    small_seconds,
+    stderr_console,
+    three_digits,
+)
+from prefillcli.report.survey import ESTIMATE, Survey, keep_rows, plan_rows, print_survey, survey_lines
+
+# The tables: for the terminal and for the page.
+
+
+_DISTURBED = 1.5  # slowest round over the fastest; above it the machine was busy
+
+#: What the modes and policies are, for readers of the tables.
+EXPLAINED = {
+    "full": "transformers in one piece, the K,V of all layers kept",
+    "chunked": "transformers chunk by chunk, the K,V of all layers kept",
+    "drop": "one layer's K,V at a time, nothing chunked",
+    "hybrid-copy": "as hybrid, with a second buffer",
+    "hybrid": "as prefill score does it",
+    "fifo": "as the requests come",
+    "srjf": "the shortest first",
+    "srjf-calibrated": "the fewest tokens that are not cached first",
+    "prefix-tree": "all known before: the plan of prefill score",
+}
+
+
+def profile_headline(profile: Profile) -> str:
+    """What was measured, on what."""
+    machine = profile.machine
+    where = machine.gpu or f"{machine.cpu}, {machine.threads} threads"
+    return f"{profile.family}, {profile.dtype} on {profile.device} ({where}), budget {byte_size(profile.budget_bytes)}"
+
+
+def length_table(profile: Profile) -> TableRows:
+    """Header and one row for each mode: how long a prompt may be."""
+    rows = [["mode", "predicted", "limited by", "confirmed", "peak MiB", "of budget", "seconds", "times full"]]
+    full = profile.mode("full")
+    for each in profile.modes:
+        run = next((c for c in reversed(each.confirmations) if c.fits), None)
+        peak = None if run is None else run.peak_bytes
+        ratio = None
+        if full is not None and full.predicted_tokens and each.predicted_tokens:
+            ratio = each.predicted_tokens / full.predicted_tokens
+        rows.append(
+            [
+                each.mode,
+                _count(each.predicted_tokens),
+                each.limited_by or "",
+                _count(each.max_tokens) + (" (capped)" if each.capped and each.max_tokens else ""),
+                "" if peak is None else mebibytes(peak),
+                "" if peak is None else f"{peak / profile.budget_bytes:.0%}",
+                "" if run is None or run.seconds is None else f"{run.seconds:,.1f}",
+                "" if ratio is None else f"{ratio:.1f}x",
+            ]
+        )
+    return rows
+
+
+def law_table(profile: Profile) -> TableRows:
+    """Header and one row for each mode: measured bytes for each token beside the law's."""
+    rows = [["mode", "bytes/token", "by the law", "ratio", "constant MiB", "by the law", "short runs"]]
+    for each in profile.modes:
+        runs = [point.tokens for point in each.points]
+        rows.append(
+            [
+                each.mode,
+                "" if each.fit_token is None else f"{each.fit_token:,.0f}",
+                f"{each.law_token:,.0f}",
+                "" if each.fit_over_law is None else f"{each.fit_over_law:.2f}",
+                "" if each.fit_base is None else f"{each.fit_base / 2**20:,.1f}",
+                f"{each.law_base / 2**20:,.1f}",
+                f"{len(runs)}, {min(runs):,}-{max(runs):,}" if runs else "",
+            ]
+        )
+    return rows
+
+
+def completion_table(profile: Profile) -> TableRows:
+    """Header and one row for each model of completion times; nothing where none is good enough."""
+    model = profile.completion
+    if model is None:
+        return []
+    cached = small_seconds(model.per_cached, "+")
+    linear = f"{small_seconds(model.base)} + {small_seconds(model.per_input)} input {cached} cached"
+    parts = {"pack": model.per_pack, "token": model.per_token, "prompt": model.per_read, "pair": model.per_pair}
+    costs = ", ".join(f"{small_seconds(value)}/{name}" for name, value in parts.items())
+    return [
+        ["completion time", "model", "Pearson r", "error on new"],
+        ["one prompt, linear", linear, f"{model.pearson:.4f}", percent_or_nothing(model.heldout_error)],
+        [
+            "one prompt, proxy",
+            "linear in input - cached",
+            f"{model.pearson_proxy:.4f}",
+            percent_or_nothing(model.heldout_error_proxy),
+        ],
+        ["a plan", costs, "", percent_or_nothing(model.heldout_error_plan)],
+    ]
+
+
+def replay_table(replay: Replay) -> TableRows:
+    """Header and one row for each policy, with all requests there at once."""
+    rows = [["policy", "tokens computed", "cached", "hits", "seconds", "mean s", "P99 s", "rows/s"]]
+    return rows + [
+        [
+            each.policy,
+            f"{each.computed_tokens:,}",
+            f"{each.cached_share:.1%}",
+            f"{each.hit_requests:,}",
+            three_digits(each.seconds),
+            three_digits(each.mean_latency),
+            three_digits(each.p99_latency),
+            three_digits(each.throughput),
+        ]
+        for each in replay.at_once
+    ]
+
+
+def replay_lines(replay: Replay) -> list[tuple[str, str]]:
+    """What was replayed, on what."""
+    several = f", {replay.together} at a time" if replay.together > 1 else ", one by one"
+    waiting = next(each.tokens_per_second for each in replay.distributions if each.fairness == replay.fairness)
+    return [
+        ("requests", f"{replay.requests:,}{several}; {replay.tokens:,} tokens, {replay.unique_tokens:,} unique"),
+        ("longest", f"{replay.longest:,} tokens"),
+        ("prefix cache", f"{replay.cache_tokens:,} tokens"),
+        ("without a cache", f"{three_digits(replay.uncached_rate)} requests/s"),
+        ("srjf-calibrated", f"λ {replay.fairness:g}: a second of waiting counts {three_digits(waiting)} tokens"),
+    ]
+
+
+def profile_remarks(profile: Profile) -> list[str]:
+    """What a reader of the tables must know."""
+    parts = [(each.mode, each.notes) for each in profile.modes]
+    parts += [(each.workload, each.notes) for each in profile.replays]
+    return [*profile.notes, *(f"{name}: {note}" for name, notes in parts for note in notes)]
+
+
+def terms(mode: ModeResult) -> str:
+    """What the law of a mode is made of."""
+    return ", ".join(f"{name} {size:,.0f}" for name, size in mode.law_terms.items())
+
+
+def _count(number: int | None) -> str:
+    return "" if number is None else f"{number:,}"
+
+
+def no_times(profile: Profile) -> str:
+    """What is to be said where no fit was good enough."""
+    return (
+        f"no completion times: {profile.no_completion}. Other programs probably took the machine's time. Nothing is "
+        "predicted from this profile, neither the end of a run nor its cost, and nothing was replayed; run prefill "
+        "profile again when the machine is quiet"
+    )
+
+
+def print_no_completion(profile: Profile) -> None:
+    """Say in red that nothing can be predicted."""
+    console = stderr_console()
+    console.print(f"prefill: warning: {no_times(profile)}", style="bold red")
+
+
+def short_length_table(profile: Profile) -> TableRows:
+    """Header and one row for each mode: what a terminal has room for."""
+    rows = [["mode", "longest prompt", "limited by", "shown by a run", "its MiB", "times full"]]
+    for whole in length_table(profile)[1:]:
+        mode, predicted, limit, confirmed, peak, _, _, ratio = whole
+        rows.append([mode, predicted, limit, confirmed, peak, ratio])
+    return rows
+
+
+def seconds_table(model: CompletionModel, longest: int) -> TableRows:
+    """Header and one row for each length of a prompt, from a thousand tokens up to the `longest` that was timed."""
+    rows = [["prompt tokens", "seconds", "tokens/s", "seconds, half of it cached"]]
+    lengths = [tokens for tokens in (500 * 2**n for n in range(12)) if tokens <= longest] or [longest]
+    for tokens in lengths[-5:]:
+        seconds = model.request_seconds(tokens)
+        half = model.request_seconds(tokens, tokens // 2)
+        rows.append([f"{tokens:,}", three_digits(seconds), three_digits(tokens / seconds), three_digits(half)])
+    return rows
+
+
+def how_good(model: CompletionModel) -> str:
+    """How far the times can be trusted."""
+    text = f"fit: Pearson r {model.pearson:.3f}"
+    if model.heldout_error_plan is not None:
+        text += f", mean error {model.heldout_error_plan:.0%} on packs that it had not seen"
+    if model.disturbance is not None and model.disturbance > _DISTURBED:
+        text += (
+            f". The machine was busy: the slowest round took {model.disturbance:.1f} times the fastest, which counts; "
+            "beside other programs all takes longer"
+        )
+    return text
+
+
+def leaving_costs(profile: Profile) -> str:
+    """What early exit takes on this machine; empty where that was not measured."""
+    if profile.regroup_layers is None or profile.keys_layers is None:
+        return ""
+    return (
+        f"laying out anew what goes on takes {profile.regroup_layers:.2f} layers, "
+        f"the keys and values of a peek {profile.keys_layers:.2f}"
+    )
+
+
+def print_profile(profile: Profile) -> None:
+    """The tables on stderr."""
+    console = stderr_console(WIDTH)
+    console.print(f"\n{profile_headline(profile)}", style="bold")
+    console.print("\nHow long a prompt may be, in tokens", style="bold")
+    print_numbers(console, short_length_table(profile))
+    print_explained(console, [each.mode for each in profile.modes], EXPLAINED)
+    console.print()
+    if profile.completion is not None:
+        longest = max((point.input_tokens for point in profile.completion.points), default=1000)
+        console.print("How long it takes", style="bold")
+        print_numbers(console, seconds_table(profile.completion, longest))
+        console.print(f"  {how_good(profile.completion)}\n", style="dim")
+    if leaving_costs(profile):
+        console.print("Early exit", style="bold")
+        console.print(f"  {leaving_costs(profile)}\n")
+    for replay in profile.replays:
+        console.print(f"What a server would make of {replay.workload}, calculated", style="bold")
+        console.print(
+            f"{replay.requests:,} requests at once, {replay.tokens:,} tokens, {replay.unique_tokens:,} unique; "
+            f"a prefix cache of {replay.cache_tokens:,}",
+            style="dim",
+        )
+        print_numbers(console, replay_table(replay))
+        print_explained(console, [each.policy for each in replay.at_once], EXPLAINED)
+        console.print()
+    if profile.survey is not None:
+        console.print("input", style="bold")
+        print_survey(profile.survey)
+        console.print()
+    for text in profile_remarks(profile):
+        console.print(f"note: {text}")
 
 
 def memory_chart(profile: Profile) -> Chart | None:

@@ -13,7 +13,7 @@ from benchmarks.memory import peak_in_child
 from benchmarks.methods import layer_walk, plain_loop
 from benchmarks.models import random_llama
 from prefillcli.bench.measure import interleaved
-from prefillcli.profile.prompts import prompts_with_histories, random_prompt
+from prefillcli.profile.children import prompts_with_histories, random_prompt
 
 
 def test_both_methods_give_the_same_logits() -> None:

@@ -38,7 +38,7 @@ from prefillcli.models.shape import (
 from prefillcli.options.bench import BenchSettings
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.profile.prompts import random_prompt
+from prefillcli.profile.children import random_prompt
 from prefillcli.stats.probabilities import label_probabilities
 
 TARGET, DRAFT = SAMPLES / "models" / "target", SAMPLES / "models" / "draft"

@@ -12,12 +12,11 @@ import pytest
 
 from benchmarks.score_runs import SAMPLES
 from prefillcli.bench.bench_job import bench_job
-from prefillcli.bench.contenders import Equipment, Hybrid
+from prefillcli.bench.bench_page import workload_remarks
+from prefillcli.bench.contenders import EarlyExit, Equipment, Hybrid, class_flips, learn_exits
 from prefillcli.bench.contest import compare
-from prefillcli.bench.early_exit import EarlyExit, class_flips, learn_exits
 from prefillcli.bench.material import Material, made_material
 from prefillcli.bench.report import BenchReport
-from prefillcli.bench.verdicts import workload_remarks
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.exits.policy import ExitLayer, ExitPolicy
 from prefillcli.exits.probes import Float64Array, Readings

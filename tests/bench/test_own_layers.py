@@ -11,10 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from prefillcli.bench.contenders import Contender, Equipment
+from prefillcli.bench.contenders import Contender, Equipment, Filtered, SelfDrafted
 from prefillcli.bench.contest import contenders
 from prefillcli.bench.material import Material, made_material
-from prefillcli.bench.own_layers import Filtered, SelfDrafted
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.jobs.load import load_walk
 from prefillcli.models.files import sample_model

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from prefillcli.bench.bench_page import quick_table, verdicts, workload_remarks
 from prefillcli.bench.measure import interleaved
-from prefillcli.bench.measured_range import Range
 from prefillcli.bench.report import (
     Answers,
     MethodResult,
     Predicted,
+    Range,
     WorkloadResult,
 )
-from prefillcli.bench.verdicts import verdicts, workload_remarks
-from prefillcli.bench.workload_tables import quick_table
 from prefillcli.stats.audit import audit_of
 
 

@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from prefillcli.bench.measured_range import Range
-from prefillcli.bench.report import REFERENCE, Answers, MethodResult, Predicted, StateDrift, WorkloadResult
-from prefillcli.bench.state_drift import DRIFT_ROWS, state_drift
-from prefillcli.bench.verdicts import workload_remarks
-from prefillcli.bench.workload_tables import drift_table
+from prefillcli.bench.bench_page import drift_table, workload_remarks
+from prefillcli.bench.contenders import DRIFT_ROWS, state_drift
+from prefillcli.bench.report import REFERENCE, Answers, MethodResult, Predicted, Range, StateDrift, WorkloadResult
 from prefillcli.compress.selection import Request
 from prefillcli.data.rows import Prompt
 from prefillcli.plan.pack import Limits

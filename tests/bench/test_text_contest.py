@@ -10,11 +10,10 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from prefillcli.bench.bench_page import bench_html
+from prefillcli.bench.bench_page import bench_html, quick_text_table
 from prefillcli.bench.report import BenchReport
 from prefillcli.bench.text_contest import compare_texts
 from prefillcli.bench.text_methods import TextMethod, TextRun, TextTask
-from prefillcli.bench.text_tables import quick_text_table
 from prefillcli.cli import app
 from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, DrafterCounts, Writing
 from prefillcli.plan.pack import Limits

@@ -19,7 +19,7 @@ from prefillcli.prefill import walk as walk_module
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.layer_calls import CallBuffers
 from prefillcli.prefill.walk import LayerWalk
-from prefillcli.profile.prompts import prompts_with_histories, random_prompt
+from prefillcli.profile.children import prompts_with_histories, random_prompt
 from prefillcli.runtime.memory import available_memory
 from tests.prefill.families import each_family, make_model
 from tests.prefill.test_walk import ONE_PACK, mixed

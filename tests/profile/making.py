@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from prefillcli.forecast.machine import this_machine
-from prefillcli.forecast.mode_results import Confirmation, MemoryPoint, ModeResult, Trace, TracePoint
-from prefillcli.forecast.profile import Profile
+from prefillcli.forecast.profile import Confirmation, MemoryPoint, ModeResult, Profile, Trace, TracePoint, this_machine
 from prefillcli.forecast.replay_results import Replay
 from prefillcli.plan.pack import Limits
 from prefillcli.profile.completion import Timing, fit_completion

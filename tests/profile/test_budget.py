@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from prefillcli.errors import out_of_memory
-from prefillcli.profile.budget import enforced, make_malloc_exact, peak_bytes
-from prefillcli.profile.children import in_child
+from prefillcli.profile.children import enforced, in_child, make_malloc_exact, peak_bytes
 
 MIB = 1 << 20
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import GemmaConfig, LlamaConfig, MistralConfig
 
-from prefillcli.profile.mode_laws import attention_windows, layer_bytes, mode_law
-from prefillcli.profile.modes import MODES
+from prefillcli.profile.modes import MODES, attention_windows, layer_bytes, mode_law
 
 LLAMA_8B = LlamaConfig(
     hidden_size=4096,

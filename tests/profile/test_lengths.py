@@ -10,12 +10,20 @@ import torch
 
 from benchmarks.models import random_llama
 from prefillcli.errors import out_of_memory
-from prefillcli.forecast.mode_results import Confirmation, MemoryPoint, ModeResult, TracePoint
+from prefillcli.forecast.profile import Confirmation, MemoryPoint, ModeResult, TracePoint
 from prefillcli.models.find import read_model_files
-from prefillcli.profile.budget import enforced
-from prefillcli.profile.children import ChildEnded, ChildFailed, Subject, confirm, in_child, measure, prepare_prefill
+from prefillcli.profile.children import (
+    ChildEnded,
+    ChildFailed,
+    Subject,
+    confirm,
+    enforced,
+    in_child,
+    measure,
+    prepare_prefill,
+)
 from prefillcli.profile.lengths import MARGIN, Search, confirming_run, probe_lengths, profile_mode, thinned
-from prefillcli.profile.mode_laws import Law, mode_law
+from prefillcli.profile.modes import Law, mode_law
 
 MIB = 1 << 20
 CHOSEN = 1 - MARGIN

@@ -10,8 +10,8 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
+from prefillcli.profile.children import random_prompt
 from prefillcli.profile.modes import MODES, CopyingWalk, Prefill
-from prefillcli.profile.prompts import random_prompt
 from tests.prefill.families import VOCABULARY, make_model
 
 PROMPT = random_prompt(150, VOCABULARY)

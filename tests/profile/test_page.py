@@ -10,8 +10,14 @@ from pathlib import Path
 import pytest
 
 from prefillcli.forecast.profile import Profile
-from prefillcli.profile.profile_page import memory_chart, profile_html
-from prefillcli.profile.profile_tables import completion_table, law_table, length_table, print_profile
+from prefillcli.profile.profile_page import (
+    completion_table,
+    law_table,
+    length_table,
+    memory_chart,
+    print_profile,
+    profile_html,
+)
 from prefillcli.replay.charts import distribution_chart, latency_chart
 from prefillcli.report.charts import Axis, log_ticks, ticks
 from prefillcli.report.survey import Sharing

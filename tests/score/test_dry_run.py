@@ -15,9 +15,7 @@ import pytest
 from prefillcli.data.proof.fingerprints import hash_model
 from prefillcli.engines.memory_plan import PACK_SECONDS
 from prefillcli.forecast.completion_model import CompletionModel
-from prefillcli.forecast.machine import this_machine
-from prefillcli.forecast.mode_results import ModeResult
-from prefillcli.forecast.profile import Profile
+from prefillcli.forecast.profile import ModeResult, Profile, this_machine
 from prefillcli.jobs.inputs import Granularity
 from tests.score.compression import ABOVE, CHUNK, FIRST, HOW, LAST, RATE, lines_of, unrelated
 from tests.score.jobs import Reference, read_output, read_report, score, texts, write_jsonl, write_parquet
@@ -295,7 +293,7 @@ def test_ten_times_the_rows_take_hardly_more_memory(model: Path) -> None:
 def test_a_signal_stops_a_dry_run(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_parquet("in.parquet", prompt=texts(3))
     monkeypatch.setattr(
-        "prefillcli.forecast.input_statistics.InputStatistics.add", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+        "prefillcli.forecast.survey.InputStatistics.add", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
     )
     line = score(source, model=model, dry_run=True)
     assert (line["status"], line["exit_code"]) == ("interrupted", 143)
