@@ -59,7 +59,6 @@ TOLD: dict[str, tuple[Values, Values]] = {
     "TRUTH_FROM": ({"truth_from": "t.parquet"}, {"truth_from": None}),
     "INPUT": ({"inputs": ["x.parquet"]}, {"inputs": None}),
     "MADE_WORKLOADS": ({}, {"inputs": ["x.parquet"]}),
-    "REPLAY": ({"replay": "credit-verification"}, {"replay": "none"}),
     "ALL_ROWS": ({}, {"shard": "1/2"}),
     "DRIFT": ({"max_drift": "0.1"}, {"max_drift": None}),
     "RAY": ({"runner": "ray"}, {"runner": "local"}),

@@ -14,7 +14,6 @@ from prefillcli.data.given_file import MissingFileError, read_given
 from prefillcli.data.proof.seals import take_checksum
 from prefillcli.errors import UsageError
 from prefillcli.forecast.completion_model import CompletionModel
-from prefillcli.forecast.replay_results import Replay
 from prefillcli.plan.plan import Plan
 from prefillcli.report.survey import Survey
 from prefillcli.runtime.cores import affinity, cpu_name
@@ -128,7 +127,6 @@ class Profile(BaseModel):
     no_completion: str | None = None  # then why
     regroup_layers: float | None = None  # laying out a token anew after an early exit, in layers of a token
     keys_layers: float | None = None  # K,V alone of a layer, in layers of a token
-    replays: list[Replay] = Field(default_factory=list)
     survey: Survey | None = None  # of the input, where one was given
     notes: list[str] = Field(default_factory=list)
     settings: dict[str, Any] = Field(default_factory=dict)
@@ -139,7 +137,7 @@ class Profile(BaseModel):
     def load(cls, path: str) -> Profile | None:
         """The profile at a path or URL; None if there is none. Raises UsageError for a file that is not a profile.
 
-        A fit that is too weak is left out, and so are the replays that were made with it.
+        A fit that is too weak is left out.
         """
         try:
             text = read_given("--profile", path, "make one with prefill profile")
@@ -163,7 +161,7 @@ class Profile(BaseModel):
             where = ".".join(map(str, error.errors()[0]["loc"]))
             raise UsageError(f"{path}: not a profile ({where}); make one with prefill profile") from None
         if profile.completion is not None and (why := profile.completion.weakness()) is not None:
-            profile.completion, profile.no_completion, profile.replays = None, why, []
+            profile.completion, profile.no_completion = None, why
         return profile
 
     def mismatch(self, model_hash: str, dtype: Any, device: Any) -> str | None:

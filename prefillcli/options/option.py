@@ -26,7 +26,6 @@ from prefillcli.options.requirements import Requirement
     RATIONALES,
     BENCH,
     PROFILE,
-    REPLAY,
     FIT,
 ) = (
     "Files",
@@ -43,7 +42,6 @@ from prefillcli.options.requirements import Requirement
     "Rationales",
     "What is compared",
     "What is measured",
-    "Replay",
     "Fit",
 )
 

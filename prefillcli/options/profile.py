@@ -15,9 +15,9 @@ from prefillcli.options.groups import (
     PromptOptions,
     ScheduledOptions,
 )
-from prefillcli.options.option import COMPRESSION, FILES, PROFILE, REPLAY, argument, option, require
+from prefillcli.options.option import COMPRESSION, FILES, PROFILE, argument, option, require
 from prefillcli.options.requirements import Requirement
-from prefillcli.options.values import Fairness, KeepRate, NameList
+from prefillcli.options.values import KeepRate, NameList
 
 
 class ProfileSettings(PriceOptions, MeasuringOptions, ScheduledOptions):
@@ -30,7 +30,7 @@ class ProfileSettings(PriceOptions, MeasuringOptions, ScheduledOptions):
     )  # fmt: skip
     full: bool = option(
         False,
-        "All modes and replays, longer measurements: tens of minutes; hours for a large model.",
+        "All modes, longer measurements: tens of minutes; hours for a large model.",
         PROFILE, changes="report",
     )  # fmt: skip
     keep: KeepRate = option(
@@ -54,28 +54,6 @@ class ProfileSettings(PriceOptions, MeasuringOptions, ScheduledOptions):
         "Approximate time for the runs that completion times are fitted to. (default: 10, with --full 60)",
         PROFILE, changes="report", metavar="SECONDS", gt=0, allow_inf_nan=False,
     )  # fmt: skip
-    replay: NameList = option(
-        (),
-        "A workload for a simulated server: post-recommendation, post-recommendation-mixed, credit-verification, or "
-        "none; repeatable. (default: post-recommendation, with --full all)",
-        REPLAY, changes="report", metavar="NAME", repeatable=True,
-    )  # fmt: skip
-    replay_scale: float = option(
-        1.0,
-        "Multiplies the lengths of its requests.",
-        REPLAY, changes="report", metavar="FACTOR", requires=requirements.REPLAY, gt=0, allow_inf_nan=False,
-    )  # fmt: skip
-    cache_tokens: int | None = option(
-        None,
-        "Tokens that its prefix cache holds. (default: as many as fit the budget with the K,V of all layers)",
-        REPLAY, changes="report", metavar="N", requires=requirements.REPLAY, ge=0,
-    )  # fmt: skip
-    fairness: Fairness = option(
-        (0.05, 0.0, 0.5),
-        "Lambda of srjf-calibrated, as a share of the tokens the machine computes per second; repeatable; the first "
-        "is compared with other policies.",
-        REPLAY, changes="report", metavar="SHARE", repeatable=True, requires=requirements.REPLAY,
-    )  # fmt: skip
     output: str = option(
         "profile.json",
         "JSON file for the numbers; the page goes beside it, as .html.",
@@ -96,9 +74,6 @@ class ProfileSettings(PriceOptions, MeasuringOptions, ScheduledOptions):
         left: dict[str, Any] = {}
         if not self.mode:
             left["mode"] = ("full", "chunked", "drop", "hybrid-copy", "hybrid") if self.full else ("full", "hybrid")
-        if not self.replay:
-            every = ("post-recommendation", "post-recommendation-mixed", "credit-verification")
-            left["replay"] = every if self.full else every[:1]
         if self.confirm_seconds is None:
             left["confirm_seconds"] = 120.0 if self.full else 20.0
         if self.fit_seconds is None:
@@ -113,7 +88,3 @@ class ProfileSettings(PriceOptions, MeasuringOptions, ScheduledOptions):
                     "--keep auto is for a whole job; with --draft, prefill profile predicts several rates anyway"
                 )
             check_keep(self.keep, compresses=self.compresses)
-        if not self.fairness:
-            raise UsageError("--fairness: give a share of 0 or more")
-        if "none" in self.replay and len(self.replay) > 1:
-            raise UsageError("--replay none: give no other workload with it")

@@ -158,9 +158,6 @@ MADE_WORKLOADS = Requirement(
     "choose rows with --limit or --sample",
     recipe_may_keep=True,
 )
-REPLAY = Requirement(
-    lambda s: "none" not in s.replay, "is for a replay, but --replay is none", "name a workload with --replay"
-)
 ALL_ROWS = Requirement(
     lambda s: s.shard is None and not s.dry_run,
     "is for all rows of a finished output, but a shard has some of them and a dry run none",

@@ -159,7 +159,6 @@ NameList = Annotated[tuple[str, ...], BeforeValidator(_split_names)]
 KeepRate = Annotated[float | Literal["auto"], BeforeValidator(_number_or_auto)]
 ThreadCount = Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], BeforeValidator(_count_or_auto)]
 TokenThreshold = Annotated[Annotated[int, Field(ge=0)] | Literal["auto"], BeforeValidator(_count_or_auto)]
-Fairness = Annotated[tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...], BeforeValidator(_split_numbers)]
 if TYPE_CHECKING:
     ScheduleName = str
 else:

@@ -14,10 +14,9 @@ from prefillcli.data.proof.fingerprints import hash_model
 from prefillcli.data.proof.seals import sealed_text
 from prefillcli.data.reading.source import Source
 from prefillcli.data.windows import windows
-from prefillcli.errors import PrefillError, ResourceError, UsageError, did_you_mean
+from prefillcli.errors import PrefillError, UsageError, did_you_mean
 from prefillcli.forecast.completion_model import CompletionModel
 from prefillcli.forecast.profile import ModeResult, Profile, Trace
-from prefillcli.forecast.replay_results import Replay
 from prefillcli.forecast.survey import survey
 from prefillcli.jobs.inputs import open_source, prompt_builder
 from prefillcli.jobs.load import compression_of
@@ -137,12 +136,10 @@ def profile_job(settings: ProfileSettings) -> dict[str, Any]:
 def _check(settings: ProfileSettings) -> Input | None:
     """Raise UsageError for wrong options before anything is measured; open INPUT if there is one."""
     from prefillcli.profile.modes import MODES
-    from prefillcli.replay.workloads import WORKLOADS
 
     require_json(settings.output)
     require_apart(settings)
     _check_names("--mode", settings.mode, MODES)
-    _check_names("--replay", settings.replay, {**WORKLOADS, "none": None})
     return open_input(settings) if settings.inputs else None
 
 
@@ -194,7 +191,6 @@ def _measure(settings: ProfileSettings, given: Input | None, announce: Callable[
         versions=versions(),
         notes=busy,
     )
-    profile.replays = list(_replays(settings, files, device, profile, announce))
     search = Search(subject, files, budget, settings.fit_seconds or 0.0, settings.confirm_seconds or 0.0, announce)
     profile.modes = list(_modes(settings.mode, search))
     if settings.full:
@@ -239,47 +235,6 @@ def _modes(names: tuple[str, ...], search: Any) -> Iterator[ModeResult]:
 
     for name in dict.fromkeys(names):
         yield profile_mode(name, search)
-
-
-def _replays(
-    settings: ProfileSettings, files: Any, device: Any, profile: Profile, announce: Callable[[str], None]
-) -> Iterator[Replay]:
-    """The papers' workloads on a server with this machine's times and a cache that fits its budget."""
-    from prefillcli.models.law import memory_law, pack_limits
-    from prefillcli.replay.replay import replay
-    from prefillcli.replay.workloads import WORKLOADS
-
-    if "none" in settings.replay:
-        return
-    if profile.completion is None:
-        profile.notes.append("no replay: it needs completion times")
-        return
-    law = memory_law(files.config, files.dtype)
-    cache = settings.cache_tokens
-    if cache is None:
-        cache = profile.budget_bytes // (law.key_value * law.layers)
-    try:
-        limits = pack_limits(law, budget=profile.budget_bytes, device=device, chunk_tokens=profile.chunk_tokens)
-    except ResourceError as error:
-        profile.notes.append(f"no replay: {error}")
-        return
-    for name in dict.fromkeys(settings.replay):
-        announce(f"replay of {name} with a prefix cache of {cache:,} tokens")
-        workload = WORKLOADS[name](settings.replay_scale)
-        longest, fits = int(workload.tokens.max()), min(limits.max_tokens, files.max_length)
-        found = replay(
-            workload,
-            profile.completion,
-            limits=replace(limits, max_tokens=max(limits.max_tokens, longest)),
-            cache_tokens=cache,
-            fairness=settings.fairness,
-        )
-        if longest > fits:
-            found.notes.append(
-                f"its longest request has {longest:,} tokens, and a prompt can have {fits:,} here: this can only be "
-                "calculated"
-            )
-        yield found
 
 
 def _traces(modes: list[ModeResult], search: Any) -> Iterator[Trace]:

@@ -1,4 +1,4 @@
-"""The page of `prefill profile`: the charts of figures 3, 6, 7, 10 and 11 of PrefillOnly, completion times, INPUT."""
+"""The page of `prefill profile`: the charts of figures 3 and 10 of PrefillOnly, completion times, INPUT."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from typing import Any
 
 from prefillcli.forecast.completion_model import CompletionModel
 from prefillcli.forecast.profile import ModeResult, Profile
-from prefillcli.forecast.replay_results import Replay
-from prefillcli.replay.charts import distribution_chart, latency_chart
 from prefillcli.report import charts as plot
 from prefillcli.report.charts import Axis, Chart
 from prefillcli.report.rendering import (
@@ -31,17 +29,13 @@ from prefillcli.report.survey import ESTIMATE, Survey, keep_rows, plan_rows, pri
 
 _DISTURBED = 1.5  # slowest round over the fastest; above it the machine was busy
 
-#: What the modes and policies are, for readers of the tables.
+#: The modes, for readers of the tables.
 EXPLAINED = {
     "full": "transformers in one piece, the K,V of all layers kept",
     "chunked": "transformers chunk by chunk, the K,V of all layers kept",
     "drop": "one layer's K,V at a time, nothing chunked",
     "hybrid-copy": "as hybrid, with a second buffer",
     "hybrid": "as prefill score does it",
-    "fifo": "as the requests come",
-    "srjf": "the shortest first",
-    "srjf-calibrated": "the fewest tokens that are not cached first",
-    "prefix-tree": "all known before: the plan of prefill score",
 }
 
 
@@ -118,42 +112,9 @@ def completion_table(profile: Profile) -> TableRows:
     ]
 
 
-def replay_table(replay: Replay) -> TableRows:
-    """Header and one row for each policy, with all requests there at once."""
-    rows = [["policy", "tokens computed", "cached", "hits", "seconds", "mean s", "P99 s", "rows/s"]]
-    return rows + [
-        [
-            each.policy,
-            f"{each.computed_tokens:,}",
-            f"{each.cached_share:.1%}",
-            f"{each.hit_requests:,}",
-            three_digits(each.seconds),
-            three_digits(each.mean_latency),
-            three_digits(each.p99_latency),
-            three_digits(each.throughput),
-        ]
-        for each in replay.at_once
-    ]
-
-
-def replay_lines(replay: Replay) -> list[tuple[str, str]]:
-    """What was replayed, on what."""
-    several = f", {replay.together} at a time" if replay.together > 1 else ", one by one"
-    waiting = next(each.tokens_per_second for each in replay.distributions if each.fairness == replay.fairness)
-    return [
-        ("requests", f"{replay.requests:,}{several}; {replay.tokens:,} tokens, {replay.unique_tokens:,} unique"),
-        ("longest", f"{replay.longest:,} tokens"),
-        ("prefix cache", f"{replay.cache_tokens:,} tokens"),
-        ("without a cache", f"{three_digits(replay.uncached_rate)} requests/s"),
-        ("srjf-calibrated", f"λ {replay.fairness:g}: a second of waiting counts {three_digits(waiting)} tokens"),
-    ]
-
-
 def profile_remarks(profile: Profile) -> list[str]:
     """What a reader of the tables must know."""
-    parts = [(each.mode, each.notes) for each in profile.modes]
-    parts += [(each.workload, each.notes) for each in profile.replays]
-    return [*profile.notes, *(f"{name}: {note}" for name, notes in parts for note in notes)]
+    return [*profile.notes, *(f"{each.mode}: {note}" for each in profile.modes for note in each.notes)]
 
 
 def terms(mode: ModeResult) -> str:
@@ -169,8 +130,8 @@ def no_times(profile: Profile) -> str:
     """What is to be said where no fit was good enough."""
     return (
         f"no completion times: {profile.no_completion}. Other programs probably took the machine's time. Nothing is "
-        "predicted from this profile, neither the end of a run nor its cost, and nothing was replayed; run prefill "
-        "profile again when the machine is quiet"
+        "predicted from this profile, neither the end of a run nor its cost; run prefill profile again when the "
+        "machine is quiet"
     )
 
 
@@ -239,16 +200,6 @@ def print_profile(profile: Profile) -> None:
     if leaving_costs(profile):
         console.print("Early exit", style="bold")
         console.print(f"  {leaving_costs(profile)}\n")
-    for replay in profile.replays:
-        console.print(f"What a server would make of {replay.workload}, calculated", style="bold")
-        console.print(
-            f"{replay.requests:,} requests at once, {replay.tokens:,} tokens, {replay.unique_tokens:,} unique; "
-            f"a prefix cache of {replay.cache_tokens:,}",
-            style="dim",
-        )
-        print_numbers(console, replay_table(replay))
-        print_explained(console, [each.policy for each in replay.at_once], EXPLAINED)
-        console.print()
     if profile.survey is not None:
         console.print("input", style="bold")
         print_survey(profile.survey)
@@ -310,23 +261,6 @@ def _length_text(predicted: int | None, confirmed: int | None, limit: str | None
     return text + (", not confirmed" if confirmed is None else f", confirmed up to {confirmed:,}")
 
 
-def replay_view(replay: Replay) -> dict[str, Any]:
-    """What the page shows of a replay."""
-    return {
-        "name": replay.workload,
-        "lines": replay_lines(replay),
-        "table": replay_table(replay),
-        "charts": [
-            ("Mean latency over the arrival rate", latency_chart(replay, "mean_latency")),
-            ("P99 latency over the arrival rate", latency_chart(replay, "p99_latency")),
-            (
-                f"Latency of srjf-calibrated at {three_digits(replay.distribution_rate)} requests/s, by λ",
-                distribution_chart(replay),
-            ),
-        ],
-    }
-
-
 def survey_view(survey: Survey) -> dict[str, Any]:
     """What the page shows of the input; bars are names, percent and texts."""
     bins = survey.lengths.histogram if survey.lengths is not None else []
@@ -364,8 +298,6 @@ def profile_html(profile: Profile) -> str:
         ],
         laws=[(each.mode, terms(each)) for each in profile.modes],
         survey=survey_view(profile.survey) if profile.survey is not None else None,
-        replays=[replay_view(each) for each in profile.replays],
-        longest_timed=max((point.input_tokens for point in profile.times.points), default=0) if profile.replays else 0,
         plot=plot,
         settings=shown_settings(profile.settings),
     )

@@ -1,13 +1,9 @@
-"""Profiles and surveys with made-up numbers, and a replay that fits them."""
+"""Profiles and surveys with made-up numbers."""
 
 from __future__ import annotations
 
 from prefillcli.forecast.profile import Confirmation, MemoryPoint, ModeResult, Profile, Trace, TracePoint, this_machine
-from prefillcli.forecast.replay_results import Replay
-from prefillcli.plan.pack import Limits
 from prefillcli.profile.completion import Timing, fit_completion
-from prefillcli.replay.replay import replay
-from prefillcli.replay.workloads import WORKLOADS
 from prefillcli.report.run import versions
 from prefillcli.report.survey import (
     Bin,
@@ -76,15 +72,6 @@ def made_profile(**changes: object) -> Profile:
         "versions": versions(),
     }
     return Profile(**{**fields, **changes})
-
-
-def made_replays(profile: Profile) -> list[Replay]:
-    """Small requests at the speed of the profile."""
-    limits = Limits(6000, 6000, held_tokens=3000)
-    return [
-        replay(make(0.05), profile.completion, limits=limits, cache_tokens=2000, fairness=(0.05, 0.0, 0.5))
-        for make in WORKLOADS.values()
-    ]
 
 
 def made_survey(**changes: object) -> Survey:

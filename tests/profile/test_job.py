@@ -49,46 +49,18 @@ def load() -> Profile:
     return found
 
 
-def test_replays_are_made_without_an_input(model: Path) -> None:
-    assert profile("-m", model, "--replay-scale", 0.01)["exit_code"] == 0
-    assert [each.workload for each in load().replays] == ["post-recommendation"]
-    assert profile("-m", model, "--replay-scale", 0.01, "--full")["exit_code"] == 0
-    found = load()
-    assert found.survey is None
-    names = [each.workload for each in found.replays]
-    assert names == ["post-recommendation", "post-recommendation-mixed", "credit-verification"]
-    key_value = 2 * 2 * 16 * 4  # K and V of two heads of 16, in float32
-    assert {each.cache_tokens for each in found.replays} == {(64 << 20) // (2 * key_value)}
-    assert "Replay: credit-verification" in Path("profile.html").read_text()
-
-
-def test_options_of_the_replay_count(model: Path) -> None:
-    flags = ("--replay", "credit-verification", "--cache-tokens", 777, "--fairness", 0.3, "--fairness", "2,4")
-    assert profile("-m", model, *flags)["exit_code"] == 0
-    (found,) = load().replays
-    assert found.cache_tokens == 777
-    assert found.fairness == 0.3
-    assert [each.fairness for each in found.distributions] == [0.3, 2, 4]
-    assert "a prompt can have 2,048 here" in found.notes[0]
-
-
 def test_what_an_early_exit_takes_is_told(model: Path) -> None:
-    done = prefill("profile", "-m", model, "--replay", "none")
+    done = prefill("profile", "-m", model)
     said = "laying out anew what goes on takes 0.04 layers, the keys and values of a peek 0.16"
     assert said in " ".join(done.stderr.split())
     assert said in Path("profile.html").read_text()
     assert (load().regroup_layers, load().keys_layers) == (0.04, 0.16)
 
 
-def test_a_replay_can_be_left_out(model: Path) -> None:
-    assert profile("-m", model, "--replay", "none")["exit_code"] == 0
-    assert load().replays == []
-
-
 def test_the_plan_of_an_input_is_that_of_a_dry_run(model: Path) -> None:
     source = write_jsonl("in.jsonl", [{"prompt": text} for text in [*texts(40), None]])
     flags = (source, "-m", model, "--memory", "64MiB", "--price-per-hour", 3)
-    line = profile(*flags, "--replay", "none")
+    line = profile(*flags)
     assert line["exit_code"] == 0
     dry = last_line(
         prefill("score", *flags, "--dry-run", "--quiet", "--profile", "profile.json", "--max-error-rate", 1).stdout
@@ -108,7 +80,7 @@ def test_the_budget_of_the_measurements_is_that_of_the_plan(model: Path) -> None
     source = write_jsonl("in.jsonl", [{"prompt": text} for text in texts(4)])
     limits = []
     for flags in ((), ("--memory", "64MiB")):
-        assert profile(source, "-m", model, "--replay", "none", *flags)["exit_code"] == 0
+        assert profile(source, "-m", model, *flags)["exit_code"] == 0
         limits.append(load().survey.limits)
     assert limits[0] == limits[1]
 
@@ -132,10 +104,6 @@ def test_the_budget_of_the_measurements_is_that_of_the_plan(model: Path) -> None
         (("--labels", "A,B"), "--labels is for INPUT"),
         (("--draft", "x"), "--draft is for INPUT"),
         (("--keep", "0.5"), "--keep is for INPUT"),
-        (("--replay", "post-recomendation"), "post-recommendation"),
-        (("--replay", "none", "--replay", "credit-verification"), "no other workload"),
-        (("--replay", "none", "--cache-tokens", "5"), "--replay is none"),
-        (("--fairness", "-1"), "fairness"),
         (("--mode", "hybird"), "hybrid"),
     ],
 )
@@ -171,7 +139,7 @@ def test_without_a_fit_nothing_is_predicted_and_that_is_told(model: Path, monkey
     assert (line["predicted_seconds"], line["predicted_price"]) == (None, None)
     assert "warning: no completion times: Pearson r 0.50" in done.stderr
     found = load()
-    assert (found.completion, found.no_completion, found.replays) == (None, "Pearson r 0.50", [])
+    assert (found.completion, found.no_completion) == (None, "Pearson r 0.50")
     assert found.modes
     page = Path("profile.html").read_text()
     assert "Nothing is predicted from this profile" in page
@@ -184,10 +152,10 @@ def test_what_is_not_given_is_quick_and_full_is_thorough(model: Path) -> None:
         (("--full",), {"mode": list(MODES), "fit_seconds": 60, "confirm_seconds": 120}),
         (("--full", "--mode", "drop", "--fit-seconds", "3"), {"mode": ["drop"], "fit_seconds": 3}),
     ):
-        assert profile("-m", model, "--replay", "none", *flags)["exit_code"] == 0
+        assert profile("-m", model, *flags)["exit_code"] == 0
         assert load().settings | wanted == load().settings
 
 
 def test_the_next_step_is_named(model: Path) -> None:
-    done = prefill("profile", "-m", model, "--replay", "none")
+    done = prefill("profile", "-m", model)
     assert f"next: prefill score YOUR.parquet -m {model} --dry-run" in done.stderr

@@ -18,10 +18,9 @@ from prefillcli.profile.profile_page import (
     print_profile,
     profile_html,
 )
-from prefillcli.replay.charts import distribution_chart, latency_chart
-from prefillcli.report.charts import Axis, log_ticks, ticks
+from prefillcli.report.charts import ticks
 from prefillcli.report.survey import Sharing
-from tests.profile.making import made_profile, made_replays, made_survey
+from tests.profile.making import made_profile, made_survey
 from tests.report.browser import CHROMIUM, browser
 
 TEXTS_OUTSIDE = """
@@ -34,11 +33,8 @@ TEXTS_OUTSIDE = """
 
 @pytest.fixture(scope="module")
 def full() -> Profile:
-    """With replays, and with an input."""
-    profile = made_profile(survey=made_survey())
-    profile.replays = made_replays(profile)
-    profile.replays[0].notes.append("its longest request has <too many> tokens")
-    return profile
+    """With an input."""
+    return made_profile(survey=made_survey())
 
 
 class Balanced(HTMLParser):
@@ -73,16 +69,14 @@ def test_the_page_needs_no_network_and_closes_its_tags() -> None:
     assert page.count('class="confirmed"') == 2
 
 
-def test_the_page_shows_replays_and_the_input(full: Profile) -> None:
+def test_the_page_shows_the_input(full: Profile) -> None:
     page = profile_html(full)
     reader = Balanced()
     reader.feed(page)
     assert not reader.open
-    assert reader.seen.count("svg") == 2 + 3 * 3
-    assert page.count('class="mark') == 2 * 3
     for known in (
-        "Replay: post-recommendation-mixed", "srjf-calibrated", "λ 0.05", "&lt;too many&gt;", "97 to score of 100",
-        "300 - 999", '<span class="count">77</span>', "60.0%", "prefix-tree *", "2.0 h", "4.50", "An estimate",
+        "97 to score of 100", "300 - 999", '<span class="count">77</span>', "60.0%", "prefix-tree *",
+        "2.0 h", "4.50", "An estimate",
     ):  # fmt: skip
         assert known in page, known
 
@@ -92,39 +86,6 @@ def test_an_input_without_prompts_has_a_page_too() -> None:
     page = profile_html(made_profile(survey=survey))
     assert "None." in page
     assert "Keep rates" not in page
-
-
-def test_lines_of_a_replay_are_where_its_numbers_are(full: Profile) -> None:
-    replay = full.replays[1]
-    chart = latency_chart(replay, "p99_latency")
-    assert [name for _, name in chart.series][:3] == ["fifo", "srjf", "srjf-calibrated"]
-    for curve, (_, line) in zip(replay.curves, chart.lines, strict=True):
-        wanted = [f"{chart.x(point.rate)},{chart.y(point.p99_latency)}" for point in curve.points]
-        assert line.split() == wanted
-    assert chart.marks == [(3, chart.x(replay.result("prefix-tree").throughput))]
-    shares = distribution_chart(replay)
-    assert len(shares.lines) == 3
-    assert shares.lines[0][1].split()[-1] == f"{shares.x(replay.distributions[0].latencies[-1])},{shares.y(100)}"
-
-
-def test_an_axis_may_be_logarithmic() -> None:
-    axis = Axis("s", 1000.0, low=0.1)
-    assert [axis.at(value) for value in (0.1, 1, 10, 1000)] == pytest.approx([0, 0.25, 0.5, 1])
-    assert axis.at(0) == 0
-    assert [text for _, text in axis.ticks] == ["0.1", "1", "10", "100", "1,000"]
-
-
-@pytest.mark.parametrize(
-    ("low", "top", "wanted"),
-    [
-        (0.9, 11, [1, 2, 5, 10]),
-        (0.2, 40, [0.3, 1, 3, 10, 30]),
-        (1e-3, 1e9, [1e-3, 1, 1e3, 1e6, 1e9]),
-        (3.2, 3.6, []),
-    ],
-)
-def test_logarithmic_ticks_are_round_and_few(low: float, top: float, wanted: list[float]) -> None:
-    assert log_ticks(low, top) == pytest.approx(wanted)
 
 
 def test_what_the_page_shows_is_escaped() -> None:
@@ -170,7 +131,6 @@ def test_tables_are_readable_at_80_columns(full: Profile, capsys: pytest.Capture
     assert [line for line in own.splitlines() if len(line) > 80] == []
     for known in (
         "18,874",
-        "credit-verification, calculated",
         "as prefill score does it",
         "97 to score of 100",
         "2.0 h",

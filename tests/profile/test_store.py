@@ -15,19 +15,18 @@ from prefillcli.forecast.completion_model import features
 from prefillcli.forecast.profile import Profile
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from tests.profile.making import made_profile, made_replays, made_survey
+from tests.profile.making import made_profile, made_survey
 
 
 def test_a_profile_survives_the_file(tmp_path: Path) -> None:
     profile, path = made_profile(survey=made_survey()), tmp_path / "profile.json"
-    profile.replays = made_replays(profile)
     path.write_text(profile.model_dump_json(indent=2))
     assert Profile.load(str(path)) == profile
 
 
-def test_a_file_without_replays_and_input_is_read(tmp_path: Path) -> None:
+def test_a_file_without_an_input_is_read(tmp_path: Path) -> None:
     found = json.loads(made_profile().model_dump_json())
-    del found["replays"], found["survey"]
+    del found["survey"]
     (tmp_path / "profile.json").write_text(json.dumps(found))
     assert Profile.load(str(tmp_path / "profile.json")) == made_profile()
 
@@ -87,7 +86,6 @@ def test_it_does_not_apply_elsewhere() -> None:
 
 def test_a_fit_that_is_none_is_not_read(tmp_path: Path) -> None:
     good = made_profile()
-    good.replays = made_replays(good)
     for change, said in (
         ({"pearson": 0.5}, "Pearson r 0.50"),
         ({"heldout_error_plan": 3.0}, "mean error is 300%"),
@@ -97,7 +95,7 @@ def test_a_fit_that_is_none_is_not_read(tmp_path: Path) -> None:
         (tmp_path / "profile.json").write_text(weak.model_dump_json())
         found = Profile.load(str(tmp_path / "profile.json"))
         assert found is not None
-        assert (found.completion, found.replays) == (None, [])
+        assert found.completion is None
         assert said in str(found.no_completion)
         assert found.modes == good.modes
         with pytest.raises(ValueError, match="no completion times"):
@@ -146,6 +144,17 @@ def test_seconds_of_a_plan_are_costs_times_counts() -> None:
     pairs = 2 * (10 * 11 / 2 + 4 * 5 / 2)
     wanted = 2 * 0.5 + 14 * 0.01 + 2 * 0.1 + pairs * 0.001
     assert profile.model_copy(update={"completion": model}).seconds(plan) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("cached", [0, 10, 63, 64, 65, 199])
+def test_seconds_of_a_request_are_those_of_its_pack(cached: int) -> None:
+    costs = {"per_pack": 3.0, "per_token": 0.5, "per_read": 0.25, "per_pair": 0.001, "windows": [(None, 3), (64, 2)]}
+    model = made_profile().times.model_copy(update=costs)
+    prompt = np.arange(200, dtype=np.int32)
+    apart = Limits(1, 1 << 30, held_tokens=1 << 30)
+    pack = make_plan([prompt[:cached], prompt] if cached else [prompt], apart).packs[-1]
+    assert pack.held_tokens == cached
+    assert model.request_seconds(200, cached) == pytest.approx(model.pack_seconds(pack))
 
 
 def test_json_has_the_keys_that_others_read() -> None:
