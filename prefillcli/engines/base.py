@@ -154,6 +154,18 @@ class WeightsReport:
     quantisation: str | None = None
     avoided_paths: tuple[str, ...] = ()
 
+    @classmethod
+    def of_workers(cls, used: Sequence[WeightsReport]) -> WeightsReport | None:
+        """What several workers took together; None without any. Of their waiting, the longest."""
+        if not used:
+            return None
+        return replace(
+            used[0],
+            memory_bytes=sum(each.memory_bytes for each in used),
+            bytes_read=sum(each.bytes_read for each in used),
+            seconds_waited=max(each.seconds_waited for each in used),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ReducedPacks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from prefillcli.data.output.sink import Sink
 from prefillcli.data.output.target import Target
 from prefillcli.data.rows import Window
 from prefillcli.data.windows import Prefetcher, windows
+from prefillcli.engines.base import WeightsReport
 from prefillcli.engines.registry import ENGINES, loader_of
 from prefillcli.errors import (
     OutputBusyError,
@@ -70,11 +71,9 @@ from prefillcli.report.run import (
     AdapterUse,
     MemoryTrace,
     PeakMemory,
-    ReducedUse,
     RunReport,
     ThreadCounts,
     Tokens,
-    WeightsUse,
     versions,
 )
 from prefillcli.report.run_page import print_table
@@ -200,11 +199,8 @@ def fill_report(
         if recorder.calibration is not None:
             report.calibration = recorder.calibration.use()
         report.tokens = tokens
-        engine = recorder.engine
-        if engine is not None and (weights := engine.weights_report()) is not None:
-            report.weights = WeightsUse(**asdict(weights))
-        if engine is not None and (reduced := engine.reduced()) is not None:
-            report.reduced = ReducedUse(**asdict(reduced))
+        if (engine := recorder.engine) is not None:
+            report.weights, report.reduced = engine.weights_report(), engine.reduced()
     if inputs is not None:
         source, builder, opened = inputs.source, inputs.builder, inputs.opened
         if opened.threads is not None and opened.threads.ran:
@@ -436,7 +432,7 @@ class _ScoreJob:
                     workers = self.report.workers = loop.run_with_workers(
                         chain([first], waiting), lambda: coming.ready
                     )
-                    self.report.weights = WeightsUse.of_workers([each.weights for each in workers if each.weights])
+                    self.report.weights = WeightsReport.of_workers([each.weights for each in workers if each.weights])
                 else:
                     loop.run_here(chain([first], waiting))
             with clock.phase("write"):

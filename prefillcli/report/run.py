@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import PydanticSerializationError
 
 from prefillcli.data.output.counts import LENGTH_EDGES, SCORE_BINS, Counts
+from prefillcli.engines.base import ReducedPacks, WeightsReport
 from prefillcli.redaction import shown_report
 from prefillcli.report.evaluation import RunEvaluation
 from prefillcli.report.exits import ExitUse
@@ -85,47 +86,12 @@ class ThreadCounts(BaseModel):
     max: int
 
 
-class WeightsUse(BaseModel):
-    """How the model's weights were kept: `resident` in memory, or as a `stream` from the files."""
-
-    mode: Literal["resident", "stream"]
-    bytes: int  # of all weights, in the dtype they are used in
-    memory_bytes: int  # of those on the device at a time, at most
-    weights_over_memory: float  # all weights over all memory of the device
-    bytes_read: int = 0  # of layers, from the files
-    seconds_waited: float = 0.0  # in which nothing was computed because a layer was not there yet
-    own_cache: bool = False  # the layers are called with the model's own attention and cache, one node at a time
-    quantisation: str | None = None  # how they were quantised, and whether they are kept packed; None if they were not
-    avoided_paths: tuple[str, ...] = ()  # ways to compute attention that are wrong on the device, and not taken
-
-    @classmethod
-    def of_workers(cls, used: Sequence[WeightsUse]) -> WeightsUse | None:
-        """What several workers took together; None without any. Of their waiting, the longest."""
-        if not used:
-            return None
-        return used[0].model_copy(
-            update={
-                "memory_bytes": sum(each.memory_bytes for each in used),
-                "bytes_read": sum(each.bytes_read for each in used),
-                "seconds_waited": max(each.seconds_waited for each in used),
-            }
-        )
-
-
 class AdapterUse(BaseModel):
     """An adapter, or with `name` None the model without one, and the rows that it scored."""
 
     name: str | None
     path: str | None = None  # None where it is not known, as in a merge
     rows: int = 0
-
-
-class ReducedUse(BaseModel):
-    """What was computed with since the device's memory ran out."""
-
-    failures: int  # how often it did, in all attempts
-    chunk_tokens: int
-    pack_tokens: int | None = None  # packs of more tokens were split; null: none
 
 
 class WorkerCounts(BaseModel):
@@ -139,8 +105,8 @@ class WorkerCounts(BaseModel):
     device_bytes: int
     own_bytes: int | None  # at the end, with pages that several processes share divided among them
     threads: tuple[int, int] | None  # fewest and most that computed
-    weights: WeightsUse | None = None  # None where its engine does not say
-    reduced: ReducedUse | None = None  # None where its memory did not run out
+    weights: WeightsReport | None = None  # None where its engine does not say
+    reduced: ReducedPacks | None = None  # None where its memory did not run out
 
 
 class SinceUse(BaseModel):
@@ -249,9 +215,9 @@ class RunReport(BaseModel):
     packs: int = 0
     workers: list[WorkerCounts] = Field(default_factory=list)  # of the run's last ones, where there are several
     threads: ThreadCounts | None = None  # None where another process computes, or nothing was computed
-    weights: WeightsUse | None = None  # None where the engine does not say, or nothing was loaded
+    weights: WeightsReport | None = None  # None where the engine does not say, or nothing was loaded
     adapters: list[AdapterUse] = Field(default_factory=list)
-    reduced: ReducedUse | None = None  # None where memory did not run out, or did in workers alone
+    reduced: ReducedPacks | None = None  # None where memory did not run out, or did in workers alone
     settings: dict[str, Any] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)
     fingerprint: dict[str, str] = Field(default_factory=dict)
