@@ -131,8 +131,10 @@ format: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks
-	$(BIN)/prefill bench --workload post-recommendation --workload needle --rows 100 --keep 0.2 --keep 0.1 \
-		-o out/bench.json
+	$(BIN)/prefill bench --rows 100 --keep 0.2 --keep 0.1 -o out/bench.json
+	$(BIN)/python -m benchmarks.made_workloads --workload post-recommendation --rows 100 -o out/made
+	$(BIN)/prefill bench out/made/post-recommendation.parquet --truth answer --limit 100 --keep 0.2 --keep 0.1 \
+		-o out/bench-posts.json
 
 # The real model and the reviews. Takes an hour on two cores
 bench-reviews: setup-real

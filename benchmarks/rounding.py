@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import prefillcli
 from benchmarks.console import log
-from prefillcli.bench.vocabulary import CREDITORS, SUBJECTS, TOPICS
+from benchmarks.sample_text import CREDITORS, SUBJECTS
+from prefillcli.bench.needle import TOPICS
 
 WAYS: dict[str, dict[str, Any]] = {
     "walk": {},

@@ -26,7 +26,7 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from benchmarks.console import log
-from prefillcli.bench.tasks import needle
+from prefillcli.bench.needle import needle
 from prefillcli.decode.behind import MakeDrafter
 from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Speculation, Writing
 from prefillcli.decode.forward import KeptForward

@@ -136,7 +136,7 @@ def profile(settings: ProfileSettings) -> Summary:
 
 @_job
 def bench(settings: BenchSettings) -> Summary:
-    """Compare full prefill, compressed prefill and others on INPUT, or on made workloads: speed, memory, answers.
+    """Compare full prefill, compressed prefill and others on INPUT, or on made prompts: speed, memory, answers.
 
     Tables go to stderr; the last line on stdout is one JSON object that sums the run up.
     """

@@ -12,8 +12,8 @@ from random import Random
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from prefillcli.bench.sample_text import CASES, Case, ask_fairly
-from prefillcli.bench.vocabulary import CREDITORS, SUBJECTS, TOPICS
+from benchmarks.sample_text import CASES, CREDITORS, SUBJECTS, ask_fairly
+from prefillcli.bench.needle import TOPICS, Case
 from recipes.sample_tokenizer import answer_tokens
 
 WORDS = tuple(dict.fromkeys((*TOPICS, *CREDITORS, *SUBJECTS)))

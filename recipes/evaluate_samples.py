@@ -17,7 +17,8 @@ import pyarrow.parquet as pq
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from prefillcli.bench.sample_text import CASES, ask, prompt
+from benchmarks.sample_text import CASES, ask
+from prefillcli.bench.needle import prompt
 from recipes.curriculum import gapped_positions
 from recipes.sample_tokenizer import answer_tokens
 

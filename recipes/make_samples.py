@@ -15,7 +15,8 @@ from random import Random
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from prefillcli.bench.sample_text import Case, ask, credit_case, label_case, post_case, prompt
+from benchmarks.sample_text import ask, credit_case, label_case
+from prefillcli.bench.needle import Case, post_case, prompt
 from recipes.evaluate_samples import SAMPLES
 
 SEED = "samples 2024"

@@ -35,7 +35,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from prefillcli.bench.sample_text import CASES
+from benchmarks.sample_text import CASES
 from recipes.curriculum import MOST_LINES, Batch, BatchMaker, Curriculum
 from recipes.deep_model import LayerSkip, grow
 from recipes.evaluate_samples import SAMPLES, Row, ScoredRow, accuracy, draw_rows, nll, score

@@ -9,7 +9,6 @@ import pytest
 from typer.testing import CliRunner
 
 from prefillcli.bench.bench_job import METHODS
-from prefillcli.bench.probes import WORKLOADS
 from prefillcli.bench.report import BenchReport, MethodResult, WorkloadResult
 from prefillcli.cli import app
 from prefillcli.data.output.formats import FORMATS
@@ -118,11 +117,11 @@ def test_every_schedule_is_documented() -> None:
         assert f"| `{name}` |" in text, name
 
 
-def test_bench_names_its_options_methods_workloads_and_keys() -> None:
+def test_bench_names_its_options_methods_and_keys() -> None:
     text = (ROOT / "docs" / "bench.md").read_text()
     own = COMMANDS["bench"].__annotations__.keys() - {"inputs"}
     assert {"--" + name.replace("_", "-") for name in own} <= options(text)
-    for name in (*METHODS, *WORKLOADS):
+    for name in METHODS:
         assert f"| `{name}` |" in text, name
     for kind in (BenchReport, WorkloadResult, MethodResult):
         for key in kind.model_fields:

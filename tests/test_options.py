@@ -58,7 +58,7 @@ TOLD: dict[str, tuple[Values, Values]] = {
     "CALIBRATE_WITH": ({"template": "{{ text }}", "calibrate_with": "N/A"}, {"calibrate_with": None}),
     "TRUTH_FROM": ({"truth_from": "t.parquet"}, {"truth_from": None}),
     "INPUT": ({"inputs": ["x.parquet"]}, {"inputs": None}),
-    "MADE_WORKLOADS": ({}, {"inputs": ["x.parquet"]}),
+    "MADE_PROMPTS": ({}, {"inputs": ["x.parquet"]}),
     "ALL_ROWS": ({}, {"shard": "1/2"}),
     "DRIFT": ({"max_drift": "0.1"}, {"max_drift": None}),
     "RAY": ({"runner": "ray"}, {"runner": "local"}),
@@ -119,7 +119,7 @@ def told(command: str, option: str, unmet: str | None = None) -> Values:
     for required in COMMANDS[command].required()[option]:
         values |= TOLD[NAMES[id(required)]][0]
     if (command, unmet) == ("bench", "RANDOM"):
-        values |= {"inputs": ["x.parquet"]}  # made workloads are made at random
+        values |= {"inputs": ["x.parquet"]}  # prompts are made at random
     return values if unmet is None else values | TOLD[unmet][1]
 
 

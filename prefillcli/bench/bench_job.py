@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.bench.bench_page import print_texts, print_workload, save_report
 from prefillcli.bench.material import Material, input_material, made_material
-from prefillcli.bench.probes import WORKLOADS
 from prefillcli.bench.report import METHODS, NAMED, TEXT_METHODS, UNCOMPRESSED, BenchReport, TextResult, WorkloadResult
 from prefillcli.compress.pickers.registry import PICKERS
 from prefillcli.data.prompts.labels import Labels
@@ -46,8 +45,8 @@ QUICK_SECONDS = 60.0  # in which timed rounds begin
 def bench_job(settings: BenchSettings, *, quick_tokens: int = QUICK_TOKENS) -> dict[str, Any]:
     """Run the job; return the summary for the last line on stdout.
 
-    What was measured is written whatever happens; nothing is written before the first workload is done. Errors are
-    reported on stderr, and become the exit code in the summary.
+    Nothing is written before everything is measured. Errors are reported on stderr, and become the exit code in the
+    summary.
     """
     clock = Clock()
     if settings.model is None and settings.draft is None and (draft := sample_draft()) is not None:
@@ -85,7 +84,6 @@ def _save(report: BenchReport, output: str) -> None:
 
 def _run(settings: BenchSettings, report: BenchReport, steps: StepLog, most_tokens: int | None) -> None:
     names = _methods(settings)
-    _check_names("--workload", settings.workload, WORKLOADS)
     require_json(settings.output)
     require_apart(settings)
     source = open_source(settings, _carried(settings)) if settings.inputs else None
@@ -94,9 +92,9 @@ def _run(settings: BenchSettings, report: BenchReport, steps: StepLog, most_toke
         check_place(settings, opened, {})
     labels = answer_labels(opened, settings)
     require_shares(labels, "bench")
-    material = _materials(settings, opened, labels, source, most_tokens)
-    first = next(material)  # errors in the input are reported before the weights are loaded
-    _compare(settings, opened, labels, names, first, material, report, steps)
+    # Errors in the input are reported before the weights are loaded.
+    material = _material(settings, opened, labels, source, most_tokens)
+    _compare(settings, opened, labels, names, material, report, steps)
 
 
 def _methods(settings: BenchSettings) -> tuple[str, ...]:
@@ -135,16 +133,14 @@ def _check_names(option: str, given: Sequence[str], known: dict[str, Any]) -> No
             raise UsageError(f"{option} {name!r} does not exist{near}\nthere are {', '.join(known)}")
 
 
-def _materials(
+def _material(
     settings: BenchSettings, opened: Opened, labels: Labels, source: Source | None, most_tokens: int | None
-) -> Iterator[Material]:
-    """What to compare on, one after the other."""
-    if source is not None:
-        builder = prompt_builder(settings, opened, source, _carried(settings))
-        yield input_material(source, builder, labels, settings.truth, most_tokens)
-        return
-    for name in dict.fromkeys(settings.workload):
-        yield made_material(name, settings, opened, labels)
+) -> Material:
+    """The prompts to compare on."""
+    if source is None:
+        return made_material(settings, opened, labels)
+    builder = prompt_builder(settings, opened, source, _carried(settings))
+    return input_material(source, builder, labels, settings.truth, most_tokens)
 
 
 def _carried(settings: BenchSettings) -> list[str]:
@@ -156,8 +152,7 @@ def _compare(
     opened: Opened,
     labels: Labels,
     names: Sequence[str],
-    first: Material,
-    others: Iterator[Material],
+    material: Material,
     report: BenchReport,
     steps: StepLog,
 ) -> None:
@@ -179,17 +174,14 @@ def _compare(
     loaded = load_walk(opened, settings, keep=1.0, share=SHARE if "vllm" in names else 1.0)
     with closing(loaded):
         equipment = Equipment(opened, loaded, settings, labels)
-        material: Material | None = first
-        while material is not None:
-            if settings.rationale:
-                report.texts.append(_compare_texts_on(material, names, equipment, loaded.draft, steps))
-                if not settings.quiet:
-                    print_texts(report.texts[-1], report.machine)
-            else:
-                report.workloads.append(_compare_on(material, names, equipment, steps))
-                if not settings.quiet:
-                    print_workload(report.workloads[-1], report.machine, whole=settings.full)
-            material = next(others, None)
+        if settings.rationale:
+            report.texts.append(_compare_texts_on(material, names, equipment, loaded.draft, steps))
+            if not settings.quiet:
+                print_texts(report.texts[-1], report.machine)
+        else:
+            report.workloads.append(_compare_on(material, names, equipment, steps))
+            if not settings.quiet:
+                print_workload(report.workloads[-1], report.machine, whole=settings.full)
     if not settings.quiet:
         print(f"\nnext: {_next(settings)}", file=sys.stderr)
 

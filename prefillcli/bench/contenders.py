@@ -577,7 +577,7 @@ def learn_exits(equipment: Equipment, material: Material) -> EarlyExit | None:
     settings = equipment.settings
     count = settings.exit_rows or rows_to_learn(settings.max_flips, len(equipment.labels.names))
     if material.made:
-        prompts = _more_prompts(material.name, count, equipment)
+        prompts = _more_prompts(count, equipment)
     else:
         prompts = material.set_apart(min(count, len(material.prompts) // 2), settings.seed)
     found = _calibrated(equipment, prompts)
@@ -591,8 +591,8 @@ def learn_exits(equipment: Equipment, material: Material) -> EarlyExit | None:
     return EarlyExit(equipment, found.policy, len(prompts))
 
 
-def _more_prompts(name: str, count: int, equipment: Equipment) -> list[Prompt]:
-    """Other prompts of a made workload, as long."""
+def _more_prompts(count: int, equipment: Equipment) -> list[Prompt]:
+    """Other made prompts, as long."""
     settings: BenchSettings = equipment.settings
     other = settings.model_copy(
         update={
@@ -602,7 +602,7 @@ def _more_prompts(name: str, count: int, equipment: Equipment) -> list[Prompt]:
             "seed": settings.seed + _SEED,
         }
     )
-    prompts = made_material(name, other, equipment.opened, equipment.labels).prompts
+    prompts = made_material(other, equipment.opened, equipment.labels).prompts
     return [prompt for prompt in prompts if len(prompt.tokens) <= equipment.limits.max_tokens]
 
 

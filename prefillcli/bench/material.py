@@ -1,4 +1,4 @@
-"""The prompts that methods are compared on: those of an input, or of a made workload."""
+"""The prompts that methods are compared on: those of an input, or made ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from prefillcli.bench.probes import make_workload
+from prefillcli.bench.needle import make_needles
 from prefillcli.data.paths import split_path
 from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.encoding import Encoder
@@ -57,10 +57,10 @@ class Material:
             raise PrefillError(f"{self.name}: {self.notes[-1]}, so nothing is left to compare; raise --memory")
 
 
-def made_material(name: str, settings: BenchSettings, opened: Opened, labels: Labels) -> Material:
-    """A made workload as `prefill score` would read it: with the chat template, where there is one.
+def made_material(settings: BenchSettings, opened: Opened, labels: Labels) -> Material:
+    """Needles as `prefill score` would read them: with the chat template, where there is one.
 
-    Its questions are of Yes or No: with other labels the truth is not known. Raises UsageError for prompts that are
+    The questions are of Yes or No: with other labels the truth is not known. Raises UsageError for prompts that are
     longer than the model takes or too short for the task.
     """
     rows, tokens = (
@@ -73,27 +73,26 @@ def made_material(name: str, settings: BenchSettings, opened: Opened, labels: La
         raise UsageError(f"--tokens {tokens}: the model takes up to {most}; lower --tokens or --scale")
     encoder = Encoder(opened.tokenizer)
     try:
-        made = make_workload(
-            name,
+        prompts, answers = make_needles(
             rows=rows,
             tokens=tokens,
             seed=settings.seed,
             count=lambda text: len(encoder.encode([text], special=True)[0]),
         )
     except ValueError as error:
-        raise UsageError(f"--workload {error}; raise --tokens") from None
-    prompts = PromptSettings(
+        raise UsageError(f"--tokens: {error}; raise --tokens") from None
+    prompt_settings = PromptSettings(
         chat=settings.chat,
         system=settings.system,
         max_length=most,
         on_long=settings.on_long,
         vocab_size=files.config.vocab_size,
     )
-    builder = PromptBuilder(opened.tokenizer, prompts, (DEFAULT_COLUMN,))
-    numbers = np.arange(len(made.prompts))
-    batch = RowBatch(0, numbers, {DEFAULT_COLUMN: list(made.prompts)}, pa.table({}), {}, 0)
+    builder = PromptBuilder(opened.tokenizer, prompt_settings, (DEFAULT_COLUMN,))
+    numbers = np.arange(len(prompts))
+    batch = RowBatch(0, numbers, {DEFAULT_COLUMN: prompts}, pa.table({}), {}, 0)
     found, errors = builder.build(batch, labels)
-    return _material(name, True, found, errors, dict(enumerate(made.answers)), labels)
+    return _material("needle", True, found, errors, dict(enumerate(answers)), labels)
 
 
 def input_material(

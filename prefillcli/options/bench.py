@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from prefillcli.compress.pickers.registry import PICKERS
 from prefillcli.errors import UsageError
@@ -21,18 +21,18 @@ class BenchSettings(MeasuringOptions, ScheduledOptions):
 
     full: bool = option(
         False,
-        "All methods, both usual workloads, long prompts, all rows of INPUT: minutes to hours.",
+        "All methods, long prompts, all rows of INPUT: minutes to hours.",
         BENCH, changes="report",
     )  # fmt: skip
     inputs: tuple[str, ...] = argument(
         (),
-        "Parquet or JSONL: files, directories, globs or URLs. Without: made workloads.",
+        "Parquet or JSONL: files, directories, globs or URLs. Without: made prompts.",
         changes="scores",
         path="rows",
     )
     seed: int = option(
         0,
-        "Seed for --sample, made workloads and random selections.",
+        "Seed for --sample, made prompts and random selections.",
         FILES, changes="rows", metavar="N", requires=requirements.RANDOM,
     )  # fmt: skip
     draft: str | None = option(
@@ -51,11 +51,10 @@ class BenchSettings(MeasuringOptions, ScheduledOptions):
         "Prompts up to this many tokens are read in full; auto: those that compression would not make faster.",
         COMPRESSION, changes="scores", metavar="N|auto", requires=requirements.COMPRESSION,
     )  # fmt: skip
-    workload: NameList = option(
-        (),
-        "A made workload: post-recommendation, credit-verification, needle, multi-needle, variable-tracking, "
-        "common-words, frequent-words or qa; repeatable. (default: needle, with --full post-recommendation too)",
-        BENCH, changes="rows", metavar="NAME", repeatable=True,
+    workload: Literal["needle"] = option(
+        "needle",
+        "What is made without INPUT: needle, questions about one line of a long history.",
+        BENCH, changes="rows",
     )  # fmt: skip
     method: NameList = option(
         (),
@@ -81,10 +80,10 @@ class BenchSettings(MeasuringOptions, ScheduledOptions):
         "Other rows that the method early-exit is learnt on. (default: what --max-flips takes, at most half of INPUT)",
         BENCH, changes="scores", metavar="N", requires=requirements.EXIT_METHOD, ge=20,
     )  # fmt: skip
-    rows: int = option(60, "Rows of a made workload.", BENCH, changes="rows", metavar="N", ge=2)
+    rows: int = option(60, "Rows that are made without INPUT.", BENCH, changes="rows", metavar="N", ge=2)
     tokens: int | None = option(
         None,
-        "Most tokens in a prompt of a made workload. (default: 1000, with --full 4000)",
+        "Most tokens in a made prompt. (default: 1000, with --full 4000)",
         BENCH, changes="rows", metavar="N", ge=64,
     )  # fmt: skip
     scale: float = option(1.0, "Multiplies --rows and --tokens.", BENCH, changes="rows", metavar="FACTOR", gt=0)
@@ -148,8 +147,6 @@ class BenchSettings(MeasuringOptions, ScheduledOptions):
         left: dict[str, Any] = {}
         if self.tokens is None:
             left["tokens"] = 4000 if self.full else 1000
-        if not self.inputs and not self.workload:
-            left["workload"] = ("post-recommendation", "needle") if self.full else ("needle",)
         if self.inputs and self.limit is None and self.sample is None and not self.full:
             left["limit"] = QUICK_ROWS
         return self.model_copy(update=left)
@@ -157,7 +154,7 @@ class BenchSettings(MeasuringOptions, ScheduledOptions):
     @classmethod
     def required(cls) -> dict[str, list[Requirement]]:
         found = super().required()
-        require(found, ("workload", "rows", "tokens", "scale"), requirements.MADE_WORKLOADS)
+        require(found, ("workload", "rows", "tokens", "scale"), requirements.MADE_PROMPTS)
         for_input = ("limit", "sample", "template", "truth", "prompt_column", "literal", "max_row_bytes")
         require(found, for_input, requirements.INPUT)
         return found

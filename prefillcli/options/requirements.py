@@ -152,9 +152,9 @@ TRUTH_FROM = Requirement(
     recipe_may_keep=True,
 )
 INPUT = Requirement(lambda s: bool(s.inputs), "is for INPUT, but none is given", "name a file", recipe_may_keep=True)
-MADE_WORKLOADS = Requirement(
+MADE_PROMPTS = Requirement(
     lambda s: not s.inputs,
-    "is for made workloads, but INPUT is given",
+    "is for made prompts, but INPUT is given",
     "choose rows with --limit or --sample",
     recipe_may_keep=True,
 )

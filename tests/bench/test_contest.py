@@ -56,7 +56,7 @@ def stage() -> Iterator[tuple[Equipment, Material]]:
     settings = settings_with()
     opened = open_models(settings)
     labels = Labels(opened.tokenizer, parse_labels(settings.labels))
-    material = made_material("post-recommendation", settings, opened, labels)
+    material = made_material(settings, opened, labels)
     with closing(load_walk(opened, settings, keep=1.0)) as loaded:
         yield Equipment(opened, loaded, settings, labels), material
 

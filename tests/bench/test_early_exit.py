@@ -48,7 +48,7 @@ def stage() -> Iterator[tuple[Equipment, Material]]:
     settings = BenchSettings(model=str(MODELS / "target"), rows=ROWS, tokens=200, method=("early-exit",), exit_rows=20)
     opened = open_models(settings)
     labels = Labels(opened.tokenizer, parse_labels(settings.labels))
-    material = made_material("needle", settings, opened, labels)
+    material = made_material(settings, opened, labels)
     with closing(load_walk(opened, settings, keep=1.0)) as loaded:
         yield Equipment(opened, loaded, settings, labels), material
 

@@ -17,7 +17,6 @@ from typer.testing import CliRunner, Result
 from benchmarks.score_runs import SAMPLES
 from prefillcli.bench import contest
 from prefillcli.bench.bench_job import bench_job
-from prefillcli.bench.probes import WORKLOADS
 from prefillcli.bench.report import BenchReport
 from prefillcli.cli import app
 from prefillcli.compress.pickers.registry import PICKERS
@@ -69,16 +68,15 @@ def test_without_data_it_takes_a_quick_look() -> None:
 
 
 @pytest.mark.nightly
-def test_in_full_it_compares_all_methods_on_two_workloads() -> None:
+def test_in_full_it_compares_all_methods() -> None:
     result = bench(*SMALL, "--full")
     assert result.exit_code == 0, result.output
-    assert list(last_line(result)["workloads"]) == ["post-recommendation", "needle"]
-    for workload in saved().workloads:
-        methods = {each.method for each in workload.methods}
-        assert methods == {"hf", "full", "hybrid", *(f"{name}@0.2" for name in PICKERS)}
+    (workload,) = saved().workloads
+    methods = {each.method for each in workload.methods}
+    assert methods == {"hf", "full", "hybrid", *(f"{name}@0.2" for name in PICKERS)}
     for words in ("95 % interval", "1/(r+k)", "mean diff."):
         assert words in result.stderr
-    tables = result.stderr.partition("post-recommendation: 4 rows")[2].partition("next:")[0]
+    tables = result.stderr.partition("needle: 4 rows")[2].partition("next:")[0]
     assert [line for line in tables.splitlines() if len(line) > 80 and not line.startswith("prefill:")] == []
 
 
@@ -182,17 +180,15 @@ def test_a_model_without_draft_has_two_methods_and_a_note() -> None:
         (["--max-flips", "0.02"], "--max-flips is for the method early-exit"),
         (["--method", "specprefil"], "did you mean 'specprefill'?"),
         (["--method", "specprefill@0.2"], "did you mean 'specprefill'?"),
-        (["--workload", "needles"], "did you mean 'needle'?"),
-        (["--workload", "nonsense"], "there are post-recommendation"),
+        (["--workload", "qa"], "--workload"),
         (["--method", "specprefill", "-m", str(TARGET)], "needs --draft"),
         (["--keep", "auto"], "--keep"),
         (["--keep", "0"], "--keep"),
         (["--limit", "3"], "--limit is for INPUT"),
         (["--truth", "answer"], "--truth is for INPUT"),
-        (["x.parquet", "--workload", "needle"], "--workload is for made workloads"),
+        (["x.parquet", "--workload", "needle"], "--workload is for made prompts"),
         (["nowhere.parquet"], "nowhere.parquet"),
         (["--tokens", "100000"], "the model takes up to 8192"),
-        (["--workload", "frequent-words", "--tokens", "100"], "raise --tokens"),
         (["-o", "b.html"], "names the JSON file"),
     ],
 )
@@ -214,12 +210,6 @@ def test_without_vllm_the_line_to_type_is_told() -> None:
     assert not list(Path().iterdir())
 
 
-def test_every_workload_is_named_in_the_help() -> None:
-    told = BenchSettings.model_fields["workload"].description
-    assert told is not None
-    assert all(name in told for name in WORKLOADS)
-
-
 def test_a_report_does_not_replace_the_input() -> None:
     Path("rows.json").write_text(json.dumps({"prompt": "Is it about tea? Answer:"}) + "\n")
     before = Path("rows.json").read_bytes()
@@ -228,20 +218,16 @@ def test_a_report_does_not_replace_the_input() -> None:
     assert Path("rows.json").read_bytes() == before
 
 
-def test_a_signal_leaves_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    measure = contest.interleaved
+def test_a_signal_ends_it_and_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(methods, rounds, **more):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return {}
 
-    def stopped_the_second_time(methods, rounds, **more):
-        if Path("once").exists():
-            os.kill(os.getpid(), signal.SIGTERM)
-        Path("once").touch()
-        return measure(methods, rounds, **more)
-
-    monkeypatch.setattr(contest, "interleaved", stopped_the_second_time)
-    result = bench(*PLAIN, "--method", "hf", "--workload", "post-recommendation,needle")
+    monkeypatch.setattr(contest, "interleaved", stopped)
+    result = bench(*PLAIN, "--method", "hf")
     assert result.exit_code == 143
-    assert last_line(result)["status"] == saved().status == "interrupted"
-    assert [each.workload for each in saved().workloads] == ["post-recommendation"]
+    assert last_line(result)["status"] == "interrupted"
+    assert not list(Path().iterdir())
     assert "--resume" not in result.stderr
 
 

@@ -13,11 +13,9 @@ from prefillcli.options.load import load_settings
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("workload", ["post-recommendation", "needle"])
-def test_a_fifth_of_the_tokens_keeps_the_answers_and_random_ones_do_not(workload: str, tmp_path: Path) -> None:
+def test_a_fifth_of_the_tokens_keeps_the_answers_and_random_ones_do_not(tmp_path: Path) -> None:
     output = tmp_path / "bench.json"
     flags = {
-        "workload": [workload],
         "method": ["specprefill", "random"],
         "rows": 60,
         "tokens": 4000,

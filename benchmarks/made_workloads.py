@@ -1,56 +1,57 @@
-"""Tasks like those of RULER, in the words of the sample domains. Their answers are known from how they are made.
+"""`python -m benchmarks.made_workloads`: questions with known answers, as files for `prefill bench`.
 
-A task takes a generator, a number of history lines and the answer to make true, and gives a prompt. RULER (arXiv
-2404.06654) asks for a continuation; here each task is a question of Yes or No. Every question ends in "about {word}?
-Answer:", as those that the sample models were trained on: they find a word, but they can neither count nor track.
+Two workloads are jobs of the sample domains. The others are tasks like those of RULER (arXiv 2404.06654), which test
+what a compressed prompt must still contain. RULER asks for a continuation; here each task is a question of Yes or No.
+Every question ends in "about {word}? Answer:", as those that the sample models were trained on: they find a word, but
+they can neither count nor track.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from math import ceil
+from pathlib import Path
 from random import Random
+from typing import Annotated
 
-from prefillcli.bench.sample_text import (
-    CREDIT_INSTRUCTION,
+import pyarrow as pa
+import pyarrow.parquet as pq
+import typer
+from transformers import AutoTokenizer
+
+from benchmarks.console import log
+from benchmarks.sample_text import CASES, CREDIT_INSTRUCTION, CREDITORS, ask, credit_case
+from benchmarks.score_runs import SAMPLES
+from prefillcli.bench.needle import (
     POST_INSTRUCTION,
+    TOPICS,
     Case,
-    ask,
-    credit_case,
+    alternating_answers,
+    filler,
+    fit_history,
+    needle,
     post_case,
     prompt,
 )
-from prefillcli.bench.vocabulary import CREDITORS, TOPICS
 
-NEEDLES = 4  # in multi-needle
+NEEDLES = 4  # in multi-needle  # in multi-needle
 CHAINS, LOANS = 4, 5  # in variable-tracking: chains, and names along each (RULER: 1 and 5)
 COMMON, RARE = 4, 3  # in common-words: common names, and the most mentions of any other
 TOP = 3  # in frequent-words: RULER asks for the three most frequent ones
 PARAGRAPH = 8  # lines of one applicant's file in qa, or more where that makes more files than ...
 MOST_FILES = 200  # ... this: each needs a name of its own
-
-_IDLE_SHARE = 0.3  # of filler lines, those about nothing that is asked about
 _MANY_POSTS = "Below are a reader, the posts the reader has opened, and one question. Answer Yes or No.\n"
 _MANY_FILES = "Below are the account histories of some applicants and one question. Answer Yes or No.\n"
-
-
-def needle(rng: Random, lines: int, answer: str) -> str:
-    """Is the topic asked about in the history? Yes: exactly one line, anywhere, mentions it. No: none does.
-
-    In both cases one line at a depth uniform over the history has a topic that stands nowhere else.
-    """
-    asked, other, *rest = rng.sample(TOPICS, len(TOPICS))
-    plan = _filler(rng, rest, lines)
-    plan[rng.randrange(lines)] = asked if answer == "Yes" else other
-    case = post_case(rng, lines, plan)
-    return prompt(case, ask(rng, case, asked))
+_SHARED_FROM, _SHARED_BY = 40, 20  # rows from which readers come with many posts each, and how many
 
 
 def multi_needle(rng: Random, lines: int, answer: str) -> str:
     """Are both creditors in the file? Four are mentioned once each. No: either of the two asked about is not there."""
     *needles, missing = rng.sample(CREDITORS, NEEDLES + 1)
-    plan = _filler(rng, [name for name in CREDITORS if name not in {*needles, missing}], lines)
+    plan = filler(rng, [name for name in CREDITORS if name not in {*needles, missing}], lines)
     for place, name in zip(rng.sample(range(lines), NEEDLES), needles, strict=True):
         plan[place] = name
     pair = rng.sample(needles, 2)
@@ -64,7 +65,7 @@ def variable_tracking(rng: Random, lines: int, answer: str) -> str:
     """Who holds the loan in the end? Four loans change hands four times each. No: the last holder of another loan."""
     names = rng.sample(CREDITORS, CHAINS * LOANS)
     chains = [names[start : start + LOANS] for start in range(0, len(names), LOANS)]
-    plan = _filler(rng, [name for name in CREDITORS if name not in names], lines)
+    plan = filler(rng, [name for name in CREDITORS if name not in names], lines)
     turns = [number for number in range(CHAINS) for _ in range(LOANS - 1)]
     rng.shuffle(turns)  # chains are interleaved, each in its own order
     places = sorted(rng.sample(range(lines), len(turns)))
@@ -128,7 +129,7 @@ def qa(rng: Random, lines: int, answer: str) -> str:
     """
     asked, *others = rng.sample(CREDITORS, len(CREDITORS))
     files = max(2, min(lines // PARAGRAPH, MOST_FILES))
-    plans = [_filler(rng, others, lines // files + (number < lines % files)) for number in range(files)]
+    plans = [filler(rng, others, lines // files + (number < lines % files)) for number in range(files)]
     chosen, decoy = rng.sample(range(len(plans)), 2)
     if answer == "Yes" or rng.random() < 0.5:
         plan = plans[chosen if answer == "Yes" else decoy]
@@ -143,12 +144,6 @@ def qa(rng: Random, lines: int, answer: str) -> str:
     return f"{_MANY_FILES}{text}Question: Does the file of {owner} say anything about {asked}? Answer:"
 
 
-def _filler(rng: Random, words: Sequence[str], lines: int) -> list[str | None]:
-    """A word or None for each line; a third of `words` recur, so that a history has words that it does not mention."""
-    used = rng.sample(words, max(1, min(len(words) // 3, lines // 2)))
-    return [None if rng.random() < _IDLE_SHARE else rng.choice(used) for _ in range(lines)]
-
-
 def _event(line: str, event: str) -> str:
     """The line with its date and another event."""
     return f"{line.partition(': ')[0]}: {event}."
@@ -156,3 +151,91 @@ def _event(line: str, event: str) -> str:
 
 def _ask_file(case: Case, question: str) -> str:
     return f"{case.prefix}Question: {question} Answer:"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadKind:
+    """How a workload is made: `build(rng, lines, answers=)` gives a prompt for each answer, all behind one history."""
+
+    build: Callable[..., list[str]]
+    least: int  # lines of history below which the task has no answer
+
+
+def _ask_case(domain: str) -> Callable[..., list[str]]:
+    """Questions about one history of a sample domain, each about another word while there are any."""
+
+    def build(rng: Random, lines: int, answers: Sequence[str]) -> list[str]:
+        case = CASES[domain](rng, lines)
+        words = {"Yes": rng.sample(case.present, len(case.present)), "No": rng.sample(case.absent, len(case.absent))}
+        prompts = []
+        for number, answer in enumerate(answers):
+            among = words[answer]
+            word = among[answers[:number].count(answer) % len(among)]
+            prompts.append(prompt(case, ask(rng, case, word)))
+        return prompts
+
+    return build
+
+
+def _each(task: Callable[[Random, int, str], str]) -> Callable[..., list[str]]:
+    return lambda rng, lines, answers: [task(rng, lines, answer) for answer in answers]
+
+
+WORKLOADS = {
+    "post-recommendation": WorkloadKind(_ask_case("post_recommendation"), 1),
+    "credit-verification": WorkloadKind(_ask_case("credit_verification"), 1),
+    "needle": WorkloadKind(_each(needle), 1),
+    "multi-needle": WorkloadKind(_each(multi_needle), 8),
+    "variable-tracking": WorkloadKind(_each(variable_tracking), 20),
+    "common-words": WorkloadKind(_each(common_words), 24),
+    "frequent-words": WorkloadKind(_each(frequent_words), 36),
+    "qa": WorkloadKind(_each(qa), 16),
+}
+
+
+def make_workload(
+    name: str, *, rows: int, tokens: int, seed: int, count: Callable[[str], int]
+) -> tuple[list[str], list[str]]:
+    """`rows` prompts of at most `tokens` tokens each, as `count` counts them, and their answers.
+
+    From 40 rows on, 20 rows of post-recommendation share a history. Answers alternate, shuffled within a history or
+    over the workload. The same arguments give the same texts. Raises ValueError for prompts too short for the task.
+    """
+    kind = WORKLOADS[name]
+    per_history = _SHARED_BY if name == "post-recommendation" and rows >= _SHARED_FROM else 1
+    rng = Random(f"{name} {seed} answers")
+    blocks = [min(per_history, rows - start) for start in range(0, rows, per_history)] if per_history > 1 else [rows]
+    answers = [answer for size in blocks for answer in alternating_answers(rng, size)]
+    prompts: list[str] = []
+    for start in range(0, rows, per_history):
+        prompts += fit_history(
+            partial(kind.build, answers=answers[start : start + per_history]),
+            tokens=tokens,
+            count=count,
+            seed=f"{name} {seed} {start}",
+            least=kind.least,
+        )
+    return prompts, answers
+
+
+def main(
+    workload: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(WORKLOADS)}; repeatable.")] = None,
+    rows: Annotated[int, typer.Option(help="Rows of each.")] = 60,
+    tokens: Annotated[int, typer.Option(help="Most tokens in a prompt.")] = 1000,
+    seed: Annotated[int, typer.Option(help="Another seed gives other texts.")] = 0,
+    model: Annotated[str, typer.Option(help="Folder whose tokenizer counts.")] = str(SAMPLES / "models" / "target"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the files.")] = Path("out/made"),
+) -> None:
+    """Write one Parquet file for each workload, with the columns prompt and answer."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    output.mkdir(parents=True, exist_ok=True)
+    for name in workload or WORKLOADS:
+        prompts, answers = make_workload(
+            name, rows=rows, tokens=tokens, seed=seed, count=lambda text: len(tokenizer(text)["input_ids"])
+        )
+        pq.write_table(pa.table({"prompt": prompts, "answer": answers}), output / f"{name}.parquet")
+        log(f"{output / f'{name}.parquet'}: {rows} rows")
+
+
+if __name__ == "__main__":
+    typer.run(main)
