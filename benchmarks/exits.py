@@ -62,8 +62,8 @@ def measure_case(case: ExitCase, folder: Path, rounds: int, dtype: str, rows: in
     )  # fmt: skip
     opened = open_models(settings)
     labels = Labels(opened.tokenizer, parse_labels(settings.labels))
-    source = open_source(settings, [])
-    material = input_material(source, prompt_builder(settings, opened, source, []), labels, None)
+    source, template = open_source(settings, [])
+    material = input_material(source, prompt_builder(settings, opened, source, [], template), labels, None)
     with closing(load_walk(opened, settings, keep=1.0)) as loaded:
         equipment = Equipment(opened, loaded, settings, labels)
         learnt, measured = material.prompts[: case.learnt], material.prompts[case.learnt :]

@@ -17,7 +17,7 @@ from benchmarks.methods import layer_walk
 from benchmarks.models import random_llama
 from prefillcli.engines.readout import label_numbers
 from prefillcli.profile.children import prompts_with_histories, random_prompt
-from prefillcli.runtime.cores import Threads, affinity, prepare, threads_for
+from prefillcli.runtime.cores import Threads, affinity, choose_waiting, prepare, threads_for
 
 ROOT = Path(__file__).parent.parent
 CORES = len(affinity())
@@ -85,22 +85,26 @@ def test_threads_spin_where_the_cores_are_free_and_sleep_elsewhere(
     monkeypatch.setattr("prefillcli.runtime.cores.Left", lambda: Left(left))
     environment: dict[str, str] = {}
     prepare("auto", environment)
+    choose_waiting(environment)
     assert environment.get("OMP_WAIT_POLICY") == policy
 
 
 def test_how_threads_wait_is_not_changed_where_the_environment_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefillcli.runtime.cores._free", lambda: False)
+    monkeypatch.setattr("prefillcli.runtime.cores._free", lambda left: False)
     nothing: dict[str, str] = {}
     prepare("auto", nothing)
+    choose_waiting(nothing)
     assert nothing["OMP_WAIT_POLICY"] == "PASSIVE"
     assert 1 <= int(nothing["RAYON_NUM_THREADS"]) <= CORES
     said = {"GOMP_SPINCOUNT": "7", "RAYON_NUM_THREADS": "9", "OMP_NUM_THREADS": "5"}
     said |= {"LRU_CACHE_CAPACITY": "1024", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0"}
     before = dict(said)
     prepare("auto", said)
+    choose_waiting(said)
     assert said == before
     counted: dict[str, str] = {}
     prepare(3, counted)
+    choose_waiting(counted)
     kept = dict.fromkeys(("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"), "32")
     assert counted == {"OMP_WAIT_POLICY": "PASSIVE", "RAYON_NUM_THREADS": "3", **kept}
 

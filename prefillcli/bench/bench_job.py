@@ -14,9 +14,9 @@ from prefillcli.bench.material import Material, input_material, made_material
 from prefillcli.bench.report import METHODS, NAMED, TEXT_METHODS, UNCOMPRESSED, BenchReport, TextResult, WorkloadResult
 from prefillcli.compress.pickers.registry import PICKERS
 from prefillcli.data.prompts.labels import Labels
+from prefillcli.data.prompts.templates import RowTemplate
 from prefillcli.data.reading.source import Source
 from prefillcli.decode.speculation.registry import DRAFTERS
-from prefillcli.engines.vllm import check_place
 from prefillcli.errors import PrefillError, ResourceError, UsageError, did_you_mean
 from prefillcli.jobs.inputs import open_source, prompt_builder, require_shares
 from prefillcli.jobs.load import load_walk
@@ -86,14 +86,16 @@ def _run(settings: BenchSettings, report: BenchReport, steps: StepLog, most_toke
     names = _methods(settings)
     require_json(settings.output)
     require_apart(settings)
-    source = open_source(settings, _carried(settings)) if settings.inputs else None
+    source, template = open_source(settings, _carried(settings)) if settings.inputs else (None, None)
     opened = open_models(settings)
     if "vllm" in names:
+        from prefillcli.engines.vllm import check_place  # takes torch along
+
         check_place(settings, opened, {})
     labels = answer_labels(opened, settings)
     require_shares(labels, "bench")
     # Errors in the input are reported before the weights are loaded.
-    material = _material(settings, opened, labels, source, most_tokens)
+    material = _material(settings, opened, labels, source, template, most_tokens)
     _compare(settings, opened, labels, names, material, report, steps)
 
 
@@ -134,12 +136,17 @@ def _check_names(option: str, given: Sequence[str], known: dict[str, Any]) -> No
 
 
 def _material(
-    settings: BenchSettings, opened: Opened, labels: Labels, source: Source | None, most_tokens: int | None
+    settings: BenchSettings,
+    opened: Opened,
+    labels: Labels,
+    source: Source | None,
+    template: RowTemplate | None,
+    most_tokens: int | None,
 ) -> Material:
     """The prompts to compare on."""
     if source is None:
         return made_material(settings, opened, labels)
-    builder = prompt_builder(settings, opened, source, _carried(settings))
+    builder = prompt_builder(settings, opened, source, _carried(settings), template)
     return input_material(source, builder, labels, settings.truth, most_tokens)
 
 

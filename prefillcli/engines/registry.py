@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Literal, cast
 
 from prefillcli.errors import UsageError
+from prefillcli.runtime.streams import light_imports
 
 if TYPE_CHECKING:
     from prefillcli.engines.base import Loader
@@ -142,4 +143,5 @@ def refuse(engine: str, needs: Mapping[str, Capability]) -> None:
 
 def loader_of(engine: str) -> Loader:
     """What opens and loads the engine of this name."""
-    return cast("Loader", import_module(ENGINES[engine].module))
+    with light_imports():
+        return cast("Loader", import_module(ENGINES[engine].module))

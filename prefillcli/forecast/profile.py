@@ -47,6 +47,17 @@ def this_machine(device: str) -> Machine:
 
 # How long a prompt may be in each mode: the measurements, and what follows from them.
 
+MODES = {
+    "full": "transformers, one forward, the K,V of all layers kept (use_cache=True)",
+    "chunked": "chunked prefill: transformers, chunk by chunk, the K,V of all layers kept",
+    "drop": "the layer walk with one chunk: K,V of one layer, nothing chunked",
+    "hybrid-copy": "the layer walk in chunks, a layer's output in a second residual stream",
+    "hybrid": "the layer walk in chunks, in place, as `prefill score` does it",
+}
+
+#: Modes that run transformers' own forward, which may fail in its own ways on some architecture.
+OF_TRANSFORMERS = ("full", "chunked")
+
 
 class MemoryPoint(BaseModel):
     """One short run of a mode."""

@@ -20,6 +20,7 @@ from prefillcli.runtime.cores import Threads, affinity, cpu_flags, cpu_name, giv
 from prefillcli.runtime.device_key import device_key, driver_version
 from prefillcli.runtime.extras import OPTIONAL, installed
 from prefillcli.runtime.signals import Stop
+from prefillcli.runtime.streams import light_imports
 from prefillcli.runtime.user_cache import cache_folder
 
 if TYPE_CHECKING:
@@ -208,7 +209,8 @@ def doctor_job(settings: DoctorSettings) -> dict[str, Any]:
 
 
 def _examine(settings: DoctorSettings, found: Diagnosis, stop: Stop) -> None:
-    from prefillcli.runtime.device_key import choose_device, other_devices
+    with light_imports():
+        from prefillcli.runtime.device_key import choose_device, other_devices
 
     found.versions, found.packages = versions(), {name: installed(name) for name in OPTIONAL}
     found.uses = dict(OPTIONAL)

@@ -82,7 +82,7 @@ def _run(settings: ScoreSettings, report: DryRunReport, granularity: Granularity
     with stop.at_once():
         check_calibration(settings)
         check_rationales(settings)
-        source = open_source(settings, carried)
+        source, template = open_source(settings, carried)
         refuse_unlike_partitions(settings, source, report.output)
         opened = open_adapters(open_models(settings), settings, settings.trust_remote_code)
         labels = answer_labels(opened, settings)
@@ -95,7 +95,7 @@ def _run(settings: ScoreSettings, report: DryRunReport, granularity: Granularity
             raise UsageError(f"--price-per-hour: no time is predicted, so there is no price: {report.no_prediction}")
         free = _free(settings, opened)
     report.profile = name if profile is not None else None
-    shard, builder = settings.shard_of, prompt_builder(settings, opened, source, carried)
+    shard, builder = settings.shard_of, prompt_builder(settings, opened, source, carried, template)
     RowChoice.of(settings, labels, source.carried_schema, source.kind)
     total = source.selected_rows if shard is None else None
     progress = Progress(total, interval=settings.progress_interval, quiet=settings.quiet)

@@ -288,8 +288,9 @@ class ExitLearning:
 
     def _requests(self, numbers: Int64Array) -> list[Request]:
         """How the model reads the rows with these numbers, ascending."""
-        source = open_source(self.settings, carried_columns(self.settings))
-        builder = prompt_builder(self.settings, self.inputs.opened, source, carried_columns(self.settings, source))
+        source, template = open_source(self.settings, carried_columns(self.settings))
+        carried = carried_columns(self.settings, source)
+        builder = prompt_builder(self.settings, self.inputs.opened, source, carried, template)
         try:
             prompts: list[Prompt] = []
             for batch in source.rows(numbers) if len(numbers) else ():

@@ -9,8 +9,9 @@ from pathlib import Path
 from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import ClassLabels, Labels
-from prefillcli.data.prompts.settings import DEFAULT_COLUMN, PromptSettings
-from prefillcli.data.proof.fingerprints import ModelContents, gguf_parts
+from prefillcli.data.prompts.settings import PromptSettings, prompt_column
+from prefillcli.data.prompts.templates import RowTemplate
+from prefillcli.data.proof.fingerprints import ModelContents
 from prefillcli.data.reading.record_batches import TableRows
 from prefillcli.data.reading.selection import BATCH_ROWS
 from prefillcli.data.reading.source import Source
@@ -19,9 +20,10 @@ from prefillcli.data.windows import MAX_ROWS
 from prefillcli.errors import UsageError, did_you_mean
 from prefillcli.exits.profile_file import ExitProfile
 from prefillcli.jobs.row_choice import RowChoice
+from prefillcli.models.adapters import local_adapter
 from prefillcli.models.files import sample_model
-from prefillcli.models.open import Opened
-from prefillcli.options.groups import JobOptions
+from prefillcli.models.open import Opened, local_model
+from prefillcli.options.groups import AdapterOptions, JobOptions
 from prefillcli.options.rationale import EvidenceOptions
 from prefillcli.options.score import ScoreSettings
 from prefillcli.plan.blocks import BLOCK_TOKENS
@@ -50,15 +52,12 @@ USUAL = Granularity()
 class LocalModels:
     """The contents of the model, the draft and the adapters, from before anything of them is read.
 
-    Their hashing begins at once. A name on the hub has a folder only when it is opened, in `of`. Raises UsageError for
-    incomplete GGUF models.
+    Their hashing begins at once. A name on the hub has a folder only when it is opened, in `of`. Raises UsageError as
+    `local_model` and `local_adapter`.
     """
 
     def __init__(self, settings: ScoreSettings) -> None:
-        draft = None if settings.drafts_itself else settings.draft
-        names = (settings.model or sample_model(), draft, *settings.adapter.values())
-        paths = [Path(name).expanduser() for name in names if name is not None]
-        self._contents = {path: ModelContents(path) for path in paths if path.is_dir() or gguf_parts(path)}
+        self._contents = {path: ModelContents(path) for path in _local_models(settings)}
         for contents in self._contents.values():
             contents.begin()
 
@@ -103,6 +102,16 @@ class JobInputs:
         self.source.require_unchanged(rows)
 
 
+def _local_models(settings: JobOptions) -> list[Path]:
+    """The folders and GGUF files of the model, the draft and the adapters, where they are on this machine."""
+    found = [sample_model() if settings.model is None else local_model(settings.model, "--model")]
+    if settings.draft is not None and not settings.drafts_itself:
+        found.append(local_model(settings.draft, "--draft"))
+    if isinstance(settings, AdapterOptions):
+        found += map(local_adapter, settings.adapter.values())
+    return [path for path in found if path is not None]
+
+
 def carried_columns(settings: ScoreSettings, source: Source | None = None) -> list[str]:
     """Input columns that go to the output, with a `source` also those that are to name its folders."""
     keys = source.partition_keys if source is not None and settings.partition else ()
@@ -124,33 +133,45 @@ def refuse_unlike_partitions(settings: ScoreSettings, source: Source, output: st
             raise UsageError(f"{option} {column}: with --partition it names folders\nchoose another column")
 
 
-def open_source(settings: JobOptions, carried: Sequence[str]) -> Source:
-    """The rows, before a model is opened; wrong files and columns are told at once.
+def open_source(settings: JobOptions, carried: Sequence[str]) -> tuple[Source, RowTemplate | None]:
+    """The rows, and the template that makes prompts of them.
 
+    A wrong file, column, template or model folder is told here, before torch is imported, which takes seconds.
     `carried` are the columns that are taken along, like the id. Raises UsageError or PrefillError as `Source` does.
     """
     source = Source.open(settings.inputs, limit=settings.limit, sample=settings.sample, seed=settings.seed)
-    # Which columns the prompt needs is certain so far where one is named: templates and chats come with the tokenizer.
-    named = settings.template is None and settings.prompt_column != DEFAULT_COLUMN
-    source.select(columns=[settings.prompt_column] if named else [], carried=carried)
+    template = None if settings.template is None else RowTemplate(settings.template)
+    columns = template.columns if template else [prompt_column(settings.prompt_column, source.available)]
+    source.select(columns=columns, carried=carried)
+    if isinstance(settings, AdapterOptions):
+        refuse_missing_adapters(settings.adapter_column, source)
+    _local_models(settings)
     for path in source.left_out:
         log.warning(f"{without_secrets(path)}: not read: its name says neither Parquet nor JSON Lines")
-    return source
+    return source, template
 
 
 def prompt_builder(
-    settings: JobOptions, opened: Opened, source: Source | TableRows, carried: Sequence[str]
+    settings: JobOptions,
+    opened: Opened,
+    source: Source,
+    carried: Sequence[str],
+    template: RowTemplate | None = None,
 ) -> PromptBuilder:
-    """What makes prompts of the rows of `source`, which will read the columns for it. Raises UsageError."""
-    builder = make_builder(settings, opened, source.available)
-    refuse_missing_adapters(builder, source)
+    """What makes prompts of the rows of `source`, which will read the columns for it. Raises UsageError.
+
+    `template` is that of `open_source`, for one builder; without, it is read and compiled again.
+    """
+    builder = make_builder(settings, opened, source.available, template)
     source.select(
         columns=builder.columns, carried=carried, optional=builder.optional, max_row_bytes=builder.max_row_bytes
     )
     return builder
 
 
-def make_builder(settings: JobOptions, opened: Opened, available: Sequence[str]) -> PromptBuilder:
+def make_builder(
+    settings: JobOptions, opened: Opened, available: Sequence[str], template: RowTemplate | None = None
+) -> PromptBuilder:
     """What makes prompts of rows with these columns. Raises UsageError."""
     files = opened.files
     return PromptBuilder(
@@ -173,12 +194,12 @@ def make_builder(settings: JobOptions, opened: Opened, available: Sequence[str])
             sections=isinstance(settings, EvidenceOptions) and settings.evidence,
         ),
         available,
+        template=template,
     )
 
 
-def refuse_missing_adapters(builder: PromptBuilder, source: Source | TableRows) -> None:
-    """Raise UsageError if no row can name an adapter."""
-    column = builder.settings.adapter_column
+def refuse_missing_adapters(column: str | None, source: Source | TableRows) -> None:
+    """Raise UsageError if no row can name an adapter in this column."""
     if column is not None and column not in source.available:
         raise UsageError(
             f"--adapter-column {column}: the input has no such column{did_you_mean(column, source.available)}"

@@ -257,9 +257,9 @@ class _InspectJob:
         require_apart(settings)
         carried = [] if settings.id_column is None else [settings.id_column]
         with self._stop.at_once():
-            source = open_source(settings, carried)
+            source, template = open_source(settings, carried)
             opened = open_adapters(open_models(settings), settings, settings.trust_remote_code)
-            builder = prompt_builder(settings, opened, source, carried)
+            builder = prompt_builder(settings, opened, source, carried, template)
             labels = answer_labels(opened, settings)
             require_shares(labels, "inspect")
             found = find_row(source, builder, labels, row=settings.row or "", id_column=settings.id_column)

@@ -263,7 +263,6 @@ class _ScoreJob:
         self.clock = clock
         self.report = report
         self._granularity = granularity
-        self._loader = loader_of(settings.engine)
         self._inputs: JobInputs | None = None
         self._shards = settings.shard_of.count if settings.shard_of is not None else 1
         self._sink: Sink | None = None
@@ -339,7 +338,7 @@ class _ScoreJob:
             check_calibration(settings)
             check_rationales(settings)
             exit_profile = read_exit_profile(settings)
-            source = open_source(settings, carried_columns(settings))
+            source, template = open_source(settings, carried_columns(settings))
             if settings.rejects is not None:
                 check_rejects(settings.rejects, source)
             refuse_unlike_partitions(settings, source, output)
@@ -347,11 +346,11 @@ class _ScoreJob:
             source.begin_hashing()
             models = LocalModels(settings)  # before anything of them is read
         with clock.phase("load"), stop.at_once():
-            opened = self._loader.open_models(settings)
+            opened = loader_of(settings.engine).open_models(settings)
             labels = answer_labels(opened, settings)
             require_label_uses(settings, labels)
             calibration = calibration_of(settings, labels.labels)
-            builder = prompt_builder(settings, opened, source, carried_columns(settings, source))
+            builder = prompt_builder(settings, opened, source, carried_columns(settings, source), template)
             choice = RowChoice.of(settings, labels, source.carried_schema, source.kind)
             content_free = content_free_prompts(settings, source, builder, labels)
         return JobInputs(source, builder, labels, opened, models, calibration, content_free, exit_profile, choice)

@@ -124,9 +124,9 @@ class TableScorer:
 
         Files are read a window at a time. Raises UsageError or PrefillError, as reading does.
         """
-        source = open_source(settings, carried_columns(settings))
+        source, template = open_source(settings, carried_columns(settings))
         refuse_idle_draft(settings, source)
-        builder = prompt_builder(settings, self._opened, source, carried_columns(settings, source))
+        builder = prompt_builder(settings, self._opened, source, carried_columns(settings, source), template)
         try:
             schema = OutputSchema(
                 labels=self._labels.names,
@@ -167,11 +167,12 @@ class TableScorer:
             refuse_idle_draft(self._settings, rows)
         builder = self._builder
         if builder is None or (
-            builder.template is None and builder.column != prompt_column(builder.settings, rows.available)
+            builder.template is None
+            and builder.column != prompt_column(builder.settings.prompt_column, rows.available)
         ):
             self._drop_builder()
             builder = self._builder = make_builder(self._settings, self._opened, rows.available)
-        refuse_missing_adapters(builder, rows)
+        refuse_missing_adapters(builder.settings.adapter_column, rows)
         rows.select(columns=builder.columns, optional=builder.optional, max_row_bytes=builder.max_row_bytes)
         return builder
 

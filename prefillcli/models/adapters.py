@@ -89,13 +89,20 @@ def open_adapters(opened: Opened, choice: AdapterChoice, trust_remote_code: bool
     return replace(opened, adapters=tuple(checked), adapter_column=choice.adapter_column)
 
 
-def find_adapter(name: str) -> Path:
-    """The folder of an adapter: itself if it is one, else a snapshot of a hub repository. Raises UsageError."""
+def local_adapter(name: str) -> Path | None:
+    """The folder of an adapter; None for the name of a hub repository. Raises UsageError where it is neither."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise UsageError(f"{OPTION} {name}: no such folder")
+    return None
+
+
+def find_adapter(name: str) -> Path:
+    """`local_adapter`, else a snapshot of the hub repository. Raises UsageError."""
+    if (path := local_adapter(name)) is not None:
+        return path
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -21,7 +21,7 @@ from prefillcli.models.files import check_config, check_files, check_generation_
 from prefillcli.models.gguf import GgufModel, dequantise_gguf, describe_gguf, find_dequantised, open_gguf
 from prefillcli.models.heads import ClassHead, HeadChoice, find_head
 from prefillcli.models.multimodal import text_part
-from prefillcli.models.safetensors import check_weights, read_tensors, weight_files
+from prefillcli.models.safetensors import check_weights, find_weights, read_tensors, weight_files
 from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.runtime.memory import loadable_memory
 
@@ -69,27 +69,6 @@ class ModelFiles:
         return longest_prompt(self.config, apart=True)
 
 
-def find_model(name: str, revision: str | None = None, *, option: str = "--model") -> Path:
-    """The directory or GGUF file of `name`: itself if it is one, else a snapshot of the hub model (configuration,
-    tokenizer and safetensors only). Raises UsageError that names the `option`."""
-    path = Path(name).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix.lower() == ".gguf"):
-        return path
-    if path.is_file():
-        raise UsageError(f"{option} {name}: a model is a directory or a .gguf file, and this is neither")
-    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        what = "file" if path.suffix.lower() == ".gguf" else "directory"
-        raise UsageError(f"{option} {name}: no such {what}")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise UsageError(f"{option} {name}: not found locally or on the hub ({brief(error)})") from None
-
-
 def read_model_files(
     path: Path,
     *,
@@ -106,7 +85,7 @@ def read_model_files(
     gguf = _open_gguf(path)
     folder = path if gguf is None else describe_gguf(gguf)
     check_files(folder)
-    tensors = {} if gguf is not None else read_tensors(folder, _find_weights(folder))
+    tensors = {} if gguf is not None else read_tensors(folder, find_weights(folder))
     longest = max((side for tensor in tensors.values() for side in tensor["shape"]), default=None)
     check_config(folder / "config.json", longest)
     check_generation_config(folder / "generation_config.json")
@@ -187,24 +166,3 @@ def _open_gguf(path: Path) -> GgufModel | None:
     """The model of a GGUF file or a folder with one; None for other folders. Raises UsageError."""
     parts = gguf_parts(path)
     return open_gguf(path, parts) if parts else None
-
-
-def _find_weights(folder: Path) -> list[Path]:
-    """The safetensors files of a model directory. Raises UsageError for another directory."""
-    if not (folder / "config.json").is_file():
-        adapter = (folder / "adapter_config.json").is_file()
-        advice = "\nit has an adapter: give the model as --model, and this as --adapter" if adapter else ""
-        raise UsageError(f"{folder}: no config.json, so this is not a model directory{advice}")
-    if (folder / "adapter_config.json").exists():
-        raise UsageError(
-            f"{folder}: has an adapter beside the model (adapter_config.json), which transformers merges where "
-            "PEFT is installed\nmove it into a folder of its own, and give that as --adapter if it is to be merged"
-        )
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
-        if gguf := sorted(folder.glob("*.gguf")):
-            raise UsageError(f"{folder}: no .safetensors file\ngive the GGUF file itself: {gguf[0]}")
-        others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
-        found = f" (found {', '.join(others[:3])}, which is not read: only safetensors and GGUF are)" if others else ""
-        raise UsageError(f"{folder}: no .safetensors file{found}")
-    return weights

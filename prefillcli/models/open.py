@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from prefillcli.data.prompts.labels import Labels, parse_labels
+from prefillcli.data.proof.fingerprints import gguf_parts
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
 from prefillcli.models.files import check_files, read_json, refuse_code_elsewhere, sample_model
+from prefillcli.models.safetensors import find_weights
 from prefillcli.runtime import log
 from prefillcli.runtime.cores import Threads
+from prefillcli.runtime.streams import light_imports
 
 if TYPE_CHECKING:  # these take seconds to import; wrong input should not wait for them
     import torch
@@ -20,6 +23,7 @@ if TYPE_CHECKING:  # these take seconds to import; wrong input should not wait f
 
     from prefillcli.models.adapters import AdapterFiles
     from prefillcli.models.find import ModelFiles
+    from prefillcli.models.heads import HeadChoice
 
 
 class ModelChoice(Protocol):
@@ -101,45 +105,81 @@ class Opened:
         return self.draft is not None or self.drafts_itself
 
 
+def local_model(name: str, option: str) -> Path | None:
+    """The directory or GGUF file of `name`; None for the name of a hub model.
+
+    Raises UsageError that names the `option` where nothing is there, or no model.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir() and not gguf_parts(path):
+        find_weights(path)
+    if path.is_dir() or (path.is_file() and path.suffix.lower() == ".gguf"):
+        return path
+    if path.is_file():
+        raise UsageError(f"{option} {name}: a model is a directory or a .gguf file, and this is neither")
+    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        what = "file" if path.suffix.lower() == ".gguf" else "directory"
+        raise UsageError(f"{option} {name}: no such {what}")
+    return None
+
+
+def find_model(name: str, revision: str | None = None, *, option: str = "--model") -> Path:
+    """`local_model`, else a snapshot of the hub model (configuration, tokenizer and safetensors only)."""
+    if (path := local_model(name, option)) is not None:
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise UsageError(f"{option} {name}: not found locally or on the hub ({brief(error)})") from None
+
+
 def open_model(choice: ModelChoice) -> tuple[ModelFiles, torch.device]:
     """Find and check the model and its device.
 
     Raises UsageError or ResourceError.
     """
-    from prefillcli.models.find import find_model, read_model_files
-    from prefillcli.runtime.device_key import choose_device
+    path, device = _find_chosen(choice), _device_of(choice)
+    return _read(choice, path, device, choice.head), device
 
-    if choice.model is None:
-        path = sample_model()
-        log.warning(f"no --model given; the sample model in {path} is for demonstration")
-    else:
-        path = find_model(choice.model, choice.revision)
-    device = choose_device(choice.device)
-    files = read_model_files(
-        path,
-        dtype=choice.dtype,
-        device=device.type,
-        trust_remote_code=choice.trust_remote_code,
-        head=choice.head,
-    )
-    return files, device
+
+def _find_chosen(choice: ModelChoice) -> Path:
+    if choice.model is not None:
+        return find_model(choice.model, choice.revision)
+    path = sample_model()
+    log.warning(f"no --model given; the sample model in {path} is for demonstration")
+    return path
+
+
+def _device_of(choice: ModelChoice) -> torch.device:
+    with light_imports():
+        from prefillcli.runtime.device_key import choose_device
+
+        return choose_device(choice.device)
+
+
+def _read(choice: ModelChoice, path: Path, device: torch.device, head: HeadChoice = "auto") -> ModelFiles:
+    with light_imports():
+        from prefillcli.models.find import read_model_files
+
+    trusted = choice.trust_remote_code
+    return read_model_files(path, dtype=choice.dtype, device=device.type, trust_remote_code=trusted, head=head)
 
 
 def open_models(choice: DraftChoice) -> Opened:
     """`open_model`, and its tokenizer and the draft. Raises UsageError or ResourceError."""
-    from prefillcli.models.find import find_model, read_model_files
-
-    threads = Threads(choice.threads)
-    files, device = open_model(choice)
+    path, draft = _find_chosen(choice), None
+    if choice.draft is not None and not choice.drafts_itself:
+        draft = find_model(choice.draft, option="--draft")
+    device, threads = _device_of(choice), Threads(choice.threads)
+    files = _read(choice, path, device, choice.head)
     tokenizer = _load_tokenizer(files, choice.trust_remote_code)
     small = other = None
-    if choice.draft is not None and not choice.drafts_itself:
-        small = read_model_files(
-            find_model(choice.draft, option="--draft"),
-            dtype=choice.dtype,
-            device=device.type,
-            trust_remote_code=choice.trust_remote_code,
-        )
+    if draft is not None:
+        small = _read(choice, draft, device)
         if small.head is not None:
             raise UsageError(
                 f"--draft {choice.draft}: it has a classification head, and a draft is a causal language model\n"

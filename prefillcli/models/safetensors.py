@@ -48,6 +48,27 @@ _WHOLE_FILE = "model.safetensors"
 _EMBEDDING = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 
 
+def find_weights(folder: Path) -> list[Path]:
+    """The safetensors files of a model directory. Raises UsageError for another directory."""
+    if not (folder / "config.json").is_file():
+        adapter = (folder / "adapter_config.json").is_file()
+        advice = "\nit has an adapter: give the model as --model, and this as --adapter" if adapter else ""
+        raise UsageError(f"{folder}: no config.json, so this is not a model directory{advice}")
+    if (folder / "adapter_config.json").exists():
+        raise UsageError(
+            f"{folder}: has an adapter beside the model (adapter_config.json), which transformers merges where "
+            "PEFT is installed\nmove it into a folder of its own, and give that as --adapter if it is to be merged"
+        )
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        if gguf := sorted(folder.glob("*.gguf")):
+            raise UsageError(f"{folder}: no .safetensors file\ngive the GGUF file itself: {gguf[0]}")
+        others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
+        found = f" (found {', '.join(others[:3])}, which is not read: only safetensors and GGUF are)" if others else ""
+        raise UsageError(f"{folder}: no .safetensors file{found}")
+    return weights
+
+
 def read_tensors(folder: Path, files: Sequence[Path]) -> dict[str, Any]:
     """Names and descriptions of the tensors that are loaded of a model's `files`.
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from prefillcli.errors import PrefillError, ResourceError
-from prefillcli.forecast.profile import Confirmation, MemoryPoint, ModeResult, Trace
+from prefillcli.forecast.profile import OF_TRANSFORMERS, Confirmation, MemoryPoint, ModeResult, Trace
 from prefillcli.models.find import ModelFiles
 from prefillcli.models.shape import NoCostModel, prefill_flops
 from prefillcli.profile.children import ChildEnded, ChildFailed, Subject, confirm, in_child, measure, trace
 from prefillcli.profile.fits import fit_line
-from prefillcli.profile.modes import OF_TRANSFORMERS, Law, mode_law
+from prefillcli.profile.modes import Law, mode_law
 from prefillcli.report.rendering import byte_size
 
 TRIES = 3

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from prefillcli.forecast.profile import OF_TRANSFORMERS
 from prefillcli.models.law import memory_law
 from prefillcli.models.shape import Shape
 from prefillcli.plan.pack import Limits
@@ -23,17 +24,6 @@ from prefillcli.prefill.layout import split_evenly
 from prefillcli.prefill.leaving import WalkState
 from prefillcli.prefill.model_ends import last_row
 from prefillcli.prefill.walk import LayerWalk
-
-MODES = {
-    "full": "transformers, one forward, the K,V of all layers kept (use_cache=True)",
-    "chunked": "chunked prefill: transformers, chunk by chunk, the K,V of all layers kept",
-    "drop": "the layer walk with one chunk: K,V of one layer, nothing chunked",
-    "hybrid-copy": "the layer walk in chunks, a layer's output in a second residual stream",
-    "hybrid": "the layer walk in chunks, in place, as `prefill score` does it",
-}
-
-#: Modes that run transformers' own forward, which may fail in its own ways on some architecture.
-OF_TRANSFORMERS = ("full", "chunked")
 
 #: Called with the number of tokens that a step advanced by; it may raise.
 Tick = Callable[[float], None]
@@ -141,7 +131,7 @@ class Law:
 
 
 def mode_law(mode: str, config: Any, dtype: torch.dtype, chunk_tokens: int) -> Law:
-    """The law of one of `prefillcli.profile.modes.MODES`.
+    """The law of one of `prefillcli.forecast.profile.MODES`.
 
     The walk has a row of the residual stream, one layer's K,V and the position encoding for each token. transformers'
     own forward has all layers' K,V, and besides the layer's input the embedding that its caller still holds. A mode

@@ -16,7 +16,7 @@ from prefillcli.data.reading.source import Source
 from prefillcli.data.windows import windows
 from prefillcli.errors import PrefillError, UsageError, did_you_mean
 from prefillcli.forecast.completion_model import CompletionModel
-from prefillcli.forecast.profile import ModeResult, Profile, Trace
+from prefillcli.forecast.profile import MODES, ModeResult, Profile, Trace
 from prefillcli.forecast.survey import survey
 from prefillcli.jobs.inputs import open_source, prompt_builder
 from prefillcli.jobs.load import compression_of
@@ -53,9 +53,9 @@ def open_input(settings: ProfileSettings) -> Input:
 
     Raises what a survey would raise for columns, template and labels.
     """
-    source = open_source(settings, ())
+    source, template = open_source(settings, ())
     opened = open_models(settings)
-    builder = prompt_builder(settings, opened, source, ())
+    builder = prompt_builder(settings, opened, source, (), template)
     labels = answer_labels(opened, settings)
     first = next(windows(source, builder, labels, id_column=None, max_rows=1), None)
     if first is not None:
@@ -135,8 +135,6 @@ def profile_job(settings: ProfileSettings) -> dict[str, Any]:
 
 def _check(settings: ProfileSettings) -> Input | None:
     """Raise UsageError for wrong options before anything is measured; open INPUT if there is one."""
-    from prefillcli.profile.modes import MODES
-
     require_json(settings.output)
     require_apart(settings)
     _check_names("--mode", settings.mode, MODES)
@@ -144,6 +142,12 @@ def _check(settings: ProfileSettings) -> Input | None:
 
 
 def _measure(settings: ProfileSettings, given: Input | None, announce: Callable[[str], None]) -> Profile:
+    if given is not None:
+        files, device = given.opened.files, given.opened.device
+    else:
+        files, device = open_model(settings)
+        Threads(settings.threads)
+        check_loadable(files, device)
     import torch
 
     from prefillcli.forecast.profile import this_machine
@@ -151,12 +155,6 @@ def _measure(settings: ProfileSettings, given: Input | None, announce: Callable[
     from prefillcli.profile.children import Subject
     from prefillcli.profile.lengths import Search
 
-    if given is not None:
-        files, device = given.opened.files, given.opened.device
-    else:
-        Threads(settings.threads)
-        files, device = open_model(settings)
-        check_loadable(files, device)
     files = with_weights(files)  # here, or each measuring process would dequantise them
     subject = Subject(
         path=files.path if files.saved else files.origin,

@@ -221,23 +221,32 @@ _NUMBERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES",
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
 #: How many shapes of products code is kept for, where it is generated and where torch asks for it.
 _KEPT_PRODUCTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}
-_LOOK = 0.2  # seconds for which the cores are looked at before anything is computed
+_LOOK = 0.2  # seconds for which the cores are looked at, at least, before anything is computed
+_begun: Left | None = None  # the look at the cores that a command has begun, where it is to choose how threads wait
 LEAST_SHARE = 0.5
 """Of the threads that may run, those that do whatever others use: a job that always gave way would never end."""
 
 
 def prepare(asked: int | Literal["auto"], environment: MutableMapping[str, str] = os.environ) -> None:
-    """Before torch is imported: threads that wait sleep where cores are not free, tokenising takes as many as
-    computing, and code is kept for few products. What the user has set in the environment stays. For commands: a
-    library leaves the environment to the program that imports it."""
+    """Once a command has its options: tokenising takes as many threads as computing, code is kept for few products,
+    and the look at the cores begins. What the user has set in the environment stays. For commands: a library leaves
+    the environment to the program that imports it."""
+    global _begun
     for name, number in _KEPT_PRODUCTS.items():
         environment.setdefault(name, number)
-    if not any(environment.get(name) for name in _WAITING) and not _free():
-        environment["OMP_WAIT_POLICY"] = "PASSIVE"
+    _begun = None if any(environment.get(name) for name in _WAITING) else Left()
     if asked != "auto":
         environment.setdefault("RAYON_NUM_THREADS", str(asked))
     elif not given_numbers(environment):
         environment.setdefault("RAYON_NUM_THREADS", str(allowed()))
+
+
+def choose_waiting(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Just before torch is imported: threads that wait sleep where the cores were not free since `prepare`."""
+    global _begun
+    if _begun is not None and not _free(_begun):
+        environment["OMP_WAIT_POLICY"] = "PASSIVE"
+    _begun = None
 
 
 class Threads:
@@ -295,13 +304,13 @@ def left_as_found() -> Iterator[None]:
         pyarrow.set_cpu_count(reading)
 
 
-def _free() -> bool:
+def _free(left: Left) -> bool:
     """Whether nobody else uses the cores that may be used here. A quota is spent by threads that spin, too."""
-    left = Left()
     if quotas():
         return False
-    time.sleep(_LOOK)
-    return threads_for(left.cores(_LOOK) or 0.0, allowed()) == allowed()
+    while (cores := left.cores(_LOOK)) is None:
+        time.sleep(_LOOK / 10)
+    return threads_for(cores, allowed()) == allowed()
 
 
 def threads_for(cores: float, most: int) -> int:

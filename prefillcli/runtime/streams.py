@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -9,6 +10,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
+
+from prefillcli.runtime.cores import choose_waiting
 
 
 def survive_closed_streams() -> None:
@@ -76,8 +79,8 @@ class _Lossy:
 
 # What other libraries do while they are imported, of no use to who runs a command.
 #
-# They log, and they look for code to fetch. A run loads nothing from a hub but the model and adapters that it is
-# told.
+# They log, they look for code to fetch, and they import one another. A run loads nothing from a hub but the model
+# and adapters that it is told.
 
 
 #: torchao says which of its kernels this machine cannot load, torch which of torchao's types it knows already, and
@@ -88,6 +91,10 @@ FETCHES = "kernels"
 """The package by which transformers, bitsandbytes and others fetch compiled code from a hub and load it."""
 ALLOWED = "USE_HUB_KERNELS"
 """transformers' own variable of the environment that allows it: here only where somebody has set it."""
+#: transformers imports these wherever they are installed: for metrics, losses on images and quantised weights, and by
+#: way of accelerate for Amazon's training service. That takes longer than the rest of it.
+_UNUSED = ("sklearn", "scipy", "torchao", "boto3")
+_own = False  # whether this process is this program's own
 _ABSENT: Any = object()
 _found: Any = _ABSENT  # what was imported under that name before the first thread came inside
 _inside = 0
@@ -99,10 +106,36 @@ def quiet_imports() -> None:
 
     To be called before they are imported, in processes that are this program's own.
     """
+    global _own
+    _own = True
     for name in _TALKATIVE:
         logging.getLogger(name).setLevel(logging.ERROR)
     if not _allowed():
         sys.modules.setdefault(FETCHES, None)  # type: ignore[arg-type]  # who imports it is told that it is not there
+
+
+@contextmanager
+def light_imports() -> Iterator[None]:
+    """Inside, torch and transformers are imported without what no causal language model needs; for the main thread.
+
+    Nothing changes in a process that is not this program's own: there, others may need it of transformers.
+    """
+    if not _own or "transformers" in sys.modules:
+        yield
+        return
+    choose_waiting()
+    hidden = [name for name in _UNUSED if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
+    gc.disable()  # a million objects are made, and nearly all of them stay
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+        for name in hidden:
+            del sys.modules[name]
+        if found := sys.modules.get("transformers.utils.import_utils"):
+            found.is_torchao_available.cache_clear()  # for a model whose weights are torchao's
 
 
 def _allowed() -> bool:

@@ -10,8 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from prefillcli.errors import ResourceError, UsageError
-from prefillcli.models.find import find_model, read_model_files
+from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model
+from prefillcli.models.open import find_model
 from prefillcli.models.rehearsal import rehearse
 from prefillcli.prefill import forest, own_cache
 from prefillcli.prefill.forest import UnsupportedModelError, register

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from prefillcli.errors import PrefillError
-from prefillcli.forecast.profile import Profile
+from prefillcli.forecast.profile import MODES, Profile
 from prefillcli.profile import profile_job
 from prefillcli.profile.completion import Budgeted
-from prefillcli.profile.modes import MODES
 from tests.profile.making import made_profile
 from tests.score.jobs import texts, write_jsonl, write_parquet
 from tests.score.models import save_model

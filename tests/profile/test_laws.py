@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import GemmaConfig, LlamaConfig, MistralConfig
 
-from prefillcli.profile.modes import MODES, attention_windows, layer_bytes, mode_law
+from prefillcli.forecast.profile import MODES
+from prefillcli.profile.modes import attention_windows, layer_bytes, mode_law
 
 LLAMA_8B = LlamaConfig(
     hidden_size=4096,

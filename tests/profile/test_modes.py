@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from prefillcli.forecast.profile import MODES
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
 from prefillcli.profile.children import random_prompt
-from prefillcli.profile.modes import MODES, CopyingWalk, Prefill
+from prefillcli.profile.modes import CopyingWalk, Prefill
 from tests.prefill.families import VOCABULARY, make_model
 
 PROMPT = random_prompt(150, VOCABULARY)

@@ -120,10 +120,10 @@ def _rows() -> None:
 
 def identity(settings: ScoreSettings) -> tuple[dict[str, str], dict[str, Any]]:
     """The job's fingerprint and which rows it has, without running it."""
-    source = open_source(settings, carried_columns(settings))
+    source, template = open_source(settings, carried_columns(settings))
     models = LocalModels(settings)
     opened = loader_of(settings.engine).open_models(settings)
-    builder = prompt_builder(settings, opened, source, carried_columns(settings, source))
+    builder = prompt_builder(settings, opened, source, carried_columns(settings, source), template)
     labels = Labels(opened.tokenizer, parse_labels(settings.labels))
     return fingerprint(settings, opened, models, source, builder, labels), selection(settings)
 

@@ -41,7 +41,8 @@ class BuilderClosed(Exception):
 class PromptBuilder:
     """Makes prompts of rows.
 
-    `available` are the column names of the input (`Source.available`). Raises UsageError if the settings
+    `available` are the column names of the input (`Source.available`), `template` that of the settings, where it is
+    compiled already. Raises UsageError if the settings
     contradict each other or the tokenizer.
     """
 
@@ -51,13 +52,14 @@ class PromptBuilder:
         settings: PromptSettings,
         available: Sequence[str] = (),
         *,
+        template: RowTemplate | None = None,
         group_chars: int = GROUP_CHARS,
     ) -> None:
         self.settings = settings
         self.chat = wants_chat(settings, tokenizer)
         """Whether text is wrapped by the chat template."""
-        self.template = None if settings.template is None else RowTemplate(settings.template)
-        self.column = prompt_column(settings, available)
+        self.template = template if settings.template is None or template else RowTemplate(settings.template)
+        self.column = prompt_column(settings.prompt_column, available)
         """The column with the prompt, where there is no template."""
         self.columns: tuple[str, ...] = self.template.columns if self.template else (self.column,)
         """The columns that `build` needs."""

@@ -131,8 +131,8 @@ def refuse_chat(settings: PromptSettings) -> None:
             raise UsageError(f"{option}: the prompt column is 'prompt_token_ids', and no chat is made of token ids")
 
 
-def prompt_column(settings: PromptSettings, available: Sequence[str]) -> str:
-    """The column named, or if none was, the first usual one that the input has."""
-    if settings.prompt_column != DEFAULT_COLUMN:
-        return settings.prompt_column
+def prompt_column(named: str, available: Sequence[str]) -> str:
+    """The column `named`, or if none was, the first usual one that the input has."""
+    if named != DEFAULT_COLUMN:
+        return named
     return next((name for name in _FALLBACK_COLUMNS if name in available), DEFAULT_COLUMN)

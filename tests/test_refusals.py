@@ -1,0 +1,117 @@
+"""What is wrong with the inputs of a job is told before the libraries are imported that take seconds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+SAMPLES = Path(__file__).parent.parent / "samples"
+HEAVY = ("torch", "transformers", "tokenizers", "scipy", "sklearn", "pandas", "huggingface_hub")
+RUN = f"""
+import json, sys
+from prefillcli.cli import main
+for command in json.loads(sys.argv[1]):
+    sys.argv[1:] = command
+    try:
+        main()
+    except SystemExit as end:
+        print(end.code)
+heavy = [name for name in {HEAVY!r} if sys.modules.get(name)]
+print(json.dumps(heavy))
+"""
+
+#: What comes behind the name of a command that reads rows, and what is told.
+WRONG = {
+    ("no.jsonl",): "input not found: no.jsonl",
+    ("no/",): "input not found: no/",
+    ("cut.parquet",): "cut.parquet",
+    ("in.jsonl", "--prompt-column", "promt"): "no column 'promt'",
+    ("other.jsonl",): "no column 'prompt'",
+    ("in.jsonl", "--template", "{{ promt }}"): "no column 'promt'",
+    ("in.jsonl", "--template", "no.j2"): "--template no.j2: neither Jinja text",
+    ("in.jsonl", "--template", "syntax.j2"): "syntax.j2",
+    ("in.jsonl", "-m", "./no"): "--model ./no: no such directory",
+    ("in.jsonl", "-m", "./empty"): "empty: no config.json",
+    ("in.jsonl", "-m", "./bare"): "bare: no .safetensors file",
+    ("in.jsonl", "--draft", "./no", "--keep", "0.5"): "--draft ./no: no such directory",
+    ("in.jsonl", "--recipe", "no.yaml"): "no.yaml",
+    ("in.jsonl", "--recipe", "job.yaml"): "unknown key 'inputt'",
+}
+READING = {
+    "score": ("score",),
+    "dry run": ("score", "--dry-run"),
+    "inspect": ("inspect", "--row", "0"),
+    "bench": ("bench",),
+    "profile": ("profile", "-o", "p.json"),
+}
+CASES = {name: {(*begin, *given): said for given, said in WRONG.items()} for name, begin in READING.items()}
+CASES["score"] |= {
+    ("score", "in.jsonl", "--id-column", "idd"): "no column 'idd'",
+    ("score", "in.jsonl", "--keep-columns", "idd"): "no column 'idd'",
+    ("score", "in.jsonl", "--truth", "idd"): "no column 'idd'",
+    ("score", "in.jsonl", "--adapter", "a=./no", "--adapter-column", "b"): "--adapter-column b: the input has no such",
+    ("score", "in.jsonl", "--adapter", "./no"): "--adapter ./no: no such folder",
+    ("score", "in.jsonl", "--calibration", "no.json"): "--calibration no.json: no such file",
+}
+CASES["others"] = {
+    ("inspect", "in.jsonl", "--row", "a", "--id-column", "idd"): "no column 'idd'",
+    ("bench", "in.jsonl", "--truth", "idd"): "no column 'idd'",
+    ("bench", "-m", "./no"): "--model ./no: no such directory",
+    ("profile", "-m", "./no"): "--model ./no: no such directory",
+    ("profile", "--mode", "hybird"): "--mode 'hybird' does not exist",
+    ("merge", "no.parquet"): "no.parquet",
+    ("calibrate", "no.parquet", "--truth", "right"): "no.parquet",
+    ("verify", "no.parquet"): "no.parquet",
+    ("status", "no.parquet"): "no.parquet",
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_mistake_is_told_before_torch_is_imported(tmp_path: Path, name: str) -> None:
+    row = json.dumps({"prompt": "Is it? Answer:", "id": "a"})
+    (tmp_path / "in.jsonl").write_text(f"{row}\n")
+    (tmp_path / "other.jsonl").write_text('{"text": "Is it?"}\n')
+    (tmp_path / "cut.parquet").write_bytes((SAMPLES / "labeling.parquet").read_bytes()[:-100])
+    (tmp_path / "syntax.j2").write_text("{{ prompt")
+    (tmp_path / "job.yaml").write_text("labels: Yes,No\ninputt: in.jsonl\n")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text("{}")
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, json.dumps(list(CASES[name]))],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    *lines, heavy = done.stdout.splitlines()
+    assert len(lines) == 2 * len(CASES[name]), done.stderr
+    for (given, said), summary, code in zip(CASES[name].items(), lines[::2], lines[1::2], strict=True):
+        assert said in json.loads(summary)["error"], given
+        assert code in ("1", "2"), given
+    assert json.loads(heavy) == []
+
+
+SCORE = """
+import sys
+from importlib.util import find_spec
+from prefillcli.cli import main
+try:
+    main()
+finally:
+    print([name for name in ("sklearn", "scipy", "torchao", "boto3") if name in sys.modules])
+    import scipy, sklearn
+    from transformers.utils import is_torchao_available
+    print(is_torchao_available() == (find_spec("torchao") is not None))
+"""
+
+
+def test_a_job_imports_nothing_that_no_causal_language_model_needs(tmp_path: Path) -> None:
+    """transformers would import these, since they are installed here; others find them afterwards as ever."""
+    assert all(map(find_spec, ("sklearn", "scipy", "torchao", "boto3")))
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Is it? Answer:"}\n')
+    command = [sys.executable, "-c", SCORE, "score", "in.jsonl", "-m", str(SAMPLES / "models" / "target")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.splitlines()[1:] == ["[]", "True"]
