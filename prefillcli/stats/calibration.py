@@ -89,7 +89,9 @@ class IsotonicSteps(_Frozen):
 
     def apply(self, log_shares: Float64Array) -> Float64Array:
         """Probabilities [rows, 2] of `log_shares_of` [rows, 2]."""
-        first = np.interp(np.exp(log_shares[..., 0]), self.scores, self.probabilities)
+        between = np.interp(np.exp(log_shares[..., 0]), self.scores, self.probabilities)
+        # Between two scores that are hardly apart the slope overflows.
+        first = np.clip(between, self.probabilities[0], self.probabilities[-1])
         return np.stack([first, 1 - first], axis=-1)
 
 

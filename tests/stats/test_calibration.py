@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from scipy.special import expit, log_softmax, logit
@@ -184,6 +184,10 @@ scalings = (
 
 
 @given(scaling=scalings, logprobs=pairs)
+@example(
+    scaling=IsotonicSteps(method="isotonic", scores=(0.0, 2.225073858507e-311), probabilities=(0.0, 1.0)),
+    logprobs=np.array([[-np.inf, 0.0]]),
+)
 def test_probabilities_are_between_0_and_1_and_never_fall_with_the_score(scaling: Any, logprobs: Any) -> None:
     calibration = Calibration(labels=NAMES, scaling=scaling)
     found = calibration.probabilities(logprobs)
