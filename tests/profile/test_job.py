@@ -149,7 +149,7 @@ def test_what_is_not_given_is_quick_and_full_is_thorough(model: Path) -> None:
     for flags, wanted in (
         ((), {"mode": ["full", "hybrid"], "fit_seconds": 10, "confirm_seconds": 20}),
         (("--full",), {"mode": list(MODES), "fit_seconds": 60, "confirm_seconds": 120}),
-        (("--full", "--mode", "drop", "--fit-seconds", "3"), {"mode": ["drop"], "fit_seconds": 3}),
+        (("--full", "--mode", "chunked", "--fit-seconds", "3"), {"mode": ["chunked"], "fit_seconds": 3}),
     ):
         assert profile("-m", model, *flags)["exit_code"] == 0
         assert load().settings | wanted == load().settings

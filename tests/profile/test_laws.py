@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import GemmaConfig, LlamaConfig, MistralConfig
 
-from prefillcli.forecast.profile import MODES
 from prefillcli.profile.modes import attention_windows, layer_bytes, mode_law
 
 LLAMA_8B = LlamaConfig(
@@ -32,16 +31,14 @@ def test_a_layer_of_llama_8b_peaks_in_its_mlp() -> None:
 
 def test_bytes_for_each_token_of_llama_8b() -> None:
     assert token("hybrid") == 12 * KIB + POSITIONS
-    assert token("hybrid-copy") == 20 * KIB + POSITIONS
-    assert token("drop") == 12 * KIB + POSITIONS + MLP
     assert token("full") == 128 * KIB + 2 * 8 * KIB + POSITIONS + MLP
     assert token("chunked") == 128 * KIB + 4 * 4 * KIB + 1024 * 3
 
 
 def test_only_chunked_modes_have_a_constant_that_grows_with_the_chunk() -> None:
-    for mode in MODES:
+    for mode in ("full", "chunked", "hybrid"):
         small, large = (mode_law(mode, LLAMA_8B, torch.bfloat16, chunk).base for chunk in (512, 1024))
-        assert (large > small) == (mode in ("chunked", "hybrid", "hybrid-copy")), mode
+        assert (large > small) == (mode != "full"), mode
 
 
 def test_the_longest_prompt_fits_and_the_next_does_not() -> None:
