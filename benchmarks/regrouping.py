@@ -25,7 +25,7 @@ from benchmarks.console import log
 from benchmarks.models import random_llama
 from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model
-from prefillcli.plan.exit_work import remaining_work
+from prefillcli.plan.account import remaining_work
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.walk import LayerWalk

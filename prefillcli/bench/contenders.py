@@ -49,7 +49,7 @@ from prefillcli.models.shape import (
     walk_flops,
 )
 from prefillcli.options.bench import BenchSettings
-from prefillcli.plan.exit_work import in_full
+from prefillcli.plan.account import in_full
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.plan.trie import TokenArray

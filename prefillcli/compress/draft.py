@@ -21,7 +21,7 @@ from prefillcli.data.rows import Int64Array, Prompt
 from prefillcli.decode.behind import look_ahead
 from prefillcli.errors import UsageError
 from prefillcli.models.open import stop_tokens_of
-from prefillcli.plan.exit_work import account
+from prefillcli.plan.account import account
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray

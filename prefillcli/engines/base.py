@@ -22,7 +22,7 @@ from prefillcli.plan.trie import TokenArray
 if TYPE_CHECKING:
     from prefillcli.decode.speculation.draft_model import DraftModel
     from prefillcli.models.law import TextsOf
-    from prefillcli.prefill.leaving import ThinningRule
+    from prefillcli.prefill.walk_state import ThinningRule
 
 #: For each label the token ids whose probabilities it sums.
 LabelTokens = tuple[tuple[int, ...], ...]

@@ -51,18 +51,18 @@ from prefillcli.models.rehearsal import check_uses
 from prefillcli.models.shape import NoCostModel, keys_share
 from prefillcli.models.streamed_layers import StreamedLayers, measure_speed
 from prefillcli.models.weights import WeightsPlan, plan_weights
+from prefillcli.plan.account import Account, LayersDone, account
 from prefillcli.plan.blocks import STATE_STEP
-from prefillcli.plan.exit_work import Account, LayersDone, account
 from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.prefill.attention_paths import ruled_out
 from prefillcli.prefill.forest import WatchedLayer
 from prefillcli.prefill.fusion import Preparation, check_compiler, compiled, fused
 from prefillcli.prefill.layer_calls import decoder_layers
 from prefillcli.prefill.layout import Tree
-from prefillcli.prefill.leaving import REGROUP_LAYERS, Thinned, ThinningRule
 from prefillcli.prefill.own_cache import NO_DECODING, has_forest_attention
 from prefillcli.prefill.recurrent import recurrent_modules
 from prefillcli.prefill.walk import LayerWalk, Tick
+from prefillcli.prefill.walk_state import REGROUP_LAYERS, Thinned, ThinningRule
 from prefillcli.runtime import log
 from prefillcli.runtime.memory import available_memory, device_capacity
 

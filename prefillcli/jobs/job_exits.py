@@ -11,7 +11,7 @@ from prefillcli.data.rows import ScoredRow
 from prefillcli.engines.base import PLAIN, Answer, EarlyExits, Treatment
 from prefillcli.exits.policy import ExitPolicy
 from prefillcli.exits.profile_file import ExitFindings
-from prefillcli.plan.exit_work import carried_by_few, in_full
+from prefillcli.plan.account import carried_by_few, in_full
 from prefillcli.plan.pack import Pack
 from prefillcli.report.exits import ExitStatus, ExitUse, GainPoint, JudgedLabel, UsedExit
 from prefillcli.report.run import Tokens

@@ -29,10 +29,10 @@ from prefillcli.prefill.attention_paths import PATHS, may_take, only_blocks, rul
 from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError
 from prefillcli.prefill.layer_calls import decoder_layers, embedding_device
 from prefillcli.prefill.layout import KeyWindow
-from prefillcli.prefill.leaving import LayerSource
 from prefillcli.prefill.model_ends import last_row
 from prefillcli.prefill.own_cache import has_forest_attention, set_eager_attention, set_own_attention
 from prefillcli.prefill.walk import LayerWalk
+from prefillcli.prefill.walk_state import LayerSource
 from prefillcli.runtime import device_key as devices
 from prefillcli.runtime import log
 from prefillcli.runtime.user_cache import KeptEntries

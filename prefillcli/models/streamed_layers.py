@@ -333,7 +333,7 @@ class _Slot:
 
 
 class StreamedLayers:
-    """A `prefillcli.prefill.leaving.LayerSource` over files.
+    """A `prefillcli.prefill.walk_state.LayerSource` over files.
 
     `layers` are a model's decoder layers, with parameters on the meta device; `files` says where the numbers of each
     are. At most `room` bytes of layers are on `device`, which must be enough for two, or for one if there is only one.

@@ -16,8 +16,8 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from prefillcli.plan.pack import Held, Key, Pack
 from prefillcli.prefill.forest import ForestAttention
-from prefillcli.prefill.leaving import WalkState
 from prefillcli.prefill.own_cache import LayerPast, Path, moved
+from prefillcli.prefill.walk_state import WalkState
 
 # Copies between a CUDA device and host memory, beside what the device computes.
 #

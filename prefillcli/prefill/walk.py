@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from prefillcli.plan.account import KEYS_SHARE, LayersDone
 from prefillcli.plan.blocks import STATE_STEP
-from prefillcli.plan.exit_work import KEYS_SHARE, LayersDone
 from prefillcli.plan.pack import Key, Pack
 from prefillcli.prefill.attention import longest_batched
 from prefillcli.prefill.cpu_kernels import ROW_STEP
@@ -28,7 +28,10 @@ from prefillcli.prefill.fusion import Preparation, fused, fused_alike
 from prefillcli.prefill.held_parts import HeldParts, ResidualRows
 from prefillcli.prefill.layer_calls import CallBuffers, LayerCall, Recording, lend_shared
 from prefillcli.prefill.layout import Chunk, IntArray, KeyWindow, LastTokens, Tree, split_evenly
-from prefillcli.prefill.leaving import (
+from prefillcli.prefill.model_ends import ModelEnds
+from prefillcli.prefill.own_cache import NO_DECODING, NO_QUERIES, OwnCache, OwnCacheLayer, has_forest_attention
+from prefillcli.prefill.recurrent import LayerRecurrence, recurrent_modules
+from prefillcli.prefill.walk_state import (
     ExitRule,
     Keeper,
     LayerSource,
@@ -41,9 +44,6 @@ from prefillcli.prefill.leaving import (
     thin_pack,
     watch_for,
 )
-from prefillcli.prefill.model_ends import ModelEnds
-from prefillcli.prefill.own_cache import NO_DECODING, NO_QUERIES, OwnCache, OwnCacheLayer, has_forest_attention
-from prefillcli.prefill.recurrent import LayerRecurrence, recurrent_modules
 
 # Where a pack is cut into chunks, which are computed by one call of a layer each.
 

@@ -22,8 +22,8 @@ from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ForestAttention
 from prefillcli.prefill.fusion import fused
 from prefillcli.prefill.layer_calls import embedding_device
-from prefillcli.prefill.leaving import remainder
 from prefillcli.prefill.walk import LayerWalk
+from prefillcli.prefill.walk_state import remainder
 from prefillcli.profile.children import (
     Send,
     Subject,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefillcli.plan.account import account
 from prefillcli.plan.cutter import HELD_PACKS
-from prefillcli.plan.exit_work import account
 from prefillcli.plan.pack import Key, Limits, Pack, free_packs
 from prefillcli.plan.plan import Plan, make_plan, packs_to_run
 from prefillcli.plan.schedules import SCHEDULES

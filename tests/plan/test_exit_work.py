@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.plan.exit_work import (
+from prefillcli.plan.account import (
     KEYS_SHARE,
     LayersDone,
     account,

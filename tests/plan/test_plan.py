@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from prefillcli.options.groups import ScheduledOptions
+from prefillcli.plan.account import account
 from prefillcli.plan.cutter import HELD_PACKS
-from prefillcli.plan.exit_work import account
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan, packs_to_run
 from prefillcli.plan.schedules import SCHEDULES

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from prefillcli.plan.exit_work import LayersDone, layers_needed
+from prefillcli.plan.account import LayersDone, layers_needed
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION, register
-from prefillcli.prefill.leaving import remainder
 from prefillcli.prefill.walk import LayerWalk
+from prefillcli.prefill.walk_state import remainder
 from tests.prefill.families import each_family, make_model
 from tests.prefill.test_layers import LentLayers
 from tests.prefill.test_walk import (

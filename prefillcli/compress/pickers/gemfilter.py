@@ -13,7 +13,7 @@ from prefillcli.compress.base import Float32Array, ImportanceEstimate, Tick
 from prefillcli.compress.fallbacks import NOT_FINITE
 from prefillcli.compress.pickers.row_picker import RowPicker
 from prefillcli.data.rows import Prompt
-from prefillcli.plan.exit_work import account
+from prefillcli.plan.account import account
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan, marked_positions
 from prefillcli.prefill.forest import WatchedLayer

@@ -1,5 +1,6 @@
-"""What is computed of a pack whose reads may leave between two layers: as a walk has counted it, and by the formula.
+"""What is computed of a pack, and what that is charged to.
 
+Reads may leave between two layers. What is computed then is known twice: as a walk has counted it, and by the formula.
 In both, a node goes on until the last read behind it has left, and K,V alone take `KEYS_SHARE` of a layer.
 """
 

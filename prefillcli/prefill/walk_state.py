@@ -1,4 +1,4 @@
-"""Reads that leave between two layers, with the tokens that no other read needs."""
+"""A pack on its way through the layers: where they come from, which reads leave, and which tokens stay behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from torch import Tensor, nn
 
-from prefillcli.plan.exit_work import LayersDone
+from prefillcli.plan.account import LayersDone
 from prefillcli.plan.pack import Pack
 from prefillcli.plan.trie import TrieNode, build_forest, token_order
 from prefillcli.prefill.forest import ForestAttention, UnsupportedModelError, WatchedLayer
@@ -19,8 +19,6 @@ from prefillcli.prefill.layer_calls import LayerCall
 from prefillcli.prefill.layout import Chunk, IntArray, Tree
 from prefillcli.prefill.own_cache import OwnCacheLayer
 from prefillcli.prefill.recurrent import LayerRecurrence
-
-# A pack on its way through a model's layers.
 
 
 @dataclass(slots=True)
@@ -98,6 +96,9 @@ class ResidentLayers:
 
 
 REGROUP_LAYERS = 0.05  # what laying out a token anew takes, in layers of a token, where it was not measured
+
+
+# Reads that leave between two layers, with the tokens that no other read needs.
 
 
 class ExitRule(Protocol):
