@@ -6,12 +6,13 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from prefillcli.bench.contenders import Equipment
 from prefillcli.bench.material import Material
-from prefillcli.bench.measure import with_peak
+from prefillcli.bench.measure import interleaved, with_peak
 from prefillcli.bench.report import TEXT_METHODS, TEXT_REFERENCE, Guesses, Range, TextMethodResult, TextResult
 from prefillcli.bench.text_methods import GeneratedTexts, LockStepTexts, TextMethod, TextRun, TextTask
 from prefillcli.bench.vllm_method import VllmTextMethod, start_vllm
@@ -105,21 +106,20 @@ def _timed_rounds(
     name: str, task: TextTask, entries: Sequence[_Entrant], rounds: int, begin: Callable[[str], None], within: float
 ) -> int:
     """Times of the methods, in turn. Returns how many rounds there were."""
-    first, longest = time.perf_counter(), 0.0
-    for turn in range(rounds):
-        begun = time.perf_counter()
-        if turn and begun - first + longest > within:
-            return turn
-        for entry in entries:
-            begin(f"{name}: {entry.method.name}, for its time")
-            started = time.perf_counter()
-            run = entry.method.run(task)
-            if not turn:
-                entry.seconds, entry.decoding = [], []
-            entry.seconds.append(time.perf_counter() - started)
-            entry.decoding.append(run.report.seconds)
-        longest = max(longest, time.perf_counter() - begun)
-    return rounds
+    if not rounds:
+        return 0
+
+    def timed(entry: _Entrant) -> None:
+        begin(f"{name}: {entry.method.name}, for its time")
+        entry.decoding.append(entry.method.run(task).report.seconds)
+
+    for entry in entries:
+        entry.decoding = []
+    runs = {entry.method.name: partial(timed, entry) for entry in entries}
+    seconds = interleaved(runs, rounds, warm_up=False, within=within)
+    for entry in entries:
+        entry.seconds = seconds[entry.method.name]
+    return len(entries[0].seconds)
 
 
 def _measured(entry: _Entrant, reference: _Entrant) -> TextMethodResult:
