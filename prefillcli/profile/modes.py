@@ -22,7 +22,6 @@ from prefillcli.prefill.layer_calls import embedding_device
 from prefillcli.prefill.layout import split_evenly
 from prefillcli.prefill.model_ends import last_row
 from prefillcli.prefill.walk import LayerWalk
-from prefillcli.prefill.walk_state import WalkState
 
 
 @dataclass(frozen=True, slots=True)
