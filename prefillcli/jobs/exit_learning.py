@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,9 +33,10 @@ from prefillcli.models.open import Opened
 from prefillcli.models.shape import NoCostModel, keys_share
 from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import without_secrets
+from prefillcli.report.exits import ProvableFlips
 from prefillcli.report.run import Tokens
 from prefillcli.runtime import log
-from prefillcli.stats.audit import rows_for
+from prefillcli.stats.audit import flip_bound, rows_for
 
 if TYPE_CHECKING:
     from prefillcli.compress.compressor import Compressor
@@ -183,6 +185,7 @@ class ExitLearning:
             reused=self.inputs.exit_profile is not None,
             layers=self._layers,
             max_flips=self.settings.max_flips,
+            provable=self._provable(),
             known={row.row: row for row in found.rows},
             rows_read=found.rows_read,
             regroup_cost=self.regroup_cost,
@@ -237,13 +240,11 @@ class ExitLearning:
     def _read_rows(self, layers: Sequence[int]) -> _ReadRows:
         """Random rows of the job, read in full: so many as are asked for, but no more than half of its rows."""
         settings, labels = self.settings, len(self.inputs.labels.names)
-        drawn = self._draw()
-        count, auto = settings.exit_rows, False
-        if count is None:
-            auto = self.inputs.exit_profile is None
-            count = rows_to_learn(settings.max_flips, labels) if auto else CHECKED_ROWS
+        drawn, count, provable = self._draw(), self._count, self._provable()
+        if provable is not None and not settings.quiet:
+            log.info(provable_text(provable, labels, settings.max_flips))
         read = self._read(drawn[:count], layers, "for --exit")
-        if auto and read.answers:
+        if settings.exit_rows is None and provable is not None and read.answers:
             bytes_of_row = 4 * len(layers) * self.inputs.opened.files.config.get_text_config().hidden_size
             most = min(len(drawn), MOST_BYTES // bytes_of_row)
             best = [int(answer.logprobs.argmax()) for answer in read.answers]
@@ -280,10 +281,30 @@ class ExitLearning:
         layers: int = self.inputs.opened.files.config.get_text_config().num_hidden_layers
         return layers
 
+    @property
+    def _count(self) -> int:
+        """How many rows are to be read at first, if half of the job's rows are so many."""
+        if self.settings.exit_rows is not None:
+            return self.settings.exit_rows
+        if self.inputs.exit_profile is not None:
+            return CHECKED_ROWS
+        return rows_to_learn(self.settings.max_flips, len(self.inputs.labels.names))
+
+    def _provable(self) -> ProvableFlips | None:
+        """What the rows could prove at best; None for a given profile, which they only check."""
+        if self.inputs.exit_profile is not None:
+            return None
+        rows = min(self._count, len(self._rows()) // 2)
+        return provable_flips(rows, self.settings.max_flips, len(self.inputs.labels.names))
+
+    def _rows(self) -> Int64Array:
+        """The numbers of the job's rows."""
+        source = self.inputs.source
+        return source.selection().within(0, source.count())
+
     def _draw(self) -> Int64Array:
         """The numbers of half of the job's rows, in random order."""
-        source = self.inputs.source
-        rows = source.selection().within(0, source.count())
+        rows = self._rows()
         return rows[np.random.default_rng(_SEED).permutation(len(rows))[: len(rows) // 2]]
 
     def _requests(self, numbers: Int64Array) -> list[Request]:
@@ -328,6 +349,32 @@ def forget_exits(sink: Sink) -> None:
 def rows_to_learn(max_flips: float, labels: int) -> int:
     """How many rows prove the bound for each of the labels in spite of a flip, if all are as frequent."""
     return round(2 * _SPARE * rows_for(max_flips, flips=1) * labels)
+
+
+def provable_flips(rows: int, max_flips: float, labels: int) -> ProvableFlips:
+    """What so many calibration rows prove at best, if all `labels` are as frequent and none of their rows flips."""
+    judged = rows // (2 * labels)
+    return ProvableFlips(
+        rows=rows,
+        judged=judged,
+        max_flips=flip_bound(0, judged),
+        rows_needed=rows_for(max_flips),
+    )
+
+
+def provable_text(found: ProvableFlips, labels: int, max_flips: float) -> str:
+    """One line that says it, and where that is too little, what would do."""
+    text = (
+        f"--exit reads {found.rows:,} rows in full first, and half of them judge: {found.judged:,} of each of "
+        f"{labels} answers, if these are equally frequent. Without a flip, so many prove at most "
+        f"{found.max_flips:.2%} flips"
+    )
+    if found.judged >= found.rows_needed:
+        return text
+    rows = 2 * labels * found.rows_needed
+    text += f". --max-flips {max_flips:g} takes {found.rows_needed:,} of each, {rows:,} rows of a job of twice as many"
+    smallest = math.ceil(found.max_flips * 1e4) / 1e4  # rounded up, as no smaller one is proven
+    return text if smallest >= 1 else f"{text}; the smallest --max-flips that may be proven here is {smallest:g}"
 
 
 def rows_for_rarest(counts: Int64Array, max_flips: float, most: int) -> int:

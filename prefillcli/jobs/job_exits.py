@@ -13,7 +13,7 @@ from prefillcli.exits.policy import ExitPolicy
 from prefillcli.exits.profile_file import ExitFindings
 from prefillcli.plan.account import carried_by_few, in_full
 from prefillcli.plan.pack import Pack
-from prefillcli.report.exits import ExitStatus, ExitUse, GainPoint, JudgedLabel, UsedExit
+from prefillcli.report.exits import ExitStatus, ExitUse, GainPoint, JudgedLabel, ProvableFlips, UsedExit
 from prefillcli.report.run import Tokens
 from prefillcli.runtime import log
 from prefillcli.stats.drift import drifted_classes
@@ -63,6 +63,7 @@ class JobExits:
     """Whether an earlier job has learnt it."""
     layers: int = 0
     max_flips: float = 0.0
+    provable: ProvableFlips | None = None
     known: Mapping[int, ScoredRow] = field(default_factory=dict)
     rows_read: int = 0
     regroup_cost: float | None = None
@@ -145,6 +146,7 @@ def exit_use(exits: JobExits, spared: Spared, tokens: Tokens) -> ExitUse | None:
         max_flips=exits.max_flips,
         confidence=learnt.confidence,
         model_layers=exits.layers,
+        provable=exits.provable,
         calibration_rows=exits.rows_read,
         learnt_rows=len(exits.known),
         classes=[

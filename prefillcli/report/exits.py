@@ -37,6 +37,15 @@ class JudgedLabel(BaseModel):
         return self.judged >= self.rows_needed and self.bound < 1
 
 
+class ProvableFlips(BaseModel):
+    """What the calibration rows could prove at best: this is known before any of them is read."""
+
+    rows: int  # that are to be read in full; half of them judge
+    judged: int  # judged rows behind each proof: those of each answer, if all are as frequent
+    max_flips: float  # the smallest rate that so many prove without a flip, at the report's confidence
+    rows_needed: int  # judged rows behind each proof that --max-flips takes without a flip
+
+
 class AuditedLabel(BaseModel):
     """Audited rows that the model, read in full, answers with a label. Of all attempts at the job."""
 
@@ -86,6 +95,7 @@ class ExitUse(BaseModel):
     max_flips: float
     confidence: float = 0.95
     model_layers: int
+    provable: ProvableFlips | None = None  # None where an earlier job has learnt the exits
     calibration_rows: int = 0  # read in full before the first window
     learnt_rows: int = 0  # those of them that are rows of the output as they were read then
     classes: list[JudgedLabel] = Field(default_factory=list)

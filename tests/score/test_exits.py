@@ -482,3 +482,35 @@ def test_rows_that_left_are_written_about_from_their_whole_prompts(data: Path, d
         if row["prediction"] == full["prediction"]:
             for name in ("rationale", "rationale_tokens", "finish_reason", "rationale_source"):
                 assert row[name] == full[name], row
+
+
+def test_a_job_says_before_it_learns_what_its_rows_can_prove(
+    deep_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = write_jsonl("few.jsonl", [{"prompt": text} for text in prompts()[:80]])
+    flags = {name: value for name, value in EXITS.items() if name != "exit_rows"} | {"max_flips": 0.02}
+    assert score(few, model=deep_model, quiet=False, **flags)["status"] == "complete"
+    said = capsys.readouterr().err
+    smallest = 1 - 0.05 ** (1 / 10)  # no flip among ten rows
+    assert read_report()["exits"]["provable"] == {
+        "rows": 40,
+        "judged": 10,
+        "max_flips": pytest.approx(smallest),
+        "rows_needed": 149,
+    }
+    text = (
+        "--exit reads 40 rows in full first, and half of them judge: 10 of each of 2 answers, if these are equally "
+        f"frequent. Without a flip, so many prove at most {smallest:.2%} flips. --max-flips 0.02 takes 149 of each, "
+        "596 rows of a job of twice as many; the smallest --max-flips that may be proven here is 0.2589"
+    )
+    assert text in said
+    assert said.index(text) < said.index("rows are read in full first")
+
+
+def test_no_row_can_prove_nothing_and_enough_rows_are_enough() -> None:
+    nothing = exit_learning.provable_flips(0, 0.01, 2)
+    assert (nothing.judged, nothing.max_flips) == (0, 1.0)
+    assert exit_learning.provable_text(nothing, 2, 0.01).endswith("1,196 rows of a job of twice as many")
+    enough = exit_learning.provable_flips(1196, 0.01, 2)
+    assert enough.max_flips <= 0.01 < exit_learning.provable_flips(1195, 0.01, 2).max_flips
+    assert exit_learning.provable_text(enough, 2, 0.01).endswith("prove at most 1.00% flips")
