@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from prefillcli.exits.policy import ExitLayer, ExitPolicy, lead_of
 from prefillcli.exits.probes import KNOWS, Float64Array, Probe, Readings, fit_best, margin_error, relative
-from prefillcli.exits.profile_file import ClassFinding, ExitFinding, ExitFindings, TradePoint
+from prefillcli.exits.profile_file import ALL_ROWS, ClassFinding, ExitFinding, ExitFindings, FlipsOf, TradePoint
 from prefillcli.stats.audit import flip_bound, rows_for
 from prefillcli.stats.drift import FALSE_ALARMS, chance_of, detectable_rate
 
@@ -69,18 +69,25 @@ class CalibrationRows:
         return sound
 
 
-def halves(rows: CalibrationRows, seed: int) -> tuple[CalibrationRows, CalibrationRows]:
+def halves(rows: CalibrationRows, seed: int, flips_of: FlipsOf = "each") -> tuple[CalibrationRows, CalibrationRows]:
     """Two halves with half of each class, drawn with `seed`: a row's half depends on nothing but its class and luck.
 
-    Of an odd number the second half has one more.
+    Of an odd number the second half has one more. Where the flips of all rows are bounded together, all rows are one
+    class: the judged ones must be a plain random sample, whose shares of the labels are left to luck.
     """
     draws = np.random.default_rng(seed)
     fit: list[IntArray] = []
-    for label in range(rows.labels):
-        own = draws.permutation(np.flatnonzero(rows.truth == label))
+    classes = class_numbers(rows.truth, flips_of)
+    for number in np.unique(classes):
+        own = draws.permutation(np.flatnonzero(classes == number))
         fit.append(own[: len(own) // 2])
-    first = np.sort(np.concatenate(fit))
+    first = np.sort(np.concatenate(fit)) if fit else np.zeros(0, np.int64)
     return rows.chosen(first), rows.chosen(np.setdiff1d(np.arange(len(rows)), first))
+
+
+def class_numbers(truth: IntArray, flips_of: FlipsOf) -> IntArray:
+    """The class [rows] that each row is judged with: that of its label, or one for all rows."""
+    return truth if flips_of == "each" else np.zeros_like(truth)
 
 
 # What exits cost and save, in layers of a token.
@@ -169,6 +176,8 @@ def work_of(
 # - as rows leave earlier with the right label. They count as flips here, if a later layer would have sent them away
 #   with a wrong one, and then cannot flip.
 # For the same reasons the test of a class does not depend on the levels of the others.
+#
+# With `--flips-of all` all rows are one class, with one sequence of tests, and every label leaves at its level.
 
 
 LEVELS: Final = tuple(float(level) for level in np.geomspace(64, 0.02, 405))
@@ -219,8 +228,10 @@ def most_flips(rows: int, max_flips: float, confidence: float) -> int:
     return flips
 
 
-def levels_of_labels(by_class: Sequence[Level]) -> tuple[float, ...]:
-    """At which level each label leaves: the largest of the other classes'."""
+def levels_of_labels(by_class: Sequence[Level], labels: int) -> tuple[float, ...]:
+    """At which level each of the labels leaves: the largest of the other classes', or that of the only class."""
+    if len(by_class) == 1:
+        return (by_class[0].level,) * labels
     return tuple(
         max(each.level for other, each in enumerate(by_class) if other != label) for label in range(len(by_class))
     )
@@ -229,26 +240,29 @@ def levels_of_labels(by_class: Sequence[Level]) -> tuple[float, ...]:
 def judge_classes(
     levels: Float64Array,
     wrong: npt.NDArray[np.bool_],
-    truth: npt.NDArray[np.int64],
-    labels: int,
+    numbers: npt.NDArray[np.int64],
+    classes: int,
     max_flips: float,
     confidence: float,
 ) -> tuple[Level, ...]:
-    """The lowest level of each of the `labels` classes. `levels` and `wrong` are [exits, rows], `truth` [rows] is what
-    the full read says."""
+    """The lowest level of each of the `classes`. `levels` and `wrong` are [exits, rows], `numbers` [rows] is the class
+    of each row."""
     danger = endangered(levels, wrong)
-    return tuple(lowest_level(danger[truth == each], max_flips, confidence) for each in range(labels))
+    return tuple(lowest_level(danger[numbers == each], max_flips, confidence) for each in range(classes))
 
 
-def short_of_rows(label: str, rows: int, total: int, max_flips: float, confidence: float) -> str | None:
+def short_of_rows(label: str | None, rows: int, total: int, max_flips: float, confidence: float) -> str | None:
     """What to say of a class with too few judged rows to prove anything; None if there are enough.
 
-    `rows` of the `total` judged ones are of the class, and as many rows again only fit.
+    `rows` of the `total` judged ones are of the class, and as many rows again only fit. The `label` is None where all
+    rows are one class.
     """
     needed = rows_for(max_flips, confidence=confidence)
     if rows >= needed:
         return None
     said = f"the full read answers {rows:,} of {total:,} judged rows with {label!r}"
+    if label is None:
+        said = f"{rows:,} rows were judged"
     most = f"it takes {needed:,} without a flip to prove at most {max_flips:.2%}"
     if not rows:
         return f"{said}, and {most}"
@@ -305,10 +319,7 @@ def work_at(
 def choose_layers(
     found: Sequence[Candidate],
     fit: CalibrationRows,
-    layers: int,
-    max_flips: float,
-    confidence: float,
-    costs: ExitCosts,
+    task: _Task,
 ) -> list[Candidate]:
     """The exits that save most after their own cost, in the order of the layers; none if nothing saves enough.
 
@@ -321,9 +332,7 @@ def choose_layers(
     while len(chosen) < MOST_EXITS:
         taken = {each.layer for each in chosen}
         tries = [_in_order([*chosen, each]) for each in found if each.knows and each.layer not in taken]
-        shares = [
-            work_at(exits, _allowed(exits, fit, max_flips, confidence), fit, layers, costs).share for exits in tries
-        ]
+        shares = [work_at(exits, _allowed(exits, fit, task), fit, task.layers, task.costs).share for exits in tries]
         if not shares or min(shares) > least - WORTH:
             break
         least = min(shares)
@@ -351,11 +360,9 @@ def _in_order(exits: Sequence[Candidate]) -> list[Candidate]:
     return sorted(exits, key=lambda each: each.layer)
 
 
-def _allowed(
-    exits: Sequence[Candidate], fit: CalibrationRows, max_flips: float, confidence: float
-) -> tuple[float, ...]:
+def _allowed(exits: Sequence[Candidate], fit: CalibrationRows, task: _Task) -> tuple[float, ...]:
     reach, wrong = np.stack([each.reach for each in exits]), np.stack([each.label != fit.truth for each in exits])
-    return levels_of_labels(judge_classes(reach, wrong, fit.truth, fit.labels, max_flips, confidence))
+    return levels_of_labels(task.judged(reach, wrong, fit), fit.labels)
 
 
 def _correlation(predicted: Float64Array, final: Float64Array) -> float:
@@ -402,6 +409,17 @@ class _Task(NamedTuple):
     max_flips: float
     confidence: float
     costs: ExitCosts
+    flips_of: FlipsOf
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes that are judged."""
+        return self.names if self.flips_of == "each" else (ALL_ROWS,)
+
+    def judged(self, levels: Float64Array, wrong: npt.NDArray[np.bool_], rows: CalibrationRows) -> tuple[Level, ...]:
+        """The lowest level of each class; `levels` and `wrong` are [exits, rows]."""
+        numbers = class_numbers(rows.truth, self.flips_of)
+        return judge_classes(levels, wrong, numbers, len(self.classes), self.max_flips, self.confidence)
 
 
 def calibrate_exits(
@@ -413,12 +431,14 @@ def calibrate_exits(
     confidence: float = 0.95,
     seed: int = 0,
     costs: ExitCosts = ExitCosts(),
+    flips_of: FlipsOf = "each",
 ) -> ExitCalibration:
     """Fit probes and choose exit layers on one half of the rows, and prove on the other how low thresholds may be.
 
     The model has so many `layers`. For each class, the rows that the full read answers with one of the `labels`, the
     probability that more than `max_flips` (a share) of the class leave with another label is at most 1 - `confidence`
-    (the comment on levels says why). The halves are drawn with `seed`, each with half of every class. Readings of
+    (the comment on levels says why). With `flips_of` all rows together it is one class. The halves are drawn with
+    `seed`, each with half of every class. Readings of
     the last layer are not looked at. Raises ValueError unless 0 < max_flips < 1 and 0 < confidence < 1.
     """
     rows_for(max_flips, confidence=confidence)
@@ -428,9 +448,10 @@ def calibrate_exits(
         max_flips,
         confidence,
         costs,
+        flips_of,
     )
     sound = rows.sound()
-    fit, judge = halves(rows if sound.all() else rows.chosen(sound), seed)
+    fit, judge = halves(rows if sound.all() else rows.chosen(sound), seed, flips_of)
     candidates = tuple(sorted(layer for layer in rows.readings if layer < layers - 1))
     findings = ExitFindings(
         max_flips=max_flips,
@@ -445,10 +466,11 @@ def calibrate_exits(
     short = _short(task, judge)
     if not candidates:
         return _none(findings, "no layer before the last was observed")
-    if len(fit) < _FEWEST or len(short) > 1:
+    # One class that proves nothing keeps the labels of the others in, but not its own.
+    if len(fit) < _FEWEST or len(short) > (1 if flips_of == "each" else 0):
         return _none(findings, short[0] if short else f"{len(fit):,} rows are too few to fit probes to")
     found = [candidate_of(fit, layer, seed) for layer in candidates]
-    chosen = choose_layers(found, fit, layers, max_flips, confidence, costs)
+    chosen = choose_layers(found, fit, task)
     if not chosen:
         best = max(found, key=lambda each: each.correlation)
         return _none(findings, short[0] if short else _nothing_saved(best, task))
@@ -465,10 +487,8 @@ def _proven(
 ) -> ExitCalibration:
     """The calibration with the levels that the judging half proves for the chosen exits."""
     seen = _seen(chosen, judge)
-    tested = judge_classes(
-        seen.reach, seen.label != judge.truth, judge.truth, judge.labels, task.max_flips, task.confidence
-    )
-    levels = levels_of_labels(tested)
+    tested = task.judged(seen.reach, seen.label != judge.truth, judge)
+    levels = levels_of_labels(tested, judge.labels)
     findings = findings.model_copy(
         update={"classes": _classes(task, fit, judge, tested), "curve": _curve(task, chosen, seen, judge)}
     )
@@ -497,11 +517,14 @@ def _none(findings: ExitFindings, reason: str) -> ExitCalibration:
 
 def _short(task: _Task, judge: CalibrationRows) -> list[str]:
     """What to say of each class with too few rows."""
-    counts = np.bincount(judge.truth, minlength=judge.labels).tolist()
-    said = [
-        short_of_rows(name, count, len(judge), task.max_flips, task.confidence)
-        for name, count in zip(task.names, counts, strict=True)
-    ]
+    if task.flips_of == "all":
+        said = [short_of_rows(None, len(judge), len(judge), task.max_flips, task.confidence)]
+    else:
+        counts = np.bincount(judge.truth, minlength=judge.labels).tolist()
+        said = [
+            short_of_rows(name, count, len(judge), task.max_flips, task.confidence)
+            for name, count in zip(task.names, counts, strict=True)
+        ]
     return [each for each in said if each is not None]
 
 
@@ -514,7 +537,7 @@ def _nothing_saved(best: Candidate, task: _Task) -> str:
 
 def _not_proven(task: _Task, tested: Sequence[Level]) -> str:
     said = ", ".join(
-        f"{name!r} {each.flips:,} of {each.rows:,}" for name, each in zip(task.names, tested, strict=True)
+        f"{name!r} {each.flips:,} of {each.rows:,}" for name, each in zip(task.classes, tested, strict=True)
     )
     return (
         f"the judged rows prove at most {task.max_flips:.2%} flips only where too few rows leave to save work "
@@ -540,13 +563,14 @@ def _classes(
 ) -> tuple[ClassFinding, ...]:
     needed = rows_for(task.max_flips, confidence=task.confidence)
     found = []
-    for number, name in enumerate(task.names):
-        rows = int((judge.truth == number).sum())
+    fitted, judged = (class_numbers(half.truth, task.flips_of) for half in (fit, judge))
+    for number, name in enumerate(task.classes):
+        rows = int((judged == number).sum())
         level = tested[number] if tested else None
         found.append(
             ClassFinding(
                 label=name,
-                fitted=int((fit.truth == number).sum()),
+                fitted=int((fitted == number).sum()),
                 judged=rows,
                 flips=level.flips if level else 0,
                 bound=level.bound if level else 1.0,
@@ -633,7 +657,11 @@ class ExitRecheck:
 
 
 def recheck_exits(
-    policy: ExitPolicy, rows: CalibrationRows, max_flips: float, labels: Sequence[str] = ()
+    policy: ExitPolicy,
+    rows: CalibrationRows,
+    max_flips: float,
+    labels: Sequence[str] = (),
+    flips_of: FlipsOf = "each",
 ) -> ExitRecheck:
     """Apply a policy to fresh rows that were read in full, with readings of its layers.
 
@@ -643,11 +671,13 @@ def recheck_exits(
     policy was not observed.
     """
     names = tuple(labels) or tuple(f"label {number}" for number in range(rows.labels))
+    names = names if flips_of == "each" else (ALL_ROWS,)
+    numbers = class_numbers(rows.truth, flips_of)
     left, flipped = _outcome(policy, rows)
     alarm = FALSE_ALARMS / len(names)
     found = []
     for number, name in enumerate(names):
-        own = rows.truth == number
+        own = numbers == number
         count, flips = int(own.sum()), int(flipped[own].sum())
         detectable = detectable_rate(count, max_flips, alarm, _POWER) if count else None
         found.append(ClassRecheck(name, count, flips, chance_of(flips, count, max_flips), detectable))

@@ -9,6 +9,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from prefillcli.errors import UsageError
 from prefillcli.exits.policy import ExitPolicy, policy_of
 
+FlipsOf = Literal["each", "all"]
+"""Whose flips are bounded: those of the rows of each label, or of all rows together."""
+ALL_ROWS: Final = "all rows"
+"""The name of the only class where the flips of all rows are bounded together."""
+
+
 # What a calibration of exits found, as reports and profiles hold it.
 
 
@@ -17,7 +23,8 @@ class _Finding(BaseModel):
 
 
 class ClassFinding(_Finding):
-    """The rows that the model, read in full, answers with one label, and how often exits answer them otherwise.
+    """The rows that the model, read in full, answers with one label, or all rows, and how often exits answer them
+    otherwise.
 
     `flips` of the `judged` rows flip at the tested `level`, and `bound` is the exact upper bound of the flip rate.
     `level` is None if no level passed: then no other label may leave early. `levels_passed` of those that were tried
@@ -107,6 +114,7 @@ class ExitProfile(BaseModel):
     label_tokens: str = ""
     layers: int = Field(ge=2)
     max_flips: float = Field(gt=0, lt=1)
+    flips_of: FlipsOf = "each"
     exits: list[dict[str, Any]] | None
     findings: ExitFindings
 
@@ -163,6 +171,7 @@ def require_same_job(
     label_tokens: str,
     layers: int,
     max_flips: float,
+    flips_of: FlipsOf = "each",
 ) -> None:
     """Raise UsageError if a profile is of another model, prompt or labels than a job, or proves less than it asks."""
     given = {
@@ -176,6 +185,11 @@ def require_same_job(
         raise UsageError(
             f"--exit-profile {path}: it was made for another job: different {', '.join(other)}\n"
             "leave it out: exits are then calibrated on rows of this job"
+        )
+    if profile.flips_of != flips_of:
+        raise UsageError(
+            f"--exit-profile {path}: it was learnt with --flips-of {profile.flips_of}, not {flips_of}\n"
+            f"give --flips-of {profile.flips_of}, or leave the profile out"
         )
     if profile.max_flips > max_flips:
         raise UsageError(

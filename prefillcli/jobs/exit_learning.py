@@ -69,7 +69,8 @@ def require_same_exits(
 ) -> None:
     """Raise UsageError if a profile was learnt in another kind of job, or proves less than this one asks."""
     own = job_of_exits(settings, opened, labels, digests)
-    require_same_job(profile, without_secrets(settings.exit_profile or ""), max_flips=settings.max_flips, **own)
+    shown = without_secrets(settings.exit_profile or "")
+    require_same_job(profile, shown, max_flips=settings.max_flips, flips_of=settings.flips_of, **own)
 
 
 def job_of_exits(
@@ -185,6 +186,8 @@ class ExitLearning:
             reused=self.inputs.exit_profile is not None,
             layers=self._layers,
             max_flips=self.settings.max_flips,
+            flips_of=self.settings.flips_of,
+            labels=tuple(self.inputs.labels.names),
             provable=self._provable(),
             known={row.row: row for row in found.rows},
             rows_read=found.rows_read,
@@ -225,7 +228,7 @@ class ExitLearning:
         read = self._read_rows(layers)
         rows = calibration_rows(read.requests, read.answers, layers, len(self.inputs.labels.names))
         if given is not None and policy is not None:
-            check = recheck_exits(policy, rows, settings.max_flips, self.inputs.labels.names)
+            check = recheck_exits(policy, rows, settings.max_flips, self.inputs.labels.names, settings.flips_of)
             profile, reason = given, check.reason
             if not settings.quiet:
                 log.info(f"--exit-profile: {check.text}")
@@ -239,16 +242,16 @@ class ExitLearning:
 
     def _read_rows(self, layers: Sequence[int]) -> _ReadRows:
         """Random rows of the job, read in full: so many as are asked for, but no more than half of its rows."""
-        settings, labels = self.settings, len(self.inputs.labels.names)
+        settings, classes = self.settings, self._classes
         drawn, count, provable = self._draw(), self._count, self._provable()
         if provable is not None and not settings.quiet:
-            log.info(provable_text(provable, labels, settings.max_flips))
+            log.info(provable_text(provable, classes, settings.max_flips))
         read = self._read(drawn[:count], layers, "for --exit")
-        if settings.exit_rows is None and provable is not None and read.answers:
+        if settings.exit_rows is None and provable is not None and classes > 1 and read.answers:
             bytes_of_row = 4 * len(layers) * self.inputs.opened.files.config.get_text_config().hidden_size
             most = min(len(drawn), MOST_BYTES // bytes_of_row)
             best = [int(answer.logprobs.argmax()) for answer in read.answers]
-            total = rows_for_rarest(np.bincount(best, minlength=labels), settings.max_flips, most)
+            total = rows_for_rarest(np.bincount(best, minlength=classes), settings.max_flips, most)
             read.add(self._read(drawn[count:total], layers, "too, because one of the answers is rare"))
         return read
 
@@ -268,10 +271,12 @@ class ExitLearning:
             max_flips=self.settings.max_flips,
             labels=labels,
             costs=exit_costs(self.inputs.opened.files.config),
+            flips_of=self.settings.flips_of,
         )
         return ExitProfile(
             **job_of_exits(self.settings, self.inputs.opened, labels, self.fingerprint),
             max_flips=self.settings.max_flips,
+            flips_of=self.settings.flips_of,
             exits=None if found.policy is None else found.policy.to_json(),
             findings=found.findings,
         )
@@ -288,14 +293,19 @@ class ExitLearning:
             return self.settings.exit_rows
         if self.inputs.exit_profile is not None:
             return CHECKED_ROWS
-        return rows_to_learn(self.settings.max_flips, len(self.inputs.labels.names))
+        return rows_to_learn(self.settings.max_flips, self._classes)
+
+    @property
+    def _classes(self) -> int:
+        """Of how many kinds of rows the flips are bounded."""
+        return len(self.inputs.labels.names) if self.settings.flips_of == "each" else 1
 
     def _provable(self) -> ProvableFlips | None:
         """What the rows could prove at best; None for a given profile, which they only check."""
         if self.inputs.exit_profile is not None:
             return None
         rows = min(self._count, len(self._rows()) // 2)
-        return provable_flips(rows, self.settings.max_flips, len(self.inputs.labels.names))
+        return provable_flips(rows, self.settings.max_flips, self._classes)
 
     def _rows(self) -> Int64Array:
         """The numbers of the job's rows."""
@@ -346,14 +356,14 @@ def forget_exits(sink: Sink) -> None:
     sink.work.delete(FILE)
 
 
-def rows_to_learn(max_flips: float, labels: int) -> int:
-    """How many rows prove the bound for each of the labels in spite of a flip, if all are as frequent."""
-    return round(2 * _SPARE * rows_for(max_flips, flips=1) * labels)
+def rows_to_learn(max_flips: float, classes: int) -> int:
+    """How many rows prove the bound for each of the classes in spite of a flip, if all are as frequent."""
+    return round(2 * _SPARE * rows_for(max_flips, flips=1) * classes)
 
 
-def provable_flips(rows: int, max_flips: float, labels: int) -> ProvableFlips:
-    """What so many calibration rows prove at best, if all `labels` are as frequent and none of their rows flips."""
-    judged = rows // (2 * labels)
+def provable_flips(rows: int, max_flips: float, classes: int) -> ProvableFlips:
+    """What so many calibration rows prove at best, if all `classes` are as frequent and none of their rows flips."""
+    judged = rows // (2 * classes)
     return ProvableFlips(
         rows=rows,
         judged=judged,
@@ -362,17 +372,19 @@ def provable_flips(rows: int, max_flips: float, labels: int) -> ProvableFlips:
     )
 
 
-def provable_text(found: ProvableFlips, labels: int, max_flips: float) -> str:
+def provable_text(found: ProvableFlips, classes: int, max_flips: float) -> str:
     """One line that says it, and where that is too little, what would do."""
+    each = f" of each of {classes} answers, if these are equally frequent" if classes > 1 else ""
     text = (
-        f"--exit reads {found.rows:,} rows in full first, and half of them judge: {found.judged:,} of each of "
-        f"{labels} answers, if these are equally frequent. Without a flip, so many prove at most "
-        f"{found.max_flips:.2%} flips"
+        f"--exit reads {found.rows:,} rows in full first, and half of them judge: {found.judged:,}{each}. Without a "
+        f"flip, so many prove at most {found.max_flips:.2%} flips"
     )
     if found.judged >= found.rows_needed:
         return text
-    rows = 2 * labels * found.rows_needed
-    text += f". --max-flips {max_flips:g} takes {found.rows_needed:,} of each, {rows:,} rows of a job of twice as many"
+    rows, of_each = 2 * classes * found.rows_needed, " of each" if classes > 1 else ""
+    text += (
+        f". --max-flips {max_flips:g} takes {found.rows_needed:,}{of_each}, {rows:,} rows of a job of twice as many"
+    )
     smallest = math.ceil(found.max_flips * 1e4) / 1e4  # rounded up, as no smaller one is proven
     return text if smallest >= 1 else f"{text}; the smallest --max-flips that may be proven here is {smallest:g}"
 

@@ -166,6 +166,7 @@ def exit_policy(settings: InspectSettings, opened: Opened, labels: Labels) -> Ex
         label_tokens=hash_value([[label.name, label.variants] for label in labels.labels]),
         layers=opened.files.config.get_text_config().num_hidden_layers,
         max_flips=profile.max_flips,
+        flips_of=profile.flips_of,
     )
     return profile.policy
 

@@ -10,7 +10,7 @@ from prefillcli.data.output.sink import Sink
 from prefillcli.data.rows import ScoredRow
 from prefillcli.engines.base import PLAIN, Answer, EarlyExits, Treatment
 from prefillcli.exits.policy import ExitPolicy
-from prefillcli.exits.profile_file import ExitFindings
+from prefillcli.exits.profile_file import ExitFindings, FlipsOf
 from prefillcli.plan.account import carried_by_few, in_full
 from prefillcli.plan.pack import Pack
 from prefillcli.report.exits import ExitStatus, ExitUse, GainPoint, JudgedLabel, ProvableFlips, UsedExit
@@ -63,6 +63,8 @@ class JobExits:
     """Whether an earlier job has learnt it."""
     layers: int = 0
     max_flips: float = 0.0
+    flips_of: FlipsOf = "each"
+    labels: tuple[str, ...] = ()
     provable: ProvableFlips | None = None
     known: Mapping[int, ScoredRow] = field(default_factory=dict)
     rows_read: int = 0
@@ -102,14 +104,17 @@ class JobExits:
         if self.policy is None:
             return
         audited = sink.counts.audited_exits
-        drifted = drifted_classes([(found.flips, found.rows) for found in audited.values()], self.max_flips)
+        counts = {f"audited rows that are {label!r} in full": (own.flips, own.rows) for label, own in audited.items()}
+        if self.flips_of == "all" and counts:
+            counts = {"audited rows": (sum(flips for flips, _ in counts.values()), sum(n for _, n in counts.values()))}
+        drifted = drifted_classes(list(counts.values()), self.max_flips)
         if not drifted:
             return
-        label, found = list(audited.items())[drifted[0]]
+        of, (flips, rows) = list(counts.items())[drifted[0]]
         self.policy, self.stopped_window = None, window + 1
         self.reason = (
-            f"{found.flips:,} of {found.rows:,} audited rows that are {label!r} in full have flipped, more than "
-            f"--max-flips {self.max_flips:g} explains: the rows are not like those that the exits were learnt on"
+            f"{flips:,} of {rows:,} {of} have flipped, more than --max-flips {self.max_flips:g} explains: the "
+            "rows are not like those that the exits were learnt on"
         )
         ended = {name: getattr(self, name) for name in ENDED}
         sink.plan = sink.plan | {EXITS: sink.plan[EXITS] | ended}
@@ -133,7 +138,6 @@ def exit_use(exits: JobExits, spared: Spared, tokens: Tokens) -> ExitUse | None:
     learnt = exits.learnt
     if learnt is None:
         return None
-    names = [each.label for each in learnt.classes]
     status: ExitStatus = "reused" if exits.reused else "calibrated"
     if exits.reason is not None:
         status = "none" if exits.stopped_window is None else "stopped"
@@ -144,6 +148,7 @@ def exit_use(exits: JobExits, spared: Spared, tokens: Tokens) -> ExitUse | None:
         reused=exits.reused,
         stopped_window=exits.stopped_window,
         max_flips=exits.max_flips,
+        flips_of=exits.flips_of,
         confidence=learnt.confidence,
         model_layers=exits.layers,
         provable=exits.provable,
@@ -165,7 +170,7 @@ def exit_use(exits: JobExits, spared: Spared, tokens: Tokens) -> ExitUse | None:
                 layer=each.layer + 1,
                 probe=each.probe,
                 peek=each.peek,
-                thresholds=dict(zip(names, each.thresholds, strict=True)),
+                thresholds=dict(zip(exits.labels, each.thresholds, strict=True)),
                 expected=each.leaving,
             )
             for each in learnt.exits

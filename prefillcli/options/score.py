@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from prefillcli.data.output.formats import FILE_ENDINGS
 from prefillcli.data.shard import Shard
@@ -87,6 +87,11 @@ class ExitOptions(Settings):
         0.01,
         "Share of answers that --exit, or --keep auto, may flip, at 95 % confidence; with --exit of each answer.",
         EARLY_EXIT, changes="scores", metavar="RATE", requires=requirements.BOUNDED_FLIPS, gt=0, lt=1,
+    )  # fmt: skip
+    flips_of: Literal["each", "all"] = option(
+        "each",
+        "What --max-flips bounds with --exit: the flips of each answer's rows, or of all rows together.",
+        EARLY_EXIT, changes="scores", requires=requirements.EXIT,
     )  # fmt: skip
     exit_rows: int | None = option(
         None,

@@ -41,7 +41,7 @@ class ProvableFlips(BaseModel):
     """What the calibration rows could prove at best: this is known before any of them is read."""
 
     rows: int  # that are to be read in full; half of them judge
-    judged: int  # judged rows behind each proof: those of each answer, if all are as frequent
+    judged: int  # judged rows behind each proof: those of each answer, if all are as frequent, or all
     max_flips: float  # the smallest rate that so many prove without a flip, at the report's confidence
     rows_needed: int  # judged rows behind each proof that --max-flips takes without a flip
 
@@ -93,6 +93,7 @@ class ExitUse(BaseModel):
     reused: bool = False  # whether an earlier job has learnt them
     stopped_window: int | None = None  # the first window without them
     max_flips: float
+    flips_of: Literal["each", "all"] = "each"  # whose flips are bounded: the rows' of each label, or all rows'
     confidence: float = 0.95
     model_layers: int
     provable: ProvableFlips | None = None  # None where an earlier job has learnt the exits
@@ -176,11 +177,13 @@ def _status(use: ExitUse) -> str:
         return f"none: {visible(use.reason or '', line=True)}"
     rows, most = counted(use.calibration_rows, "row"), _percent(use.max_flips)
     sure = f"({100 * use.confidence:g} % confidence)"
-    text = f"learnt from {rows} in full; of the rows of each label at most {most} flip {sure}"
+    each = use.flips_of == "each"
+    whose = "the rows of each label" if each else "all rows"
+    text = f"learnt from {rows} in full; of {whose} at most {most} flip {sure}"
     if use.reused:
         text = (
-            f"from --exit-profile, checked on {rows} in full; of the rows that it was learnt from at most {most} of "
-            f"each label flip {sure}"
+            f"from --exit-profile, checked on {rows} in full; of the rows that it was learnt from at most {most}"
+            f"{' of each label' if each else ''} flip {sure}"
         )
     if use.status == "stopped":
         at = "" if use.stopped_window is None else f" at window {use.stopped_window:,}"
@@ -240,6 +243,10 @@ BOUND_NOTE = (
     "The bound is of the rows that the model answers with that label when it reads all layers, and it does not say "
     "that the model is right."
 )
+ALL_BOUND_NOTE = (
+    "The bound is of all rows together: of the rows of a rare answer more may flip. It does not say that the model is "
+    "right."
+)
 OWN_ROWS_NOTE = (
     "It holds for rows like those that were judged, which are drawn from the whole job. If others come it is void."
 )
@@ -261,6 +268,7 @@ def exit_view(use: ExitUse | None) -> dict[str, Any] | None:
     """None without exits."""
     if use is None:
         return None
+    bound = BOUND_NOTE if use.flips_of == "each" else ALL_BOUND_NOTE
     return {
         "lines": list(exit_lines(use)),
         "by_layer": _by_layer(use),
@@ -269,7 +277,7 @@ def exit_view(use: ExitUse | None) -> dict[str, Any] | None:
         "audited": _audited_paragraph(use),
         "kept_alive": _kept_alive(use.kept_alive),
         "curve": gain_plot(use),
-        "bound_note": f"{BOUND_NOTE} {OTHER_ROWS_NOTE if use.reused else OWN_ROWS_NOTE}",
+        "bound_note": f"{bound} {OTHER_ROWS_NOTE if use.reused else OWN_ROWS_NOTE}",
         "curve_note": CURVE_NOTE,
         "alive_note": ALIVE_NOTE,
     }

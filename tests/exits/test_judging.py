@@ -84,10 +84,63 @@ def test_more_than_allowed_flip_in_one_of_twenty_jobs_at_most(
         assert binomtest(int(each), RESAMPLINGS, 0.05, alternative="greater").pvalue > SURE
 
 
-def calibrate_few_layers(rows: CalibrationRows, seed: int) -> ExitCalibration:
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("labels", "offset", "heavy"),
+    [(2, 2.0, False), (2, 0.0, False), (2, 2.0, True), (3, 1.0, False)],
+    ids=["one label is rare", "balanced", "heavy tails", "three labels"],
+)
+def test_more_than_allowed_of_all_rows_flip_in_one_of_twenty_jobs_at_most(
+    labels: int, offset: float, heavy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repetitions = 150
+    monkeypatch.delitem(probes.FITS, "mlp")  # type: ignore[arg-type]
+    everybody = population(10_000, labels=labels, seed=1, offset=offset, heavy=heavy)
+    drawn = np.random.default_rng(0)
+    truth, broken, jobs = everybody.truth, 0, 0
+    for job in range(repetitions):
+        rows = everybody.chosen(drawn.choice(len(everybody), 400, replace=False))
+        found = calibrate_few_layers(rows, job, flips_of="all")
+        if found.policy is not None:
+            broken += float(np.mean(leave(found.policy, everybody)[1] != truth)) > ALLOWED
+            jobs += 1
+    assert jobs > repetitions / 4
+    assert binomtest(broken, repetitions, 0.05, alternative="greater").pvalue > SURE
+
+
+def test_a_rare_class_does_not_stop_exits_where_the_flips_of_all_rows_are_bounded() -> None:
+    rows = population(2000, seed=0, offset=3.2)
+    assert exits_of(rows).policy is None
+    found = exits_of(rows, flips_of="all", labels=("No", "Yes"))
+    assert found.policy is not None
+    (everyone,) = found.findings.classes
+    assert (everyone.label, everyone.fitted, everyone.judged) == ("all rows", 1000, 1000)
+    assert binom.cdf(everyone.flips, 1000, ALLOWED) <= 0.05
+    judge = halves(rows, 0, "all")[1]
+    assert int((leave(found.policy, judge)[1] != judge.truth).sum()) <= everyone.flips
+    for each in found.policy.exits:
+        assert each.thresholds[0] == each.thresholds[1] < math.inf
+
+
+def test_the_rows_that_judge_all_rows_together_are_drawn_without_regard_to_their_labels() -> None:
+    rows = population(400, seed=0)
+    drawn = [int(halves(rows, seed, "all")[1].truth.sum()) for seed in range(30)]
+    assert len(set(drawn)) > 5
+    assert len({int(halves(rows, seed)[1].truth.sum()) for seed in range(30)}) == 1
+
+
+def test_too_few_rows_for_all_rows_together_say_how_many_it_takes() -> None:
+    found = exits_of(population(120, seed=0), flips_of="all")
+    assert found.policy is None
+    assert found.reason == (
+        "60 rows were judged, and it takes 99 without a flip to prove at most 3.00%: about 198 calibration rows in all"
+    )
+
+
+def calibrate_few_layers(rows: CalibrationRows, seed: int, **more: object) -> ExitCalibration:
     """Two layers are enough for what is promised, and quicker."""
     few = CalibrationRows({layer: rows.readings[layer] for layer in (3, 5)}, rows.final, rows.weights)
-    return exits_of(few, seed=seed)
+    return exits_of(few, seed=seed, **more)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -232,7 +285,7 @@ def test_no_class_flips_more_than_its_own_test_has_counted(labels: int, exits: i
     label = np.where(draws.random((exits, 600)) < 0.9, truth, draws.integers(0, labels, (exits, 600)))
     reach = np.exp(draws.normal(0, 1, (exits, 600)))
     tested = judge_classes(reach, label != truth, truth, labels, 0.1, 0.95)
-    at = np.array(levels_of_labels(tested))
+    at = np.array(levels_of_labels(tested, labels))
     for kept in ([*range(exits)], [*range(exits)][1:]):
         decided = reach[kept] >= at[label[kept]]
         left = work_of(decided, kept, np.ones(600), exits + 1, ExitCosts()).left

@@ -137,6 +137,7 @@ def test_a_file_with_other_values_than_a_job_wrote_is_refused(
         ({"prompt": "blake3:ff"}, "different prompt settings"),
         ({"labels": ("Yes", "No")}, "different labels"),
         ({"model": "blake3:ff", "label_tokens": "x"}, "different model, label spellings"),
+        ({"flips_of": "all"}, "it was learnt with --flips-of each, not all\ngive --flips-of each"),
         ({"max_flips": 0.01}, "it proves at most 3.00% flips, --max-flips asks for 1.00%"),
     ],
 )
@@ -185,3 +186,13 @@ def test_the_check_says_what_it_can_find(profile: ExitProfile) -> None:
     none = recheck_exits(profile.policy, rows.chosen(np.array([], dtype=np.int64)), 0.03)
     assert none.ok
     assert none.text == "there are no rows to check"
+
+
+def test_a_profile_for_all_rows_is_checked_on_all_rows(profile: ExitProfile) -> None:
+    assert profile.policy is not None
+    rows = few_layers(population(400, seed=5))
+    found = recheck_exits(profile.policy, rows, 0.03, ("No", "Yes"), "all")
+    (everyone,) = found.classes
+    by_label = recheck_exits(profile.policy, rows, 0.03, ("No", "Yes")).classes
+    assert (everyone.label, everyone.rows) == ("all rows", 400)
+    assert everyone.flips == sum(each.flips for each in by_label)

@@ -8,7 +8,7 @@ import pytest
 from scipy.stats import binomtest
 
 from prefillcli.data.output.counts import AuditedExits, Counts, LayerRows
-from prefillcli.report.exits import ExitUse, GainPoint, JudgedLabel, UsedExit, gain_plot
+from prefillcli.report.exits import ExitUse, GainPoint, JudgedLabel, UsedExit, exit_lines, exit_view, gain_plot
 from prefillcli.report.run import RunReport, to_json
 from prefillcli.report.run_page import run_html, run_lines
 from tests.report.test_metrics import metrics
@@ -209,3 +209,13 @@ def test_the_metrics_and_the_last_line_have_the_numbers_of_the_report() -> None:
     assert found["prefill_exit_active", ""] == 1
     assert report.summary()["exits"] == {"status": "calibrated", "left": 900, "layers_saved": 0.4321}
     assert json.loads(to_json(report))["exits"]["by_layer"]["22"] == {"rows": 300, "prompt_tokens": 40_000}
+
+
+def test_a_bound_for_all_rows_together_is_said_to_be_one() -> None:
+    use = ExitUse(status="calibrated", max_flips=0.01, flips_of="all", model_layers=4, calibration_rows=600)
+    assert dict(exit_lines(use))["exits"] == (
+        "learnt from 600 rows in full; of all rows at most 1 % flip (95 % confidence)"
+    )
+    view = exit_view(use)
+    assert view is not None
+    assert "The bound is of all rows together" in view["bound_note"]

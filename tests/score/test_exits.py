@@ -365,6 +365,44 @@ def test_drift_ends_the_exits(capsys: pytest.CaptureFixture[str]) -> None:
     assert "40 of 90 audited rows that are 'n'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flips_of", ["each", "all"])
+def test_where_all_rows_are_bounded_together_their_audit_is_one_test(flips_of: Any) -> None:
+    audited = {"t": AuditedExits(300, 150, 0), "n": AuditedExits(30, 30, 9)}
+    few: Any = SimpleNamespace(plan={"exits": {}}, counts=Counts(audited_exits=audited))
+    exits = JobExits(policy=ExitPolicy(()), max_flips=FLIPS, flips_of=flips_of)
+    exits.watch(few, window=4)
+    assert (exits.policy is None) == (flips_of == "each")
+    audited = {"t": AuditedExits(190, 150, 40), "n": AuditedExits(190, 150, 40)}
+    many: Any = SimpleNamespace(plan={"exits": {}}, counts=Counts(audited_exits=audited))
+    exits = JobExits(policy=ExitPolicy(()), max_flips=FLIPS, flips_of=flips_of)
+    exits.watch(many, window=4)
+    assert exits.policy is None
+    assert ("80 of 380 audited rows have flipped" in (exits.reason or "")) == (flips_of == "all")
+
+
+def test_the_flips_of_all_rows_are_bounded_together(
+    data: Path, deep_model: Path, in_full: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = EXITS | {"flips_of": "all", "exit_rows": 100}
+    assert score(data, "out.jsonl", model=deep_model, quiet=False, workers=2, **flags)["status"] == "complete"
+    assert "50. Without a flip, so many prove at most 5.82% flips" in capsys.readouterr().err
+    rows, exits = read_output("out.jsonl"), read_report()["exits"]
+    assert (exits["status"], exits["flips_of"], exits["provable"]["judged"]) == ("calibrated", "all", 50)
+    assert [(each["label"], each["judged"]) for each in exits["classes"]] == [("all rows", 50)]
+    assert set(exits["layers"][0]["thresholds"]) == set(LABELS.split(","))
+    assert sum(row["exit_layer"] is not None for row in rows) > ROWS / 4
+    flips = sum(row["prediction"] != full["prediction"] for row, full in zip(rows, in_full, strict=True))
+    assert flips <= FLIPS * ROWS
+    other = score(data, "out.jsonl", model=deep_model, resume=True, **(flags | {"flips_of": "each"}))
+    assert other["exit_code"] == 4
+    given = {"exit_profile": "out.exit.json", "exit_rows": 40}
+    refused = score(data, "again.jsonl", model=deep_model, **(EXITS | given))
+    assert (refused["exit_code"], "learnt with --flips-of all, not each" in refused["error"]) == (2, True)
+    again = score(data, "again.jsonl", model=deep_model, **(flags | given))
+    assert again["status"] == "complete"
+    assert read_report("again.run.json")["exits"]["status"] == "reused"
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["specprefill", "self-draft"])
 def test_compressed_rows_leave_too(data: Path, deep_model: Path, draft: Path, method: str) -> None:
@@ -451,7 +489,7 @@ def test_where_an_answer_is_rare_more_rows_are_read(data: Path, deep_model: Path
     flags = {name: value for name, value in EXITS.items() if name != "exit_rows"} | {"max_flips": 0.2}
     assert score(data, model=deep_model, **flags)["status"] == "complete"
     exits = read_report()["exits"]
-    asked = exit_learning.rows_to_learn(0.2, labels=2)
+    asked = exit_learning.rows_to_learn(0.2, classes=2)
     assert asked < exits["calibration_rows"] <= ROWS / 2
     # With one flip, 20 % take 22 judged rows of an answer.
     assert min(each["judged"] for each in exits["classes"]) >= 22
