@@ -104,6 +104,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "system": {"model": "chat"},
     "seed": {"sample": 2},
     "exit_rows": {"exit": True},
+    "flips_of": {"exit": True},
     "engine_options": {"engine": "hf"},
     "partition": {"inputs": ("day=1", "day=2")},
 }
