@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from prefillcli.data.output.columns import result_schema
 from prefillcli.data.output.jsonl_format import write_jsonl
 from prefillcli.data.prompts.labels import Label
-from prefillcli.jobs.evaluation import EvaluationPlan, evaluate_output
+from prefillcli.features.evaluation.evaluating import EvaluationPlan, evaluate_output
 from prefillcli.runtime.memory import peak_memory
 
 ROWS = 1_000_000

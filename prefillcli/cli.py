@@ -11,9 +11,9 @@ from typing import Annotated, Any, NoReturn, TypeVar, cast
 import typer
 
 from prefillcli import __version__
+from prefillcli.core.feature import features
 from prefillcli.errors import Interrupted, PrefillError
 from prefillcli.options.bench import BenchSettings
-from prefillcli.options.calibrate import CalibrateSettings
 from prefillcli.options.command_line import GroupedCommand, parameters_of
 from prefillcli.options.commands import COMMANDS, DoctorSettings, MergeSettings
 from prefillcli.options.groups import ModelOptions
@@ -168,17 +168,6 @@ def merge(settings: MergeSettings) -> Summary:
 
 
 @_job
-def calibrate(settings: CalibrateSettings) -> Summary:
-    """Fit probabilities to SCORES with right answers: temperature, Platt or isotonic, chosen by cross-validation.
-
-    A table goes to stderr; the last line on stdout is one JSON object that sums it up.
-    """
-    from prefillcli.jobs.calibrate import calibrate_job
-
-    return calibrate_job(settings)
-
-
-@_job
 def doctor(settings: DoctorSettings) -> Summary:
     """Show what this machine has and what will be used, and check each path of attention against explicit scores.
 
@@ -188,6 +177,11 @@ def doctor(settings: DoctorSettings) -> Summary:
     from prefillcli.jobs.doctor import doctor_job
 
     return doctor_job(settings)
+
+
+for _feature in features():
+    for _command in _feature.commands.values():
+        _job(_command.run)
 
 
 _Output = Annotated[str, typer.Argument(metavar="OUTPUT", help="What prefill score wrote: a file, a folder or a URL.")]

@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 
 from prefillcli.cli import app
 from prefillcli.errors import UsageError
-from prefillcli.jobs.calibrate import calibrate_job
-from prefillcli.jobs.calibration_file import read_calibration
-from prefillcli.options.calibrate import CalibrateSettings
+from prefillcli.features.calibration.calibrate import calibrate_job
+from prefillcli.features.calibration.calibration import Calibration, log_shares_of
+from prefillcli.features.calibration.calibration_file import read_calibration
+from prefillcli.features.calibration.fits import fit_platt
+from prefillcli.features.calibration.options import CalibrateSettings
 from prefillcli.options.load import load_settings
-from prefillcli.stats.calibration import Calibration, log_shares_of
-from prefillcli.stats.calibration_fits import fit_platt
 from tests.score.jobs import write_jsonl, write_parquet
 from tests.stats.test_calibration import sampled
 

@@ -11,22 +11,13 @@ from prefillcli.data.output.store import put_text
 from prefillcli.data.proof.fingerprints import hash_model
 from prefillcli.errors import PrefillError, ResourceError, UsageError
 from prefillcli.forecast.profile import find_profile
-from prefillcli.jobs.calibration_file import calibration_of, check_calibration
-from prefillcli.jobs.inputs import (
-    Granularity,
-    carried_columns,
-    open_source,
-    prompt_builder,
-    refuse_unlike_partitions,
-    require_label_uses,
-)
+from prefillcli.jobs.inputs import Granularity, Opening
 from prefillcli.jobs.load import compression_of
 from prefillcli.jobs.path_table import dry_run_report, output_of, require_apart
 from prefillcli.jobs.row_choice import RowChoice, check_rationales
 from prefillcli.jobs.shell import conclude, shell
 from prefillcli.jobs.wanted_rows import text_room
-from prefillcli.models.adapters import open_adapters
-from prefillcli.models.open import Opened, answer_labels, open_models, weights_of
+from prefillcli.models.open import Opened, weights_of
 from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import shown, shown_report
 from prefillcli.report.dry_run import DryRunReport, print_dry_run
@@ -78,16 +69,12 @@ def _run(settings: ScoreSettings, report: DryRunReport, granularity: Granularity
     with stop.at_once():
         require_apart(settings)
     report.report = dry_run_report(report.output, settings.report, settings.shard_of)
-    carried = carried_columns(settings)
+    opening = Opening(settings)
     with stop.at_once():
-        check_calibration(settings)
         check_rationales(settings)
-        source, template = open_source(settings, carried)
-        refuse_unlike_partitions(settings, source, report.output)
-        opened = open_adapters(open_models(settings), settings, settings.trust_remote_code)
-        labels = answer_labels(opened, settings)
-        require_label_uses(settings, labels)
-        calibration_of(settings, labels.labels)
+        opening.open_source()
+        opening.open_models()
+        opened = opening.opened
         profile, name, report.no_prediction = find_profile(
             settings.profile, hash_model(opened.files.origin), opened.files.dtype, opened.device
         )
@@ -95,8 +82,8 @@ def _run(settings: ScoreSettings, report: DryRunReport, granularity: Granularity
             raise UsageError(f"--price-per-hour: no time is predicted, so there is no price: {report.no_prediction}")
         free = _free(settings, opened)
     report.profile = name if profile is not None else None
-    shard, builder = settings.shard_of, prompt_builder(settings, opened, source, carried, template)
-    RowChoice.of(settings, labels, source.carried_schema, source.kind)
+    shard, source = settings.shard_of, opening.source
+    RowChoice.of(settings, opening.schema())
     total = source.selected_rows if shard is None else None
     progress = Progress(total, interval=settings.progress_interval, quiet=settings.quiet)
     with progress, stop.at_once():
@@ -104,7 +91,7 @@ def _run(settings: ScoreSettings, report: DryRunReport, granularity: Granularity
             settings,
             opened,
             source,
-            builder,
+            opening.builder,
             compression_of(settings),
             free=free,
             id_column=settings.id_column,
@@ -113,8 +100,8 @@ def _run(settings: ScoreSettings, report: DryRunReport, granularity: Granularity
             block_tokens=granularity.block_tokens,
             profile=profile,
             price_per_hour=settings.price_per_hour,
-            only=None if shard is None else ShardRows(shard, builder),
-            **text_room(settings, opened, labels.names),
+            only=None if shard is None else ShardRows(shard, opening.builder),
+            **text_room(settings, opened, opening.labels.names),
             tick=progress.advance,
         )
     rows = found.rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from prefillcli.errors import PrefillError, UsageError
 from prefillcli.exits.judging import CalibrationRows, ExitCosts, calibrate_exits, recheck_exits
 from prefillcli.exits.probes import Readings
 from prefillcli.exits.profile_file import ExitProfile, exit_profile_of, require_same_job
-from prefillcli.jobs.inputs import JobInputs, carried_columns, open_source, prompt_builder
+from prefillcli.jobs.inputs import Opening
 from prefillcli.jobs.job_exits import ENDED, EXITS, JobExits, Spared, exit_use
 from prefillcli.jobs.load import compression_of
 from prefillcli.jobs.path_table import exits_path
@@ -40,6 +40,7 @@ from prefillcli.stats.audit import flip_bound, rows_for
 
 if TYPE_CHECKING:
     from prefillcli.compress.compressor import Compressor
+    from prefillcli.jobs.score import Job
 
 # The file of `--exit-profile`: read before anything loads, and held against the job that it is used in.
 
@@ -147,15 +148,14 @@ class _ReadRows:
 class ExitLearning:
     """Learns the exits of a job, once. What it finds stays in the work folder, for when the job goes on."""
 
-    settings: ScoreSettings
-    inputs: JobInputs
+    job: Job
     engine: PlanEngine
     compressor: Compressor | None
-    sink: Sink
-    fingerprint: dict[str, str]
-    report: str | None
-    regroup_cost: float | None
-    tick: Callable[[float], None]
+
+    @property
+    def settings(self) -> ScoreSettings:
+        settings: ScoreSettings = self.job.settings
+        return settings
 
     def exits(self) -> tuple[JobExits, Tokens]:
         """The exits, and the tokens that learning them took in this run."""
@@ -164,57 +164,58 @@ class ExitLearning:
             return self._job_exits(found), tokens
         found, tokens = self._learn()
         data = json.dumps(found.to_json()).encode()
-        self.sink.work.put_bytes(FILE, data)
-        before = self.sink.plan.get(EXITS, {})
+        self.job.sink.work.put_bytes(FILE, data)
+        before = self.job.sink.plan.get(EXITS, {})
         ended = {name: before[name] for name in ENDED if name in before}  # by drift, and learnt again since
-        self.sink.plan = self.sink.plan | {EXITS: {"digest": _digest(data)} | ended}
+        self.job.sink.plan = self.job.sink.plan | {EXITS: {"digest": _digest(data)} | ended}
         exits = self._job_exits(found)
         use = exit_use(exits, Spared(), Tokens())
         if use is not None:  # for who reports of the output without running the job
-            self.sink.plan = self.sink.plan | {EXITS: self.sink.plan[EXITS] | {"use": use.model_dump(mode="json")}}
+            stored = self.job.sink.plan[EXITS] | {"use": use.model_dump(mode="json")}
+            self.job.sink.plan = self.job.sink.plan | {EXITS: stored}
         self._publish(found.profile)
         if found.reason is not None:
             log.warning(f"--exit: {found.reason}; all rows are read in full")
         return exits, tokens
 
     def _job_exits(self, found: LearntExits) -> JobExits:
-        stored = self.sink.plan[EXITS]
+        stored, profile = self.job.sink.plan[EXITS], self.job.profile
         reason = stored.get("reason", found.reason)
         return JobExits(
             policy=found.profile.policy if reason is None else None,
             learnt=found.profile.findings,
-            reused=self.inputs.exit_profile is not None,
+            reused=self.job.exit_profile is not None,
             layers=self._layers,
             max_flips=self.settings.max_flips,
             flips_of=self.settings.flips_of,
-            labels=tuple(self.inputs.labels.names),
+            labels=tuple(self.job.labels.names),
             provable=self._provable(),
             known={row.row: row for row in found.rows},
             rows_read=found.rows_read,
-            regroup_cost=self.regroup_cost,
+            regroup_cost=None if profile is None else profile.regroup_layers,
             reason=reason,
             stopped_window=stored.get("stopped_window"),
         )
 
     def _stored(self) -> LearntExits | None:
         """What an earlier attempt at the job has learnt."""
-        if EXITS not in self.sink.plan:
+        if EXITS not in self.job.sink.plan:
             return None
         try:
-            data = self.sink.work.read_bytes(FILE)
+            data = self.job.sink.work.read_bytes(FILE)
         except FileNotFoundError:
             data = b""
-        if _digest(data) == self.sink.plan[EXITS]["digest"]:
+        if _digest(data) == self.job.sink.plan[EXITS]["digest"]:
             return LearntExits.of_json(json.loads(data))
-        place = f"{self.sink.work.location}/{FILE}"
+        place = f"{self.job.sink.work.location}/{FILE}"
         log.warning(f"{place} is gone or damaged: the exits are learnt again, from the same rows")
         return None
 
     def _publish(self, profile: ExitProfile) -> None:
         """Write what later jobs may use, beside the report."""
-        if self.report is None or self.settings.exit_profile is not None:
+        if self.job.report.report is None or self.settings.exit_profile is not None:
             return
-        path = exits_path(self.report)
+        path = exits_path(self.job.report.report)
         try:
             put_text(path, sealed_text(profile.to_json()))
         except (OSError, PrefillError) as error:
@@ -222,13 +223,13 @@ class ExitLearning:
 
     def _learn(self) -> tuple[LearntExits, Tokens]:
         """Read some rows in full, and learn from them; of a given profile, whether it still holds."""
-        settings, given = self.settings, self.inputs.exit_profile
+        settings, given = self.settings, self.job.exit_profile
         policy = None if given is None else given.policy
         layers = observed_layers(self._layers) if policy is None else policy.layers
         read = self._read_rows(layers)
-        rows = calibration_rows(read.requests, read.answers, layers, len(self.inputs.labels.names))
+        rows = calibration_rows(read.requests, read.answers, layers, len(self.job.labels.names))
         if given is not None and policy is not None:
-            check = recheck_exits(policy, rows, settings.max_flips, self.inputs.labels.names, settings.flips_of)
+            check = recheck_exits(policy, rows, settings.max_flips, self.job.labels.names, settings.flips_of)
             profile, reason = given, check.reason
             if not settings.quiet:
                 log.info(f"--exit-profile: {check.text}")
@@ -248,7 +249,7 @@ class ExitLearning:
             log.info(provable_text(provable, classes, settings.max_flips))
         read = self._read(drawn[:count], layers, "for --exit")
         if settings.exit_rows is None and provable is not None and classes > 1 and read.answers:
-            bytes_of_row = 4 * len(layers) * self.inputs.opened.files.config.get_text_config().hidden_size
+            bytes_of_row = 4 * len(layers) * self.job.opened.files.config.get_text_config().hidden_size
             most = min(len(drawn), MOST_BYTES // bytes_of_row)
             best = [int(answer.logprobs.argmax()) for answer in read.answers]
             total = rows_for_rarest(np.bincount(best, minlength=classes), settings.max_flips, most)
@@ -264,17 +265,17 @@ class ExitLearning:
 
     def _profile(self, rows: CalibrationRows) -> ExitProfile:
         """The exits that these rows prove."""
-        labels = self.inputs.labels.names
+        labels = self.job.labels.names
         found = calibrate_exits(
             rows,
             layers=self._layers,
             max_flips=self.settings.max_flips,
             labels=labels,
-            costs=exit_costs(self.inputs.opened.files.config),
+            costs=exit_costs(self.job.opened.files.config),
             flips_of=self.settings.flips_of,
         )
         return ExitProfile(
-            **job_of_exits(self.settings, self.inputs.opened, labels, self.fingerprint),
+            **job_of_exits(self.settings, self.job.opened, labels, self.job.report.fingerprint),
             max_flips=self.settings.max_flips,
             flips_of=self.settings.flips_of,
             exits=None if found.policy is None else found.policy.to_json(),
@@ -283,7 +284,7 @@ class ExitLearning:
 
     @property
     def _layers(self) -> int:
-        layers: int = self.inputs.opened.files.config.get_text_config().num_hidden_layers
+        layers: int = self.job.opened.files.config.get_text_config().num_hidden_layers
         return layers
 
     @property
@@ -291,26 +292,27 @@ class ExitLearning:
         """How many rows are to be read at first, if half of the job's rows are so many."""
         if self.settings.exit_rows is not None:
             return self.settings.exit_rows
-        if self.inputs.exit_profile is not None:
+        if self.job.exit_profile is not None:
             return CHECKED_ROWS
         return rows_to_learn(self.settings.max_flips, self._classes)
 
     @property
     def _classes(self) -> int:
         """Of how many kinds of rows the flips are bounded."""
-        return len(self.inputs.labels.names) if self.settings.flips_of == "each" else 1
+        return len(self.job.labels.names) if self.settings.flips_of == "each" else 1
 
     def _provable(self) -> ProvableFlips | None:
         """What the rows could prove at best; None for a given profile, which they only check."""
-        if self.inputs.exit_profile is not None:
+        if self.job.exit_profile is not None:
             return None
         rows = min(self._count, len(self._rows()) // 2)
         return provable_flips(rows, self.settings.max_flips, self._classes)
 
     def _rows(self) -> Int64Array:
         """The numbers of the job's rows."""
-        source = self.inputs.source
-        return source.selection().within(0, source.count())
+        source = self.job.source
+        found: Int64Array = source.selection().within(0, source.count())
+        return found
 
     def _draw(self) -> Int64Array:
         """The numbers of half of the job's rows, in random order."""
@@ -319,19 +321,20 @@ class ExitLearning:
 
     def _requests(self, numbers: Int64Array) -> list[Request]:
         """How the model reads the rows with these numbers, ascending."""
-        source, template = open_source(self.settings, carried_columns(self.settings))
-        carried = carried_columns(self.settings, source)
-        builder = prompt_builder(self.settings, self.inputs.opened, source, carried, template)
+        again = Opening(self.settings)  # the job's own source is being read
+        again.open_source()
+        again.use_models(self.job.opened)
+        source, builder = again.source, again.new_builder()
         try:
             prompts: list[Prompt] = []
             for batch in source.rows(numbers) if len(numbers) else ():
-                prompts += builder.build(batch, self.inputs.labels)[0]
-                self.tick(0.0)
+                prompts += builder.build(batch, self.job.labels)[0]
+                self.job.tick(0.0)
         finally:
             builder.close()
         requests = [Request(prompt) for prompt in prompts]
         if self.compressor is not None:
-            requests = self.compressor.compress(prompts, self.tick)
+            requests = self.compressor.compress(prompts, self.job.tick)
         return [request for request in requests if len(request.tokens) <= self.engine.limits.max_tokens]
 
     def _answers(self, requests: list[Request], layers: Sequence[int]) -> tuple[list[Request], list[Answer], int]:
@@ -341,10 +344,10 @@ class ExitLearning:
             return [], [], 0
         plan = plan_requests(requests, self.engine.limits, self.settings.schedule)
         treatment = Treatment(EarlyExits(observed=tuple(layers)), thinning=thinning_of(dict(enumerate(requests))))
-        sets = self.inputs.labels.sets
+        sets = self.job.labels.sets
         found: dict[int, Answer] = {}
         for answers in self.engine.answer_all(
-            plan.packs, lambda i: sets[requests[i].prompt.labels], self.tick, treatment
+            plan.packs, lambda i: sets[requests[i].prompt.labels], self.job.tick, treatment
         ):
             found |= {answer.prompt: answer for answer in answers if answer.failure is None}
         answered = sorted(found)

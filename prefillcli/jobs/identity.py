@@ -11,18 +11,14 @@ from typing import Any
 
 from prefillcli.compress.settings import SELF
 from prefillcli.data.output.manifest import MEASURE
-from prefillcli.data.prompts.builder import PromptBuilder
-from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.proof.fingerprints import hash_value
-from prefillcli.data.reading.source import Source
 from prefillcli.engines.registry import ENGINES
 from prefillcli.exits.profile_file import ExitProfile
-from prefillcli.jobs.inputs import LocalModels
+from prefillcli.jobs.inputs import LocalModels, Opening
 from prefillcli.models.files import brings_code
 from prefillcli.models.open import Opened
 from prefillcli.options.option import COMPRESSION, EARLY_EXIT, details_of
 from prefillcli.options.score import ScoreSettings
-from prefillcli.stats.calibration import Calibration
 from prefillcli.stats.probabilities import Measure
 
 STANDS_FOR = {
@@ -47,27 +43,19 @@ COMPRESSION_ORDER = (
 their default, so that a job which does not use a new option is still the one that an earlier version began."""
 
 
-def fingerprint(
-    settings: ScoreSettings,
-    opened: Opened,
-    models: LocalModels,
-    source: Source,
-    builder: PromptBuilder,
-    labels: Labels,
-    calibration: Calibration | None = None,
-    exit_profile: ExitProfile | None = None,
-) -> dict[str, str]:
+def fingerprint(opening: Opening, models: LocalModels, exit_profile: ExitProfile | None = None) -> dict[str, str]:
     """Digests of all that makes the job, by part. Waits until the contents of the files are hashed.
 
     Raises ContentChangedError if a file has changed meanwhile, and what reading it raises.
     """
+    settings, opened, labels = opening.settings, opening.opened, opening.labels
     model = models.of(opened.files.origin)
     values = _values(settings, opened)
     found = {
-        "input": source.fingerprint(),
+        "input": opening.source.fingerprint(),
         "model": model.model(),
         "tokenizer": model.tokenizer(),
-        "prompt": builder.fingerprint(),
+        "prompt": opening.builder.fingerprint(),
         "labels": hash_value([[label.name, label.variants] for label in labels.labels]),
         "settings": hash_value([*(values[name] for name in SETTINGS_ORDER), *_added(values, SETTINGS_ORDER)]),
     }
@@ -79,8 +67,8 @@ def fingerprint(
         found[MEASURE] = labels.measure.value
     if settings.engine != "torch":
         found["engine"] = hash_engine(settings)
-    if calibration is not None:
-        found["calibration"] = calibration.digest()
+    for each in opening.features:
+        found |= each.identity(opening)
     if opened.draft is not None:
         found["draft"] = models.of(opened.draft.origin).model()
         if opened.draft_tokenizer is not None:
@@ -90,7 +78,7 @@ def fingerprint(
     if settings.compresses:
         values = _values(settings, opened, COMPRESSION)
         found["compression"] = hash_value(
-            [*([name, values[name]] for name in COMPRESSION_ORDER), *_added(values, COMPRESSION_ORDER)]
+            [*([name, values.get(name)] for name in COMPRESSION_ORDER), *_added(values, COMPRESSION_ORDER)]
         )
     if settings.exit:
         found["exit"] = hash_value(sorted(_values(settings, opened, EARLY_EXIT).items()))

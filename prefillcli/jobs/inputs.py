@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from prefillcli.core.feature import Feature, features_of
+from prefillcli.data.output.columns import ColumnGroups, OutputSchema, Probabilities
 from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import ClassLabels, Labels
@@ -15,14 +17,14 @@ from prefillcli.data.proof.fingerprints import ModelContents
 from prefillcli.data.reading.record_batches import TableRows
 from prefillcli.data.reading.selection import BATCH_ROWS
 from prefillcli.data.reading.source import Source
-from prefillcli.data.rows import Int64Array, Prompt
+from prefillcli.data.rows import Prompt
 from prefillcli.data.windows import MAX_ROWS
+from prefillcli.engines.registry import loader_of
 from prefillcli.errors import UsageError, did_you_mean
-from prefillcli.exits.profile_file import ExitProfile
-from prefillcli.jobs.row_choice import RowChoice
+from prefillcli.jobs.path_table import output_of
 from prefillcli.models.adapters import local_adapter
 from prefillcli.models.files import sample_model
-from prefillcli.models.open import Opened, local_model
+from prefillcli.models.open import Opened, answer_labels, local_model
 from prefillcli.options.groups import AdapterOptions, JobOptions
 from prefillcli.options.rationale import EvidenceOptions
 from prefillcli.options.score import ScoreSettings
@@ -30,7 +32,6 @@ from prefillcli.plan.blocks import BLOCK_TOKENS
 from prefillcli.redaction import without_secrets
 from prefillcli.runtime import log
 from prefillcli.runtime.memory import parse_size
-from prefillcli.stats.calibration import Calibration
 from prefillcli.stats.probabilities import Measure
 
 
@@ -78,28 +79,84 @@ class LocalModels:
             contents.require_unchanged()
 
 
-@dataclass(frozen=True, slots=True)
-class JobInputs:
-    """What a job reads, opened: rows and how they become prompts, the models' files, and what all of that held."""
+class Opening:
+    """What a job reads, opened in the order in which mistakes are cheapest to tell: the rows, how they become prompts,
+    the models' files, and the features that the settings ask for.
+
+    `source_opened`, then `models_opened`. Close the builder.
+    """
 
     source: Source
-    builder: PromptBuilder
-    labels: Labels
     opened: Opened
-    models: LocalModels
-    calibration: Calibration | None = None
-    """What `--calibration` names."""
-    content_free: Sequence[Prompt] = ()
-    """The prompts of `--calibrate-with`."""
-    exit_profile: ExitProfile | None = None
-    """What `--exit-profile` names."""
-    choice: RowChoice | None = None
-    """Which rows something more is done with, if with any."""
+    labels: Labels
+    builder: PromptBuilder
 
-    def require_unchanged(self, rows: Int64Array | None) -> None:
-        """Raise ContentChangedError unless the models and the sources of these rows (None: of all) are unchanged."""
-        self.models.require_unchanged()
-        self.source.require_unchanged(rows)
+    def __init__(self, settings: ScoreSettings) -> None:
+        self.settings = settings
+        self.features = features_of(settings)
+        self.common: Sequence[Prompt] = ()
+        """Prompts beside those of the rows, on which the results of all rows depend."""
+        self.probabilities: Probabilities | None = None
+        """What makes the calibrated probabilities of the rows."""
+
+    @property
+    def carried(self) -> list[str]:
+        """Input columns that go to the output, those among them that are to name its folders."""
+        source: Source | None = getattr(self, "source", None)
+        keys = source.partition_keys if source is not None and self.settings.partition else ()
+        extra = [name for each in self.features for name in each.carried()]
+        named = [self.settings.id_column, *filter(None, self.settings.keep_columns), *extra, *keys]
+        return list(dict.fromkeys(name for name in named if name is not None))
+
+    @property
+    def groups(self) -> ColumnGroups:
+        """The columns that the output has beside those of every output."""
+        return ColumnGroups(**{name: True for each in self.features for name in each.columns})
+
+    def open_source(self) -> None:
+        """Open the rows. Torch is not imported. Raises UsageError or PrefillError as `open_source` does."""
+        self.source, self._template = open_source(self.settings, self.carried)
+        refuse_unlike_partitions(self.settings, self.source)
+        refuse_idle_draft(self.settings, self.source)
+        for each in self.features:
+            each.source_opened(self)
+
+    def open_models(self) -> None:
+        """Open the models' folders, and make prompts possible. No weights are loaded. Raises UsageError."""
+        self.use_models(loader_of(self.settings.engine).open_models(self.settings))
+        self.open_rows()
+
+    def open_rows(self) -> None:
+        """Make prompts possible. Raises UsageError."""
+        self.builder = self.new_builder(self._template)
+        for each in self.features:
+            each.rows_opened(self)
+
+    def use_models(self, opened: Opened) -> None:
+        """Take these models. Raises UsageError for options that have no meaning for their labels."""
+        self.opened = opened
+        self.labels = answer_labels(opened, self.settings)
+        require_label_uses(self.settings, self.labels, self.features)
+        for each in self.features:
+            each.models_opened(self)
+
+    def new_builder(self, template: RowTemplate | None = None) -> PromptBuilder:
+        """What makes prompts of the rows; without a `template` it is read and compiled again. Raises UsageError."""
+        return prompt_builder(self.settings, self.opened, self.source, self.carried, template)
+
+    def schema(self, *, json_text: bool = False) -> OutputSchema:
+        """The columns of the output; with `json_text`, its format holds carried JSON as text."""
+        truths = [each.truth_column() for each in self.features]
+        return OutputSchema(
+            labels=self.labels.names,
+            id_name=self.settings.id_column,
+            carried=self.source.carried_schema,
+            json_carried=self.source.kind == "jsonl",
+            json_text=json_text,
+            truth=next(filter(None, truths), None),
+            groups=self.groups,
+            measure=self.labels.measure,
+        )
 
 
 def _local_models(settings: JobOptions) -> list[Path]:
@@ -112,23 +169,17 @@ def _local_models(settings: JobOptions) -> list[Path]:
     return [path for path in found if path is not None]
 
 
-def carried_columns(settings: ScoreSettings, source: Source | None = None) -> list[str]:
-    """Input columns that go to the output, with a `source` also those that are to name its folders."""
-    keys = source.partition_keys if source is not None and settings.partition else ()
-    named = [settings.id_column, *filter(None, settings.keep_columns), settings.truth, *keys]
-    return list(dict.fromkeys(name for name in named if name is not None))
-
-
-def refuse_unlike_partitions(settings: ScoreSettings, source: Source, output: str) -> None:
+def refuse_unlike_partitions(settings: ScoreSettings, source: Source) -> None:
     """Raise UsageError if --partition is given and the output cannot have folders like those of the input."""
     keys = source.partition_keys
     if not settings.partition:
         return
     if not keys:
         raise UsageError("--partition: no folder of the input is named like day=2026-01-01\nleave --partition out")
+    output = output_of(settings)
     if not Target.parse(output).directory:
         raise UsageError(f"--partition: --output {output} is one file\nend it in / for a folder")
-    for option, column in (("--id-column", settings.id_column), ("--truth", settings.truth)):
+    for option, column in (("--id-column", settings.id_column), ("--truth", getattr(settings, "truth", None))):
         if column in keys:
             raise UsageError(f"{option} {column}: with --partition it names folders\nchoose another column")
 
@@ -221,7 +272,7 @@ def refuse_idle_draft(settings: ScoreSettings, source: Source | TableRows) -> No
 # What the labels of a model's head allow: options that have no meaning for them are refused before weights load.
 
 
-def require_label_uses(settings: ScoreSettings, labels: Labels) -> None:
+def require_label_uses(settings: ScoreSettings, labels: Labels, features: Sequence[Feature]) -> None:
     """Raise UsageError for the first option that has no meaning for what the labels' numbers are."""
     if settings.rationale and isinstance(labels, ClassLabels):
         raise UsageError(
@@ -230,26 +281,23 @@ def require_label_uses(settings: ScoreSettings, labels: Labels) -> None:
         )
     if labels.measure is Measure.SHARES:
         return
-    asked = {
-        "temperature": settings.temperature != 1.0,
-        "calibration": settings.calibration is not None,
-        "calibrate-with": bool(settings.calibrate_with),
-        "truth": settings.truth is not None,
-        "exit": settings.exit,
-        "keep auto": settings.keep == "auto",
-    }
+    asked = [name for each in features for name in each.meaningless(labels)]
+    if settings.temperature != 1.0:
+        asked.append("temperature")
+    if settings.exit:
+        asked.append("exit")
     if labels.measure is Measure.CHANCES:
-        del asked["keep auto"]
         why = "the classes of this model do not exclude one another: each has a probability of its own"
         advice = f"name one of them, --labels {labels.names[0]} for example, which is scored against its absence"
     else:
-        del asked["truth"]
-        asked["audit"] = settings.audit > 0 and len(labels.names) == 1  # no prediction could flip
+        if settings.keep == "auto":
+            asked.append("keep auto")
+        if settings.audit and len(labels.names) == 1:  # no prediction could flip
+            asked.append("audit")
         why = "the model's head gives values, which are no probabilities"
         advice = "leave it out, or give --head probability"
-    for option, is_asked in asked.items():
-        if is_asked:
-            raise UsageError(f"--{option}: {why}\n{advice}")
+    for option in asked:
+        raise UsageError(f"--{option}: {why}\n{advice}")
 
 
 def require_shares(labels: Labels, command: str) -> None:

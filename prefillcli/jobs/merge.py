@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
+from prefillcli.core.feature import features, features_of
 from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.manifest import Manifest
 from prefillcli.data.output.shard_folders import JoinedShards
 from prefillcli.data.output.target import Target
 from prefillcli.errors import OutputBusyError, OutputConflictError, OutputDamagedError, OutputExistsError
-from prefillcli.jobs.evaluation import EVALUATION, EvaluationPlan, evaluate_output
-from prefillcli.jobs.gates import GateKeeper
 from prefillcli.jobs.job_exits import stored_exit_use
 from prefillcli.jobs.path_table import report_path, require_apart
 from prefillcli.jobs.shell import conclude, shell
@@ -37,7 +37,7 @@ def merge_job(settings: MergeSettings) -> dict[str, Any]:
 
 def _merge_and_report(settings: MergeSettings, run_id: str) -> dict[str, Any]:
     clock = Clock()
-    report = RunReport(
+    report = RunReport.new(
         run_id=run_id,
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         settings=shown(settings.model_dump(mode="json")),
@@ -65,7 +65,9 @@ def _merge_and_report(settings: MergeSettings, run_id: str) -> dict[str, Any]:
 
 
 def _run(settings: MergeSettings, report: RunReport, clock: Clock, stop: Stop) -> None:
-    gates = GateKeeper(settings, report, report.report)
+    own = features_of(settings)
+    for each in own:
+        each.begin(report)
     with JoinedShards(Target.parse(settings.output)) as joined:
         try:
             with clock.phase("read"), stop.at_once():
@@ -80,15 +82,14 @@ def _run(settings: MergeSettings, report: RunReport, clock: Clock, stop: Stop) -
         manifest = joined.merged or joined.manifest
         report.exits = stored_exit_use(manifest.plan)
         report.take(counts)
-        plan = EvaluationPlan.of_json(manifest.plan.get(EVALUATION))
-        if plan is not None:
-            with clock.phase("evaluate"), stop.at_once():
-                report.evaluation = evaluate_output(settings.output, plan, manifest.job.id_name)
-    report.gates = gates.judge(counts, manifest.job.fingerprint)
+        with clock.phase("evaluate"), stop.at_once():
+            for feature in features():
+                feature.merged(report, settings.output, replace(manifest, counts=counts))
+    failed = [text for each in own for text in each.judge(report)]
     rate, skip = settings.max_error_rate, settings.skip_empty
     if "max_error_rate" not in settings.model_fields_set:
         rate = manifest.plan.get("max_error_rate", rate)  # as the shards were told
-    conclude(report, counts, max_error_rate=rate, skip_empty=skip, gates=report.gates)
+    conclude(report, counts, max_error_rate=rate, skip_empty=skip, failed=failed)
 
 
 def _merge(joined: JoinedShards, report: RunReport, clock: Clock, stop: Stop) -> Counts:

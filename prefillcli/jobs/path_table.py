@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterator, Set
@@ -10,9 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from prefillcli.core.feature import features
+from prefillcli.core.side_files import SideFile, json_with
 from prefillcli.data.filesystems import Place, filesystem_of, is_local, reading, written_path
 from prefillcli.data.given_file import MOST_BYTES, read_start
-from prefillcli.data.output.columns import ROW_COLUMN
 from prefillcli.data.output.formats import FILE_ENDINGS
 from prefillcli.data.output.shard_folders import shards_beside
 from prefillcli.data.output.target import Target
@@ -20,7 +20,6 @@ from prefillcli.data.paths import WORK_ENDING, split_path
 from prefillcli.data.prompts.templates import names_template
 from prefillcli.data.proof.fingerprints import ModelContents, is_model_file
 from prefillcli.data.reading.discovery import CODECS, KINDS, discover, would_find
-from prefillcli.data.reading.source import Source
 from prefillcli.data.shard import Shard
 from prefillcli.errors import PrefillError, UsageError
 from prefillcli.options.commands import MergeSettings
@@ -36,48 +35,19 @@ _PAGE = re.compile(rb"\s*<!doctype html>.*?<title>[^<]*\bprefill (score|bench|pr
 _PAGE_POLICY = b"default-src 'none'; style-src 'unsafe-inline'"
 
 
-@dataclass(frozen=True, slots=True)
-class SideFile:
-    """A kind of file."""
-
-    meaning: str
-    knows: Callable[[str, bytes], bool]
-    """Whether the file at a path, with its first bytes, is of this kind."""
-
-
-def _json_with(*names: str) -> Callable[[str, bytes], bool]:
-    def knows(path: str, start: bytes) -> bool:
-        try:
-            content = json.loads(start)
-        except (ValueError, RecursionError):
-            return False
-        return isinstance(content, dict) and content.keys() >= {"schema_version", *names}
-
-    return knows
-
-
 def _is_page(path: str, start: bytes) -> bool:
     return _PAGE.match(start) is not None and _PAGE_POLICY in start
 
 
-def _is_rejects(path: str, start: bytes) -> bool:
-    try:
-        names = Source.open([path]).available
-    except PrefillError:
-        return False
-    return names[:1] == (ROW_COLUMN,) and names[-2:] == ("error", "error_detail") and "computed_tokens" not in names
-
-
 SIDE_FILES = {
-    "report": SideFile("the report of a run", _json_with("status", "exit_code", "rows", "fingerprint")),
-    "dry run": SideFile("the report of a dry run", _json_with("status", "exit_code", "survey")),
+    "report": SideFile("the report of a run", json_with("status", "exit_code", "rows", "fingerprint")),
+    "dry run": SideFile("the report of a dry run", json_with("status", "exit_code", "survey")),
     "page": SideFile("a page of prefill", _is_page),
     "metrics": SideFile("metrics of prefill", lambda path, start: start.startswith(b"# HELP prefill_")),
-    "rejects": SideFile("rejects of an earlier run", _is_rejects),
-    "calibration": SideFile("a calibration", _json_with("labels", "scaling")),
-    "bench": SideFile("written by prefill bench", _json_with("status", "workloads", "machine")),
-    "profile": SideFile("written by prefill profile", _json_with("machine", "budget_bytes")),
-    "exits": SideFile("an exit profile", _json_with("label_tokens", "exits")),
+    "bench": SideFile("written by prefill bench", json_with("status", "workloads", "machine")),
+    "profile": SideFile("written by prefill profile", json_with("machine", "budget_bytes")),
+    "exits": SideFile("an exit profile", json_with("label_tokens", "exits")),
+    **{kind: file for each in features() for kind, file in each.side_files.items()},
 }
 
 
@@ -310,7 +280,7 @@ def _writes(settings: Settings) -> Iterator[PathUse]:
         elif role in ("bench", "profile"):
             yield _side(name, paths[0], role, _flag(name))
             yield _side(name, page_of(paths[0]), "page", f"the page of {_flag(name)},")
-        elif role in ("metrics", "rejects", "calibration", "page"):
+        elif role in SIDE_FILES and role != "report":
             for path in paths:
                 yield _side(name, path, role, _flag(name))
 

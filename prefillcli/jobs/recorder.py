@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from prefillcli.data.output.columns import Probabilities
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.prompts.labels import ClassLabels, Labels
 from prefillcli.data.rows import Int64Array, RowError, ScoredRow, Window
@@ -26,7 +27,6 @@ from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, Phase
 from prefillcli.runtime.progress import Progress
 from prefillcli.runtime.signals import Stop
-from prefillcli.stats.calibration import Calibration
 from prefillcli.stats.probabilities import label_mass
 
 if TYPE_CHECKING:
@@ -97,7 +97,6 @@ class Recorder:
         *,
         temperature: float,
         label_mass: LabelMassCheck,
-        calibration: Calibration | None = None,
         unchanged: Callable[[Int64Array], None],
         forecast: RemainingTime | None = None,
         flush_seconds: float,
@@ -111,8 +110,8 @@ class Recorder:
         self.engine: Engine | None = None
         """The engine of this process, where there is one."""
         self.written_by_workers: DecodingReport | None = None
-        self.calibration = calibration
-        """What makes the rows' probabilities; set before the first row is taken."""
+        self.probabilities: Probabilities | None = None
+        """What makes the calibrated probabilities of rows; set before the first one is taken."""
         self._sink = sink
         self._clock = clock
         self._progress = progress
@@ -202,7 +201,7 @@ class Recorder:
                 rows,
                 errors,
                 temperature=self._temperature,
-                calibration=self.calibration,
+                probabilities=self.probabilities,
                 carried=unwritten.carried,
             )
         unwritten.rows, unwritten.errors = [], {}

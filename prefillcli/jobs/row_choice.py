@@ -21,13 +21,11 @@ from jinja2.visitor import NodeTransformer
 from prefillcli.data.output.columns import (
     COLUMNS,
     ROW_COLUMN,
-    ColumnGroups,
     OutputSchema,
     ResultRows,
     conditional_schema,
     result_values,
 )
-from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.sandbox import BoundedEnvironment
 from prefillcli.data.prompts.templates import rationale_texts
 from prefillcli.data.rows import Window
@@ -390,18 +388,6 @@ def check_rationales(settings: ScoreSettings) -> None:
         rationale_texts(settings.rationale_template, ("Yes", "No"))
 
 
-def column_groups(settings: ScoreSettings) -> ColumnGroups:
-    """The columns that a job's output has beside those of every output."""
-    return ColumnGroups(
-        audit=settings.audit > 0,
-        calibrated=settings.calibrates,
-        exits=settings.exit,
-        adapters=settings.adapter_column is not None,
-        rationales=settings.rationale > 0,
-        evidence=settings.evidence,
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class RowChoice:
     """Chooses rows by `--rationale-when`; without a condition every row that has a score. It can be pickled."""
@@ -410,28 +396,17 @@ class RowChoice:
     schema: OutputSchema
 
     @classmethod
-    def of(cls, settings: ScoreSettings, labels: Labels, carried: pa.Schema, kind: str) -> RowChoice | None:
-        """None if nothing is done with chosen rows. `carried` are the id and the kept columns of an input of this
-        `kind`. Raises UsageError for a condition on what its rows do not have, and for a template that gives one of
-        the labels no text."""
+    def of(cls, settings: ScoreSettings, schema: OutputSchema) -> RowChoice | None:
+        """None if nothing is done with chosen rows of an output with this schema. Raises UsageError for a condition on
+        columns that its rows do not have, and for a template that gives one of the labels no text."""
         if not settings.chooses_rows:
             return None
-        schema = OutputSchema(
-            labels=labels.names,
-            id_name=settings.id_column,
-            carried=carried,
-            json_carried=kind == "jsonl",
-            json_text=False,
-            truth=settings.truth,
-            groups=column_groups(settings),
-            measure=labels.measure,
-        )
         condition = None
         if settings.rationale_when is not None:
             condition = RowCondition(settings.rationale_when)
             condition.check(*known_columns(schema))
         if settings.rationale:
-            rationale_texts(settings.rationale_template, labels.names)
+            rationale_texts(settings.rationale_template, schema.labels)
         return cls(condition, schema)
 
     @property

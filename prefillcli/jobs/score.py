@@ -5,23 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.data.dealing import ShardRows
 from prefillcli.data.output.columns import ROW_COLUMN, ColumnGroups
+from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.heartbeat import Heartbeat
 from prefillcli.data.output.row_digests import RowDigests
 from prefillcli.data.output.scored_truth import id_texts
 from prefillcli.data.output.shard_folders import ShardSink
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.output.target import Target
-from prefillcli.data.rows import Window
+from prefillcli.data.prompts.labels import Labels
+from prefillcli.data.rows import Int64Array, Window
 from prefillcli.data.windows import Prefetcher, windows
-from prefillcli.engines.base import WeightsReport
-from prefillcli.engines.registry import ENGINES, loader_of
+from prefillcli.engines.registry import ENGINES
 from prefillcli.errors import (
     OutputBusyError,
     OutputConflictError,
@@ -29,40 +29,16 @@ from prefillcli.errors import (
 )
 from prefillcli.forecast.profile import find_profile
 from prefillcli.forecast.remaining_time import RemainingTime
-from prefillcli.jobs.calibration_file import calibration_of, check_calibration, content_free_prompts, require_fitting
 from prefillcli.jobs.dry_run import dry_run_job
-from prefillcli.jobs.earlier_rows import FoundOutput, find_earlier, left_to_score, opened_rows
-from prefillcli.jobs.evaluation import (
-    EVALUATION,
-    EvaluationPlan,
-    audited_rows,
-    evaluate_output,
-    require_labels,
-    with_texts,
-)
 from prefillcli.jobs.exit_learning import forget_exits, read_exit_profile, require_same_exits
-from prefillcli.jobs.gates import GateKeeper
 from prefillcli.jobs.identity import fingerprint, selection
-from prefillcli.jobs.inputs import (
-    USUAL,
-    Granularity,
-    JobInputs,
-    LocalModels,
-    carried_columns,
-    open_source,
-    prompt_builder,
-    refuse_idle_draft,
-    refuse_unlike_partitions,
-    require_label_uses,
-)
+from prefillcli.jobs.inputs import USUAL, Granularity, LocalModels, Opening
 from prefillcli.jobs.job_exits import exit_use, stored_exit_use
 from prefillcli.jobs.path_table import output_of, report_path, require_apart
 from prefillcli.jobs.recorder import LabelMassCheck, Recorder
-from prefillcli.jobs.rejected_rows import check_rejects, write_rejects
-from prefillcli.jobs.row_choice import RowChoice, check_rationales, column_groups
+from prefillcli.jobs.row_choice import RowChoice, check_rationales
 from prefillcli.jobs.shell import conclude, shell
-from prefillcli.jobs.window_loop import WindowLoop, keep_rate
-from prefillcli.models.open import Opened, answer_labels
+from prefillcli.jobs.window_loop import keep_rate, score_windows
 from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import shown, shown_report
 from prefillcli.report.files import write_files
@@ -73,7 +49,6 @@ from prefillcli.report.run import (
     PeakMemory,
     RunReport,
     ThreadCounts,
-    Tokens,
     versions,
 )
 from prefillcli.report.run_page import print_table
@@ -82,40 +57,16 @@ from prefillcli.runtime.clock import Clock, MemoryWatch
 from prefillcli.runtime.memory import peak_memory
 from prefillcli.runtime.progress import Progress
 from prefillcli.runtime.signals import Stop
+from prefillcli.stats.audit import Audit, audit_of
 
 if TYPE_CHECKING:
     from prefillcli.forecast.profile import Profile
 
-# The windows of a job's input, made in the background ahead of the model.
 
-
-def coming_windows(
-    settings: ScoreSettings, inputs: JobInputs, sink: Sink, granularity: Granularity, ended: Callable[[int], None]
-) -> Prefetcher[Window]:
-    """Those that are not finished, with the digests of their rows. At the end `ended` is called with their number."""
-    shard, source, choice = settings.shard_of, inputs.source, inputs.choice
-    chosen_by = () if choice is None else [name for name in choice.columns if name in source.carried_schema.names]
-    return Prefetcher(
-        windows(
-            source,
-            inputs.builder,
-            inputs.labels,
-            id_column=settings.id_column,
-            max_rows=granularity.window_rows,
-            batch_rows=granularity.batch_rows,
-            skip=sink.finished,
-            only=None if shard is None else ShardRows(shard, inputs.builder),
-            ended=ended,
-            digest=RowDigests(
-                inputs.labels,
-                id_column=settings.id_column,
-                json_carried=source.kind == "jsonl",
-                columns=chosen_by,
-                common=inputs.content_free,
-            ),
-        ),
-        cancel=inputs.builder.close,
-    )
+def audit_of_counts(counts: Counts, labels: Labels) -> Audit:
+    """What the rows show that were read both ways."""
+    pairs = [(score, full, labels.is_positive(answer)) for score, full, _, answer in counts.audited]
+    return audit_of(pairs, [flipped for _, _, flipped, _ in counts.audited])
 
 
 # A few rationales for the report, with the evidence beside them, read from the finished output.
@@ -159,66 +110,6 @@ def _written(row: dict[str, object], own: str | None) -> WrittenRow:
     )
 
 
-# What a run of `prefill score` reports of itself when it has ended, however it did.
-
-
-def fill_report(
-    report: RunReport,
-    settings: ScoreSettings,
-    clock: Clock,
-    *,
-    inputs: JobInputs | None,
-    sink: Sink | None,
-    recorder: Recorder | None,
-    forecast: RemainingTime | None,
-    scored_before: int,
-    shown_rows: list[WrittenRow],
-) -> None:
-    """Put the numbers of the run into the report. What the run did not come to is None."""
-    seconds, total = report.seconds, clock.total
-    scored = 0
-    if sink is not None:
-        report.exits = stored_exit_use(sink.plan)
-    if recorder is not None and recorder.exits.asked:
-        report.exits = exit_use(recorder.exits, recorder.spared, recorder.tokens)
-    if settings.chooses_rows:
-        decoded = None if recorder is None else recorder.decoded()
-        report.rationales = RationaleUse.of(decoded, settings.speculation if settings.rationale else None)
-        report.rationales.shown = shown_rows
-        report.rationales.take_plan({} if sink is None else sink.plan)
-    if sink is not None:
-        report.take(sink.counts)
-        scored = sink.counts.scored - sink.counts.taken_over - scored_before
-    for name, value in clock.seconds.items():
-        setattr(seconds, name, value)
-    if forecast is not None:
-        report.predicted_seconds = forecast.ran
-    tokens = Tokens()
-    if recorder is not None:
-        tokens, report.packs = recorder.tokens, recorder.packs
-        if recorder.calibration is not None:
-            report.calibration = recorder.calibration.use()
-        report.tokens = tokens
-        if (engine := recorder.engine) is not None:
-            report.weights, report.reduced = engine.weights_report(), engine.reduced()
-    if inputs is not None:
-        source, builder, opened = inputs.source, inputs.builder, inputs.opened
-        if opened.threads is not None and opened.threads.ran:
-            report.threads = ThreadCounts(min=opened.threads.ran[0], max=opened.threads.ran[1])
-        if settings.compresses and sink is not None:
-            report.keep, report.keep_auto = (
-                keep_rate(settings, sink.plan),
-                sink.plan.get("keep_auto"),
-            )
-        seconds.read += source.seconds
-        seconds.render, seconds.tokenize = builder.render_seconds, builder.tokenize_seconds
-    seconds.total = total
-    report.rows_per_second = scored / total
-    report.tokens_per_second = tokens.prompt / total
-    report.peak_memory_bytes = PeakMemory(**peak_memory())
-    report.versions = versions()
-
-
 def score_job(settings: ScoreSettings, granularity: Granularity = USUAL) -> dict[str, Any]:
     """Run the job; write `run.json` and its page whatever happens; return the summary for the last line on stdout.
 
@@ -233,17 +124,17 @@ def score_job(settings: ScoreSettings, granularity: Granularity = USUAL) -> dict
 
 def _run_job(settings: ScoreSettings, run_id: str, granularity: Granularity) -> dict[str, Any]:
     clock = Clock()
-    report = RunReport(
+    report = RunReport.new(
         run_id=run_id,
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         settings=shown(settings.model_dump(mode="json")),
     )
     log.event("started", "the run begins", settings=report.settings)
     settings = settings.model_copy(update={"run_id": run_id})  # workers say it, too
-    job, memory = _ScoreJob(settings, clock, report, granularity), MemoryWatch(clock)
+    job, memory = Job(settings, clock, report, granularity), MemoryWatch(clock)
 
     def finish() -> None:
-        job.finish_report()
+        job.fill_report()
         report.memory_trace = MemoryTrace.of(memory.samples)
         write_files(report, job.metrics_file)
 
@@ -255,112 +146,172 @@ def _run_job(settings: ScoreSettings, run_id: str, granularity: Granularity) -> 
     return report.summary()
 
 
-class _ScoreJob:
-    """One run of `prefill score`. It writes into the report, and reads nothing back from it."""
+class Job(Opening):
+    """One run of `prefill score`, as its features see it."""
+
+    stop: Stop
+    sink: Sink
+    recorder: Recorder
+    profile: Profile | None
+    """What predicts times, and sizes packs."""
 
     def __init__(self, settings: ScoreSettings, clock: Clock, report: RunReport, granularity: Granularity) -> None:
-        self.settings = settings
+        super().__init__(settings)
         self.clock = clock
         self.report = report
-        self._granularity = granularity
-        self._inputs: JobInputs | None = None
-        self._shards = settings.shard_of.count if settings.shard_of is not None else 1
-        self._sink: Sink | None = None
-        self._scored_before = 0  # rows that an earlier run has scored
-        self._earlier: FoundOutput | None = None
-        self._evaluation: EvaluationPlan | None = None
-        self._shown: list[WrittenRow] = []
-        self._forecast: RemainingTime | None = None
-        self._recorder: Recorder | None = None
+        """What the run says of itself; nothing is read back from it."""
+        self.output = output_of(settings)
+        self.loaded = ExitStack()
+        """What is closed when all rows are scored."""
         self.metrics_file: str | None = None
         """Where metrics go, as soon as nothing else can be there."""
+        self.granularity = granularity
+        self._shown: list[WrittenRow] = []
+        self._scored_before = 0  # rows that an earlier run has scored
+        self._forecast: RemainingTime | None = None
 
     def run(self, stop: Stop) -> None:
         settings, report = self.settings, self.report
-        output = output_of(settings)
-        report.output, report.shard = output, settings.shard
+        self.stop = stop
+        report.output, report.shard = self.output, settings.shard
         with self.clock.phase("read"), stop.at_once():
             require_apart(settings)  # before anything is written, the report of a failed run among it
-        report.report = report_path(output, settings.report, settings.shard_of)
+        report.report = report_path(self.output, settings.report, settings.shard_of)
         self.metrics_file = settings.metrics_file
-        gates = GateKeeper(settings, report, report.report)
-        inputs = self._inputs = self._open_inputs(output, stop)
-        self._evaluation = EvaluationPlan.of(settings, inputs.labels)
-        report.adapters = [AdapterUse(name=each.name, path=str(each.path)) for each in inputs.opened.adapters]
+        for each in self.features:
+            each.begin(report)
+        self._open_inputs()
         with self.clock.phase("read"), stop.at_once():
-            digests = report.fingerprint = fingerprint(
-                settings,
-                inputs.opened,
-                inputs.models,
-                inputs.source,
-                inputs.builder,
-                inputs.labels,
-                inputs.calibration,
-                inputs.exit_profile,
-            )
-            if settings.calibration is not None and inputs.calibration is not None:
-                require_fitting(inputs.calibration, settings.calibration, digests)
-            if inputs.exit_profile is not None:
-                require_same_exits(inputs.exit_profile, settings, inputs.opened, inputs.labels.names, digests)
-            self._earlier, report.since = find_earlier(settings, output, digests)
-        with self._open_sink(output, inputs, digests) as sink:
-            self._sink = sink
+            report.fingerprint = fingerprint(self, self.models, self.exit_profile)
+            for each in self.features:
+                each.identified(self)
+            if self.exit_profile is not None:
+                require_same_exits(self.exit_profile, settings, self.opened, self.labels.names, report.fingerprint)
+        with self._open_sink() as sink:
+            self.sink = sink
             if settings.shard is not None:  # else as the user named it, with its slash
                 report.output = sink.location
             self._scored_before = sink.counts.scored - sink.counts.taken_over
             report.resumed = sink.counts.total > 0
             if not sink.complete:
-                profile = self._profile(inputs.opened, digests["model"])
-                if profile is not None:
-                    rows = inputs.source.selection().count(inputs.source.count()) // self._shards
-                    self._forecast = RemainingTime(profile.seconds, rows, settings.workers)
-                self._score(inputs, sink, profile, stop)
+                self._score()
             if settings.audit:
-                report.audit = audited_rows(sink.counts, inputs.labels)
-            if self._evaluation is not None and settings.shard is None:  # prefill merge evaluates shards
-                with self.clock.phase("evaluate"), stop.at_once():
-                    self._evaluate(self._evaluation, sink.location, inputs)
-            if settings.rejects is not None:
-                with self.clock.phase("write"), stop.at_once():
-                    write_rejects(settings.rejects, inputs.source, sink)
-                report.rejects = settings.rejects
-            if settings.chooses_rows and settings.show_text and settings.shard is None:
-                self._shown = written_rows(sink.location, column_groups(settings), settings.id_column)
+                report.audit = audit_of_counts(sink.counts, self.labels)
+            failed: list[str] = []
+            if settings.shard is None:  # prefill merge judges and evaluates shards
+                for each in self.features:
+                    each.ended(self)
+                if settings.chooses_rows and settings.show_text:
+                    self._shown = written_rows(sink.location, self.groups, settings.id_column)
+                report.take(sink.counts)
+                failed = [text for each in self.features for text in each.judge(report)]
             # A shard's share of errors says nothing of the whole: prefill merge judges that.
             most = settings.max_error_rate if settings.shard is None else 1.0
             skip = settings.skip_empty and sink.empty_input
-        report.gates = gates.judge(sink.counts, digests)
-        conclude(report, sink.counts, max_error_rate=most, skip_empty=skip, gates=report.gates)
+        conclude(report, sink.counts, max_error_rate=most, skip_empty=skip, failed=failed)
 
-    def _open_inputs(self, output: str, stop: Stop) -> JobInputs:
-        settings, clock = self.settings, self.clock
-        with clock.phase("read"), stop.at_once():
-            check_calibration(settings)
+    def _open_inputs(self) -> None:
+        settings = self.settings
+        with self.clock.phase("read"), self.stop.at_once():
             check_rationales(settings)
-            exit_profile = read_exit_profile(settings)
-            source, template = open_source(settings, carried_columns(settings))
-            if settings.rejects is not None:
-                check_rejects(settings.rejects, source)
-            refuse_unlike_partitions(settings, source, output)
-            refuse_idle_draft(settings, source)
-            source.begin_hashing()
-            models = LocalModels(settings)  # before anything of them is read
-        with clock.phase("load"), stop.at_once():
-            opened = loader_of(settings.engine).open_models(settings)
-            labels = answer_labels(opened, settings)
-            require_label_uses(settings, labels)
-            calibration = calibration_of(settings, labels.labels)
-            builder = prompt_builder(settings, opened, source, carried_columns(settings, source), template)
-            choice = RowChoice.of(settings, labels, source.carried_schema, source.kind)
-            content_free = content_free_prompts(settings, source, builder, labels)
-        return JobInputs(source, builder, labels, opened, models, calibration, content_free, exit_profile, choice)
+            self.exit_profile = read_exit_profile(settings)
+            self.open_source()
+            self.source.begin_hashing()
+            self.models = LocalModels(settings)  # before anything of them is read
+        with self.clock.phase("load"), self.stop.at_once():
+            self.open_models()
+            self.choice = RowChoice.of(settings, self.schema())
+        adapters = self.opened.adapters
+        self.report.adapters = [AdapterUse(name=each.name, path=str(each.path)) for each in adapters]
 
-    def _profile(self, opened: Opened, model_hash: str) -> Profile | None:
+    def _open_sink(self) -> Sink:
+        """The output. Where it must not be touched, neither must the report that lies beside it."""
+        settings, source, schema = self.settings, self.source, self.schema()
+        try:
+            return (Sink if settings.shard is None else ShardSink).open(
+                self.output,
+                fingerprint=self.report.fingerprint,
+                selection=selection(settings),
+                resume=settings.resume,
+                overwrite=settings.overwrite,
+                label_names=schema.labels,
+                carried=schema.carried,
+                id_name=schema.id_name,
+                jsonl_input=schema.json_carried,
+                truth=schema.truth,
+                groups=schema.groups,
+                measure=schema.measure,
+                partitions=source.partitions if settings.partition else None,
+                shard=settings.shard_of,
+                retry_errors=any(each.reopens() for each in self.features),
+            )
+        except (OutputExistsError, OutputConflictError, OutputBusyError):
+            self.report.report = None
+            raise
+
+    def _score(self) -> None:
+        settings, sink, stop = self.settings, self.sink, self.stop
+        self.profile = self._find_profile()
+        if self.profile is not None:
+            rows = self.source.selection().count(self.source.count())
+            rows //= 1 if settings.shard_of is None else settings.shard_of.count
+            self._forecast = RemainingTime(self.profile.seconds, rows, settings.workers)
+        forecast = self._forecast
+        ended: list[int] = []
+        coming = self._coming_windows(ended.append)
+        progress = Progress(
+            self.source.selected_rows if settings.shard is None else None,
+            interval=settings.progress_interval,
+            quiet=settings.quiet,
+            seconds_left=(lambda: None) if forecast is None else forecast.seconds_left,
+        )
+        with self.loaded, coming, progress, Heartbeat(sink.work, progress.pace):
+            progress.resume(sink.counts.total)
+            if forecast is not None:
+                forecast.skip(sink.counts.total)
+            self.recorder = Recorder(
+                sink,
+                self.clock,
+                progress,
+                stop,
+                temperature=settings.temperature,
+                label_mass=LabelMassCheck(self.labels),
+                unchanged=self._require_unchanged,
+                forecast=forecast,
+                flush_seconds=self.granularity.flush_seconds,
+            )
+            waiting = self._waiting(coming)
+            for each in self.features:
+                waiting = each.left_to_score(self, waiting)
+            if (first := next(waiting, None)) is not None:
+                self.labels.check(first)
+                for each in self.features:
+                    each.first_window(self, first)
+                score_windows(self, chain([first], waiting), lambda: coming.ready)
+            with self.clock.phase("write"):
+                self._require_unchanged(None)
+                (count,) = ended  # told at the end of the input
+                if settings.shard is not None:  # for prefill merge, which judges and evaluates the whole
+                    sink.plan = sink.plan | {"max_error_rate": settings.max_error_rate}
+                    for each in self.features:
+                        sink.plan = sink.plan | dict(each.shard_ended(self))
+                sink.finish(count)
+                forget_exits(sink)
+
+    def _require_unchanged(self, rows: Int64Array | None) -> None:
+        """Raise ContentChangedError unless the models and the sources of these rows (None: of all) are unchanged."""
+        self.models.require_unchanged()
+        self.source.require_unchanged(rows)
+
+    def _find_profile(self) -> Profile | None:
         """None without a profile that applies; it is told of one that does not, with a warning if it was asked for."""
         settings = self.settings
         if "forecast" not in ENGINES[settings.engine].can:
             return None
-        profile, name, why = find_profile(settings.profile, model_hash, opened.files.dtype, opened.device)
+        files = self.opened.files
+        profile, name, why = find_profile(
+            settings.profile, self.report.fingerprint["model"], files.dtype, self.opened.device
+        )
         self.report.no_prediction = why
         if why is not None and settings.profile is not None:
             log.warning(f"no prediction: {why}")
@@ -368,133 +319,85 @@ class _ScoreJob:
             log.info(f"no prediction: {why}")
         return profile
 
-    def _open_sink(self, output: str, inputs: JobInputs, digests: dict[str, str]) -> Sink:
-        """The output. Where it must not be touched, neither must the report that lies beside it."""
-        settings, source = self.settings, inputs.source
-        try:
-            return (Sink if settings.shard is None else ShardSink).open(
-                output,
-                fingerprint=digests,
-                selection=selection(settings),
-                resume=settings.resume,
-                overwrite=settings.overwrite,
-                label_names=inputs.labels.names,
-                carried=source.carried_schema,
-                id_name=settings.id_column,
-                jsonl_input=source.kind == "jsonl",
-                truth=settings.truth,
-                groups=column_groups(settings),
-                measure=inputs.labels.measure,
-                partitions=source.partitions if settings.partition else None,
-                shard=settings.shard_of,
-                retry_errors=settings.retry_errors,
-            )
-        except (OutputExistsError, OutputConflictError, OutputBusyError):
-            self.report.report = None
-            raise
+    def _coming_windows(self, ended: Callable[[int], None]) -> Prefetcher[Window]:
+        """The windows that are not finished, with the digests of their rows, made ahead of the model in a thread.
 
-    def _score(self, inputs: JobInputs, sink: Sink, profile: Profile | None, stop: Stop) -> None:
-        settings, clock, forecast, source = self.settings, self.clock, self._forecast, inputs.source
-        ended: list[int] = []
-        coming = coming_windows(settings, inputs, sink, self._granularity, ended.append)
-        progress = Progress(
-            source.selected_rows if settings.shard is None else None,
-            interval=settings.progress_interval,
-            quiet=settings.quiet,
-            seconds_left=(lambda: None) if forecast is None else forecast.seconds_left,
-        )
-        with ExitStack() as loaded, coming, progress, Heartbeat(sink.work, progress.pace):
-            progress.resume(sink.counts.total)
-            if forecast is not None:
-                forecast.skip(sink.counts.total)
-            recorder = self._recorder = Recorder(
-                sink,
-                clock,
-                progress,
-                stop,
-                temperature=settings.temperature,
-                label_mass=LabelMassCheck(inputs.labels),
-                calibration=inputs.calibration,
-                unchanged=inputs.require_unchanged,
-                forecast=forecast,
-                flush_seconds=self._granularity.flush_seconds,
-            )
-            with clock.phase("read"), stop.at_once():
-                earlier = loaded.enter_context(opened_rows(self._earlier, sink))
-            waiting = left_to_score(self._waiting(coming, stop), earlier, sink, recorder)
-            if (first := next(waiting, None)) is not None:
-                inputs.labels.check(first)
-                if self._evaluation is not None and first.index == 0:
-                    require_labels(first, self._evaluation, json_text=source.kind == "jsonl")
-                loop = self._window_loop(inputs, sink, recorder, profile, stop, loaded)
-                if settings.uses_workers:
-                    workers = self.report.workers = loop.run_with_workers(
-                        chain([first], waiting), lambda: coming.ready
-                    )
-                    self.report.weights = WeightsReport.of_workers([each.weights for each in workers if each.weights])
-                else:
-                    loop.run_here(chain([first], waiting))
-            with clock.phase("write"):
-                inputs.require_unchanged(None)
-                (count,) = ended  # told at the end of the input
-                if settings.shard is not None:  # prefill merge judges and evaluates the whole
-                    sink.plan = sink.plan | {"max_error_rate": settings.max_error_rate}
-                    if self._evaluation is not None:
-                        sink.plan = sink.plan | {EVALUATION: self._evaluation.to_json()}
-                sink.finish(count)
-                forget_exits(sink)
-
-    def _window_loop(
-        self,
-        inputs: JobInputs,
-        sink: Sink,
-        recorder: Recorder,
-        profile: Profile | None,
-        stop: Stop,
-        loaded: ExitStack,
-    ) -> WindowLoop:
-        return WindowLoop(
-            settings=self.settings,
-            granularity=self._granularity,
-            inputs=inputs,
-            sink=sink,
-            recorder=recorder,
-            profile=profile,
-            clock=self.clock,
-            stop=stop,
-            loaded=loaded,
-            digests=self.report.fingerprint,
-            report=self.report.report,
+        At the end `ended` is called with their number.
+        """
+        shard, choice = self.settings.shard_of, self.choice
+        chosen_by = () if choice is None else [each for each in choice.columns if each in choice.schema.carried.names]
+        return Prefetcher(
+            windows(
+                self.source,
+                self.builder,
+                self.labels,
+                id_column=self.settings.id_column,
+                max_rows=self.granularity.window_rows,
+                batch_rows=self.granularity.batch_rows,
+                skip=self.sink.finished,
+                only=None if shard is None else ShardRows(shard, self.builder),
+                ended=ended,
+                digest=RowDigests(
+                    self.labels,
+                    id_column=self.settings.id_column,
+                    json_carried=self.source.kind == "jsonl",
+                    columns=chosen_by,
+                    common=self.common,
+                ),
+            ),
+            cancel=self.builder.close,
         )
 
-    def _waiting(self, coming: Iterator[Window], stop: Stop) -> Iterator[Window]:
+    def _waiting(self, coming: Iterator[Window]) -> Iterator[Window]:
         """The windows, with the time spent waiting for them."""
         while True:
-            with self.clock.phase("waiting"), stop.at_once():
+            with self.clock.phase("waiting"), self.stop.at_once():
                 window = next(coming, None)
             if window is None:
                 return
             yield window
 
-    def _evaluate(self, plan: EvaluationPlan, output: str, inputs: JobInputs) -> None:
-        settings, report = self.settings, self.report
-        report.evaluation = evaluate_output(output, plan, settings.id_column)
-        if settings.show_text:
-            carried = carried_columns(settings, inputs.source)
-            builder = prompt_builder(settings, inputs.opened, inputs.source, carried)  # the first one is closed
-            report.evaluation = with_texts(report.evaluation, replace(inputs, builder=builder), settings.id_column)
-            builder.close()
+    def tick(self, tokens: float) -> None:
+        """Called while something is computed: a signal may stop it."""
+        self.stop.check()
 
-    def finish_report(self) -> None:
-        """Put the numbers of the run into the report."""
-        fill_report(
-            self.report,
-            self.settings,
-            self.clock,
-            inputs=self._inputs,
-            sink=self._sink,
-            recorder=self._recorder,
-            forecast=self._forecast,
-            scored_before=self._scored_before,
-            shown_rows=self._shown,
-        )
+    def fill_report(self) -> None:
+        """Put the numbers of the run into the report, however it ended. What the run did not come to is None."""
+        report, settings, clock = self.report, self.settings, self.clock
+        sink: Sink | None = getattr(self, "sink", None)
+        recorder: Recorder | None = getattr(self, "recorder", None)
+        seconds, scored = report.seconds, 0
+        if sink is not None:
+            report.exits = stored_exit_use(sink.plan)
+        if recorder is not None and recorder.exits.asked:
+            report.exits = exit_use(recorder.exits, recorder.spared, recorder.tokens)
+        if settings.chooses_rows:
+            decoded = None if recorder is None else recorder.decoded()
+            report.rationales = RationaleUse.of(decoded, settings.speculation if settings.rationale else None)
+            report.rationales.shown = self._shown
+            report.rationales.take_plan({} if sink is None else sink.plan)
+        if sink is not None:
+            report.take(sink.counts)
+            scored = sink.counts.scored - sink.counts.taken_over - self._scored_before
+        for each in self.features:
+            each.reported(self, None if sink is None else sink.counts)
+        for name, value in clock.seconds.items():
+            setattr(seconds, name, value)
+        if self._forecast is not None:
+            report.predicted_seconds = self._forecast.ran
+        if recorder is not None:
+            report.tokens, report.packs = recorder.tokens, recorder.packs
+            if (engine := recorder.engine) is not None:
+                report.weights, report.reduced = engine.weights_report(), engine.reduced()
+        if hasattr(self, "builder"):
+            threads = self.opened.threads
+            if threads is not None and threads.ran:
+                report.threads = ThreadCounts(min=threads.ran[0], max=threads.ran[1])
+            if settings.compresses and sink is not None:
+                report.keep, report.keep_auto = keep_rate(settings, sink.plan), sink.plan.get("keep_auto")
+            seconds.read += self.source.seconds
+            seconds.render, seconds.tokenize = self.builder.render_seconds, self.builder.tokenize_seconds
+        seconds.total = total = clock.total
+        report.rows_per_second, report.tokens_per_second = scored / total, report.tokens.prompt / total
+        report.peak_memory_bytes = PeakMemory(**peak_memory())
+        report.versions = versions()

@@ -18,7 +18,6 @@ from prefillcli.errors import (
     out_of_resource,
 )
 from prefillcli.redaction import without_secrets
-from prefillcli.report.run import Gate
 from prefillcli.runtime import log
 from prefillcli.runtime.signals import Stop
 
@@ -55,18 +54,17 @@ def shell(
 
 
 def conclude(
-    report: Ending, counts: Counts, *, max_error_rate: float, skip_empty: bool, gates: Sequence[Gate] = ()
+    report: Ending, counts: Counts, *, max_error_rate: float, skip_empty: bool, failed: Sequence[str] = ()
 ) -> None:
-    """A run that came to its end, with what its gates say of the output."""
+    """A run that came to its end. `failed` says what of the output is not as expected."""
     report.status, report.exit_code = "complete", 0
-    failed = [gate.text for gate in gates if not gate.passed]
     if counts.errors > max_error_rate * counts.total:
         codes = ", ".join(f"{code} {count:,}" for code, count in sorted(counts.errors_by_code.items()))
-        failed.insert(
-            0,
+        failed = [
             f"{counts.errors:,} of {counts.total:,} rows are errors ({codes}); "
             f"--max-error-rate allows {max_error_rate:g}",
-        )
+            *failed,
+        ]
     if failed:
         report.exit_code, report.error = NOT_AS_EXPECTED, "\n".join(failed)
         log.error(report.error, event="gates")

@@ -10,11 +10,9 @@ import numpy as np
 
 from prefillcli.compress.answers import kept_tokens, method_of
 from prefillcli.compress.selection import Request
-from prefillcli.data.output.columns import ResultRows
+from prefillcli.data.output.columns import Probabilities, ResultRows
 from prefillcli.data.output.scored_truth import id_texts
 from prefillcli.data.prompts.beginnings import Beginnings
-from prefillcli.data.prompts.builder import PromptBuilder
-from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.sections import Ablation
 from prefillcli.data.prompts.templates import rationale_texts
 from prefillcli.data.rows import (
@@ -33,10 +31,10 @@ from prefillcli.jobs.row_choice import RowChoice
 from prefillcli.models.open import Opened
 from prefillcli.options.rationale import WritingOptions
 from prefillcli.options.score import ScoreSettings
-from prefillcli.stats.calibration import Calibration
 from prefillcli.stats.probabilities import Measure, label_scores
 
 if TYPE_CHECKING:
+    from prefillcli.jobs.inputs import Opening
     from prefillcli.models.law import TextsOf
 
 # What each section of a prompt contributes to a row's score: the row is scored again without it.
@@ -138,12 +136,12 @@ def scored_row(request: Request, answer: Answer, *, audited: bool = False) -> Sc
 class LabelledChoice:
     """Which rows the `rows` choice wants, and which labels these have got. It can be pickled.
 
-    `temperature` and `calibration` are what the scores of the output are made with.
+    `temperature` and `probabilities` are what the scores of the output are made with.
     """
 
     rows: RowChoice
     temperature: float = 1.0
-    calibration: Calibration | None = None
+    probabilities: Probabilities | None = None
 
     def wanted(self, window: Window, scored: Sequence[ScoredRow]) -> dict[int, int]:
         """Of these rows of a window the wanted ones, by row: the number of the label that each has got.
@@ -151,7 +149,7 @@ class LabelledChoice:
         A row whose score is not a finite number is not wanted.
         """
         schema = self.rows.schema
-        done = ResultRows.of(window, scored, {}, schema.labels, self.temperature, self.calibration, schema.measure)
+        done = ResultRows.of(window, scored, {}, schema.labels, self.temperature, self.probabilities, schema.measure)
         best = {each.row: int(scores.argmax()) for each, scores in zip(done.scored, done.scores, strict=True)}
         return {row: best[row] for row in self.rows.chosen(window, done)}
 
@@ -327,26 +325,21 @@ def text_room(settings: ScoreSettings, opened: Opened, names: Sequence[str]) -> 
 
 
 def job_rationales(
-    settings: ScoreSettings,
-    choice: RowChoice | None,
-    opened: Opened,
-    labels: Labels,
-    builder: PromptBuilder,
-    calibration: Calibration | None,
-    chosen: Callable[[], int] = lambda: 0,
+    opening: Opening, choice: RowChoice | None, chosen: Callable[[], int] = lambda: 0
 ) -> JobRationales | None:
-    """What a job does with the rows of its `choice`; None for nothing. `calibration` makes the scores, and `chosen`
-    counts the rows so far."""
+    """What a job does with the rows of its `choice`; None for nothing. `chosen` counts the rows so far."""
     if choice is None:
         return None
-    writing = writing_of(settings, opened, labels.names)
+    settings, labels = opening.settings, opening.labels
+    writing = writing_of(settings, opening.opened, labels.names)
     words, evidence, temperature = None, None, settings.temperature
     if writing is not None:
-        words = Beginnings(opened.tokenizer, labels, rationale_texts(settings.rationale_template, labels.names))
+        tokenizer, template = opening.opened.tokenizer, settings.rationale_template
+        words = Beginnings(tokenizer, labels, rationale_texts(template, labels.names))
     if settings.evidence:
-        evidence = Evidence(Ablation(builder, labels), temperature, choice.schema.measure)
+        evidence = Evidence(Ablation(opening.builder, labels), temperature, labels.measure)
     return JobRationales(
-        LabelledChoice(choice, temperature, calibration),
+        LabelledChoice(choice, temperature, opening.probabilities),
         writing,
         words,
         settings.rationale_limit,

@@ -7,44 +7,28 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from threading import Event
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import pyarrow as pa
 
-from prefillcli.data.output.columns import OutputSchema, ResultRows, kinds_of, result_schema
+from prefillcli.data.output.columns import ResultRows, kinds_of, result_schema
 from prefillcli.data.output.manifest import Job
 from prefillcli.data.output.parts import make_rows
 from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.settings import prompt_column
 from prefillcli.data.reading.record_batches import TableRows
-from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import RowError, ScoredRow, Window
 from prefillcli.data.windows import Prefetcher, windows
 from prefillcli.engines.base import Engine
 from prefillcli.engines.registry import loader_of
 from prefillcli.errors import Interrupted, UsageError
-from prefillcli.jobs.calibration_file import (
-    calibration_of,
-    check_calibration,
-    content_free_prompts,
-    contextual_calibration,
-)
-from prefillcli.jobs.inputs import (
-    carried_columns,
-    make_builder,
-    open_source,
-    prompt_builder,
-    refuse_idle_draft,
-    refuse_missing_adapters,
-    require_label_uses,
-)
+from prefillcli.jobs.inputs import Opening, make_builder, refuse_idle_draft, refuse_missing_adapters
 from prefillcli.jobs.load import Models, load_models
 from prefillcli.jobs.recorder import LabelMassCheck
-from prefillcli.jobs.row_choice import RowChoice, check_rationales, column_groups
+from prefillcli.jobs.row_choice import RowChoice, check_rationales
 from prefillcli.jobs.wanted_rows import JobRationales, job_rationales, text_room
 from prefillcli.jobs.window_scoring import ScoringOptions, score_window
-from prefillcli.models.open import answer_labels
 from prefillcli.options.score import ScoreSettings
 from prefillcli.plan.blocks import BLOCK_TOKENS, CarriedBlock
 from prefillcli.plan.pack import Pack
@@ -54,6 +38,7 @@ from prefillcli.runtime.progress import Progress
 
 if TYPE_CHECKING:  # these take torch along
     from prefillcli.compress.window_compressor import KeepChoice, WindowCompressor
+    from prefillcli.data.reading.source import Source
 
 
 SECONDS_BETWEEN_LINES = 30.0
@@ -67,28 +52,30 @@ class TableScorer:
     """
 
     def __init__(self, settings: ScoreSettings, *, share: float = 1.0) -> None:
-        check_calibration(settings)
         check_rationales(settings)
-        loader = loader_of(settings.engine)
-        opened = self._opened = loader.open_models(settings)
         self._settings = settings
-        self._groups = column_groups(settings)
-        self._labels = answer_labels(opened, settings)
-        require_label_uses(settings, self._labels)
-        self._calibration = calibration_of(settings, self._labels.labels)
-        self._builder: PromptBuilder | None = make_builder(settings, opened, ())  # a wrong template costs no load
+        opening = Opening(settings)
+        opening.source = cast("Source", TableRows(pa.table({})))
+        for each in opening.features:
+            each.source_opened(opening)
+        loader = loader_of(settings.engine)
+        opening.use_models(loader.open_models(settings))
+        self._opened, self._labels = opening.opened, opening.labels
+        make_builder(settings, self._opened, ()).close()  # a wrong template costs no load
         self._models = load_models(
-            opened,
+            self._opened,
             settings,
             loader,
             keep=float(settings.keep),
             options=settings.engine_options,
             share=share,
             placement=settings,
-            **text_room(settings, opened, self._labels.names),
+            **text_room(settings, self._opened, self._labels.names),
         )
         self._compressor = _compressor(self._models, self._labels)
         self._label_mass = LabelMassCheck(self._labels)
+        self._tables = opening
+        self._learnt: dict[str, Any] = {}
         self._checked = False  # whether the labels have come after some prompts
 
     @property
@@ -103,8 +90,8 @@ class TableScorer:
         Its rows are planned together, in windows of a bounded size. Raises UsageError if the table has such a column
         already or lacks one that the prompt needs, or if the labels fail after every prompt of the first table.
         """
-        schema = result_schema(self._labels.names, self._groups, self._labels.measure)
-        choice = RowChoice.of(self._settings, self._labels, pa.schema([]), TableRows.kind)
+        opening = self._tables
+        schema = result_schema(self._labels.names, opening.groups, self._labels.measure)
         for name in schema.names:
             if name in table.column_names:
                 raise UsageError(f"the table has a column {name!r} already, which scoring adds\nrename or drop it")
@@ -112,8 +99,11 @@ class TableScorer:
         found = [schema.empty_table()]
         if table.num_rows:  # an empty list has no columns either
             rows = TableRows(table, bad)
-            scored = self._scored(rows, self._prepared(rows), self._settings, choice, heard)
-            found += [each.select(schema.names) for each in scored]
+            opening.source = cast("Source", rows)
+            if not self._checked:
+                refuse_idle_draft(self._settings, rows)
+            self._prepare(rows)
+            found += [each.select(schema.names) for each in self._scored(opening, heard)]
         added = pa.concat_tables(found)
         for name in added.column_names:
             table = table.append_column(added.field(name), added[name])
@@ -124,31 +114,22 @@ class TableScorer:
 
         Files are read a window at a time. Raises UsageError or PrefillError, as reading does.
         """
-        source, template = open_source(settings, carried_columns(settings))
-        refuse_idle_draft(settings, source)
-        builder = prompt_builder(settings, self._opened, source, carried_columns(settings, source), template)
+        opening = Opening(settings)
+        opening.open_source()
+        opening.use_models(self._opened)
+        opening.open_rows()
         try:
-            schema = OutputSchema(
-                labels=self._labels.names,
-                id_name=settings.id_column,
-                carried=source.carried_schema,
-                json_carried=source.kind == "jsonl",
-                json_text=False,
-                truth=None,
-                groups=self._groups,
-                measure=self._labels.measure,
-            )
+            schema = opening.schema()
             schema.require_distinct()
-            choice = RowChoice.of(settings, self._labels, source.carried_schema, source.kind)
-            heard.expect(source.selected_rows)
-            found = list(self._scored(source, builder, settings, choice, heard))
+            heard.expect(opening.source.selected_rows)
+            found = list(self._scored(opening, heard))
         finally:
-            builder.close()
+            opening.builder.close()
         job = Job({}, {}, settings.id_column)
         if not found:
             return schema.arrow(job, {}).remove_metadata().empty_table()
         rows = pa.concat_tables(found)
-        kinds = {name: kinds_of(rows[name]) for name in source.carried_schema.names} if schema.json_carried else {}
+        kinds = {name: kinds_of(rows[name]) for name in schema.carried.names} if schema.json_carried else {}
         return schema.table(rows, schema.arrow(job, kinds).remove_metadata())
 
     def resume_threads(self) -> None:
@@ -161,49 +142,42 @@ class TableScorer:
         self._drop_builder()
         self._models.close()
 
-    def _prepared(self, rows: TableRows) -> PromptBuilder:
-        """The builder, with the columns chosen that it needs of these rows."""
-        if not self._checked:
-            refuse_idle_draft(self._settings, rows)
-        builder = self._builder
+    def _prepare(self, rows: TableRows) -> None:
+        """Make prompts possible of these rows, with the builder of the last table where it fits."""
+        builder: PromptBuilder | None = getattr(self._tables, "builder", None)
         if builder is None or (
             builder.template is None
             and builder.column != prompt_column(builder.settings.prompt_column, rows.available)
         ):
             self._drop_builder()
-            builder = self._builder = make_builder(self._settings, self._opened, rows.available)
+            self._tables.builder = builder = make_builder(self._settings, self._opened, rows.available)
         refuse_missing_adapters(builder.settings.adapter_column, rows)
         rows.select(columns=builder.columns, optional=builder.optional, max_row_bytes=builder.max_row_bytes)
-        return builder
+        if not self._checked:
+            for each in self._tables.features:
+                each.rows_opened(self._tables)
 
     def _drop_builder(self) -> None:
-        if self._builder is not None:
-            self._builder.close()
-        self._builder = None
+        if hasattr(self._tables, "builder"):
+            self._tables.builder.close()
+            del self._tables.builder
 
-    def _scored(
-        self,
-        source: TableRows | Source,
-        builder: PromptBuilder,
-        settings: ScoreSettings,
-        choice: RowChoice | None,
-        heard: Steps,
-    ) -> Iterator[pa.Table]:
+    def _scored(self, opening: Opening, heard: Steps) -> Iterator[pa.Table]:
         """Row numbers, carried and result columns, window by window."""
-        if settings.calibrate_with and self._calibration is None:
-            prompts = content_free_prompts(settings, source, builder, self._labels)
-            self._calibration = contextual_calibration(
-                prompts, self._labels, self._models.engine, lambda tokens: heard.step(None, 0, 0, 0)
+        settings, builder, labels = opening.settings, opening.builder, self._labels
+        for each in opening.features:
+            self._learnt |= each.learn(
+                opening, self._models.engine, self._learnt, lambda tokens: heard.step(None, 0, 0, 0)
             )
         carried: tuple[CarriedBlock, ...] = ()
-        rationales = job_rationales(settings, choice, self._opened, self._labels, builder, self._calibration)
-        with Prefetcher(windows(source, builder, self._labels, id_column=settings.id_column)) as coming:
+        rationales = job_rationales(opening, RowChoice.of(settings, opening.schema()))
+        with Prefetcher(windows(opening.source, builder, labels, id_column=settings.id_column)) as coming:
             try:
                 for window in coming:
                     if not self._checked:
-                        self._labels.check(window)
+                        labels.check(window)
                         self._checked = True
-                    rows, carried = self._score(window, carried, rationales, heard)
+                    rows, carried = self._score(opening, window, carried, rationales, heard)
                     yield rows
             except BaseException:
                 builder.close()  # else its thread would go on with a window that nobody wants
@@ -215,6 +189,7 @@ class TableScorer:
 
     def _score(
         self,
+        opening: Opening,
         window: Window,
         carried: tuple[CarriedBlock, ...],
         rationales: JobRationales | None,
@@ -241,8 +216,8 @@ class TableScorer:
         self._label_mass.take(window.index, results)
         self._label_mass.end(window.index)
         labels, temperature = self._labels, self._settings.temperature
-        done = ResultRows.of(window, results, errors, labels.names, temperature, self._calibration, labels.measure)
-        return make_rows(window, done, self._groups), handed
+        done = ResultRows.of(window, results, errors, labels.names, temperature, opening.probabilities, labels.measure)
+        return make_rows(window, done, opening.groups), handed
 
 
 class Steps:

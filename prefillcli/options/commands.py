@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from prefillcli.core.feature import features
 from prefillcli.options.bench import BenchSettings
-from prefillcli.options.calibrate import CalibrateSettings
-from prefillcli.options.groups import BudgetOptions, EndingOptions, GateOptions, LogOptions, ModelOptions
+from prefillcli.options.groups import BudgetOptions, EndingOptions, LogOptions, ModelOptions
 from prefillcli.options.inspect import InspectSettings
 from prefillcli.options.option import MODEL, RUN, Settings, argument, option
 from prefillcli.options.profile import ProfileSettings
@@ -28,7 +28,7 @@ class DoctorSettings(BudgetOptions, ModelOptions):
 # Everything `prefill merge` can be told.
 
 
-class MergeSettings(EndingOptions, GateOptions, LogOptions):
+class MergeSettings(EndingOptions, LogOptions):
     """Everything `prefill merge` can be told."""
 
     output: str = argument(
@@ -48,7 +48,7 @@ COMMANDS: dict[str, type[Settings]] = {
     "bench": BenchSettings,
     "inspect": InspectSettings,
     "merge": MergeSettings,
-    "calibrate": CalibrateSettings,
     "doctor": DoctorSettings,
+    **{name: each.settings for feature in features() for name, each in feature.commands.items()},
 }
 """The commands that take options, by name."""

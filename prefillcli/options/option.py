@@ -16,8 +16,6 @@ from prefillcli.options.requirements import Requirement
     MODEL,
     PROMPTS,
     ANSWERS,
-    EVALUATION,
-    GATES,
     RUN,
     MEMORY,
     WORKERS,
@@ -26,14 +24,11 @@ from prefillcli.options.requirements import Requirement
     RATIONALES,
     BENCH,
     PROFILE,
-    FIT,
 ) = (
     "Files",
     "Model",
     "Prompts",
     "Answers",
-    "Evaluation",
-    "Gates",
     "Run",
     "Memory and speed",
     "Several processes",
@@ -42,7 +37,6 @@ from prefillcli.options.requirements import Requirement
     "Rationales",
     "What is compared",
     "What is measured",
-    "Fit",
 )
 
 Change = Literal["scores", "columns", "rows", "speed", "report", "files"]
@@ -59,21 +53,7 @@ The first three make the job: see `prefillcli.jobs.identity`.
 """
 
 
-PathRole = Literal[
-    "rows",
-    "file",
-    "template",
-    "model",
-    "scores",
-    "output",
-    "report",
-    "metrics",
-    "rejects",
-    "calibration",
-    "bench",
-    "profile",
-    "page",
-]
+PathRole = str
 """What a run does with the path that an option names (`prefillcli.jobs.path_table`). It reads the first five.
 
 - rows: files, folders, globs or URLs of rows.
@@ -97,7 +77,7 @@ class Details:
     repeatable: bool = False
     negative: str = ""
     needs: Capability | None = None
-    requires: Requirement | None = None
+    requires: tuple[Requirement, ...] = ()
     off: Any = None
     path: PathRole | None = None
     same_as: str = ""
@@ -114,7 +94,7 @@ def option(
     repeatable: bool = False,
     negative: str = "",
     needs: Capability | None = None,
-    requires: Requirement | None = None,
+    requires: Requirement | tuple[Requirement, ...] = (),
     off: Any = None,
     path: PathRole | None = None,
     same_as: str = "",
@@ -124,7 +104,8 @@ def option(
 
     `panel` is the part of the help page that shows it. `negative` is the flag that turns off an option that is on by
     default. `needs` is what the engine must be able to do if the option is given; options of compression need that.
-    `requires` is what the other options must say for this one to have an effect: without, it is refused. `off` is the
+    `requires` is what the other options must say for this one to have an effect: without, it is refused. The first of
+    several that is not met is told. `off` is the
     value that asks for nothing, besides None and the default of a switch. `path` is what a run does with the path that
     the option names; one that is read may be that of the written option `same_as`. `field` goes to pydantic.
     """
@@ -136,7 +117,7 @@ def option(
         repeatable=repeatable,
         negative=negative,
         needs=needs or ("compression" if panel == COMPRESSION else None),
-        requires=requires,
+        requires=requires if isinstance(requires, tuple) else (requires,),
         off=off,
         path=path,
         same_as=same_as,
@@ -196,8 +177,8 @@ class Settings(BaseModel):
     @classmethod
     def required(cls) -> dict[str, list[Requirement]]:
         """What each option requires to have an effect, by name. Options that always have one are left out."""
-        found = {name: details_of(cls, name).requires for name in cls.model_fields}
-        return {name: [required] for name, required in found.items() if required is not None}
+        found = {name: list(details_of(cls, name).requires) for name in cls.model_fields}
+        return {name: required for name, required in found.items() if required}
 
     def ignored(self) -> dict[str, Requirement]:
         """The options that were given but would be ignored, each with the first requirement that is not met."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prefillcli.core.feature import features_of
+
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
@@ -91,11 +93,8 @@ RETRIEVAL = Requirement(
     "is for speculation with a retrieval cache, but there is none",
     "give --rationale and --speculation retrieval",
 )
-TRUTH = Requirement(
-    lambda s: s.truth is not None, "is for the evaluation, but there is none", "name the right answers with --truth"
-)
 SHOWN_TEXT = Requirement(
-    lambda s: s.truth is not None or s.chooses_rows,
+    lambda s: s.chooses_rows or any(each.names_rows() for each in features_of(s)),
     "is for rows that the report names, but it names none",
     "name the right answers with --truth, or give --rationale or --evidence",
 )
@@ -137,20 +136,6 @@ PROGRESS = Requirement(
 NO_TEMPLATE = Requirement(
     lambda s: s.template is None, "names the prompt's column, but --template makes the prompt", "drop --template"
 )
-TEMPLATE = Requirement(
-    lambda s: s.template is not None,
-    "replaces the columns of a template, but there is none: what of a prompt is content cannot be known",
-    "write the prompt as a --template",
-)
-CALIBRATE_WITH = Requirement(
-    lambda s: bool(s.calibrate_with), "is for --calibrate-with, but that is not given", "give --calibrate-with N/A"
-)
-TRUTH_FROM = Requirement(
-    lambda s: s.truth_from is not None,
-    "is for --truth-from, but that is not given",
-    "give --truth-from FILE",
-    recipe_may_keep=True,
-)
 INPUT = Requirement(lambda s: bool(s.inputs), "is for INPUT, but none is given", "name a file", recipe_may_keep=True)
 MADE_PROMPTS = Requirement(
     lambda s: not s.inputs,
@@ -159,14 +144,9 @@ MADE_PROMPTS = Requirement(
     recipe_may_keep=True,
 )
 ALL_ROWS = Requirement(
-    lambda s: s.shard is None and not s.dry_run,
+    lambda s: getattr(s, "shard", None) is None and not getattr(s, "dry_run", False),
     "is for all rows of a finished output, but a shard has some of them and a dry run none",
     "give it to the run that finishes the output: prefill merge for shards",
     recipe_may_keep=True,
-)
-DRIFT = Requirement(
-    lambda s: s.max_drift is not None,
-    "is what --max-drift compares with, but that is not given",
-    "give --max-drift 0.05",
 )
 RAY = Requirement(lambda s: s.runner == "ray", "is for --runner ray, but that is not given", "give --runner ray")

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from prefillcli.core.feature import Objection, features_of, option_groups
 from prefillcli.data.output.formats import FILE_ENDINGS
 from prefillcli.data.shard import Shard
 from prefillcli.engines.registry import ENGINES, Capability, refuse
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
-from prefillcli.options.calibrate import ProbabilityOptions
 from prefillcli.options.compression import check_keep
 from prefillcli.options.groups import (
     AdapterOptions,
     EndingOptions,
-    GateOptions,
     LogOptions,
     PriceOptions,
     RunOptions,
@@ -24,7 +23,7 @@ from prefillcli.options.groups import (
     WeightsOptions,
     WorkerOptions,
 )
-from prefillcli.options.option import EARLY_EXIT, EVALUATION, FILES, MODEL, RUN, Settings, details_of, option, require
+from prefillcli.options.option import EARLY_EXIT, FILES, MODEL, RUN, Settings, details_of, option, require
 from prefillcli.options.rationale import RationaleOptions, check_writing
 from prefillcli.options.requirements import Requirement
 from prefillcli.options.values import EngineName, KeyValues, NameList, ShardName
@@ -106,70 +105,11 @@ class ExitOptions(Settings):
     )  # fmt: skip
 
 
-# What a job takes over of earlier ones.
-
-
-class EarlierOptions(Settings):
-    """Rows that need not be scored again."""
-
-    since: str | None = option(
-        None,
-        "An earlier output of this job, last night's: rows with the same id and prompt are taken over from it.",
-        FILES, changes="speed", metavar="OUTPUT", path="scores", same_as="output", requires=requirements.SCORES,
-    )  # fmt: skip
-    retry_errors: bool = option(
-        False,
-        "Score the error rows of this job again; all other rows stay as they are. Implies --resume.",
-        FILES, changes="files", requires=requirements.SCORES,
-    )  # fmt: skip
-
-    @property
-    def taking_over(self) -> str | None:
-        """The option that takes rows over, if one does."""
-        return "--retry-errors" if self.retry_errors else None if self.since is None else "--since"
-
-
-def check_since(
-    option: str, *, keep: float | str, shares_tokens: bool, exits: bool, audit: int, limit: int | None
-) -> None:
-    """Raise UsageError for what is decided from many rows of a job, some of which `option` takes over.
-
-    `shares_tokens`: which tokens of a row are kept depends on rows beside it. `limit` is that of rationales.
-    """
-    if keep == "auto":
-        raise UsageError(
-            f"{option}: --keep auto chooses a rate for each job, and rows that are taken over may have another\n"
-            "choose it in a run over a sample, then give that rate"
-        )
-    if shares_tokens:
-        raise UsageError(
-            f"{option}: rows that share a prefix keep the same tokens of it, and rows taken over are not read\n"
-            "give --compress-per-row --no-keep-private, so that a row's tokens follow from the row alone"
-        )
-    if exits:
-        raise UsageError(
-            f"{option}: what --exit may flip is bounded for all rows of a job, and rows that are taken over are not "
-            "read\nleave one of them out"
-        )
-    if audit:
-        raise UsageError(
-            f"{option}: --audit draws from all rows, and those that are taken over are not read\n"
-            "audit a sample of the rows in a job of its own"
-        )
-    if limit is not None:
-        raise UsageError(
-            f"{option}: --rationale-limit counts chosen rows in the order of the input, and rows that are taken over "
-            "come first\nleave it out, and choose fewer rows with --rationale-when"
-        )
-
-
 class ScoreSettings(
-    EarlierOptions,
+    *option_groups("score"),  # type: ignore[misc]  # which features there are is known when it runs
     RationaleOptions,
     ExitOptions,
-    ProbabilityOptions,
     EndingOptions,
-    GateOptions,
     WorkerOptions,
     PriceOptions,
     LogOptions,
@@ -201,11 +141,6 @@ class ScoreSettings(
         "Score the I-th of N shares of the rows, on one of N machines; prefill merge makes the output of all.",
         FILES, changes="files", metavar="I/N",
     )  # fmt: skip
-    rejects: str | None = option(
-        None,
-        "Also write the error rows, with all columns of the input, to this file, e.g. rejects.jsonl.",
-        FILES, changes="files", metavar="PATH", path="rejects",
-    )  # fmt: skip
     resume: bool = option(False, "Continue this job where it stopped.", FILES, changes="files")
 
     engine: EngineName = option(
@@ -219,20 +154,10 @@ class ScoreSettings(
         MODEL, changes="scores", metavar="KEY=VALUE", repeatable=True, needs="options",
     )  # fmt: skip
 
-    truth: str | None = option(
-        None,
-        "Column with the right answer; kept in the output. The report says what the scores are worth.",
-        EVALUATION, changes="columns", metavar="COLUMN",
-    )  # fmt: skip
-    wanted_precision: float | None = option(
-        None,
-        "Report the lowest threshold with this precision, e.g. 0.9, and its recall; for two labels.",
-        EVALUATION, changes="report", metavar="SHARE", requires=requirements.TRUTH, gt=0, le=1,
-    )  # fmt: skip
     show_text: bool = option(
         False,
         "Put the text of rows that the report names into it, and a few rationales; without it, none is.",
-        EVALUATION, changes="report", requires=requirements.SHOWN_TEXT,
+        "Evaluation", changes="report", requires=requirements.SHOWN_TEXT,
     )  # fmt: skip
 
     audit: int = option(
@@ -260,7 +185,6 @@ class ScoreSettings(
     def required(cls) -> dict[str, list[Requirement]]:
         found = super().required()
         require(found, ("price_per_hour",), requirements.FORECAST)
-        require(found, GateOptions.model_fields, requirements.ALL_ROWS)
         return found
 
     def check(self) -> None:
@@ -269,63 +193,49 @@ class ScoreSettings(
             raise UsageError("--resume continues the output, --overwrite replaces it: give only one of them")
         refuse(self.engine, self._engine_needs())
         check_keep(self.keep, compresses=self.compresses)
+        for each in features_of(self):
+            each.check()
         if self.exit and self.keep == "auto":
             raise UsageError(
                 "--exit: what is learnt about exits is of one keep rate, and --keep auto has not chosen it yet\n"
                 "choose the rate in a run without --exit, then give it"
             )
-        streamed, content_free = self.weights == "stream", bool(self.calibrate_with)
+        streamed, content_free = self.weights == "stream", bool(getattr(self, "calibrate_with", ()))
         self.check_adapters(streamed=streamed, exits=self.exit, content_free=content_free)
         translated = self.draft_tokenizer == "translate"
         check_writing(self, head=self.head, draft=self.draft, own_tokenizer=translated)
-        self._check_shard()
+        if self.shard is not None:
+            self.refuse_joint("--shard")
         check_deterministic(self)
-        if self.retry_errors and (self.overwrite or self.since is not None):
-            other = "--overwrite" if self.overwrite else "--since"
-            raise UsageError(f"--retry-errors keeps this job's rows: give only one of it and {other}")
-        if self.taking_over is not None:
-            check_since(
-                self.taking_over,
-                keep=self.keep,
-                shares_tokens=self.compresses and not self._row_by_row,
-                exits=self.exit,
-                audit=self.audit,
-                limit=self.rationale_limit,
-            )
 
-    def _check_shard(self) -> None:
-        """Raise UsageError for what is decided from all rows of a window, of which a shard has some."""
-        if self.shard is None:
-            return
-        if self.rejects is not None:
-            raise UsageError(
-                "--shard: --rejects is for the rows of the whole output, which prefill merge makes\n"
-                "after the merge, give it to prefill score with --resume and without --shard: only they are written"
-            )
+    def refuse_joint(self, option: str) -> None:
+        """Raise UsageError for other options with which rows cannot be scored apart from one another."""
+        for objection in self._joint(option):
+            raise UsageError(f"{option}: {objection.reason}\n{objection.remedy}")
+
+    def _joint(self, option: str) -> Iterator[Objection]:
+        """Why rows cannot be scored apart from the others of their job, as `option` would do."""
         if self.keep == "auto":
-            raise UsageError(
-                "--shard: --keep auto would choose another rate in each shard\nchoose it in a run over a sample, then "
-                "give that rate"
-            )
-        if self.exit and self.exit_profile is None:
-            raise UsageError(
-                "--shard: each shard would learn other exits from the same rows, but for rounding\n"
-                "learn them in a run over a sample of the rows, then give its --exit-profile to all shards"
-            )
-        if self.rationale_limit is not None:
-            raise UsageError(
-                "--shard: --rationale-limit counts the chosen rows of the whole input, and a shard has some of them\n"
-                "leave it out, and choose fewer rows with --rationale-when"
-            )
-        if self.audit:
-            raise UsageError(
-                "--shard: --audit draws from all rows of a window, and a shard has some of them\n"
-                "audit a sample of the rows in a job without --shard"
+            yield Objection(
+                "--keep auto chooses one rate for all rows of a job",
+                "choose it in a run over a sample, then give that rate",
             )
         if self.compresses and not self._row_by_row:
-            raise UsageError(
-                "--shard: rows that share a prefix keep the same tokens of it, and a shard has some of these rows\n"
-                "give --compress-per-row --no-keep-private, so that a row's tokens follow from the row alone"
+            yield Objection(
+                "rows that share a prefix keep the same tokens of it, and some of these rows are not read",
+                "give --compress-per-row --no-keep-private, so that a row's tokens follow from the row alone",
+            )
+        if self.exit and (option != "--shard" or self.exit_profile is None):
+            yield Objection(
+                "--exit learns from the rows of the whole job, and bounds their flips together",
+                "leave one of them out; for shards, give the --exit-profile of a run over a sample",
+            )
+        if self.audit:
+            yield Objection("--audit draws from all rows", "audit a sample of the rows in a job of its own")
+        if self.rationale_limit is not None:
+            yield Objection(
+                "--rationale-limit counts the chosen rows of the whole input in their order",
+                "leave it out, and choose fewer rows with --rationale-when",
             )
 
     @property

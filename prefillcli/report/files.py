@@ -47,11 +47,8 @@ def _metrics(report: RunReport, now: float) -> Iterator[tuple[str, str, list[_Sa
         yield "score_mean", "Mean score of the output.", _one(report.mean_score)
     if report.mean_label_mass is not None:
         yield "label_mass_mean", "Mean label mass of the output.", _one(report.mean_label_mass)
-    if report.drift is not None and report.drift.distance is not None:
-        yield "score_drift", "Distance of the scores from those of an earlier run.", _one(report.drift.distance)
-    if report.gates:
-        passed: dict[str, float] = {gate.name: float(gate.passed) for gate in report.gates}
-        yield "gate_passed", "1 if the output was as expected, else 0, by gate.", _by("gate", passed)
+    for section in report.sections():
+        yield from section.metrics
     if report.audit is not None and report.audit.flip_rate is not None:
         yield (
             "audit_flip_rate",

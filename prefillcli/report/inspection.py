@@ -35,7 +35,7 @@ from prefillcli.report.rationale import (
     rationale_text,
 )
 from prefillcli.report.rendering import counted, pairs_table, preview, render_page, signed_bar, visible
-from prefillcli.stats.calibration import log_shares_of
+from prefillcli.stats.probabilities import log_shares_of
 
 # What a model says of a row after each of its layers: by how much one label is ahead, and where rows would leave.
 

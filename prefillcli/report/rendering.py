@@ -123,6 +123,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
+def row_name(row: int | None, own: str | None) -> str:
+    """What a table calls a row: its id, else its number."""
+    return own if own is not None else "" if row is None else f"row {row:,}"
+
+
 def mebibytes(size: float) -> str:
     """Bytes in MiB, without the unit: `1,234`."""
     return f"{size / 2**20:,.0f}"

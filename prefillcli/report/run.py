@@ -6,19 +6,20 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
+from copy import copy
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import PydanticSerializationError
 
+from prefillcli.core.feature import features
 from prefillcli.data.output.counts import LENGTH_EDGES, SCORE_BINS, Counts
 from prefillcli.engines.base import ReducedPacks, WeightsReport
 from prefillcli.redaction import shown_report
-from prefillcli.report.evaluation import RunEvaluation
 from prefillcli.report.exits import ExitUse
 from prefillcli.report.rationale import RationaleUse
+from prefillcli.report.section import Section
 from prefillcli.stats.audit import Audit
-from prefillcli.stats.calibration import CalibrationUse
 
 SCHEMA_VERSION = 1
 
@@ -109,14 +110,6 @@ class WorkerCounts(BaseModel):
     reduced: ReducedPacks | None = None  # None where its memory did not run out
 
 
-class SinceUse(BaseModel):
-    """What was taken over from an earlier output."""
-
-    output: str | None = None  # None where it is not known, as in a merge
-    rows: int = 0  # scored rows of the output that were, in all attempts
-    reason: str | None = None  # why none could be in this one
-
-
 class Histogram(BaseModel):
     """Rows in each bin, by series: bin i goes from edges[i] up to, not including, edges[i + 1]."""
 
@@ -151,28 +144,6 @@ class FailedRow(BaseModel):
     detail: str | None
 
 
-class Gate(BaseModel):
-    """What was expected of the output, and whether it is so."""
-
-    name: Literal["expect_rows", "min_label_mass", "max_drift"]
-    limit: str  # as it was given
-    value: float | None  # null where there is nothing to judge: then it is passed
-    passed: bool
-    text: str
-
-
-class DriftUse(BaseModel):
-    """The scores of an earlier run, with which those of this one are compared."""
-
-    report: str  # where that run's report was
-    started: str
-    fingerprint: dict[str, str] = Field(default_factory=dict)
-    scores: list[int]  # its rows in each bin of `histograms.score`, over all predictions
-    distance: float | None = None  # Kolmogorov-Smirnov; null until it is known
-    by_chance: float | None = None  # what it stays below 19 times of 20 if nothing has changed
-    before: DriftUse | None = None  # what that run was compared with
-
-
 class MemoryTrace(BaseModel):
     """Memory in use over the run, in bytes, thinned out over long runs."""
 
@@ -188,7 +159,9 @@ class MemoryTrace(BaseModel):
 
 
 class RunReport(BaseModel):
-    """What `run.json` holds."""
+    """What `run.json` holds. Features have keys of their own in it, which are in `blocks`."""
+
+    model_config = ConfigDict(extra="allow")
 
     schema_version: int = SCHEMA_VERSION
     run_id: str = ""
@@ -221,22 +194,31 @@ class RunReport(BaseModel):
     settings: dict[str, Any] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)
     fingerprint: dict[str, str] = Field(default_factory=dict)
-    calibration: CalibrationUse | None = None  # what made the column probability
     keep: float | None = None  # the job's keep rate, chosen or given, where there is a draft
     keep_auto: dict[str, Any] | None = None  # what --keep auto tried
-    rejects: str | None = None  # the file with the error rows, with --rejects
-    since: SinceUse | None = None  # with --since
     audit: Audit | None = None
     exits: ExitUse | None = None  # with early exits
     rationales: RationaleUse | None = None  # with rationales or evidence
-    evaluation: RunEvaluation | None = None  # with --truth
-    gates: list[Gate] = Field(default_factory=list)  # of a finished output
-    drift: DriftUse | None = None  # with --max-drift
     methods: dict[str, int] = Field(default_factory=dict)  # scored rows by method
     histograms: Histograms = Field(default_factory=Histograms)
     slowest: list[SlowRow] = Field(default_factory=list)
     failed: list[FailedRow] = Field(default_factory=list)
     memory_trace: MemoryTrace = Field(default_factory=MemoryTrace)
+
+    @classmethod
+    def new(cls, **given: Any) -> RunReport:
+        """A report with the keys of all features."""
+        return cls(**{name: copy(value) for each in features() for name, value in each.keys.items()}, **given)
+
+    @property
+    def blocks(self) -> dict[str, Any]:
+        """The keys of features."""
+        return self.model_extra  # type: ignore[return-value]  # it is there, as extra keys are allowed
+
+    def sections(self) -> list[Section]:
+        """What features say of the run."""
+        found = [each.section(self) for each in features() if each.keys.keys() <= self.blocks.keys()]
+        return [each for each in found if each is not None]
 
     def take(self, counts: Counts) -> None:
         """Take over what is known of the output's rows."""
@@ -245,10 +227,6 @@ class RunReport(BaseModel):
         rows.errors, rows.skipped = counts.errors, counts.skipped
         rows.errors_by_code = dict(counts.errors_by_code)
         self.mean_score, self.mean_label_mass = counts.mean_score, tallies.mean_label_mass
-        if self.since is None and counts.taken_over:
-            self.since = SinceUse()  # of a merge, or of earlier attempts
-        if self.since is not None:
-            self.since.rows = counts.taken_over
         if self.exits is not None:
             self.exits.take(counts)
         if self.rationales is None and (tallies.rationales.rows or tallies.evidence):
@@ -290,11 +268,8 @@ class RunReport(BaseModel):
             "report": safe.report,
             "page": safe.page,
         }
-        if self.since is not None:
-            line["since"] = {"rows": self.since.rows}
-        if self.evaluation is not None:
-            own = self.evaluation
-            line["evaluation"] = {"rows": own.rows, "accuracy": own.accuracy.value, "auc": own.auc.value}
+        for section in self.sections():
+            line |= section.summary
         if self.exits is not None:
             used = self.exits
             line["exits"] = {"status": used.status, "left": used.left_early, "layers_saved": used.layers_saved}

@@ -8,7 +8,6 @@ from typing import Any
 from prefillcli.compress.fallbacks import is_fallback
 from prefillcli.data.rows import FULL, ErrorCode
 from prefillcli.report.charts import Bar, bars, length_plot, memory_plot, score_plot
-from prefillcli.report.evaluation import evaluation_lines, evaluation_view
 from prefillcli.report.exits import exit_lines, exit_view
 from prefillcli.report.rationale import rationale_lines, rationale_view
 from prefillcli.report.rendering import (
@@ -71,7 +70,7 @@ def run_html(report: RunReport) -> str:
         audit=audit_lines(report.audit) if report.audit is not None else [],
         exits=exit_view(report.exits),
         rationales=rationale_view(report.rationales),
-        evaluation=evaluation_view(report.evaluation),
+        sections=[each for each in report.sections() if each.title],
         trials=(report.keep_auto or {}).get("trials", ()),
         settings={name: _text(value) for name, value in report.settings.items() if value not in (None, [], False, "")},
     )
@@ -232,12 +231,12 @@ def run_lines(report: RunReport) -> Iterator[tuple[str, str]]:
     if rows.skipped:
         counts += f", {rows.skipped:,} skipped"
     yield "rows", counts
-    if report.since is not None:
-        whence = "" if report.since.output is None else f" from {report.since.output}"
-        yield "taken over", f"{report.since.rows:,} rows{whence}"
-    yield from _judgements(report)
-    if report.calibration is not None:
-        yield "probability", report.calibration.sentence()
+    if report.mean_score is not None:
+        yield "mean score", f"{report.mean_score:.4f}"
+    if report.mean_label_mass is not None:
+        yield "label mass", f"{report.mean_label_mass:.4f} on average"
+    for section in report.sections():
+        yield from section.lines
     if tokens.prompt:
         own = tokens.computed - tokens.audit - tokens.follow_up
         yield (
@@ -257,8 +256,6 @@ def run_lines(report: RunReport) -> Iterator[tuple[str, str]]:
         yield from audit_lines(report.audit)
     if report.rationales is not None:
         yield from rationale_lines(report.rationales)
-    if report.evaluation is not None:
-        yield from evaluation_lines(report.evaluation)
     phases = {k: v for k, v in seconds.model_dump().items() if k != "total" and v >= 0.05}
     detail = ", ".join(f"{name} {value:.1f}" for name, value in phases.items())
     yield "seconds", f"{seconds.total:.1f}" + (f" ({detail})" if detail else "")
@@ -279,13 +276,3 @@ def run_lines(report: RunReport) -> Iterator[tuple[str, str]]:
         )
     yield "output", report.output or "none"
     yield "report", ", ".join(filter(None, (report.report, report.page))) or "none"
-
-
-def _judgements(report: RunReport) -> Iterator[tuple[str, str]]:
-    """What tells a night from others."""
-    if report.mean_score is not None:
-        yield "mean score", f"{report.mean_score:.4f}"
-    if report.mean_label_mass is not None:
-        yield "label mass", f"{report.mean_label_mass:.4f} on average"
-    for gate in report.gates:
-        yield "gate", f"{'passed' if gate.passed else 'FAILED'}: {gate.text}"

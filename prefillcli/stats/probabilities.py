@@ -48,3 +48,14 @@ def label_mass(logprobs: Float64Array) -> Float64Array:
     """Probability of all labels together over the whole vocabulary, float64 [...], at most 1 whatever was rounded."""
     mass: Float64Array = np.minimum(np.exp(logprobs).sum(axis=-1), 1.0)
     return mass
+
+
+LEAST_LOG = -745.0
+"""Logarithm of the smallest double: below it, a probability is 0."""
+
+
+def log_shares_of(logprobs: Float64Array) -> Float64Array:
+    """Logarithm of each label's probability among the labels, float64 [rows, labels]; finite, also where that is 0."""
+    top = logprobs - logprobs.max(axis=-1, keepdims=True)
+    shares: Float64Array = np.maximum(top - np.log(np.exp(top).sum(axis=-1, keepdims=True)), LEAST_LOG)
+    return shares

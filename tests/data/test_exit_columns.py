@@ -20,7 +20,7 @@ from prefillcli.data.output.shard_folders import of_schema, to_schema
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.output.target import Target
 from prefillcli.data.rows import ScoredRow, Window, early_exit_method, left_early, reading_method
-from prefillcli.stats.calibration import Calibration, TemperatureScaling
+from prefillcli.features.calibration.calibration import Calibration, TemperatureScaling
 from tests.data.outputs import LABELS, make_window, open_sink, read
 
 FULL = np.log(np.array([0.02, 0.01, 0.01]))  # over the vocabulary: Yes

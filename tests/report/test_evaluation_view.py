@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from prefillcli.report.evaluation import (
+from prefillcli.features.evaluation.report import (
     MOST_LABELS,
     EvaluatedRow,
     RunEvaluation,

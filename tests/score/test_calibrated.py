@@ -16,13 +16,13 @@ from typer.testing import CliRunner
 
 from prefillcli.cli import app
 from prefillcli.errors import UsageError
-from prefillcli.jobs.calibrate import calibrate_job
-from prefillcli.jobs.calibration_file import read_calibration
+from prefillcli.features.calibration.calibrate import calibrate_job
+from prefillcli.features.calibration.calibration import Calibration, IsotonicSteps, PlattScaling
+from prefillcli.features.calibration.calibration_file import read_calibration
+from prefillcli.features.calibration.options import CalibrateSettings
 from prefillcli.models.files import sample_model
-from prefillcli.options.calibrate import CalibrateSettings
 from prefillcli.options.load import load_settings
 from prefillcli.ray import Scorer
-from prefillcli.stats.calibration import Calibration, IsotonicSteps, PlattScaling
 from tests.score.jobs import TOLERANCE, Reference, read_output, read_report, score, texts, write_jsonl, write_parquet
 from tests.score.processes import Command, Hold, cut_small_windows
 from tests.score.test_shards import merge

@@ -19,7 +19,7 @@ from sklearn.metrics import (
     roc_auc_score,
 )
 
-from prefillcli.stats.calibration import PlattScaling
+from prefillcli.features.calibration.calibration import PlattScaling
 from tests.score.jobs import read_output, read_report, score, texts, write_jsonl, write_parquet
 from tests.score.processes import Command, Hold, cut_small_windows
 from tests.score.test_calibrated import save

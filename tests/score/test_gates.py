@@ -15,7 +15,7 @@ from scipy.stats import ks_2samp
 
 from prefillcli.data.output.counts import Counts
 from prefillcli.errors import UsageError
-from prefillcli.jobs.gates import GateKeeper
+from prefillcli.features.gates.judging import GateKeeper
 from prefillcli.jobs.merge import merge_job
 from prefillcli.options.commands import MergeSettings
 from prefillcli.options.load import load_settings

@@ -20,7 +20,7 @@ from sklearn.isotonic import IsotonicRegression
 from sklearn.metrics import accuracy_score, brier_score_loss, log_loss, roc_auc_score
 from sklearn.model_selection import StratifiedKFold
 
-from prefillcli.stats.calibration import (
+from prefillcli.features.calibration.calibration import (
     Calibration,
     ContentFreeScaling,
     IsotonicSteps,
@@ -29,7 +29,7 @@ from prefillcli.stats.calibration import (
     content_free_calibration,
     log_shares_of,
 )
-from prefillcli.stats.calibration_fits import (
+from prefillcli.features.calibration.fits import (
     METHODS,
     best_method,
     cross_validate,
@@ -284,7 +284,7 @@ def test_applying_one_needs_neither_scikit_learn_nor_scipy() -> None:
     code = (
         "import sys; sys.modules.update(sklearn=None, scipy=None)\n"
         "import numpy as np\n"
-        "from prefillcli.stats.calibration import Calibration, IsotonicSteps\n"
+        "from prefillcli.features.calibration.calibration import Calibration, IsotonicSteps\n"
         "c = Calibration(labels=('a', 'b'), scaling=IsotonicSteps(scores=(0, 1), probabilities=(0, 1)))\n"
         "assert abs(c.probabilities(np.log([[0.3, 0.7]]))[0, 0] - 0.3) < 1e-12"
     )

@@ -23,7 +23,6 @@ from prefillcli.data.proof.seals import JOB_KEY
 from prefillcli.data.rows import ErrorCode, Float64Array, Int64Array, Prompt, RowError, ScoredRow, Window
 from prefillcli.data.values import text_of
 from prefillcli.errors import UsageError
-from prefillcli.stats.calibration import Calibration
 from prefillcli.stats.probabilities import Measure, label_mass, label_scores
 
 Group = Literal["audit", "calibrated", "exits", "adapters", "rationales", "evidence"]
@@ -64,6 +63,8 @@ NO_GROUPS = ColumnGroups()
 ROW_COLUMN = "row"
 """The column with the row number, in an output without ids."""
 
+Probabilities = Callable[[Float64Array], Float64Array]
+"""Calibrated probabilities of label log-probabilities, both [rows, labels]."""
 ObjectArray = npt.NDArray[np.object_]
 _KINDS = {
     Measure.SHARES: "label log-probabilities",
@@ -107,7 +108,7 @@ class ResultRows:
         errors: dict[int, RowError],
         labels: Sequence[str],
         temperature: float,
-        calibration: Calibration | None = None,
+        probabilities: Probabilities | None = None,
         measure: Measure = Measure.SHARES,
     ) -> ResultRows:
         """Made of some rows of a window. A result that is not a finite number becomes an error."""
@@ -135,7 +136,7 @@ class ResultRows:
                 None if each.audit is None else label_scores(each.audit, temperature, measure) for each in results
             ],
             labels=tuple(labels),
-            calibrated=None if calibration is None else calibration.probabilities(logprobs[finite]),
+            calibrated=None if probabilities is None else probabilities(logprobs[finite]),
             measure=measure,
         )
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 import pyarrow as pa
 
 from prefillcli.data.output import heartbeat, parts
-from prefillcli.data.output.columns import NO_GROUPS, ColumnGroups, OutputSchema, ResultRows, kinds_of
+from prefillcli.data.output.columns import NO_GROUPS, ColumnGroups, OutputSchema, Probabilities, ResultRows, kinds_of
 from prefillcli.data.output.counts import ROW, Counts
 from prefillcli.data.output.locks import Lock
 from prefillcli.data.output.manifest import Job, Manifest, replaced
@@ -20,7 +20,6 @@ from prefillcli.data.output.target import Target
 from prefillcli.data.reading.partitions import Partitions
 from prefillcli.data.rows import Int64Array, RowError, ScoredRow, Window
 from prefillcli.data.shard import Shard
-from prefillcli.stats.calibration import Calibration
 from prefillcli.stats.probabilities import Measure
 
 
@@ -70,7 +69,7 @@ class Sink:
 
         `selection` are the options that say which rows of the input are taken, `carried` is the schema of the id and
         the kept columns (`Source.carried_schema`); `truth` is the carried column with the right answers. The output
-        has the columns of these `groups`; for calibrated ones `write` needs the calibration. `measure` says what the
+        has the columns of these `groups`; for calibrated ones `write` needs the probabilities. `measure` says what the
         labels' numbers are. With `partitions`, whose keys are carried columns, the files of a directory lie in folders
         that hold them. With `retry_errors` the error rows that are there are to be written again. Raises UsageError
         for an unknown ending, a clash of column names, or if the job's own output exists and no flag is given;
@@ -208,7 +207,7 @@ class Sink:
         errors: dict[int, RowError],
         *,
         temperature: float,
-        calibration: Calibration | None = None,
+        probabilities: Probabilities | None = None,
         carried: Sequence[tuple[int, str]] | None = None,
     ) -> None:
         """Write rows of a window as one part, safe on disk when this returns.
@@ -227,7 +226,7 @@ class Sink:
             return
         self._lock.check()
         schema = self._schema
-        found = ResultRows.of(window, results, errors, schema.labels, temperature, calibration, schema.measure)
+        found = ResultRows.of(window, results, errors, schema.labels, temperature, probabilities, schema.measure)
         rows = parts.with_digests(parts.make_rows(window, found, schema.groups), found)
         self._write_part(window, rows, carried)
 

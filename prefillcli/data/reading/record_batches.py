@@ -112,6 +112,8 @@ class TableRows:
     """
 
     kind = "parquet"
+    carried_schema = pa.schema([])
+    partition_keys: tuple[str, ...] = ()
 
     def __init__(self, table: pa.Table, bad: Mapping[int, str] = MappingProxyType({})) -> None:
         self._bad = bad

@@ -5,9 +5,25 @@ from __future__ import annotations
 from typing import Literal
 
 from prefillcli.errors import UsageError
-from prefillcli.options import requirements
-from prefillcli.options.option import ANSWERS, FILES, FIT, RUN, Settings, argument, option
+from prefillcli.options.option import ANSWERS, FILES, RUN, Settings, argument, option
+from prefillcli.options.requirements import Requirement
 from prefillcli.options.values import NameList, TextList
+
+FIT = "Fit"
+TEMPLATE = Requirement(
+    lambda s: s.template is not None,
+    "replaces the columns of a template, but there is none: what of a prompt is content cannot be known",
+    "write the prompt as a --template",
+)
+CALIBRATE_WITH = Requirement(
+    lambda s: bool(s.calibrate_with), "is for --calibrate-with, but that is not given", "give --calibrate-with N/A"
+)
+TRUTH_FROM = Requirement(
+    lambda s: s.truth_from is not None,
+    "is for --truth-from, but that is not given",
+    "give --truth-from FILE",
+    recipe_may_keep=True,
+)
 
 
 class ProbabilityOptions(Settings):
@@ -22,23 +38,18 @@ class ProbabilityOptions(Settings):
         (),
         "Text without content, like N/A: what the model answers to the template with it is divided out, in the column "
         "probability; repeatable.",
-        ANSWERS, changes="columns", metavar="TEXT", repeatable=True, requires=requirements.TEMPLATE,
+        ANSWERS, changes="columns", metavar="TEXT", repeatable=True, requires=TEMPLATE,
     )  # fmt: skip
     calibrate_columns: NameList = option(
         (),
         "Columns of the template that --calibrate-with replaces, comma-separated. (default: all that hold text)",
-        ANSWERS, changes="columns", metavar="NAMES", requires=requirements.CALIBRATE_WITH,
+        ANSWERS, changes="columns", metavar="NAMES", requires=CALIBRATE_WITH,
     )  # fmt: skip
 
     @property
     def calibrates(self) -> bool:
         """Whether the output has probabilities beside the scores."""
         return self.calibration is not None or bool(self.calibrate_with)
-
-    def check(self) -> None:
-        super().check()
-        if self.calibration is not None and self.calibrate_with:
-            raise UsageError("--calibration and --calibrate-with both make the probability: give only one of them")
 
 
 class CalibrateSettings(Settings):
@@ -64,7 +75,7 @@ class CalibrateSettings(Settings):
     id_column: str | None = option(
         None,
         "Column with the ids, in the scores and in --truth-from. (default: the one that the scores were made with)",
-        FILES, changes="report", metavar="NAME", requires=requirements.TRUTH_FROM,
+        FILES, changes="report", metavar="NAME", requires=TRUTH_FROM,
     )  # fmt: skip
     output: str = option(
         "calibration.json",

@@ -21,13 +21,13 @@ from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Prompt, RowBatch
 from prefillcli.engines.base import PlanEngine
 from prefillcli.errors import PrefillError, UsageError
+from prefillcli.features.calibration.calibration import SCHEMA_VERSION, Calibration, content_free_calibration
+from prefillcli.features.calibration.options import ProbabilityOptions
 from prefillcli.jobs.sealed_file import read_sealed
 from prefillcli.models.files import names_classifier, read_json, sample_model
-from prefillcli.options.calibrate import ProbabilityOptions
 from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import without_secrets
 from prefillcli.runtime import log
-from prefillcli.stats.calibration import SCHEMA_VERSION, Calibration, content_free_calibration
 
 REFUSED = {
     "model": "model",

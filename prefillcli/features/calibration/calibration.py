@@ -14,10 +14,9 @@ from typing import Annotated, Final, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from prefillcli.stats.probabilities import Float64Array
+from prefillcli.stats.probabilities import LEAST_LOG, Float64Array, log_shares_of
 
 SCHEMA_VERSION: Final = 1
-_LEAST = -745.0  # logarithm of the smallest double: below it, a probability is 0
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -189,13 +188,6 @@ class Calibration(_Frozen):
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def log_shares_of(logprobs: Float64Array) -> Float64Array:
-    """Logarithm of each label's probability among the labels, float64 [rows, labels]; finite, also where that is 0."""
-    top = logprobs - logprobs.max(axis=-1, keepdims=True)
-    shares: Float64Array = np.maximum(top - np.log(np.exp(top).sum(axis=-1, keepdims=True)), _LEAST)
-    return shares
-
-
 def softmax(logits: Float64Array) -> Float64Array:
     """Probabilities that are proportional to exp(logits), float64 [..., labels]."""
     weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
@@ -207,5 +199,5 @@ def content_free_calibration(labels: Sequence[str], logprobs: Float64Array) -> C
     """The contextual calibration of prompts without content, whose label log-probabilities are `logprobs`
     [prompts, labels]: the mean of their probabilities counts."""
     mean = np.exp(log_shares_of(logprobs)).mean(axis=0)
-    logarithms = np.log(np.maximum(mean, np.exp(_LEAST)))
+    logarithms = np.log(np.maximum(mean, np.exp(LEAST_LOG)))
     return Calibration(labels=tuple(labels), scaling=ContentFreeScaling(content_free=tuple(logarithms.tolist())))

@@ -1,17 +1,18 @@
-"""`--since`: rows that an earlier job has scored are written as they are, and only the others go to the model."""
+"""The scored rows of an earlier job's output, found again by their digests."""
 
 from __future__ import annotations
 
 import mmap
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from pydantic import BaseModel
 
 from prefillcli.data.filesystems import reading, writing
 from prefillcli.data.output.columns import OutputSchema, result_schema
@@ -23,11 +24,15 @@ from prefillcli.data.output.target import Published, Target
 from prefillcli.data.rows import Int64Array, Window
 from prefillcli.errors import DamagedFileError, OutputConflictError, OutputDamagedError, PrefillError
 from prefillcli.jobs.recorder import Recorder
-from prefillcli.options.score import ScoreSettings
-from prefillcli.report.run import SinceUse
 from prefillcli.runtime import log
 
-# The scored rows of an earlier job's output, found again by their digests.
+
+class SinceUse(BaseModel):
+    """What was taken over from an earlier output."""
+
+    output: str | None = None  # None where it is not known, as in a merge
+    rows: int = 0  # scored rows of the output that were, in all attempts
+    reason: str | None = None  # why none could be in this one
 
 
 NOT_COMPARED = "input"
@@ -214,7 +219,7 @@ def _usable(table: pa.Table) -> pa.ChunkedArray:
 
 
 def find_earlier(
-    settings: ScoreSettings, output: str, fingerprint: dict[str, str]
+    settings: Any, output: str, fingerprint: dict[str, str]
 ) -> tuple[FoundOutput | None, SinceUse | None]:
     """The output of `--since`, and what the report says of it; with `--retry-errors` the job's own.
 
@@ -234,7 +239,7 @@ def find_earlier(
     return found, SinceUse(output=settings.since)
 
 
-def _retries(settings: ScoreSettings, output: str) -> bool:
+def _retries(settings: Any, output: str) -> bool:
     """Whether a job begins, or goes on, to score the error rows of its own complete output again."""
     if settings.shard is not None or not (settings.resume or settings.retry_errors):
         return False
@@ -245,28 +250,15 @@ def _retries(settings: ScoreSettings, output: str) -> bool:
     return False
 
 
-@contextmanager
-def opened_rows(found: FoundOutput | None, sink: Sink) -> Iterator[EarlierOutput | None]:
-    """The rows of the output that was found, while this runs. Raises as `EarlierOutput`."""
-    if found is None:
-        yield None
-        return
-    earlier = EarlierOutput(found, sink.schema, sink.local_folder)
-    try:
-        yield earlier
-    finally:
-        earlier.close()
-
-
 def left_to_score(
-    windows: Iterator[Window], earlier: EarlierOutput | None, sink: Sink, recorder: Recorder
+    windows: Iterator[Window], earlier: EarlierOutput, sink: Sink, recorder: Recorder
 ) -> Iterator[Window]:
     """The windows without the rows that are taken over, which are written first.
 
     A window with nothing left is written whole, and not yielded.
     """
     for window in windows:
-        taken = None if earlier is None else earlier.take(window)
+        taken = earlier.take(window)
         if taken is not None:
             recorder.take_over(window, taken)
             if not window.prompts:

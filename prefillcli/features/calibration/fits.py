@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from prefillcli.stats.calibration import (
+from prefillcli.features.calibration.calibration import (
     HeldOut,
     IsotonicSteps,
     PlattScaling,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from pydantic import BaseModel, Field
 
 from prefillcli.report.charts import Box, Plot, Tick
-from prefillcli.report.rendering import counted, percent_interval, visible
+from prefillcli.report.rendering import TableRows, counted, percent_interval, row_name, visible
+from prefillcli.report.section import Part, Section
 from prefillcli.stats.evaluation import Evaluation, ReliabilityBin
 from prefillcli.stats.intervals import Estimate
 from prefillcli.stats.ranking import ThresholdFigures
@@ -139,24 +139,39 @@ _SHARES = [Tick(100 * at, f"{100 * at:g} %") for at in (0.0, 0.25, 0.5, 0.75, 1.
 _DIAGONAL = "0,100 100,0"
 
 
-def evaluation_view(found: RunEvaluation | None) -> dict[str, Any] | None:
-    """None without an evaluation."""
-    if found is None:
+def section(found: RunEvaluation) -> Section:
+    """The evaluation in terminal, page and summary."""
+    labels = [
+        [each.label, f"{each.rows:,}", _percent(each.precision), _percent(each.recall), _number(each.f1),
+         _number(each.auc.value), _number(each.average_precision)]
+        for each in found.by_label if each.rows
+    ]  # fmt: skip
+    header = ["label", "rows", "precision", "recall", "F1", "AUC", "average precision"]
+    return Section(
+        title="Evaluation",
+        lines=list(evaluation_lines(found)),
+        charts=list(_charts(found)),
+        parts=[
+            Part(title="Confusion", table=_confusion(found)),
+            Part(title="Each label against the rest", table=[header, *labels] if labels else None),
+            Part(title="Surest and wrong", table=_rows_table(found.surest_wrong)),
+            Part(title="Near the threshold", above=_near_note(found), table=_rows_table(found.near_threshold)),
+        ],
+        summary={"evaluation": {"rows": found.rows, "accuracy": found.accuracy.value, "auc": found.auc.value}},
+    )
+
+
+def _rows_table(rows: list[EvaluatedRow]) -> TableRows | None:
+    """A row of the table for each of the rows, and below it its text."""
+    if not rows:
         return None
-    return {
-        "lines": list(evaluation_lines(found)),
-        "charts": [chart for chart in _charts(found) if chart[2] is not None],
-        "confusion": _confusion(found),
-        "labels": [
-            (each.label, f"{each.rows:,}", _percent(each.precision), _percent(each.recall), _number(each.f1),
-             _number(each.auc.value), _number(each.average_precision))
-            for each in found.by_label if found.rows
-        ],
-        "rows": [
-            ("Surest and wrong", found.surest_wrong, ""),
-            ("Near the threshold", found.near_threshold, _near_note(found)),
-        ],
-    }  # fmt: skip
+    table = [["row", "score", "right answer", "prediction", "probability"]]
+    for row in rows:
+        probability = f"{100 * row.probability:.1f} %"
+        table.append([row_name(row.row, row.id), f"{row.score:.4f}", row.truth, row.prediction, probability])
+        if row.text is not None:
+            table.append([row.text])
+    return table
 
 
 def reliability_plot(bins: list[ReliabilityBin], happens: str) -> Plot | None:
@@ -192,34 +207,28 @@ def curve_plot(x: list[float], y: list[float], series: list[tuple[str, str]], be
     return Plot(x=_SHARES, y=_SHARES, series=series, lines=[points, beside])
 
 
-def _charts(found: RunEvaluation) -> list[tuple[str, str, Plot | None]]:
-    """Title, what the axes are, and the chart."""
+def _charts(found: RunEvaluation) -> Iterator[Part]:
     several = len(found.labels) > 2
     what = "predictions are right" if several else f"{found.labels[0]} is right" if found.labels else ""
-    charts: list[tuple[str, str, Plot | None]] = [
-        (
-            "Reliability",
-            "Across: the probability that the scores say. Up: how often it is so.",
-            reliability_plot(found.reliability, what),
-        )
-    ]
+    axes = "Across: the probability that the scores say. Up: how often it is so."
+    yield Part(title="Reliability", plot=reliability_plot(found.reliability, what), note=axes)
     if found.calibrated is not None:
-        note = "The same of the calibrated probabilities."
-        charts.append(("Reliability, calibrated", note, reliability_plot(found.calibrated.reliability, what)))
-    if found.roc is not None:
-        area = [("ROC", f"AUC {_number(found.auc.value)}"), ("chance", "")]
-        points = found.roc.false_positive_rate, found.roc.true_positive_rate
-        note = f"Across: of the {found.labels[1]} rows those found. Up: of the {found.labels[0]} rows those found."
-        charts.append(("ROC", note, curve_plot(*points, area, _DIAGONAL)))
-    if found.precision_recall is not None and found.roc is not None:
+        plot = reliability_plot(found.calibrated.reliability, what)
+        yield Part(title="Reliability, calibrated", plot=plot, note="The same of the calibrated probabilities.")
+    if found.roc is None:
+        return
+    area = [("ROC", f"AUC {_number(found.auc.value)}"), ("chance", "")]
+    plot = curve_plot(found.roc.false_positive_rate, found.roc.true_positive_rate, area, _DIAGONAL)
+    note = f"Across: of the {found.labels[1]} rows those found. Up: of the {found.labels[0]} rows those found."
+    yield Part(title="ROC", plot=plot, note=note)
+    if found.precision_recall is not None:
         curve, height = found.precision_recall, 100 - 100 * _positives(found) / found.rows
         area = [("precision", f"average {_number(found.average_precision.value)}"), ("chance", "")]
-        flat = f"0,{height:.2f} 100,{height:.2f}"
+        plot = curve_plot(curve.recall, curve.precision, area, f"0,{height:.2f} 100,{height:.2f}")
         note = (
             f"Across: recall, of the {found.labels[0]} rows those found. Up: precision, of those found the right ones."
         )
-        charts.append(("Precision and recall", note, curve_plot(curve.recall, curve.precision, area, flat)))
-    return charts
+        yield Part(title="Precision and recall", plot=plot, note=note)
 
 
 def _positives(found: RunEvaluation) -> float:
@@ -229,7 +238,7 @@ def _positives(found: RunEvaluation) -> float:
     return found.best_f1.rows * found.best_f1.precision / found.best_f1.recall
 
 
-def _confusion(found: RunEvaluation) -> list[list[str]] | None:
+def _confusion(found: RunEvaluation) -> TableRows | None:
     """None without rows, for values, and for more labels than fit."""
     if not found.rows or not found.confusion or len(found.labels) > MOST_LABELS:
         return None

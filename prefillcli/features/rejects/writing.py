@@ -1,4 +1,4 @@
-"""`--rejects`: the rows without a score once more, as the input has them, for who mends them."""
+"""The file of rejects, written from a finished output and its input."""
 
 from __future__ import annotations
 

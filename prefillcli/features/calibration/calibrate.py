@@ -20,15 +20,15 @@ from prefillcli.data.proof.seals import sealed_text
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Float64Array, Int64Array
 from prefillcli.errors import PrefillError, ResourceError, UsageError
+from prefillcli.features.calibration.calibration import Calibration, FittedOn, PlattScaling
+from prefillcli.features.calibration.options import CalibrateSettings
 from prefillcli.jobs.path_table import require_apart, require_json
 from prefillcli.jobs.shell import shell
-from prefillcli.options.calibrate import CalibrateSettings
 from prefillcli.redaction import without_secrets
 from prefillcli.report.rendering import WIDTH, numbers_table, stderr_console
 from prefillcli.runtime import log
 from prefillcli.runtime.extras import require_extra
-from prefillcli.stats.calibration import Calibration, FittedOn, PlattScaling, log_shares_of
-from prefillcli.stats.probabilities import label_probabilities
+from prefillcli.stats.probabilities import label_probabilities, log_shares_of
 
 # What `prefill score` wrote, read again with right answers beside it.
 
@@ -283,7 +283,7 @@ def calibrate_job(settings: CalibrateSettings) -> dict[str, Any]:
 
 def _fitted(settings: CalibrateSettings, rows: LabelledScores) -> Calibration:
     """The calibration of these rows. Raises UsageError if there are too few of them, or the method is not for them."""
-    from prefillcli.stats.calibration_fits import best_method, cross_validate, fit_scaling, methods_for
+    from prefillcli.features.calibration.fits import best_method, cross_validate, fit_scaling, methods_for
 
     labels, truth = rows.labels, rows.truth
     able = methods_for(len(labels))

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.scored_truth import ScoredTruth, read_scored_truth, row_names
 from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.encoding import Encoder
@@ -16,11 +15,10 @@ from prefillcli.data.rows import Float64Array, Int32Array, Window
 from prefillcli.data.search import find_prompts
 from prefillcli.data.values import to_python
 from prefillcli.errors import UsageError
-from prefillcli.jobs.inputs import JobInputs
+from prefillcli.features.evaluation.report import CalibratedFigures, EvaluatedRow, RunEvaluation, TruthValue
+from prefillcli.jobs.inputs import Opening
 from prefillcli.options.score import ScoreSettings
 from prefillcli.plan.trie import common_prefix
-from prefillcli.report.evaluation import CalibratedFigures, EvaluatedRow, RunEvaluation, TruthValue
-from prefillcli.stats.audit import Audit, audit_of
 from prefillcli.stats.evaluation import (
     Evaluation,
     closest_call,
@@ -32,8 +30,6 @@ from prefillcli.stats.evaluation import (
 )
 from prefillcli.stats.probabilities import Measure
 
-EVALUATION = "evaluation"
-"""Where the plan of a shard has the `EvaluationPlan`, for `prefill merge`."""
 MOST_ROWS = 20
 """Rows of each kind that are named."""
 _MOST_VALUES = 20
@@ -72,10 +68,8 @@ class EvaluationPlan:
         return asdict(self)
 
     @classmethod
-    def of(cls, settings: ScoreSettings, labels: Labels) -> EvaluationPlan | None:
-        """None without --truth. Raises UsageError for what the labels do not allow."""
-        if settings.truth is None:
-            return None
+    def of(cls, settings: ScoreSettings, labels: Labels) -> EvaluationPlan:
+        """Raises UsageError for options that the labels do not allow."""
         values = labels.measure is Measure.VALUES
         if settings.wanted_precision is not None and len(labels.labels) > 2 and not values:
             raise UsageError(
@@ -87,8 +81,8 @@ class EvaluationPlan:
             labels.with_absence,
             settings.temperature,
             settings.wanted_precision,
-            settings.calibrates,
-            settings.exit,
+            getattr(settings, "calibrates", False),
+            getattr(settings, "exit", False),
             values,
         )
 
@@ -157,15 +151,20 @@ def require_labels(window: Window, plan: EvaluationPlan, *, json_text: bool) -> 
         raise _no_label(plan, found)
 
 
-def with_texts(evaluation: RunEvaluation, inputs: JobInputs, id_name: str | None) -> RunEvaluation:
+def with_texts(evaluation: RunEvaluation, opening: Opening) -> RunEvaluation:
     """The evaluation with the text of the rows that it names, for which the input is read again.
 
     A text is the end of what the model read, without the beginning that all of these rows share.
     """
     rows = [*evaluation.surest_wrong, *evaluation.near_threshold]
     named = {_name(row) for row in rows}
-    prompts = find_prompts(inputs.source, inputs.builder, inputs.labels, named=named, id_column=id_name)
-    decode = Encoder(inputs.opened.tokenizer).decode
+    builder = opening.new_builder()
+    try:
+        id_column = opening.settings.id_column
+        prompts = find_prompts(opening.source, builder, opening.labels, named=named, id_column=id_column)
+    finally:
+        builder.close()
+    decode = Encoder(opening.opened.tokenizer).decode
     tokens = [prompt.tokens for prompt in prompts.values()]
     shared = min((common_prefix(tokens[0], each) for each in tokens[1:]), default=0)
     texts = {name: _end_of(prompt.tokens, shared, decode) for name, prompt in prompts.items()}
@@ -243,10 +242,3 @@ def _evaluated_row(
 
 def _shortened(text: str) -> str:
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
-
-
-def audited_rows(counts: Counts, labels: Labels) -> Audit:
-    """What compression did to the rows that were read both ways."""
-    audited = counts.audited
-    pairs = [(score, full, labels.is_positive(answer)) for score, full, _, answer in audited]
-    return audit_of(pairs, [flipped for _, _, flipped, _ in audited])

@@ -1,0 +1,1 @@
+"""The hooks of a job, and the features that use them."""

@@ -1,0 +1,114 @@
+"""Calibrated probabilities beside the scores: from a file of `prefill calibrate`, or from prompts without content."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from prefillcli.core.feature import Command, Feature
+from prefillcli.core.side_files import SideFile, json_with
+from prefillcli.errors import UsageError
+from prefillcli.features.calibration.options import CalibrateSettings, ProbabilityOptions
+
+if TYPE_CHECKING:
+    from prefillcli.data.output.counts import Counts
+    from prefillcli.data.prompts.labels import Labels
+    from prefillcli.engines.base import PlanEngine
+    from prefillcli.features.calibration.calibration import Calibration
+    from prefillcli.jobs.inputs import Opening
+    from prefillcli.jobs.score import Job
+    from prefillcli.report.run import RunReport
+    from prefillcli.report.section import Section
+
+CONTENT_FREE = "content_free"
+"""Where the plan of a job has the calibration that is learnt from prompts without content."""
+
+
+def calibrate(settings: CalibrateSettings) -> dict[str, Any]:
+    """Fit probabilities to SCORES with right answers: temperature, Platt or isotonic, chosen by cross-validation.
+
+    A table goes to stderr; the last line on stdout is one JSON object that sums it up.
+    """
+    from prefillcli.features.calibration.calibrate import calibrate_job
+
+    return calibrate_job(settings)
+
+
+class Calibrating(Feature):
+    """The probabilities of a job. The key `calibration` of its report holds a `calibration.CalibrationUse`."""
+
+    order = 20
+    options = {"score": ProbabilityOptions}
+    commands = {"calibrate": Command(CalibrateSettings, calibrate)}
+    columns = ("calibrated",)
+    keys = {"calibration": None}
+    side_files = {"calibration": SideFile("a calibration", json_with("labels", "scaling"))}
+    calibration: Calibration | None = None
+
+    @classmethod
+    def asked(cls, settings: ProbabilityOptions) -> bool:
+        return settings.calibrates
+
+    def check(self) -> None:
+        if self.settings.calibration is not None and self.settings.calibrate_with:
+            raise UsageError("--calibration and --calibrate-with both make the probability: give only one of them")
+
+    def meaningless(self, labels: Labels) -> list[str]:
+        return ["calibration" if self.settings.calibration is not None else "calibrate-with"]
+
+    def source_opened(self, opening: Opening) -> None:
+        from prefillcli.features.calibration.calibration_file import check_calibration
+
+        check_calibration(self.settings)
+
+    def models_opened(self, opening: Opening) -> None:
+        from prefillcli.features.calibration import calibration_file
+
+        self.calibration = calibration_file.calibration_of(self.settings, opening.labels.labels)
+        self._use(opening)
+
+    def identity(self, opening: Opening) -> Mapping[str, str]:
+        return {} if self.calibration is None else {"calibration": self.calibration.digest()}
+
+    def identified(self, job: Job) -> None:
+        if self.calibration is not None:
+            from prefillcli.features.calibration.calibration_file import require_fitting
+
+            require_fitting(self.calibration, self.settings.calibration, job.report.fingerprint)
+
+    def rows_opened(self, opening: Opening) -> None:
+        from prefillcli.features.calibration.calibration_file import content_free_prompts
+
+        opening.common = content_free_prompts(self.settings, opening.source, opening.builder, opening.labels)
+
+    def learn(
+        self, opening: Opening, engine: PlanEngine, plan: Mapping[str, Any], tick: Callable[[float], None]
+    ) -> Mapping[str, Any]:
+        if self.calibration is not None:
+            return {}
+        from prefillcli.features.calibration.calibration import Calibration
+        from prefillcli.features.calibration.calibration_file import contextual_calibration
+
+        if CONTENT_FREE in plan:
+            self.calibration = Calibration.model_validate(plan[CONTENT_FREE])
+        else:
+            self.calibration = contextual_calibration(opening.common, opening.labels, engine, tick)
+        self._use(opening)
+        return {CONTENT_FREE: self.calibration.model_dump(mode="json")}
+
+    def _use(self, opening: Opening) -> None:
+        opening.probabilities = None if self.calibration is None else self.calibration.probabilities
+
+    def reported(self, job: Job, counts: Counts | None) -> None:
+        if self.calibration is not None:
+            job.report.blocks["calibration"] = self.calibration.use()
+
+    @classmethod
+    def section(cls, report: RunReport) -> Section | None:
+        from prefillcli.report.section import Section
+
+        use = report.blocks["calibration"]
+        return None if use is None else Section(lines=[("probability", use.sentence())])
+
+
+FEATURE = Calibrating

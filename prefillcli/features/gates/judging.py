@@ -1,0 +1,175 @@
+"""Whether a finished output is what was expected: its rows, its label mass, the distribution of its scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError
+
+from prefillcli.data.given_file import MissingFileError, read_given
+from prefillcli.data.output.counts import SCORE_BINS
+from prefillcli.errors import PrefillError, UsageError
+from prefillcli.features.gates import GateOptions
+from prefillcli.redaction import without_secrets
+from prefillcli.report.run import RunReport
+from prefillcli.report.section import Section
+from prefillcli.runtime import log
+
+
+class Gate(BaseModel):
+    """What was expected of the output, and whether it is so."""
+
+    name: Literal["expect_rows", "min_label_mass", "max_drift"]
+    limit: str  # as it was given
+    value: float | None  # null where there is nothing to judge: then it is passed
+    passed: bool
+    text: str
+
+
+class DriftUse(BaseModel):
+    """The scores of an earlier run, with which those of this one are compared.
+
+    The report of this run remembers them: should it fail, the next attempt compares with them, not with what failed.
+    """
+
+    report: str  # where that run's report was
+    started: str
+    fingerprint: dict[str, str] = Field(default_factory=dict)
+    scores: list[int]  # its rows in each bin of `histograms.score`, over all predictions
+    distance: float | None = None  # Kolmogorov-Smirnov; null until it is known
+    by_chance: float | None = None  # what it stays below 19 times of 20 if nothing has changed
+    before: DriftUse | None = None  # what that run was compared with
+
+
+_CRITICAL = 1.358
+"""The 95 % point of Kolmogorov's distribution."""
+
+
+def score_distance(counts: Sequence[int], others: Sequence[int]) -> float | None:
+    """The two-sample Kolmogorov-Smirnov statistic of binned scores, from 0 to 1.
+
+    That is the largest difference between the two shares of scores below any edge of the bins, which are the same.
+    None where a histogram is empty.
+    """
+    rows, other_rows = sum(counts), sum(others)
+    if not rows or not other_rows:
+        return None
+    largest, below, others_below = 0.0, 0, 0
+    for count, other in zip(counts, others, strict=True):
+        below, others_below = below + count, others_below + other
+        largest = max(largest, abs(below / rows - others_below / other_rows))
+    return largest
+
+
+def chance_distance(rows: int, other_rows: int) -> float:
+    """The distance that two samples of one distribution stay below 19 times out of 20, by Kolmogorov's limit.
+
+    Both need many rows; for scores in bins it is an upper bound.
+    """
+    return min(_CRITICAL * math.sqrt((rows + other_rows) / (rows * other_rows)), 1.0)
+
+
+def earlier_scores(given: str | None, replaced: str | None) -> DriftUse | None:
+    """The scores to compare with: those of the report that `--drift-from` names, else of the one that is replaced.
+
+    None where there are none. Raises UsageError for a --drift-from that is not the report of a run with scores.
+    """
+    if given is not None:
+        again = "name the run.json of an earlier run"
+        try:
+            found = drift_reference(RunReport.model_validate_json(read_given("--drift-from", given, again)), given)
+        except ValidationError:
+            raise UsageError(f"--drift-from {given}: it is not the report of a run\n{again}") from None
+        if found is None:
+            raise UsageError(
+                f"--drift-from {given}: its run has no scores that passed its gates\nname another run.json"
+            )
+        return found
+    if replaced is None:
+        return None
+    try:
+        return drift_reference(RunReport.model_validate_json(read_given("--report", replaced)), replaced)
+    except MissingFileError:
+        return None
+    except (PrefillError, ValidationError):
+        log.warning(f"--max-drift: {without_secrets(replaced)} is not the report of a run, and is not compared with")
+        return None
+
+
+def drift_reference(report: RunReport, path: str) -> DriftUse | None:
+    """What a run's scores are compared with, by the report of an earlier one.
+
+    These are its own scores if it was complete and passed its gates, and else those that it was compared with.
+    """
+    scores = score_histogram(report.histograms.score.counts)
+    drift: Any = report.blocks.get("drift")
+    before = None if drift is None else DriftUse.model_validate(drift)
+    gates = [Gate.model_validate(each) for each in report.blocks.get("gates", ())]
+    if report.status != "complete" or not all(gate.passed for gate in gates) or not sum(scores):
+        return before
+    return DriftUse(
+        report=without_secrets(path),
+        started=report.started,
+        fingerprint=report.fingerprint,
+        scores=scores,
+        before=None if before is None else before.model_copy(update={"before": None}),
+    )
+
+
+def score_histogram(by_prediction: dict[str, list[int]]) -> list[int]:
+    """Rows in each of the bins of equal width from 0 to 1, whatever they are predicted to be."""
+    return [sum(bins) for bins in zip(*by_prediction.values(), strict=True)] or [0] * SCORE_BINS
+
+
+def judge(options: GateOptions, report: RunReport) -> Iterator[Gate]:
+    """What each gate says of the rows of a whole output."""
+    drift: DriftUse | None = report.blocks["drift"]
+    if drift is not None and drift.fingerprint == report.fingerprint and drift.before is not None:
+        drift = report.blocks["drift"] = drift.before  # the report that is replaced is of this very job
+    rows, wanted = report.rows.total, options.row_range
+    if wanted is not None:
+        passed = rows >= wanted[0] and (wanted[1] is None or rows <= wanted[1])
+        text = f"the input has {rows:,} rows; --expect-rows is {options.expect_rows}"
+        yield Gate(name="expect_rows", limit=str(options.expect_rows), value=rows, passed=passed, text=text)
+    mass, least = report.mean_label_mass, options.min_label_mass
+    if least is not None:
+        text = "no scored row has a label mass"
+        if mass is not None:
+            text = f"the mean label mass is {mass:.4g}; --min-label-mass is {least:g}"
+        yield Gate(
+            name="min_label_mass", limit=f"{least:g}", value=mass, passed=mass is None or mass >= least, text=text
+        )
+    if options.max_drift is not None:
+        yield _drift_gate(report, drift, options.max_drift)
+
+
+def _drift_gate(report: RunReport, drift: DriftUse | None, most: float) -> Gate:
+    own = score_histogram(report.histograms.score.counts)
+    value = None if drift is None else score_distance(own, drift.scores)
+    if drift is None:
+        text = "there is no earlier report to compare the scores with"
+        log.warning(f"--max-drift: {text}; the next run compares with this one")
+    elif value is None:
+        text = f"there are no scores to compare with those of {drift.report}"
+    else:
+        drift.distance, drift.by_chance = value, chance_distance(sum(own), sum(drift.scores))
+        text = (
+            f"the scores are {value:.4f} from those of {drift.report} ({drift.started}); --max-drift is {most:g}, "
+            f"and chance alone makes up to {drift.by_chance:.4f}"
+        )
+    return Gate(name="max_drift", limit=f"{most:g}", value=value, passed=value is None or value <= most, text=text)
+
+
+def section(report: RunReport) -> Section | None:
+    """The gates of a run."""
+    gates: list[Gate] = report.blocks["gates"]
+    found = Section(lines=[("gate", f"{'passed' if gate.passed else 'FAILED'}: {gate.text}") for gate in gates])
+    drift: DriftUse | None = report.blocks["drift"]
+    if drift is not None and drift.distance is not None:
+        found.metric("score_drift", "Distance of the scores from those of an earlier run.", drift.distance)
+    passed: dict[str, float] = {gate.name: float(gate.passed) for gate in gates}
+    if passed:
+        found.metric("gate_passed", "1 if the output was as expected, else 0, by gate.", passed, "gate")
+    return found
