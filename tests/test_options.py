@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -15,6 +16,7 @@ from pydantic import Field, ValidationError
 from typer.testing import CliRunner
 
 from prefillcli.cli import app
+from prefillcli.core.feature import features
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
 from prefillcli.options.commands import COMMANDS
@@ -26,7 +28,8 @@ from prefillcli.options.score import ScoreSettings
 
 Values = dict[str, Any]
 
-NAMES = {id(value): name for name, value in vars(requirements).items() if isinstance(value, Requirement)}
+ROOMS = [requirements, *(import_module(group.__module__) for each in features() for group in each.options.values())]
+NAMES = {id(value): name for room in ROOMS for name, value in vars(room).items() if isinstance(value, Requirement)}
 #: Each requirement: what else is told where it is met, and where it is not.
 TOLD: dict[str, tuple[Values, Values]] = {
     "DRAFT": ({"draft": "d"}, {"draft": None}),
@@ -79,6 +82,7 @@ CASES = [
     for command, kind in COMMANDS.items()
     for option, all_required in kind.required().items()
     for required in all_required
+    if required is not requirements.ALL_ROWS or "shard" in kind.model_fields
 ]
 
 

@@ -111,7 +111,15 @@ class Opening:
     @property
     def groups(self) -> ColumnGroups:
         """The columns that the output has beside those of every output."""
-        return ColumnGroups(**{name: True for each in self.features for name in each.columns})
+        settings = self.settings
+        return ColumnGroups(
+            audit=settings.audit > 0,
+            exits=settings.exit,
+            adapters=settings.adapter_column is not None,
+            rationales=settings.rationale > 0,
+            evidence=settings.evidence,
+            **{name: True for each in self.features for name in each.columns},
+        )
 
     def open_source(self) -> None:
         """Open the rows. Torch is not imported. Raises UsageError or PrefillError as `open_source` does."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefillcli.core.feature import features
+from prefillcli.core.feature import features, option_groups
 from prefillcli.options.bench import BenchSettings
 from prefillcli.options.groups import BudgetOptions, EndingOptions, LogOptions, ModelOptions
 from prefillcli.options.inspect import InspectSettings
@@ -28,7 +28,11 @@ class DoctorSettings(BudgetOptions, ModelOptions):
 # Everything `prefill merge` can be told.
 
 
-class MergeSettings(EndingOptions, LogOptions):
+class MergeSettings(
+    *option_groups("merge"),  # type: ignore[misc]  # which features there are is known when it runs
+    EndingOptions,
+    LogOptions,
+):
     """Everything `prefill merge` can be told."""
 
     output: str = argument(

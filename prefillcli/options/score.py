@@ -220,6 +220,8 @@ class ScoreSettings(
                 "--keep auto chooses one rate for all rows of a job",
                 "choose it in a run over a sample, then give that rate",
             )
+        if self.audit:
+            yield Objection("--audit draws from all rows", "audit a sample of the rows in a job of its own")
         if self.compresses and not self._row_by_row:
             yield Objection(
                 "rows that share a prefix keep the same tokens of it, and some of these rows are not read",
@@ -230,8 +232,6 @@ class ScoreSettings(
                 "--exit learns from the rows of the whole job, and bounds their flips together",
                 "leave one of them out; for shards, give the --exit-profile of a run over a sample",
             )
-        if self.audit:
-            yield Objection("--audit draws from all rows", "audit a sample of the rows in a job of its own")
         if self.rationale_limit is not None:
             yield Objection(
                 "--rationale-limit counts the chosen rows of the whole input in their order",

@@ -172,7 +172,7 @@ def test_a_killed_job_goes_on_with_the_same_probabilities(
     command.wait_until_held()
     command.kill()
     assert list(Path("out.parquet.prefill").glob("part-*"))
-    again = "prefillcli.jobs.window_loop.contextual_calibration"
+    again = "prefillcli.features.calibration.calibration_file.contextual_calibration"
     monkeypatch.setattr(again, lambda *_: pytest.fail("the prompt without content is scored once for a job"))
     assert score("in.parquet", resume=True, **given, **flags(model))["exit_code"] == 0
     found, wanted = read_output("out.parquet"), read_output("whole.parquet")
@@ -255,7 +255,7 @@ def test_a_file_that_is_no_calibration_ends_the_run_before_anything_loads(
     make_input()
     if content is not None:
         Path("c.json").write_text(content)
-    monkeypatch.setattr("prefillcli.jobs.dry_run.open_models", lambda settings: pytest.fail("a model was opened"))
+    monkeypatch.setattr("prefillcli.jobs.inputs.loader_of", lambda engine: pytest.fail("a model was opened"))
     monkeypatch.setattr("prefillcli.models.open.open_models", lambda settings: pytest.fail("a model was opened"))
     done = score("in.parquet", calibration="c.json", dry_run=dry_run, **flags(model))
     assert done["exit_code"] == 2

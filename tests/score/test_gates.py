@@ -13,13 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 from scipy.stats import ks_2samp
 
-from prefillcli.data.output.counts import Counts
+from prefillcli.core.feature import features_of
 from prefillcli.errors import UsageError
-from prefillcli.features.gates.judging import GateKeeper
 from prefillcli.jobs.merge import merge_job
 from prefillcli.options.commands import MergeSettings
 from prefillcli.options.load import load_settings
-from prefillcli.report.run import RunReport
+from prefillcli.report.run import Rows, RunReport
 from tests.score.jobs import read_report, score, texts, write_parquet
 
 ROWS = 60
@@ -36,7 +35,10 @@ def night(model: Path, name: str, prompts: list[str], **flags: Any) -> dict[str,
 )
 def test_a_number_of_rows_is_in_a_range_or_not(wanted: str, passed: bool) -> None:
     settings = load_settings(MergeSettings, {"output": "o.parquet", "expect_rows": wanted}, environment={})
-    (gate,) = GateKeeper(settings, RunReport(), None).judge(Counts(total=ROWS, scored=55, errors=5), {})
+    report = RunReport.new(rows=Rows(total=ROWS, scored=55, errors=5))
+    (gates,) = features_of(settings)
+    assert bool(gates.judge(report)) is not bool(passed)
+    (gate,) = report.blocks["gates"]
     assert (gate.name, gate.value, gate.passed) == ("expect_rows", ROWS, passed)
 
 

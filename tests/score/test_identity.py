@@ -10,10 +10,8 @@ from typing import Any, get_args
 import pytest
 from pydantic import ValidationError
 
-from prefillcli.data.prompts.labels import Labels, parse_labels
-from prefillcli.engines.registry import loader_of
 from prefillcli.jobs.identity import fingerprint, hash_engine, selection
-from prefillcli.jobs.inputs import LocalModels, carried_columns, open_source, prompt_builder
+from prefillcli.jobs.inputs import LocalModels, Opening, open_source
 from prefillcli.models.files import sample_draft, sample_model
 from prefillcli.options.option import details_of
 from prefillcli.options.score import ScoreSettings
@@ -121,12 +119,11 @@ def _rows() -> None:
 
 def identity(settings: ScoreSettings) -> tuple[dict[str, str], dict[str, Any]]:
     """The job's fingerprint and which rows it has, without running it."""
-    source, template = open_source(settings, carried_columns(settings))
-    models = LocalModels(settings)
-    opened = loader_of(settings.engine).open_models(settings)
-    builder = prompt_builder(settings, opened, source, carried_columns(settings, source), template)
-    labels = Labels(opened.tokenizer, parse_labels(settings.labels))
-    return fingerprint(settings, opened, models, source, builder, labels), selection(settings)
+    opening, models = Opening(settings), LocalModels(settings)
+    opening.source, opening._template = open_source(settings, opening.carried)
+    opening.open_models()
+    opening.builder.close()
+    return fingerprint(opening, models), selection(settings)
 
 
 def other_value(name: str) -> Any:

@@ -112,7 +112,7 @@ def test_merged_shards_have_their_rejects_too(model: Path) -> None:
     ("rejects", "said"),
     [
         ("bad.csv", "unknown ending of --rejects bad.csv"),
-        ("out.parquet", "--output out.parquet and --rejects out.parquet would be one file"),
+        ("out.parquet", "--rejects out.parquet and --output out.parquet would be one file"),
         ("in.parquet", "would be written over the input"),
     ],
 )

@@ -60,6 +60,9 @@ class Evaluating(Feature):
 
         return ["truth"] if labels.measure is Measure.CHANCES else []
 
+    def carried(self) -> list[str]:
+        return [self.settings.truth]
+
     def truth_column(self) -> str:
         return str(self.settings.truth)
 

@@ -1,0 +1,102 @@
+"""Each feature is a room that can be deleted: everything else works, and keeps its bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefillcli.core.feature import features
+from prefillcli.models.files import sample_model
+from tests.score.jobs import write_parquet
+from tests.test_architecture import MODULES, PACKAGE, imported
+
+ROWS = 24
+#: By feature, options that ask for it.
+ASKED = {
+    "calibration": ["--template", "{{ prompt }}", "--calibrate-with", "N/A"],
+    "evaluation": ["--truth", "answer"],
+    "gates": ["--expect-rows", "24"],
+    "incremental": ["--since", "none.jsonl"],
+    "rejects": ["--rejects", "rejects.jsonl"],
+}
+NAMES = sorted(path.name for path in (PACKAGE / "features").iterdir() if (path / "__init__.py").exists())
+
+
+def run(package: Path, folder: Path, *words: str) -> tuple[int, str]:
+    """Exit code of the command of this package in a folder, and what it says."""
+    environment = os.environ | {"PYTHONPATH": str(package.parent)}
+    command = [sys.executable, "-m", "prefillcli", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, check=False)
+    return done.returncode, done.stderr if done.returncode else done.stdout
+
+
+def scores(package: Path, folder: Path, *options: str) -> list[dict[str, Any]]:
+    """The rows of a job in this folder, without the time that they took."""
+    words = ["score", "in.parquet", "-o", "out.jsonl", "-m", str(sample_model()), "--quiet", *options]
+    code, said = run(package, folder, *words)
+    assert code == 0, said
+    rows = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+
+def make_folder(folder: Path) -> Path:
+    """A folder with an input."""
+    folder.mkdir()
+    answers = ["Yes" if at % 2 else "No" for at in range(ROWS)]
+    prompts = [f"Is {at} an odd number?" for at in range(ROWS)]
+    write_parquet(str(folder / "in.parquet"), prompt=prompts, answer=answers)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
+    """What the whole package gives, by the feature that is asked for; nothing for a plain job."""
+
+    @cache
+    def scored(name: str) -> list[dict[str, Any]]:
+        folder = make_folder(tmp_path_factory.mktemp("whole") / "job")
+        return scores(PACKAGE, folder, *ASKED.get(name, ()))
+
+    return scored
+
+
+def test_every_feature_is_asked_for_here() -> None:
+    assert NAMES == sorted(ASKED) == sorted(each.__module__.split(".")[2] for each in features())
+
+
+def test_nothing_outside_a_feature_imports_it() -> None:
+    for module, path in MODULES.items():
+        for name in imported(path):
+            room = name.split(".")[2] if name.startswith("prefillcli.features.") else None
+            assert room is None or module.split(".")[1:3] == ["features", room], (module, name)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_feature_can_be_deleted(name: str, tmp_path: Path, whole: Callable[[str], list[dict[str, Any]]]) -> None:
+    rest = tmp_path / "copy" / "prefillcli"
+    shutil.copytree(PACKAGE, rest, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.rmtree(rest / "features" / name)
+    own = next(each for each in features() if each.__module__.split(".")[2] == name)
+    options = {option for group in own.options.values() for option in group.model_fields}
+    code, shown = run(rest, tmp_path, "score", "--help")
+    assert code == 0
+    assert options
+    assert not {"--" + option.replace("_", "-") for option in options} & set(shown.split())
+    assert scores(rest, make_folder(tmp_path / "plain")) == whole("")
+    other = NAMES[(NAMES.index(name) + 1) % len(NAMES)]
+    assert scores(rest, make_folder(tmp_path / "beside"), *ASKED[other]) == whole(other)
+    asking = make_folder(tmp_path / "asking")
+    code, said = run(rest, asking, "score", "in.parquet", *ASKED[name])
+    assert code == 2
+    assert "No such option" in said
+    assert [path.name for path in asking.iterdir()] == ["in.parquet"]
