@@ -10,6 +10,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import numpy as np
@@ -122,7 +123,8 @@ def share_out(rows: int, workers: int, pack_tokens: int, workload: str) -> Balan
             unchanged=lambda rows: None, flush_seconds=15.0,
         )  # fmt: skip
         options = ScoringOptions(labels, "prefix-tree", BLOCK_TOKENS)  # type: ignore[arg-type]
-        scoring = ParallelScoring(pool, sink, recorder, clock, None, options)  # type: ignore[arg-type]
+        job = SimpleNamespace(sink=sink, recorder=recorder, clock=clock, features=())
+        scoring = ParallelScoring(pool, job, None, options)  # type: ignore[arg-type]
         scoring.score(_windows(rows, workload), lambda: True)
     least = (sum(crew.busy) - crew.refilled) / workers
     return Balance(sum(crew.busy), crew.now / least, crew.refilled / sum(crew.busy), scoring.most_open)

@@ -17,9 +17,10 @@ import numpy as np
 import typer
 
 from benchmarks.console import log
-from prefillcli.exits.judging import CalibrationRows, calibrate_exits
-from prefillcli.exits.policy import ExitPolicy
-from prefillcli.exits.probes import FITS, Readings, relative
+from prefillcli.engines.base import Readings
+from prefillcli.features.exits.judging import CalibrationRows, calibrate_exits
+from prefillcli.features.exits.policy import ExitPolicy
+from prefillcli.features.exits.probes import FITS, relative
 from recipes.choose_prompt import CANDIDATES, first_short
 from recipes.real_model import FOLDER, real_model, reviews
 

@@ -21,14 +21,15 @@ import typer
 
 from benchmarks.console import log
 from benchmarks.exit_cases import EXIT_CASES, ExitCase
-from prefillcli.bench.contenders import EarlyExit, Equipment, Hybrid, MethodRun
+from prefillcli.bench.contenders import Equipment, Hybrid, MethodRun
 from prefillcli.bench.material import input_material
 from prefillcli.compress.selection import Request
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.rows import Prompt
 from prefillcli.engines.base import EarlyExits, Treatment
-from prefillcli.exits.judging import CalibrationRows, ExitCalibration, calibrate_exits
-from prefillcli.jobs.exit_learning import calibration_rows, exit_costs, observed_layers
+from prefillcli.features.exits.contender import EarlyExit
+from prefillcli.features.exits.judging import CalibrationRows, ExitCalibration, calibrate_exits
+from prefillcli.features.exits.learning import calibration_rows, exit_costs, observed_layers
 from prefillcli.jobs.inputs import open_source, prompt_builder
 from prefillcli.jobs.load import load_walk
 from prefillcli.models.open import open_models

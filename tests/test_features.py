@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ ROWS = 24
 #: By feature, options that ask for it.
 ASKED = {
     "calibration": ["--template", "{{ prompt }}", "--calibrate-with", "N/A"],
+    "exits": ["--exit", "--max-flips", "0.9"],
     "evaluation": ["--truth", "answer"],
     "gates": ["--expect-rows", "24"],
     "incremental": ["--since", "none.jsonl"],
@@ -87,11 +89,12 @@ def test_a_feature_can_be_deleted(name: str, tmp_path: Path, whole: Callable[[st
     shutil.copytree(PACKAGE, rest, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.rmtree(rest / "features" / name)
     own = next(each for each in features() if each.__module__.split(".")[2] == name)
-    options = {option for group in own.options.values() for option in group.model_fields}
-    code, shown = run(rest, tmp_path, "score", "--help")
-    assert code == 0
-    assert options
-    assert not {"--" + option.replace("_", "-") for option in options} & set(shown.split())
+    for command, group in own.options.items():
+        code, shown = run(rest, tmp_path, command, "--help")
+        assert code == 0
+        left = {name.replace("-", "_") for name in re.findall(r"^  (?:-\w, )?--([\w-]+)", shown, re.MULTILINE)}
+        assert "quiet" in left
+        assert not left & group.model_fields.keys()
     assert scores(rest, make_folder(tmp_path / "plain")) == whole("")
     other = NAMES[(NAMES.index(name) + 1) % len(NAMES)]
     assert scores(rest, make_folder(tmp_path / "beside"), *ASKED[other]) == whole(other)

@@ -13,6 +13,7 @@ from prefillcli.bench.bench_page import print_texts, print_workload, save_report
 from prefillcli.bench.material import Material, input_material, made_material
 from prefillcli.bench.report import METHODS, NAMED, TEXT_METHODS, UNCOMPRESSED, BenchReport, TextResult, WorkloadResult
 from prefillcli.compress.pickers.registry import PICKERS
+from prefillcli.core.feature import features
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.templates import RowTemplate
 from prefillcli.data.reading.source import Source
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
     from prefillcli.bench.contenders import Equipment
     from prefillcli.compress.draft import Draft
 
-_FIRST = {"early-exit": "learning exits", "vllm": "starting vLLM"}  # before a workload
+_FIRST = {"vllm": "starting vLLM"}  # before a workload
+_FIRST |= {name: first for each in features() for name, (_, first) in each.methods.items()}
 QUICK_TOKENS = 100_000  # of INPUT's prompts
 QUICK_SECONDS = 60.0  # in which timed rounds begin
 

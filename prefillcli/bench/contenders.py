@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,8 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
-from prefillcli.bench.material import Material, made_material
-from prefillcli.bench.report import ClassFlips, ExitResult, LayerDrift, StateDrift
+from prefillcli.bench.report import ExitResult, LayerDrift, StateDrift
 from prefillcli.compress.answers import answer, answer_requests, method_of, plan_requests
 from prefillcli.compress.base import ImportanceEstimate
 from prefillcli.compress.compressor import Compressor
@@ -30,13 +28,10 @@ from prefillcli.compress.settings import Compression
 from prefillcli.data.prompts.encoding import Spans
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.rows import Float64Array, Prompt
-from prefillcli.engines.base import PLAIN, Answer, EarlyExits, Treatment
+from prefillcli.engines.base import PLAIN, Answer, Treatment
 from prefillcli.engines.hf import last_logits
 from prefillcli.engines.readout import activation_of, label_numbers
 from prefillcli.engines.torch import TorchEngine
-from prefillcli.exits.judging import ExitCalibration, calibrate_exits
-from prefillcli.exits.policy import ExitPolicy
-from prefillcli.jobs.exit_learning import calibration_rows, exit_costs, observed_layers, rows_to_learn
 from prefillcli.jobs.load import Models, compression_of
 from prefillcli.models.open import Opened
 from prefillcli.models.shape import (
@@ -49,14 +44,12 @@ from prefillcli.models.shape import (
     walk_flops,
 )
 from prefillcli.options.bench import BenchSettings
-from prefillcli.plan.account import in_full
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ATTENTION, ForestAttention
 from prefillcli.prefill.own_cache import LayerPast
 from prefillcli.prefill.walk import LayerWalk
-from prefillcli.stats.audit import flip_interval
 
 # State drift: how far the final states of recurrent layers are from those of the whole prompt.
 #
@@ -511,112 +504,3 @@ class Filtered(_OwnLayers):
 
     def _again(self, depth: float) -> float:
         return 1.0
-
-
-# Early exit among the methods of `prefill bench`: learnt on some prompts, compared on others.
-
-
-_SEED = 1
-
-
-class EarlyExit(Contender):
-    """The layer walk, from which rows leave as in `prefill score --exit`."""
-
-    def __init__(self, equipment: Equipment, policy: ExitPolicy, rows_read: int) -> None:
-        super().__init__("early-exit", equipment)
-        self._between = Treatment(EarlyExits(policy))
-        self._rows_read = rows_read
-
-    def run(self, prompts: Sequence[Prompt]) -> MethodRun:
-        requests = [Request(prompt) for prompt in prompts]
-        answers = self._equipment.answers(requests, self._between)
-        return MethodRun(
-            np.stack([answer.logprobs for answer in answers]),
-            requests,
-            exit_layers=[answer.exit_layer for answer in answers],
-            skipped=sum(answer.skipped for answer in answers),
-        )
-
-    def cost(self, run: MethodRun) -> Cost:
-        cost = super().cost(run)
-        left = 1 - self._saved(run, cost.target_tokens)
-        return Cost(cost.target_tokens, None if cost.flops is None else cost.flops * left, cost.unknown)
-
-    def exits(self, run: MethodRun, full: Float64Array) -> ExitResult:
-        equipment = self._equipment
-        through = Counter("full" if layer is None else str(layer + 1) for layer in run.exit_layers)
-        order = sorted(through, key=lambda name: (name == "full", int(name) if name != "full" else 0))
-        return ExitResult(
-            max_flips=equipment.settings.max_flips,
-            rows_read=self._rows_read,
-            left={name: through[name] for name in order},
-            layers_saved=self._saved(run, super().cost(run).target_tokens),
-            classes=class_flips(equipment.labels.names, full, run.logprobs),
-        )
-
-    def _saved(self, run: MethodRun, tokens: int) -> float:
-        """Share of the layers of computed tokens that exits spared."""
-        layers = self._equipment.config.get_text_config().num_hidden_layers
-        return run.skipped / (tokens * in_full(layers))
-
-
-def class_flips(names: Sequence[str], full: Float64Array, early: Float64Array) -> list[ClassFlips]:
-    """Flips among the rows of each label that the full read gives; both arrays are [rows, labels]."""
-    truth, said = full.argmax(axis=1), early.argmax(axis=1)
-    found = []
-    for number, name in enumerate(names):
-        own = truth == number
-        rows, flips = int(own.sum()), int((said[own] != number).sum())
-        interval = flip_interval(flips, rows) if rows else None
-        found.append(ClassFlips(label=name, rows=rows, flips=flips, interval=interval))
-    return found
-
-
-def learn_exits(equipment: Equipment, material: Material) -> EarlyExit | None:
-    """The method, learnt on prompts that are then no part of the material; None, with a note, without exits."""
-    settings = equipment.settings
-    count = settings.exit_rows or rows_to_learn(settings.max_flips, len(equipment.labels.names))
-    if material.made:
-        prompts = _more_prompts(count, equipment)
-    else:
-        prompts = material.set_apart(min(count, len(material.prompts) // 2), settings.seed)
-    found = _calibrated(equipment, prompts)
-    if found.policy is None:
-        material.notes.append(f"early-exit is left out: {found.reason}; --exit-rows and --max-flips decide")
-        return None
-    where = "others that were made" if material.made else "others of the file, drawn at random"
-    material.notes.append(
-        f"early-exit was learnt on {len(prompts):,} rows: {where}; these are not among those compared"
-    )
-    return EarlyExit(equipment, found.policy, len(prompts))
-
-
-def _more_prompts(count: int, equipment: Equipment) -> list[Prompt]:
-    """Other made prompts, as long."""
-    settings: BenchSettings = equipment.settings
-    other = settings.model_copy(
-        update={
-            "rows": count,
-            "scale": 1.0,
-            "tokens": max(64, round((settings.tokens or 0) * settings.scale)),
-            "seed": settings.seed + _SEED,
-        }
-    )
-    prompts = made_material(other, equipment.opened, equipment.labels).prompts
-    return [prompt for prompt in prompts if len(prompt.tokens) <= equipment.limits.max_tokens]
-
-
-def _calibrated(equipment: Equipment, prompts: Sequence[Prompt]) -> ExitCalibration:
-    """What these prompts, read in full, prove."""
-    config = equipment.config.get_text_config()
-    layers = observed_layers(config.num_hidden_layers)
-    requests = [Request(prompt) for prompt in prompts]
-    answers = equipment.answers(requests, Treatment(EarlyExits(observed=layers)))
-    names = equipment.labels.names
-    return calibrate_exits(
-        calibration_rows(requests, answers, layers, len(names)),
-        layers=config.num_hidden_layers,
-        max_flips=equipment.settings.max_flips,
-        labels=names,
-        costs=exit_costs(equipment.config),
-    )

@@ -21,7 +21,6 @@ from prefillcli.bench.contenders import (
     PickedOnce,
     Plain,
     compressed_by,
-    learn_exits,
 )
 from prefillcli.bench.material import Material
 from prefillcli.bench.measure import interleaved, with_peak
@@ -30,6 +29,7 @@ from prefillcli.bench.vllm_method import start_vllm
 from prefillcli.compress.fallbacks import FALLBACK, is_fallback
 from prefillcli.compress.load import own_layers
 from prefillcli.compress.pickers.registry import PICKERS
+from prefillcli.core.feature import features
 from prefillcli.data.prompts.encoding import Spans, spans_of
 from prefillcli.data.rows import Float64Array
 from prefillcli.errors import PrefillError, UsageError
@@ -70,8 +70,10 @@ def contenders(
     picked = [PickedOnce() for _ in compressors]
     for keep in dict.fromkeys(keeps):
         found += [compressed_by(equipment, each, keep, own) for each, own in zip(compressors, picked, strict=True)]
-    if "early-exit" in names and (early := learn_exits(equipment, material)) is not None:
-        found.append(early)
+    for feature in features():
+        for name in feature.methods:
+            if name in names and (own := feature.contender(name, equipment, material)) is not None:
+                found.append(own)
     if "vllm" in names:
         found.append(start_vllm(equipment, material))
     return found

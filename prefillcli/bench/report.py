@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from prefillcli.compress.pickers.registry import PICKERS
+from prefillcli.core.feature import features
 from prefillcli.decode.speculation.registry import DRAFTERS
 from prefillcli.stats.audit import Audit
 
@@ -100,7 +101,7 @@ UNCOMPRESSED = {
     REFERENCE: "what prefill score does; the others are compared with it",
 }
 NAMED = {
-    "early-exit": "the layer walk, which rows leave when they are decided, as with prefill score --exit",
+    **{name: said for each in features() for name, (said, _) in each.methods.items()},
     "vllm": "vLLM in a process of its own, with a copy of the model; its prefix cache begins empty",
 }
 """Methods that are compared only where they are named: they need more than the model, the rows and a minute."""

@@ -14,14 +14,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
+    from prefillcli.bench.contenders import Contender, Equipment
+    from prefillcli.bench.material import Material
     from prefillcli.core.side_files import SideFile
     from prefillcli.data.output.counts import Counts
     from prefillcli.data.output.manifest import Manifest
     from prefillcli.data.prompts.labels import Labels
-    from prefillcli.data.rows import Window
-    from prefillcli.engines.base import PlanEngine
+    from prefillcli.data.rows import ScoredRow, Window
+    from prefillcli.engines.base import Answer, LeavingRule, PlanEngine, Treatment
     from prefillcli.jobs.inputs import Opening
     from prefillcli.jobs.score import Job
+    from prefillcli.models.open import Opened
+    from prefillcli.plan.pack import Pack
     from prefillcli.report.run import RunReport
     from prefillcli.report.section import Section
 
@@ -50,8 +54,14 @@ class Feature:
     """By command, the class of its options. The classes of all features make the settings of a command."""
     commands: ClassVar[Mapping[str, Command]] = {}
     """By name, the commands that it brings."""
+    methods: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    """Methods of `prefill bench` by name: what each is, and what is done before a workload. See `contender`."""
+    flips: ClassVar[bool] = False
+    """Whether it may flip answers: an audit reads some rows in full as well."""
     columns: ClassVar[Sequence[str]] = ()
     """The groups of columns that the output of a job has that asks for it (`data.output.columns.ColumnGroups`)."""
+    plan_keys: ClassVar[Sequence[str]] = ()
+    """Parts of the job's plan that stay when its models are loaded again."""
     keys: ClassVar[Mapping[str, Any]] = {}
     """Keys of `run.json`, with their values in a run that has nothing to say there."""
     side_files: ClassVar[Mapping[str, SideFile]] = {}
@@ -74,12 +84,20 @@ class Feature:
     def uneven(self) -> Objection | None:
         """Why a score may have other bits beside other rows; None where it has the same."""
 
+    def learns(self) -> str | None:
+        """The option with which it learns from answers of the model; None if it does not."""
+        return None
+
     def meaningless(self, labels: Labels) -> Sequence[str]:
         """Options that are given, but have no meaning for what the numbers of these labels are."""
         return ()
 
     def carried(self) -> Sequence[str | None]:
         """Columns of the input that go to the output."""
+        return ()
+
+    def writes(self, report: str) -> Sequence[tuple[str, str, str]]:
+        """What it writes beside the report that goes to this path: kind in `side_files`, path, name for messages."""
         return ()
 
     def reopens(self) -> bool:
@@ -121,6 +139,20 @@ class Feature:
         """The windows without the rows that need no model."""
         return windows
 
+    def known(self) -> Mapping[int, ScoredRow]:
+        """Rows by number that have been scored before the first window."""
+        return {}
+
+    def treatment(self, in_full: frozenset[int]) -> Treatment | None:
+        """What is done between the layers with the prompts of a pack, but for those `in_full`; None for nothing."""
+        return None
+
+    def answered(self, pack: Pack, answers: Sequence[Answer]) -> None:
+        """All prompts of a pack are answered."""
+
+    def window_written(self, job: Job, window: int) -> None:
+        """All rows of the window with this index are written."""
+
     def shard_ended(self, job: Job) -> Mapping[str, Any]:
         """What the plan of a shard has to hold for `merged`."""
         return {}
@@ -132,6 +164,9 @@ class Feature:
     def truth_column(self) -> str | None:
         """The carried column with the right answers."""
         return None
+
+    def finished(self, job: Job) -> None:
+        """All rows of the job, or of its shard, are written."""
 
     def ended(self, job: Job) -> None:
         """The output is finished: evaluate it, write what lies beside it."""
@@ -146,6 +181,15 @@ class Feature:
     def judge(self, report: RunReport) -> Sequence[str]:
         """What is not as expected of a finished output: it ends with exit code 3."""
         return ()
+
+    def leaving_rule(self, opened: Opened, labels: Labels) -> LeavingRule | None:
+        """The exits that `prefill inspect` holds a row against."""
+        return None
+
+    @classmethod
+    def contender(cls, name: str, equipment: Equipment, material: Material) -> Contender | None:
+        """One of its `methods` for a workload of `prefill bench`; None, with a note, where it cannot be compared."""
+        raise NotImplementedError
 
     @classmethod
     def section(cls, report: RunReport) -> Section | None:

@@ -12,8 +12,6 @@ import numpy.typing as npt
 from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Writing
 from prefillcli.engines.memory_plan import RESIDENT, Measured, MemoryChoice, PlacementChoice
 from prefillcli.errors import UsageError, did_you_mean
-from prefillcli.exits.policy import ExitPolicy
-from prefillcli.exits.probes import Readings
 from prefillcli.models.adapters import AdapterChoice
 from prefillcli.models.open import DraftChoice, Opened
 from prefillcli.plan.pack import Key, Limits, Pack
@@ -29,6 +27,44 @@ LabelTokens = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Readings:
+    """What some rows show after a layer, at the last token of each prompt.
+
+    `hidden` is the residual stream, float32 [rows, hidden]. `logits` are the labels' logits when the model's own norm
+    and head read it, float64 [rows, labels], with the variants of a label summed in probability; `before` are those of
+    the layer's input.
+    """
+
+    hidden: npt.NDArray[np.float32]
+    logits: npt.NDArray[np.float64]
+    before: npt.NDArray[np.float64]
+
+    def row(self, number: int) -> Readings:
+        """Those of one of the rows, by itself."""
+        own = slice(number, number + 1)
+        return Readings(self.hidden[own].copy(), self.logits[own].copy(), self.before[own].copy())
+
+
+class LeavingRule(Protocol):
+    """Which prompts leave after which layers, numbered from 0. It can be pickled."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """After which prompts may leave, ascending."""
+
+    def peeks(self, layer: int) -> bool:
+        """Whether only the prompts' last tokens go through the layer before it is decided who leaves."""
+
+    def decide(self, layer: int, readings: Readings) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
+        """Which rows leave after a layer [rows], and the label log-probabilities, among the labels alone, that they
+        leave with [rows, labels]."""
+
+    def guess(self, layer: int, readings: Readings) -> tuple[npt.NDArray[np.float64], Sequence[float]]:
+        """The final label logits that a layer predicts [rows, labels], and for each label how far it must be ahead for
+        a row to leave; infinity: never."""
+
+
+@dataclass(frozen=True, slots=True)
 class EarlyExits:
     """Where prompts are read before the last layer.
 
@@ -37,7 +73,7 @@ class EarlyExits:
     the `observed` layers show.
     """
 
-    policy: ExitPolicy | None = None
+    policy: LeavingRule | None = None
     in_full: frozenset[int] = frozenset()
     observed: tuple[int, ...] = ()
 

@@ -30,6 +30,7 @@ from prefillcli.engines.base import (
     Loaded,
     LoadRequest,
     PackByPack,
+    Readings,
     ReducedPacks,
     ThinnedPrompt,
     Treatment,
@@ -39,7 +40,6 @@ from prefillcli.engines.memory_plan import REDUCED, budget_of, hidden_on_host, k
 from prefillcli.engines.readout import activation_of, label_logits, label_numbers, output_numbers
 from prefillcli.engines.recovery import MemoryRecovery
 from prefillcli.errors import UsageError
-from prefillcli.exits.probes import Readings
 from prefillcli.models import open as models
 from prefillcli.models.adapter_merging import ExchangedAdapters, merge_adapters
 from prefillcli.models.adapters import open_adapters
@@ -107,7 +107,7 @@ class PromptExits:
 
     def peeks(self, layer: int) -> bool:
         """Whether only the prompts' last tokens go through the layer before it is decided who leaves."""
-        return self._exits.policy is not None and self._exits.policy.at(layer).peek
+        return self._exits.policy is not None and self._exits.policy.peeks(layer)
 
     def __call__(self, layer: int, reads: Sequence[int], before: Tensor, after: Tensor) -> Sequence[int]:
         prompts = [

@@ -13,7 +13,6 @@ from prefillcli.compress.settings import SELF
 from prefillcli.data.output.manifest import MEASURE
 from prefillcli.data.proof.fingerprints import hash_value
 from prefillcli.engines.registry import ENGINES
-from prefillcli.exits.profile_file import ExitProfile
 from prefillcli.jobs.inputs import LocalModels, Opening
 from prefillcli.models.files import brings_code
 from prefillcli.models.open import Opened
@@ -43,7 +42,7 @@ COMPRESSION_ORDER = (
 their default, so that a job which does not use a new option is still the one that an earlier version began."""
 
 
-def fingerprint(opening: Opening, models: LocalModels, exit_profile: ExitProfile | None = None) -> dict[str, str]:
+def fingerprint(opening: Opening, models: LocalModels) -> dict[str, str]:
     """Digests of all that makes the job, by part. Waits until the contents of the files are hashed.
 
     Raises ContentChangedError if a file has changed meanwhile, and what reading it raises.
@@ -80,10 +79,8 @@ def fingerprint(opening: Opening, models: LocalModels, exit_profile: ExitProfile
         found["compression"] = hash_value(
             [*([name, values.get(name)] for name in COMPRESSION_ORDER), *_added(values, COMPRESSION_ORDER)]
         )
-    if settings.exit:
+    if getattr(settings, "exit", False):
         found["exit"] = hash_value(sorted(_values(settings, opened, EARLY_EXIT).items()))
-    if exit_profile is not None:
-        found["exit_profile"] = hash_value(exit_profile.model_dump(mode="json"))
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prefillcli.core.feature import Feature, features_of
 from prefillcli.data.output.columns import ColumnGroups, OutputSchema, Probabilities
@@ -33,6 +34,9 @@ from prefillcli.redaction import without_secrets
 from prefillcli.runtime import log
 from prefillcli.runtime.memory import parse_size
 from prefillcli.stats.probabilities import Measure
+
+if TYPE_CHECKING:  # this takes torch along
+    from prefillcli.compress.compressor import Compressor
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,8 @@ class Opening:
         self.features = features_of(settings)
         self.common: Sequence[Prompt] = ()
         """Prompts beside those of the rows, on which the results of all rows depend."""
+        self.compressor: Compressor | None = None
+        """What compresses prompts, once the models are loaded."""
         self.probabilities: Probabilities | None = None
         """What makes the calibrated probabilities of the rows."""
 
@@ -114,7 +120,6 @@ class Opening:
         settings = self.settings
         return ColumnGroups(
             audit=settings.audit > 0,
-            exits=settings.exit,
             adapters=settings.adapter_column is not None,
             rationales=settings.rationale > 0,
             evidence=settings.evidence,
@@ -292,8 +297,6 @@ def require_label_uses(settings: ScoreSettings, labels: Labels, features: Sequen
     asked = [name for each in features for name in each.meaningless(labels)]
     if settings.temperature != 1.0:
         asked.append("temperature")
-    if settings.exit:
-        asked.append("exit")
     if labels.measure is Measure.CHANCES:
         why = "the classes of this model do not exclude one another: each has a probability of its own"
         advice = f"name one of them, --labels {labels.names[0]} for example, which is scored against its absence"

@@ -15,6 +15,7 @@ from prefillcli.compress.answers import plan_requests, require_answered
 from prefillcli.compress.base import Float32Array, ImportanceEstimate, Tick
 from prefillcli.compress.reasons import Neighbour, TokenReason, why_in_full, why_kept, why_no_rate
 from prefillcli.compress.selection import Request, tails
+from prefillcli.core.feature import features_of
 from prefillcli.data.output.columns import ColumnGroups, OutputSchema
 from prefillcli.data.prompts.beginnings import Beginnings
 from prefillcli.data.prompts.builder import PromptBuilder
@@ -22,15 +23,11 @@ from prefillcli.data.prompts.encoding import Encoder, token_texts
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.sections import Ablation
 from prefillcli.data.prompts.templates import rationale_texts
-from prefillcli.data.proof.fingerprints import ModelContents, hash_value
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import ErrorCode, Prompt, RowError, ScoredRow, Window
 from prefillcli.data.search import find_row
-from prefillcli.engines.base import Answer, EarlyExits, Engine, LabelTokens, PlanEngine, Treatment
+from prefillcli.engines.base import Answer, EarlyExits, Engine, LabelTokens, LeavingRule, PlanEngine, Treatment
 from prefillcli.errors import PrefillError, UsageError
-from prefillcli.exits.policy import ExitPolicy
-from prefillcli.exits.profile_file import require_same_job
-from prefillcli.jobs.exit_learning import exit_profile_at
 from prefillcli.jobs.inputs import open_source, prompt_builder, require_shares
 from prefillcli.jobs.load import Models, load_walk
 from prefillcli.jobs.path_table import require_apart
@@ -43,7 +40,6 @@ from prefillcli.models.open import Opened, answer_labels, open_models
 from prefillcli.options.compression import CompressionOptions
 from prefillcli.options.inspect import InspectSettings
 from prefillcli.plan.trie import common_prefix
-from prefillcli.redaction import without_secrets
 from prefillcli.report.inspection import (
     AnswerView,
     CommonPrefix,
@@ -127,7 +123,7 @@ class Explainer:
             self._job.evidence.close()
 
 
-# Answers of the layer walk with what each layer shows of the prompts, and the exits to hold that against.
+# Answers of the layer walk with what each layer shows of the prompts.
 
 
 def answer_by_layer(
@@ -144,31 +140,6 @@ def answer_by_layer(
     for answers in engine.answer_all(packs, lambda i: labels[requests[i].prompt.labels], tick, treatment):
         found |= {each.prompt: each for each in require_answered(answers)}
     return [found[number] for number in range(len(requests))]
-
-
-def exit_policy(settings: InspectSettings, opened: Opened, labels: Labels) -> ExitPolicy | None:
-    """The exits of `--exit-profile`; None if it is not given, or has none.
-
-    Raises UsageError if it is no profile, or is one of another model or other labels. Its job may have had other
-    prompts.
-    """
-    path = settings.exit_profile
-    if path is None:
-        return None
-    shown = without_secrets(path)
-    profile = exit_profile_at(path)
-    require_same_job(
-        profile,
-        shown,
-        model=ModelContents(opened.files.origin).model(),
-        prompt=profile.prompt,
-        labels=tuple(labels.names),
-        label_tokens=hash_value([[label.name, label.variants] for label in labels.labels]),
-        layers=opened.files.config.get_text_config().num_hidden_layers,
-        max_flips=profile.max_flips,
-        flips_of=profile.flips_of,
-    )
-    return profile.policy
 
 
 MOST_TOKENS = 5_000
@@ -249,7 +220,7 @@ class _InspectJob:
         self._settings = settings
         self._summary = summary
         self._stop = stop
-        self._policy: ExitPolicy | None = None
+        self._rule: LeavingRule | None = None
 
     def run(self) -> Inspection:
         """Raises UsageError where the row is not found, PrefillError where it is an error row."""
@@ -268,7 +239,8 @@ class _InspectJob:
             labels.check(found.window)
             if found.row in found.window.errors:
                 raise self._error(found.window.errors[found.row])
-            self._policy = exit_policy(settings, opened, labels)
+            rules = [each.leaving_rule(opened, labels) for each in features_of(settings)]
+            self._rule = next(filter(None, rules), None)
             explainer = Explainer(settings, opened, source, builder, labels)
             keep = 1.0 if settings.keep == "auto" else settings.keep
             loaded = load_walk(
@@ -333,9 +305,7 @@ class _InspectJob:
             method=read.request.method,
             voters=tuple(number + 1 for number in read.voters),
             draft_layers=0 if opened.draft is None else opened.draft.config.get_text_config().num_hidden_layers,
-            margins=None
-            if shown is None
-            else margin_curve(shown.readings, shown.logprobs, labels.names, self._policy),
+            margins=None if shown is None else margin_curve(shown.readings, shown.logprobs, labels.names, self._rule),
             rationale=explained.scored.rationale,
             begins=explained.begins,
             evidence=explained.scored.evidence,

@@ -12,7 +12,6 @@ from prefillcli.data.output.manifest import Manifest
 from prefillcli.data.output.shard_folders import JoinedShards
 from prefillcli.data.output.target import Target
 from prefillcli.errors import OutputBusyError, OutputConflictError, OutputDamagedError, OutputExistsError
-from prefillcli.jobs.job_exits import stored_exit_use
 from prefillcli.jobs.path_table import report_path, require_apart
 from prefillcli.jobs.shell import conclude, shell
 from prefillcli.options.commands import MergeSettings
@@ -80,7 +79,6 @@ def _run(settings: MergeSettings, report: RunReport, clock: Clock, stop: Stop) -
         else:
             counts = _merge(joined, report, clock, stop)
         manifest = joined.merged or joined.manifest
-        report.exits = stored_exit_use(manifest.plan)
         report.take(counts)
         with clock.phase("evaluate"), stop.at_once():
             for feature in features():

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from prefillcli.core.feature import features
+from prefillcli.core.feature import features, features_of
 from prefillcli.core.side_files import SideFile, json_with
 from prefillcli.data.filesystems import Place, filesystem_of, is_local, reading, written_path
 from prefillcli.data.given_file import MOST_BYTES, read_start
@@ -46,7 +46,6 @@ SIDE_FILES = {
     "metrics": SideFile("metrics of prefill", lambda path, start: start.startswith(b"# HELP prefill_")),
     "bench": SideFile("written by prefill bench", json_with("status", "workloads", "machine")),
     "profile": SideFile("written by prefill profile", json_with("machine", "budget_bytes")),
-    "exits": SideFile("an exit profile", json_with("label_tokens", "exits")),
     **{kind: file for each in features() for kind, file in each.side_files.items()},
 }
 
@@ -129,11 +128,6 @@ def dry_run_report(output: str, report: str | None, shard: Shard | None = None) 
     """`data.scores.run.json` -> `data.scores.dry-run.json`, so that the report of a run stays."""
     path = report_path(output, report, shard)
     return path.removesuffix(".json").removesuffix(".run") + ".dry-run.json"
-
-
-def exits_path(report: str) -> str:
-    """Where what a job has learnt of exits goes: `data.scores.run.json` -> `data.scores.exit.json`."""
-    return report.removesuffix(".json").removesuffix(".run") + ".exit.json"
 
 
 def require_json(output: str) -> None:
@@ -314,8 +308,9 @@ def _reports(settings: ScoreSettings | MergeSettings, name: str) -> Iterator[Pat
     path = report_path(*place)
     yield _side(name, path, "report", called)
     yield _side(name, page_of(path), "page", f"the page of {called},")
-    if isinstance(settings, ScoreSettings) and settings.exit and settings.exit_profile is None:
-        yield _side(name, exits_path(path), "exits", "what is learnt of exits,")
+    for each in features_of(settings):
+        for kind, own, meaning in each.writes(path):
+            yield _side(name, own, kind, meaning)
 
 
 def _shard_of(settings: ScoreSettings | MergeSettings) -> Shard | None:

@@ -18,7 +18,6 @@ from prefillcli.decode.continuations import DecodingReport
 from prefillcli.engines.base import Engine
 from prefillcli.errors import Interrupted, ResourceError
 from prefillcli.forecast.remaining_time import RemainingTime
-from prefillcli.jobs.job_exits import NO_EXITS, Spared
 from prefillcli.jobs.window_scoring import Finished
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Pack
@@ -102,10 +101,6 @@ class Recorder:
         flush_seconds: float,
     ) -> None:
         self.tokens = Tokens()
-        self.exits = NO_EXITS
-        """The exits of the rows."""
-        self.spared = Spared()
-        """What exits have spared so far."""
         self.packs = 0
         self.engine: Engine | None = None
         """The engine of this process, where there is one."""
@@ -162,8 +157,6 @@ class Recorder:
         """Rows of an open window are finished."""
         unwritten = self._open[window.index]
         self.tokens.add(finished.tokens)
-        if finished.spared is not None:
-            self.spared.add(finished.spared)
         self._progress.advance(len(finished.errors))
         unwritten.rows += finished.rows
         self._label_mass.take(window.index, finished.rows)

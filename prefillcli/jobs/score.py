@@ -30,10 +30,8 @@ from prefillcli.errors import (
 from prefillcli.forecast.profile import find_profile
 from prefillcli.forecast.remaining_time import RemainingTime
 from prefillcli.jobs.dry_run import dry_run_job
-from prefillcli.jobs.exit_learning import forget_exits, read_exit_profile, require_same_exits
 from prefillcli.jobs.identity import fingerprint, selection
 from prefillcli.jobs.inputs import USUAL, Granularity, LocalModels, Opening
-from prefillcli.jobs.job_exits import exit_use, stored_exit_use
 from prefillcli.jobs.path_table import output_of, report_path, require_apart
 from prefillcli.jobs.recorder import LabelMassCheck, Recorder
 from prefillcli.jobs.row_choice import RowChoice, check_rationales
@@ -182,11 +180,9 @@ class Job(Opening):
             each.begin(report)
         self._open_inputs()
         with self.clock.phase("read"), stop.at_once():
-            report.fingerprint = fingerprint(self, self.models, self.exit_profile)
+            report.fingerprint = fingerprint(self, self.models)
             for each in self.features:
                 each.identified(self)
-            if self.exit_profile is not None:
-                require_same_exits(self.exit_profile, settings, self.opened, self.labels.names, report.fingerprint)
         with self._open_sink() as sink:
             self.sink = sink
             if settings.shard is not None:  # else as the user named it, with its slash
@@ -214,7 +210,6 @@ class Job(Opening):
         settings = self.settings
         with self.clock.phase("read"), self.stop.at_once():
             check_rationales(settings)
-            self.exit_profile = read_exit_profile(settings)
             self.open_source()
             self.source.begin_hashing()
             self.models = LocalModels(settings)  # before anything of them is read
@@ -296,7 +291,8 @@ class Job(Opening):
                     for each in self.features:
                         sink.plan = sink.plan | dict(each.shard_ended(self))
                 sink.finish(count)
-                forget_exits(sink)
+                for each in self.features:
+                    each.finished(self)
 
     def _require_unchanged(self, rows: Int64Array | None) -> None:
         """Raise ContentChangedError unless the models and the sources of these rows (None: of all) are unchanged."""
@@ -367,10 +363,6 @@ class Job(Opening):
         sink: Sink | None = getattr(self, "sink", None)
         recorder: Recorder | None = getattr(self, "recorder", None)
         seconds, scored = report.seconds, 0
-        if sink is not None:
-            report.exits = stored_exit_use(sink.plan)
-        if recorder is not None and recorder.exits.asked:
-            report.exits = exit_use(recorder.exits, recorder.spared, recorder.tokens)
         if settings.chooses_rows:
             decoded = None if recorder is None else recorder.decoded()
             report.rationales = RationaleUse.of(decoded, settings.speculation if settings.rationale else None)

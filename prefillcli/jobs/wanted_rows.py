@@ -10,6 +10,7 @@ import numpy as np
 
 from prefillcli.compress.answers import kept_tokens, method_of
 from prefillcli.compress.selection import Request
+from prefillcli.core.feature import features_of
 from prefillcli.data.output.columns import Probabilities, ResultRows
 from prefillcli.data.output.scored_truth import id_texts
 from prefillcli.data.prompts.beginnings import Beginnings
@@ -319,7 +320,11 @@ class TextRoom(TypedDict):
 def text_room(settings: ScoreSettings, opened: Opened, names: Sequence[str]) -> TextRoom:
     """What room the texts of a job need. Arguments as of `writing_of`."""
     writing = writing_of(settings, opened, names)
-    later = settings.rationale_limit is not None or settings.exit or settings.drafts_itself
+    later = (
+        settings.rationale_limit is not None
+        or settings.drafts_itself
+        or any(each.flips for each in features_of(settings))
+    )
     texts_of: TextsOf = "later" if later else "all" if settings.rationale_when is None else "some"
     return {"text_tokens": 0 if writing is None else writing.most_tokens, "texts_of": texts_of}
 

@@ -13,8 +13,6 @@ from prefillcli.decode.continuations import sum_of
 from prefillcli.engines.base import Engine, PlanEngine, WeightsReport
 from prefillcli.engines.memory_plan import REDUCED
 from prefillcli.engines.registry import loader_of
-from prefillcli.jobs.exit_learning import ExitLearning
-from prefillcli.jobs.job_exits import EXITS, JobExits
 from prefillcli.jobs.load import load_models
 from prefillcli.jobs.wanted_rows import job_rationales, text_room
 from prefillcli.jobs.window_scoring import Finished, ScoringOptions, score_window
@@ -49,13 +47,14 @@ def _here(job: Job, windows: Iterator[Window], ready: Callable[[], bool]) -> Non
         )
     recorder.loaded(models.engine, models.pack_seconds)
     job.loaded.callback(models.close)
-    exits = _begin(job, models.engine, models.compressor, models.plan)
-    compressor, options = _window_compressor(job, models.engine, models.compressor), _options(job, exits)
+    _begin(job, models.engine, models.compressor, models.plan)
+    compressor, options = _window_compressor(job, models.engine, models.compressor), _options(job)
     for window in windows:
         done, carried = sink.done(window.index), sink.carried_into(window.index)
         scored = score_window(window, done, carried, models.engine, compressor, options, recorder)
         recorder.record(window, done, _noting(sink, models.engine, scored))
-        exits.watch(sink, window.index)
+        for each in job.features:
+            each.window_written(job, window.index)
 
 
 def _noting(sink: Sink, engine: Engine, scored: Iterator[Finished]) -> Iterator[Finished]:
@@ -92,38 +91,27 @@ def _with_workers(job: Job, windows: Iterator[Window], ready: Callable[[], bool]
         )
     job.loaded.callback(pool.close)
     small = pool_compressor(settings, opened, pool, keep)
-    exits = _begin(job, pool, small, pool.plan)
+    _begin(job, pool, small, pool.plan)
     compressor = _window_compressor(job, pool, small)
-    ParallelScoring(pool, sink, job.recorder, job.clock, compressor, _options(job, exits)).score(windows, ready)
+    ParallelScoring(pool, job, compressor, _options(job)).score(windows, ready)
     reports = pool.reports()
     job.recorder.written_by_workers = sum_of([each.decoded for each in reports if each.decoded is not None])
     job.report.workers = [WorkerCounts(**asdict(report)) for report in reports]
     job.report.weights = WeightsReport.of_workers([each.weights for each in job.report.workers if each.weights])
 
 
-def _begin(job: Job, engine: PlanEngine, compressor: Compressor | None, plan: Mapping[str, Any]) -> JobExits:
-    """Store the plan of the job, with what is learnt before the first window: all attempts at it share that.
-
-    Returns the exits of its rows.
-    """
-    sink, before = job.sink, job.sink.plan
-    sink.plan = {**plan, **{name: before[name] for name in (EXITS,) if name in before}}
+def _begin(job: Job, engine: PlanEngine, compressor: Compressor | None, plan: Mapping[str, Any]) -> None:
+    """Store the plan of the job, with what features learn before the first window: all attempts at it share that."""
+    sink, before, job.compressor = job.sink, job.sink.plan, compressor
+    kept = {name for each in job.features for name in each.plan_keys}
+    sink.plan = {**plan, **{name: value for name, value in before.items() if name in kept}}
     for each in job.features:
-        with job.clock.phase("model"):
-            learnt = each.learn(job, engine, before, job.tick)
-        if learnt:
-            sink.plan = sink.plan | dict(learnt)
+        learnt = each.learn(job, engine, before, job.tick)  # which may change the plan itself
+        sink.plan = sink.plan | dict(learnt)
     job.recorder.probabilities = job.probabilities
-    if not job.settings.exit:
-        return JobExits()
-    with job.clock.phase("exits"):
-        exits, tokens = ExitLearning(job, engine, compressor).exits()
-    job.recorder.tokens.add(tokens)
-    job.recorder.exits = exits
-    return exits
 
 
-def _options(job: Job, exits: JobExits) -> ScoringOptions:
+def _options(job: Job) -> ScoringOptions:
     settings, source, threads = job.settings, job.source, job.opened.threads
     rationales = job_rationales(job, job.choice, lambda: job.sink.counts.tallies.chosen_rows)
     if rationales is not None and rationales.evidence is not None:
@@ -133,7 +121,7 @@ def _options(job: Job, exits: JobExits) -> ScoringOptions:
         schedule=settings.schedule,
         block_tokens=0 if settings.compresses else job.granularity.block_tokens,
         audit=AuditDraw(settings.audit, source.selection(), source.count()) if settings.audit else None,
-        exits=exits,
+        features=job.features,
         rationales=rationales,
         adjust_threads=(lambda: None) if threads is None else threads.adjust,
     )

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from prefillcli.compress.answers import AuditDraw, kept_tokens, plan_requests, thinning_of
 from prefillcli.compress.selection import Request
+from prefillcli.core.feature import Feature
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.sections import MOST_SECTIONS
 from prefillcli.data.rows import ErrorCode, Float64Array, RowError, ScoredRow, Window
 from prefillcli.decode.continuations import Beginning, Continuation
-from prefillcli.engines.base import Answer, Engine, PlanEngine, Treatment
-from prefillcli.jobs.job_exits import NO_EXITS, JobExits, Spared
+from prefillcli.engines.base import PLAIN, Answer, Engine, PlanEngine, Treatment
 from prefillcli.jobs.wanted_rows import ChosenByScores, GivenContinuations, JobRationales, WeighedRow, scored_row
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Limits, Pack
@@ -32,15 +32,13 @@ if TYPE_CHECKING:
 class Finished:
     """Rows of a window that are finished since the last ones, and the tokens that took.
 
-    `carried` are the blocks that the window hands to the next one; None where that is not said. `spared` is what
-    exits have spared a pack, where there are any.
+    `carried` are the blocks that the window hands to the next one; None where that is not said.
     """
 
     rows: list[ScoredRow] = field(default_factory=list)
     errors: dict[int, RowError] = field(default_factory=dict)
     tokens: Tokens = field(default_factory=Tokens)
     carried: tuple[CarriedBlock, ...] | None = None
-    spared: Spared | None = None
 
     def add(self, other: Finished) -> None:
         """Rows that are finished as well, with their tokens."""
@@ -107,7 +105,7 @@ class WindowWork:
         requests: list[Request],
         audited: Sequence[int],
         done: set[int],
-        exits: JobExits,
+        features: Sequence[Feature],
         rationales: JobRationales | None = None,
         *,
         limited: bool = False,
@@ -128,7 +126,7 @@ class WindowWork:
         self.window = window
         self.rationales = rationales
         self.limited = limited
-        self._exits = exits
+        self._features = features
         self._in_limit = False
         self._numbers = 0  # of packs, that later plans begin behind
         self._by_row = {request.prompt.row: request for request in requests}
@@ -139,7 +137,8 @@ class WindowWork:
 
     def treatment(self, pack: Pack) -> Treatment:
         thinning = thinning_of({prompt: self.requests[prompt] for prompt in pack.prompts})
-        treatment = replace(self._exits.treatment(self.in_full), thinning=thinning)
+        treatments = [each.treatment(self.in_full) for each in self._features]
+        treatment = replace(next(filter(None, treatments), PLAIN), thinning=thinning)
         if treatment.exits is None and thinning is None:  # else nothing is kept of the rows' ways through all layers
             treatment = replace(treatment, continuations=self._continuations(pack))
         return treatment
@@ -150,8 +149,9 @@ class WindowWork:
         if unanswered:
             answers = [answer for answer in answers if answer.failure is None]
             finished.add(failed_prompts(self, unanswered))
-        else:
-            finished.spared = self._exits.spared(pack, answers)
+        elif answers:
+            for each in self._features:
+                each.answered(pack, answers)
         complete: list[ScoredRow] = []
         texts: dict[int, Answer] = {}
         for answer in answers:
@@ -416,16 +416,16 @@ def _whole(request: Request) -> Request:
 class ScoringOptions:
     """How windows are scored.
 
-    `audit` says which compressed prompts, with `exits` which of all, are read in full as well. `rationales` says which
-    rows are written about, or have their sections weighed. `adjust_threads` is called often while something is
-    computed. `block_tokens` as in `make_plan`.
+    `audit` says which compressed prompts are read in full as well, with `features` that flip answers which of all.
+    `rationales` says which rows are written about, or have their sections weighed. `adjust_threads` is called often
+    while something is computed. `block_tokens` as in `make_plan`.
     """
 
     labels: Labels
     schedule: str
     block_tokens: int = 0
     audit: AuditDraw | None = None
-    exits: JobExits = NO_EXITS
+    features: Sequence[Feature] = ()
     rationales: JobRationales | None = None
     adjust_threads: Callable[[], None] = lambda: None
 
@@ -492,7 +492,7 @@ def begin_window(
     window's own error rows are not repeated. Of windows before, `rows_open` are not written yet.
     """
     requests, finished = _requests(window, done, compressor, options, listener)
-    known = options.exits.known
+    known = {row: scored for each in options.features for row, scored in each.known().items()}
     found_before = [each for each in requests if each.prompt.row in known.keys() - done]
     requests = [request for request in requests if request.prompt.row not in known]
     requests, too_large = _fitting(requests, engine.limits.max_tokens)
@@ -503,9 +503,9 @@ def begin_window(
     limited = engine.limits.reads_again or (
         rationales is not None and not rationales.has_room(rows_open + len(window.rows))
     )
-    work = WindowWork(window, requests, audited, done, options.exits, rationales, limited=limited)
+    work = WindowWork(window, requests, audited, done, options.features, rationales, limited=limited)
     if found_before:
-        _add_known(finished, work, found_before, options)
+        _add_known(finished, work, found_before, known)
         listener.step(None, len(found_before), finished.tokens.prompt, 0)
     with listener.phase("plan"):
         work.plan = plan_requests(
@@ -516,9 +516,11 @@ def begin_window(
     return work, finished
 
 
-def _add_known(finished: Finished, work: WindowWork, requests: Sequence[Request], options: ScoringOptions) -> None:
+def _add_known(
+    finished: Finished, work: WindowWork, requests: Sequence[Request], known: Mapping[int, ScoredRow]
+) -> None:
     """Add the rows of requests that were answered before the first window."""
-    rows = [options.exits.known[each.prompt.row] for each in requests]
+    rows = [known[each.prompt.row] for each in requests]
     finished.rows = work.settle_known(requests, rows)
     finished.tokens.prompt = sum(len(each.prompt.tokens) for each in requests)
     finished.tokens.kept = sum(len(each.tokens) for each in requests)
@@ -561,10 +563,11 @@ def _audited(window: Window, requests: Sequence[Request], engine: PlanEngine, op
     if options.audit is None:
         return []
     most = engine.limits.max_tokens
+    flips = any(each.flips for each in options.features)
     able = [
         number
         for number, request in enumerate(requests)
-        if (request.compressed or options.exits.asked) and len(request.prompt.tokens) <= most
+        if (request.compressed or flips) and len(request.prompt.tokens) <= most
     ]
     return options.audit.draw(window, able)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from prefillcli.compress.pickers.registry import PICKERS
+from prefillcli.core.feature import features, option_groups
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
 from prefillcli.options.groups import MeasuringOptions, ScheduledOptions
@@ -16,7 +17,11 @@ QUICK_ROWS = 60
 """Rows of INPUT that `prefill bench` compares by default."""
 
 
-class BenchSettings(MeasuringOptions, ScheduledOptions):
+class BenchSettings(
+    *option_groups("bench"),  # type: ignore[misc]  # which features there are is known when it runs
+    MeasuringOptions,
+    ScheduledOptions,
+):
     """Everything `prefill bench` can be told."""
 
     full: bool = option(
@@ -69,16 +74,6 @@ class BenchSettings(MeasuringOptions, ScheduledOptions):
         0,
         "Compare ways to write up to N tokens behind each row's answer, in the place of ways to score.",
         BENCH, changes="scores", metavar="N", off=0, ge=0,
-    )  # fmt: skip
-    max_flips: float = option(
-        0.01,
-        "Share of each answer that the method early-exit may flip, at 95 % confidence.",
-        BENCH, changes="scores", metavar="RATE", requires=requirements.EXIT_METHOD, gt=0, lt=1,
-    )  # fmt: skip
-    exit_rows: int | None = option(
-        None,
-        "Other rows that the method early-exit is learnt on. (default: what --max-flips takes, at most half of INPUT)",
-        BENCH, changes="scores", metavar="N", requires=requirements.EXIT_METHOD, ge=20,
     )  # fmt: skip
     rows: int = option(60, "Rows that are made without INPUT.", BENCH, changes="rows", metavar="N", ge=2)
     tokens: int | None = option(
@@ -135,7 +130,7 @@ class BenchSettings(MeasuringOptions, ScheduledOptions):
         """
         if self.rationale:
             return method == "specprefill" and (not self.method or bool({"draft", "hierarchy"} & {*self.method}))
-        if self.method or method in ("early-exit", "vllm"):
+        if self.method or method == "vllm" or any(method in each.methods for each in features()):
             return method in self.method
         if self.drafts_itself and method in PICKERS and PICKERS[method].needs == "draft":
             return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from prefillcli.core.feature import features_of
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
 from prefillcli.options.compression import CompressionOptions
@@ -353,7 +354,7 @@ class AdapterOptions(Settings):
         MODEL, changes="scores", metavar="COLUMN", requires=requirements.ADAPTERS,
     )  # fmt: skip
 
-    def check_adapters(self, *, streamed: bool, exits: bool, content_free: bool) -> None:
+    def check_adapters(self, *, streamed: bool) -> None:
         """Raise UsageError for adapters that contradict one another, or what else is asked."""
         names = list(self.adapter)
         if len(names) > MOST_ADAPTERS:
@@ -368,8 +369,8 @@ class AdapterOptions(Settings):
                 "--weights stream: an adapter is merged into weights that are loaded whole\n"
                 "take --weights resident, or merge it with PEFT and give the merged model"
             )
-        for given, what in ((exits, "--exit"), (content_free, "--calibrate-with")):
-            if given and self.adapter_column is not None:
+        for what in filter(None, (each.learns() for each in features_of(self))):
+            if self.adapter_column is not None:
                 raise UsageError(
                     f"{what}: what it learns is of one model, and --adapter-column makes several\n"
                     "score each adapter's rows in a job of its own"

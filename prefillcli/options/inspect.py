@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from prefillcli.core.feature import features_of, option_groups
 from prefillcli.errors import UsageError
 from prefillcli.options.compression import check_keep
 from prefillcli.options.groups import AdapterOptions, JobOptions, RunOptions, WeightsOptions
-from prefillcli.options.option import COMPRESSION, EARLY_EXIT, FILES, option
+from prefillcli.options.option import COMPRESSION, FILES, option
 from prefillcli.options.rationale import WritingOptions, check_writing
 from prefillcli.options.values import KeepRate
 
 
-class InspectSettings(WritingOptions, RunOptions, WeightsOptions, AdapterOptions, JobOptions):
+class InspectSettings(
+    *option_groups("inspect"),  # type: ignore[misc]  # which features there are is known when it runs
+    WritingOptions,
+    RunOptions,
+    WeightsOptions,
+    AdapterOptions,
+    JobOptions,
+):
     """Everything `prefill inspect` can be told."""
 
     keep: KeepRate = option(
@@ -24,11 +32,6 @@ class InspectSettings(WritingOptions, RunOptions, WeightsOptions, AdapterOptions
     id_column: str | None = option(
         None, "Column that names a row. (default: the row number)", FILES, changes="columns", metavar="NAME"
     )
-    exit_profile: str | None = option(
-        None,
-        "What a job has learnt about early exits (its OUTPUT.exit.json): show where the row would leave.",
-        EARLY_EXIT, changes="files", metavar="FILE", path="file",
-    )  # fmt: skip
     html: str | None = option(
         None, "Also write an HTML page to this file.", FILES, changes="files", metavar="PATH", path="page"
     )
@@ -40,7 +43,7 @@ class InspectSettings(WritingOptions, RunOptions, WeightsOptions, AdapterOptions
         if self.keep == "auto":
             raise UsageError("--keep auto is for a whole job: give a rate")
         check_keep(self.keep, compresses=self.compresses)
-        self.check_adapters(streamed=self.weights == "stream", exits=False, content_free=False)
+        self.check_adapters(streamed=self.weights == "stream")
+        for each in features_of(self):
+            each.check()
         check_writing(self, head=self.head, draft=self.draft, own_tokenizer=self.draft_tokenizer == "translate")
-        if self.adapter and self.exit_profile is not None:
-            raise UsageError("--exit-profile: it does not say which adapters it is of\nleave it or --adapter out")

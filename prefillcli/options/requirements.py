@@ -49,21 +49,15 @@ SPECPREFILL = Requirement(
     "is for a method that picks tokens with it, but only others are compared",
     "give --method specprefill, or self-draft for --draft self",
 )
-EXIT = Requirement(lambda s: s.exit, "is for rows that leave early, but none does", "give --exit")
 BOUNDED_FLIPS = Requirement(
-    lambda s: s.keep == "auto" or s.exit,
+    lambda s: s.keep == "auto" or any(each.flips for each in features_of(s)),
     "bounds what --keep auto and --exit may flip, but neither is given",
     "give --exit or --keep auto",
 )
 AUDITABLE = Requirement(
-    lambda s: s.compresses or s.exit,
+    lambda s: s.compresses or any(each.flips for each in features_of(s)),
     "reads rows in full as well, but all rows are read in full",
     "give --draft and --keep, or --exit",
-)
-EXIT_METHOD = Requirement(
-    lambda s: s.compares("early-exit"),
-    "is for the method early-exit, but it is not compared",
-    "give --method early-exit",
 )
 RATIONALE = Requirement(
     lambda s: s.rationale > 0, "is for what is written behind rows, but nothing is", "give --rationale 64"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from prefillcli.core.feature import Objection, features_of, option_groups
 from prefillcli.data.output.formats import FILE_ENDINGS
@@ -23,7 +23,7 @@ from prefillcli.options.groups import (
     WeightsOptions,
     WorkerOptions,
 )
-from prefillcli.options.option import EARLY_EXIT, FILES, MODEL, RUN, Settings, details_of, option, require
+from prefillcli.options.option import EARLY_EXIT, FILES, MODEL, RUN, details_of, option, require
 from prefillcli.options.rationale import RationaleOptions, check_writing
 from prefillcli.options.requirements import Requirement
 from prefillcli.options.values import EngineName, KeyValues, NameList, ShardName
@@ -52,11 +52,6 @@ _LIMITS = (
         "leave --draft and --keep out",
     ),
     _Limit(
-        lambda s: s.exit,
-        "what is learnt about exits, and so where a row leaves, depends on the other rows",
-        "leave --exit out",
-    ),
-    _Limit(
         lambda s: s.rationale > 0,
         "texts are written for several rows at a time, and a near tie may fall otherwise with others",
         "leave --rationale out; --evidence is covered",
@@ -71,44 +66,9 @@ def check_deterministic(settings: Any) -> None:
             raise UsageError(f"--deterministic: {limit.reason}\n{limit.remedy}, or leave --deterministic out")
 
 
-# Rows that leave the model before its last layer.
-
-
-class ExitOptions(Settings):
-    """Whether rows leave early, and what decides when they may."""
-
-    exit: bool = option(
-        False,
-        "Let rows leave the model once their answer is decided. What that may change is bounded by --max-flips.",
-        EARLY_EXIT, changes="scores", needs="exits",
-    )  # fmt: skip
-    max_flips: float = option(
-        0.01,
-        "Share of answers that --exit, or --keep auto, may flip, at 95 % confidence; with --exit of each answer.",
-        EARLY_EXIT, changes="scores", metavar="RATE", requires=requirements.BOUNDED_FLIPS, gt=0, lt=1,
-    )  # fmt: skip
-    flips_of: Literal["each", "all"] = option(
-        "each",
-        "What --max-flips bounds with --exit: the flips of each answer's rows, or of all rows together.",
-        EARLY_EXIT, changes="scores", requires=requirements.EXIT,
-    )  # fmt: skip
-    exit_rows: int | None = option(
-        None,
-        "Rows that are read in full first, to learn when rows are decided. (default: what --max-flips takes, at most "
-        "half of the job's rows; with --exit-profile 300)",
-        EARLY_EXIT, changes="scores", metavar="N", requires=requirements.EXIT, ge=20,
-    )  # fmt: skip
-    exit_profile: str | None = option(
-        None,
-        "What an earlier job has learnt (its OUTPUT.exit.json), used again after a check on fresh rows.",
-        EARLY_EXIT, changes="scores", metavar="FILE", path="file", requires=requirements.EXIT,
-    )  # fmt: skip
-
-
 class ScoreSettings(
     *option_groups("score"),  # type: ignore[misc]  # which features there are is known when it runs
     RationaleOptions,
-    ExitOptions,
     EndingOptions,
     WorkerOptions,
     PriceOptions,
@@ -160,6 +120,11 @@ class ScoreSettings(
         "Evaluation", changes="report", requires=requirements.SHOWN_TEXT,
     )  # fmt: skip
 
+    max_flips: float = option(
+        0.01,
+        "Share of answers that --exit, or --keep auto, may flip, at 95 % confidence; with --exit of each answer.",
+        EARLY_EXIT, changes="scores", metavar="RATE", requires=requirements.BOUNDED_FLIPS, gt=0, lt=1,
+    )  # fmt: skip
     audit: int = option(
         0,
         "Also read N random rows in full that are compressed or may leave early, and report how many answers flip.",
@@ -195,13 +160,7 @@ class ScoreSettings(
         check_keep(self.keep, compresses=self.compresses)
         for each in features_of(self):
             each.check()
-        if self.exit and self.keep == "auto":
-            raise UsageError(
-                "--exit: what is learnt about exits is of one keep rate, and --keep auto has not chosen it yet\n"
-                "choose the rate in a run without --exit, then give it"
-            )
-        streamed, content_free = self.weights == "stream", bool(getattr(self, "calibrate_with", ()))
-        self.check_adapters(streamed=streamed, exits=self.exit, content_free=content_free)
+        self.check_adapters(streamed=self.weights == "stream")
         translated = self.draft_tokenizer == "translate"
         check_writing(self, head=self.head, draft=self.draft, own_tokenizer=translated)
         if self.shard is not None:
@@ -215,6 +174,8 @@ class ScoreSettings(
 
     def _joint(self, option: str) -> Iterator[Objection]:
         """Why rows cannot be scored apart from the others of their job, as `option` would do."""
+        found = [each.joint(option) for each in features_of(self)]
+        yield from (objection for objection in found if objection is not None)
         if self.keep == "auto":
             yield Objection(
                 "--keep auto chooses one rate for all rows of a job",
@@ -226,11 +187,6 @@ class ScoreSettings(
             yield Objection(
                 "rows that share a prefix keep the same tokens of it, and some of these rows are not read",
                 "give --compress-per-row --no-keep-private, so that a row's tokens follow from the row alone",
-            )
-        if self.exit and (option != "--shard" or self.exit_profile is None):
-            yield Objection(
-                "--exit learns from the rows of the whole job, and bounds their flips together",
-                "leave one of them out; for shards, give the --exit-profile of a run over a sample",
             )
         if self.rationale_limit is not None:
             yield Objection(

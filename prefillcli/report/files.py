@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from prefillcli.data.output.store import put_text
 from prefillcli.errors import NOTHING_TO_DO, Interrupted, PrefillError, ResourceError
 from prefillcli.redaction import shown_report, without_secrets
-from prefillcli.report.exits import ExitUse
 from prefillcli.report.rationale import RationaleUse
 from prefillcli.report.rendering import page_of
 from prefillcli.report.run import RunReport, to_json
@@ -55,24 +54,9 @@ def _metrics(report: RunReport, now: float) -> Iterator[tuple[str, str, list[_Sa
             "Share of audited rows that compression or early exits flip.",
             _one(report.audit.flip_rate),
         )
-    if report.exits is not None:
-        yield from _exit_metrics(report.exits)
     if report.rationales is not None:
         yield from _rationale_metrics(report.rationales)
     yield "last_run_timestamp_seconds", "When the last run ended, in Unix time.", _one(now)
-
-
-def _exit_metrics(exits: ExitUse) -> Iterator[tuple[str, str, list[_Sample]]]:
-    layers = {name: own.rows for name, own in exits.by_layer.items()}
-    yield "exit_rows", "Scored rows of the output by the layers that they went through.", _by("layer", layers)
-    if exits.layers_saved is not None:
-        yield "exit_layers_saved", "Share of the tokens' layers that exits spared.", _one(exits.layers_saved)
-    audited = {each.label: each.rows for each in exits.audited}
-    yield "exit_audited_rows", "Audited rows by label in full.", _by("label", audited)
-    flips = {each.label: each.flips for each in exits.audited}
-    yield "exit_audited_flips", "Audited rows that exits flip, by label in full.", _by("label", flips)
-    active = float(exits.status in ("calibrated", "reused"))
-    yield "exit_active", "1 if rows may leave early, 0 if exits were refused or stopped.", _one(active)
 
 
 def _rationale_metrics(use: RationaleUse) -> Iterator[tuple[str, str, list[_Sample]]]:

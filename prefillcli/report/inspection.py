@@ -22,8 +22,7 @@ from rich.text import Text
 from prefillcli.compress.reasons import TokenReason
 from prefillcli.data.output.store import put_text
 from prefillcli.data.rows import Rationale, SectionEffect
-from prefillcli.exits.policy import ExitPolicy
-from prefillcli.exits.probes import Readings
+from prefillcli.engines.base import LeavingRule, Readings
 from prefillcli.report.charts import Plot, Tick, round_ticks
 from prefillcli.report.rationale import (
     EVIDENCE_NUMBERS,
@@ -99,7 +98,7 @@ def margin_curve(
     readings: Sequence[Readings],
     final: npt.NDArray[np.float64],
     labels: Sequence[str],
-    policy: ExitPolicy | None = None,
+    policy: LeavingRule | None = None,
 ) -> MarginCurve:
     """The margins of one row.
 
@@ -192,17 +191,16 @@ def margin_plot(curve: MarginCurve) -> Plot | None:
 
 
 def _guess(
-    policy: ExitPolicy, layer: int, readings: Readings, labels: Sequence[str], best: int, left: bool
+    policy: LeavingRule, layer: int, readings: Readings, labels: Sequence[str], best: int, left: bool
 ) -> ExitGuess:
-    own = policy.at(layer)
-    predicted = own.probe.logits(readings)[0]
+    (predicted,), thresholds = policy.guess(layer, readings)
     likeliest = int(predicted.argmax())
     return ExitGuess(
         margin=_margin(predicted, best),
         prediction=labels[likeliest],
         ahead=_margin(predicted, likeliest),
-        threshold=own.thresholds[likeliest],
-        leaves=not left and bool(policy.decide(layer, readings).decided[0]),
+        threshold=thresholds[likeliest],
+        leaves=not left and bool(policy.decide(layer, readings)[0][0]),
     )
 
 

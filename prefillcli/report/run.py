@@ -16,7 +16,6 @@ from prefillcli.core.feature import features
 from prefillcli.data.output.counts import LENGTH_EDGES, SCORE_BINS, Counts
 from prefillcli.engines.base import ReducedPacks, WeightsReport
 from prefillcli.redaction import shown_report
-from prefillcli.report.exits import ExitUse
 from prefillcli.report.rationale import RationaleUse
 from prefillcli.report.section import Section
 from prefillcli.stats.audit import Audit
@@ -197,7 +196,6 @@ class RunReport(BaseModel):
     keep: float | None = None  # the job's keep rate, chosen or given, where there is a draft
     keep_auto: dict[str, Any] | None = None  # what --keep auto tried
     audit: Audit | None = None
-    exits: ExitUse | None = None  # with early exits
     rationales: RationaleUse | None = None  # with rationales or evidence
     methods: dict[str, int] = Field(default_factory=dict)  # scored rows by method
     histograms: Histograms = Field(default_factory=Histograms)
@@ -227,8 +225,6 @@ class RunReport(BaseModel):
         rows.errors, rows.skipped = counts.errors, counts.skipped
         rows.errors_by_code = dict(counts.errors_by_code)
         self.mean_score, self.mean_label_mass = counts.mean_score, tallies.mean_label_mass
-        if self.exits is not None:
-            self.exits.take(counts)
         if self.rationales is None and (tallies.rationales.rows or tallies.evidence):
             self.rationales = RationaleUse()  # of a merge
         if self.rationales is not None:
@@ -270,9 +266,6 @@ class RunReport(BaseModel):
         }
         for section in self.sections():
             line |= section.summary
-        if self.exits is not None:
-            used = self.exits
-            line["exits"] = {"status": used.status, "left": used.left_early, "layers_saved": used.layers_saved}
         if self.rationales is not None:
             line["rationales"] = {name: getattr(self.rationales, name) for name in ("rows", "tokens", "evidence_rows")}
         return line | ({"error": self.error} if self.error else {})

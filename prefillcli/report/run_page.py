@@ -8,7 +8,6 @@ from typing import Any
 from prefillcli.compress.fallbacks import is_fallback
 from prefillcli.data.rows import FULL, ErrorCode
 from prefillcli.report.charts import Bar, bars, length_plot, memory_plot, score_plot
-from prefillcli.report.exits import exit_lines, exit_view
 from prefillcli.report.rationale import rationale_lines, rationale_view
 from prefillcli.report.rendering import (
     mebibytes,
@@ -68,7 +67,6 @@ def run_html(report: RunReport) -> str:
         methods=_methods(report),
         flips=_flips(report),
         audit=audit_lines(report.audit) if report.audit is not None else [],
-        exits=exit_view(report.exits),
         rationales=rationale_view(report.rationales),
         sections=[each for each in report.sections() if each.title],
         trials=(report.keep_auto or {}).get("trials", ()),
@@ -97,8 +95,8 @@ def _tiles(report: RunReport) -> list[tuple[str, str]]:
     if report.tokens_per_second:
         tiles.append(("tokens/s", f"{report.tokens_per_second:,.0f}"))
     tiles.append(("wall time", minutes_and_seconds(report.seconds.total)))
-    if report.exits is not None and report.exits.free_rows:
-        tiles.append(("left early", f"{report.exits.left_early / report.exits.free_rows:.1%}"))
+    for section in report.sections():
+        tiles += section.tiles
     if report.audit is not None and report.audit.flip_rate is not None:
         tiles.append(("audited flips", f"{report.audit.flip_rate:.1%}"))
     return tiles
@@ -250,8 +248,6 @@ def run_lines(report: RunReport) -> Iterator[tuple[str, str]]:
             f"{tokens.kept:,} tokens kept ({tokens.kept / tokens.prompt:.1%}, keep rate {report.keep:g}), "
             f"{tokens.draft:,} computed by the draft",
         )
-    if report.exits is not None:
-        yield from exit_lines(report.exits)
     if report.audit is not None:
         yield from audit_lines(report.audit)
     if report.rationales is not None:

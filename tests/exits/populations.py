@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from prefillcli.exits.judging import CalibrationRows
-from prefillcli.exits.probes import Readings
+from prefillcli.engines.base import Readings
+from prefillcli.features.exits.judging import CalibrationRows
 
 HIDDEN = 12
 LAYERS = 8

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom, binomtest
 
-from prefillcli.exits import probes
-from prefillcli.exits.judging import (
+from prefillcli.engines.base import Readings
+from prefillcli.features.exits import probes
+from prefillcli.features.exits.judging import (
     LEVELS,
     CalibrationRows,
     ExitCalibration,
@@ -24,8 +25,7 @@ from prefillcli.exits.judging import (
     lowest_level,
     work_of,
 )
-from prefillcli.exits.policy import ExitPolicy, policy_of
-from prefillcli.exits.probes import Readings
+from prefillcli.features.exits.policy import ExitPolicy, policy_of
 from tests.exits.populations import LAYERS, population
 
 RESAMPLINGS = 200

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from prefillcli.data.proof.seals import sealed_text
 from prefillcli.errors import UsageError
-from prefillcli.exits.judging import calibrate_exits
-from prefillcli.exits.profile_file import ExitProfile
 from prefillcli.features.calibration.calibration import Calibration, FittedOn, IsotonicSteps
 from prefillcli.features.calibration.calibration_file import read_calibration
+from prefillcli.features.exits.judging import calibrate_exits
+from prefillcli.features.exits.learning import exit_profile_at
+from prefillcli.features.exits.profile_file import ExitProfile
 from prefillcli.forecast.profile import Profile
-from prefillcli.jobs.exit_learning import exit_profile_at
 from tests.exits.populations import LAYERS, population
 from tests.fuzz.damage import byte_edits, edited, value_edits, with_values
 from tests.fuzz.fuzzer import Fuzzer

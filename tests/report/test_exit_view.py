@@ -8,7 +8,15 @@ import pytest
 from scipy.stats import binomtest
 
 from prefillcli.data.output.counts import AuditedExits, Counts, LayerRows
-from prefillcli.report.exits import ExitUse, GainPoint, JudgedLabel, UsedExit, exit_lines, exit_view, gain_plot
+from prefillcli.features.exits.report import (
+    ExitUse,
+    GainPoint,
+    JudgedLabel,
+    UsedExit,
+    exit_lines,
+    gain_plot,
+    section,
+)
 from prefillcli.report.run import RunReport, to_json
 from prefillcli.report.run_page import run_html, run_lines
 from tests.report.test_metrics import metrics
@@ -56,13 +64,15 @@ def use_of(**changes: object) -> ExitUse:
 
 
 def report_with(use: ExitUse, counts: Counts = COUNTS) -> RunReport:
-    report = RunReport(status="complete", exit_code=0, output="out.parquet", exits=use)
+    report = RunReport.new(status="complete", exit_code=0, output="out.parquet")
+    report.blocks["exits"] = use
+    use.take(counts)
     report.take(counts)
     return report
 
 
 def test_the_report_has_rows_by_layer_and_exact_intervals_of_the_audit() -> None:
-    use = report_with(use_of()).exits
+    use = report_with(use_of()).blocks["exits"]
     assert use is not None
     assert [(name, each.rows, each.prompt_tokens) for name, each in use.by_layer.items()] == [
         ("9", 600, 60_000), ("22", 300, 40_000), ("full", 100, 20_000),
@@ -113,7 +123,7 @@ def test_the_table_says_why_there_are_no_exits_or_whose_they_are(changes: dict[s
 
 def test_rows_to_learn_from_could_not_leave() -> None:
     report = report_with(use_of(learnt_rows=60))
-    use = report.exits
+    use = report.blocks["exits"]
     assert use is not None
     assert (use.rows, use.free_rows) == (1000, 940)
     assert [each.share for each in use.layers] == pytest.approx([600 / 940, 300 / 940])
@@ -216,6 +226,4 @@ def test_a_bound_for_all_rows_together_is_said_to_be_one() -> None:
     assert dict(exit_lines(use))["exits"] == (
         "learnt from 600 rows in full; of all rows at most 1 % flip (95 % confidence)"
     )
-    view = exit_view(use)
-    assert view is not None
-    assert "The bound is of all rows together" in view["bound_note"]
+    assert "The bound is of all rows together" in section(use).parts[0].note

@@ -11,8 +11,9 @@ import pytest
 from rich.console import Console
 from scipy.stats import entropy
 
-from prefillcli.exits.policy import ExitLayer, ExitPolicy
-from prefillcli.exits.probes import Float64Array, Readings
+from prefillcli.engines.base import Readings
+from prefillcli.features.exits.policy import ExitLayer, ExitPolicy
+from prefillcli.features.exits.probes import Float64Array
 from prefillcli.report.inspection import (
     MarginCurve,
     inspection_html,

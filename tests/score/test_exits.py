@@ -18,10 +18,10 @@ from prefillcli.data.output.sink import Sink
 from prefillcli.data.proof.seals import sealed_text
 from prefillcli.engines.base import PLAIN
 from prefillcli.errors import UsageError
-from prefillcli.exits.policy import ExitPolicy
-from prefillcli.jobs import exit_learning
+from prefillcli.features.exits import learning as exit_learning
+from prefillcli.features.exits.leaving import JobExits
+from prefillcli.features.exits.policy import ExitPolicy
 from prefillcli.jobs.inputs import Granularity
-from prefillcli.jobs.job_exits import JobExits
 from prefillcli.jobs.merge import merge_job
 from prefillcli.models.files import sample_model
 from prefillcli.options.commands import MergeSettings
@@ -309,7 +309,9 @@ def test_exits_that_drift_has_ended_stay_ended(
     data: Path, deep_model: Path, monkeypatch: pytest.MonkeyPatch, learnt: str
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("prefillcli.jobs.job_exits.drifted_classes", lambda counts, max_flips: (0,) if counts else ())
+        patch.setattr(
+            "prefillcli.features.exits.leaving.drifted_classes", lambda counts, max_flips: (0,) if counts else ()
+        )
         stop_in_the_third_window(data, deep_model, monkeypatch, audit=60)
     if learnt == "gone":
         Path("out.jsonl.prefill/exits.json").unlink()

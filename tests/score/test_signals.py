@@ -30,7 +30,7 @@ PHASES: dict[str, tuple[Hold, tuple[str, ...]]] = {
     "tokenize": (Hold("prefillcli.data.prompts.builder:PromptBuilder._prompts", 2), ()),
     "plan": (Hold("prefillcli.jobs.window_scoring:plan_requests"), ()),
     "model": (Hold("prefillcli.engines.torch:TorchEngine.answer", 4), ()),
-    "exits": (Hold("prefillcli.jobs.exit_learning:ExitLearning.exits"), ("--exit",)),
+    "exits": (Hold("prefillcli.features.exits.learning:ExitLearning.exits"), ("--exit",)),
     "write": (Hold("prefillcli.data.output.parts:write_part", 2), ()),
     "publish": (Hold("prefillcli.data.output.sink:commit"), ()),
     "evaluate": (Hold("prefillcli.jobs.score:evaluate_output"), EVALUATE),

@@ -41,6 +41,7 @@ class Calibrating(Feature):
     options = {"score": ProbabilityOptions}
     commands = {"calibrate": Command(CalibrateSettings, calibrate)}
     columns = ("calibrated",)
+    plan_keys = (CONTENT_FREE,)
     keys = {"calibration": None}
     side_files = {"calibration": SideFile("a calibration", json_with("labels", "scaling"))}
     calibration: Calibration | None = None
@@ -52,6 +53,9 @@ class Calibrating(Feature):
     def check(self) -> None:
         if self.settings.calibration is not None and self.settings.calibrate_with:
             raise UsageError("--calibration and --calibrate-with both make the probability: give only one of them")
+
+    def learns(self) -> str | None:
+        return "--calibrate-with" if self.settings.calibrate_with else None
 
     def meaningless(self, labels: Labels) -> list[str]:
         return ["calibration" if self.settings.calibration is not None else "calibrate-with"]

@@ -8,12 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.compress.answers import plan_requests
-from prefillcli.data.output.sink import Sink
 from prefillcli.data.rows import ErrorCode, RowError, Window
 from prefillcli.engines.registry import ENGINES
 from prefillcli.errors import UsageError
 from prefillcli.jobs.load import compression_of
-from prefillcli.jobs.recorder import Recorder
 from prefillcli.jobs.runners.crew import Crew, WorkerSpec
 from prefillcli.jobs.runners.pool import MOST_LOSSES, Cost, Item, Outcome, Pool, answer_task
 from prefillcli.jobs.window_scoring import Finished, PlannedWork, ScoringOptions, WindowWork, begin_window, follow_up
@@ -22,13 +20,13 @@ from prefillcli.options.score import ScoreSettings
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import FreePack, free_packs, groups_of
 from prefillcli.plan.plan import Plan
-from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.signals import Stop
 
 if TYPE_CHECKING:
     from prefillcli.compress.compressor import Compressor
     from prefillcli.compress.window_compressor import WindowCompressor
     from prefillcli.forecast.profile import Profile
+    from prefillcli.jobs.score import Job
 
 AHEAD = 2
 """Packs for each worker that wait at least, while there are more windows."""
@@ -51,16 +49,13 @@ class ParallelScoring:
     def __init__(
         self,
         pool: Pool,
-        sink: Sink,
-        recorder: Recorder,
-        clock: Clock,
+        job: Job,
         compressor: WindowCompressor | None,
         options: ScoringOptions,
     ) -> None:
         self._pool = pool
-        self._sink = sink
-        self._recorder = recorder
-        self._clock = clock
+        self._job = job
+        self._sink, self._recorder, self._clock = job.sink, job.recorder, job.clock
         self._compressor = compressor
         self._options = options
         self.most_open = 0
@@ -184,7 +179,8 @@ class ParallelScoring:
             return
         self._recorder.end(opened.window)
         del self._open[opened.window.index]
-        self._options.exits.watch(self._sink, opened.window.index)
+        for each in self._job.features:
+            each.window_written(self._job, opened.window.index)
         if job is not None and job.limit is not None and self._open:
             self._go_on(next(iter(self._open.values())))
 

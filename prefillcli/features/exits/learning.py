@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,44 +13,37 @@ import numpy as np
 
 from prefillcli.compress.answers import plan_requests, thinning_of
 from prefillcli.compress.selection import Request
-from prefillcli.data.output.sink import Sink
 from prefillcli.data.output.store import put_text
-from prefillcli.data.proof.fingerprints import hash_value
+from prefillcli.data.prompts.labels import Labels
+from prefillcli.data.proof.fingerprints import ModelContents, hash_value
 from prefillcli.data.proof.seals import sealed_text
 from prefillcli.data.rows import Int64Array, Prompt, ScoredRow
-from prefillcli.engines.base import Answer, EarlyExits, PlanEngine, Treatment
+from prefillcli.engines.base import Answer, EarlyExits, PlanEngine, Readings, Treatment
 from prefillcli.errors import PrefillError, UsageError
-from prefillcli.exits.judging import CalibrationRows, ExitCosts, calibrate_exits, recheck_exits
-from prefillcli.exits.probes import Readings
-from prefillcli.exits.profile_file import ExitProfile, exit_profile_of, require_same_job
+from prefillcli.features.exits.judging import CalibrationRows, ExitCosts, calibrate_exits, recheck_exits
+from prefillcli.features.exits.leaving import ENDED, EXITS, JobExits, Spared, exit_use
+from prefillcli.features.exits.policy import ExitPolicy
+from prefillcli.features.exits.profile_file import ExitProfile, exit_profile_of, require_same_job
+from prefillcli.features.exits.report import ProvableFlips
 from prefillcli.jobs.inputs import Opening
-from prefillcli.jobs.job_exits import ENDED, EXITS, JobExits, Spared, exit_use
 from prefillcli.jobs.load import compression_of
-from prefillcli.jobs.path_table import exits_path
 from prefillcli.jobs.sealed_file import read_sealed
 from prefillcli.jobs.wanted_rows import scored_row
 from prefillcli.models.open import Opened
 from prefillcli.models.shape import NoCostModel, keys_share
 from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import without_secrets
-from prefillcli.report.exits import ProvableFlips
 from prefillcli.report.run import Tokens
 from prefillcli.runtime import log
 from prefillcli.stats.audit import flip_bound, rows_for
 
 if TYPE_CHECKING:
-    from prefillcli.compress.compressor import Compressor
     from prefillcli.jobs.score import Job
 
 # The file of `--exit-profile`: read before anything loads, and held against the job that it is used in.
 
 
 AGAIN = "leave it out: the exits are then learnt on rows of this job"
-
-
-def read_exit_profile(settings: ScoreSettings) -> ExitProfile | None:
-    """What `--exit-profile` names, if anything. Raises UsageError if that is no profile."""
-    return None if settings.exit_profile is None else exit_profile_at(settings.exit_profile)
 
 
 def exit_profile_at(path: str) -> ExitProfile:
@@ -65,19 +58,16 @@ def exit_profile_at(path: str) -> ExitProfile:
     return profile
 
 
-def require_same_exits(
-    profile: ExitProfile, settings: ScoreSettings, opened: Opened, labels: tuple[str, ...], digests: Mapping[str, str]
-) -> None:
+def require_same_exits(profile: ExitProfile, job: Job) -> None:
     """Raise UsageError if a profile was learnt in another kind of job, or proves less than this one asks."""
-    own = job_of_exits(settings, opened, labels, digests)
+    settings = job.settings
     shown = without_secrets(settings.exit_profile or "")
-    require_same_job(profile, shown, max_flips=settings.max_flips, flips_of=settings.flips_of, **own)
+    require_same_job(profile, shown, max_flips=settings.max_flips, flips_of=settings.flips_of, **job_of_exits(job))
 
 
-def job_of_exits(
-    settings: ScoreSettings, opened: Opened, labels: tuple[str, ...], digests: Mapping[str, str]
-) -> dict[str, Any]:
+def job_of_exits(job: Job) -> dict[str, Any]:
     """Whose the exits are that a job learns, by its fingerprint: what must be the same where they are used again."""
+    settings, digests = job.settings, job.report.fingerprint
     # Not the digest of all options of compression: an audit changes nothing that a model reads.
     kept: list[Any] = [settings.keep, asdict(compression_of(settings))] if settings.compresses else []
     if "adapters" in digests:
@@ -85,10 +75,37 @@ def job_of_exits(
     return {
         "model": digests["model"],
         "prompt": hash_value([*(digests.get(part) for part in ("tokenizer", "prompt", "draft")), *kept]),
-        "labels": labels,
+        "labels": job.labels.names,
         "label_tokens": digests["labels"],
-        "layers": opened.files.config.get_text_config().num_hidden_layers,
+        "layers": job.opened.files.config.get_text_config().num_hidden_layers,
     }
+
+
+def inspected_policy(path: str | None, opened: Opened, labels: Labels) -> ExitPolicy | None:
+    """The exits of a profile, for a row whose job may have had other prompts; None without a path or exits.
+
+    Raises UsageError if it is no profile, or is one of another model or other labels.
+    """
+    if path is None:
+        return None
+    profile = exit_profile_at(path)
+    require_same_job(
+        profile,
+        without_secrets(path),
+        model=ModelContents(opened.files.origin).model(),
+        prompt=profile.prompt,
+        labels=tuple(labels.names),
+        label_tokens=hash_value([[label.name, label.variants] for label in labels.labels]),
+        layers=opened.files.config.get_text_config().num_hidden_layers,
+        max_flips=profile.max_flips,
+        flips_of=profile.flips_of,
+    )
+    return profile.policy
+
+
+def exits_path(report: str) -> str:
+    """Where what a job has learnt of exits goes: `data.scores.run.json` -> `data.scores.exit.json`."""
+    return report.removesuffix(".json").removesuffix(".run") + ".exit.json"
 
 
 FILE = "exits.json"  # in the work folder
@@ -150,7 +167,8 @@ class ExitLearning:
 
     job: Job
     engine: PlanEngine
-    compressor: Compressor | None
+    given: ExitProfile | None
+    """What `--exit-profile` names."""
 
     @property
     def settings(self) -> ScoreSettings:
@@ -184,7 +202,7 @@ class ExitLearning:
         return JobExits(
             policy=found.profile.policy if reason is None else None,
             learnt=found.profile.findings,
-            reused=self.job.exit_profile is not None,
+            reused=self.given is not None,
             layers=self._layers,
             max_flips=self.settings.max_flips,
             flips_of=self.settings.flips_of,
@@ -223,7 +241,7 @@ class ExitLearning:
 
     def _learn(self) -> tuple[LearntExits, Tokens]:
         """Read some rows in full, and learn from them; of a given profile, whether it still holds."""
-        settings, given = self.settings, self.job.exit_profile
+        settings, given = self.settings, self.given
         policy = None if given is None else given.policy
         layers = observed_layers(self._layers) if policy is None else policy.layers
         read = self._read_rows(layers)
@@ -275,7 +293,7 @@ class ExitLearning:
             flips_of=self.settings.flips_of,
         )
         return ExitProfile(
-            **job_of_exits(self.settings, self.job.opened, labels, self.job.report.fingerprint),
+            **job_of_exits(self.job),
             max_flips=self.settings.max_flips,
             flips_of=self.settings.flips_of,
             exits=None if found.policy is None else found.policy.to_json(),
@@ -291,8 +309,8 @@ class ExitLearning:
     def _count(self) -> int:
         """How many rows are to be read at first, if half of the job's rows are so many."""
         if self.settings.exit_rows is not None:
-            return self.settings.exit_rows
-        if self.job.exit_profile is not None:
+            return int(self.settings.exit_rows)
+        if self.given is not None:
             return CHECKED_ROWS
         return rows_to_learn(self.settings.max_flips, self._classes)
 
@@ -303,7 +321,7 @@ class ExitLearning:
 
     def _provable(self) -> ProvableFlips | None:
         """What the rows could prove at best; None for a given profile, which they only check."""
-        if self.job.exit_profile is not None:
+        if self.given is not None:
             return None
         rows = min(self._count, len(self._rows()) // 2)
         return provable_flips(rows, self.settings.max_flips, self._classes)
@@ -333,8 +351,8 @@ class ExitLearning:
         finally:
             builder.close()
         requests = [Request(prompt) for prompt in prompts]
-        if self.compressor is not None:
-            requests = self.compressor.compress(prompts, self.job.tick)
+        if self.job.compressor is not None:
+            requests = self.job.compressor.compress(prompts, self.job.tick)
         return [request for request in requests if len(request.tokens) <= self.engine.limits.max_tokens]
 
     def _answers(self, requests: list[Request], layers: Sequence[int]) -> tuple[list[Request], list[Answer], int]:
@@ -352,11 +370,6 @@ class ExitLearning:
             found |= {answer.prompt: answer for answer in answers if answer.failure is None}
         answered = sorted(found)
         return [requests[number] for number in answered], [found[number] for number in answered], plan.unique_tokens
-
-
-def forget_exits(sink: Sink) -> None:
-    """Remove what a job that is complete has learnt."""
-    sink.work.delete(FILE)
 
 
 def rows_to_learn(max_flips: float, classes: int) -> int:

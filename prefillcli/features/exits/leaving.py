@@ -9,14 +9,14 @@ from typing import Any
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.rows import ScoredRow
 from prefillcli.engines.base import PLAIN, Answer, EarlyExits, Treatment
-from prefillcli.exits.policy import ExitPolicy
-from prefillcli.exits.profile_file import ExitFindings, FlipsOf
+from prefillcli.features.exits.drift import drifted_classes
+from prefillcli.features.exits.policy import ExitPolicy
+from prefillcli.features.exits.profile_file import ExitFindings, FlipsOf
+from prefillcli.features.exits.report import ExitStatus, ExitUse, GainPoint, JudgedLabel, ProvableFlips, UsedExit
 from prefillcli.plan.account import carried_by_few, in_full
 from prefillcli.plan.pack import Pack
-from prefillcli.report.exits import ExitStatus, ExitUse, GainPoint, JudgedLabel, ProvableFlips, UsedExit
 from prefillcli.report.run import Tokens
 from prefillcli.runtime import log
-from prefillcli.stats.drift import drifted_classes
 
 EXITS = "exits"  # in the plan of a job
 ENDED = ("reason", "stopped_window")

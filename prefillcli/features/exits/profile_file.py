@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from prefillcli.errors import UsageError
-from prefillcli.exits.policy import ExitPolicy, policy_of
+from prefillcli.features.exits.policy import ExitPolicy, policy_of
 
 FlipsOf = Literal["each", "all"]
 """Whose flips are bounded: those of the rows of each label, or of all rows together."""

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from prefillcli.exits.probes import Float64Array, Probe, Readings, probe_of
+from prefillcli.engines.base import Readings
+from prefillcli.features.exits.probes import Float64Array, Probe, probe_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,15 @@ class ExitPolicy:
             if each.layer == layer:
                 return each
         raise KeyError(layer)
+
+    def peeks(self, layer: int) -> bool:
+        """As `LeavingRule`."""
+        return self.at(layer).peek
+
+    def guess(self, layer: int, readings: Readings) -> tuple[Float64Array, Sequence[float]]:
+        """As `LeavingRule`."""
+        own = self.at(layer)
+        return own.probe.logits(readings), own.thresholds
 
     def decide(self, layer: int, readings: Readings) -> Decisions:
         """Who leaves after this layer."""

@@ -6,13 +6,14 @@ Layers are numbered as users count them: a row that left after layer 16 went thr
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, Field
 
 from prefillcli.data.output.counts import TO_THE_END, Counts
 from prefillcli.report.charts import Bar, Plot, Tick, bars, round_ticks
 from prefillcli.report.rendering import abbreviated, counted, percent_interval, percent_or_nothing, visible
+from prefillcli.report.section import Part, Section
 from prefillcli.stats.audit import flip_bound, flip_interval
 
 ExitStatus = Literal["calibrated", "reused", "none", "stopped"]
@@ -264,23 +265,37 @@ ALIVE_NOTE = (
 )
 
 
-def exit_view(use: ExitUse | None) -> dict[str, Any] | None:
-    """None without exits."""
-    if use is None:
-        return None
+def section(use: ExitUse) -> Section:
+    """The exits in terminal, page, metrics and summary."""
     bound = BOUND_NOTE if use.flips_of == "each" else ALL_BOUND_NOTE
-    return {
-        "lines": list(exit_lines(use)),
-        "by_layer": _by_layer(use),
-        "layers": _layer_rows(use),
-        "classes": _classes(use),
-        "audited": _audited_paragraph(use),
-        "kept_alive": _kept_alive(use.kept_alive),
-        "curve": gain_plot(use),
-        "bound_note": f"{bound} {OTHER_ROWS_NOTE if use.reused else OWN_ROWS_NOTE}",
-        "curve_note": CURVE_NOTE,
-        "alive_note": ALIVE_NOTE,
-    }
+    found = Section(
+        title="Early exit",
+        lines=list(exit_lines(use)),
+        parts=[
+            Part(note=f"{bound} {OTHER_ROWS_NOTE if use.reused else OWN_ROWS_NOTE}"),
+            Part(title="Rows by layer", bars=_by_layer(use)),
+            Part(title="Exit layers", table=_layer_rows(use)),
+            Part(title="Calibration rows", table=_classes(use)),
+            Part(title="Audited rows", table=_audited_paragraph(use)),
+            Part(title="Shared beginnings kept alive", bars=_kept_alive(use.kept_alive), note=ALIVE_NOTE),
+            Part(title="Gain over flips", plot=gain_plot(use), note=CURVE_NOTE),
+        ],
+        summary={"exits": {"status": use.status, "left": use.left_early, "layers_saved": use.layers_saved}},
+    )
+    if use.free_rows:
+        found.tiles.append(("left early", f"{use.left_early / use.free_rows:.1%}"))
+    layers = {name: float(own.rows) for name, own in use.by_layer.items()}
+    found.metric("exit_rows", "Scored rows of the output by the layers that they went through.", layers, "layer")
+    if use.layers_saved is not None:
+        found.metric("exit_layers_saved", "Share of the tokens' layers that exits spared.", use.layers_saved)
+    audited = {each.label: each for each in use.audited}
+    rows = {label: float(each.rows) for label, each in audited.items()}
+    flips = {label: float(each.flips) for label, each in audited.items()}
+    found.metric("exit_audited_rows", "Audited rows by label in full.", rows, "label")
+    found.metric("exit_audited_flips", "Audited rows that exits flip, by label in full.", flips, "label")
+    active = float(use.status in ("calibrated", "reused"))
+    found.metric("exit_active", "1 if rows may leave early, 0 if exits were refused or stopped.", active)
+    return found
 
 
 def gain_plot(use: ExitUse) -> Plot | None:

@@ -11,11 +11,19 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from prefillcli.exits.policy import ExitLayer, ExitPolicy, lead_of
-from prefillcli.exits.probes import KNOWS, Float64Array, Probe, Readings, fit_best, margin_error, relative
-from prefillcli.exits.profile_file import ALL_ROWS, ClassFinding, ExitFinding, ExitFindings, FlipsOf, TradePoint
+from prefillcli.engines.base import Readings
+from prefillcli.features.exits.drift import FALSE_ALARMS, chance_of, detectable_rate
+from prefillcli.features.exits.policy import ExitLayer, ExitPolicy, lead_of
+from prefillcli.features.exits.probes import KNOWS, Float64Array, Probe, fit_best, margin_error, relative
+from prefillcli.features.exits.profile_file import (
+    ALL_ROWS,
+    ClassFinding,
+    ExitFinding,
+    ExitFindings,
+    FlipsOf,
+    TradePoint,
+)
 from prefillcli.stats.audit import flip_bound, rows_for
-from prefillcli.stats.drift import FALSE_ALARMS, chance_of, detectable_rate
 
 # Rows of a job that were read in full, for its exits.
 

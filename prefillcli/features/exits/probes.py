@@ -21,30 +21,10 @@ from typing import Any, ClassVar, Final, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-# What a layer before the last shows of rows.
-
+from prefillcli.engines.base import Readings
 
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class Readings:
-    """What some rows show after a layer, at the last token of each prompt.
-
-    `hidden` is the residual stream, float32 [rows, hidden]. `logits` are the labels' logits when the model's own norm
-    and head read it, float64 [rows, labels], with the variants of a label summed in probability; `before` are those of
-    the layer's input.
-    """
-
-    hidden: Float32Array
-    logits: Float64Array
-    before: Float64Array
-
-    def row(self, number: int) -> Readings:
-        """Those of one of the rows, by itself."""
-        own = slice(number, number + 1)
-        return Readings(self.hidden[own].copy(), self.logits[own].copy(), self.before[own].copy())
 
 
 class Probe(Protocol):
@@ -323,7 +303,7 @@ FITS: Final[Mapping[str, Callable[[Readings, Float64Array, int], FittedProbe]]] 
     AffineProbe.kind: fit_affine,
     MlpProbe.kind: fit_mlp,
 }
-"""How each kind of `prefillcli.exits.probes.PROBES` is fitted."""
+"""How each kind of `prefillcli.features.exits.probes.PROBES` is fitted."""
 
 
 def margin_error(off: Float64Array) -> float:

@@ -1,0 +1,244 @@
+"""Early exit: rows leave the model once their answer is decided, as often as a bound on flips allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from prefillcli.core.feature import Feature, Objection
+from prefillcli.core.side_files import SideFile, json_with
+from prefillcli.errors import UsageError
+from prefillcli.options.option import BENCH, EARLY_EXIT, Settings, option
+from prefillcli.options.requirements import Requirement
+
+if TYPE_CHECKING:
+    from prefillcli.bench.contenders import Contender, Equipment
+    from prefillcli.bench.material import Material
+    from prefillcli.data.output.counts import Counts
+    from prefillcli.data.output.manifest import Manifest
+    from prefillcli.data.prompts.labels import Labels
+    from prefillcli.data.rows import ScoredRow
+    from prefillcli.engines.base import Answer, LeavingRule, PlanEngine, Treatment
+    from prefillcli.features.exits.leaving import JobExits
+    from prefillcli.features.exits.profile_file import ExitProfile
+    from prefillcli.jobs.inputs import Opening
+    from prefillcli.jobs.score import Job
+    from prefillcli.models.open import Opened
+    from prefillcli.plan.pack import Pack
+    from prefillcli.report.run import RunReport
+    from prefillcli.report.section import Section
+
+EXIT = Requirement(lambda s: s.exit, "is for rows that leave early, but none does", "give --exit")
+EXIT_METHOD = Requirement(
+    lambda s: s.compares("early-exit"),
+    "is for the method early-exit, but it is not compared",
+    "give --method early-exit",
+)
+
+
+class ExitOptions(Settings):
+    """Whether rows leave early, and what decides when they may."""
+
+    exit: bool = option(
+        False,
+        "Let rows leave the model once their answer is decided. What that may change is bounded by --max-flips.",
+        EARLY_EXIT, changes="scores", needs="exits",
+    )  # fmt: skip
+    flips_of: Literal["each", "all"] = option(
+        "each",
+        "What --max-flips bounds with --exit: the flips of each answer's rows, or of all rows together.",
+        EARLY_EXIT, changes="scores", requires=EXIT,
+    )  # fmt: skip
+    exit_rows: int | None = option(
+        None,
+        "Rows that are read in full first, to learn when rows are decided. (default: what --max-flips takes, at most "
+        "half of the job's rows; with --exit-profile 300)",
+        EARLY_EXIT, changes="scores", metavar="N", requires=EXIT, ge=20,
+    )  # fmt: skip
+    exit_profile: str | None = option(
+        None,
+        "What an earlier job has learnt (its OUTPUT.exit.json), used again after a check on fresh rows.",
+        EARLY_EXIT, changes="scores", metavar="FILE", path="file", requires=EXIT,
+    )  # fmt: skip
+
+
+class ExitProfileOptions(Settings):
+    """Which exits a row is held against."""
+
+    exit_profile: str | None = option(
+        None,
+        "What a job has learnt about early exits (its OUTPUT.exit.json): show where the row would leave.",
+        EARLY_EXIT, changes="files", metavar="FILE", path="file",
+    )  # fmt: skip
+
+
+class ExitMethodOptions(Settings):
+    """How the method early-exit is learnt."""
+
+    max_flips: float = option(
+        0.01,
+        "Share of each answer that the method early-exit may flip, at 95 % confidence.",
+        BENCH, changes="scores", metavar="RATE", requires=EXIT_METHOD, gt=0, lt=1,
+    )  # fmt: skip
+    exit_rows: int | None = option(
+        None,
+        "Other rows that the method early-exit is learnt on. (default: what --max-flips takes, at most half of INPUT)",
+        BENCH, changes="scores", metavar="N", requires=EXIT_METHOD, ge=20,
+    )  # fmt: skip
+
+
+class Exits(Feature):
+    """The exits of a job. The key `exits` of its report holds a `report.ExitUse`.
+
+    `inspect` and `bench` have options of their own: a profile whose exits a row is held against, and a method.
+    """
+
+    order = 30
+    options = {"score": ExitOptions, "inspect": ExitProfileOptions, "bench": ExitMethodOptions}
+    columns = ("exits",)
+    plan_keys = ("exits",)
+    keys = {"exits": None}
+    side_files = {"exits": SideFile("an exit profile", json_with("label_tokens", "exits"))}
+    methods = {
+        "early-exit": (
+            "the layer walk, which rows leave when they are decided, as with prefill score --exit",
+            "learning exits",
+        )
+    }
+    flips = True
+    profile: ExitProfile | None = None
+    exits: JobExits | None = None
+
+    @classmethod
+    def asked(cls, settings: Any) -> bool:
+        return bool(getattr(settings, "exit", False)) or not isinstance(settings, ExitOptions)
+
+    def check(self) -> None:
+        settings = self.settings
+        if isinstance(settings, ExitOptions) and settings.keep == "auto":  # type: ignore[attr-defined]
+            raise UsageError(
+                "--exit: what is learnt about exits is of one keep rate, and --keep auto has not chosen it yet\n"
+                "choose the rate in a run without --exit, then give it"
+            )
+        if isinstance(settings, ExitProfileOptions) and settings.exit_profile and settings.adapter:  # type: ignore[attr-defined]
+            raise UsageError("--exit-profile: it does not say which adapters it is of\nleave it or --adapter out")
+
+    def joint(self, option: str) -> Objection | None:
+        if option == "--shard" and self.settings.exit_profile is not None:
+            return None
+        return Objection(
+            "--exit learns from the rows of the whole job, and bounds their flips together",
+            "leave one of them out; for shards, give the --exit-profile of a run over a sample",
+        )
+
+    def uneven(self) -> Objection:
+        return Objection(
+            "what is learnt about exits, and so where a row leaves, depends on the other rows", "leave --exit out"
+        )
+
+    def learns(self) -> str | None:
+        return "--exit" if isinstance(self.settings, ExitOptions) else None
+
+    def meaningless(self, labels: Labels) -> list[str]:
+        return ["exit"]
+
+    def writes(self, report: str) -> list[tuple[str, str, str]]:
+        from prefillcli.features.exits.learning import exits_path
+
+        if self.settings.exit_profile is not None:
+            return []
+        return [("exits", exits_path(report), "what is learnt of exits,")]
+
+    def source_opened(self, opening: Opening) -> None:
+        from prefillcli.features.exits.learning import exit_profile_at
+
+        if self.settings.exit_profile is not None:
+            self.profile = exit_profile_at(self.settings.exit_profile)
+
+    def identity(self, opening: Opening) -> Mapping[str, str]:
+        from prefillcli.data.proof.fingerprints import hash_value
+
+        if self.profile is None:
+            return {}
+        return {"exit_profile": hash_value(self.profile.model_dump(mode="json"))}
+
+    def identified(self, job: Job) -> None:
+        if self.profile is not None:
+            from prefillcli.features.exits.learning import require_same_exits
+
+            require_same_exits(self.profile, job)
+
+    def learn(
+        self, opening: Opening, engine: PlanEngine, plan: Mapping[str, Any], tick: Callable[[float], None]
+    ) -> Mapping[str, Any]:
+        from prefillcli.features.exits.learning import ExitLearning
+        from prefillcli.features.exits.leaving import Spared
+
+        job = cast("Job", opening)  # nothing else has the option
+        self.spared = Spared()
+        with job.clock.phase("exits"):
+            self.exits, tokens = ExitLearning(job, engine, self.profile).exits()
+        job.recorder.tokens.add(tokens)
+        return {}
+
+    def known(self) -> Mapping[int, ScoredRow]:
+        return {} if self.exits is None else self.exits.known
+
+    def treatment(self, in_full: frozenset[int]) -> Treatment | None:
+        return None if self.exits is None else self.exits.treatment(in_full)
+
+    def answered(self, pack: Pack, answers: Sequence[Answer]) -> None:
+        spared = None if self.exits is None else self.exits.spared(pack, answers)
+        if spared is not None:
+            self.spared.add(spared)
+
+    def window_written(self, job: Job, window: int) -> None:
+        if self.exits is not None:
+            self.exits.watch(job.sink, window)
+
+    def finished(self, job: Job) -> None:
+        from prefillcli.features.exits.learning import FILE
+
+        job.sink.work.delete(FILE)
+
+    def reported(self, job: Job, counts: Counts | None) -> None:
+        from prefillcli.features.exits.leaving import exit_use, stored_exit_use
+
+        if counts is None:
+            return
+        use = stored_exit_use(job.sink.plan)
+        if self.exits is not None:
+            use = exit_use(self.exits, self.spared, job.recorder.tokens)
+        if use is not None:
+            use.take(counts)
+        job.report.blocks["exits"] = use
+
+    @classmethod
+    def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
+        from prefillcli.features.exits.leaving import stored_exit_use
+
+        use = report.blocks["exits"] = stored_exit_use(manifest.plan)
+        if use is not None and manifest.counts is not None:
+            use.take(manifest.counts)
+
+    def leaving_rule(self, opened: Opened, labels: Labels) -> LeavingRule | None:
+        from prefillcli.features.exits.learning import inspected_policy
+
+        return inspected_policy(self.settings.exit_profile, opened, labels)
+
+    @classmethod
+    def contender(cls, name: str, equipment: Equipment, material: Material) -> Contender | None:
+        from prefillcli.features.exits.contender import learn_exits
+
+        return learn_exits(equipment, material)
+
+    @classmethod
+    def section(cls, report: RunReport) -> Section | None:
+        if report.blocks["exits"] is None:
+            return None
+        from prefillcli.features.exits.report import section
+
+        return section(report.blocks["exits"])
+
+
+FEATURE = Exits
