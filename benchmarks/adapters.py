@@ -27,8 +27,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from benchmarks.models import random_llama
-from prefillcli.models.adapter_merging import ExchangedAdapters
-from prefillcli.models.adapters import open_adapters
+from prefillcli.models.adapters import ExchangedAdapters, open_adapters
 from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model
 from prefillcli.models.open import Opened

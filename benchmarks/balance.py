@@ -24,13 +24,12 @@ from benchmarks.simulated_crew import SimulatedCrew
 from prefillcli.data.rows import Int32Array, Prompt, Window
 from prefillcli.data.windows import MAX_ROWS
 from prefillcli.jobs.recorder import LabelMassCheck, Recorder
-from prefillcli.jobs.runners.crew import WorkerSpec
 from prefillcli.jobs.runners.parallel import PACK_SHARE, ParallelScoring
-from prefillcli.jobs.runners.pool import Pool
+from prefillcli.jobs.runners.pool import Pool, WorkerSpec
 from prefillcli.jobs.window_scoring import ScoringOptions
 from prefillcli.models.law import PACK_TOKENS
+from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
-from prefillcli.options.score import ScoreSettings
 from prefillcli.plan.blocks import BLOCK_TOKENS
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan

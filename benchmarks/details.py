@@ -22,7 +22,7 @@ from benchmarks.models import SHAPES, random_llama
 from benchmarks.peers import REVIEWS, WORKLOADS
 from benchmarks.spread import Spread
 from benchmarks.workloads import short_rows
-from prefillcli.bench.measure import interleaved
+from prefillcli.bench.contest import interleaved
 from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model
 from prefillcli.models.shape import answer_flops, walk_flops
@@ -32,8 +32,7 @@ from prefillcli.plan.plan import make_plan, make_plans
 from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill import forest, fusion
-from prefillcli.prefill.attention import attend_blockwise
-from prefillcli.prefill.cpu_kernels import Shift, attend_by_products
+from prefillcli.prefill.attention import Shift, attend_blockwise, attend_by_products
 from prefillcli.profile.children import prompts_with_histories, resident
 from prefillcli.report.rendering import mebibytes
 from recipes.real_model import real_model

@@ -29,7 +29,7 @@ from benchmarks.models import random_llama
 from benchmarks.reviews import review_prompts
 from benchmarks.spread import Spread
 from benchmarks.workloads import short_rows
-from prefillcli.bench.measure import interleaved
+from prefillcli.bench.contest import interleaved
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.models.find import read_model_files
 from prefillcli.models.law import CHUNK_TOKENS, PACK_TOKENS

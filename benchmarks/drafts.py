@@ -24,9 +24,9 @@ from benchmarks.console import log, log_run
 from benchmarks.methods import compressed_walk, compressor_for, layer_walk
 from benchmarks.score_runs import SAMPLES
 from benchmarks.spread import Spread
-from prefillcli.bench.measure import interleaved
+from prefillcli.bench.contest import interleaved
+from prefillcli.compress.load import Translator
 from prefillcli.compress.settings import Compression
-from prefillcli.compress.translation import Translator
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.stats.audit import flip_interval
 from recipes.evaluate_samples import Row, draw_rows, sample_rows

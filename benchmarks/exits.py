@@ -33,7 +33,7 @@ from prefillcli.features.exits.learning import calibration_rows, exit_costs, obs
 from prefillcli.jobs.inputs import open_source, prompt_builder
 from prefillcli.jobs.load import load_walk
 from prefillcli.models.open import open_models
-from prefillcli.options.bench import BenchSettings
+from prefillcli.options.commands import BenchSettings
 
 
 def main(

@@ -27,7 +27,7 @@ from benchmarks.methods import compressed_walk, compressor_for, layer_walk
 from benchmarks.score_runs import SAMPLES
 from benchmarks.spread import Spread
 from prefillcli.bench.contenders import state_drift
-from prefillcli.bench.measure import interleaved
+from prefillcli.bench.contest import interleaved
 from prefillcli.bench.report import StateDrift
 from prefillcli.compress.selection import Request
 from prefillcli.compress.settings import Compression

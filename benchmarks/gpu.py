@@ -23,7 +23,7 @@ import typer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.console import log, log_run
-from prefillcli.bench.measure import interleaved
+from prefillcli.bench.contest import interleaved
 from prefillcli.errors import out_of_memory
 from prefillcli.models.law import FREE_SHARE, MemoryLaw, memory_law, pack_limits
 from prefillcli.models.shape import answer_flops, prefill_flops, walk_flops
@@ -32,8 +32,7 @@ from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
-from prefillcli.profile.children import enforced, peak_bytes, prompts_with_histories, random_prompt
-from prefillcli.profile.modes import Prefill
+from prefillcli.profile.children import Prefill, enforced, peak_bytes, prompts_with_histories, random_prompt
 from prefillcli.runtime.memory import available_memory, prepare_allocator
 
 GB = 10**9

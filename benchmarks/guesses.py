@@ -25,12 +25,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from benchmarks.console import log, log_run
 from benchmarks.models import random_llama
 from benchmarks.score_runs import SAMPLES
-from prefillcli.bench.measure import interleaved
+from prefillcli.bench.contest import interleaved
 from prefillcli.decode.continuations import Beginning, DecodingReport, Speculation, Writing
+from prefillcli.decode.drafters import JobDrafters
 from prefillcli.decode.forward import KeptForward
 from prefillcli.decode.kept_pack import KeptPack
 from prefillcli.decode.lockstep import Chooser, write_texts
-from prefillcli.decode.speculation.job_drafters import JobDrafters
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray

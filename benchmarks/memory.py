@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from prefillcli.bench.measure import with_peak
+from prefillcli.bench.contest import with_peak
 
 
 def peak_in_child(task: Callable[..., Callable[[], object]], *args: Any) -> int:

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from prefillcli.compress.base import Estimator
 from prefillcli.compress.compressor import Compressor, WorthCompressing
 from prefillcli.compress.draft import Draft, SpecPrefill
+from prefillcli.compress.load import TranslatedDraft, Translator
 from prefillcli.compress.settings import Compression
-from prefillcli.compress.translation import TranslatedDraft, Translator
 from prefillcli.data.rows import Prompt
 from prefillcli.engines.hf import last_logits
 from prefillcli.models.law import CHUNK_TOKENS, PACK_TOKENS

@@ -27,8 +27,7 @@ from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ForestAttention
 from prefillcli.prefill.walk import LayerWalk, Tick
 from prefillcli.prefill.walk_state import WalkState
-from prefillcli.profile.children import Send, in_child, make_malloc_exact, peak_bytes, random_prompt
-from prefillcli.profile.modes import Prefill
+from prefillcli.profile.children import Prefill, Send, in_child, make_malloc_exact, peak_bytes, random_prompt
 
 MODES = ("full", "chunked", "drop", "hybrid-copy", "hybrid")
 _WARM_UP_TOKENS = 129

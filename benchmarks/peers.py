@@ -28,7 +28,7 @@ from benchmarks.reviews import review_prompts
 from benchmarks.runners import Runner, Scores, Settings
 from benchmarks.spread import Spread
 from benchmarks.workloads import short_rows
-from prefillcli.bench.measure import interleaved
+from prefillcli.bench.contest import interleaved
 from prefillcli.plan.trie import TokenArray
 from prefillcli.profile.children import prompts_with_histories, random_prompt
 from prefillcli.report.rendering import mebibytes

@@ -29,9 +29,9 @@ from benchmarks.models import random_llama
 from benchmarks.spread import Spread
 from prefillcli.bench.text_methods import GeneratedTexts, TextRun, TextTask, scored_packs
 from prefillcli.decode.continuations import Beginning, DecodingReport, Speculation, Writing
+from prefillcli.decode.drafters import JobDrafters
 from prefillcli.decode.forward import KeptForward
 from prefillcli.decode.lockstep import write_texts
-from prefillcli.decode.speculation.job_drafters import JobDrafters
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ATTENTION, register

@@ -23,14 +23,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.console import log
-from prefillcli.forecast.completion_model import CompletionModel
-from prefillcli.forecast.profile import DEFAULT_PROFILE, Profile
+from prefillcli.forecast.profile import DEFAULT_PROFILE, CompletionModel, Profile
 from prefillcli.models.law import memory_law, pack_limits
 from prefillcli.models.open import open_model
-from prefillcli.options.profile import ProfileSettings
-from prefillcli.plan.cutter import cut_packs
+from prefillcli.options.commands import ProfileSettings
 from prefillcli.plan.pack import Limits
-from prefillcli.plan.queue import Queue, shortest_job
+from prefillcli.plan.plan import Queue, cut_packs, shortest_job
 from prefillcli.plan.trie import TrieNode
 from prefillcli.report.rendering import three_digits
 

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import prefillcli
 from benchmarks.console import log
 from benchmarks.sample_text import CREDITORS, SUBJECTS
-from prefillcli.bench.needle import TOPICS
+from prefillcli.bench.material import TOPICS
 
 WAYS: dict[str, dict[str, Any]] = {
     "walk": {},

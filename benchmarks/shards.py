@@ -22,16 +22,14 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from prefillcli.data.dealing import Dealer, ShardRows
 from prefillcli.data.output.shard_folders import JoinedShards, ShardSink
 from prefillcli.data.output.target import Target
-from prefillcli.data.prompts.builder import PromptBuilder
+from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
 from prefillcli.data.prompts.labels import Labels, parse_labels
-from prefillcli.data.prompts.settings import PromptSettings
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Prompt, ScoredRow, Window
 from prefillcli.data.shard import Shard
-from prefillcli.data.windows import windows
+from prefillcli.data.windows import Dealer, ShardRows, windows
 from prefillcli.models.files import sample_model
 
 WINDOW = 4_096

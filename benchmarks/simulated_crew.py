@@ -6,7 +6,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from prefillcli.jobs.runners.crew import (
+from prefillcli.jobs.runners.pool import (
     Answered,
     AnswerTask,
     Done,

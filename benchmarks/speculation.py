@@ -26,15 +26,14 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from benchmarks.console import log
-from prefillcli.bench.needle import needle
+from prefillcli.bench.material import needle
 from prefillcli.decode.behind import MakeDrafter
-from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Speculation, Writing
+from prefillcli.decode.continuations import DRAFTERS, Beginning, Continuation, DecodingReport, Speculation, Writing
+from prefillcli.decode.draft_model import DraftModel, StreamingDrafter
+from prefillcli.decode.drafters import JobDrafters
 from prefillcli.decode.forward import KeptForward
 from prefillcli.decode.kept_pack import KeptPack
 from prefillcli.decode.lockstep import Chooser, Drafter, write_texts
-from prefillcli.decode.speculation.draft_model import DraftModel, StreamingDrafter
-from prefillcli.decode.speculation.job_drafters import JobDrafters
-from prefillcli.decode.speculation.registry import DRAFTERS
 from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model
 from prefillcli.plan.pack import Limits

@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.memory import tree_memory
 from benchmarks.night_memory import Look, Process
 from prefillcli.runtime.memory import proportional_memory
-from prefillcli.runtime.processes import start_of
+from prefillcli.runtime.signals import start_of
 
 
 class Strike(StrEnum):

@@ -13,15 +13,19 @@ import typer
 from prefillcli import __version__
 from prefillcli.core.feature import features
 from prefillcli.errors import Interrupted, PrefillError
-from prefillcli.options.bench import BenchSettings
 from prefillcli.options.command_line import GroupedCommand, parameters_of
-from prefillcli.options.commands import COMMANDS, DoctorSettings, MergeSettings
+from prefillcli.options.commands import (
+    COMMANDS,
+    BenchSettings,
+    DoctorSettings,
+    InspectSettings,
+    MergeSettings,
+    ProfileSettings,
+    ScoreSettings,
+)
 from prefillcli.options.groups import ModelOptions
-from prefillcli.options.inspect import InspectSettings
 from prefillcli.options.load import load_settings
 from prefillcli.options.option import RUN, Settings
-from prefillcli.options.profile import ProfileSettings
-from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import shown
 from prefillcli.runtime import log
 from prefillcli.runtime.cores import prepare

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from benchmarks.sample_text import CASES, CREDITORS, SUBJECTS, ask_fairly
-from prefillcli.bench.needle import TOPICS, Case
+from prefillcli.bench.material import TOPICS, Case
 from recipes.sample_tokenizer import answer_tokens
 
 WORDS = tuple(dict.fromkeys((*TOPICS, *CREDITORS, *SUBJECTS)))

@@ -25,7 +25,7 @@ from prefillcli.data.rows import Int64Array
 from prefillcli.jobs.inputs import open_source, prompt_builder
 from prefillcli.jobs.load import load_walk
 from prefillcli.models.open import open_models
-from prefillcli.options.bench import BenchSettings
+from prefillcli.options.commands import BenchSettings
 
 
 def open_tokens(settings: BenchSettings) -> tuple[list[Int64Array], list[Int64Array]]:

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.sample_text import CASES, ask
-from prefillcli.bench.needle import prompt
+from prefillcli.bench.material import prompt
 from recipes.curriculum import gapped_positions
 from recipes.sample_tokenizer import answer_tokens
 

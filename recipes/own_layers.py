@@ -25,7 +25,7 @@ from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.jobs.inputs import open_source, prompt_builder
 from prefillcli.jobs.load import load_walk
 from prefillcli.models.open import open_models
-from prefillcli.options.bench import BenchSettings
+from prefillcli.options.commands import BenchSettings
 from prefillcli.report.rendering import percent_interval
 from prefillcli.stats.audit import flip_interval
 from prefillcli.stats.probabilities import label_probabilities

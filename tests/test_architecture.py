@@ -16,9 +16,8 @@ import typer
 from prefillcli import cli
 from prefillcli.core.feature import features
 from prefillcli.jobs import identity
-from prefillcli.options.commands import COMMANDS
+from prefillcli.options.commands import COMMANDS, ScoreSettings
 from prefillcli.options.option import Change, details_of
-from prefillcli.options.score import ScoreSettings
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "prefillcli"
@@ -54,10 +53,10 @@ def test_what_needs_no_model_knows_no_torch(package: str) -> None:
 
 
 def test_the_packages_of_data_import_each_other_downwards_only() -> None:
-    names = ("rows", "values", "paths", "shard", "filesystems", "given_file")
+    names = ("rows", "values", "shard", "filesystems", "proof")
     below = {f"prefillcli.data.{name}" for name in names}
     rooms = {folder.parent.name for folder in (PACKAGE / "data").glob("*/__init__.py")}
-    assert rooms == {"proof", "reading", "prompts", "output"}
+    assert rooms == {"reading", "prompts", "output"}
     needs: dict[str, set[str]] = {room: set() for room in rooms}
     for module, path in MODULES.items():
         inner = {name.split(".")[2] for name in imported(path) if name.startswith("prefillcli.data.")} & rooms
@@ -109,8 +108,8 @@ OPTIONS_READ = {
     "prefillcli.errors",
     "prefillcli.compress.settings",
     "prefillcli.core.feature",
-    "prefillcli.compress.pickers.registry",
-    "prefillcli.data.given_file",
+    "prefillcli.compress.pickers",
+    "prefillcli.data.filesystems",
     "prefillcli.data.output.formats",
     "prefillcli.data.shard",
     "prefillcli.engines.registry",

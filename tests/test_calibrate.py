@@ -16,9 +16,8 @@ from typer.testing import CliRunner
 from prefillcli.cli import app
 from prefillcli.errors import UsageError
 from prefillcli.features.calibration.calibrate import calibrate_job
-from prefillcli.features.calibration.calibration import Calibration, log_shares_of
+from prefillcli.features.calibration.calibration import Calibration, fit_platt, log_shares_of
 from prefillcli.features.calibration.calibration_file import read_calibration
-from prefillcli.features.calibration.fits import fit_platt
 from prefillcli.features.calibration.options import CalibrateSettings
 from prefillcli.options.load import load_settings
 from tests.score.jobs import write_jsonl, write_parquet

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from prefillcli.bench.measure import with_peak
+from prefillcli.bench.contest import with_peak
 from prefillcli.profile.children import enforced, peak_bytes, resident
 from prefillcli.runtime.memory import available_memory, loadable_memory, prepare_allocator
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from prefillcli.compress.settings import Compression
 from prefillcli.models.open import open_models
-from prefillcli.options.bench import BenchSettings
+from prefillcli.options.commands import BenchSettings
 from recipes.distill_draft import (
     WATCHED,
     Course,

@@ -15,8 +15,8 @@ from prefillcli.data.output.formats import FORMATS
 from prefillcli.data.rows import ErrorCode
 from prefillcli.jobs.status import Status
 from prefillcli.jobs.verify import Verified
-from prefillcli.models.quantised import FORMATS as QUANTISED
-from prefillcli.models.quantised import QuantisedFormat
+from prefillcli.models.weights import FORMATS as QUANTISED
+from prefillcli.models.weights import QuantisedFormat
 from prefillcli.options.commands import COMMANDS
 from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.report.run import RunReport
@@ -79,7 +79,7 @@ def test_no_page_names_an_option_that_does_not_exist(page: Path) -> None:
 
 
 def test_every_fallback_is_documented() -> None:
-    from prefillcli.compress.fallbacks import FALLBACKS
+    from prefillcli.compress.base import FALLBACKS
 
     text = (ROOT / "docs" / "score.md").read_text()
     for reason, (why, _) in FALLBACKS.items():

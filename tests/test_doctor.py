@@ -27,9 +27,9 @@ from prefillcli.models.open import Opened
 from prefillcli.models.weights import plan_weights
 from prefillcli.options.commands import DoctorSettings
 from prefillcli.options.load import load_settings
-from prefillcli.prefill import attention, attention_paths, cpu_kernels
+from prefillcli.prefill import attention
+from prefillcli.prefill.attention import PATHS
 from prefillcli.prefill.attention_checks import CHECKED
-from prefillcli.prefill.attention_paths import PATHS
 from prefillcli.runtime import memory
 from prefillcli.runtime.device_key import KINDS, choose_device, other_devices
 from prefillcli.runtime.memory import available_memory, device_capacity, loadable_memory
@@ -39,7 +39,7 @@ from tests.score.models import save_model
 
 ROOT = Path(__file__).parent.parent
 SAMPLE = ROOT / "samples" / "models" / "target"
-KERNEL = ["kernel"] if cpu_kernels.compiled_kernel() else []
+KERNEL = ["kernel"] if attention.compiled_kernel() else []
 needs_kernel = pytest.mark.skipif(not KERNEL, reason="needs AVX512-BF16, GNU's OpenMP and a C++ compiler")
 
 
@@ -48,9 +48,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder and a cache of its own, and nothing stays ruled out."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    attention_paths.allow_all()
+    attention.allow_all()
     yield tmp_path / "cache" / "prefillcli"
-    attention_paths.allow_all()
+    attention.allow_all()
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_flash_attention_that_tells_its_log_sum_exp_in_base_2_is_found_and_gone_
     told = capsys.readouterr().err
     assert "WRONG" in told
     assert "runs on this machine go without it" in told
-    attention_paths.allow_all()  # as in a new process, which finds it in the cache
+    attention.allow_all()  # as in a new process, which finds it in the cache
     prompts, reference = texts(9), Reference(model)
     summary = score(write_parquet("in.parquet", prompt=prompts), model=model)
     assert summary["exit_code"] == 0
@@ -135,27 +135,27 @@ def test_without_the_doctor_a_run_finds_it_too(model: Path, monkeypatch: pytest.
 def test_a_compiled_kernel_with_wrong_numbers_is_found_and_gone_around(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = cpu_kernels.ForestKernel.attend
+    own = attention.ForestKernel.attend
 
-    def wrong(self: cpu_kernels.ForestKernel, *tensors: Any, out: torch.Tensor, lse: torch.Tensor, **how: Any) -> None:
+    def wrong(self: attention.ForestKernel, *tensors: Any, out: torch.Tensor, lse: torch.Tensor, **how: Any) -> None:
         own(self, *tensors, out=out, lse=lse, **how)
         out.mul_(1.5)
 
-    monkeypatch.setattr(cpu_kernels.ForestKernel, "attend", wrong)
+    monkeypatch.setattr(attention.ForestKernel, "attend", wrong)
     found = examine(quiet=True)
     assert found["exit_code"] == 1
     assert "kernel is wrong in float32" in found["error"]
     assert all("kernel" not in paths for paths in found["attention"].values())
-    attention_paths.allow_all()
+    attention.allow_all()
     capsys.readouterr()
     prompts, reference = texts(9), Reference(model)
     score(write_parquet("in.parquet", prompt=prompts), model=model, dtype="bfloat16")
     assert "goes without kernel" in capsys.readouterr().err
     for row, text in zip(read_output("out.parquet"), prompts, strict=True):
         assert row["score"] == pytest.approx(reference.answer(text).score, abs=0.02)  # of bfloat16 weights
-    monkeypatch.setattr(cpu_kernels.ForestKernel, "attend", own)
+    monkeypatch.setattr(attention.ForestKernel, "attend", own)
     assert examine(quiet=True)["exit_code"] == 0, "the doctor looks again, whatever is remembered"
-    attention_paths.allow_all()
+    attention.allow_all()
     score("in.parquet", "again.parquet", model=model, dtype="bfloat16")
     assert "goes without" not in capsys.readouterr().err
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from prefillcli.cli import app
-from prefillcli.compress.reasons import Neighbour, why_kept
+from prefillcli.compress.compressor import Neighbour, why_kept
 from prefillcli.compress.selection import Request
 from prefillcli.compress.settings import Compression
 from prefillcli.data.prompts.encoding import Encoder, token_texts
@@ -32,8 +32,8 @@ from prefillcli.data.rows import Prompt
 from prefillcli.errors import Interrupted
 from prefillcli.jobs import inspect
 from prefillcli.jobs.score import score_job
+from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
-from prefillcli.options.score import ScoreSettings
 from prefillcli.report.inspection import CommonPrefix, Inspection
 
 SAMPLES = Path(__file__).parent.parent / "samples"
@@ -232,8 +232,8 @@ def test_reason_of_a_row_in_full(mixed: Path, row: int, flags: Sequence[object],
 
 
 def test_fallback_is_told(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from prefillcli.compress.base import TOO_LONG
     from prefillcli.compress.draft import Draft
-    from prefillcli.compress.fallbacks import TOO_LONG
 
     monkeypatch.setattr(Draft, "_refusal", lambda self, tokens: TOO_LONG)
     done = prefill("inspect", mixed, *PAIR, *COMPRESS, "--row", 0)

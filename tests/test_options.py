@@ -19,12 +19,10 @@ from prefillcli.cli import app
 from prefillcli.core.feature import features
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
-from prefillcli.options.commands import COMMANDS
-from prefillcli.options.keywords import FileOptions, ScorerOptions
-from prefillcli.options.load import load_settings
+from prefillcli.options.commands import COMMANDS, ScoreSettings
+from prefillcli.options.load import FileOptions, ScorerOptions, load_settings
 from prefillcli.options.option import COMPRESSION, RUN, Settings, details_of, option
 from prefillcli.options.requirements import Requirement
-from prefillcli.options.score import ScoreSettings
 
 Values = dict[str, Any]
 

@@ -21,7 +21,7 @@ import pytest
 from typer.testing import CliRunner
 
 from prefillcli.cli import app
-from prefillcli.options.score import ScoreSettings
+from prefillcli.options.commands import ScoreSettings
 
 ROOT = Path(__file__).parent.parent
 RECIPES, SAMPLES = ROOT / "recipes", ROOT / "samples"

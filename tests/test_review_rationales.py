@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.options.score import ScoreSettings
+from prefillcli.options.commands import ScoreSettings
 from recipes.real_model import Review
 from recipes.review_rationales import (
     EXAMPLES,

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.options.bench import BenchSettings
+from prefillcli.options.commands import BenchSettings
 from recipes import review_rows
 from recipes.bench_reviews import RUNS, bench_command, table_lines
 from recipes.draft_overlap import overlap

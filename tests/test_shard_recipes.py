@@ -15,9 +15,8 @@ import yaml
 from typer.testing import CliRunner
 
 from prefillcli.cli import app
-from prefillcli.options.commands import MergeSettings
+from prefillcli.options.commands import MergeSettings, ScoreSettings
 from prefillcli.options.load import load_settings
-from prefillcli.options.score import ScoreSettings
 from tests.test_recipes import (
     FIELD,
     RECIPES,

@@ -15,15 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefillcli.data.rows import Prompt, RowError, Window
-from prefillcli.forecast.remaining_time import RemainingTime
 from prefillcli.forecast.survey import LEVELS, InputStatistics, histogram_of, lengths_of
+from prefillcli.jobs.dry_run import DryRunReport
+from prefillcli.jobs.recorder import RemainingTime
 from prefillcli.models.find import read_model_files
 from prefillcli.models.weights import weight_bytes
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan, make_plans
 from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.plan.trie import build_forest, shared_nodes, token_order
-from prefillcli.report.dry_run import DryRunReport
 from prefillcli.report.rendering import bar
 from prefillcli.report.survey import (
     Bin,
@@ -170,7 +170,7 @@ def test_bars_and_durations() -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time as the forecast sees it."""
     now = [100.0]
-    monkeypatch.setattr("prefillcli.forecast.remaining_time.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("prefillcli.jobs.recorder.time.monotonic", lambda: now[0])
     return now
 
 

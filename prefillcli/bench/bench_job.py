@@ -9,15 +9,25 @@ from contextlib import ExitStack, closing
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from prefillcli.bench.bench_page import print_texts, print_workload, save_report
 from prefillcli.bench.material import Material, input_material, made_material
-from prefillcli.bench.report import METHODS, NAMED, TEXT_METHODS, UNCOMPRESSED, BenchReport, TextResult, WorkloadResult
-from prefillcli.compress.pickers.registry import PICKERS
+from prefillcli.bench.report import (
+    METHODS,
+    NAMED,
+    TEXT_METHODS,
+    UNCOMPRESSED,
+    BenchReport,
+    TextResult,
+    WorkloadResult,
+    print_texts,
+    print_workload,
+    save_report,
+)
+from prefillcli.compress.pickers import PICKERS
 from prefillcli.core.feature import features
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.templates import RowTemplate
 from prefillcli.data.reading.source import Source
-from prefillcli.decode.speculation.registry import DRAFTERS
+from prefillcli.decode.continuations import DRAFTERS
 from prefillcli.errors import PrefillError, ResourceError, UsageError, require_known
 from prefillcli.jobs.inputs import open_source, prompt_builder, require_shares
 from prefillcli.jobs.load import load_walk
@@ -25,7 +35,7 @@ from prefillcli.jobs.path_table import require_apart, require_json
 from prefillcli.jobs.shell import shell
 from prefillcli.models.files import sample_draft
 from prefillcli.models.open import Opened, answer_labels, open_models
-from prefillcli.options.bench import BenchSettings
+from prefillcli.options.commands import BenchSettings
 from prefillcli.redaction import shown, without_secrets
 from prefillcli.report.rendering import page_of
 from prefillcli.report.run import versions

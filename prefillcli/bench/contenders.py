@@ -20,8 +20,8 @@ from prefillcli.compress.answers import answer, answer_requests, method_of, plan
 from prefillcli.compress.base import ImportanceEstimate
 from prefillcli.compress.compressor import Compressor
 from prefillcli.compress.load import make_compressor, translator_of
-from prefillcli.compress.pickers.gemfilter import GemFilter
-from prefillcli.compress.pickers.registry import PickerResources
+from prefillcli.compress.pickers import PickerResources
+from prefillcli.compress.row_pickers import GemFilter
 from prefillcli.compress.selection import Request
 from prefillcli.compress.self_draft import SelfDraft
 from prefillcli.compress.settings import Compression
@@ -43,7 +43,7 @@ from prefillcli.models.shape import (
     table5,
     walk_flops,
 )
-from prefillcli.options.bench import BenchSettings
+from prefillcli.options.commands import BenchSettings
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.plan.trie import TokenArray

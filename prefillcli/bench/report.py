@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from prefillcli.compress.pickers.registry import PICKERS
+from prefillcli.compress.pickers import PICKERS
 from prefillcli.core.feature import features
-from prefillcli.decode.speculation.registry import DRAFTERS
+from prefillcli.decode.continuations import DRAFTERS
+from prefillcli.redaction import shown_report
+from prefillcli.report.rendering import (
+    WIDTH,
+    TableRows,
+    mebibytes,
+    percent_interval,
+    percent_or_nothing,
+    print_explained,
+    print_numbers,
+    render_page,
+    shown_settings,
+    stderr_console,
+    three_digits,
+)
+from prefillcli.report.run_page import write_with_page
 from prefillcli.stats.audit import Audit
 
 # How far the rounds of a measurement lie apart.
@@ -250,3 +265,410 @@ def _sum_up(workload: WorkloadResult) -> dict[str, Any]:
         }
         for each in workload.methods
     }
+
+
+# The sentences about a workload.
+
+
+def legend(workload: WorkloadResult) -> str:
+    """What the columns of `quick_table` are."""
+    rounds = "one round" if workload.rounds < 2 else f"median of {workload.rounds} rounds (smallest-largest)"
+    return (
+        f"speedup: {REFERENCE}'s seconds over the method's, {rounds}; kept: share of the tokens that the model reads; "
+        f"MiB: memory above the weights; flips: rows with another answer than {REFERENCE}'s; AUC: 1 is perfect, "
+        "0.5 chance"
+    )
+
+
+def verdicts(workload: WorkloadResult) -> list[str]:
+    """What the measurements show, and what they do not: claims are made only where spread or interval support them."""
+    methods = {each.method: each for each in workload.methods}
+    reference = methods[REFERENCE]
+    found = [_of_speed(each, reference, workload.rounds) for each in methods.values() if each is not reference]
+    if workload.reference_able is False:
+        return found
+    for name, each in methods.items():
+        chance = methods.get(name.replace("specprefill@", "random@"))
+        if chance is not None and chance is not each and not dropped_nothing(each):
+            found += _of_flips(each, chance)
+    return found
+
+
+def _of_speed(method: MethodResult, reference: MethodResult, rounds: int) -> str:
+    """A difference is one where the slowest round of the one is faster than the fastest of the other."""
+    name, own, other = method.method, method.seconds, reference.seconds
+    times = f"{three_digits(method.speedup.median)} times {REFERENCE}'s speed"
+    if rounds < 2:
+        return f"{name}: {times} in the one timed round, no more"
+    if own.high < other.low or own.low > other.high:
+        return (
+            f"{name}: {'faster' if own.high < other.low else 'slower'} than {REFERENCE}, {times} over {rounds} rounds"
+        )
+    return f"{name}: no difference in speed shown, its rounds and those of {REFERENCE} overlap"
+
+
+def _of_flips(method: MethodResult, chance: MethodResult) -> list[str]:
+    ours, theirs = method.answers.audit, chance.answers.audit
+    if ours is None or theirs is None or ours.interval is None or theirs.interval is None:
+        return []
+    flips = (
+        f"flips {percent_interval(ours.interval)} of the answers, {chance.method} {percent_interval(theirs.interval)}"
+    )
+    better = ours.interval[1] < theirs.interval[0]
+    return [f"{method.method}: {flips} (95 %){'' if better else ': not shown to be better than random chunks'}"]
+
+
+def workload_remarks(workload: WorkloadResult) -> list[str]:
+    """What a reader of the tables must know."""
+    found = list(workload.notes)
+    for each in workload.methods:
+        for reason, count in sorted(each.fallbacks.items()):
+            found.append(f"{each.method}: {count:,} rows were read in full ({reason})")
+        if each.exits is not None:
+            found.append(_of_exits(each.method, each.exits, workload.rows))
+        if each.drift is not None:
+            found.append(_of_drift(each.method, each.drift))
+    if undropped := [each.method for each in workload.methods if dropped_nothing(each)]:
+        found.append(
+            f"{', '.join(undropped)}: nothing was dropped, so this shows nothing: the prompts are short, and their "
+            "first and last tokens always stay (--keep-first, --keep-last)"
+        )
+    if workload.reference_able is False:
+        found.append("the model cannot do this task: it is not better than chance, so flips say nothing")
+    return found
+
+
+def _of_exits(method: str, exits: ExitResult, rows: int) -> str:
+    """Who left where, and what that changed."""
+    early = {name: count for name, count in exits.left.items() if name != "full"}
+    where = ", ".join(f"{count / rows:.0%} after layer {name}" for name, count in early.items())
+    flips = ", ".join(
+        f"{each.flips:,} of {each.rows:,} {each.label!r}"
+        + (f" ({percent_interval(each.interval)})" if each.interval is not None else "")
+        for each in exits.classes
+    )
+    return (
+        f"{method}: {sum(early.values()) / rows:.0%} of the rows left{f' ({where})' if early else ''} and spared "
+        f"{exits.layers_saved:.0%} of the layers; flips by {REFERENCE}'s answer, for --max-flips {exits.max_flips:g}: "
+        f"{flips}"
+    )
+
+
+def _of_drift(method: str, drift: StateDrift) -> str:
+    """How far the states of recurrent layers have drifted, and where the most."""
+    worst = max(drift.layers, key=lambda each: each.median)
+    return (
+        f"{method}: states of recurrent layers drift by {drift.median:.2f} of their norm, from those after the whole "
+        f"prompt to those after the kept tokens (median of {len(drift.layers):,} layers and {drift.rows:,} rows; at "
+        f"most {drift.largest:.2f}; most in layer {worst.layer:,}, {worst.median:.2f})"
+    )
+
+
+def dropped_nothing(method: MethodResult) -> bool:
+    """Whether a method that drops tokens had none to drop."""
+    return method.keep is not None and method.keep < 1 and method.kept == 1 and not method.fallbacks
+
+
+# The tables of a workload's results: for the terminal, and for the page.
+
+
+def cost_table(workload: WorkloadResult) -> TableRows:
+    """Header and one row for each method: what it took."""
+    rows = [["method", "seconds", "rows/s", "tokens/s", "computed", "by draft", "kept", "peak MiB"]]
+    for each in workload.methods:
+        peak = "" if each.peak_bytes is None else mebibytes(each.peak_bytes)
+        rows.append(
+            [
+                each.method,
+                _range(each.seconds),
+                f"{each.rows_per_second:,.{1 if each.rows_per_second >= 1 else 3}f}",
+                f"{each.tokens_per_second:,.0f}",
+                f"{each.target_tokens:,}",
+                f"{each.draft_tokens:,}" if each.draft_tokens else "",
+                f"{each.kept:.1%}",
+                peak,
+            ]
+        )
+    return rows
+
+
+def speedup_table(workload: WorkloadResult) -> TableRows:
+    """Header and one row for each method but the reference: its speedup, and what cost models promise."""
+    rows = [["method", "speedup", "by FLOPs", "1/(r+k)", "table 5", "measured/FLOPs"]]
+    for each in workload.methods:
+        if each.method != REFERENCE:
+            promised = [each.predicted.flops, each.predicted.ratio, each.predicted.table5]
+            cells = ["" if value is None else f"{value:.2f}" for value in [*promised, each.measured_over_predicted]]
+            rows.append([each.method, _range(each.speedup), *cells])
+    return rows
+
+
+def answer_table(workload: WorkloadResult) -> TableRows:
+    """Header and one row for each method: flips against the reference, and how many are right."""
+    rows = [["method", "flips", "95 % interval", "mean diff.", "largest", "accuracy", "95 % interval", "AUC"]]
+    for each in workload.methods:
+        found, audit = each.answers, each.answers.audit
+        cells = [""] * 4
+        if audit is not None and audit.interval is not None and audit.flip_rate is not None:
+            cells = [
+                f"{audit.flips:,} ({audit.flip_rate:.1%})",
+                percent_interval(audit.interval),
+                f"{audit.mean_difference:.2g}",
+                f"{audit.max_difference:.2g}",
+            ]
+        cells += [
+            percent_or_nothing(found.accuracy),
+            "" if found.accuracy_interval is None else percent_interval(found.accuracy_interval),
+            "" if found.auc is None else f"{found.auc:.3f}",
+        ]
+        rows.append([each.method, *cells])
+    return rows
+
+
+def drift_table(workload: WorkloadResult) -> TableRows:
+    """Header and one row for each method that made states drift; no rows without recurrent layers."""
+    found = [(each.method, each.drift) for each in workload.methods if each.drift is not None]
+    if not found:
+        return []
+    rows = [["method", "rows", "median", "largest", *(f"layer {each.layer}" for each in found[0][1].layers)]]
+    for method, drift in found:
+        layers = [f"{each.median:.2f}" for each in drift.layers]
+        rows.append([method, f"{drift.rows:,}", f"{drift.median:.2f}", f"{drift.largest:.2f}", *layers])
+    return rows
+
+
+def workload_headline(workload: WorkloadResult) -> str:
+    """Name and size in a line."""
+    return (
+        f"{workload.workload}: {workload.rows:,} rows, {workload.prompt_tokens:,} prompt tokens "
+        f"({workload.prompt_tokens / workload.rows:,.0f} a row), {workload.unique_tokens:,} unique"
+    )
+
+
+def _range(value: Range) -> str:
+    digits = 2 if value.median >= 1 else 3
+    return f"{value.median:.{digits}f} ({value.low:.{digits}f}-{value.high:.{digits}f})"
+
+
+def quick_table(workload: WorkloadResult) -> TableRows:
+    """Header and one row for each method: as much as fits a terminal."""
+    rows = [["method", "seconds", "speedup", "rows/s", "kept", "MiB", "flips", "AUC"]]
+    for each in workload.methods:
+        audit, peak = each.answers.audit, each.peak_bytes
+        flips = "" if audit is None or audit.flip_rate is None else f"{audit.flip_rate:.1%}"
+        rows.append(
+            [
+                each.method,
+                three_digits(each.seconds.median),
+                _speedup(each, workload.rounds),
+                three_digits(each.rows_per_second),
+                f"{each.kept:.0%}",
+                "" if peak is None else mebibytes(peak),
+                flips,
+                "" if each.answers.auc is None else f"{each.answers.auc:.3f}",
+            ]
+        )
+    return rows
+
+
+def _speedup(method: MethodResult, rounds: int) -> str:
+    if method.method == REFERENCE:
+        return "1"
+    return three_digits(method.speedup.median) if rounds < 2 else _short(method.speedup)
+
+
+def _short(value: Range) -> str:
+    return f"{three_digits(value.median)} ({three_digits(value.low)}-{three_digits(value.high)})"
+
+
+def print_workload(workload: WorkloadResult, machine: Mapping[str, str | int], *, whole: bool) -> None:
+    """The tables of a workload on stderr; `whole` with predictions and intervals."""
+    console = stderr_console(WIDTH)
+    console.print(f"\n{workload_headline(workload)}", style="bold")
+    console.print(", ".join(f"{name} {value}" for name, value in machine.items()), style="dim")
+    console.print()
+    tables = [quick_table(workload)]
+    if whole:
+        answers = [[row[column] for column in (0, 1, 2, 3, 5, 7)] for row in answer_table(workload)]
+        tables += [speedup_table(workload), answers]
+    for rows in tables:
+        print_numbers(console, rows)
+    print_explained(console, list(dict.fromkeys(each.method.partition("@")[0] for each in workload.methods)), METHODS)
+    console.print(f"  {legend(workload)}", style="dim")
+    console.print()
+    for text in verdicts(workload):
+        console.print(text)
+    for text in workload_remarks(workload):
+        console.print(f"note: {text}")
+
+
+# The tables of the ways to write texts: for the terminal, and for the page.
+
+
+def text_table(result: TextResult) -> TableRows:
+    """Header and one row for each way of writing."""
+    rows = [["method", "seconds", "speedup", "writing", "speedup", "tokens/s", "passes", "right", "same", "peak MiB"]]
+    for each in result.methods:
+        rows.append(
+            [
+                each.method,
+                _range(each.seconds),
+                _range(each.speedup),
+                _range(each.decode_seconds),
+                _range(each.decode_speedup),
+                *_counts(each, named=True),
+            ]
+        )
+    return rows
+
+
+def quick_text_table(result: TextResult) -> TableRows:
+    """The same with medians alone: as much as fits a terminal."""
+    rows = [["method", "all, s", "x", "text, s", "x", "tok/s", "passes", "right", "same", "MiB"]]
+    for each in result.methods:
+        times = (each.seconds, each.speedup, each.decode_seconds, each.decode_speedup)
+        rows.append([each.method, *(three_digits(value.median) for value in times), *_counts(each, named=False)])
+    return rows
+
+
+def _counts(method: TextMethodResult, *, named: bool) -> list[str]:
+    return [
+        three_digits(method.tokens_per_second),
+        "" if method.passes_per_token is None else f"{method.passes_per_token:.2f}",
+        _right(method, named=named),
+        f"{method.same_texts:,}" + (f" + {method.near_ties:,}" if method.near_ties else ""),
+        "" if method.peak_bytes is None else mebibytes(method.peak_bytes),
+    ]
+
+
+TEXT_LEGEND = (
+    "seconds of scores and texts, and of the texts alone; speedups over plain; passes: of the model, for a token of a "
+    "text; right: guesses that were accepted; same: texts as plain's (+ others where the two best tokens were once "
+    "within 1e-4)"
+)
+
+
+def text_headline(result: TextResult) -> str:
+    """Name and size in a line."""
+    return (
+        f"{result.workload}: {result.text_tokens:,} tokens behind {result.rows:,} prompts "
+        f"({result.prompt_tokens / result.rows:,.0f} tokens each)"
+    )
+
+
+def print_texts(result: TextResult, machine: Mapping[str, str | int]) -> None:
+    """The table of a workload on stderr."""
+    console = stderr_console(WIDTH)
+    console.print(f"\n{text_headline(result)}", style="bold")
+    console.print(", ".join(f"{name} {value}" for name, value in machine.items()), style="dim")
+    console.print()
+    print_numbers(console, quick_text_table(result))
+    print_explained(console, [each.method for each in result.methods], TEXT_METHODS)
+    console.print(f"  {TEXT_LEGEND}", style="dim")
+    for text in result.notes:
+        console.print(f"note: {text}")
+
+
+def _right(method: TextMethodResult, *, named: bool) -> str:
+    """The share of right guesses of each drafter."""
+    shares = {name: each.accepted / each.proposed for name, each in method.guesses.items() if each.proposed}
+    return " ".join(f"{name} {share:.0%}" if named else f"{share:.0%}" for name, share in shares.items())
+
+
+def bench_html(report: BenchReport) -> str:
+    """The page of a report."""
+    return render_page(
+        "prefillcli.bench",
+        "page.html.j2",
+        report=report,
+        workloads=[
+            {
+                "headline": workload_headline(each),
+                "tables": [
+                    ("Speed", cost_table(each)),
+                    (f"Speedup over {REFERENCE}", speedup_table(each)),
+                    (f"Answers against {REFERENCE}", answer_table(each)),
+                    *_drift_tables(each),
+                ],
+                "remarks": workload_remarks(each),
+                "able": each.reference_able is not False,
+                "speedups": _speedup_bars(each),
+                "flips": _flip_bars(each),
+            }
+            for each in report.workloads
+        ],
+        texts=[
+            {
+                "headline": text_headline(each),
+                "table": text_table(each),
+                "legend": TEXT_LEGEND,
+                "notes": each.notes,
+                "speedups": _text_bars(each),
+            }
+            for each in report.texts
+        ],
+        settings=shown_settings(report.settings),
+    )
+
+
+def _drift_tables(workload: WorkloadResult) -> list[tuple[str, TableRows]]:
+    """The table of state drift, where there is any."""
+    rows = drift_table(workload)
+    return [("State drift: distance over the norm, median of each layer", rows)] if rows else []
+
+
+def _speedup_bars(workload: WorkloadResult) -> list[dict[str, Any]]:
+    """For each method the lengths of its bars in percent of the longest, and what stands behind them."""
+    methods = [each for each in workload.methods if each.method != REFERENCE]
+    longest = max([1.0, *(max(each.speedup.median, each.predicted.flops or 0) for each in methods)])
+    return [
+        {
+            "method": each.method,
+            "measured": 100 * each.speedup.median / longest,
+            "predicted": None if each.predicted.flops is None else 100 * each.predicted.flops / longest,
+            "one": 100 / longest,
+            "text": f"{each.speedup.median:.2f}x"
+            + ("" if each.predicted.flops is None else f", {each.predicted.flops:.2f}x by FLOPs"),
+        }
+        for each in methods
+    ]
+
+
+def _text_bars(result: TextResult) -> list[dict[str, Any]]:
+    """For each way of writing but the reference, its speedups in percent of the largest: in all, and of decoding."""
+    methods = [each for each in result.methods if each.method != TEXT_REFERENCE]
+    longest = max([1.0, *(max(each.speedup.median, each.decode_speedup.median) for each in methods)])
+    return [
+        {
+            "method": each.method,
+            "measured": 100 * each.speedup.median / longest,
+            "decoding": 100 * each.decode_speedup.median / longest,
+            "one": 100 / longest,
+            "text": f"{each.speedup.median:.2f}x, decoding alone {each.decode_speedup.median:.2f}x",
+        }
+        for each in methods
+    ]
+
+
+def _flip_bars(workload: WorkloadResult) -> list[dict[str, Any]]:
+    """Bars of the flip rates with their intervals, in percent of the largest upper bound."""
+    audits = [(each.method, each.answers.audit) for each in workload.methods if each.answers.audit is not None]
+    known = [(name, each.flip_rate, each.interval) for name, each in audits]
+    longest = max((interval[1] for _, _, interval in known if interval is not None), default=1.0)
+    return [
+        {
+            "method": name,
+            "rate": 100 * rate / longest,
+            "low": 100 * interval[0] / longest,
+            "width": 100 * (interval[1] - interval[0]) / longest,
+            "text": f"{rate:.1%} ({percent_interval(interval)})",
+        }
+        for name, rate, interval in known
+        if rate is not None and interval is not None
+    ]
+
+
+def save_report(report: BenchReport, path: str) -> None:
+    """Write `bench.json` to `path`, and its page. Raises PrefillError."""
+    safe = shown_report(report)
+    write_with_page(path, safe.model_dump_json(indent=2) + "\n", bench_html(safe))

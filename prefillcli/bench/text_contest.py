@@ -11,18 +11,17 @@ from functools import partial
 import torch
 
 from prefillcli.bench.contenders import Equipment
+from prefillcli.bench.contest import interleaved, with_peak
 from prefillcli.bench.material import Material
-from prefillcli.bench.measure import interleaved, with_peak
 from prefillcli.bench.report import TEXT_METHODS, TEXT_REFERENCE, Guesses, Range, TextMethodResult, TextResult
 from prefillcli.bench.text_methods import GeneratedTexts, LockStepTexts, TextMethod, TextRun, TextTask
 from prefillcli.bench.vllm_method import VllmTextMethod, start_vllm
 from prefillcli.compress.draft import Draft
-from prefillcli.data.prompts.beginnings import Beginnings
+from prefillcli.data.prompts.sections import Beginnings
 from prefillcli.data.prompts.templates import rationale_texts
 from prefillcli.data.rows import Float64Array
-from prefillcli.decode.continuations import Beginning, Continuation, Writing
-from prefillcli.decode.speculation.draft_model import DraftModel
-from prefillcli.decode.speculation.registry import DRAFTERS
+from prefillcli.decode.continuations import DRAFTERS, Beginning, Continuation, Writing
+from prefillcli.decode.draft_model import DraftModel
 from prefillcli.errors import PrefillError
 from prefillcli.models.law import memory_law
 from prefillcli.models.open import stop_tokens

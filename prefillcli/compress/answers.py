@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from prefillcli.compress.base import Tick
-from prefillcli.compress.fallbacks import FALLBACK
+from prefillcli.compress.base import FALLBACK, Tick
 from prefillcli.compress.selection import Request
-from prefillcli.data.reading.selection import Selection
+from prefillcli.data.reading.record_batches import Selection
 from prefillcli.data.rows import FULL, Window
 from prefillcli.engines.base import PLAIN, Answer, LabelTokens, PlanEngine, Treatment
 from prefillcli.errors import ResourceError

@@ -13,8 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from prefillcli.compress.base import Estimator, Float32Array, ImportanceEstimate, Overlap, Tick
-from prefillcli.compress.fallbacks import FAILED, NO_MEMORY, NO_VOTE, NOT_FINITE, TOO_LONG, VOCABULARY
+from prefillcli.compress.base import (
+    FAILED,
+    NO_MEMORY,
+    NO_VOTE,
+    NOT_FINITE,
+    TOO_LONG,
+    VOCABULARY,
+    Estimator,
+    Float32Array,
+    ImportanceEstimate,
+    Overlap,
+    Tick,
+)
 from prefillcli.compress.selection import select_all
 from prefillcli.compress.settings import Compression, Reduce
 from prefillcli.data.rows import Int64Array, Prompt

@@ -1,24 +1,268 @@
-"""A job's compressor, and the draft model that it loads."""
+"""Prompts in the tokens of a draft that has another tokenizer, and what it finds important in the target's tokens.
+
+The draft reads the text that the target's tokens say: they are decoded and tokenised again. Every token of both then
+lies somewhere in that text, so it is known which of them overlap. Tokens with which the target begins a prompt (BOS)
+stand for those that the draft begins one with. Other control tokens are the draft's own of the same text, or where it
+has none their text in plain letters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
+from prefillcli.compress.base import FAILED, TEXT, Estimator, ImportanceEstimate, Overlap, Tick
 from prefillcli.compress.compressor import WorthCompressing
-from prefillcli.compress.pickers.registry import PICKERS, PickerResources
+from prefillcli.compress.pickers import PICKERS, PickerResources
 from prefillcli.compress.settings import Compression
+from prefillcli.data.prompts.encoding import EncodedText, Encoder, NotLiteral, token_texts
+from prefillcli.data.rows import Float64Array, Int32Array
 from prefillcli.errors import UsageError, brief
 from prefillcli.models.open import Opened
 from prefillcli.models.shape import NoCostModel, Shape
 from prefillcli.plan.pack import Limits
+from prefillcli.plan.trie import TokenArray
 from prefillcli.runtime import log
 
-if TYPE_CHECKING:  # these take torch along
+if TYPE_CHECKING:
     from prefillcli.compress.compressor import Compressor
     from prefillcli.compress.draft import Draft
-    from prefillcli.compress.translation import Translator
+
+
+UNREAD = 0.05
+"""A prompt is not mapped if the draft has no tokens for more than this share of its letters, white space aside."""
+_MOST = 255  # tokens of the draft that are looked at for one of the target
+
+
+class Translation(NamedTuple):
+    """A prompt in the draft's tokens, int32 [draft tokens], and which of them the target's tokens overlap."""
+
+    tokens: Int32Array
+    overlap: Overlap
+
+
+class _Run(NamedTuple):
+    """Tokens of a prompt between control tokens, or one control token."""
+
+    ids: list[int]
+    control: bool
+
+
+class Translator:
+    """Maps prompts from the tokenizer `target` to the tokenizer `draft`, both of transformers.
+
+    That of the draft is one of the tokenizers library.
+    """
+
+    def __init__(self, target: Any, draft: Any) -> None:
+        self._target, self._draft = Encoder(target), Encoder(draft)
+        self._literal = _can_be_literal(self._draft)
+        self._target_literal = _can_be_literal(self._target)
+        self._target_names = self._target.controls.names
+        self._target_bytes = self._target.bytes_of_tokens()
+        names = self._draft.controls.names
+        spelled = {name: self._draft.controls.spelling(number) for number, name in names.items()}
+        self._spellings = spelled if self._literal else {name: name for name in spelled}
+
+    def lengths(self, prompts: Sequence[TokenArray]) -> list[int | None]:
+        """How many tokens of the draft each prompt has; None for one that it cannot read."""
+        return [None if isinstance(each, str) else len(each.tokens) for each in self.translate(prompts)]
+
+    def translate(self, prompts: Sequence[TokenArray]) -> list[Translation | str]:
+        """Each prompt, int32 [tokens], in the draft's tokens, or the reason of `FALLBACKS` why it has none."""
+        begun = [self._begun(tokens.tolist()) for tokens in prompts]
+        runs = [list(self._runs(ids[start:])) for ids, start in begun]
+        texts = iter(self._texts([run.ids for each in runs for run in each if not run.control]))
+        read: list[tuple[str, Int32Array]] = []
+        for (_, start), each in zip(begun, runs, strict=True):
+            read.append(_joined(start, [self._control(run) if run.control else next(texts) for run in each]))
+        coded = self._draft.encode_with_offsets([text for text, _ in read], special=True, literal=self._literal)
+        return [self._mapped(text, places, own) for (text, places), own in zip(read, coded, strict=True)]
+
+    def _begun(self, ids: list[int]) -> tuple[list[int], int]:
+        """A prompt, and how many tokens at its start stand before every text."""
+        starts = self._target.start_ids
+        return ids, next((at for at, number in enumerate(ids) if number not in starts), len(ids))
+
+    def _runs(self, ids: list[int]) -> Iterator[_Run]:
+        begin = 0
+        for at, number in enumerate(ids):
+            if number in self._target_names:
+                if begin < at:
+                    yield _Run(ids[begin:at], control=False)
+                yield _Run([number], control=True)
+                begin = at + 1
+        if begin < len(ids):
+            yield _Run(ids[begin:], control=False)
+
+    def _control(self, run: _Run) -> tuple[str, Int32Array]:
+        name = self._target_names[run.ids[0]]
+        text = self._spellings.get(name, name)
+        return text, np.array([[0, len(text)]], np.int32)
+
+    def _texts(self, runs: Sequence[list[int]]) -> list[tuple[str, Int32Array]]:
+        """The text of each run of tokens, and where its tokens lie in it.
+
+        The bytes of each token say it, if the tokens are bytes of the text. Else the tokenizer does, if it makes the
+        same tokens of the text. It does not if the prompt was cut, or given in ids that no text leads to; then it is
+        what each token adds to the text of those before it.
+        """
+        texts = [self._target.decode(ids) for ids in runs]
+        places = [self._places_by_bytes(ids, text) for ids, text in zip(runs, texts, strict=True)]
+        others = [number for number, own in enumerate(places) if own is None] if self._target.has_offsets else []
+        coded = self._target.encode_with_offsets(
+            [texts[number] for number in others], special=False, literal=self._target_literal
+        )
+        for number, own in zip(others, coded, strict=True):
+            if own.ids.tolist() == runs[number]:
+                places[number] = own.offsets
+        return [
+            (text, _places_of([len(part) for part in token_texts(self._target.decode, ids)]) if own is None else own)
+            for ids, text, own in zip(runs, texts, places, strict=True)
+        ]
+
+    def _places_by_bytes(self, ids: list[int], text: str) -> Int32Array | None:
+        if self._target_bytes is None:
+            return None
+        ends = np.cumsum(self._target_bytes[ids])
+        letters = np.frombuffer(text.encode(errors="replace"), np.uint8)
+        if ends[-1] != len(letters):
+            return None
+        letter = np.cumsum((letters & 0xC0) != 0x80) - 1  # of each byte: all but the first of a letter are 10xxxxxx
+        starts = np.concatenate([[0], ends[:-1]])
+        return np.stack([letter[starts], letter[ends - 1] + 1], axis=1).astype(np.int32)
+
+    def _mapped(self, text: str, places: Int32Array, coded: EncodedText) -> Translation | str:
+        """`places` are those of the target's tokens, of which those before the text have (-1, 0)."""
+        own = coded.offsets.copy()
+        before = int(np.argmax(own[:, 1] > 0)) if own.size and own[:, 1].any() else len(own)
+        own[:before] = (-1, 0)
+        if before == len(own):
+            return TEXT
+        if not _ascending(own) or not _ascending(places) or own[-1, 1] > len(text):
+            return TEXT
+        if self._unread(text, coded, own) > UNREAD:
+            return TEXT
+        mine, theirs = _apart(places), _apart(own)
+        first = np.minimum(np.searchsorted(theirs[:, 1], mine[:, 0], side="right"), len(own) - 1)
+        end = np.searchsorted(theirs[:, 0], mine[:, 1], side="left")
+        width = np.clip(end - first, 1, _MOST)
+        return Translation(coded.ids, Overlap(first.astype(np.int32), width.astype(np.uint8)))
+
+    def _unread(self, text: str, coded: EncodedText, own: Int32Array) -> float:
+        """The share of the letters of a text, white space aside, that lie in no token that the draft knows."""
+        letters = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+        known = own[:, 0] >= 0
+        if self._draft.unknown_id is not None:
+            known &= coded.ids != self._draft.unknown_id
+        steps = np.zeros(len(letters) + 1, np.int64)
+        np.add.at(steps, own[known, 0], 1)
+        np.add.at(steps, own[known, 1], -1)
+        visible = ~np.isin(letters, _SPACES)
+        unread = visible & (np.cumsum(steps[:-1]) == 0)
+        return float(unread.sum() / max(1, visible.sum()))
+
+
+_SPACES = np.array([code for code in range(0x3001) if chr(code).isspace()], np.uint32)
+
+
+def _can_be_literal(encoder: Encoder) -> bool:
+    """Whether a tokenizer can be told not to find its control tokens in plain text."""
+    try:
+        return encoder.has_offsets and encoder.controls.literal_backend is not None
+    except NotLiteral:
+        return False
+
+
+def _joined(start: int, parts: Sequence[tuple[str, Int32Array]]) -> tuple[str, Int32Array]:
+    """The text of a prompt, and where its tokens lie in it; of the first `start` tokens that is before it."""
+    places = [np.full((start, 2), (-1, 0), np.int32)]
+    length = 0
+    for text, offsets in parts:
+        places.append(offsets + np.int32(length))
+        length += len(text)
+    return "".join(text for text, _ in parts), np.concatenate(places).astype(np.int32)
+
+
+def _places_of(lengths: Sequence[int]) -> Int32Array:
+    """Places, [tokens, 2], of tokens with texts of these lengths. One without is a part of the letter behind it."""
+    ends = np.cumsum(lengths, dtype=np.int32)
+    starts = ends - np.array(lengths, np.int32)
+    following = np.where(starts < ends, np.arange(len(ends)), len(ends) - 1)
+    return np.stack([starts, ends[np.minimum.accumulate(following[::-1])[::-1]]], axis=1)
+
+
+def _apart(places: Int32Array) -> Float64Array:
+    """The same places where no two overlap: tokens with one end, as bytes of one letter, divide it among them."""
+    ends = places[:, 1]
+    begins = np.flatnonzero(np.diff(ends, prepend=ends[0] - 1))
+    counts = np.diff(begins, append=len(ends))
+    stops = ends[begins].astype(np.float64)
+    starts = np.maximum(places[begins, 0], np.concatenate([places[:1, 0], ends[begins][:-1]]))
+    number = np.arange(len(ends)) - np.repeat(begins, counts)
+    start, size, count = (np.repeat(each, counts) for each in (starts, stops - starts, counts))
+    return np.stack([start + number * size / count, start + (number + 1) * size / count], axis=1)
+
+
+def _ascending(places: Int32Array) -> bool:
+    """Whether neither starts nor ends of tokens ever go back."""
+    return bool((np.diff(places, axis=0) >= 0).all()) and bool((places[:, 0] <= places[:, 1]).all())
+
+
+# A draft with another tokenizer than the target's.
+
+
+class TranslatedDraft:
+    """Lets `draft` read prompts in its own tokens, and says what it finds important in the target's.
+
+    A prompt that cannot be translated has the reason in its estimate.
+    """
+
+    def __init__(self, draft: Estimator, translator: Translator) -> None:
+        self._draft = draft
+        self._translator = translator
+        self._failure: BaseException | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self._draft.tokens
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._draft.failure or self._failure
+
+    def close(self) -> None:
+        self._draft.close()
+
+    def estimate(
+        self, prompts: Sequence[TokenArray], tick: Tick, overlaps: Sequence[Overlap] | None = None
+    ) -> list[ImportanceEstimate]:
+        """As `Draft.estimate`; a prompt's seconds have its share of the translation."""
+        begun = time.monotonic()
+        translations = self._translated(prompts)
+        seconds = (time.monotonic() - begun) / max(1, sum(len(tokens) for tokens in prompts))
+        able = [each for each in translations if isinstance(each, Translation)]
+        found = iter(self._draft.estimate([each.tokens for each in able], tick, [each.overlap for each in able]))
+        estimates = []
+        for tokens, translation in zip(prompts, translations, strict=True):
+            estimate = ImportanceEstimate(reason=translation) if isinstance(translation, str) else next(found)
+            estimate.seconds += seconds * len(tokens)
+            estimates.append(estimate)
+        return estimates
+
+    def _translated(self, prompts: Sequence[TokenArray]) -> list[Translation | str]:
+        """The prompts in the draft's tokens; where one fails, only that one does."""
+        try:
+            return self._translator.translate(prompts)
+        except Exception as error:  # whatever a tokenizer raises, the rows can be read in full
+            self._failure = error
+            if len(prompts) == 1:
+                return [FAILED]
+            return [self._translated([tokens])[0] for tokens in prompts]
+
 
 DEPTH = 0.45
 """Share of the layers that read the whole prompt: FastKV takes 16 of 32, GemFilter 14 of 32 or 20 of 40."""
@@ -98,8 +342,6 @@ def make_compressor(picker: str, resources: PickerResources, opened: Opened, kee
     if own:
         resources = replace(resources, own_layers=own_layers(resources.settings, opened))
     if resources.draft is not None and (translator := translator_of(opened)) is not None:
-        from prefillcli.compress.translation import TranslatedDraft
-
         resources = replace(resources, draft=TranslatedDraft(resources.draft, translator))
     return Compressor(
         PICKERS[picker].make(resources),
@@ -112,7 +354,6 @@ def make_compressor(picker: str, resources: PickerResources, opened: Opened, kee
 
 def translator_of(opened: Opened) -> Translator | None:
     """What maps prompts to the tokens of the draft, where it has another tokenizer than the model."""
-    from prefillcli.compress.translation import Translator
 
     return None if opened.draft_tokenizer is None else Translator(opened.tokenizer, opened.draft_tokenizer)
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prefillcli.compress.base import Float32Array, ImportanceEstimate, Tick
+from prefillcli.compress.base import NO_VOTE, NOT_FINITE, Float32Array, ImportanceEstimate, Tick
 from prefillcli.compress.draft import PromptQueries, add_votes, importance, last_queries, last_tokens
-from prefillcli.compress.fallbacks import NO_VOTE, NOT_FINITE
 from prefillcli.compress.selection import Request, Thinning, select_all, tails
 from prefillcli.compress.settings import Compression
 from prefillcli.data.rows import Prompt

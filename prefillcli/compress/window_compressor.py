@@ -7,10 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from prefillcli.compress.answers import answer, draw
-from prefillcli.compress.base import ImportanceEstimate, Tick
-from prefillcli.compress.compressor import Compressor
-from prefillcli.compress.fallbacks import ENOUGH_ROWS, FALLBACKS, NOT_FINITE, compressed_rows, faulty_rows
-from prefillcli.compress.reasons import why_in_full, why_no_rate
+from prefillcli.compress.base import (
+    ENOUGH_ROWS,
+    FALLBACKS,
+    NOT_FINITE,
+    ImportanceEstimate,
+    Tick,
+    compressed_rows,
+    faulty_rows,
+)
+from prefillcli.compress.compressor import Compressor, why_in_full, why_no_rate
 from prefillcli.compress.selection import Request
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.rows import Prompt, Window

@@ -1,14 +1,11 @@
-"""The hooks by which a feature takes part in a job.
-
-The core calls them in the order of the methods below, and names no feature. A feature is a module or folder of
-`prefillcli.features` with a class `FEATURE`; nothing else imports it, so it can be deleted. What its work needs is
-imported inside the hooks, because the command line imports all features for their options.
-"""
+"""The files that a run writes beside the scores: how one of an earlier run is known, which may be replaced."""
 
 from __future__ import annotations
 
+import json
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -16,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 if TYPE_CHECKING:
     from prefillcli.bench.contenders import Contender, Equipment
     from prefillcli.bench.material import Material
-    from prefillcli.core.side_files import SideFile
     from prefillcli.data.output.counts import Counts
     from prefillcli.data.output.manifest import Manifest
     from prefillcli.data.prompts.labels import Labels
@@ -28,6 +24,28 @@ if TYPE_CHECKING:
     from prefillcli.plan.pack import Pack
     from prefillcli.report.run import RunReport
     from prefillcli.report.section import Section
+
+
+@dataclass(frozen=True, slots=True)
+class SideFile:
+    """A kind of file."""
+
+    meaning: str
+    knows: Callable[[str, bytes], bool]
+    """Whether the file at a path, with its first bytes, is of this kind."""
+
+
+def json_with(*names: str) -> Callable[[str, bytes], bool]:
+    """Knows reports: JSON objects with a schema version and these names."""
+
+    def knows(path: str, start: bytes) -> bool:
+        try:
+            content = json.loads(start)
+        except (ValueError, RecursionError):
+            return False
+        return isinstance(content, dict) and content.keys() >= {"schema_version", *names}
+
+    return knows
 
 
 class Objection(NamedTuple):

@@ -1,8 +1,9 @@
-"""From a path or URL to the filesystem that holds it, one form for what is written, and which failures pass."""
+"""Paths and URLs as texts: which is which, and how one is taken apart. Nothing here looks at a disk."""
 
 from __future__ import annotations
 
 import errno
+import io
 import os
 import random
 import re
@@ -13,14 +14,33 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 from time import monotonic, sleep
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import fsspec
 
-from prefillcli.data.paths import is_url
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief
-from prefillcli.runtime import log
+from prefillcli.redaction import without_secrets
+from prefillcli.runtime import file_calls, log
 from prefillcli.runtime.extras import require_extra
+
+WORK_ENDING = ".prefill"
+"""Ending of the work folder beside an output; never read as input."""
+
+_SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.\-]+(?=://|::)")
+
+
+def is_url(path: str) -> bool:
+    """Whether `path` names its filesystem (`s3://bucket/x`), as opposed to a plain local path."""
+    return _SCHEME.match(path) is not None
+
+
+def split_path(path: str) -> tuple[str, str]:
+    """The folder and the name of a file at a local path or URL; the folder of a bare name is `.`."""
+    folder, slash, name = path.rpartition("/")
+    if folder.endswith(("/", ":")):  # the root of a URL, like memory://
+        return f"{folder}/", name
+    return folder or slash or ".", name
+
 
 PATIENCE = 60.0
 """Seconds after its first try in which a request that fails may be sent again."""
@@ -362,3 +382,51 @@ class Place:
         """The path of this place inside `other`; None if it is not inside."""
         root = other.path.rstrip("/") + "/"
         return self.path.removeprefix(root) if self.system == other.system and self.path.startswith(root) else None
+
+
+MOST_BYTES = 32 << 20
+
+
+class MissingFileError(UsageError):
+    """There is no such file."""
+
+
+def read_given(option: str, path: str, again: str = "", *, most: int = MOST_BYTES) -> bytes:
+    """What is at a local path or URL that an option names, of at most `most` bytes.
+
+    A pipe may stand for a file, as in `--recipe <(...)`. Raises MissingFileError where nothing is, and UsageError for
+    a folder or a device, for more bytes, and if it cannot be read; `again` says how such a file is made.
+    """
+    shown = without_secrets(path)
+    try:
+        with reading(path):
+            found = read_start(path, most + 1)
+    except UsageError:
+        raise
+    except Exception as error:
+        cause = error.__cause__
+        reason = str(error)
+        if isinstance(cause, FileNotFoundError):
+            raise MissingFileError(f"{option} {shown}: no such file\n{again}".rstrip()) from None
+        if isinstance(cause, OSError) and cause.strerror:
+            reason = f"cannot be read: {cause.strerror}"
+        raise UsageError(f"{option} {shown}: {reason}") from None
+    if len(found) > most:
+        raise UsageError(f"{option} {shown}: it holds more than {most >> 20} MiB\n{again}".rstrip())
+    return found
+
+
+def read_start(path: str, most: int) -> bytes:
+    """The first `most` bytes of a file or pipe at a local path or URL. Raises OSError, and what clients of object
+    stores raise."""
+    filesystem, inner = filesystem_of(path)
+    file: IO[bytes]
+    if is_local(filesystem):
+        file = file_calls.open_to_read(inner, pipes=True)
+    else:
+        file = patiently(lambda: filesystem.open(inner, "rb"))
+    with file:
+        found = io.BytesIO()
+        while found.tell() < most and (block := file.read(min(1 << 20, most - found.tell()))):
+            found.write(block)
+        return found.getvalue()

@@ -1,4 +1,4 @@
-"""What is written behind prompts: how, behind what, the text, and what it took. No torch."""
+"""Which drafters there are, and what each guesses by: known before anything is imported."""
 
 from __future__ import annotations
 
@@ -7,6 +7,31 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from prefillcli.plan.trie import TokenArray
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterKind:
+    """A drafter by name: `guesses` says for people where its tokens come from.
+
+    One that `needs_draft` guesses with a draft model that has the tokens of the model.
+    """
+
+    name: str
+    guesses: str
+    needs_draft: bool = False
+
+
+DRAFTERS: dict[str, DrafterKind] = {
+    kind.name: kind
+    for kind in (
+        DrafterKind("lookup", "what followed the same tokens in the row's own prompt and text"),
+        DrafterKind("suffix", "what followed the same tokens most often in earlier texts of the job"),
+        DrafterKind("retrieval", "what the model writes when it sees only the best parts of the prompt"),
+        DrafterKind("draft", "what the draft model writes when it sees the first and the latest tokens", True),
+        DrafterKind("hierarchy", "what retrieval writes, where the draft model guesses ahead", True),
+    )
+}
+
 
 FinishReason = Literal["stop", "length", "memory", "error"]
 """Why a text ends: at a stop token, at its greatest length (or the model's), or unbegun, for want of memory or because
@@ -17,7 +42,7 @@ the engine failed whenever it began."""
 class Speculation:
     """How tokens are guessed before the model reads them, several in one pass. No text depends on it.
 
-    `drafter` is a name of `prefillcli.decode.speculation.registry`, or "off". At most `tokens` are guessed for
+    `drafter` is a name of `prefillcli.decode.continuations`, or "off". At most `tokens` are guessed for
     one pass. The retrieval cache keeps `budget` tokens of each prompt, in chunks of `chunk`. The draft model keeps
     the first `sinks` tokens of a prompt and the `recent` ones.
     """

@@ -11,10 +11,10 @@ from torch import Tensor
 from prefillcli.decode.kept_pack import KeptRows
 from prefillcli.decode.lockstep import NewTokens
 from prefillcli.decode.row_attention import OwnTokens, RowAttention, RowTokens, private_ends
-from prefillcli.prefill.held_parts import KeyValue
 from prefillcli.prefill.layout import IntArray, KeyWindow, on_device
 from prefillcli.prefill.recurrent import BranchRecurrence
 from prefillcli.prefill.walk import LayerWalk, Tick
+from prefillcli.prefill.walk_state import KeyValue
 
 # Queries of the newest tokens of rows, by layer: what a retrieval cache is chosen by.
 

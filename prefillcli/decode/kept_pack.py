@@ -19,10 +19,9 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from prefillcli.plan.pack import Pack
 from prefillcli.prefill.forest import ForestAttention
-from prefillcli.prefill.held_parts import KeyValue, Leaving, copies_for
 from prefillcli.prefill.layout import Tree
 from prefillcli.prefill.own_cache import OwnCacheLayer
-from prefillcli.prefill.walk_state import WalkState
+from prefillcli.prefill.walk_state import KeyValue, Leaving, WalkState, copies_for
 
 # Layers of a CUDA device that are kept in host memory: they leave while the next layer is computed, and come back
 # for the rows that are written on.

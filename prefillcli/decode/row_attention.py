@@ -13,8 +13,8 @@ from torch import Tensor
 from prefillcli.decode.kept_pack import Run
 from prefillcli.prefill.attention import attend, merge_into
 from prefillcli.prefill.forest import ForestAttention, Scoring
-from prefillcli.prefill.held_parts import KeyValue
 from prefillcli.prefill.layout import IntArray, KeyWindow, Span, SpanSet, on_device
+from prefillcli.prefill.walk_state import KeyValue
 
 # New tokens behind several rows: which keys each of them sees.
 

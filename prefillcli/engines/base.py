@@ -18,7 +18,7 @@ from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.plan.trie import TokenArray
 
 if TYPE_CHECKING:
-    from prefillcli.decode.speculation.draft_model import DraftModel
+    from prefillcli.decode.draft_model import DraftModel
     from prefillcli.models.law import TextsOf
     from prefillcli.prefill.walk_state import ThinningRule
 

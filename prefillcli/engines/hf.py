@@ -28,8 +28,7 @@ from prefillcli.engines.base import (
 )
 from prefillcli.engines.readout import activation_of, label_numbers
 from prefillcli.models import open as models
-from prefillcli.models.adapter_merging import ExchangedAdapters, merge_adapters
-from prefillcli.models.adapters import open_adapters
+from prefillcli.models.adapters import ExchangedAdapters, merge_adapters, open_adapters
 from prefillcli.models.heads import Activation
 from prefillcli.models.load import load_weights
 from prefillcli.models.open import Opened

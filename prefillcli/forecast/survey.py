@@ -21,12 +21,11 @@ from prefillcli.compress.compressor import keep_rates
 from prefillcli.compress.load import own_layers, plan_draft, translator_of, worth_of
 from prefillcli.compress.selection import Request, select_all
 from prefillcli.compress.settings import Compression
-from prefillcli.data.dealing import ShardRows
 from prefillcli.data.prompts.builder import PromptBuilder
-from prefillcli.data.reading.selection import BATCH_ROWS
+from prefillcli.data.reading.record_batches import BATCH_ROWS
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import SKIPPED_CODES, ErrorCode, Int32Array, Prompt, Window
-from prefillcli.data.windows import MAX_ROWS, Prefetcher, windows
+from prefillcli.data.windows import MAX_ROWS, Prefetcher, ShardRows, windows
 from prefillcli.engines.memory_plan import TEXTS, budget_of, plan_packs
 from prefillcli.errors import ResourceError
 from prefillcli.forecast.profile import Profile

@@ -242,9 +242,9 @@ def _check(device: torch.device, found: Diagnosis) -> None:
     import torch
 
     from prefillcli.models.rehearsal import DeviceRecord
-    from prefillcli.prefill import attention_checks, attention_paths
+    from prefillcli.prefill import attention, attention_checks
 
-    attention_paths.allow_all()
+    attention.allow_all()
     record = DeviceRecord(device)
     checks = []
     for name in DTYPES:
@@ -259,7 +259,7 @@ def _check(device: torch.device, found: Diagnosis) -> None:
         found.attention[name] = [path for path in _ORDER if path in agree]
     for check in checks:
         if check.status in ("differs", "fails"):
-            attention_paths.rule_out(check.path, device, str(check.why))
+            attention.rule_out(check.path, device, str(check.why))
 
 
 def _processor() -> dict[str, Any]:
@@ -314,8 +314,7 @@ def _why_threads(settings: DoctorSettings) -> str:
 def _dtype_advice(device: torch.device) -> dict[str, str]:
     import torch
 
-    from prefillcli.prefill.attention import compute_capability
-    from prefillcli.prefill.cpu_kernels import has_bfloat16_instructions
+    from prefillcli.prefill.attention import compute_capability, has_bfloat16_instructions
 
     if device.type == "cpu":
         if has_bfloat16_instructions():

@@ -1,14 +1,16 @@
-"""`prefill score --dry-run`: the job up to the weights, and what the rest would take."""
+"""What `--dry-run` found: `*.dry-run.json`, its last line on stdout, and its tables in the terminal."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
-from prefillcli.data.dealing import ShardRows
+from pydantic import BaseModel, Field
+
 from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.store import put_text
-from prefillcli.data.proof.fingerprints import hash_model
+from prefillcli.data.proof import hash_model
+from prefillcli.data.windows import ShardRows
 from prefillcli.errors import PrefillError, ResourceError, UsageError
 from prefillcli.forecast.profile import find_profile
 from prefillcli.jobs.inputs import Granularity, Opening
@@ -18,15 +20,68 @@ from prefillcli.jobs.row_choice import RowChoice, check_rationales
 from prefillcli.jobs.shell import conclude, shell
 from prefillcli.jobs.wanted_rows import text_room
 from prefillcli.models.open import Opened, weights_of
-from prefillcli.options.score import ScoreSettings
+from prefillcli.options.commands import ScoreSettings
 from prefillcli.redaction import shown, shown_report
-from prefillcli.report.dry_run import DryRunReport, print_dry_run
+from prefillcli.report.rendering import mebibytes, pairs_table, stderr_console
 from prefillcli.report.run import versions
+from prefillcli.report.survey import Survey, print_survey
 from prefillcli.runtime import log
-from prefillcli.runtime.clock import Clock
+from prefillcli.runtime.clock import Clock, duration
 from prefillcli.runtime.memory import peak_memory
 from prefillcli.runtime.progress import Progress
 from prefillcli.runtime.signals import Stop
+
+SCHEMA_VERSION = 1
+
+
+class DryRunReport(BaseModel):
+    """What `*.dry-run.json` holds."""
+
+    schema_version: int = SCHEMA_VERSION
+    status: Literal["complete", "failed", "interrupted"] = "failed"
+    exit_code: int = 1
+    error: str | None = None
+    started: str = ""  # ISO 8601, UTC
+    output: str | None = None  # where the scores would go
+    report: str | None = None
+    survey: Survey | None = None
+    profile: str | None = None  # the profile that predicted
+    no_prediction: str | None = None  # why there is none
+    seconds: float = 0.0
+    peak_memory_bytes: int = 0  # of the host
+    settings: dict[str, Any] = Field(default_factory=dict)
+    versions: dict[str, str] = Field(default_factory=dict)
+
+    def summary(self) -> dict[str, Any]:
+        """The last line on stdout."""
+        line: dict[str, Any] = {"status": self.status, "exit_code": self.exit_code, "dry_run": True}
+        if self.survey is not None:
+            survey, plan = self.survey, self.survey.plan
+            line |= {
+                "rows": survey.rows.model_dump(),
+                "prompt_tokens": survey.prompt_tokens,
+                "unique_tokens": survey.sharing.unique_tokens,
+                "computed_tokens": plan.computed_tokens,
+                "packs": plan.packs,
+                "predicted_seconds": plan.seconds,
+                "predicted_price": plan.price,
+            }
+        safe = shown_report(self)
+        line |= {"seconds": round(self.seconds, 3), "output": safe.output, "report": safe.report}
+        return line | ({"error": self.error} if self.error else {})
+
+
+def print_dry_run(report: DryRunReport) -> None:
+    """The whole report, on stderr."""
+    if report.survey is not None:
+        print_survey(report.survey)
+    rows = [
+        ("prediction", f"by {report.profile}" if report.profile else f"none: {report.no_prediction}"),
+        ("dry run", f"{duration(report.seconds)}, {mebibytes(report.peak_memory_bytes)} MiB; none scored"),
+        ("output", f"{report.output} (not written)"),
+        ("report", report.report or "none"),
+    ]
+    stderr_console().print(pairs_table(rows))
 
 
 def dry_run_job(settings: ScoreSettings, granularity: Granularity) -> dict[str, Any]:

@@ -11,13 +11,13 @@ from typing import Any
 
 from prefillcli.compress.settings import SELF
 from prefillcli.data.output.manifest import MEASURE
-from prefillcli.data.proof.fingerprints import hash_value
+from prefillcli.data.proof import hash_value
 from prefillcli.engines.registry import ENGINES
 from prefillcli.jobs.inputs import LocalModels, Opening
 from prefillcli.models.files import brings_code
 from prefillcli.models.open import Opened
+from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.option import COMPRESSION, EARLY_EXIT, details_of
-from prefillcli.options.score import ScoreSettings
 from prefillcli.stats.probabilities import Measure
 
 STANDS_FOR = {

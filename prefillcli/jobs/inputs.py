@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING
 from prefillcli.core.feature import Feature, features_of
 from prefillcli.data.output.columns import ColumnGroups, OutputSchema, Probabilities
 from prefillcli.data.output.target import Target
-from prefillcli.data.prompts.builder import PromptBuilder
+from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings, prompt_column
 from prefillcli.data.prompts.labels import ClassLabels, Labels
-from prefillcli.data.prompts.settings import PromptSettings, prompt_column
 from prefillcli.data.prompts.templates import RowTemplate
-from prefillcli.data.proof.fingerprints import ModelContents
-from prefillcli.data.reading.record_batches import TableRows
-from prefillcli.data.reading.selection import BATCH_ROWS
+from prefillcli.data.proof import ModelContents
+from prefillcli.data.reading.record_batches import BATCH_ROWS, TableRows
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Prompt
 from prefillcli.data.windows import MAX_ROWS
@@ -26,9 +24,9 @@ from prefillcli.jobs.path_table import output_of
 from prefillcli.models.adapters import local_adapter
 from prefillcli.models.files import sample_model
 from prefillcli.models.open import Opened, answer_labels, local_model
+from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.groups import AdapterOptions, JobOptions
 from prefillcli.options.rationale import EvidenceOptions
-from prefillcli.options.score import ScoreSettings
 from prefillcli.plan.blocks import BLOCK_TOKENS
 from prefillcli.redaction import without_secrets
 from prefillcli.runtime import log
@@ -145,10 +143,11 @@ class Opening:
         for each in self.features:
             each.rows_opened(self)
 
-    def use_models(self, opened: Opened) -> None:
-        """Take these models. Raises UsageError for options that have no meaning for their labels."""
+    def use_models(self, opened: Opened, labels: Labels | None = None) -> None:
+        """Take these models, with `labels` that are known of them already. Raises UsageError for options that have no
+        meaning for these labels."""
         self.opened = opened
-        self.labels = answer_labels(opened, self.settings)
+        self.labels = answer_labels(opened, self.settings) if labels is None else labels
         require_label_uses(self.settings, self.labels, self.features)
         for each in self.features:
             each.models_opened(self)

@@ -13,15 +13,14 @@ from rich.console import Console
 
 from prefillcli.compress.answers import plan_requests, require_answered
 from prefillcli.compress.base import Float32Array, ImportanceEstimate, Tick
-from prefillcli.compress.reasons import Neighbour, TokenReason, why_in_full, why_kept, why_no_rate
+from prefillcli.compress.compressor import Neighbour, TokenReason, why_in_full, why_kept, why_no_rate
 from prefillcli.compress.selection import Request, tails
 from prefillcli.core.feature import features_of
 from prefillcli.data.output.columns import ColumnGroups, OutputSchema
-from prefillcli.data.prompts.beginnings import Beginnings
 from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.encoding import Encoder, token_texts
 from prefillcli.data.prompts.labels import Labels
-from prefillcli.data.prompts.sections import Ablation
+from prefillcli.data.prompts.sections import Ablation, Beginnings
 from prefillcli.data.prompts.templates import rationale_texts
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import ErrorCode, Prompt, RowError, ScoredRow, Window
@@ -37,8 +36,8 @@ from prefillcli.jobs.wanted_rows import Evidence, JobRationales, LabelledChoice,
 from prefillcli.jobs.window_scoring import FollowUp, WantedRow
 from prefillcli.models.adapters import open_adapters
 from prefillcli.models.open import Opened, answer_labels, open_models
-from prefillcli.options.compression import CompressionOptions
-from prefillcli.options.inspect import InspectSettings
+from prefillcli.options.commands import InspectSettings
+from prefillcli.options.groups import CompressionOptions
 from prefillcli.plan.trie import common_prefix
 from prefillcli.report.inspection import (
     AnswerView,

@@ -8,15 +8,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from prefillcli.compress.load import load_draft, make_compressor, make_draft, own_layers, plan_draft
-from prefillcli.compress.pickers.registry import PickerResources
+from prefillcli.compress.pickers import PickerResources
 from prefillcli.compress.settings import PAPER, Compression
 from prefillcli.engines.base import Engine, Loader, LoadRequest
 from prefillcli.engines.memory_plan import RESIDENT, Measured, PlacementChoice
 from prefillcli.engines.registry import loader_of
 from prefillcli.errors import UsageError
 from prefillcli.models.open import Opened
-from prefillcli.options.compression import CompressionOptions
-from prefillcli.options.groups import LoadingOptions
+from prefillcli.options.groups import CompressionOptions, LoadingOptions
 from prefillcli.options.rationale import WritingOptions
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ def load_models(
 
 def _let_guess(engine: Engine, draft: Draft, opened: Opened, settings: LoadingOptions) -> None:
     """Let the draft guess tokens of texts, where it is asked to. Raises UsageError if it cannot forget guesses."""
-    from prefillcli.decode.speculation.draft_model import DraftModel
+    from prefillcli.decode.draft_model import DraftModel
     from prefillcli.prefill.forest import UnsupportedModelError
 
     if not (isinstance(settings, WritingOptions) and settings.speculates_with_draft) or opened.draft is None:

@@ -9,22 +9,28 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from prefillcli.core.feature import features, features_of
-from prefillcli.core.side_files import SideFile, json_with
-from prefillcli.data.filesystems import Place, filesystem_of, is_local, reading, written_path
-from prefillcli.data.given_file import MOST_BYTES, read_start
+from prefillcli.core.feature import SideFile, features, features_of, json_with
+from prefillcli.data.filesystems import (
+    MOST_BYTES,
+    WORK_ENDING,
+    Place,
+    filesystem_of,
+    is_local,
+    read_start,
+    reading,
+    split_path,
+    written_path,
+)
 from prefillcli.data.output.formats import FILE_ENDINGS
 from prefillcli.data.output.shard_folders import shards_beside
 from prefillcli.data.output.target import Target
-from prefillcli.data.paths import WORK_ENDING, split_path
 from prefillcli.data.prompts.templates import names_template
-from prefillcli.data.proof.fingerprints import ModelContents, is_model_file
+from prefillcli.data.proof import ModelContents, is_model_file
 from prefillcli.data.reading.discovery import CODECS, KINDS, discover, would_find
 from prefillcli.data.shard import Shard
 from prefillcli.errors import PrefillError, UsageError
-from prefillcli.options.commands import MergeSettings
+from prefillcli.options.commands import MergeSettings, ScoreSettings
 from prefillcli.options.option import PathRole, Settings, details_of
-from prefillcli.options.score import ScoreSettings
 from prefillcli.redaction import without_secrets
 from prefillcli.report.rendering import page_of
 

@@ -31,7 +31,7 @@ from prefillcli.data.prompts.templates import rationale_texts
 from prefillcli.data.rows import Window
 from prefillcli.data.values import to_python
 from prefillcli.errors import UsageError, brief, did_you_mean
-from prefillcli.options.score import ScoreSettings
+from prefillcli.options.commands import ScoreSettings
 
 # A condition on the columns of an output, like `score > 0.4 and score < 0.6`, in the language of Jinja's
 # expressions.

@@ -9,18 +9,17 @@ from datetime import UTC, datetime
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from prefillcli.data.dealing import ShardRows
 from prefillcli.data.output.columns import ROW_COLUMN, ColumnGroups
 from prefillcli.data.output.counts import Counts
-from prefillcli.data.output.heartbeat import Heartbeat
-from prefillcli.data.output.row_digests import RowDigests
+from prefillcli.data.output.parts import RowDigests
 from prefillcli.data.output.scored_truth import id_texts
 from prefillcli.data.output.shard_folders import ShardSink
 from prefillcli.data.output.sink import Sink
+from prefillcli.data.output.store import Heartbeat
 from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.rows import Int64Array, Window
-from prefillcli.data.windows import Prefetcher, windows
+from prefillcli.data.windows import Prefetcher, ShardRows, windows
 from prefillcli.engines.registry import ENGINES
 from prefillcli.errors import (
     OutputBusyError,
@@ -28,18 +27,16 @@ from prefillcli.errors import (
     OutputExistsError,
 )
 from prefillcli.forecast.profile import find_profile
-from prefillcli.forecast.remaining_time import RemainingTime
 from prefillcli.jobs.dry_run import dry_run_job
 from prefillcli.jobs.identity import fingerprint, selection
 from prefillcli.jobs.inputs import USUAL, Granularity, LocalModels, Opening
 from prefillcli.jobs.path_table import output_of, report_path, require_apart
-from prefillcli.jobs.recorder import LabelMassCheck, Recorder
+from prefillcli.jobs.recorder import LabelMassCheck, Recorder, RemainingTime
 from prefillcli.jobs.row_choice import RowChoice, check_rationales
 from prefillcli.jobs.shell import conclude, shell
 from prefillcli.jobs.window_loop import keep_rate, score_windows
-from prefillcli.options.score import ScoreSettings
+from prefillcli.options.commands import ScoreSettings
 from prefillcli.redaction import shown, shown_report
-from prefillcli.report.files import write_files
 from prefillcli.report.rationale import RationaleUse, SectionChange, WrittenRow
 from prefillcli.report.run import (
     AdapterUse,
@@ -49,7 +46,7 @@ from prefillcli.report.run import (
     ThreadCounts,
     versions,
 )
-from prefillcli.report.run_page import print_table
+from prefillcli.report.run_page import print_table, write_files
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, MemoryWatch
 from prefillcli.runtime.memory import peak_memory

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from prefillcli.data.given_file import read_given
-from prefillcli.data.proof.seals import take_checksum
+from prefillcli.data.filesystems import read_given
+from prefillcli.data.proof import take_checksum
 from prefillcli.errors import UsageError
 from prefillcli.redaction import without_secrets
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
-from prefillcli.compress.fallbacks import fallbacks_of_useless_draft
+from prefillcli.compress.base import fallbacks_of_useless_draft
 from prefillcli.data.output.counts import Counts
 from prefillcli.errors import (
     NOT_AS_EXPECTED,

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prefillcli.data.output import parts
-from prefillcli.data.output.heartbeat import Beat
 from prefillcli.data.output.manifest import Manifest
 from prefillcli.data.output.shard_folders import shards_beside
+from prefillcli.data.output.store import Beat
 from prefillcli.data.output.target import Target
 from prefillcli.data.shard import Shard
 from prefillcli.errors import DamagedFileError, PrefillError, UsageError

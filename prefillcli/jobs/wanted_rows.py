@@ -13,8 +13,7 @@ from prefillcli.compress.selection import Request
 from prefillcli.core.feature import features_of
 from prefillcli.data.output.columns import Probabilities, ResultRows
 from prefillcli.data.output.scored_truth import id_texts
-from prefillcli.data.prompts.beginnings import Beginnings
-from prefillcli.data.prompts.sections import Ablation
+from prefillcli.data.prompts.sections import Ablation, Beginnings
 from prefillcli.data.prompts.templates import rationale_texts
 from prefillcli.data.rows import (
     FULL,
@@ -30,8 +29,8 @@ from prefillcli.decode.continuations import Beginning, Continuation, Speculation
 from prefillcli.engines.base import Answer
 from prefillcli.jobs.row_choice import RowChoice
 from prefillcli.models.open import Opened
+from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.rationale import WritingOptions
-from prefillcli.options.score import ScoreSettings
 from prefillcli.stats.probabilities import Measure, label_scores
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from prefillcli.engines.registry import loader_of
 from prefillcli.jobs.load import load_models
 from prefillcli.jobs.wanted_rows import job_rationales, text_room
 from prefillcli.jobs.window_scoring import Finished, ScoringOptions, score_window
-from prefillcli.options.score import ScoreSettings
+from prefillcli.options.commands import ScoreSettings
 from prefillcli.report.run import WorkerCounts
 
 if TYPE_CHECKING:  # these take torch along

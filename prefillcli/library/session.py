@@ -16,19 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, Unpack, get_args
 
 import pyarrow as pa
 
-from prefillcli.data.prompts.settings import DEFAULT_COLUMN
+from prefillcli.data.prompts.builder import DEFAULT_COLUMN
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import SKIPPED_CODES
 from prefillcli.errors import EngineDiedError, FailedRowsError, PrefillError, UsageError, brief
-from prefillcli.options.keywords import (
-    FileOptions,
-    ScoreOptions,
-    ScorerOptions,
-    StrPath,
-    lists_options,
-    scorer_settings,
-)
-from prefillcli.options.score import ScoreSettings
+from prefillcli.options.commands import ScoreSettings
+from prefillcli.options.load import FileOptions, ScoreOptions, ScorerOptions, StrPath, lists_options, scorer_settings
 from prefillcli.runtime.cores import left_as_found
 from prefillcli.runtime.signals import OwnThread
 from prefillcli.runtime.streams import without_fetched_code

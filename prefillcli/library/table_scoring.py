@@ -14,9 +14,8 @@ import pyarrow as pa
 from prefillcli.data.output.columns import ResultRows, kinds_of, result_schema
 from prefillcli.data.output.manifest import Job
 from prefillcli.data.output.parts import make_rows
-from prefillcli.data.prompts.builder import PromptBuilder
+from prefillcli.data.prompts.builder import PromptBuilder, prompt_column
 from prefillcli.data.prompts.labels import Labels
-from prefillcli.data.prompts.settings import prompt_column
 from prefillcli.data.reading.record_batches import TableRows
 from prefillcli.data.rows import RowError, ScoredRow, Window
 from prefillcli.data.windows import Prefetcher, windows
@@ -29,7 +28,7 @@ from prefillcli.jobs.recorder import LabelMassCheck
 from prefillcli.jobs.row_choice import RowChoice, check_rationales
 from prefillcli.jobs.wanted_rows import JobRationales, job_rationales, text_room
 from prefillcli.jobs.window_scoring import ScoringOptions, score_window
-from prefillcli.options.score import ScoreSettings
+from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.blocks import BLOCK_TOKENS, CarriedBlock
 from prefillcli.plan.pack import Pack
 from prefillcli.runtime import log
@@ -116,7 +115,7 @@ class TableScorer:
         """
         opening = Opening(settings)
         opening.open_source()
-        opening.use_models(self._opened)
+        opening.use_models(self._opened, self._labels)
         opening.open_rows()
         try:
             schema = opening.schema()

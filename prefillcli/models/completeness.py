@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from prefillcli.errors import UsageError
+from prefillcli.models.files import read_header, weight_files
 from prefillcli.models.heads import ClassHead, auto_class
 from prefillcli.models.multimodal import TextPart
-from prefillcli.models.safetensors import read_header, weight_files
 
 # What transformers says while it loads.
 

@@ -13,15 +13,24 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from prefillcli.data.proof.fingerprints import gguf_parts
+from prefillcli.data.proof import gguf_parts
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
 from prefillcli.models.completeness import build_empty, refuse_larger
 from prefillcli.models.families import longest_prompt, refusal, sees_nothing
-from prefillcli.models.files import check_config, check_files, check_generation_config, quoted, refuse_code_elsewhere
+from prefillcli.models.files import (
+    check_config,
+    check_files,
+    check_generation_config,
+    check_weights,
+    find_weights,
+    quoted,
+    read_tensors,
+    refuse_code_elsewhere,
+    weight_files,
+)
 from prefillcli.models.gguf import GgufModel, dequantise_gguf, describe_gguf, find_dequantised, open_gguf
 from prefillcli.models.heads import ClassHead, HeadChoice, find_head
 from prefillcli.models.multimodal import text_part
-from prefillcli.models.safetensors import check_weights, find_weights, read_tensors, weight_files
 from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.runtime.memory import loadable_memory
 

@@ -33,10 +33,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 from transformers import modeling_gguf_pytorch_utils as reader
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from prefillcli.data.proof.fingerprints import ModelContents, hash_value
+from prefillcli.data.proof import ModelContents, hash_value
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
 from prefillcli.models.completeness import bounded, quiet_transformers, require_complete
-from prefillcli.models.safetensors import check_ranges, layer_number
+from prefillcli.models.files import check_ranges, layer_number
 from prefillcli.runtime import log
 from prefillcli.runtime.extras import require_extra
 from prefillcli.runtime.user_cache import cache_folder

@@ -17,8 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from prefillcli.data.prompts.labels import ClassLabels, Label, LabelSet, complementary, parse_labels
 from prefillcli.errors import UsageError
-from prefillcli.models.files import CLASSIFIER
-from prefillcli.models.safetensors import read_header, weight_files
+from prefillcli.models.files import CLASSIFIER, read_header, weight_files
 from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.stats.probabilities import Measure
 

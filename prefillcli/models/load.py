@@ -17,9 +17,9 @@ from prefillcli.models.find import ModelFiles, with_weights
 from prefillcli.models.gguf import load_gguf
 from prefillcli.models.heads import auto_class
 from prefillcli.models.multimodal import load_text_part
-from prefillcli.models.quantised import Quantisation, plan_quantisation
 from prefillcli.models.rehearsal import prove_model, settle_paths
 from prefillcli.models.streamed_layers import ROLLING_SLOTS, Placement, StreamedLayers, place_weights, slot_bytes
+from prefillcli.models.weights import Quantisation, plan_quantisation
 from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError, register
 from prefillcli.prefill.layer_calls import decoder_layers
 

@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from prefillcli.models.safetensors import read_header, weight_files
+from prefillcli.models.files import read_header, weight_files
 from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.prefill.layer_calls import decoder_layers
 

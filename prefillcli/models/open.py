@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from prefillcli.data.prompts.labels import Labels, parse_labels
-from prefillcli.data.proof.fingerprints import gguf_parts
+from prefillcli.data.proof import gguf_parts
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
-from prefillcli.models.files import check_files, read_json, refuse_code_elsewhere, sample_model
-from prefillcli.models.safetensors import find_weights
+from prefillcli.models.files import check_files, find_weights, read_json, refuse_code_elsewhere, sample_model
 from prefillcli.runtime import log
 from prefillcli.runtime.cores import Threads
 from prefillcli.runtime.streams import light_imports
@@ -234,7 +233,7 @@ def check_loadable(files: ModelFiles, device: torch.device) -> None:
 
     On stderr, say what becomes of those that can, where they are not computed with as they are.
     """
-    from prefillcli.models.quantised import plan_quantisation
+    from prefillcli.models.weights import plan_quantisation
     from prefillcli.prefill.forest import UnsupportedModelError
 
     found = plan_quantisation(files.origin, files.quantised, device)

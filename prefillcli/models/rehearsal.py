@@ -24,8 +24,8 @@ from prefillcli.models.shape import Shape
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
+from prefillcli.prefill.attention import PATHS, may_take, only_blocks, rule_out
 from prefillcli.prefill.attention_checks import CHECKED, PathCheck, check_paths
-from prefillcli.prefill.attention_paths import PATHS, may_take, only_blocks, rule_out
 from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError
 from prefillcli.prefill.layer_calls import decoder_layers, embedding_device
 from prefillcli.prefill.layout import KeyWindow

@@ -175,7 +175,7 @@ class Shape:
 # 3BSDI, projections BSD^2(2 + 2H'/H), attention 2BS^2D, head BSDV. Here they are counted for the text configurations
 # of transformers, with heads of any width, experts and sliding windows. Norms, rotary embeddings, softmax and the
 # embedding are left out. Verified families are counted by their settings; their MLPs are gated (three matrices).
-# Others are counted as their own forward multiplies (`models/meta_forward.py`). There all products behind attention
+# Others are counted as their own forward multiplies (`models/law.py`). There all products behind attention
 # stand with the MLP, and those of layers without attention too. Scans in chunks (Mamba-2, gated delta nets) are
 # products, counted as transformers computes them over long prompts.
 
@@ -341,7 +341,7 @@ def _watched_layers(config: Any) -> list[_Layer]:
     """The layers as the model's own forward computes them. Raises NoCostModel if it cannot be run without weights."""
     import torch
 
-    from prefillcli.models.meta_forward import NoSizesError, model_sizes
+    from prefillcli.models.law import NoSizesError, model_sizes
 
     try:
         layers = model_sizes(config, torch.bfloat16).layers

@@ -35,7 +35,7 @@ from transformers.core_model_loading import (
 )
 
 from prefillcli.errors import ContentChangedError, ResourceError, UsageError
-from prefillcli.models.safetensors import data_start, read_header, weight_files
+from prefillcli.models.files import data_start, read_header, weight_files
 from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.prefill.layer_calls import decoder_layers
 

@@ -1,24 +1,390 @@
-"""The memory that a model's weights take, from the headers of their files, and whether they are loaded or streamed."""
+"""Quantised checkpoints: which formats there are, what each needs, and how its weights are kept on a device.
+
+transformers loads them, with help for GPTQ and AWQ (`packed_integers.py`). A format is known by the `quant_method` of
+config.json. Its weights stay packed where that device computes with them, or are unpacked to the model's dtype when
+they are loaded."""
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from math import prod
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import get_module_from_name
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from prefillcli.errors import ResourceError, UsageError
+from prefillcli.models.files import layer_number, read_header, weight_files
 from prefillcli.models.find import ModelFiles
 from prefillcli.models.heads import auto_class
 from prefillcli.models.open import Opened, WeightsChoice, refuse_what_cannot_fit
-from prefillcli.models.quantised import plan_quantisation
-from prefillcli.models.safetensors import layer_number, read_header, weight_files
+from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.runtime import memory
+from prefillcli.runtime.extras import require_extra
 from prefillcli.runtime.memory import parse_size
+from prefillcli.runtime.streams import ALLOWED, FETCHES
+
+# Weights of GPTQ and AWQ checkpoints, unpacked while transformers loads them.
+#
+# Both keep several small integers in each int32, with a scale and a zero point for a group of inputs. transformers
+# leaves them to a package that compiles kernels of its own. To unpack them none is needed: each weight is `(integer
+# - zero point) * scale`.
+
+
+UNPACKED = "prefill-unpacked-integers"
+"""The `quant_method` of a configuration that is loaded in this way."""
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in an int32 the numbers of eight outputs are
+_PARTS = ("qweight", "qzeros", "scales", "g_idx")
+
+
+def why_not_unpacked(entry: Mapping[str, Any]) -> str | None:
+    """What keeps a GPTQ or AWQ checkpoint with this `quantization_config` from being unpacked; None if nothing."""
+    method, bits = entry.get("quant_method"), entry.get("bits", 4)
+    if method == "awq":
+        version = str(entry.get("version", "gemm")).lower()
+        if bits != 4 or version != "gemm" or not entry.get("zero_point", True):
+            return f"{bits} bits in the layout {version!r} are not read, only 4 bits in 'gemm' with zero points"
+        return None
+    layout = entry.get("checkpoint_format", "gptq")
+    if bits not in (2, 4, 8) or layout not in ("gptq", "gptq_v2") or entry.get("dynamic"):
+        return f"{bits} bits in the layout {layout!r} are not read, only 2, 4 and 8 bits in 'gptq' and 'gptq_v2'"
+    return None
+
+
+def loading_changes(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What differs from the file's own `quantization_config` where it is unpacked."""
+    layout = "awq" if entry.get("quant_method") == "awq" else entry.get("checkpoint_format", "gptq")
+    return {"quant_method": UNPACKED, "layout": layout, "bits": entry.get("bits", 4)}
+
+
+def unpack_gptq(
+    packed: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor | None, *, bits: int, zero_offset: int
+) -> Tensor:
+    """The weight float32 [outputs, inputs] of a GPTQ layer.
+
+    `packed` is int32 [inputs * bits / 32, outputs], `zeros` int32 [groups, outputs * bits / 32], `scales` [groups,
+    outputs], `groups` the group of each input. `zero_offset` is what a zero point is larger by than what is saved.
+    Raises ValueError where the largest number is saved of one that is larger: programs read it in two ways.
+    """
+    most = (1 << bits) - 1
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
+    integers = ((packed[:, None, :] >> shifts[:, None]) & most).flatten(0, 1)
+    points = ((zeros[:, :, None] >> shifts) & most).flatten(1)
+    if zero_offset and bool((points == most).any()):
+        raise ValueError(f"a zero point of {most + zero_offset} does not fit in {bits} bits")
+    if groups is None:
+        groups = torch.arange(len(integers), device=packed.device) // (len(integers) // len(scales))
+    at = groups.long()
+    return ((integers - (points + zero_offset)[at]) * scales.float()[at]).t().contiguous()
+
+
+def unpack_awq(packed: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
+    """The weight float32 [outputs, inputs] of an AWQ layer of 4 bits.
+
+    `packed` is int32 [inputs, outputs / 8], `zeros` int32 [groups, outputs / 8], `scales` [groups, outputs].
+    """
+    shifts = 4 * torch.tensor(_AWQ_ORDER, dtype=torch.int32, device=packed.device)
+    integers, points = (((each[:, :, None] >> shifts) & 15).flatten(1) for each in (packed, zeros))
+    repeats = len(integers) // len(scales)
+    wide, zero = (each.repeat_interleave(repeats, 0) for each in (scales.float(), points))
+    return ((integers - zero) * wide).t().contiguous()
+
+
+class _Unpack(ConversionOps):  # type: ignore[misc]  # transformers has no types
+    """Makes one weight of the tensors of each layer."""
+
+    def __init__(self, entry: Any) -> None:
+        self._entry = entry
+
+    def convert(
+        self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **_: Any
+    ) -> dict[str, Any]:
+        dtype = _dtype_of(model, full_layer_name)
+        found: dict[str, Any] = {name: each for name, each in input_dict.items() if not _part_of(name)}
+        stems = dict.fromkeys(name.removesuffix(f"{part}$") for name in input_dict if (part := _part_of(name)))
+        for stem in stems:
+            given = [_listed(input_dict.get(f"{stem}{part}$")) for part in _PARTS]
+            if any(each and len(each) != len(given[0]) for each in given):
+                raise ValueError(f"{full_layer_name}: its packed tensors are not as many of each kind")
+            weights = [
+                self._unpack(*(each[at] if each else None for each in given)).to(dtype) for at in range(len(given[0]))
+            ]
+            if stem == ".":
+                found[full_layer_name] = weights[0]
+            else:
+                found[f"{stem}weight$"] = weights
+        return found
+
+    def _unpack(self, packed: Any, zeros: Any, scales: Any, groups: Any) -> Tensor:
+        if zeros is None or scales is None:
+            raise ValueError("a layer has no scales or no zero points")
+        if self._entry.layout == "awq":
+            return unpack_awq(packed, zeros, scales)
+        offset = 1 if self._entry.layout == "gptq" else 0
+        return unpack_gptq(packed, zeros, scales, groups, bits=self._entry.bits, zero_offset=offset)
+
+
+def _part_of(pattern: str) -> str | None:
+    return next((part for part in _PARTS if pattern.endswith(f"{part}$")), None)
+
+
+def _dtype_of(model: Any, name: str) -> torch.dtype:
+    """The dtype that the model has for a parameter."""
+    module, own = get_module_from_name(model, name)
+    dtype: torch.dtype = getattr(module, own).dtype
+    return dtype
+
+
+def _listed(value: Any) -> list[Tensor]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+@register_quantization_config(UNPACKED)
+class UnpackedIntegersConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """How the integers of a checkpoint are packed: `layout` is gptq, gptq_v2 or awq."""
+
+    def __init__(self, layout: str = "gptq", bits: int = 4, **_: Any) -> None:
+        self.quant_method = UNPACKED
+        self.layout = layout
+        self.bits = bits
+
+
+@register_quantizer(UNPACKED)
+class IntegerUnpacker(HfQuantizer):  # type: ignore[misc]
+    """Has transformers load packed integers as the whole numbers of ordinary layers."""
+
+    def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
+        """Unpacks before a family's own conversions join the experts of a layer."""
+        updated = []
+        for each in weight_conversions:
+            sources = [name for name in getattr(each, "source_patterns", ()) if name.endswith(".weight")]
+            if isinstance(each, WeightConverter) and sources:
+                packed = [f"{name.removesuffix('weight')}{part}$" for name in sources for part in _PARTS]
+                whole = [f"{name}$" if name in sources else name for name in each.source_patterns]
+                each = self._converter([*whole, *packed], each._original_target_patterns, each.operations)
+            updated.append(each)
+        return [*updated, self._converter([rf".{part}$" for part in _PARTS], [".weight"], [])]
+
+    def _converter(self, sources: list[str], targets: list[str], operations: list[Any]) -> Any:
+        unpack = _Unpack(self.quantization_config)
+        return WeightConverter(source_patterns=sources, target_patterns=targets, operations=[unpack, *operations])
+
+    def is_serializable(self) -> bool:
+        """Never: the model is not what the file was."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        """Never."""
+        return False
+
+
+Kept = Literal["packed", "unpacked"]
+_BASE_MODEL = "take the model as it was before it was quantised, or as a GGUF file"
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedFormat:
+    """A format of quantised weights.
+
+    `cpu` and `cuda` say how its weights are kept there, None where it does not run. `capability` is the least of a
+    CUDA device that computes with packed weights, for which `kernels` are needed as well; where these are missing, a
+    format that can be unpacked is. `extra` brings the packages that it needs everywhere, or `packages` names those
+    that are in no extra. `tested` devices are those on which the tests compare it with transformers. A format that
+    transformers cannot load has a reason in `refused`.
+    """
+
+    method: str
+    name: str
+    cpu: Kept | None = None
+    cuda: Kept | None = None
+    extra: str | None = None
+    packages: tuple[str, ...] = ()
+    capability: tuple[int, int] = (0, 0)
+    kernels: tuple[str, ...] = ()
+    tested: bool = False
+    refused: str | None = None
+
+
+_NO_LOADER = "transformers {version} has no loader for such checkpoints"
+
+FORMATS: dict[str, QuantisedFormat] = {
+    each.method: each
+    for each in (
+        QuantisedFormat(
+            "fp8", "fine-grained FP8", "unpacked", "packed", "fp8", (), (8, 9), ("kernels", "triton"), tested=True
+        ),
+        QuantisedFormat("mxfp8", "MXFP8", "unpacked", "packed", "fp8", (), (8, 9), ("kernels", "triton"), tested=True),
+        QuantisedFormat("mxfp4", "MXFP4", "unpacked", "packed", "fp8", (), (7, 5), ("kernels", "triton"), tested=True),
+        QuantisedFormat(
+            "compressed-tensors", "compressed-tensors", "unpacked", "unpacked", "compressed-tensors", tested=True
+        ),
+        QuantisedFormat("bitsandbytes_4bit", "bitsandbytes, 4 bits", "packed", "packed", "bitsandbytes", tested=True),
+        QuantisedFormat("bitsandbytes_8bit", "bitsandbytes, 8 bits", "packed", "packed", "bitsandbytes", tested=True),
+        QuantisedFormat("torchao", "torchao", "packed", "packed", "torchao", tested=True),
+        QuantisedFormat("fbgemm_fp8", "FBGEMM FP8", None, "packed", "fp8", ("fbgemm_gpu",), (9, 0)),
+        QuantisedFormat("bitnet", "BitNet", None, "packed", "fp8"),
+        QuantisedFormat("gptq", "GPTQ", "unpacked", "unpacked", tested=True),
+        QuantisedFormat("awq", "AWQ", "unpacked", "unpacked", tested=True),
+        QuantisedFormat("auto-round", "AutoRound", None, "packed", None, ("auto_round",)),
+        QuantisedFormat("aqlm", "AQLM", None, "packed", None, ("aqlm", "accelerate")),
+        QuantisedFormat("eetq", "EETQ", None, "packed", None, ("kernels", "accelerate")),
+        QuantisedFormat("higgs", "HIGGS", None, "packed", None, ("flute", "fast_hadamard_transform", "accelerate")),
+        QuantisedFormat("vptq", "VPTQ", None, "packed", None, ("vptq", "accelerate")),
+        QuantisedFormat("spqr", "SpQR", None, "packed", None, ("spqr_quant", "accelerate")),
+        QuantisedFormat("fp_quant", "FP-Quant", None, "packed", None, ("fp_quant",)),
+        QuantisedFormat("quark", "Quark", None, "packed", None, ("quark",)),
+        QuantisedFormat("sinq", "SINQ", None, "packed", None, ("sinq",)),
+        QuantisedFormat("fouroversix", "Four Over Six", None, "packed", None, ("fouroversix",)),
+        QuantisedFormat("hqq", "HQQ", refused=_NO_LOADER),
+        QuantisedFormat("quanto", "quanto", refused=_NO_LOADER),
+        QuantisedFormat("nvfp4", "NVFP4", refused=_NO_LOADER),
+        QuantisedFormat("gemma", "Gemma's own", refused="it is not supported here"),
+        QuantisedFormat("metal", "Metal", refused="it is for Apple's GPUs"),
+    )
+}
+"""All formats that transformers knows by name, but for GGUF."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """How the weights of a quantised checkpoint are kept on a device.
+
+    `changes` are what differs from the file's own entry in the configuration that it is loaded with. `warning` is for
+    the user: what scores depend on besides their row. `rounds_activations` says that layers round what goes into them,
+    so that the last bits of a number may decide about a whole step.
+    """
+
+    format: QuantisedFormat
+    kept: Kept
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    warning: str | None = None
+    rounds_activations: bool = False
+
+    def describe(self, dtype: torch.dtype) -> str:
+        """For people: the format and what becomes of the weights."""
+        if self.kept == "packed":
+            return f"{self.format.name}, packed"
+        return f"{self.format.name}, unpacked to {str(dtype).removeprefix('torch.')}"
+
+
+def plan_quantisation(origin: Path, entry: Mapping[str, Any] | None, device: torch.device) -> Quantisation | None:
+    """How the checkpoint at `origin` is loaded whose config.json has this `quantization_config`; None without one.
+
+    Raises UsageError where a package is missing or the device is another, UnsupportedModelError for formats that are
+    not known, that transformers cannot load, and whose scores depend on the rows that are computed with them.
+    """
+    if entry is None:
+        return None
+    kind = _format(origin, entry)
+    kept = _kept(origin, kind, device)
+    _require_packages(origin, kind)
+    if kind.method == "compressed-tensors":
+        rounds = _check_activations(origin, entry)
+        return Quantisation(kind, kept, {"dequantize": True}, rounds_activations=rounds)
+    if kind.method in ("gptq", "awq"):
+        if why := why_not_unpacked(entry):
+            raise UnsupportedModelError(
+                f"{origin}: weights quantised with {kind.name}: {why}\n{_BASE_MODEL}, or --engine vllm"
+            )
+        return Quantisation(kind, kept, loading_changes(entry))
+    if kind.method == "bitsandbytes_8bit":
+        warning = None
+        if float(entry.get("llm_int8_threshold", 6.0) or 0.0) > 0:
+            warning = (
+                f"{origin}: bitsandbytes multiplies features with outliers in 16 bits, and finds them in all tokens "
+                "that are computed together: a row's score depends on its neighbours in the last digits"
+            )
+        return Quantisation(kind, kept, warning=warning, rounds_activations=True)
+    if kind.method == "torchao":
+        return Quantisation(kind, kept, rounds_activations="Dynamic" in str(entry.get("quant_type")))
+    if kept == "unpacked":
+        return Quantisation(kind, kept, {"dequantize": True})
+    return Quantisation(kind, kept, rounds_activations=True)
+
+
+def _format(origin: Path, entry: Mapping[str, Any]) -> QuantisedFormat:
+    method = str(entry.get("quant_method") or "")
+    if method in ("", "bitsandbytes") and (entry.get("load_in_8bit") or entry.get("load_in_4bit")):
+        method = "bitsandbytes_4bit" if entry.get("load_in_4bit") else "bitsandbytes_8bit"
+    kind = FORMATS.get(method)
+    if kind is None:
+        raise UnsupportedModelError(
+            f"{origin}: its weights are quantised as {method[:40] or 'nothing that config.json names'!r}, "
+            f"which transformers does not know\n{_BASE_MODEL}, or --engine vllm"
+        )
+    if kind.refused:
+        from transformers import __version__
+
+        why = kind.refused.format(version=__version__)
+        raise UnsupportedModelError(f"{origin}: its weights are quantised with {kind.name}: {why}\n{_BASE_MODEL}")
+    return kind
+
+
+def _kept(origin: Path, kind: QuantisedFormat, device: torch.device) -> Kept:
+    """How the weights are kept on this device."""
+    kept = kind.cuda if device.type == "cuda" else kind.cpu
+    if device.type not in ("cpu", "cuda") and kept == "packed":
+        kept = None
+    if kept is None:
+        raise UsageError(
+            f"{origin}: weights quantised with {kind.name} run on CUDA devices only, not on {device}\n"
+            f"{_BASE_MODEL}, or --device cuda"
+        )
+    if kept == "packed" and device.type == "cuda":
+        able = torch.cuda.get_device_capability(device) >= kind.capability
+        if not able and kind.cpu != "unpacked":
+            least = ".".join(map(str, kind.capability))
+            raise UsageError(
+                f"{origin}: weights quantised with {kind.name} need a CUDA device of compute capability {least} or "
+                f"more\n{_BASE_MODEL}"
+            )
+        if not able or not all(map(find_spec, kind.kernels)):
+            return "unpacked"
+    return kept
+
+
+def _require_packages(origin: Path, kind: QuantisedFormat) -> None:
+    """Raise UsageError if a package is missing that the format needs."""
+    if kind.extra is not None:
+        require_extra(kind.extra, f"{origin}: weights quantised with {kind.name}")
+    for package in kind.packages:
+        if find_spec(package) is None:
+            fetches = f", or may not fetch code from a hub: {ALLOWED}=1 allows it" if package == FETCHES else ""
+            raise UsageError(
+                f"{origin}: weights quantised with {kind.name}: the package {package} is not installed{fetches}\n"
+                f"install it as its own page says, or {_BASE_MODEL}"
+            )
+
+
+def _check_activations(origin: Path, entry: Mapping[str, Any]) -> bool:
+    """Whether a compressed-tensors checkpoint rounds activations.
+
+    Raises UnsupportedModelError where their scale is found in all tokens of a call.
+    """
+    rounds = False
+    for group in (entry.get("config_groups") or {}).values():
+        for each in ("input_activations", "output_activations"):
+            taken = group.get(each) if isinstance(group, Mapping) else None
+            rounds |= taken is not None
+            if taken and taken.get("dynamic") is True and taken.get("strategy") in ("tensor", "channel"):
+                raise UnsupportedModelError(
+                    f"{origin}: its activations are scaled by the largest of all tokens that are computed together, "
+                    "so a row's score would depend on its neighbours\ntake a checkpoint with scales per token"
+                )
+    return rounds
+
 
 STREAMED_SHARE = 1 / 4  # of the free memory, for streamed weights where no --weights-memory is given
 

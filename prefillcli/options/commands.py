@@ -1,14 +1,501 @@
-"""The commands that take options."""
+"""Everything `prefill score` can be told."""
 
 from __future__ import annotations
 
-from prefillcli.core.feature import features, option_groups
-from prefillcli.options.bench import BenchSettings
-from prefillcli.options.groups import BudgetOptions, EndingOptions, LogOptions, ModelOptions
-from prefillcli.options.inspect import InspectSettings
-from prefillcli.options.option import MODEL, RUN, Settings, argument, option
-from prefillcli.options.profile import ProfileSettings
-from prefillcli.options.score import ScoreSettings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from prefillcli.compress.pickers import PICKERS
+from prefillcli.core.feature import Objection, features, features_of, option_groups
+from prefillcli.data.output.formats import FILE_ENDINGS
+from prefillcli.data.shard import Shard
+from prefillcli.engines.registry import ENGINES, Capability, refuse
+from prefillcli.errors import UsageError
+from prefillcli.options import requirements
+from prefillcli.options.groups import (
+    AdapterOptions,
+    BudgetOptions,
+    CompressionOptions,
+    EndingOptions,
+    EngineName,
+    InputOptions,
+    JobOptions,
+    KeepRate,
+    KeepRates,
+    KeyValues,
+    LogOptions,
+    MeasuringOptions,
+    MemoryOptions,
+    ModelOptions,
+    NameList,
+    PriceOptions,
+    PromptOptions,
+    RunOptions,
+    ScheduledOptions,
+    ShardName,
+    TokenThreshold,
+    WeightsOptions,
+    WorkerOptions,
+    check_keep,
+)
+from prefillcli.options.option import (
+    BENCH,
+    COMPRESSION,
+    EARLY_EXIT,
+    FILES,
+    MODEL,
+    PROFILE,
+    RUN,
+    Settings,
+    argument,
+    details_of,
+    option,
+    require,
+)
+from prefillcli.options.rationale import RationaleOptions, WritingOptions, check_writing
+from prefillcli.options.requirements import Requirement
+
+# What `--deterministic` is not promised for, and why.
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """Other options with which a row's score would depend on more than the row, or may."""
+
+    given: Callable[[Any], bool]
+    reason: str
+    remedy: str
+
+
+_LIMITS = (
+    _Limit(
+        lambda s: s.compile,
+        "compiled layers have kernels of their own for each size of chunk",
+        "leave --compile out",
+    ),
+    _Limit(
+        lambda s: s.compresses,
+        "which tokens of a prompt are kept is not the same to the last bit with other neighbours",
+        "leave --draft and --keep out",
+    ),
+    _Limit(
+        lambda s: s.rationale > 0,
+        "texts are written for several rows at a time, and a near tie may fall otherwise with others",
+        "leave --rationale out; --evidence is covered",
+    ),
+)
+
+
+def check_deterministic(settings: Any) -> None:
+    """Raise UsageError for options of `prefill score` that `--deterministic`, if it is given, does not cover."""
+    for limit in _LIMITS:
+        if settings.deterministic and limit.given(settings):
+            raise UsageError(f"--deterministic: {limit.reason}\n{limit.remedy}, or leave --deterministic out")
+
+
+class ScoreSettings(
+    *option_groups("score"),  # type: ignore[misc]  # which features there are is known when it runs
+    RationaleOptions,
+    EndingOptions,
+    WorkerOptions,
+    PriceOptions,
+    LogOptions,
+    RunOptions,
+    WeightsOptions,
+    AdapterOptions,
+    ScheduledOptions,
+):
+    """Everything `prefill score` can be told."""
+
+    output: str | None = option(
+        None,
+        f"Where the scores go: {', '.join(FILE_ENDINGS)}, or a folder (ending in /). (default: INPUT.scores.parquet)",
+        FILES, changes="files", short="-o", metavar="PATH", path="output",
+    )  # fmt: skip
+    id_column: str | None = option(
+        None,
+        "Column that names a row in the output. (default: the row number)",
+        FILES, changes="columns", metavar="NAME",
+    )  # fmt: skip
+    keep_columns: NameList = option(
+        (), "Input columns to copy to the output, comma-separated.", FILES, changes="columns", metavar="NAMES"
+    )
+    partition: bool = option(
+        False, "Write the scores into folders named like the input's: day=2026-01-01/.", FILES, changes="columns"
+    )
+    shard: ShardName | None = option(
+        None,
+        "Score the I-th of N shares of the rows, on one of N machines; prefill merge makes the output of all.",
+        FILES, changes="files", metavar="I/N",
+    )  # fmt: skip
+    resume: bool = option(False, "Continue this job where it stopped.", FILES, changes="files")
+
+    engine: EngineName = option(
+        "torch",
+        "What runs the model: the layer walk, a plain transformers loop, or vLLM.",
+        MODEL, changes="scores", metavar="|".join(ENGINES),
+    )  # fmt: skip
+    engine_options: KeyValues = option(
+        {},
+        "Option passed to the engine unchanged; repeatable; a mapping in a recipe.",
+        MODEL, changes="scores", metavar="KEY=VALUE", repeatable=True, needs="options",
+    )  # fmt: skip
+
+    show_text: bool = option(
+        False,
+        "Put the text of rows that the report names into it, and a few rationales; without it, none is.",
+        "Evaluation", changes="report", requires=requirements.SHOWN_TEXT,
+    )  # fmt: skip
+
+    max_flips: float = option(
+        0.01,
+        "Share of answers that --exit, or --keep auto, may flip, at 95 % confidence; with --exit of each answer.",
+        EARLY_EXIT, changes="scores", metavar="RATE", requires=requirements.BOUNDED_FLIPS, gt=0, lt=1,
+    )  # fmt: skip
+    audit: int = option(
+        0,
+        "Also read N random rows in full that are compressed or may leave early, and report how many answers flip.",
+        EARLY_EXIT, changes="columns", metavar="N", needs="compression", requires=requirements.AUDITABLE, off=0, ge=0,
+    )  # fmt: skip
+
+    dry_run: bool = option(
+        False,
+        "Read, tokenise and plan only: lengths, sharing, packs, predicted time. No weights are loaded.",
+        RUN, changes="report", needs="forecast",
+    )  # fmt: skip
+    profile: str | None = option(
+        None,
+        "Profile written by prefill profile, to predict times. (default: profile.json, if it exists and fits)",
+        RUN, changes="speed", metavar="PATH", path="file", needs="forecast",
+    )  # fmt: skip
+
+    @property
+    def computes_here(self) -> bool:
+        return "threads" in ENGINES[self.engine].can
+
+    @classmethod
+    def required(cls) -> dict[str, list[Requirement]]:
+        found = super().required()
+        require(found, ("price_per_hour",), requirements.FORECAST)
+        return found
+
+    def check(self) -> None:
+        super().check()
+        if self.resume and self.overwrite:
+            raise UsageError("--resume continues the output, --overwrite replaces it: give only one of them")
+        refuse(self.engine, self._engine_needs())
+        check_keep(self.keep, compresses=self.compresses)
+        for each in features_of(self):
+            each.check()
+        self.check_adapters(streamed=self.weights == "stream")
+        translated = self.draft_tokenizer == "translate"
+        check_writing(self, head=self.head, draft=self.draft, own_tokenizer=translated)
+        if self.shard is not None:
+            self.refuse_joint("--shard")
+        check_deterministic(self)
+
+    def refuse_joint(self, option: str) -> None:
+        """Raise UsageError for other options with which rows cannot be scored apart from one another."""
+        for objection in self._joint(option):
+            raise UsageError(f"{option}: {objection.reason}\n{objection.remedy}")
+
+    def _joint(self, option: str) -> Iterator[Objection]:
+        """Why rows cannot be scored apart from the others of their job, as `option` would do."""
+        found = [each.joint(option) for each in features_of(self)]
+        yield from (objection for objection in found if objection is not None)
+        if self.keep == "auto":
+            yield Objection(
+                "--keep auto chooses one rate for all rows of a job",
+                "choose it in a run over a sample, then give that rate",
+            )
+        if self.audit:
+            yield Objection("--audit draws from all rows", "audit a sample of the rows in a job of its own")
+        if self.compresses and not self._row_by_row:
+            yield Objection(
+                "rows that share a prefix keep the same tokens of it, and some of these rows are not read",
+                "give --compress-per-row --no-keep-private, so that a row's tokens follow from the row alone",
+            )
+        if self.rationale_limit is not None:
+            yield Objection(
+                "--rationale-limit counts the chosen rows of the whole input in their order",
+                "leave it out, and choose fewer rows with --rationale-when",
+            )
+
+    @property
+    def _row_by_row(self) -> bool:
+        """Whether the tokens that are kept of a row follow from the row alone."""
+        return self.compress_per_row and (self.paper or not self.keep_private)
+
+    @property
+    def shard_of(self) -> Shard | None:
+        """The share of the rows that this run scores; None for all."""
+        return None if self.shard is None else Shard.parse(self.shard)
+
+    def _engine_needs(self) -> dict[str, Capability]:
+        """What the engine must be able to do, by the option that needs it: those that are not at their default."""
+        found: dict[str, Capability] = {}
+        for name, field in type(self).model_fields.items():
+            needed = details_of(type(self), name).needs
+            if needed and getattr(self, name) != field.default:
+                found[name] = needed
+        return found
+
+
+class InspectSettings(
+    *option_groups("inspect"),  # type: ignore[misc]  # which features there are is known when it runs
+    WritingOptions,
+    RunOptions,
+    WeightsOptions,
+    AdapterOptions,
+    JobOptions,
+):
+    """Everything `prefill inspect` can be told."""
+
+    keep: KeepRate = option(
+        1.0,
+        "Share of the prompt's tokens that the model reads; below 1 needs --draft.",
+        COMPRESSION, changes="scores", metavar="RATE",
+    )  # fmt: skip
+    row: str | None = option(
+        None, "Id of the row with --id-column, else its number from 0.", FILES, changes="rows", metavar="ID"
+    )
+    id_column: str | None = option(
+        None, "Column that names a row. (default: the row number)", FILES, changes="columns", metavar="NAME"
+    )
+    html: str | None = option(
+        None, "Also write an HTML page to this file.", FILES, changes="files", metavar="PATH", path="page"
+    )
+
+    def check(self) -> None:
+        super().check()
+        if self.row is None:
+            raise UsageError("no --row given: name the row to show, by its number, or by its id with --id-column")
+        if self.keep == "auto":
+            raise UsageError("--keep auto is for a whole job: give a rate")
+        check_keep(self.keep, compresses=self.compresses)
+        self.check_adapters(streamed=self.weights == "stream")
+        for each in features_of(self):
+            each.check()
+        check_writing(self, head=self.head, draft=self.draft, own_tokenizer=self.draft_tokenizer == "translate")
+
+
+class ProfileSettings(PriceOptions, MeasuringOptions, ScheduledOptions):
+    """Everything `prefill profile` can be told."""
+
+    inputs: tuple[str, ...] = argument(
+        (),
+        "Parquet or JSONL: files, directories, globs or URLs. Shows what is in it and what scoring it takes.",
+        changes="scores", path="rows",
+    )  # fmt: skip
+    full: bool = option(
+        False,
+        "All modes, longer measurements: tens of minutes; hours for a large model.",
+        PROFILE, changes="report",
+    )  # fmt: skip
+    keep: KeepRate = option(
+        1.0,
+        "Share of each prompt's tokens that the model reads; below 1 needs --draft.",
+        COMPRESSION, changes="scores", metavar="RATE",
+    )  # fmt: skip
+    mode: NameList = option(
+        (),
+        "Mode to find the longest prompt of: full, chunked or hybrid; repeatable. (default: full and hybrid, with "
+        "--full all)",
+        PROFILE, changes="report", metavar="NAME", repeatable=True,
+    )  # fmt: skip
+    confirm_seconds: float | None = option(
+        None,
+        "Longest run, as estimated, that may confirm a length; 0: confirm none. (default: 20, with --full 120)",
+        PROFILE, changes="report", metavar="SECONDS", ge=0, allow_inf_nan=False,
+    )  # fmt: skip
+    fit_seconds: float | None = option(
+        None,
+        "Approximate time for the runs that completion times are fitted to. (default: 10, with --full 60)",
+        PROFILE, changes="report", metavar="SECONDS", gt=0, allow_inf_nan=False,
+    )  # fmt: skip
+    output: str = option(
+        "profile.json",
+        "JSON file for the numbers; the page goes beside it, as .html.",
+        FILES, changes="files", short="-o", metavar="PATH", path="profile",
+    )  # fmt: skip
+
+    @classmethod
+    def required(cls) -> dict[str, list[Requirement]]:
+        found = super().required()
+        of_input = (PriceOptions, InputOptions, PromptOptions, CompressionOptions, MemoryOptions)
+        names = ["schedule", *(name for kind in of_input for name in kind.model_fields)]
+        without = {"inputs", "memory", "chunk_tokens"}  # these are for the measurements too
+        require(found, [name for name in names if name not in without], requirements.INPUT)
+        return found
+
+    def with_defaults(self) -> ProfileSettings:
+        """These settings with defaults for what was not given, larger ones with `full`."""
+        left: dict[str, Any] = {}
+        if not self.mode:
+            left["mode"] = ("full", "chunked", "hybrid") if self.full else ("full", "hybrid")
+        if self.confirm_seconds is None:
+            left["confirm_seconds"] = 120.0 if self.full else 20.0
+        if self.fit_seconds is None:
+            left["fit_seconds"] = 60.0 if self.full else 10.0
+        return self.model_copy(update=left)
+
+    def check(self) -> None:
+        super().check()
+        if self.inputs:
+            if self.keep == "auto":
+                raise UsageError(
+                    "--keep auto is for a whole job; with --draft, prefill profile predicts several rates anyway"
+                )
+            check_keep(self.keep, compresses=self.compresses)
+
+
+QUICK_ROWS = 60
+"""Rows of INPUT that `prefill bench` compares by default."""
+
+
+class BenchSettings(
+    *option_groups("bench"),  # type: ignore[misc]  # which features there are is known when it runs
+    MeasuringOptions,
+    ScheduledOptions,
+):
+    """Everything `prefill bench` can be told."""
+
+    full: bool = option(
+        False,
+        "All methods, long prompts, all rows of INPUT: minutes to hours.",
+        BENCH, changes="report",
+    )  # fmt: skip
+    inputs: tuple[str, ...] = argument(
+        (),
+        "Parquet or JSONL: files, directories, globs or URLs. Without: made prompts.",
+        changes="scores",
+        path="rows",
+    )
+    seed: int = option(
+        0,
+        "Seed for --sample, made prompts and random selections.",
+        FILES, changes="rows", metavar="N", requires=requirements.RANDOM,
+    )  # fmt: skip
+    draft: str | None = option(
+        None,
+        "Small model with the same tokenizer, which picks the tokens; self: the model's own first layers. (default: "
+        "with the sample model, its draft)",
+        COMPRESSION, changes="scores", metavar="DIR|NAME|self", path="model", requires=requirements.SPECPREFILL,
+    )  # fmt: skip
+    keep: KeepRates = option(  # type: ignore[assignment]  # several rates side by side
+        (0.2,),
+        "Share of the tokens that compressing methods keep; repeatable.",
+        BENCH, changes="scores", metavar="RATE", repeatable=True, requires=requirements.COMPRESSION,
+    )  # fmt: skip
+    compress_above: TokenThreshold = option(
+        0,
+        "Prompts up to this many tokens are read in full; auto: those that compression would not make faster.",
+        COMPRESSION, changes="scores", metavar="N|auto", requires=requirements.COMPRESSION,
+    )  # fmt: skip
+    workload: Literal["needle"] = option(
+        "needle",
+        "What is made without INPUT: needle, questions about one line of a long history.",
+        BENCH, changes="rows",
+    )  # fmt: skip
+    method: NameList = option(
+        (),
+        "A method to compare: hf, full, hybrid (always), specprefill, self-draft, gemfilter, random, ends, bm25, "
+        "early-exit or vllm; repeatable. (default: hf, hybrid and, where there is a draft, specprefill, or with "
+        "--draft self self-draft, and random; with --full all but early-exit and vllm). With --rationale: plain "
+        "(always), lookup, suffix, retrieval, draft, hierarchy, auto, generate, generate-padded or vllm. (default: "
+        "all but vllm)",
+        BENCH, changes="report", metavar="NAME", repeatable=True,
+    )  # fmt: skip
+    rationale: int = option(
+        0,
+        "Compare ways to write up to N tokens behind each row's answer, in the place of ways to score.",
+        BENCH, changes="scores", metavar="N", off=0, ge=0,
+    )  # fmt: skip
+    rows: int = option(60, "Rows that are made without INPUT.", BENCH, changes="rows", metavar="N", ge=2)
+    tokens: int | None = option(
+        None,
+        "Most tokens in a made prompt. (default: 1000, with --full 4000)",
+        BENCH, changes="rows", metavar="N", ge=64,
+    )  # fmt: skip
+    scale: float = option(1.0, "Multiplies --rows and --tokens.", BENCH, changes="rows", metavar="FACTOR", gt=0)
+    rounds: int = option(
+        3,
+        "Timed rounds after one warm-up round; 0: take the times of the warm-up.",
+        BENCH, changes="report", metavar="N", ge=0,
+    )  # fmt: skip
+    truth: str | None = option(
+        None,
+        "Column of INPUT with the right answer, for accuracy and AUC.",
+        BENCH, changes="report", metavar="COLUMN",
+    )  # fmt: skip
+    output: str = option(
+        "bench.json",
+        "JSON file for the numbers; the page goes beside it, as .html.",
+        FILES, changes="files", short="-o", metavar="PATH", path="bench",
+    )  # fmt: skip
+
+    @property
+    def uses_draft(self) -> bool:
+        opened = self.model is None if self.draft is None else not self.drafts_itself
+        return opened and any(self.compares(kind.name) for kind in PICKERS.values() if kind.needs == "draft")
+
+    @property
+    def counts_votes(self) -> bool:
+        return self.uses_draft or self.compares("self-draft")
+
+    @property
+    def picks_itself(self) -> bool:
+        return any(self.compares(kind.name) for kind in PICKERS.values() if kind.needs == "self")
+
+    @property
+    def compresses(self) -> bool:
+        return self.uses_draft or any(self.compares(kind.name) for kind in PICKERS.values() if kind.needs != "draft")
+
+    @property
+    def is_random(self) -> bool:
+        return (
+            not self.inputs
+            or super().is_random
+            or any(self.compares(kind.name) for kind in PICKERS.values() if kind.random)
+        )
+
+    def compares(self, method: str) -> bool:
+        """Whether a method that drops tokens is compared: if it was named, or by default where there is a draft.
+
+        With `rationale` none is, but a draft that guesses tokens is loaded as if it would pick them.
+        """
+        if self.rationale:
+            return method == "specprefill" and (not self.method or bool({"draft", "hierarchy"} & {*self.method}))
+        if self.method or method == "vllm" or any(method in each.methods for each in features()):
+            return method in self.method
+        if self.drafts_itself and method in PICKERS and PICKERS[method].needs == "draft":
+            return False
+        quick = ("self-draft" if self.drafts_itself else "specprefill", "random")
+        return (self.draft is not None or self.model is None) and (self.full or method in quick)
+
+    def with_defaults(self) -> BenchSettings:
+        """These settings with defaults for what was not given, larger ones with `full`."""
+        left: dict[str, Any] = {}
+        if self.tokens is None:
+            left["tokens"] = 4000 if self.full else 1000
+        if self.inputs and self.limit is None and self.sample is None and not self.full:
+            left["limit"] = QUICK_ROWS
+        return self.model_copy(update=left)
+
+    @classmethod
+    def required(cls) -> dict[str, list[Requirement]]:
+        found = super().required()
+        require(found, ("workload", "rows", "tokens", "scale"), requirements.MADE_PROMPTS)
+        for_input = ("limit", "sample", "template", "truth", "prompt_column", "literal", "max_row_bytes")
+        require(found, for_input, requirements.INPUT)
+        return found
+
+    def check(self) -> None:
+        super().check()
+        if not self.keep:
+            raise UsageError("--keep: give a rate above 0 and up to 1")
+
 
 # Everything `prefill doctor` can be told.
 

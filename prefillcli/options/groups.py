@@ -1,19 +1,22 @@
-"""Groups of options that several commands share.
-
-The fields of these classes are the options. Their names, defaults, help texts and panels are written once, here or in
-the file of the command, and the command line is made from them.
-"""
+"""Types of option values. Each is read the same way from a flag, an environment variable and a recipe."""
 
 from __future__ import annotations
 
-from typing import Literal
+import os
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from prefillcli.compress.settings import PAPER, SELF
 from prefillcli.core.feature import features_of
-from prefillcli.errors import UsageError
+from prefillcli.data.shard import Shard
+from prefillcli.engines.registry import ENGINES
+from prefillcli.errors import UsageError, brief
 from prefillcli.options import requirements
-from prefillcli.options.compression import CompressionOptions
 from prefillcli.options.option import (
     ANSWERS,
+    COMPRESSION,
     FILES,
     MEMORY,
     MODEL,
@@ -24,15 +27,294 @@ from prefillcli.options.option import (
     argument,
     option,
 )
-from prefillcli.options.values import (
-    AdapterFolders,
-    ByteSize,
-    LabelTexts,
-    Resources,
-    ScheduleName,
-    ThreadCount,
-)
-from prefillcli.plan.schedules import DEFAULT
+from prefillcli.plan.schedules import DEFAULT, SCHEDULES
+from prefillcli.runtime.memory import parse_size
+
+
+def _split_names(value: object) -> object:
+    """`a,b` is a list of two names."""
+    parts = value if isinstance(value, list | tuple) else [value]
+    return tuple(name.strip() for part in parts for name in str(part).split(",") if name.strip())
+
+
+def _as_texts(value: object) -> object:
+    """One text, or several. A whole number in a recipe is written as it is; of 1.10 the last 0 would be lost."""
+    texts = value if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(text, str) or type(text) is int for text in texts):
+        raise ValueError("must be text: put it in quotes")
+    return tuple(map(str, texts))
+
+
+def _labels_as_text(value: object) -> object:
+    """The labels 1 and 0 are numbers in a recipe."""
+    return tuple(str(v) if type(v) is int else v for v in value) if isinstance(value, list | tuple) else value
+
+
+def _check_size(text: str) -> str:
+    parse_size(text)
+    return text
+
+
+def _check_odd(number: int) -> int:
+    if number % 2 == 0:
+        raise ValueError("must be odd, to be centred on a token")
+    return number
+
+
+def _split_numbers(value: object) -> object:
+    parts = value if isinstance(value, list | tuple) else [value]
+    return tuple(rate for part in parts for rate in str(part).split(",") if rate)
+
+
+def _number_or_auto(value: object) -> object:
+    if value == "auto":
+        return value
+    try:
+        return float(str(value))
+    except ValueError:
+        raise ValueError("must be a rate above 0 and up to 1, or auto") from None
+
+
+def _count_or_auto(value: object) -> object:
+    """Numbers are text in the environment and on the command line."""
+    if value == "auto":
+        return value
+    try:
+        return int(str(value))
+    except ValueError:
+        raise ValueError("must be a whole number, or auto") from None
+
+
+def _check_engine(name: str) -> str:
+    if name not in ENGINES:
+        raise ValueError(f"not an engine: use {', '.join(ENGINES)}")
+    return name
+
+
+def _check_shard(text: str) -> str:
+    return str(Shard.parse(text))
+
+
+def _check_rows(value: object) -> object:
+    """A number of rows, or a range of them; a number in a recipe is no text."""
+    text = str(value).replace(" ", "")
+    found = re.fullmatch(r"(\d*)(-?)(\d*)", text)
+    if type(value) is bool or found is None or not (found[1] or found[3]):
+        raise ValueError("must be a number of rows, or a range like 900-1100, 900- or -1100")
+    if found[1] and found[3] and int(found[1]) > int(found[3]):
+        raise ValueError("is no range: its first number is above its last one")
+    return text
+
+
+def _read_mapping(value: object) -> object:
+    """A mapping from texts like `key=value`, or as a recipe has it. The values are YAML."""
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        return _parsed(value)
+    pairs = [str(text).partition("=") for text in (value if isinstance(value, list | tuple) else [value])]
+    if not all(key.strip() and equals for key, equals, _ in pairs):
+        raise ValueError("must be KEY=VALUE, block_size=32 for example")
+    found = {key.strip(): _parsed(own) for key, _, own in pairs}
+    if len(found) < len(pairs):
+        raise ValueError("has a key twice")
+    return found
+
+
+def _parsed(text: str) -> object:
+    from prefillcli.options.recipe import parse_yaml  # YAML takes a while to import
+
+    try:
+        return parse_yaml(text)
+    except ValueError as error:
+        raise ValueError(f"its value is not valid YAML: {brief(error)}") from None
+
+
+def _read_adapters(value: object) -> object:
+    """Folders by adapter name, from texts like `DIR` and `NAME=DIR`, or as a recipe has them.
+
+    An adapter without a name is called like its folder.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        value = _read_mapping(value)
+    if isinstance(value, dict):
+        return {str(name): str(folder) for name, folder in value.items()}
+    found: dict[str, str] = {}
+    for text in map(str, value if isinstance(value, list | tuple) else [value]):
+        name, equals, folder = text.partition("=")
+        if not equals or "/" in name:
+            name, folder = os.path.basename(os.path.abspath(os.path.expanduser(text))), text
+        if not name or not folder:
+            raise ValueError("must be a folder, or NAME=FOLDER")
+        if name in found:
+            raise ValueError(f"two adapters are called {name!r}: name them, NAME=FOLDER")
+        found[name] = folder
+    return found
+
+
+def _check_resources(value: object) -> object:
+    """Amounts by name; memory may be a size."""
+    if not isinstance(value, dict):
+        return value
+    found: dict[str, float] = {}
+    for name, amount in value.items():
+        if name.lower() in ("cpu", "cpus", "num_cpu", "gpu", "gpus", "num_gpu"):
+            raise ValueError(f"{name} is not a resource: use num_cpus or num_gpus")
+        try:
+            found[name] = float(parse_size(str(amount)) if name == "memory" else amount)
+        except (TypeError, ValueError):
+            raise ValueError(f"{name} must be a number") from None
+        if not 0 <= found[name] < float("inf"):
+            raise ValueError(f"{name} must be 0 or more")
+    return found
+
+
+ByteSize = Annotated[str, AfterValidator(_check_size)]
+TextList = Annotated[tuple[str, ...], BeforeValidator(_as_texts)]
+NameList = Annotated[tuple[str, ...], BeforeValidator(_split_names)]
+KeepRate = Annotated[float | Literal["auto"], BeforeValidator(_number_or_auto)]
+ThreadCount = Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], BeforeValidator(_count_or_auto)]
+TokenThreshold = Annotated[Annotated[int, Field(ge=0)] | Literal["auto"], BeforeValidator(_count_or_auto)]
+if TYPE_CHECKING:
+    ScheduleName = str
+else:
+    ScheduleName = Literal[tuple(SCHEDULES)]
+EngineName = Annotated[str, AfterValidator(_check_engine)]
+RowRange = Annotated[str, BeforeValidator(_check_rows)]
+ShardName = Annotated[str, AfterValidator(_check_shard)]
+KeyValues = Annotated[dict[str, Any], BeforeValidator(_read_mapping)]
+AdapterFolders = Annotated[dict[str, str], BeforeValidator(_read_adapters)]
+Resources = Annotated[dict[str, float], BeforeValidator(_check_resources), BeforeValidator(_read_mapping)]
+KeepRates = Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], BeforeValidator(_split_numbers)]
+LabelTexts = Annotated[str | tuple[str, ...], BeforeValidator(_labels_as_text)]
+OddNumber = Annotated[int, AfterValidator(_check_odd)]
+
+
+class CompressionOptions(Settings):
+    """Which tokens of a prompt the model reads."""
+
+    keep: KeepRate = option(
+        1.0,
+        "Share of each prompt's tokens that the model reads; below 1 needs --draft. auto: the smallest that "
+        "--max-flips allows.",
+        COMPRESSION, changes="scores", metavar="RATE|auto",
+    )  # fmt: skip
+    draft: str | None = option(
+        None,
+        "Small model with the same tokenizer, which picks the tokens; self: the model's own first layers.",
+        COMPRESSION, changes="scores", metavar="DIR|NAME|self", path="model",
+    )  # fmt: skip
+    draft_tokenizer: Literal["same", "translate"] = option(
+        "same",
+        "translate: the draft may have another tokenizer, and reads the text of the prompts in its own tokens.",
+        COMPRESSION, changes="scores", requires=requirements.DRAFT,
+    )  # fmt: skip
+    self_layer: int | None = option(
+        None,
+        "After N of its layers, a model that is its own draft goes on with the tokens that it keeps. (default: 0.45 "
+        "of its layers)",
+        COMPRESSION, changes="scores", metavar="N", requires=requirements.SELF_DRAFT, ge=1,
+    )  # fmt: skip
+    paper: bool = option(
+        False,
+        "SpecPrefill as in its paper: --lookahead 8 --query-window 0 --query-reduce mean --pool 13 --select-chunk 32 "
+        "--no-keep-private.",
+        COMPRESSION, changes="scores", requires=requirements.COMPRESSION,
+    )  # fmt: skip
+    lookahead: int = option(
+        8,
+        "Tokens whose attention votes on what to keep: the prompt's last one, and N - 1 that the draft decodes.",
+        COMPRESSION, changes="scores", metavar="N", requires=requirements.DRAFT, ge=1,
+    )  # fmt: skip
+    query_window: int = option(
+        8,
+        "The prompt's last N tokens vote too.",
+        COMPRESSION, changes="scores", metavar="N", requires=requirements.COMPRESSION, off=0, ge=0,
+    )  # fmt: skip
+    query_reduce: Literal["rank", "mean", "max"] = option(
+        "rank",
+        "How the votes of several tokens are combined: best rank, mean or maximum.",
+        COMPRESSION, changes="scores", requires=requirements.VOTES,
+    )  # fmt: skip
+    pool: OddNumber = option(
+        13,
+        "Neighbouring tokens over which importance is averaged; odd, 1 for none.",
+        COMPRESSION, changes="scores", metavar="N", requires=requirements.VOTES, ge=1,
+    )  # fmt: skip
+    select_chunk: int = option(
+        16,
+        "Tokens kept or dropped together; 1 selects single tokens.",
+        COMPRESSION, changes="scores", metavar="N", requires=requirements.COMPRESSION, ge=1,
+    )  # fmt: skip
+    compress_above: TokenThreshold = option(
+        "auto",
+        "Prompts up to this many tokens are read in full; auto: those that compression would not make faster.",
+        COMPRESSION, changes="scores", metavar="N|auto", requires=requirements.COMPRESSION,
+    )  # fmt: skip
+    keep_first: int = option(
+        4,
+        "First tokens that are always kept.",
+        COMPRESSION, changes="scores", metavar="N", requires=requirements.COMPRESSION, ge=0,
+    )  # fmt: skip
+    keep_last: int = option(
+        64,
+        "Last tokens that are always kept: the question.",
+        COMPRESSION, changes="scores", metavar="N", requires=requirements.COMPRESSION, ge=1,
+    )  # fmt: skip
+    keep_private: bool = option(
+        True,
+        "Keep all that a row has after its shared prefix, if --keep leaves room for it. (default: on)",
+        COMPRESSION, changes="scores", negative="no-keep-private", requires=requirements.COMPRESSION,
+    )  # fmt: skip
+    compress_per_row: bool = option(
+        False,
+        "Select tokens for each row on its own; prefixes are then no longer shared.",
+        COMPRESSION, changes="scores", requires=requirements.VOTES,
+    )  # fmt: skip
+
+    @property
+    def uses_draft(self) -> bool:
+        """Whether a draft model picks tokens."""
+        return self.draft is not None and not self.drafts_itself
+
+    @property
+    def drafts_itself(self) -> bool:
+        """Whether the model's own first layers pick tokens."""
+        return self.draft == SELF
+
+    @property
+    def picks_itself(self) -> bool:
+        """Whether any way to pick tokens asks the model's own first layers."""
+        return self.drafts_itself
+
+    @property
+    def counts_votes(self) -> bool:
+        """Whether tokens are picked by votes: a draft's or the model's own."""
+        return self.draft is not None
+
+    @property
+    def compresses(self) -> bool:
+        """Whether anything picks tokens."""
+        return self.draft is not None
+
+    def check(self) -> None:
+        super().check()
+        if self.paper and (given := [name for name in PAPER if name in self.model_fields_set]):
+            flags = ", ".join("--" + name.replace("_", "-") for name in given)
+            raise UsageError(f"--paper already sets {flags}: leave out one or the other")
+        if self.paper and self.drafts_itself:
+            raise UsageError(
+                "--paper is for a draft that decodes, and with --draft self nothing is decoded\n"
+                "leave --paper out, or name a small model as --draft"
+            )
+
+
+def check_keep(keep: float | Literal["auto"], *, compresses: bool) -> None:
+    """Raise UsageError for a wrong rate, or for one that needs a draft where nothing picks tokens."""
+    if keep != "auto" and not 0 < keep <= 1:
+        raise UsageError(f"--keep {keep:g}: must be a rate above 0 and up to 1, or auto")
+    if keep != 1 and not compresses:
+        raise UsageError(f"--keep {keep} needs --draft: a small model with the same tokenizer, which picks the tokens")
 
 
 class InputOptions(Settings):

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from prefillcli.data.given_file import read_given
+from prefillcli.data.filesystems import read_given
 from prefillcli.errors import UsageError, brief
 
 

@@ -17,15 +17,19 @@ from torch import Tensor
 
 from prefillcli.errors import brief
 from prefillcli.plan.pack import Pack
-from prefillcli.prefill.attention import attend, attend_blockwise, compute_capability, merge_into
-from prefillcli.prefill.attention_paths import PATHS, ruled_out
-from prefillcli.prefill.cpu_kernels import (
+from prefillcli.prefill.attention import (
     LANES,
+    PATHS,
     Shift,
+    attend,
+    attend_blockwise,
     attend_by_products,
     compiled_kernel,
+    compute_capability,
     has_bfloat16_instructions,
     has_kernel_instructions,
+    merge_into,
+    ruled_out,
     takes,
 )
 from prefillcli.prefill.cuda_kernels import attend_by_flex, attend_sequences, lacks_flex, mask_of, sequence_tables

@@ -25,8 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefillcli.prefill.attention import fits_flash, merge_into
-from prefillcli.prefill.attention_paths import may_take
+from prefillcli.prefill.attention import fits_flash, may_take, merge_into
 from prefillcli.prefill.layout import Chunk, IntArray, KeyWindow, LastTokens, Span, Tree, on_device
 
 try:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from prefillcli.plan.pack import Pack
-from prefillcli.prefill.cpu_kernels import ROW_STEP, round_up
+from prefillcli.prefill.attention import ROW_STEP, round_up
 
 # Local attention: what a query sees at most.
 #

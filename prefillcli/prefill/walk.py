@@ -20,12 +20,10 @@ from transformers import PreTrainedModel
 from prefillcli.plan.account import KEYS_SHARE, LayersDone
 from prefillcli.plan.blocks import STATE_STEP
 from prefillcli.plan.pack import Key, Pack
-from prefillcli.prefill.attention import longest_batched
-from prefillcli.prefill.cpu_kernels import ROW_STEP
+from prefillcli.prefill.attention import ROW_STEP, longest_batched
 from prefillcli.prefill.deterministic_mode import numbers_mode, tile_rows
 from prefillcli.prefill.forest import ForestAttention, KeysStored, UnsupportedModelError, WatchedLayer
 from prefillcli.prefill.fusion import Preparation, fused, fused_alike
-from prefillcli.prefill.held_parts import HeldParts, ResidualRows
 from prefillcli.prefill.layer_calls import CallBuffers, LayerCall, Recording, lend_shared
 from prefillcli.prefill.layout import Chunk, IntArray, KeyWindow, LastTokens, Tree, split_evenly
 from prefillcli.prefill.model_ends import ModelEnds
@@ -33,10 +31,12 @@ from prefillcli.prefill.own_cache import NO_DECODING, NO_QUERIES, OwnCache, OwnC
 from prefillcli.prefill.recurrent import LayerRecurrence, recurrent_modules
 from prefillcli.prefill.walk_state import (
     ExitRule,
+    HeldParts,
     Keeper,
     LayerSource,
     Remainder,
     ResidentLayers,
+    ResidualRows,
     ThinningRule,
     WalkState,
     going_on,

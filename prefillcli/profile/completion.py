@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from prefillcli.forecast.completion_model import CompletionModel, CompletionPoint, features
+from prefillcli.forecast.profile import CompletionModel, CompletionPoint, features
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ForestAttention
@@ -27,13 +27,13 @@ from prefillcli.prefill.walk_state import remainder
 from prefillcli.profile.children import (
     Send,
     Subject,
+    attention_windows,
     load_subject,
     prompts_with_histories,
     random_prompt,
     random_tokens,
 )
-from prefillcli.profile.fits import fit_costs, fit_linear, mean_relative_error, pearson, relative_errors
-from prefillcli.profile.modes import attention_windows
+from prefillcli.profile.lengths import fit_costs, fit_linear, mean_relative_error, pearson, relative_errors
 
 ATTEMPTS = 3  # to get a good fit, each with more rounds
 CACHED = (0, 2, 4, 8)  # units of tokens whose K,V are held from the pack before

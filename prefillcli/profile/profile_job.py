@@ -10,24 +10,22 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
 
-from prefillcli.data.proof.fingerprints import hash_model
-from prefillcli.data.proof.seals import sealed_text
+from prefillcli.data.proof import hash_model, sealed_text
 from prefillcli.data.reading.source import Source
 from prefillcli.data.windows import windows
 from prefillcli.errors import PrefillError, require_known
-from prefillcli.forecast.completion_model import CompletionModel
-from prefillcli.forecast.profile import MODES, ModeResult, Profile, Trace
+from prefillcli.forecast.profile import MODES, CompletionModel, ModeResult, Profile, Trace
 from prefillcli.forecast.survey import survey
 from prefillcli.jobs.inputs import open_source, prompt_builder
 from prefillcli.jobs.load import compression_of
 from prefillcli.jobs.path_table import require_apart, require_json
 from prefillcli.jobs.shell import shell
 from prefillcli.models.open import Opened, answer_labels, check_loadable, open_model, open_models
-from prefillcli.options.profile import ProfileSettings
+from prefillcli.options.commands import ProfileSettings
 from prefillcli.redaction import shown, without_secrets
-from prefillcli.report.files import write_with_page
 from prefillcli.report.rendering import page_of
 from prefillcli.report.run import versions
+from prefillcli.report.run_page import write_with_page
 from prefillcli.report.survey import Survey
 from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.cores import Threads
@@ -211,9 +209,8 @@ def _completion(
     settings: ProfileSettings, subject: Any, files: Any, announce: Callable[[str], None]
 ) -> tuple[Budgeted, CompletionModel | None, str | None]:
     """What a loaded model leaves, and the model of completion times or why there is none."""
-    from prefillcli.profile.children import in_child
+    from prefillcli.profile.children import attention_windows, in_child
     from prefillcli.profile.completion import first_good_fit, time_packs
-    from prefillcli.profile.modes import attention_windows
 
     memory = parse_size(settings.memory) if settings.memory else None
     with closing(in_child(time_packs, subject, memory, settings.fit_seconds or 0.0)) as found:

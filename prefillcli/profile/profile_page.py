@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefillcli.forecast.completion_model import CompletionModel
-from prefillcli.forecast.profile import MODES, ModeResult, Profile
-from prefillcli.report import charts as plot
-from prefillcli.report.charts import Axis, Chart
+from prefillcli.forecast.profile import MODES, CompletionModel, ModeResult, Profile
+from prefillcli.report import section as plot
 from prefillcli.report.rendering import (
     WIDTH,
     TableRows,
@@ -22,6 +20,7 @@ from prefillcli.report.rendering import (
     stderr_console,
     three_digits,
 )
+from prefillcli.report.section import Axis, Chart
 from prefillcli.report.survey import ESTIMATE, Survey, keep_rows, plan_rows, print_survey, survey_lines
 
 # The tables: for the terminal and for the page.

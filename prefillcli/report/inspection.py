@@ -19,11 +19,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from prefillcli.compress.reasons import TokenReason
+from prefillcli.compress.compressor import TokenReason
 from prefillcli.data.output.store import put_text
 from prefillcli.data.rows import Rationale, SectionEffect
 from prefillcli.engines.base import LeavingRule, Readings
-from prefillcli.report.charts import Plot, Tick, round_ticks
 from prefillcli.report.rationale import (
     EVIDENCE_NUMBERS,
     NO_REASON,
@@ -34,6 +33,7 @@ from prefillcli.report.rationale import (
     rationale_text,
 )
 from prefillcli.report.rendering import counted, pairs_table, preview, render_page, signed_bar, visible
+from prefillcli.report.section import Plot, Tick, round_ticks
 from prefillcli.stats.probabilities import log_shares_of
 
 # What a model says of a row after each of its layers: by how much one label is ahead, and where rows would leave.

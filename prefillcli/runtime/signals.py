@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM ask a run to stop; it does so at the next safe point, and at the latest a few seconds later."""
+"""Which process a process id means: ids are reused, and each machine and container has its own."""
 
 from __future__ import annotations
 
@@ -10,11 +10,28 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from threading import Event, Lock
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 from prefillcli.errors import Interrupted, UsageError
+
+
+def start_of(pid: int) -> str:
+    """When a process began, in ticks since the machine did; empty if there is none, or off Linux."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return ""
+
+
+def process_space() -> str:
+    """Names what process ids are unique in: this start of the machine, and its namespace. Empty off Linux."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return ""
+
 
 GRACE_SECONDS = 5.0
 """The time after a signal in which a run comes to a safe point."""

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from benchmarks.memory import peak_in_child
 from benchmarks.methods import layer_walk, plain_loop
 from benchmarks.models import random_llama
-from prefillcli.bench.measure import interleaved
+from prefillcli.bench.contest import interleaved
 from prefillcli.profile.children import prompts_with_histories, random_prompt
 
 

@@ -16,11 +16,10 @@ from benchmarks.models import random_draft, random_llama
 from benchmarks.score_runs import SAMPLES
 from prefillcli.bench import contenders as contenders_module
 from prefillcli.bench.contenders import Alone, Compressed, Equipment, Hybrid, Plain
-from prefillcli.bench.contest import compare, contenders
+from prefillcli.bench.contest import compare, contenders, with_peak
 from prefillcli.bench.material import Material, made_material
-from prefillcli.bench.measure import with_peak
 from prefillcli.bench.report import METHODS, NAMED, WorkloadResult
-from prefillcli.compress.pickers.registry import PICKERS
+from prefillcli.compress.pickers import PICKERS
 from prefillcli.compress.settings import Compression
 from prefillcli.data.prompts.encoding import spans_of
 from prefillcli.data.prompts.labels import Labels, parse_labels
@@ -35,7 +34,7 @@ from prefillcli.models.shape import (
     table5,
     walk_flops,
 )
-from prefillcli.options.bench import BenchSettings
+from prefillcli.options.commands import BenchSettings
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.profile.children import random_prompt

@@ -12,20 +12,18 @@ import pytest
 
 from benchmarks.score_runs import SAMPLES
 from prefillcli.bench.bench_job import bench_job
-from prefillcli.bench.bench_page import workload_remarks
 from prefillcli.bench.contenders import Equipment, Hybrid
 from prefillcli.bench.contest import compare
 from prefillcli.bench.material import Material, made_material
-from prefillcli.bench.report import BenchReport
+from prefillcli.bench.report import BenchReport, workload_remarks
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.engines.base import Readings
 from prefillcli.features.exits.contender import EarlyExit, class_flips, learn_exits
-from prefillcli.features.exits.policy import ExitLayer, ExitPolicy
-from prefillcli.features.exits.probes import Float64Array
+from prefillcli.features.exits.policy import ExitLayer, ExitPolicy, Float64Array
 from prefillcli.jobs.load import load_walk
 from prefillcli.models.open import open_models
 from prefillcli.models.shape import answer_flops, walk_flops
-from prefillcli.options.bench import BenchSettings
+from prefillcli.options.commands import BenchSettings
 
 MODELS = SAMPLES / "models"
 ROWS = 24

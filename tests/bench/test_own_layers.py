@@ -18,7 +18,7 @@ from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.jobs.load import load_walk
 from prefillcli.models.files import sample_model
 from prefillcli.models.open import open_models
-from prefillcli.options.bench import BenchSettings
+from prefillcli.options.commands import BenchSettings
 from tests.prefill.test_thinning import by_hand
 
 KEEP, LAYERS = 0.3, 2  # of the sample model's four

@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks.replay import POLICIES, RATES, main
-from prefillcli.data.proof.seals import sealed_text
+from prefillcli.data.proof import sealed_text
 from tests.profile.making import made_profile
 from tests.score.models import save_model
 

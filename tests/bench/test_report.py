@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from prefillcli.bench.bench_page import quick_table, verdicts, workload_remarks
-from prefillcli.bench.measure import interleaved
+from prefillcli.bench.contest import interleaved
 from prefillcli.bench.report import (
     Answers,
     MethodResult,
     Predicted,
     Range,
     WorkloadResult,
+    quick_table,
+    verdicts,
+    workload_remarks,
 )
 from prefillcli.stats.audit import audit_of
 
@@ -81,7 +83,7 @@ def test_no_round_begins_that_would_take_too_long(monkeypatch: pytest.MonkeyPatc
         nonlocal now
         now += 5
 
-    monkeypatch.setattr("prefillcli.bench.measure.time.perf_counter", lambda: now)
+    monkeypatch.setattr("prefillcli.bench.contest.time.perf_counter", lambda: now)
     told: list[str] = []
     for within, rounds in ((0.0, 1), (19.0, 1), (20.0, 2), (1e9, 3)):
         found = interleaved(

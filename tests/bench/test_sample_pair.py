@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from prefillcli.bench.bench_job import bench_job
-from prefillcli.options.bench import BenchSettings
+from prefillcli.options.commands import BenchSettings
 from prefillcli.options.load import load_settings
 
 

@@ -10,9 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from prefillcli.bench.bench_page import drift_table, workload_remarks
 from prefillcli.bench.contenders import DRIFT_ROWS, state_drift
-from prefillcli.bench.report import REFERENCE, Answers, MethodResult, Predicted, Range, StateDrift, WorkloadResult
+from prefillcli.bench.report import (
+    REFERENCE,
+    Answers,
+    MethodResult,
+    Predicted,
+    Range,
+    StateDrift,
+    WorkloadResult,
+    drift_table,
+    workload_remarks,
+)
 from prefillcli.compress.selection import Request
 from prefillcli.data.rows import Prompt
 from prefillcli.plan.pack import Limits

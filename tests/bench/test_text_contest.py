@@ -10,8 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from prefillcli.bench.bench_page import bench_html, quick_text_table
-from prefillcli.bench.report import BenchReport
+from prefillcli.bench.report import BenchReport, bench_html, quick_text_table
 from prefillcli.bench.text_contest import compare_texts
 from prefillcli.bench.text_methods import TextMethod, TextRun, TextTask
 from prefillcli.cli import app

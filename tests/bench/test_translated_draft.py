@@ -16,7 +16,7 @@ from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.jobs.load import load_walk
 from prefillcli.models.open import open_models
 from prefillcli.models.shape import table5
-from prefillcli.options.bench import BenchSettings
+from prefillcli.options.commands import BenchSettings
 
 KEEP, DECODED = 0.3, 3
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefillcli.compress.answers import AuditDraw, draw
-from prefillcli.data.reading.selection import Selection
+from prefillcli.data.reading.record_batches import Selection
 from prefillcli.data.rows import Window
 
 ALL = Selection()

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from prefillcli.bench.report import METHODS, NAMED, UNCOMPRESSED
 from prefillcli.compress.base import Picker
 from prefillcli.compress.draft import Draft
-from prefillcli.compress.pickers.registry import PICKERS, PickerResources
+from prefillcli.compress.pickers import PICKERS, PickerResources
 from prefillcli.compress.settings import Compression
 from prefillcli.data.prompts.encoding import Spans
 from prefillcli.data.rows import Prompt

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from transformers import MambaConfig
 
 from prefillcli.compress.answers import plan_requests, thinning_of
+from prefillcli.compress.base import NO_VOTE
 from prefillcli.compress.compressor import OVERHEAD, WorthCompressing
-from prefillcli.compress.fallbacks import NO_VOTE
 from prefillcli.compress.load import choosing_layers
 from prefillcli.compress.selection import Request, Thinning
 from prefillcli.compress.self_draft import SelfDraftRule

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from prefillcli.compress.base import Float32Array, ImportanceEstimate, Overlap, Tick
-from prefillcli.compress.fallbacks import FAILED, FALLBACKS, TEXT
-from prefillcli.compress.translation import TranslatedDraft, Translation, Translator
+from prefillcli.compress.base import FAILED, FALLBACKS, TEXT, Float32Array, ImportanceEstimate, Overlap, Tick
+from prefillcli.compress.load import TranslatedDraft, Translation, Translator
 from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.plan.trie import TokenArray
 

@@ -13,8 +13,8 @@ import fsspec
 import pytest
 from blake3 import blake3
 
-from prefillcli.data.proof import contents
-from prefillcli.data.proof.contents import DigestCache, FileContents, Stamp, stamp_of
+from prefillcli.data import proof
+from prefillcli.data.proof import DigestCache, FileContents, Stamp, stamp_of
 from prefillcli.data.reading.discovery import discover
 from prefillcli.errors import ContentChangedError
 
@@ -25,7 +25,7 @@ CACHE = "prefillcli/digests.json"
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder; every file counts as unchanged for long."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("prefillcli.data.proof.contents.SETTLED_NS", -(10**12))
+    monkeypatch.setattr("prefillcli.data.proof.SETTLED_NS", -(10**12))
     return tmp_path / "cache" / CACHE
 
 
@@ -44,13 +44,13 @@ def contents_of(*inputs: Any) -> FileContents:
 
 def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     reads: list[str] = []
-    content_digest = contents.content_digest
+    content_digest = proof.content_digest
 
     def counted(file: Any, *more: Any) -> Any:
         reads.append(file.path)
         return content_digest(file, *more)
 
-    monkeypatch.setattr(contents, "content_digest", counted)
+    monkeypatch.setattr(proof, "content_digest", counted)
     return reads
 
 
@@ -121,7 +121,7 @@ def test_a_bad_cache_is_an_empty_one(cache: Path, file: Path, monkeypatch: pytes
 
 def test_the_cache_keeps_the_entries_used_last(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000
-    monkeypatch.setattr("prefillcli.data.proof.contents.time.time", lambda: now)
+    monkeypatch.setattr("prefillcli.data.proof.time.time", lambda: now)
     for name in "abcaded":
         now += 1
         path = tmp_path / f"{name}.jsonl"
@@ -183,7 +183,7 @@ def test_a_change_after_the_digest_is_noticed(
 
 def test_a_change_within_a_step_of_the_clock_is_noticed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = discover([str(file)])[0][0]
-    monkeypatch.setattr(contents, "stamp_of", lambda *_, **__: found.stamp)  # a filesystem with coarse times
+    monkeypatch.setattr(proof, "stamp_of", lambda *_, **__: found.stamp)  # a filesystem with coarse times
     known = contents_of(file)
     known.digests()
     known.require_unchanged()

@@ -23,9 +23,8 @@ from tokenizers import (
 )
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from prefillcli.data.prompts.builder import PromptBuilder
+from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
 from prefillcli.data.prompts.labels import Labels, parse_labels
-from prefillcli.data.prompts.settings import PromptSettings
 from prefillcli.data.rows import RowBatch
 
 CHAT = (

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefillcli.data.output.parts import part_name
-from prefillcli.data.proof.seals import require_seal
+from prefillcli.data.proof import require_seal
 from prefillcli.errors import DamagedFileError, OutputConflictError, OutputDamagedError, PrefillError
 from tests.data.outputs import (
     EXPECTED,

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from prefillcli.compress.fallbacks import compressed_rows, fallbacks_of_useless_draft
+from prefillcli.compress.base import compressed_rows, fallbacks_of_useless_draft
 from prefillcli.data.output.columns import ColumnGroups
 from prefillcli.data.output.counts import AuditedExits, Counts, LayerRows
 from prefillcli.data.output.parts import is_part, read_part

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from prefillcli.data.proof.fingerprints import ModelContents, hash_model, hash_value
+from prefillcli.data.proof import ModelContents, hash_model, hash_value
 from prefillcli.errors import UsageError
 
 

@@ -9,9 +9,8 @@ from typing import IO
 
 import pytest
 
-from prefillcli.data.output import heartbeat
-from prefillcli.data.output.heartbeat import Heartbeat
-from prefillcli.data.output.store import open_store
+from prefillcli.data.output import store
+from prefillcli.data.output.store import Heartbeat, open_store
 from prefillcli.runtime import file_calls
 from prefillcli.runtime.progress import Pace
 
@@ -25,7 +24,7 @@ def test_a_heartbeat_that_hangs_holds_up_no_run(tmp_path: Path, monkeypatch: pyt
         back.wait(60)
         raise OSError("stale file handle")
 
-    monkeypatch.setattr(heartbeat, "_PATIENCE", 0.1)
+    monkeypatch.setattr(store, "_JOIN_SECONDS", 0.1)
     monkeypatch.setattr(file_calls, call, hang)
     beats = Heartbeat(open_store(str(tmp_path)), lambda: Pace(1.0, 2, None, None), seconds=0.01)
     with beats:
@@ -47,7 +46,7 @@ def test_what_cannot_be_written_now_is_written_later(tmp_path: Path, monkeypatch
         return open_to_write(path)
 
     monkeypatch.setattr(file_calls, "open_to_write", open_later)
-    sign, end = tmp_path / heartbeat.NAME, time.monotonic() + 30
+    sign, end = tmp_path / store.NAME, time.monotonic() + 30
     with Heartbeat(open_store(str(tmp_path)), lambda: Pace(1.0, 2, None, None), seconds=0.01):
         while not sign.exists():
             assert time.monotonic() < end, "no sign of life comes any more"

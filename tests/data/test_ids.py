@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from prefillcli.data.output.columns import kinds_of, type_for, typed_column
 from prefillcli.data.output.counts import _texts
-from prefillcli.data.output.jsonl_format import as_json
+from prefillcli.data.output.file_formats import as_json
 from prefillcli.data.reading.source import Source
 from prefillcli.data.values import plain_column, plain_type
 from prefillcli.data.windows import SeenIds

@@ -25,7 +25,7 @@ from prefillcli.data.output.shard_folders import (
     to_schema,
 )
 from prefillcli.data.output.target import Target
-from prefillcli.data.reading.partitions import Partitions
+from prefillcli.data.reading.discovery import Partitions
 from prefillcli.data.rows import Window
 from prefillcli.data.shard import Shard
 from prefillcli.errors import PrefillError

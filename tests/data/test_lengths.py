@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.data.prompts.settings import fit
+from prefillcli.data.prompts.builder import fit
 from prefillcli.data.rows import RowError
 
 TOKENS = np.array([1, 10, 11, 12, 13, 14, 15], np.int32)

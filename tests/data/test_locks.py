@@ -11,8 +11,7 @@ import pytest
 from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from prefillcli.data.output.locks import Owner
-from prefillcli.data.output.store import open_store
+from prefillcli.data.output.store import Owner, open_store
 from prefillcli.errors import OutputBusyError
 from tests.data.outputs import EXPECTED, WINDOWS, open_sink, read_memory, score_all
 

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, normalizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from prefillcli.data.prompts.builder import PromptBuilder
+from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
 from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.labels import Labels, parse_labels
-from prefillcli.data.prompts.settings import PromptSettings
 from prefillcli.data.rows import ErrorCode, Prompt, RowBatch, RowError
 from prefillcli.errors import UsageError
 from tests.data.labels import resolve

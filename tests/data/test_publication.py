@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from prefillcli.data.output.publication import publication, recover_publication
+from prefillcli.data.output.sink import publication, recover_publication
 from prefillcli.data.output.target import Published, Target
 from prefillcli.errors import PrefillError
 from prefillcli.runtime import file_calls

@@ -19,8 +19,7 @@ from huggingface_hub import HfFileSystem
 
 from prefillcli.data import filesystems
 from prefillcli.data.filesystems import Failure, explained, filesystem_of, impatiently, patiently
-from prefillcli.data.output.locks import Owner, exclusive_put
-from prefillcli.data.output.store import RemoteStore, Store, open_store
+from prefillcli.data.output.store import Owner, RemoteStore, Store, exclusive_put, open_store
 from prefillcli.errors import OutputBusyError, PrefillError, UsageError
 from tests.s3_server import EXPIRED, SLOW_DOWN, Bucket, Refusal, Request, S3Server, every, once
 

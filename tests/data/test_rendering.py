@@ -19,9 +19,8 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from prefillcli.data.prompts import rendering
-from prefillcli.data.prompts.rendering import Renderer, RendererClosed, RenderLimits
-from prefillcli.data.prompts.templates import ChatTemplate, RowTemplate
+from prefillcli.data.prompts import templates
+from prefillcli.data.prompts.templates import ChatTemplate, Renderer, RendererClosed, RenderLimits, RowTemplate
 from prefillcli.data.rows import RowError
 from prefillcli.errors import ResourceError, UsageError
 
@@ -107,8 +106,8 @@ def test_a_text_that_is_too_long_is_an_error() -> None:
 
 
 def test_memory_is_watched_where_the_kernel_does_not_limit_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendering, "KERNEL_LIMITS_MEMORY", False)
-    monkeypatch.setattr(rendering, "_TICK", 0.01)
+    monkeypatch.setattr(templates, "KERNEL_LIMITS_MEMORY", False)
+    monkeypatch.setattr(templates, "_TICK", 0.01)
     fill = "{% set ns.x = [ns.x, range(99999)|list] %}"
     loop = "{% set ns = namespace(x=[]) %}{% for i in range(999) %}" + fill + "{% endfor %}"
     template = RowTemplate("{% if n %}" + loop + "{% endif %}", RenderLimits(memory_bytes=256 << 20))

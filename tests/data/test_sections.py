@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.data.prompts.builder import PromptBuilder
+from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.prompts.sections import MOST_SECTIONS, Ablation, prompt_sections, variable_sections
-from prefillcli.data.prompts.settings import PromptSettings
 from prefillcli.data.rows import Prompt
 from tests.data.conftest import CHAT
 from tests.data.test_prompts import batch_of, build

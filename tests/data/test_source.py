@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.data.reading.selection import Selection
+from prefillcli.data.reading.record_batches import Selection
 from prefillcli.data.reading.source import Source
 from prefillcli.errors import ContentChangedError
 

@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefillcli.data.prompts.builder import BuilderClosed, PromptBuilder
+from prefillcli.data.prompts.builder import BuilderClosed, PromptBuilder, PromptSettings
 from prefillcli.data.prompts.labels import Labels, parse_labels
-from prefillcli.data.prompts.settings import PromptSettings
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Window
 from prefillcli.data.windows import Prefetcher, SeenIds, windows

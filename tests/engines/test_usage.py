@@ -13,10 +13,10 @@ import pytest
 
 from prefillcli.engines.registry import CAPABILITIES, ENGINES
 from prefillcli.errors import UsageError
+from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.groups import CompressionOptions, MemoryOptions
 from prefillcli.options.load import load_settings
 from prefillcli.options.option import details_of
-from prefillcli.options.score import ScoreSettings
 from tests.score.jobs import score, texts, write_parquet
 
 ASKING: dict[str, Any] = {

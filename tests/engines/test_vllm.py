@@ -35,7 +35,7 @@ from prefillcli.decode.continuations import Beginning, Writing
 from prefillcli.engines.base import Answer
 from prefillcli.engines.hf import HfEngine
 from prefillcli.models.law import PACK_TOKENS
-from prefillcli.options.bench import BenchSettings
+from prefillcli.options.commands import BenchSettings
 from prefillcli.plan.plan import make_plan
 from tests.engines.written import Given, answers
 from tests.score.jobs import Reference, read_output, read_report, score, texts, write_jsonl, write_parquet

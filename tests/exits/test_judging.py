@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import binom, binomtest
 
 from prefillcli.engines.base import Readings
-from prefillcli.features.exits import probes
+from prefillcli.features.exits import policy
 from prefillcli.features.exits.judging import (
     LEVELS,
     CalibrationRows,
@@ -69,7 +69,7 @@ def test_more_than_allowed_flip_in_one_of_twenty_jobs_at_most(
 
     The promise does not depend on the probes, so the network, which takes longest, is left out.
     """
-    monkeypatch.delitem(probes.FITS, "mlp")  # type: ignore[arg-type]
+    monkeypatch.delitem(policy.FITS, "mlp")  # type: ignore[arg-type]
     everybody = population(10_000, labels=labels, seed=1, offset=offset, heavy=heavy)
     drawn = np.random.default_rng(0)
     broken, left = np.zeros(labels, dtype=int), []
@@ -94,7 +94,7 @@ def test_more_than_allowed_of_all_rows_flip_in_one_of_twenty_jobs_at_most(
     labels: int, offset: float, heavy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repetitions = 150
-    monkeypatch.delitem(probes.FITS, "mlp")  # type: ignore[arg-type]
+    monkeypatch.delitem(policy.FITS, "mlp")  # type: ignore[arg-type]
     everybody = population(10_000, labels=labels, seed=1, offset=offset, heavy=heavy)
     drawn = np.random.default_rng(0)
     truth, broken, jobs = everybody.truth, 0, 0

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from prefillcli.data.proof.seals import sealed_text
+from prefillcli.data.proof import sealed_text
 from prefillcli.errors import UsageError
 from prefillcli.features.exits.judging import CalibrationRows, calibrate_exits, recheck_exits
 from prefillcli.features.exits.learning import exit_profile_at

@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from prefillcli.data.proof.seals import sealed_text
+from prefillcli.data.proof import sealed_text
 from prefillcli.errors import UsageError
 from prefillcli.features.calibration.calibration import Calibration, FittedOn, IsotonicSteps
 from prefillcli.features.calibration.calibration_file import read_calibration

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from prefillcli.prefill import attention, cpu_kernels
-from prefillcli.prefill.attention import apply_sinks, attend, attend_blockwise, merge_into
-from prefillcli.prefill.cpu_kernels import Shift, attend_by_products
+from prefillcli.prefill import attention
+from prefillcli.prefill.attention import Shift, apply_sinks, attend, attend_blockwise, attend_by_products, merge_into
 
 
 def random_qkv(queries: int = 13, keys: int = 29, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -211,11 +210,11 @@ def test_products_of_float32_are_exact() -> None:
 
 
 def test_products_in_small_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_kernels, "ROWS", 18)
-    monkeypatch.setattr(cpu_kernels, "SCORES", 18 * 11)
-    monkeypatch.setattr(cpu_kernels, "TOGETHER", 6 * 18 * 11)
-    for safe in (cpu_kernels.SAFE, 0.0):
-        monkeypatch.setattr(cpu_kernels, "SAFE", safe)
+    monkeypatch.setattr(attention, "ROWS", 18)
+    monkeypatch.setattr(attention, "SCORES", 18 * 11)
+    monkeypatch.setattr(attention, "TOGETHER", 6 * 18 * 11)
+    for safe in (attention.SAFE, 0.0):
+        monkeypatch.setattr(attention, "SAFE", safe)
         test_products_of_float32_are_exact()
 
 

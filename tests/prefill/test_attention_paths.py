@@ -15,9 +15,9 @@ from torch import Tensor
 
 from prefillcli.errors import ResourceError
 from prefillcli.models import rehearsal
-from prefillcli.prefill import attention, attention_checks, attention_paths, cpu_kernels, cuda_kernels
+from prefillcli.prefill import attention, attention_checks, cuda_kernels
+from prefillcli.prefill.attention import PATHS, may_take, rule_out, ruled_out
 from prefillcli.prefill.attention_checks import CHECKED, check_path, check_paths
-from prefillcli.prefill.attention_paths import PATHS, may_take, rule_out, ruled_out
 from prefillcli.runtime import device_key as devices
 from tests.prefill.test_walk import assert_equal, eager, make_model, mixed, register, walked
 from tests.prefill.varlen_reference import by_sequences
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 #: What is remembered of a machine on which every path agrees in float32.
 AGREED = {
-    f"{path}/float32": None for path in ("blocks", "flash-cpu", *(["kernel"] if cpu_kernels.compiled_kernel() else []))
+    f"{path}/float32": None for path in ("blocks", "flash-cpu", *(["kernel"] if attention.compiled_kernel() else []))
 }
 Operator = Callable[..., tuple[Tensor, Tensor]]
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
@@ -36,9 +36,9 @@ FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Nothing is known of this machine, and nothing stays ruled out."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    attention_paths.allow_all()
+    attention.allow_all()
     yield tmp_path / "cache" / "prefillcli" / rehearsal.FILE
-    attention_paths.allow_all()
+    attention.allow_all()
 
 
 def break_flash(patch: pytest.MonkeyPatch, change: Callable[[Operator], Operator]) -> None:
@@ -175,7 +175,7 @@ def test_what_is_ruled_out_is_not_called(dtype: torch.dtype, monkeypatch: pytest
             rule_out(path, CPU, "for the test")
     break_flash(monkeypatch, refused)
     monkeypatch.setattr(attention, "attend_by_products", refused(attention.attend_by_products))
-    monkeypatch.setattr(cpu_kernels.ForestKernel, "attend", refused(cpu_kernels.ForestKernel.attend))
+    monkeypatch.setattr(attention.ForestKernel, "attend", refused(attention.ForestKernel.attend))
     found = walked(model, mixed(), chunk=97)
     if dtype == torch.float32:
         assert_equal(found, wanted)
@@ -210,7 +210,7 @@ def test_a_path_that_differs_is_avoided_by_later_runs(
     assert told.count("\n") == 1
     settle()
     assert capsys.readouterr().err == "", "told once by a process"
-    attention_paths.allow_all()  # as in a new process
+    attention.allow_all()  # as in a new process
     settle()
     assert not may_take("flash-cpu", CPU)
     assert "flash-cpu" in capsys.readouterr().err
@@ -223,7 +223,7 @@ def test_a_machine_that_changed_is_checked_anew(change: dict[str, str], monkeypa
     with monkeypatch.context() as patch:
         break_flash(patch, in_base_2)
         assert settle()["flash-cpu/float32"]
-    attention_paths.allow_all()
+    attention.allow_all()
     key = devices.device_key
     monkeypatch.setattr(devices, "device_key", lambda device: replace(key(device), **change))
     assert settle() == AGREED

@@ -11,9 +11,8 @@ import torch
 from prefillcli.models.law import memory_law, pack_limits
 from prefillcli.plan.pack import Held, Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill import held_parts
-from prefillcli.prefill import held_parts as copies
-from prefillcli.prefill.held_parts import HeldPart, HeldParts
+from prefillcli.prefill import walk_state as copies
+from prefillcli.prefill.walk_state import HeldPart, HeldParts
 from tests.prefill.families import make_config
 from tests.prefill.late_copies import LateCopies
 from tests.prefill.test_leaving import LeaveAfter
@@ -32,8 +31,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[LateCopies]:
         made.append(LateCopies())
         return made[-1]
 
-    for module in (held_parts, copies):
-        monkeypatch.setattr(module, "copies_for", copies_for)
+    monkeypatch.setattr(copies, "copies_for", copies_for)
     return made
 
 

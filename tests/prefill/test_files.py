@@ -284,7 +284,7 @@ def test_a_model_in_several_files_is_taken(saved: Path) -> None:
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path, name: str, content: bytes) -> None:
     from prefillcli.models.open import open_models
-    from prefillcli.options.score import ScoreSettings
+    from prefillcli.options.commands import ScoreSettings
 
     save_model(tmp_path / "model")
     (tmp_path / "model" / name).write_bytes(content)
@@ -322,7 +322,7 @@ def test_a_tokenizer_out_of_proportion_to_its_model_is_refused_before_it_is_made
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], None], says: str
 ) -> None:
     from prefillcli.models.open import open_models
-    from prefillcli.options.score import ScoreSettings
+    from prefillcli.options.commands import ScoreSettings
 
     file = save_model(tmp_path / "model") / "tokenizer.json"
     content = json.loads(file.read_text())

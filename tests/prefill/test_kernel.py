@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from prefillcli.plan.pack import Limits
-from prefillcli.prefill import attention_checks, cpu_kernels, forest
+from prefillcli.prefill import attention, attention_checks, forest
 from prefillcli.prefill.forest import register
 from prefillcli.runtime import compiled
 from tests.prefill.families import each_family, make_model
 from tests.prefill.test_walk import eager, mixed, p_yes, walked
 
 needs_kernel = pytest.mark.skipif(
-    cpu_kernels.forest_kernel() is None, reason="needs AVX512-BF16, GNU's OpenMP and a C++ compiler"
+    attention.forest_kernel() is None, reason="needs AVX512-BF16, GNU's OpenMP and a C++ compiler"
 )
 CPU = torch.device("cpu")
 SOURCE = 'extern "C" int answer() { return ANSWER; }'
@@ -35,13 +35,13 @@ def test_a_forest_in_bfloat16_is_as_near_the_eager_forward_as_without_the_kernel
     limits = Limits(110, 10**6, held_tokens=10**6)
     wanted = p_yes(eager(exact, mixed()))
     used = []
-    own = cpu_kernels.ForestKernel.attend
+    own = attention.ForestKernel.attend
 
-    def noted(self: cpu_kernels.ForestKernel, *args: object, **options: object) -> None:
+    def noted(self: attention.ForestKernel, *args: object, **options: object) -> None:
         used.append(options["window"])
         own(self, *args, **options)
 
-    monkeypatch.setattr(cpu_kernels.ForestKernel, "attend", noted)
+    monkeypatch.setattr(attention.ForestKernel, "attend", noted)
     with_kernel = (p_yes(walked(half, mixed(), chunk=97, limits=limits)) - wanted).abs()
     monkeypatch.setattr(forest, "forest_kernel", lambda: None)
     without = (p_yes(walked(half, mixed(), chunk=97, limits=limits)) - wanted).abs()
@@ -80,13 +80,13 @@ def test_any_shape_agrees_with_explicit_scores(
 
 def test_other_shapes_and_dtypes_are_left_to_others() -> None:
     query = torch.zeros(1, 4, 9, 64, dtype=torch.bfloat16)
-    assert cpu_kernels.takes(query, query, 2)
-    assert cpu_kernels.takes(query.float(), query.float(), 2)
-    assert not cpu_kernels.takes(query.half(), query.half(), 2)
-    assert not cpu_kernels.takes(query[..., :40], query[..., :40], 2)
-    assert not cpu_kernels.takes(query.transpose(2, 3), query, 2)
-    assert not cpu_kernels.takes(torch.zeros(1, 2, 9, 512, dtype=torch.bfloat16), query, 2)
-    assert not cpu_kernels.takes(torch.zeros(1, 65, 9, 64, dtype=torch.bfloat16), query, 1)
+    assert attention.takes(query, query, 2)
+    assert attention.takes(query.float(), query.float(), 2)
+    assert not attention.takes(query.half(), query.half(), 2)
+    assert not attention.takes(query[..., :40], query[..., :40], 2)
+    assert not attention.takes(query.transpose(2, 3), query, 2)
+    assert not attention.takes(torch.zeros(1, 2, 9, 512, dtype=torch.bfloat16), query, 2)
+    assert not attention.takes(torch.zeros(1, 65, 9, 64, dtype=torch.bfloat16), query, 1)
 
 
 @needs_kernel
@@ -97,12 +97,12 @@ def test_a_kernel_that_computes_something_else_is_found(monkeypatch: pytest.Monk
         text.replace("{ return _mm512_mul_ps(score, by.scale); }", "{ return score; }")
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(cpu_kernels, "_SOURCE", ("wrong_kernel", "wrong.cpp"))
-    cpu_kernels.compiled_kernel.cache_clear()
+    monkeypatch.setattr(attention, "_SOURCE", ("wrong_kernel", "wrong.cpp"))
+    attention.compiled_kernel.cache_clear()
     try:
         assert attention_checks.check_path("kernel", CPU, torch.bfloat16).status == "differs"
     finally:
-        cpu_kernels.compiled_kernel.cache_clear()
+        attention.compiled_kernel.cache_clear()
 
 
 @pytest.fixture

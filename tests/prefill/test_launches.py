@@ -16,7 +16,7 @@ from benchmarks.launches import CHUNK, LAUNCH_CASES, LaunchCase, layer_counts
 from benchmarks.workloads import short_rows
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill import attention_paths
+from prefillcli.prefill import attention
 from prefillcli.prefill.cuda_kernels import takes_sequences
 from prefillcli.prefill.forest import ATTENTION, ForestAttention, register
 from prefillcli.prefill.walk import LayerWalk
@@ -67,7 +67,7 @@ def test_soft_caps_are_one_call_a_chunk(reads: bool) -> None:
 def test_nobody_waits_for_explicit_scores(
     dtype: torch.dtype, window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_paths, "_ruled_out", {("flex", DEVICE): "not taken here"})
+    monkeypatch.setattr(attention, "_ruled_out", {("flex", DEVICE): "not taken here"})
     case = LaunchCase(three_levels, window=window, softcap=softcap)
     assert not layer_counts(case, dtype=dtype).waits
     assert not layer_counts(case, dtype=dtype, reads=True).waits
@@ -131,5 +131,5 @@ def test_what_goes_through_sequences(change: dict[str, object], taken: bool, mon
             for heads, width in ((4, how["width"]), (2, how["narrow"]))
         )
         assert takes_sequences(query, value, how["softcap"]) == taken
-        monkeypatch.setattr(attention_paths, "_ruled_out", {("varlen-flash", DEVICE): "it differed"})
+        monkeypatch.setattr(attention, "_ruled_out", {("varlen-flash", DEVICE): "it differed"})
         assert not takes_sequences(query, value, how["softcap"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.prefill.cpu_kernels import ROW_STEP
+from prefillcli.prefill.attention import ROW_STEP
 from prefillcli.prefill.layout import split_evenly
 
 

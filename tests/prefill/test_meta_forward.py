@@ -10,8 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from prefillcli.models.law import memory_law, pack_limits
-from prefillcli.models.meta_forward import SCAN_OPERATIONS, TOKENS, NoSizesError, model_sizes
+from prefillcli.models.law import SCAN_OPERATIONS, TOKENS, NoSizesError, memory_law, model_sizes, pack_limits
 from prefillcli.models.shape import NoCostModel, table5
 from tests.prefill.tiny_models import make_tiny_model
 

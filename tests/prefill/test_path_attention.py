@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill import attention_paths, cpu_kernels, path_attention
+from prefillcli.prefill import attention, forest
 from prefillcli.prefill.forest import ForestAttention
 from prefillcli.prefill.layout import Chunk, LastTokens, Tree, split_evenly
 from tests.prefill.test_walk import Prompt, tokens
@@ -141,10 +141,10 @@ def threads(count: int) -> Iterator[None]:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways to compute it, the kernel where it is there."""
     if request.param == "operators":
-        monkeypatch.setattr(path_attention, "forest_kernel", lambda: None)
-        monkeypatch.setattr(path_attention, "QUERIES", 8)
-        monkeypatch.setattr(path_attention, "KEYS", 32)
-    elif cpu_kernels.forest_kernel() is None:
+        monkeypatch.setattr(forest, "forest_kernel", lambda: None)
+        monkeypatch.setattr(forest, "QUERIES", 8)
+        monkeypatch.setattr(forest, "KEYS", 32)
+    elif attention.forest_kernel() is None:
         pytest.skip("needs AVX512-BF16, GNU's OpenMP and a C++ compiler")
     return str(request.param)
 
@@ -187,11 +187,11 @@ def test_outputs_are_those_of_explicit_scores(name: str, way: str) -> None:
 
 def test_the_walk_takes_no_other_way_where_paths_alone_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the kernel is ruled out the operators take its place, not what other packs take."""
-    attention_paths.rule_out("kernel", CPU, "for this test")
+    attention.rule_out("kernel", CPU, "for this test")
     try:
         layer, given = Layer(dtype=torch.bfloat16), prompts()
         wanted = attended(layer, given, WHOLE, 10**6)
         found = attended(layer, given[::-1], HOLDING, 53)
     finally:
-        attention_paths.allow_all()
+        attention.allow_all()
     assert all(torch.equal(row, wanted[path]) for path, row in found.items())

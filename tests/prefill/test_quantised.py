@@ -21,8 +21,7 @@ from prefillcli.errors import PrefillError, UsageError
 from prefillcli.models.completeness import quiet_transformers
 from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model, load_streamed, load_weights
-from prefillcli.models.quantised import FORMATS, UNPACKED, plan_quantisation, unpack_awq
-from prefillcli.models.weights import weight_bytes
+from prefillcli.models.weights import FORMATS, UNPACKED, plan_quantisation, unpack_awq, weight_bytes
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill import fusion
@@ -252,7 +251,7 @@ def test_fp8_stays_packed_where_a_cuda_device_computes_with_it(
     capability: tuple[int, int], kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr("prefillcli.models.quantised.find_spec", lambda name: object() if kernels else None)
+    monkeypatch.setattr("prefillcli.models.weights.find_spec", lambda name: object() if kernels else None)
     found = plan_quantisation(Path("x"), {"quant_method": "fp8"}, torch.device("cuda"))
     assert found is not None
     assert found.kept == ("packed" if kernels and capability == (9, 0) else "unpacked")

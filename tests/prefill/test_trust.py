@@ -17,8 +17,8 @@ from prefillcli.models import rehearsal as trust
 from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model, load_streamed
 from prefillcli.models.rehearsal import Rehearsal, in_float32, rehearse
-from prefillcli.prefill import attention, attention_paths, forest
-from prefillcli.prefill.attention_paths import may_take
+from prefillcli.prefill import attention, forest
+from prefillcli.prefill.attention import may_take
 from prefillcli.prefill.forest import UnsupportedModelError, register
 from prefillcli.runtime import device_key as devices
 from tests.prefill.families import each_family, make_model
@@ -31,9 +31,9 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    attention_paths.allow_all()
+    attention.allow_all()
     yield
-    attention_paths.allow_all()
+    attention.allow_all()
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_a_family_that_is_not_walked_as_elsewhere_is_rehearsed_each_time(
     monkeypatch.setattr(trust, "rehearse", rehearsed)
     load_model(read_model_files(saved), CPU)
     first = len(families)
-    attention_paths.allow_all()
+    attention.allow_all()
     load_model(read_model_files(saved), CPU)
     assert len(families) == 2 * first > 0
 
@@ -140,7 +140,7 @@ def test_where_a_family_does_not_agree_attention_goes_by_blocks(
     assert "on cpu a llama model agrees with its own forward only where attention goes by explicit scores" in told
     assert not may_take("flash-cpu", CPU)
     assert_equal(walked(model, mixed(), chunk=3), eager(model, mixed()))
-    attention_paths.allow_all()  # as in a new process
+    attention.allow_all()  # as in a new process
     rehearsed.clear()
     model = load_model(files, CPU)
     assert rehearsed == []
@@ -169,7 +169,7 @@ def test_half_precision_is_held_against_the_own_forward_in_float32(
     """A walk has about the errors of the model's own forward. One whose parts are merged in base 2 has many times
     that, also where that stays below a fixed bound."""
     register()
-    attention_paths.only_blocks(CPU, "for the test")  # what the compiled kernel computes is not merged outside of it
+    attention.only_blocks(CPU, "for the test")  # what the compiled kernel computes is not merged outside of it
     model = make_model(family, dtype)
     assert not rehearse(model, model.config, strictly=True).own_cache
     own = forest.merge_into

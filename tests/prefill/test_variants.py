@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from prefillcli.plan.pack import Limits
-from prefillcli.prefill import attention, cpu_kernels, forest
+from prefillcli.prefill import attention, forest
 from tests.prefill.test_sparse import eager_sparse, kept_of, walked_sparse
 from tests.prefill.test_walk import assert_equal, eager, mixed, p_yes, single, three_levels, walked
 from tests.prefill.variants import IN_HALF, VARIANTS, make_variant
@@ -61,7 +61,7 @@ def test_bfloat16_is_near_the_eager_forward(variant: str) -> None:
 def test_products_over_moved_keys_give_the_same_scores(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (attention, forest):
         monkeypatch.setattr(module, "fast_products", lambda device, dtype: True)
-    monkeypatch.setattr(cpu_kernels, "FEWEST_SCORES", 100)
+    monkeypatch.setattr(attention, "FEWEST_SCORES", 100)
     assert_equal(walked(model_of(variant), mixed(), chunk=97, limits=PACKS), wanted(variant))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.schedules import SCHEDULES
-from prefillcli.prefill import attention_checks, attention_paths, cuda_kernels
+from prefillcli.prefill import attention, attention_checks, cuda_kernels
 from prefillcli.prefill.attention_checks import PathCheck
 from prefillcli.prefill.cuda_kernels import (
     CAUSAL,
@@ -217,7 +217,7 @@ def test_narrow_values_and_soft_caps_go_another_way(monkeypatch: pytest.MonkeyPa
 
 def test_a_way_that_is_ruled_out_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = by_sequences(monkeypatch)
-    monkeypatch.setattr(attention_paths, "_ruled_out", {("varlen-flash", CPU): "it differed"})
+    monkeypatch.setattr(attention, "_ruled_out", {("varlen-flash", CPU): "it differed"})
     assert_equal(walked(model_of("llama"), three_levels(), chunk=97), wanted("llama", three_levels))
     assert not calls.tables
 

@@ -14,7 +14,7 @@ from torch import nn
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan, packs_to_run
 from prefillcli.plan.schedules import SCHEDULES
-from prefillcli.prefill import attention, cpu_kernels, forest
+from prefillcli.prefill import attention, forest
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
 from tests.prefill.families import VOCABULARY, each_family, make_model
@@ -190,7 +190,7 @@ def test_products_over_moved_keys_give_the_same_scores(family: str, monkeypatch:
     """In float32, so that nothing is lost to rounding: the way that bfloat16 takes on CPUs which are fast at it."""
     for module in (attention, forest):
         monkeypatch.setattr(module, "fast_products", lambda device, dtype: True)
-    monkeypatch.setattr(cpu_kernels, "FEWEST_SCORES", 100)
+    monkeypatch.setattr(attention, "FEWEST_SCORES", 100)
     limits = Limits(110, 10**6, held_tokens=10**6)
     assert_equal(walked(model_of(family), mixed(), chunk=97, limits=limits), wanted(family, mixed))
 

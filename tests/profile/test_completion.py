@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from prefillcli.forecast.completion_model import CompletionModel, features
+from prefillcli.forecast.profile import CompletionModel, features
 from prefillcli.plan.pack import Pack
 from prefillcli.profile.completion import (
     ATTEMPTS,

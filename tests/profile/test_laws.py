@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GemmaConfig, LlamaConfig, MistralConfig
 
-from prefillcli.profile.modes import attention_windows, layer_bytes, mode_law
+from prefillcli.profile.children import attention_windows, layer_bytes, mode_law
 
 LLAMA_8B = LlamaConfig(
     hidden_size=4096,

@@ -15,15 +15,16 @@ from prefillcli.models.find import read_model_files
 from prefillcli.profile.children import (
     ChildEnded,
     ChildFailed,
+    Law,
     Subject,
     confirm,
     enforced,
     in_child,
     measure,
+    mode_law,
     prepare_prefill,
 )
 from prefillcli.profile.lengths import MARGIN, Search, confirming_run, probe_lengths, profile_mode, thinned
-from prefillcli.profile.modes import Law, mode_law
 
 MIB = 1 << 20
 CHOSEN = 1 - MARGIN

@@ -18,7 +18,7 @@ from prefillcli.profile.profile_page import (
     print_profile,
     profile_html,
 )
-from prefillcli.report.charts import ticks
+from prefillcli.report.section import ticks
 from prefillcli.report.survey import Sharing
 from tests.profile.making import made_profile, made_survey
 from tests.report.browser import CHROMIUM, browser

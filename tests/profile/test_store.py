@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from prefillcli.data.proof.seals import sealed_text
+from prefillcli.data.proof import sealed_text
 from prefillcli.errors import UsageError
-from prefillcli.forecast.completion_model import features
-from prefillcli.forecast.profile import Profile
+from prefillcli.forecast.profile import Profile, features
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from tests.profile.making import made_profile, made_survey

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from prefillcli.compress.reasons import TokenReason
+from prefillcli.compress.compressor import TokenReason
 from prefillcli.data.rows import Rationale, SectionEffect
 from prefillcli.report.inspection import (
     STEPS,

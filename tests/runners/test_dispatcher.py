@@ -11,10 +11,9 @@ from benchmarks.balance import WORKLOADS, share_out
 from benchmarks.simulated_crew import SimulatedCrew
 from prefillcli.engines.base import LabelTokens
 from prefillcli.errors import ResourceError
-from prefillcli.jobs.runners.crew import AnswerTask, WorkerSpec
-from prefillcli.jobs.runners.pool import MOST_LOSSES, Dispatcher, Item, Outcome, answer_task
+from prefillcli.jobs.runners.pool import MOST_LOSSES, AnswerTask, Dispatcher, Item, Outcome, WorkerSpec, answer_task
+from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
-from prefillcli.options.score import ScoreSettings
 from prefillcli.plan.pack import FreePack, Limits, free_packs, groups_of
 from prefillcli.plan.plan import make_plan
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from prefillcli.data.proof.fingerprints import hash_model
+from prefillcli.data.proof import hash_model
 from prefillcli.errors import ContentChangedError, UsageError
-from prefillcli.jobs.runners.crew import EstimateTask, ReportTask, WorkerError, WorkerSpec
+from prefillcli.jobs.runners.pool import EstimateTask, ReportTask, WorkerError, WorkerSpec
 from prefillcli.jobs.runners.ray import RayCluster, even_part, why_lost
 from prefillcli.jobs.runners.ray_actor import WorkerActor, memory_share
+from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
-from prefillcli.options.score import ScoreSettings
 from prefillcli.runtime.streams import stdout_to_stderr
 from tests.score.jobs import score, write_parquet
 

@@ -13,8 +13,8 @@ import typer
 import yaml
 
 from prefillcli import cli
+from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
-from prefillcli.options.score import ScoreSettings
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "ray"
 TEXT = (RECIPES / "cluster.yaml").read_text()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from prefillcli.jobs.runners.crew import AnswerTask, Task
+from prefillcli.jobs.runners.pool import AnswerTask, Task
 from prefillcli.jobs.runners.processes import ProcessCrew
 from tests.score.jobs import (
     Reference,

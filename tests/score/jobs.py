@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prefillcli.jobs.inputs import Granularity
 from prefillcli.jobs.score import score_job
+from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
-from prefillcli.options.score import ScoreSettings
 
 TOLERANCE = 1e-5
 #: Of the jobs that `score` runs.

@@ -20,7 +20,7 @@ import prefillcli
 from prefillcli.cli import app
 from prefillcli.errors import UsageError
 from prefillcli.jobs.inspect import inspect_job
-from prefillcli.options.inspect import InspectSettings
+from prefillcli.options.commands import InspectSettings
 from prefillcli.options.load import load_settings
 from tests.adapters import PeftReference, peft_model, save_adapter
 from tests.score.jobs import (
@@ -118,7 +118,7 @@ def test_each_row_has_the_score_of_its_adapter(model: Path, adapters: Adapters, 
 def test_adapters_are_exchanged_once_in_a_window(
     model: Path, adapters: Adapters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from prefillcli.models.adapter_merging import LoadedAdapter
+    from prefillcli.models.adapters import LoadedAdapter
 
     merged: list[str] = []
     merge = LoadedAdapter.merge

@@ -12,8 +12,8 @@ import pytest
 
 from prefillcli.errors import UsageError
 from prefillcli.jobs.load import compression_of
+from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
-from prefillcli.options.score import ScoreSettings
 from tests.score.jobs import read_report, score, texts, write_parquet
 from tests.score.models import CHAT_TEMPLATE, save_model
 

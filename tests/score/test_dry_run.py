@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from prefillcli.data.proof.fingerprints import hash_model
+from prefillcli.data.proof import hash_model
 from prefillcli.engines.memory_plan import PACK_SECONDS
-from prefillcli.forecast.completion_model import CompletionModel
-from prefillcli.forecast.profile import ModeResult, Profile, this_machine
+from prefillcli.forecast.profile import CompletionModel, ModeResult, Profile, this_machine
 from prefillcli.jobs.inputs import Granularity
 from tests.score.compression import ABOVE, CHUNK, FIRST, HOW, LAST, RATE, lines_of, unrelated
 from tests.score.jobs import Reference, read_output, read_report, score, texts, write_jsonl, write_parquet

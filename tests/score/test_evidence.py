@@ -11,10 +11,9 @@ import pyarrow as pa
 import pytest
 
 from prefillcli.compress.selection import Request
-from prefillcli.data.prompts.builder import PromptBuilder
+from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.prompts.sections import Ablation
-from prefillcli.data.prompts.settings import PromptSettings
 from prefillcli.data.rows import Prompt, RowBatch, ScoredRow
 from prefillcli.engines.base import Answer
 from prefillcli.jobs.wanted_rows import Evidence

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from prefillcli.data.output.counts import AuditedExits, Counts
 from prefillcli.data.output.sink import Sink
-from prefillcli.data.proof.seals import sealed_text
+from prefillcli.data.proof import sealed_text
 from prefillcli.engines.base import PLAIN
 from prefillcli.errors import UsageError
 from prefillcli.features.exits import learning as exit_learning

@@ -14,7 +14,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from transformers import AutoModelForCausalLM
 
-from prefillcli.data.proof.fingerprints import ModelContents
+from prefillcli.data.proof import ModelContents
 from prefillcli.errors import ResourceError
 from prefillcli.runtime.user_cache import cache_folder
 from tests.gguf_files import GgufReference, part_of, rotary_factors, write_gguf
@@ -334,8 +334,8 @@ def test_a_dry_run_reads_no_weights(file: Path, monkeypatch: pytest.MonkeyPatch)
 def run_dry(file: Path) -> dict[str, Any]:
     from prefillcli.jobs.dry_run import dry_run_job
     from prefillcli.jobs.inputs import Granularity
+    from prefillcli.options.commands import ScoreSettings
     from prefillcli.options.load import load_settings
-    from prefillcli.options.score import ScoreSettings
 
     source = write_parquet("in.parquet", prompt=PROMPTS)
     given = {"inputs": [str(source)], "model": str(file), "labels": LABELS, "dry_run": True, "quiet": True}
@@ -357,8 +357,8 @@ def answer_scores(kind: Kind, folder: Path) -> list[float]:
 def open_for_vllm(file: Path) -> Any:
     from prefillcli.engines.base import LoadRequest
     from prefillcli.models.open import open_models
+    from prefillcli.options.commands import ScoreSettings
     from prefillcli.options.load import load_settings
-    from prefillcli.options.score import ScoreSettings
 
     given = {"inputs": ["in.parquet"], "model": str(file), "engine": "vllm", "dtype": "float32"}
     settings = load_settings(ScoreSettings, given, environment={})
@@ -388,7 +388,7 @@ def test_vllm_is_refused_where_the_cache_has_no_room(file: Path, monkeypatch: py
 
 def test_a_row_is_inspected(file: Path) -> None:
     from prefillcli.jobs.inspect import inspect_job
-    from prefillcli.options.inspect import InspectSettings
+    from prefillcli.options.commands import InspectSettings
     from prefillcli.options.load import load_settings
 
     source = write_parquet("in.parquet", prompt=PROMPTS)

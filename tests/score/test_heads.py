@@ -18,8 +18,7 @@ from typer.testing import CliRunner, Result
 
 import prefillcli
 from prefillcli.cli import app
-from prefillcli.profile.children import Subject, load_subject
-from prefillcli.profile.modes import Prefill
+from prefillcli.profile.children import Prefill, Subject, load_subject
 from tests.score.jobs import TOLERANCE, read_output, read_report, score, texts, write_jsonl, write_parquet
 from tests.score.models import CHAT_TEMPLATE, save_model
 

@@ -10,7 +10,7 @@ from scipy.stats import binomtest
 
 from benchmarks.score_runs import SAMPLES
 from prefillcli.jobs import inspect
-from prefillcli.options.inspect import InspectSettings
+from prefillcli.options.commands import InspectSettings
 from prefillcli.options.load import load_settings
 from prefillcli.report.inspection import Inspection, facts
 from tests.score.jobs import read_output, read_report, score

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from prefillcli.jobs.identity import fingerprint, hash_engine, selection
 from prefillcli.jobs.inputs import LocalModels, Opening, open_source
 from prefillcli.models.files import sample_draft, sample_model
+from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.option import details_of
-from prefillcli.options.score import ScoreSettings
 from tests.score.jobs import read_output, read_report, score, write_jsonl
 
 TEXTS = [f"A note on the harbour. {'The tide was low. ' * (20 + number)}Is it {number}?" for number in range(4)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from prefillcli.jobs import inspect
-from prefillcli.options.inspect import InspectSettings
+from prefillcli.options.commands import InspectSettings
 from prefillcli.options.load import load_settings
 from prefillcli.report.inspection import Inspection
 from tests.score.jobs import read_output

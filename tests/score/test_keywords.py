@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import pytest
 
 import prefillcli
-from prefillcli.options.keywords import FileOptions, ScoreOptions, ScorerOptions, StrPath
-from prefillcli.options.score import ScoreSettings
+from prefillcli.options.commands import ScoreSettings
+from prefillcli.options.load import FileOptions, ScoreOptions, ScorerOptions, StrPath
 
 ROOT = Path(__file__).parents[2]
 OF_SCORER, OF_FILES = get_type_hints(ScorerOptions), get_type_hints(FileOptions)
@@ -116,7 +116,7 @@ strict = True
 [mypy-prefillcli.*,pyarrow.*]
 follow_imports = skip
 ignore_missing_imports = True
-[mypy-prefillcli,prefillcli.library.session,prefillcli.library.session,prefillcli.options.keywords,prefillcli.errors]
+[mypy-prefillcli,prefillcli.library.session,prefillcli.library.session,prefillcli.options.load,prefillcli.errors]
 follow_imports = silent
 """
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.data.output.locks import Owner
+from prefillcli.data.output.store import Owner
 from tests.s3_server import SLOW_DOWN, Bucket, LostAnswer, S3Server, every, expired, once
 from tests.score.jobs import TOLERANCE, read_output, score, texts, write_jsonl, write_parquet
 from tests.score.processes import Command, Hold, cut_small_windows
@@ -226,7 +226,7 @@ def test_of_two_jobs_at_one_time_one_wins(
     ("output", "last_step"),
     [
         ("o.parquet", Hold("prefillcli.data.output.store:exclusive_put", ending="put_file")),
-        ("o/", Hold("prefillcli.data.output.publication:_InPlace.publish")),
+        ("o/", Hold("prefillcli.data.output.sink:_InPlace.publish")),
     ],
 )
 def test_of_two_jobs_the_first_to_publish_wins_where_somebody_deleted_a_lock(

@@ -12,8 +12,8 @@ import prefillcli
 from prefillcli.cli import app
 from prefillcli.data.prompts.templates import rationale_texts
 from prefillcli.errors import PrefillError, UsageError
+from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
-from prefillcli.options.score import ScoreSettings
 from tests.score.jobs import score, texts, write_jsonl, write_parquet
 from tests.score.models import save_model
 from tests.score.test_usage import assert_refused

@@ -16,7 +16,7 @@ from prefillcli.compress import self_draft
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.errors import UsageError
 from prefillcli.jobs.inspect import inspect_job
-from prefillcli.options.inspect import InspectSettings
+from prefillcli.options.commands import InspectSettings
 from prefillcli.options.load import load_settings
 from tests.prefill.test_thinning import by_hand
 from tests.score.compression import (

@@ -15,11 +15,10 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.data.output.locks import LOCK
 from prefillcli.data.output.manifest import Manifest
 from prefillcli.data.output.parts import read_part
 from prefillcli.data.output.shard_folders import shards_beside
-from prefillcli.data.output.store import open_store
+from prefillcli.data.output.store import LOCK, open_store
 from prefillcli.data.output.target import Target
 from prefillcli.jobs.merge import merge_job
 from prefillcli.jobs.status import status_job
@@ -479,7 +478,7 @@ def test_a_killed_merge_is_merged_again(model: Path, whole: list[dict[str, Any]]
 def test_a_folder_killed_while_it_is_published_is_merged_again(model: Path) -> None:
     path = make_input()
     shards(path, 2, "out/", **flags(model))
-    held = Command("merge", "out/", hold=Hold("prefillcli.data.output.publication:os.rename", 1))
+    held = Command("merge", "out/", hold=Hold("prefillcli.data.output.sink:os.rename", 1))
     held.wait_until_held()
     held.kill()
     assert merge("out/")["exit_code"] == 0

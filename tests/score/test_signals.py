@@ -22,18 +22,18 @@ EVALUATE = ("--truth", "truth")
 
 #: A function that is running in each phase, and options with which it is.
 PHASES: dict[str, tuple[Hold, tuple[str, ...]]] = {
-    "read": (Hold("prefillcli.jobs.score:open_source"), ()),
-    "hash": (Hold("prefillcli.data.proof.contents:content_digest"), ()),
+    "read": (Hold("prefillcli.jobs.inputs:open_source"), ()),
+    "hash": (Hold("prefillcli.data.proof:content_digest"), ()),
     "open the output": (Hold("prefillcli.data.output.sink:find_resumable"), ()),
     "load": (Hold("prefillcli.engines.torch:load_model"), ()),
-    "render": (Hold("prefillcli.data.prompts.rendering:Renderer.render", 2), ("--template", TEMPLATE)),
+    "render": (Hold("prefillcli.data.prompts.templates:Renderer.render", 2), ("--template", TEMPLATE)),
     "tokenize": (Hold("prefillcli.data.prompts.builder:PromptBuilder._prompts", 2), ()),
     "plan": (Hold("prefillcli.jobs.window_scoring:plan_requests"), ()),
     "model": (Hold("prefillcli.engines.torch:TorchEngine.answer", 4), ()),
     "exits": (Hold("prefillcli.features.exits.learning:ExitLearning.exits"), ("--exit",)),
     "write": (Hold("prefillcli.data.output.parts:write_part", 2), ()),
     "publish": (Hold("prefillcli.data.output.sink:commit"), ()),
-    "evaluate": (Hold("prefillcli.jobs.score:evaluate_output"), EVALUATE),
+    "evaluate": (Hold("prefillcli.features.evaluation.evaluating:evaluate_output"), EVALUATE),
 }
 #: The same with two workers, whose driver neither loads nor computes.
 DRIVER: dict[str, tuple[Hold, tuple[str, ...]]] = {
@@ -144,7 +144,7 @@ def test_a_second_signal_of_either_kind_ends_the_process_at_once(model: Path, se
 
 def test_a_signal_while_the_report_is_written_changes_nothing(model: Path) -> None:
     make_input()
-    command = Command(*arguments(model), hold=Hold("prefillcli.report.files:run_html"))
+    command = Command(*arguments(model), hold=Hold("prefillcli.report.run_page:run_html"))
     command.wait_until_held()
     command.send(signal.SIGTERM)
     command.let_go()
@@ -154,7 +154,7 @@ def test_a_signal_while_the_report_is_written_changes_nothing(model: Path) -> No
 
 def test_a_report_that_hangs_is_given_up_after_a_signal(model: Path) -> None:
     make_input()
-    command = Command(*arguments(model), hold=Hold("prefillcli.report.files:put_text"), grace_seconds=0.5)
+    command = Command(*arguments(model), hold=Hold("prefillcli.report.run_page:put_text"), grace_seconds=0.5)
     command.wait_until_held()
     command.send(signal.SIGTERM)
     assert command.end() == 143

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from prefillcli.data.output.manifest import Manifest, with_checksum
-from prefillcli.data.output.row_digests import DigestReader, RowDigests
+from prefillcli.data.output.parts import DigestReader, RowDigests
 from prefillcli.data.output.store import open_store
 from prefillcli.data.rows import Prompt
 from prefillcli.engines.torch import TorchEngine

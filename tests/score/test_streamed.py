@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from prefillcli.jobs.inspect import inspect_job
-from prefillcli.options.inspect import InspectSettings
+from prefillcli.options.commands import InspectSettings
 from prefillcli.options.load import load_settings
 from tests.score.jobs import read_output, read_report, score, texts, write_parquet
 from tests.score.models import save_model

@@ -17,7 +17,7 @@ import prefillcli
 from prefillcli.compress.draft import SpecPrefill
 from prefillcli.errors import UsageError
 from prefillcli.jobs.inspect import inspect_job
-from prefillcli.options.inspect import InspectSettings
+from prefillcli.options.commands import InspectSettings
 from prefillcli.options.load import load_settings
 from tests.score.compression import HOW, assert_close, compressed, lines_of
 from tests.score.jobs import read_output, read_report, score, write_jsonl

@@ -14,8 +14,8 @@ import pytest
 from prefillcli.data.reading.discovery import would_find
 from prefillcli.errors import UsageError
 from prefillcli.jobs.path_table import default_output
+from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
-from prefillcli.options.score import ScoreSettings
 from tests.score.jobs import read_report, score, texts, write_jsonl, write_parquet
 
 

@@ -21,22 +21,20 @@ from sklearn.metrics import accuracy_score, brier_score_loss, log_loss, roc_auc_
 from sklearn.model_selection import StratifiedKFold
 
 from prefillcli.features.calibration.calibration import (
+    METHODS,
     Calibration,
     ContentFreeScaling,
     IsotonicSteps,
     PlattScaling,
     TemperatureScaling,
-    content_free_calibration,
-    log_shares_of,
-)
-from prefillcli.features.calibration.fits import (
-    METHODS,
     best_method,
+    content_free_calibration,
     cross_validate,
     fit_isotonic,
     fit_platt,
     fit_scaling,
     fit_temperature,
+    log_shares_of,
 )
 
 NAMES = ("Yes", "No")

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from prefillcli.data.output.counts import ROW, Counts
 from prefillcli.data.output.manifest import Job
-from prefillcli.data.proof.seals import JOB_KEY
+from prefillcli.data.proof import JOB_KEY
 from prefillcli.data.rows import ErrorCode, Float64Array, Int64Array, Prompt, RowError, ScoredRow, Window
 from prefillcli.data.values import text_of
 from prefillcli.errors import UsageError

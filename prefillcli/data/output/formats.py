@@ -59,13 +59,13 @@ class OutputFormat:
 
 
 def _parquet() -> FileFormat:
-    from prefillcli.data.output.parquet_format import ParquetFormat
+    from prefillcli.data.output.file_formats import ParquetFormat
 
     return ParquetFormat()
 
 
 def _jsonl(codec: str | None) -> FileFormat:
-    from prefillcli.data.output.jsonl_format import JsonlFormat
+    from prefillcli.data.output.file_formats import JsonlFormat
 
     return JsonlFormat(codec)
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.store import Store
-from prefillcli.data.proof.seals import take_checksum, with_checksum
+from prefillcli.data.proof import take_checksum, with_checksum
 from prefillcli.errors import DamagedFileError, OutputConflictError, PrefillError
 
 NAME = "manifest.json"

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from prefillcli.data.output.columns import ROW_COLUMN
-from prefillcli.data.output.jsonl_format import as_json
+from prefillcli.data.output.file_formats import as_json
 from prefillcli.data.output.target import Target
 from prefillcli.data.rows import Float64Array, Int64Array
 from prefillcli.data.values import text_of, to_python

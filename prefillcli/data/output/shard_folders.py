@@ -13,25 +13,25 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from prefillcli.data.output import heartbeat, parts
+from prefillcli.data.filesystems import WORK_ENDING, split_path
+from prefillcli.data.output import parts, store
 from prefillcli.data.output.columns import ColumnGroups, OutputSchema
 from prefillcli.data.output.counts import ROW, Counts
-from prefillcli.data.output.locks import Lock
 from prefillcli.data.output.manifest import NAME, Job, Manifest
 from prefillcli.data.output.parts import PartInfo, WindowRows
-from prefillcli.data.output.publication import commit, recover_publication
-from prefillcli.data.output.resuming import (
+from prefillcli.data.output.sink import (
+    Sink,
+    commit,
     find_resumable,
     find_resumable_shard,
     proven_parts,
+    recover_publication,
     require_undamaged,
     retried,
 )
-from prefillcli.data.output.sink import Sink
-from prefillcli.data.output.store import Store, open_store
+from prefillcli.data.output.store import Lock, Store, open_store
 from prefillcli.data.output.target import Target
-from prefillcli.data.paths import WORK_ENDING, split_path
-from prefillcli.data.reading.partitions import Partitions
+from prefillcli.data.reading.discovery import Partitions
 from prefillcli.data.rows import Int64Array
 from prefillcli.data.shard import Shard
 from prefillcli.errors import (
@@ -97,7 +97,7 @@ class ShardFolder:
     def delete(self) -> None:
         """Remove it, the manifest after the parts: a run that is killed here leaves what says that it was merged."""
         self.work.delete_all(filter(parts.is_part, self.work.names()))
-        self.work.delete(heartbeat.NAME)
+        self.work.delete(store.NAME)
         self.work.delete(NAME)
         self.work.remove()
 
@@ -479,7 +479,7 @@ class JoinedShards:
         target.clean()
         for name in filter(parts.is_part, target.work.names()):
             target.work.delete(name)
-        target.work.delete(heartbeat.NAME)
+        target.work.delete(store.NAME)
         manifest = Manifest(job, self._kept_plan())
         manifest.save(target.work)
         schema = to_schema(record.schema, json_text=target.file_format.json_text)

@@ -1,26 +1,381 @@
-"""Scored rows are collected in parts, and become the output when all are there; a stopped job can go on."""
+"""What a job finds in its output and work folder: nothing, rows of its own to go on with, or another job's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Self
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
+from itertools import chain, groupby
+from typing import IO, Any, Protocol, Self
 
+import numpy as np
 import pyarrow as pa
 
-from prefillcli.data.output import heartbeat, parts
+from prefillcli.data.filesystems import writing
+from prefillcli.data.output import parts, store
 from prefillcli.data.output.columns import NO_GROUPS, ColumnGroups, OutputSchema, Probabilities, ResultRows, kinds_of
 from prefillcli.data.output.counts import ROW, Counts
-from prefillcli.data.output.locks import Lock
-from prefillcli.data.output.manifest import Job, Manifest, replaced
-from prefillcli.data.output.parts import PartIndex, PartInfo, WindowRows
-from prefillcli.data.output.publication import commit, recover_publication
-from prefillcli.data.output.resuming import find_resumable, proven_parts, require_undamaged, retried, without_errors
-from prefillcli.data.output.store import LocalStore
-from prefillcli.data.output.target import Target
-from prefillcli.data.reading.partitions import Partitions
-from prefillcli.data.rows import Int64Array, RowError, ScoredRow, Window
+from prefillcli.data.output.manifest import NAME, Job, Manifest, replaced
+from prefillcli.data.output.parts import PartIndex, PartInfo, WindowRows, writing_digests
+from prefillcli.data.output.store import LocalStore, Lock, Store, make_folder, walk_folder
+from prefillcli.data.output.target import OLD, SUCCESS, Published, Target, is_partition
+from prefillcli.data.reading.discovery import Partitions
+from prefillcli.data.rows import Int64Array, RowError, ScoredRow, Window, is_error
 from prefillcli.data.shard import Shard
+from prefillcli.errors import (
+    DamagedFileError,
+    OutputConflictError,
+    OutputDamagedError,
+    OutputExistsError,
+    PrefillError,
+)
+from prefillcli.runtime import file_calls, log
 from prefillcli.stats.probabilities import Measure
+
+
+def find_resumable(target: Target, job: Job, resume: bool, overwrite: bool, *, quiet: bool = False) -> Manifest | None:
+    """The manifest to go on with; None to begin anew. Warns of a damaged one unless `quiet`.
+
+    Raises OutputConflictError if what is there is another job's, OutputExistsError if it is this job's and no flag is
+    given.
+    """
+    if overwrite:
+        return None
+    exists = target.exists()
+    manifest = _manifest(target.work, job, quiet)
+    begun = any(map(parts.is_part, target.work.names()))
+    if manifest is None or (manifest.state == "complete" and not exists):
+        if not exists:
+            return None
+        published = target.published()
+        if published is None or published.job.digest != job.digest:
+            raise OutputConflictError(
+                f"{target.path} exists and was not written by this job, or is damaged\n"
+                "choose another --output, or replace it with --overwrite"
+            )
+        manifest = Manifest(published.job, {}, "complete", files=published.files)
+    return _resumed(manifest, job, resume, begun=exists or begun, name=target.path)
+
+
+def find_resumable_shard(
+    target: Target, job: Job, resume: bool, overwrite: bool, *, quiet: bool = False
+) -> Manifest | None:
+    """The manifest of a shard's work folder to go on with, or that of the output that the shards were merged to.
+
+    None to begin anew. Raises as `find_resumable`.
+    """
+    if overwrite:
+        return None
+    manifest = _manifest(target.work, job, quiet)
+    if manifest is None:
+        whole = find_resumable(target.whole, job, True, False, quiet=True)
+        if whole is None or whole.state != "complete":
+            return None
+        if resume:
+            return whole
+        raise OutputExistsError(f"{target.path} is complete\nkeep it with --resume, or score again with --overwrite")
+    begun = manifest.state == "complete" or any(map(parts.is_part, target.work.names()))
+    return _resumed(manifest, job, resume, begun=begun, name=f"shard {target.shard} of {target.path}")
+
+
+def _resumed(manifest: Manifest, job: Job, resume: bool, *, begun: bool, name: str) -> Manifest | None:
+    """The manifest, if it is this job's and it is to be resumed; None where nothing has `begun`. Raises otherwise."""
+    different = job.differing(manifest.job)
+    if not different and resume:
+        return manifest
+    if not begun:
+        return None
+    if different:
+        raise OutputConflictError(
+            f"{name} belongs to another job: different {', '.join(different)}\n"
+            "choose another --output, or replace it with --overwrite"
+        )
+    state = "is complete" if manifest.state == "complete" else "is there in part"
+    raise OutputExistsError(f"{name} {state}\ngo on with --resume, or replace it with --overwrite")
+
+
+def require_undamaged(target: Target, manifest: Manifest) -> None:
+    """Raise OutputDamagedError unless the output is what the job of a complete manifest wrote."""
+    damage = target.damage(target.stored(manifest.job, manifest.files))
+    if damage:
+        more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""
+        raise OutputDamagedError(
+            f"{damage[0]}{more}: another program has written there, or the disk is damaged\n"
+            "choose another --output, or write it again with --overwrite"
+        )
+
+
+def proven_parts(work: Store, job: Job, shard: Shard | None = None) -> Iterator[PartInfo]:
+    """The parts of a job that are whole, by window; all others are removed, and their rows are scored again.
+
+    A part is whole, of this job and shard, under its own name, and holds rows that no other part of its window has.
+    All parts of a window whose rows are all there hold exactly the rows of the window, or the shard's rows of it.
+    """
+    for _, group in groupby(_whole_parts(work, job, shard), lambda part: part[0].window):
+        found = list(group)
+        kept: list[PartInfo] = []
+        rows: Int64Array = np.empty(0, np.int64)
+        for info, numbers in found:
+            together = np.union1d(rows, numbers)
+            fits = info.expected_rows == found[0][0].expected_rows and len(together) == len(rows) + info.counts.total
+            if fits and len(numbers) == info.counts.total:
+                kept.append(info)
+                rows = together
+            else:
+                _drop(work, info.name, "holds rows of other parts")
+        if kept and len(rows) == kept[0].expected_rows.count and WindowRows.of(rows) != kept[0].expected_rows:
+            for info in kept:
+                _drop(work, info.name, "holds rows of another window")
+            kept = []
+        yield from kept
+
+
+def _whole_parts(work: Store, job: Job, shard: Shard | None) -> Iterator[tuple[PartInfo, Int64Array]]:
+    for name, part in parts.read_parts(work, filter(parts.is_part, work.names()), [ROW]):
+        try:
+            info, table = part.result()
+        except DamagedFileError as error:
+            log.warning(f"{error}: its rows are scored again")
+            work.delete(name)
+            continue
+        if info.job.digest != job.digest:
+            _drop(work, name, "belongs to another job")
+        elif info.shard != (str(shard) if shard is not None else None):
+            _drop(work, name, "belongs to another shard")
+        else:
+            yield info, table[ROW].to_numpy()
+
+
+def _drop(work: Store, name: str, why: str) -> None:
+    log.warning(f"{work.location}/{name} {why}: its rows are scored again")
+    work.delete(name)
+
+
+def _manifest(work: Store, job: Job, quiet: bool) -> Manifest | None:
+    """The manifest of a work folder; a damaged or missing one is made again from the parts."""
+    try:
+        manifest = Manifest.load(work)
+        if manifest is not None:
+            return manifest
+    except DamagedFileError as error:
+        if not quiet:
+            log.warning(f"{work.location}/{NAME} is damaged: {error}; it is made again from the parts")
+    found = []
+    for name in filter(parts.is_part, work.names()):
+        try:
+            found.append(parts.read_part(work, name, [])[0])
+        except DamagedFileError:
+            continue
+    own = [info for info in found if info.job.digest == job.digest] or found
+    if not own:
+        return None
+    latest = max(own, key=lambda info: info.sequence)
+    return Manifest(latest.job, latest.plan)
+
+
+def retried(target: Target, found: Manifest, id_name: str | None) -> Manifest | None:
+    """With what a complete job begins anew to score its error rows again; None if it is not complete, or has none.
+
+    Raises OutputConflictError if its other rows could not be taken over.
+    """
+    if found.state != "complete" or not (found.counts or target.count(id_name)).errors:
+        return None
+    if found.digests is None:
+        raise OutputConflictError(
+            f"--retry-errors: {target.path} has no digests of its rows: its work folder is gone, or of an earlier "
+            "version\nscore all rows again with --overwrite"
+        )
+    return Manifest(found.job, found.plan, before=replaced(target.work), retries=True)
+
+
+def without_errors(work: Store, found: Iterable[PartInfo], schema: OutputSchema) -> Iterator[PartInfo]:
+    """The parts of a job, those with error rows replaced by others without.
+
+    A part is written before the one that it replaces is removed: a run that is killed between loses no row, because of
+    two parts with the same rows the first one counts.
+    """
+    infos = list(found)
+    numbers: dict[int, int] = defaultdict(int)
+    for info in infos:
+        numbers[info.window] = max(numbers[info.window], info.number)
+    for info in infos:
+        if not info.counts.errors:
+            yield info
+            continue
+        rows = parts.read_part(work, info.name)[1]
+        kept = rows.filter(pa.array([not is_error(code) for code in rows["error"].to_pylist()], pa.bool_()))
+        if len(kept):
+            numbers[info.window] += 1
+            counts = schema.count(Counts(), kept)
+            mended = replace(info, number=numbers[info.window], counts=counts)
+            parts.write_part(work, mended, kept)
+            yield mended
+        work.delete(info.name)
+
+
+_NEW = "new"
+
+
+class Publication(Protocol):
+    """A directory output in the making."""
+
+    def create(self, name: str) -> AbstractContextManager[IO[bytes]]:
+        """A new file of the output; its name may begin with folders of partitions."""
+
+    def publish(self, published: Published) -> None:
+        """Show the output, which has these files, in place of an older one.
+
+        Raises OutputBusyError if another run has published one meanwhile, where the store can tell.
+        """
+
+
+def publication(target: Target) -> Publication:
+    """How the output of a directory target is written."""
+    store, work = target.store, target.work
+    if isinstance(store, LocalStore) and isinstance(work, LocalStore) and not _shared(target, store.location):
+        return _Renamed(target, store.location, work.location)
+    return _InPlace(target, store)
+
+
+def recover_publication(target: Target) -> None:
+    """Clear up after a run that was killed while publishing: an output that was put aside comes back."""
+    work = target.work
+    if not target.directory or not isinstance(target.store, LocalStore) or not isinstance(work, LocalStore):
+        return
+    old, new, place = (os.path.join(work.location, OLD), os.path.join(work.location, _NEW), target.store.location)
+    with writing(place):
+        if file_calls.is_folder(old) and not file_calls.is_folder(place):
+            file_calls.move_folder(old, place)
+        for folder in (old, new):
+            _remove(folder)
+
+
+class _Renamed:
+    """Built in the work folder, and put in place by a rename.
+
+    An older output is put aside first, so for an instant there is none.
+    """
+
+    def __init__(self, target: Target, place: str, work: str) -> None:
+        self._target = target
+        self._place = place
+        self._new, self._old = os.path.join(work, _NEW), os.path.join(work, OLD)
+        self._store = LocalStore(self._new)
+        recover_publication(target)
+
+    def create(self, name: str) -> AbstractContextManager[IO[bytes]]:
+        return self._store.create(name)
+
+    def publish(self, published: Published) -> None:
+        self._store.put_bytes(SUCCESS, published.to_json())
+        with writing(self._place):
+            parent = os.path.dirname(self._place)
+            make_folder(parent)
+            if _shared(self._target, self._place):  # since it was begun
+                raise PrefillError(f"{self._place} now holds other files too\nrun again with --resume")
+            if file_calls.is_folder(self._place):
+                with suppress(OSError):  # the modes of a folder that its users have set up
+                    file_calls.copy_modes(self._place, self._new)
+                file_calls.move_folder(self._place, self._old)
+            file_calls.move_folder(self._new, self._place)
+            file_calls.sync_folder(parent)
+            _remove(self._old)
+
+
+class _InPlace:
+    """Written where it belongs, `_SUCCESS` last: in object stores, and where a folder holds other files too."""
+
+    def __init__(self, target: Target, store: Store) -> None:
+        self._target = target
+        self._store = store
+        self._begun = False
+
+    @contextmanager
+    def create(self, name: str) -> Iterator[IO[bytes]]:
+        if not self._begun:
+            self._store.delete(SUCCESS)
+            self._begun = True
+        with self._store.create(name) as file:
+            yield file
+
+    def publish(self, published: Published) -> None:
+        self._store.delete_all(sorted(set(self._target.files()) - published.files.keys() - {SUCCESS}))
+        self._store.put_bytes(SUCCESS, published.to_json(), new=True)
+
+
+def _shared(target: Target, place: str) -> bool:
+    """Whether a local folder cannot be put aside: it holds other files too, something is mounted there, or this
+    process is in it."""
+    if os.path.ismount(place) or f"{os.path.abspath('.')}/".startswith(f"{os.path.realpath(place)}/"):
+        return True
+    with writing(place):
+        return any(
+            not (is_partition(os.path.basename(path)) if is_folder else target.is_ours(path))
+            for path, is_folder in walk_folder(place, is_partition)
+        )
+
+
+def _remove(folder: str) -> None:
+    """Remove a folder of a work folder with all that is in it."""
+    with suppress(FileNotFoundError):
+        file_calls.remove_tree(folder)
+
+
+def commit(
+    target: Target,
+    manifest: Manifest,
+    schema: OutputSchema,
+    parts: Iterable[pa.Table],
+    *,
+    json_kinds: Mapping[str, Iterable[str]],
+    partitions: Partitions | None = None,
+    new: bool = False,
+) -> Counts:
+    """Make the output of rows as parts have them, in the order of the input, and its digests; returns its counts.
+
+    The manifest of the work folder says last that the job is complete. `json_kinds` are the kinds of values in carried
+    JSON text. With `partitions` the files of a directory lie in folders named like those of the input. With `new` a
+    file replaces none (`Store.create`).
+    """
+    arrow, counts = schema.arrow(manifest.job, json_kinds), Counts()
+    with writing_digests(target.work) as digests:
+
+        def tables() -> Iterator[pa.Table]:
+            for rows in parts:
+                schema.count(counts, rows)
+                digests.add(rows)
+                yield schema.table(rows, arrow)
+
+        if target.directory:
+            files = _write_directory(target, manifest.job, arrow, tables(), schema.json_columns, partitions)
+        else:
+            with target.store.create(target.name, new=new) as file:
+                files = {target.name: target.file_format.write(file, arrow, tables(), schema.json_columns)}
+    manifest.files, manifest.digests, manifest.before, manifest.retries = files, digests.digest, None, False
+    manifest.state, manifest.counts = "complete", counts
+    manifest.save(target.work)
+    return counts
+
+
+def _write_directory(
+    target: Target,
+    job: Job,
+    schema: pa.Schema,
+    tables: Iterable[pa.Table],
+    json_columns: tuple[str, ...],
+    partitions: Partitions | None,
+) -> dict[str, str]:
+    output, files = publication(target), {}
+    runs = (run for table in tables for run in ([("", table)] if partitions is None else partitions.runs(table)))
+    first = next(runs, ("", schema.empty_table()))
+    for number, (folder, rows) in enumerate(chain([first], runs)):  # the numbers are in the order of the input
+        name = f"{folder}/part-{number:05d}.parquet".removeprefix("/")
+        with output.create(name) as file:
+            files[name] = target.file_format.write(file, rows.schema, [rows], json_columns)
+    output.publish(Published(job, files))
+    return files
 
 
 class Sink:
@@ -295,4 +650,4 @@ class Sink:
             self._parts.add(info)
 
     def _delete_parts(self) -> None:
-        self.work.delete_all([*filter(parts.is_part, self.work.names()), heartbeat.NAME])
+        self.work.delete_all([*filter(parts.is_part, self.work.names()), store.NAME])

@@ -1,21 +1,269 @@
-"""Folders in which files appear whole or not at all, on a local disk or in an object store."""
+"""Where an output lies, who may write it, and the sign of life of a run."""
 
 from __future__ import annotations
 
+import datetime
+import inspect
 import io
+import json
 import os
+import socket
 import tempfile
+import threading
+import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from typing import IO, Any, Protocol
 
-from prefillcli.data.filesystems import Failure, explained, filesystem_of, is_local, patiently, writing, written_path
-from prefillcli.data.output.locks import LOCK, FileLock, Lock, ObjectLock, exclusive_put, file_lock_held
-from prefillcli.data.paths import split_path
+from fsspec import AbstractFileSystem
+from fsspec.asyn import AsyncFileSystem
+
+from prefillcli.data.filesystems import (
+    Failure,
+    explained,
+    filesystem_of,
+    impatiently,
+    is_local,
+    patiently,
+    split_path,
+    writing,
+    written_path,
+)
 from prefillcli.errors import OutputBusyError, PrefillError
 from prefillcli.redaction import without_secrets
-from prefillcli.runtime import file_calls
+from prefillcli.runtime import file_calls, log
+from prefillcli.runtime.progress import Pace
+from prefillcli.runtime.signals import process_space, start_of
+
+LOCK = "lock"
+_HOPELESS = {Failure.PASSING, Failure.REFUSED, Failure.MISSING}  # no other write would succeed either
+_PATIENCE = 0.5  # seconds: a process that only checks for a run holds the lock for an instant
+
+
+class Lock(Protocol):
+    """A lock that this process holds."""
+
+    def check(self) -> None:
+        """Raise OutputBusyError if another process has taken the lock."""
+
+    def release(self) -> None:
+        """Give it back; a second call does nothing."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process, told apart from all others, also from earlier ones with the same number."""
+
+    host: str
+    pid: int
+    started: str
+    """When the process began, as the system counts it; empty if not known."""
+    machine: str
+    """The machine since its last start, with the namespace of its processes; empty if not known."""
+    token: str
+    since: str
+
+    @classmethod
+    def this(cls) -> Owner:
+        """This process, with a token of its own."""
+        since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        return cls(socket.gethostname(), os.getpid(), start_of(os.getpid()), process_space(), uuid.uuid4().hex, since)
+
+    @classmethod
+    def of_json(cls, content: Any) -> Owner | None:
+        """The owner that `dataclasses.asdict` and JSON wrote; None for anything else."""
+        try:
+            owner = cls(**content)
+        except TypeError:
+            return None
+        return owner if isinstance(owner.pid, int) and isinstance(owner.started, str) else None
+
+    def alive(self) -> bool | None:
+        """Whether the process still runs; None if that cannot be known from here."""
+        here = process_space()
+        if not here or self.machine != here or not self.started:
+            return None
+        return start_of(self.pid) == self.started
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host} since {self.since}"
+
+
+class FileLock:
+    """A lock on a local file; it ends with the process that holds it."""
+
+    def __init__(self, path: str, location: str) -> None:
+        handle = file_calls.open_lock(path)
+        try:
+            if not _locked(handle, shared=False, patience=_PATIENCE):
+                holder = file_calls.first_bytes(handle).decode(errors="replace").strip() or "unknown"
+                raise OutputBusyError(
+                    f"{location} is in use by process {holder}\nwait for its end, or choose another --output"
+                )
+            file_calls.put_content(handle, f"{os.getpid()}\n".encode())
+        except OSError as error:
+            os.close(handle)
+            raise PrefillError(f"cannot lock {path}: {error.strerror}") from None
+        except BaseException:
+            os.close(handle)
+            raise
+        self._handle: int | None = handle
+
+    @property
+    def stands(self) -> bool:
+        """Whether its file is still there; a folder may be removed by who held the lock before."""
+        return self._handle is not None and file_calls.has_name(self._handle)
+
+    def check(self) -> None:
+        """Nothing to do: no other process can take it."""
+
+    def release(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            os.close(handle)
+
+
+def file_lock_held(path: str) -> bool:
+    """Whether some process holds the lock on a local file."""
+    try:
+        file = file_calls.open_to_read(path)
+    except FileNotFoundError:
+        return False
+    with file:
+        return not _locked(file.fileno(), shared=True, patience=0)
+
+
+class ObjectLock:
+    """A lock that is an object, in a store that can refuse to create one that exists already.
+
+    Where it cannot, a warning says so and nothing is locked.
+    """
+
+    def __init__(self, filesystem: Any, path: str, location: str) -> None:
+        self._filesystem = filesystem
+        self._path = path
+        self._location = location
+        self._owner = Owner.this()
+        self._held = False
+        holder = self.holder(filesystem, path)
+        if holder is not None and holder.alive() is False:
+            self._delete()  # this may delete a new lock of another run, whose `check` finds out
+        create = exclusive_put(filesystem)
+        if create is None:
+            self._refuse_if_held()
+        if create is None or not self._create(create):
+            log.warning(
+                f"{location} cannot be locked: its filesystem has no exclusive writes\n"
+                "make sure that no two runs write this output at a time"
+            )
+
+    @staticmethod
+    def holder(filesystem: Any, path: str) -> Owner | None:
+        """The owner that a lock names; None if there is no lock."""
+        try:
+            filesystem.invalidate_cache()
+            owner = Owner.of_json(json.loads(patiently(lambda: filesystem.cat_file(path))))
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            owner = None
+        return owner or Owner("an unknown host", 0, "", "", "", "an unknown time")
+
+    def check(self) -> None:
+        mine = True
+        if self._held:
+            with suppress(Exception):  # a store that cannot be read says so at the next write
+                mine = self._mine()
+        if not mine:
+            self._held = False
+            raise OutputBusyError(
+                f"the lock of {self._location} was taken away while this run held it\n"
+                "see which other run writes this output, then go on with --resume"
+            )
+
+    def release(self) -> None:
+        with suppress(Exception):  # a lock that stays is found dead later
+            if self._held and self._mine():
+                self._delete()
+        self._held = False
+
+    def _create(self, create: Callable[[str, bytes], None]) -> bool:
+        """Take the lock. False if the store cannot refuse; raises OutputBusyError if another run holds it."""
+        data = json.dumps(asdict(self._owner)).encode()
+        failed = self._attempt(create, data)
+        if not self._mine():  # whatever a client raises to refuse: what counts is whose object is there
+            self._refuse_if_held()
+            if failed is not None and Failure.of(failed) in _HOPELESS:
+                raise failed
+            return False
+        if self._attempt(create, data) is not None:  # it refuses
+            self._held = True
+            return True
+        self._delete()
+        return False
+
+    def _attempt(self, create: Callable[[str, bytes], None], data: bytes) -> Exception | None:
+        try:
+            patiently(lambda: create(self._path, data))
+        except Exception as error:
+            return error
+        return None
+
+    def _refuse_if_held(self) -> None:
+        holder = self.holder(self._filesystem, self._path)
+        if holder is None:
+            return
+        raise OutputBusyError(
+            f"{self._location} is in use by {holder}; `prefill status` shows when it was last seen\n"
+            f"wait for its end; if it is dead, delete {self._location}/{LOCK}"
+        )
+
+    def _mine(self) -> bool:
+        holder = self.holder(self._filesystem, self._path)
+        return holder is not None and holder.token == self._owner.token
+
+    def _delete(self) -> None:
+        with suppress(Exception):
+            patiently(lambda: self._filesystem.rm_file(self._path))
+
+
+def _locked(handle: int, *, shared: bool, patience: float) -> bool:
+    end = time.monotonic() + patience
+    while not file_calls.try_lock(handle, shared=shared):
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def exclusive_put(filesystem: Any, method: str = "pipe_file") -> Callable[[Any, Any], None] | None:
+    """`pipe_file(path, data)` or `put_file(local, path)` of a filesystem, for objects that are not there yet.
+
+    What it raises if one is there depends on the client. None if the filesystem cannot do that in one step; the store
+    behind it may ignore the wish all the same.
+    """
+    options = _options(type(filesystem), method)
+    if options is None:
+        return None
+    call = getattr(filesystem, method)
+    return lambda first, second: call(first, second, **options)
+
+
+def _options(kind: type, method: str) -> dict[str, Any] | None:
+    base: type = AbstractFileSystem
+    if issubclass(kind, AsyncFileSystem):
+        base, method = AsyncFileSystem, f"_{method}"
+    own = getattr(kind, method)
+    if own is getattr(base, method):  # fsspec's own looks first and then writes: two runs may both find nothing
+        return None
+    parameters = inspect.signature(own).parameters
+    if "mode" in parameters:  # s3fs, gcsfs
+        return {"mode": "create"}
+    return {"overwrite": False} if "overwrite" in parameters else None  # adlfs
+
 
 # A folder on a local disk in which files appear whole or not at all.
 
@@ -453,3 +701,91 @@ def put_text(path: str, text: str) -> None:
     """Write a whole file at a local path or URL; a symbolic link stays one. Raises PrefillError."""
     folder, name = split_path(written_path(path, "cannot write"))
     open_store(folder).put_bytes(name, text.encode())
+
+
+NAME = "heartbeat.json"
+_MISSED = 3  # beats that may be late before a run counts as dead
+_JOIN_SECONDS = 5.0  # seconds in which the last sign must be written
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One sign of life."""
+
+    owner: Owner
+    pace: Pace
+    running: bool
+    """False in the last one."""
+    updated: str
+    """UTC, in ISO 8601."""
+    seconds: float
+    """Between two beats."""
+
+    @classmethod
+    def last(cls, store: Store) -> Beat | None:
+        """The last sign of life in a work folder; None if there is none that can be read."""
+        try:
+            content = json.loads(store.read_bytes(NAME))
+            owner = Owner.of_json(content["owner"])
+            if owner is None:
+                return None
+            rest: dict[str, Any] = {name: content[name] for name in ("running", "updated", "seconds")}
+            datetime.datetime.fromisoformat(rest["updated"])
+            return cls(owner=owner, pace=Pace(**content["pace"]), **rest)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    @property
+    def time(self) -> datetime.datetime:
+        return datetime.datetime.fromisoformat(self.updated)
+
+    @property
+    def age(self) -> float:
+        """Seconds since then, by the clock of this machine."""
+        return (datetime.datetime.now(datetime.UTC) - self.time).total_seconds()
+
+    def alive(self) -> bool:
+        """Whether the run still goes on: known if it runs on this machine, else judged by the age of the beat."""
+        known = self.owner.alive()
+        return self.running and (self.age < _MISSED * self.seconds if known is None else known)
+
+
+class Heartbeat:
+    """Leaves signs of life in a work folder from a thread; use it as a context manager.
+
+    A sign that cannot be written is left out: no run fails for it, and none waits for it.
+    """
+
+    def __init__(self, store: Store, pace: Callable[[], Pace], *, seconds: float | None = None) -> None:
+        self._store = store
+        self._pace = pace
+        self._seconds = seconds or store.beat_seconds
+        self._owner = Owner.this()
+        self._stopped = threading.Event()
+        self._failed = False
+        self._thread = threading.Thread(target=self._work, name="prefill-heartbeat", daemon=True)
+
+    def __enter__(self) -> Heartbeat:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_exception: object) -> None:
+        self._failed = kind is not None
+        self._stopped.set()
+        self._thread.join(_JOIN_SECONDS)  # a disk that hangs holds up its thread, not the run
+
+    def _work(self) -> None:
+        while not self._stopped.is_set():
+            self._beat(running=True)
+            self._stopped.wait(self._seconds)
+        if self._failed:
+            self._beat(running=False)
+            return
+        with suppress(Exception), impatiently():  # the manifest says it all
+            self._store.delete(NAME)
+
+    def _beat(self, *, running: bool) -> None:
+        with suppress(Exception), impatiently():
+            now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            beat = Beat(self._owner, self._pace(), running, now, self._seconds)
+            self._store.put_bytes(NAME, json.dumps(asdict(beat)).encode())

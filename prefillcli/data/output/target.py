@@ -12,14 +12,21 @@ from functools import cached_property
 
 import pyarrow as pa
 
-from prefillcli.data.filesystems import filesystem_of, is_local, patiently, writing, written_path
+from prefillcli.data.filesystems import (
+    WORK_ENDING,
+    filesystem_of,
+    is_local,
+    patiently,
+    split_path,
+    writing,
+    written_path,
+)
 from prefillcli.data.output.columns import COLUMNS, ROW_COLUMN
 from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.formats import DIRECTORY, FILE_ENDINGS, FileFormat, OutputFormat, format_of
 from prefillcli.data.output.manifest import Job
 from prefillcli.data.output.store import Store, open_store, requesting
-from prefillcli.data.paths import WORK_ENDING, split_path
-from prefillcli.data.proof.seals import digest_of, seal_of, with_checksum
+from prefillcli.data.proof import digest_of, seal_of, with_checksum
 from prefillcli.data.shard import Shard
 from prefillcli.errors import DamagedFileError, UsageError
 from prefillcli.redaction import without_secrets

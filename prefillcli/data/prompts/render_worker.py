@@ -1,4 +1,4 @@
-"""The process that renders templates; `data/prompts/rendering.py` starts it and holds the other end of its pipes.
+"""The process that renders templates; `data/prompts/templates.py` starts it and holds the other end of its pipes.
 
 It reads a template, then rows, each with its length before it, and answers every row at once. It imports little, so
 that it starts in a moment. Rows come from its parent alone, which is why they may be pickled; answers are bytes.

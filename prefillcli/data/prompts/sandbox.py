@@ -4,7 +4,7 @@ Jinja's own sandbox closes the way to attributes and imports. It does not bound 
 macros, `"a" * 10**10` or `center(10**10)` would hang the job or fill the memory. Here each loop step and call
 counts towards `MAX_STEPS`, and an operation that would make more text than `MAX_CHARS` is refused beforehand.
 The limits count and read no clock: the same row fails on every machine or on none. What escapes them meets those
-of the process (`data/prompts/rendering.py`).
+of the process (`data/prompts/templates.py`).
 
 Chat templates have the environment that `transformers.utils.chat_template_utils` compiles them with; importing that
 takes torch along. The tests hold both against each other.

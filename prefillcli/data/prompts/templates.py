@@ -1,17 +1,300 @@
-"""Jinja text rendered from a row: the user's `--template`, the model's chat template, the beginning of a rationale."""
+"""Templates rendered in a process of their own, which is ended and replaced when a row breaks its limits.
+
+Counting steps catches most templates that run away (`sandbox.py`), not all: one call of a filter may take hours or
+fill the memory. So the kernel limits the memory of the process and the processor time of each row; what it does
+not limit (memory on macOS, a row that only waits) is watched from here. Results come back one by one, so it is known
+which row was at work when the process ended: that row is an error row, and a new process goes on with the next one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
-from prefillcli.data.given_file import read_given
-from prefillcli.data.prompts.rendering import Renderer, RenderLimits
+import prefillcli
+from prefillcli.data.filesystems import read_given
 from prefillcli.data.prompts.sandbox import compile_template
 from prefillcli.data.rows import ErrorCode, RowError
-from prefillcli.errors import UsageError, brief, did_you_mean
+from prefillcli.errors import ResourceError, UsageError, brief, did_you_mean
+from prefillcli.runtime.memory import resident_memory_of
+
+KERNEL_LIMITS_MEMORY = sys.platform == "linux"
+"""Whether this system enforces a limit of a process's address space."""
+
+_TICK = 0.25  # seconds between two looks at a process that says nothing
+_AHEAD = 1 << 20  # bytes of rows that wait to be sent, or one row
+_READ = 1 << 18
+_START_SECONDS = 120.0  # on the clock, for the process to start and to compile the template
+_HEAD = 9  # a kind in one byte, and a length
+_ENVIRONMENT = ("PATH", "TZ", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME")
+
+
+@dataclass(frozen=True, slots=True)
+class RenderLimits:
+    """What rendering one row, or compiling the template, may take."""
+
+    cpu_seconds: int = 10
+    """Processor time, give or take a second. Far more than a prompt needs: slow machines fail the same rows."""
+    wall_seconds: float = 120.0
+    """Time on the clock."""
+    memory_bytes: int = 2 << 30
+    """Memory of the process, the interpreter included."""
+    text_bytes: int = 256 << 20
+    """Length of the text in UTF-8."""
+
+
+class RendererClosed(Exception):
+    """The renderer was closed before it had rendered."""
+
+
+class Renderer:
+    """One template, compiled in a process of its own that renders rows with it.
+
+    `spec` says what is rendered, as `render_worker.compile_spec` takes it; its `name` is for messages. Errors of rows
+    get the code `code`. The process is gone when the renderer is closed or collected, or when this process ends in
+    whatever way. Raises UsageError if the template cannot be compiled within the limits, ResourceError if no process
+    can be started.
+    """
+
+    def __init__(self, spec: dict[str, Any], *, code: ErrorCode, limits: RenderLimits | None = None) -> None:
+        self._spec = spec
+        self._code = code
+        self._limits = limits or RenderLimits()
+        self._closed = False
+        self._rendering = threading.Lock()
+        self._worker: _Worker | None = None
+        self._end = weakref.finalize(self, lambda: None)
+        self.columns = tuple(self._started()[1])
+        """Variables that the template needs."""
+
+    def render(self, rows: Sequence[Any], most: int | None = None) -> list[str | RowError]:
+        """The text of each row, or why there is none. A row is what the template takes: its variables, or messages.
+
+        With `most` it stops after the text that makes them more than so many characters: the others are not rendered
+        yet, and not in the list. Raises RendererClosed if the renderer is closed before or, by another thread,
+        meanwhile.
+        """
+        with self._rendering:
+            try:
+                return self._render([_pack(row) for row in rows], most)
+            except BaseException:  # results of these rows may still come from this process
+                self._drop()
+                raise
+
+    def close(self) -> None:
+        """End the process. A rendering in another thread stops."""
+        self._closed = True
+        worker = self._worker
+        if worker is not None:
+            worker.kill()
+        with self._rendering:
+            self._drop()
+
+    def _render(self, rows: Sequence[bytes | _Failure], most: int | None) -> list[str | RowError]:
+        done: list[str | RowError] = []
+        size = 0
+        tried_again = -1
+        while len(done) < len(rows):
+            worker = self._worker or self._started()[0]
+            try:
+                for result in worker.render(rows[len(done) :]):
+                    done.append(RowError(self._code, result.detail) if isinstance(result, _Failure) else result)
+                    size += len(result) if isinstance(result, str) else 0
+                    if most is not None and size > most and len(done) < len(rows):
+                        self._drop()  # it has begun with rows that are not wanted now
+                        return done
+            except _ProcessEnded as ended:
+                self._drop()
+                if self._closed:
+                    raise RendererClosed from None
+                if ended.certain or tried_again == len(done):
+                    done.append(RowError(self._code, f"rendering {ended}"))
+                else:  # something else may have ended the process
+                    tried_again = len(done)
+        return done
+
+    def _started(self) -> tuple[_Worker, list[str]]:
+        """A new process with the template compiled, and the variables that it needs."""
+        if self._closed:
+            raise RendererClosed
+        name = self._spec["name"]
+        worker = self._worker = _Worker(self._limits)
+        self._end.detach()
+        self._end = weakref.finalize(self, worker.end)
+        ready = False
+        try:
+            worker.receive(b"R")
+            ready = True
+            worker.send(pickle.dumps(self._spec))
+            compiled = json.loads(worker.receive(b"C"))
+        except _ProcessEnded as ended:
+            self._drop()
+            if self._closed:
+                raise RendererClosed from None
+            if not ready:
+                raise ResourceError(f"cannot start the process that renders {name}: it {ended}") from None
+            raise UsageError(f"{name}: compiling it {ended}; make it simpler") from None
+        if "error" in compiled:
+            self._drop()
+            raise UsageError(compiled["error"])
+        return worker, compiled["columns"]
+
+    def _drop(self) -> None:
+        self._worker = None
+        self._end()
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """A row that has no text."""
+
+    detail: str
+
+
+class _ProcessEnded(Exception):
+    """The process is gone; the text says why. `certain` if its row was the cause."""
+
+    def __init__(self, why: str, *, certain: bool) -> None:
+        super().__init__(why)
+        self.certain = certain
+
+
+class _Worker:
+    """The process, seen from here: it is sent rows and answers with their texts."""
+
+    def __init__(self, limits: RenderLimits) -> None:
+        self._limits = limits
+        self._unsent = bytearray()
+        self._received = bytearray()
+        start = (
+            "import sys; sys.path[:] = sys.argv[2:]; from prefillcli.data.prompts.render_worker import main; main()"
+        )
+        setup = {**asdict(limits), "parent": os.getpid(), "limit_memory": KERNEL_LIMITS_MEMORY}
+        # Without site and environment it starts sooner, takes no code from the working directory and sees no secrets.
+        folders = [str(Path(prefillcli.__file__).parents[1]), *(path for path in sys.path if path)]
+        self._process = subprocess.Popen(  # noqa: S603 - this interpreter, with code and folders of this process
+            [sys.executable, "-I", "-S", "-X", "utf8", "-c", start, json.dumps(setup), *folders],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ} | {"OMP_NUM_THREADS": "1"},
+        )
+        if self._process.stdin is None or self._process.stdout is None:
+            raise ValueError("no pipes")
+        self._in, self._out = self._process.stdin, self._process.stdout
+        os.set_blocking(self._in.fileno(), False)
+        self._poll = select.poll()
+        self._poll.register(self._out.fileno(), select.POLLIN)
+
+    def render(self, rows: Sequence[bytes | _Failure]) -> Iterator[str | _Failure]:
+        """What becomes of each row. Raises _ProcessEnded when the process ends before it has answered."""
+        coming = (row for row in rows if isinstance(row, bytes))
+        for row in rows:
+            if isinstance(row, _Failure):
+                yield row
+                continue
+            while len(self._unsent) < _AHEAD and (following := next(coming, None)) is not None:
+                self.send(following)
+            kind, content = self._message(self._limits.wall_seconds)
+            if kind == b"M":
+                raise _ProcessEnded(f"took more than {_size(self._limits.memory_bytes)} of memory", certain=True)
+            text = content.decode("utf-8", "surrogatepass")
+            yield text if kind == b"T" else _Failure(text)
+
+    def send(self, content: bytes) -> None:
+        """Put bytes on the way; they are written while answers are waited for."""
+        self._unsent += len(content).to_bytes(8, "big")
+        self._unsent += content
+
+    def receive(self, kind: bytes) -> bytes:
+        """The next message, which is of this kind. Raises _ProcessEnded."""
+        found, content = self._message(_START_SECONDS)
+        if found != kind:
+            raise _ProcessEnded(f"took more than {_size(self._limits.memory_bytes)} of memory", certain=True)
+        return content
+
+    def kill(self) -> None:
+        """End the process and wait until it is gone; any thread may call this."""
+        self._process.kill()
+        self._process.wait()
+
+    def end(self) -> None:
+        """`kill`, and close the pipes: only when no thread waits for a message."""
+        self.kill()
+        self._in.close()
+        self._out.close()
+
+    def _message(self, seconds: float) -> tuple[bytes, bytes]:
+        since = time.monotonic()
+        received = self._received
+        while True:
+            if len(received) >= _HEAD:
+                size = int.from_bytes(received[1:_HEAD], "big")
+                if size > self._limits.text_bytes:
+                    raise _ProcessEnded("gave more than it may", certain=True)
+                if len(received) >= _HEAD + size:
+                    message = bytes(received[:1]), bytes(received[_HEAD : _HEAD + size])
+                    del received[: _HEAD + size]
+                    return message
+            self._exchange()
+            if time.monotonic() - since > seconds:
+                self.kill()
+                raise _ProcessEnded(f"took more than {seconds:g} s", certain=False)
+
+    def _exchange(self) -> None:
+        """Wait a moment to write some of what is unsent, or to read. Raises _ProcessEnded."""
+        if self._unsent:
+            self._poll.register(self._in.fileno(), select.POLLOUT)
+        events = dict(self._poll.poll(_TICK * 1000))
+        if self._unsent:
+            self._poll.unregister(self._in.fileno())
+        if self._in.fileno() in events:
+            try:
+                del self._unsent[: self._in.write(self._unsent) or 0]
+            except BrokenPipeError:
+                self._unsent.clear()  # what it answered before its end is read first
+        if self._out.fileno() in events:
+            data = self._out.read(_READ)
+            if not data:
+                raise self._why_ended()
+            self._received += data
+        elif not KERNEL_LIMITS_MEMORY and resident_memory_of(self._process.pid) > self._limits.memory_bytes:
+            self.kill()
+            raise _ProcessEnded(f"took more than {_size(self._limits.memory_bytes)} of memory", certain=True)
+
+    def _why_ended(self) -> _ProcessEnded:
+        code = self._process.wait()
+        if code == -signal.SIGXCPU:
+            return _ProcessEnded(f"took more than {self._limits.cpu_seconds} s of processor time", certain=True)
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return _ProcessEnded(f"ended the process that does it ({how})", certain=False)
+
+
+def _pack(row: Any) -> bytes | _Failure:
+    # Pickle brings values as they are. Its only reader is the process that is started here; nothing is unpickled here.
+    try:
+        return pickle.dumps(row, protocol=5)
+    except RecursionError:
+        return _Failure("RecursionError: a value is nested too deeply")
+
+
+def _size(size: int) -> str:
+    return f"{size / 2**30:g} GiB" if size >= 1 << 30 else f"{size / 2**20:g} MiB"
+
 
 _MARKS = ("{{", "{%", "{#")
 

@@ -13,10 +13,9 @@ import numpy as np
 import pyarrow as pa
 
 from prefillcli.data.filesystems import reading
-from prefillcli.data.proof.contents import require_same
-from prefillcli.data.reading.discovery import InputFile
-from prefillcli.data.reading.partitions import Partitions
-from prefillcli.data.reading.selection import BATCH_BYTES, BATCH_ROWS, ColumnChoice, Selection, require_columns
+from prefillcli.data.proof import require_same
+from prefillcli.data.reading.discovery import InputFile, Partitions
+from prefillcli.data.reading.record_batches import BATCH_BYTES, BATCH_ROWS, ColumnChoice, Selection, require_columns
 from prefillcli.data.rows import MAX_ROW_BYTES, ErrorCode, RowBatch, RowError, row_too_large
 from prefillcli.errors import UsageError
 

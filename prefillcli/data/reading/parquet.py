@@ -15,13 +15,17 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from prefillcli.data.filesystems import reading
-from prefillcli.data.proof.contents import require_same
-from prefillcli.data.proof.seals import JOB_KEY
-from prefillcli.data.reading.discovery import InputFile
+from prefillcli.data.proof import JOB_KEY, require_same
+from prefillcli.data.reading.discovery import InputFile, Partitions
 from prefillcli.data.reading.footer import DICTIONARY, Footer, Page, is_part_of, read_pages
-from prefillcli.data.reading.partitions import Partitions
-from prefillcli.data.reading.record_batches import row_batches
-from prefillcli.data.reading.selection import BATCH_BYTES, BATCH_ROWS, ColumnChoice, Selection, require_columns
+from prefillcli.data.reading.record_batches import (
+    BATCH_BYTES,
+    BATCH_ROWS,
+    ColumnChoice,
+    Selection,
+    require_columns,
+    row_batches,
+)
 from prefillcli.data.rows import MAX_ROW_BYTES, ErrorCode, RowBatch, RowError
 from prefillcli.data.values import plain_type
 from prefillcli.errors import UsageError

@@ -11,12 +11,11 @@ from typing import Protocol
 import numpy as np
 import pyarrow as pa
 
-from prefillcli.data.proof.contents import FileContents
-from prefillcli.data.reading.discovery import discover
+from prefillcli.data.proof import FileContents
+from prefillcli.data.reading.discovery import Partitions, discover
 from prefillcli.data.reading.jsonl import JsonlFiles
 from prefillcli.data.reading.parquet import ParquetFiles
-from prefillcli.data.reading.partitions import Partitions
-from prefillcli.data.reading.selection import BATCH_ROWS, ColumnChoice, Sampling, Selection
+from prefillcli.data.reading.record_batches import BATCH_ROWS, ColumnChoice, Sampling, Selection
 from prefillcli.data.rows import MAX_ROW_BYTES, Int64Array, RowBatch
 from prefillcli.errors import ContentChangedError, PrefillError, UsageError
 

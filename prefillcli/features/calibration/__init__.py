@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from prefillcli.core.feature import Command, Feature
-from prefillcli.core.side_files import SideFile, json_with
+from prefillcli.core.feature import Command, Feature, SideFile, json_with
 from prefillcli.errors import UsageError
 from prefillcli.features.calibration.options import CalibrateSettings, ProbabilityOptions
 

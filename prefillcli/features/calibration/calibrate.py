@@ -16,7 +16,7 @@ from prefillcli.data.output.manifest import Job, Manifest
 from prefillcli.data.output.store import put_text
 from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.labels import Label, label_of
-from prefillcli.data.proof.seals import sealed_text
+from prefillcli.data.proof import sealed_text
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Float64Array, Int64Array
 from prefillcli.errors import PrefillError, ResourceError, UsageError
@@ -283,7 +283,7 @@ def calibrate_job(settings: CalibrateSettings) -> dict[str, Any]:
 
 def _fitted(settings: CalibrateSettings, rows: LabelledScores) -> Calibration:
     """The calibration of these rows. Raises UsageError if there are too few of them, or the method is not for them."""
-    from prefillcli.features.calibration.fits import best_method, cross_validate, fit_scaling, methods_for
+    from prefillcli.features.calibration.calibration import best_method, cross_validate, fit_scaling, methods_for
 
     labels, truth = rows.labels, rows.truth
     able = methods_for(len(labels))

@@ -25,7 +25,7 @@ from prefillcli.features.calibration.calibration import SCHEMA_VERSION, Calibrat
 from prefillcli.features.calibration.options import ProbabilityOptions
 from prefillcli.jobs.sealed_file import read_sealed
 from prefillcli.models.files import names_classifier, read_json, sample_model
-from prefillcli.options.score import ScoreSettings
+from prefillcli.options.commands import ScoreSettings
 from prefillcli.redaction import without_secrets
 from prefillcli.runtime import log
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 from prefillcli.errors import UsageError
+from prefillcli.options.groups import NameList, TextList
 from prefillcli.options.option import ANSWERS, FILES, RUN, Settings, argument, option
 from prefillcli.options.requirements import Requirement
-from prefillcli.options.values import NameList, TextList
 
 FIT = "Fit"
 TEMPLATE = Requirement(

@@ -17,7 +17,7 @@ from prefillcli.data.values import to_python
 from prefillcli.errors import UsageError
 from prefillcli.features.evaluation.report import CalibratedFigures, EvaluatedRow, RunEvaluation, TruthValue
 from prefillcli.jobs.inputs import Opening
-from prefillcli.options.score import ScoreSettings
+from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.trie import common_prefix
 from prefillcli.stats.evaluation import (
     Evaluation,

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel, Field
 
-from prefillcli.report.charts import Box, Plot, Tick
 from prefillcli.report.rendering import TableRows, counted, percent_interval, row_name, visible
-from prefillcli.report.section import Part, Section
+from prefillcli.report.section import Box, Part, Plot, Section, Tick
 from prefillcli.stats.evaluation import Evaluation, ReliabilityBin
 from prefillcli.stats.intervals import Estimate
 from prefillcli.stats.ranking import ThresholdFigures

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from prefillcli.core.feature import Feature, Objection
-from prefillcli.core.side_files import SideFile, json_with
+from prefillcli.core.feature import Feature, Objection, SideFile, json_with
 from prefillcli.errors import UsageError
 from prefillcli.options.option import BENCH, EARLY_EXIT, Settings, option
 from prefillcli.options.requirements import Requirement
@@ -156,7 +155,7 @@ class Exits(Feature):
             self.profile = exit_profile_at(self.settings.exit_profile)
 
     def identity(self, opening: Opening) -> Mapping[str, str]:
-        from prefillcli.data.proof.fingerprints import hash_value
+        from prefillcli.data.proof import hash_value
 
         if self.profile is None:
             return {}

@@ -16,7 +16,7 @@ from prefillcli.engines.base import EarlyExits, Treatment
 from prefillcli.features.exits.judging import ExitCalibration, calibrate_exits
 from prefillcli.features.exits.learning import calibration_rows, exit_costs, observed_layers, rows_to_learn
 from prefillcli.features.exits.policy import ExitPolicy
-from prefillcli.options.bench import BenchSettings
+from prefillcli.options.commands import BenchSettings
 from prefillcli.plan.account import in_full
 from prefillcli.stats.audit import flip_interval
 

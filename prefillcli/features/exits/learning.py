@@ -15,8 +15,7 @@ from prefillcli.compress.answers import plan_requests, thinning_of
 from prefillcli.compress.selection import Request
 from prefillcli.data.output.store import put_text
 from prefillcli.data.prompts.labels import Labels
-from prefillcli.data.proof.fingerprints import ModelContents, hash_value
-from prefillcli.data.proof.seals import sealed_text
+from prefillcli.data.proof import ModelContents, hash_value, sealed_text
 from prefillcli.data.rows import Int64Array, Prompt, ScoredRow
 from prefillcli.engines.base import Answer, EarlyExits, PlanEngine, Readings, Treatment
 from prefillcli.errors import PrefillError, UsageError
@@ -31,7 +30,7 @@ from prefillcli.jobs.sealed_file import read_sealed
 from prefillcli.jobs.wanted_rows import scored_row
 from prefillcli.models.open import Opened
 from prefillcli.models.shape import NoCostModel, keys_share
-from prefillcli.options.score import ScoreSettings
+from prefillcli.options.commands import ScoreSettings
 from prefillcli.redaction import without_secrets
 from prefillcli.report.run import Tokens
 from prefillcli.runtime import log

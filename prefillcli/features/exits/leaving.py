@@ -9,7 +9,7 @@ from typing import Any
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.rows import ScoredRow
 from prefillcli.engines.base import PLAIN, Answer, EarlyExits, Treatment
-from prefillcli.features.exits.drift import drifted_classes
+from prefillcli.features.exits.judging import drifted_classes
 from prefillcli.features.exits.policy import ExitPolicy
 from prefillcli.features.exits.profile_file import ExitFindings, FlipsOf
 from prefillcli.features.exits.report import ExitStatus, ExitUse, GainPoint, JudgedLabel, ProvableFlips, UsedExit

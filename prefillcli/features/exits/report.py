@@ -11,9 +11,8 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from prefillcli.data.output.counts import TO_THE_END, Counts
-from prefillcli.report.charts import Bar, Plot, Tick, bars, round_ticks
 from prefillcli.report.rendering import abbreviated, counted, percent_interval, percent_or_nothing, visible
-from prefillcli.report.section import Part, Section
+from prefillcli.report.section import Bar, Part, Plot, Section, Tick, bars, round_ticks
 from prefillcli.stats.audit import flip_bound, flip_interval
 
 ExitStatus = Literal["calibrated", "reused", "none", "stopped"]

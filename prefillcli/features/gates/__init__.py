@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from prefillcli.core.feature import Feature
+from prefillcli.options.groups import RowRange
 from prefillcli.options.option import Settings, option
 from prefillcli.options.requirements import ALL_ROWS, Requirement
-from prefillcli.options.values import RowRange
 
 if TYPE_CHECKING:
     from prefillcli.report.run import RunReport

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from prefillcli.data.given_file import MissingFileError, read_given
+from prefillcli.data.filesystems import MissingFileError, read_given
 from prefillcli.data.output.counts import SCORE_BINS
 from prefillcli.errors import PrefillError, UsageError
 from prefillcli.features.gates import GateOptions

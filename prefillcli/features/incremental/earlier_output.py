@@ -18,7 +18,7 @@ from prefillcli.data.filesystems import reading, writing
 from prefillcli.data.output.columns import OutputSchema, result_schema
 from prefillcli.data.output.counts import DIGEST, ROW
 from prefillcli.data.output.manifest import Job, Manifest
-from prefillcli.data.output.row_digests import NAME, TYPE, DigestReader
+from prefillcli.data.output.parts import NAME, TYPE, DigestReader
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.output.target import Published, Target
 from prefillcli.data.rows import Int64Array, Window

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prefillcli.core.feature import Feature
-from prefillcli.core.side_files import SideFile
+from prefillcli.core.feature import Feature, SideFile
 from prefillcli.errors import PrefillError, UsageError
 from prefillcli.options.option import FILES, Settings, option
 

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from prefillcli.data.filesystems import written_path
+from prefillcli.data.filesystems import split_path, written_path
 from prefillcli.data.output.columns import ROW_COLUMN, kinds_of, type_for, typed_column
 from prefillcli.data.output.formats import FILE_ENDINGS, format_of
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.output.store import open_store
-from prefillcli.data.paths import split_path
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Int64Array, is_error
 from prefillcli.errors import UsageError

@@ -12,11 +12,10 @@ from prefillcli.data.rows import ErrorCode, RowError, Window
 from prefillcli.engines.registry import ENGINES
 from prefillcli.errors import UsageError
 from prefillcli.jobs.load import compression_of
-from prefillcli.jobs.runners.crew import Crew, WorkerSpec
-from prefillcli.jobs.runners.pool import MOST_LOSSES, Cost, Item, Outcome, Pool, answer_task
+from prefillcli.jobs.runners.pool import MOST_LOSSES, Cost, Crew, Item, Outcome, Pool, WorkerSpec, answer_task
 from prefillcli.jobs.window_scoring import Finished, PlannedWork, ScoringOptions, WindowWork, begin_window, follow_up
 from prefillcli.models.open import Opened
-from prefillcli.options.score import ScoreSettings
+from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import FreePack, free_packs, groups_of
 from prefillcli.plan.plan import Plan
@@ -287,7 +286,7 @@ def start_pool(
 def pool_compressor(settings: ScoreSettings, opened: Opened, pool: Pool, keep: float) -> Compressor | None:
     """What compresses the windows of the job, with the drafts of the pool."""
     from prefillcli.compress.load import make_compressor
-    from prefillcli.compress.pickers.registry import PickerResources
+    from prefillcli.compress.pickers import PickerResources
 
     if not opened.compresses:
         return None

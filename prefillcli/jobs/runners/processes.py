@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from prefillcli.errors import EngineDiedError, ResourceError, brief
-from prefillcli.jobs.runners.crew import Advanced, Done, Event, Failed, Lost, Started, Task, WorkerSpec, portable
+from prefillcli.jobs.runners.pool import Advanced, Done, Event, Failed, Lost, Started, Task, WorkerSpec, portable
 from prefillcli.runtime.cores import allowed, core_groups
 from prefillcli.runtime.streams import survive_closed_streams
 

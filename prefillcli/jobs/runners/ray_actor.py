@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefillcli import __version__
 from prefillcli.errors import EngineDiedError
-from prefillcli.jobs.runners.crew import portable
+from prefillcli.jobs.runners.pool import portable
 from prefillcli.runtime.memory import prepare_allocator
 from prefillcli.runtime.streams import quiet_imports
 

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from prefillcli.data.proof.fingerprints import ModelContents
+from prefillcli.data.proof import ModelContents
 from prefillcli.engines.base import Answer, Engine
 from prefillcli.engines.registry import loader_of
 from prefillcli.errors import ContentChangedError, brief
 from prefillcli.jobs.load import Models, load_models
-from prefillcli.jobs.runners.crew import (
+from prefillcli.jobs.runners.pool import (
     Answered,
     AnswerTask,
     Estimated,

@@ -2,8 +2,7 @@
 
 The target's own layers read the text behind a retrieval cache: per layer and K,V head the chunks of the prompt that
 the newest token attends to most. What they guess is checked over all K,V. A drafter of its own may guess for them in
-turn: then this is the paper's hierarchy (algorithm 1), where each level is the same loop over another forward pass.
-"""
+turn: then this is the paper's hierarchy (algorithm 1), where each level is the same loop over another forward pass."""
 
 from __future__ import annotations
 
@@ -15,9 +14,9 @@ import torch
 from torch import Tensor
 
 from prefillcli.decode.continuations import DecodingReport
+from prefillcli.decode.draft_model import PaddedForward
 from prefillcli.decode.forward import KeptForward
 from prefillcli.decode.lockstep import Chooser, Drafter, LockStep, RowText
-from prefillcli.decode.padded_forward import PaddedForward
 from prefillcli.plan.trie import common_prefix
 from prefillcli.prefill.layout import IntArray, on_device
 

@@ -1,24 +1,26 @@
-"""Digests of the files of a job, and the proof that they do not change while it runs.
-
-A stamp tells cheaply whether a file may have changed; digests are remembered by it, so a file is hashed once.
-"""
+"""Proof that files have not changed: contents of an input, fingerprints of a job, seals of what was written."""
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import os
+import re
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import IO, Any, Protocol
 
 from blake3 import blake3
 
-from prefillcli.data.filesystems import is_local, patiently, reading
-from prefillcli.errors import ContentChangedError, PrefillError
+from prefillcli.data.filesystems import filesystem_of, is_local, patiently, reading
+from prefillcli.errors import ContentChangedError, DamagedFileError, PrefillError, UsageError
 from prefillcli.runtime.user_cache import KeptEntries
 
 SETTLED_NS = 5_000_000_000
@@ -294,3 +296,282 @@ def _open(file: Stamped) -> Any:
     if is_local(file.filesystem):
         return open(file.inner, "rb", buffering=0)
     return file.filesystem.open(file.inner, "rb")
+
+
+_MODEL_FILES = (
+    "config.json",
+    "*.safetensors.index.json",
+    "*.safetensors",
+    "adapter_config.json",
+    "*quant*.json",
+    "*.py",
+)
+_TOKENIZER_FILES = (
+    "tokenizer.*",
+    "tokenizer_config.json",
+    "tekken.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.*",
+    "additional_chat_templates/*",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+)
+
+
+def is_model_file(inner: str) -> bool:
+    """Whether a path below a model's folder is that of a file which would be read with the model."""
+    patterns = (*_MODEL_FILES, *_TOKENIZER_FILES, "generation_config.json", "*.gguf")
+    return any(inner.count("/") == each.count("/") and fnmatchcase(inner, each) for each in patterns)
+
+
+def hash_value(value: Any) -> str:
+    """Digest of anything that JSON holds; the order of keys does not count."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def hash_model(folder: str | Path) -> str:
+    """Digest of what a model computes: of a folder its configuration, code and weights, or of GGUF files, whole.
+
+    Raises UsageError if there is no model.
+    """
+    return ModelContents(folder).model()
+
+
+class ModelContents:
+    """The files of a model folder or a GGUF model, with their contents as they were when this was made.
+
+    Raises UsageError as `gguf_parts` does.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self._root = Path(folder)
+        self._gguf = bool(gguf_parts(self._root))
+        self._files = [_ModelFile.find(path) for path in self._find()]
+        self._contents = FileContents(self._files, "model", lambda: [str(path) for path in self._find()])
+
+    @property
+    def paths(self) -> list[str]:
+        """Where its files are."""
+        return [file.path for file in self._files]
+
+    def begin(self) -> None:
+        """Start to hash, in the background."""
+        self._contents.begin()
+
+    def model(self) -> str:
+        """Digest of what the model, or an adapter, computes. Raises as `FileContents.digests`, and UsageError for
+        another folder.
+
+        GGUF files are known by their contents alone, wherever they are and whatever they are called.
+        """
+        if self._gguf:
+            return hash_value(["gguf", *self._contents.digests()])
+        if not any((self._root / name).is_file() for name in ("config.json", "adapter_config.json")):
+            raise UsageError(f"{self._root} is not a model folder: it has no config.json")
+        return self._digest(_MODEL_FILES)
+
+    def tokenizer(self) -> str:
+        """Digest of the tokenizer and its chat templates. Raises as `FileContents.digests`."""
+        if self._gguf:
+            return hash_value(["gguf tokenizer", *self._contents.digests()])
+        return self._digest(_TOKENIZER_FILES)
+
+    def require_unchanged(self) -> None:
+        """Raise ContentChangedError if the folder has changed."""
+        self._contents.require_unchanged()
+
+    def _find(self) -> list[Path]:
+        return gguf_parts(self._root) or _matching(self._root, (*_MODEL_FILES, *_TOKENIZER_FILES))
+
+    def _digest(self, patterns: Iterable[str]) -> str:
+        chosen = {str(path) for path in _matching(self._root, patterns)}
+        digests = zip(self._files, self._contents.digests(), strict=True)
+        return hash_value(
+            [(str(Path(file.path).relative_to(self._root)), digest) for file, digest in digests if file.path in chosen]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelFile:
+    path: str
+    filesystem: Any
+    inner: str
+    stamp: Stamp
+
+    @classmethod
+    def find(cls, path: Path) -> _ModelFile:
+        filesystem, inner = filesystem_of(str(path))
+        with reading(str(path)):
+            return cls(str(path), filesystem, inner, stamp_of(filesystem, inner))
+
+
+def _matching(root: Path, patterns: Iterable[str]) -> list[Path]:
+    return sorted({path for pattern in patterns for path in root.glob(pattern) if path.is_file()})
+
+
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
+_PROJECTOR = "mmproj"  # begins the name of the file with the image part of a model, which reads no text
+
+
+def gguf_parts(path: Path) -> list[Path]:
+    """The files of the GGUF model that `path` names, in order; none where it names no such model.
+
+    `path` is a file, one part of a model that is split (`-00001-of-00003.gguf`), or a folder without `config.json`
+    that holds one model. Raises UsageError where parts are missing, or a folder holds several models.
+    """
+    if path.suffix.lower() == ".gguf" and not path.is_dir():
+        return _parts_of(path) if path.is_file() else []
+    if not path.is_dir() or (path / "config.json").exists():
+        return []
+    models: dict[str, list[Path]] = defaultdict(list)
+    for file in sorted(path.iterdir()):
+        if file.suffix.lower() == ".gguf" and file.is_file() and not file.name.lower().startswith(_PROJECTOR):
+            part = _PART.fullmatch(file.name)
+            models[f"{part['stem']} of {part['count']}" if part else file.name].append(file)
+    if len(models) > 1:
+        names = [files[0].name for files in models.values()]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise UsageError(
+            f"{path}: holds {len(names)} models: {', '.join(names[:3])}{more}\n"
+            f"give the file of one, --model {path / names[0]} for example"
+        )
+    return _parts_of(next(iter(models.values()))[0]) if models else []
+
+
+def _parts_of(file: Path) -> list[Path]:
+    """All parts of the model that a file belongs to. Raises UsageError where one is missing."""
+    part = _PART.fullmatch(file.name)
+    if part is None:
+        return [file]
+    count = int(part["count"])
+    names = [f"{part['stem']}-{number:05}-of-{part['count']}{file.suffix}" for number in range(1, count + 1)]
+    if not 1 <= int(part["number"]) <= count:
+        raise UsageError(f"{file}: there is no part {int(part['number'])} of {count}")
+    missing = [name for name in names if not (file.parent / name).is_file()]
+    if missing:
+        raise UsageError(
+            f"{file.parent}: {len(missing)} of {count} parts of the model are missing, {missing[0]} among them\n"
+            "put all parts into one folder"
+        )
+    return [file.parent / name for name in names]
+
+
+JOB_KEY = b"prefillcli"
+"""Key of the job in the metadata of a Parquet file that a job wrote."""
+_KEY = b"prefillcli.seal"
+_BLANK = b"0" * 64
+_MAGIC = b"PAR1"
+_SEALED_BLOCK = 1 << 20
+UNSEALED = {_KEY: _BLANK}
+"""Metadata of a Parquet file that is to be sealed."""
+
+
+class Digesting(io.RawIOBase):
+    """A file to write, with the digest of all that was written. Closing it leaves the file open."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._hash = hashlib.sha256()
+        self._size = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._size
+
+    def write(self, data: Any) -> int:
+        self._file.write(data)
+        self._hash.update(data)
+        size = len(memoryview(data))
+        self._size += size
+        return size
+
+    def digest(self) -> str:
+        """SHA-256, in hexadecimal digits."""
+        return self._hash.hexdigest()
+
+
+def seal(file: IO[bytes], digest: str) -> None:
+    """Put the digest of a Parquet file that has the entry `UNSEALED` into the seal's place."""
+    start, footer = _footer(file)
+    file.seek(start + _place(footer))
+    file.write(digest.encode())
+    file.seek(0, io.SEEK_END)
+
+
+def seal_of(file: IO[bytes]) -> str:
+    """The digest that a Parquet file says it has. Raises DamagedFileError if it has no seal."""
+    _, footer = _footer(file)
+    place = _place(footer)
+    return footer[place : place + len(_BLANK)].decode("ascii", errors="replace")
+
+
+def digest_of(file: IO[bytes], *, sealed: bool) -> str:
+    """The digest of a file's content; of a `sealed` Parquet file with the seal left blank.
+
+    Raises DamagedFileError if there is no seal.
+    """
+    rest, tail = (None, b"")
+    if sealed:
+        rest, footer = _footer(file)
+        place = _place(footer)
+        tail = footer[:place] + _BLANK + footer[place + len(_BLANK) :]
+    file.seek(0)
+    hasher = hashlib.sha256()
+    while block := file.read(_SEALED_BLOCK if rest is None else min(_SEALED_BLOCK, rest)):
+        hasher.update(block)
+        rest = None if rest is None else rest - len(block)
+    hasher.update(tail)
+    return hasher.hexdigest()
+
+
+def require_seal(file: IO[bytes]) -> None:
+    """Raise DamagedFileError unless a Parquet file is as it was sealed."""
+    if seal_of(file) != digest_of(file, sealed=True):
+        raise DamagedFileError("its bytes are not those that were written")
+
+
+def with_checksum(content: dict[str, Any]) -> bytes:
+    """JSON with a checksum of its own."""
+    content = json.loads(json.dumps(content))
+    return json.dumps({**content, "checksum": _checksum(content)}, indent=1).encode()
+
+
+def sealed_text(text: str) -> str:
+    """The text of a JSON object with a checksum in it, for a file that later commands read."""
+    return with_checksum(json.loads(text)).decode() + "\n"
+
+
+def take_checksum(content: dict[str, Any]) -> bool | None:
+    """Take the checksum out of what JSON holds. Gives whether it is that of the rest; None where there was none."""
+    checksum = content.pop("checksum", None)
+    return None if checksum is None else bool(checksum == _checksum(content))
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _footer(file: IO[bytes]) -> tuple[int, bytes]:
+    """Where the footer of a Parquet file begins, and all bytes from there."""
+    size = file.seek(0, io.SEEK_END)
+    file.seek(max(size - 8, 0))
+    end = file.read(8)
+    length = int.from_bytes(end[:4], "little") + 8
+    if len(end) < 8 or end[4:] != _MAGIC or length > size:
+        raise DamagedFileError("it is not a whole Parquet file")
+    file.seek(size - length)
+    return size - length, file.read(length)
+
+
+def _place(footer: bytes) -> int:
+    """Where in a footer the value of the seal begins: after the key, a type and a length."""
+    at = footer.rfind(_KEY)
+    start = at + len(_KEY) + 2
+    if at < 0 or start + len(_BLANK) > len(footer):
+        raise DamagedFileError("it has no seal")
+    return start

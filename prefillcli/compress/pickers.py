@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-if TYPE_CHECKING:  # the pickers import what takes seconds; their names should not wait for it
+if TYPE_CHECKING:
     from prefillcli.compress.base import Estimator, Picker
     from prefillcli.compress.settings import Compression
     from prefillcli.data.prompts.encoding import Spans
@@ -66,7 +66,7 @@ def _self_draft(resources: PickerResources) -> Picker:
 
 
 def _gemfilter(resources: PickerResources) -> Picker:
-    from prefillcli.compress.pickers.gemfilter import GemFilter
+    from prefillcli.compress.row_pickers import GemFilter
 
     if resources.own_layers is None or resources.walking is None or resources.limits is None:
         raise ValueError("gemfilter needs a walk over the model, and to know after which layer it chooses")
@@ -74,19 +74,19 @@ def _gemfilter(resources: PickerResources) -> Picker:
 
 
 def _random(resources: PickerResources) -> Picker:
-    from prefillcli.compress.pickers.row_picker import RandomChunks
+    from prefillcli.compress.row_pickers import RandomChunks
 
     return RandomChunks(resources.settings.select_chunk, resources.seed)
 
 
 def _ends(resources: PickerResources) -> Picker:
-    from prefillcli.compress.pickers.row_picker import Ends
+    from prefillcli.compress.row_pickers import Ends
 
     return Ends()
 
 
 def _bm25(resources: PickerResources) -> Picker:
-    from prefillcli.compress.pickers.row_picker import Bm25
+    from prefillcli.compress.row_pickers import Bm25
 
     if resources.spans is None:
         raise ValueError("bm25 needs the text of the prompts")

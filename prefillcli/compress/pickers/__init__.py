@@ -1,1 +1,0 @@
-"""The ways to pick tokens, a file each; `registry` lists them."""

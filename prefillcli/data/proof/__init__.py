@@ -1,1 +1,0 @@
-"""Proof that a file has not changed: versions, digests, seals."""
