@@ -20,9 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import regex
-import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from prefillcli.errors import PrefillError, UsageError, brief, out_of_resource
 from prefillcli.models.files import quoted, read_header, read_json
@@ -31,13 +28,17 @@ from prefillcli.runtime import log
 from prefillcli.runtime.extras import require_extra
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
+
     from prefillcli.models.find import ModelFiles
 
+    Slot = tuple[nn.Module, str]  # a module and the name of one of its parameters
+
+# torch is imported where it is used: a misspelt option is told without it
 
 _NAME = "default"  # of each adapter, in PEFT
 _PATTERN_SECONDS = 10.0  # for matching all patterns of an adapter with the names of a model's modules
-Slot = tuple[nn.Module, str]
-"""A module and the name of one of its parameters."""
 
 
 class LoadedAdapter:
@@ -71,14 +72,16 @@ class LoadedAdapter:
         """Numbers of the model's tensors that it changes."""
         return sum(_parameter(slot).numel() for slot in self.slots)
 
-    @torch.no_grad()
     def merge(self) -> None:
         """Change the model's tensors. Each of its `slots` must hold a tensor of its own."""
-        for slot, tensor in self._replaced:
-            _parameter(slot).data.copy_(tensor)
-        for layer in self._layers:
-            layer.merge(adapter_names=[_NAME])
-            layer.merged_adapters.clear()  # the next time it begins with the model's tensors again
+        import torch
+
+        with torch.no_grad():
+            for slot, tensor in self._replaced:
+                _parameter(slot).data.copy_(tensor)
+            for layer in self._layers:
+                layer.merge(adapter_names=[_NAME])
+                layer.merged_adapters.clear()  # the next time it begins with the model's tensors again
 
     def _slots_of_layers(self) -> Iterator[Slot]:
         for layer in self._layers:
@@ -100,7 +103,6 @@ class ExchangedAdapters:
             for slot in each.slots:
                 _untie(model, slot)
 
-    @torch.no_grad()
     def use(self, name: str | None) -> None:
         """Make the model that of this adapter; with None the model as it was loaded."""
         if name == self._active:
@@ -273,6 +275,8 @@ def _parameter(slot: Slot) -> nn.Parameter:
 
 def _untie(model: PreTrainedModel, slot: Slot) -> None:
     """Give the slot a parameter of its own: one that others share, like a tied embedding, would change there too."""
+    from torch import nn
+
     module, name = slot
     own = _parameter(slot)
     if sum(_parameter(each) is own for each in _slots(model)) > 1:

@@ -89,9 +89,12 @@ _LIMITS = (
 
 def check_deterministic(settings: Any) -> None:
     """Raise UsageError for options of `prefill score` that `--deterministic`, if it is given, does not cover."""
-    for limit in _LIMITS:
-        if settings.deterministic and limit.given(settings):
-            raise UsageError(f"--deterministic: {limit.reason}\n{limit.remedy}, or leave --deterministic out")
+    if not settings.deterministic:
+        return
+    found = [Objection(limit.reason, limit.remedy) for limit in _LIMITS if limit.given(settings)]
+    for objection in (*found, *(each.uneven() for each in features_of(settings))):
+        if objection is not None:
+            raise UsageError(f"--deterministic: {objection.reason}\n{objection.remedy}, or leave --deterministic out")
 
 
 class ScoreSettings(

@@ -46,7 +46,7 @@ def test_a_row_that_left_has_its_layer_and_a_score_but_no_log_probabilities(tmp_
     output = str(tmp_path / "o.parquet")
     window = make_window(0, [0, 1, 2], bad=(2,))
     with open_sink(output, groups=ColumnGroups(exits=True, calibrated=True)) as sink:
-        write_all(sink, [window], {0: row_of(0), 1: row_of(1, layer=7)}, calibration=CALIBRATION)
+        write_all(sink, [window], {0: row_of(0), 1: row_of(1, layer=7)}, probabilities=CALIBRATION.probabilities)
         sink.finish(1)
     stayed, gone, failed = read(output)
     assert [each["exit_layer"] for each in (stayed, gone, failed)] == [None, 7, None]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from prefillcli.models import law
 from prefillcli.models.law import memory_law
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.forest import UnsupportedModelError, register
@@ -70,12 +71,12 @@ def test_those_that_stay_have_the_logits_of_the_eager_forward(family: str, peek:
 @every_family
 def test_the_memory_law_counts_them(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = model_of(family).config
-    law = memory_law(config, torch.float32)
+    counted = memory_law(config, torch.float32)
     monkeypatch.setattr(law, "_found", {})
     monkeypatch.setattr(law, "_left_for_later", lambda arguments: [])
     full = 32 if family == "gemma4_text" else 16  # width of a head
     both = 4 * 2 * 2 * (16 + full)  # bytes of K,V with two heads each, in a sliding and a full layer
-    assert law.token - memory_law(config, torch.float32).token == both
+    assert counted.token - memory_law(config, torch.float32).token == both
 
 
 def leaving_calls() -> list[Any]:
