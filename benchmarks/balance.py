@@ -10,7 +10,6 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Annotated, Any
 
 import numpy as np
@@ -23,8 +22,9 @@ from benchmarks.console import log
 from benchmarks.simulated_crew import SimulatedCrew
 from prefillcli.data.rows import Int32Array, Prompt, Window
 from prefillcli.data.windows import MAX_ROWS
+from prefillcli.jobs.loop import ScoringLoop
 from prefillcli.jobs.recorder import LabelMassCheck, Recorder
-from prefillcli.jobs.runners.parallel import PACK_SHARE, ParallelScoring
+from prefillcli.jobs.runners.parallel import PACK_SHARE
 from prefillcli.jobs.runners.pool import Pool, WorkerSpec
 from prefillcli.jobs.window_scoring import ScoringOptions
 from prefillcli.models.law import PACK_TOKENS
@@ -122,8 +122,7 @@ def share_out(rows: int, workers: int, pack_tokens: int, workload: str) -> Balan
             unchanged=lambda rows: None, flush_seconds=15.0,
         )  # fmt: skip
         options = ScoringOptions(labels, "prefix-tree", BLOCK_TOKENS)  # type: ignore[arg-type]
-        job = SimpleNamespace(sink=sink, recorder=recorder, clock=clock, features=())
-        scoring = ParallelScoring(pool, job, None, options)  # type: ignore[arg-type]
+        scoring = ScoringLoop(pool, None, options, recorder)
         scoring.score(_windows(rows, workload), lambda: True)
     least = (sum(crew.busy) - crew.refilled) / workers
     return Balance(sum(crew.busy), crew.now / least, crew.refilled / sum(crew.busy), scoring.most_open)

@@ -218,10 +218,13 @@ class ReducedPacks:
 class PlanEngine(Protocol):
     """Answers all packs of a plan: an engine, or several at work in other processes."""
 
-    limits: Limits
-    """What a pack for this engine holds."""
-    whole_packs: bool
-    """A pack is one pass over the model: a resumed run makes the same packs again. Else it plans what is left."""
+    @property
+    def limits(self) -> Limits:
+        """How much a pack for this engine holds."""
+
+    @property
+    def whole_packs(self) -> bool:
+        """A pack is one pass over the model: a resumed run makes the same packs again. Else it plans what is left."""
 
     def answer_all(
         self,

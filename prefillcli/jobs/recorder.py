@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,8 +14,6 @@ from prefillcli.data.output.columns import Probabilities
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.prompts.labels import ClassLabels, Labels
 from prefillcli.data.rows import Int64Array, RowError, ScoredRow, Window
-from prefillcli.decode.continuations import DecodingReport
-from prefillcli.engines.base import Engine
 from prefillcli.errors import Interrupted, ResourceError
 from prefillcli.jobs.window_scoring import Finished
 from prefillcli.plan.blocks import CarriedBlock
@@ -150,7 +148,7 @@ class _Unwritten:
 
 
 class Recorder:
-    """Writes finished rows, and counts what they took. It is the `Listener` of the windows of a job.
+    """Writes finished rows, and counts what they took. It is the `Receiver` of the windows of a job.
 
     Several windows may be open at a time. `unchanged` raises ContentChangedError if what the given rows and the model
     were read from is not what the job's fingerprint names: nothing is written then. Finished rows are written at least
@@ -172,9 +170,6 @@ class Recorder:
     ) -> None:
         self.tokens = Tokens()
         self.packs = 0
-        self.engine: Engine | None = None
-        """The engine of this process, where there is one."""
-        self.written_by_workers: DecodingReport | None = None
         self.probabilities: Probabilities | None = None
         """What makes the calibrated probabilities of rows; set before the first one is taken."""
         self._sink = sink
@@ -190,14 +185,6 @@ class Recorder:
         self._open: dict[int, _Unwritten] = {}  # by the window's index
         self._flushed = time.monotonic()
 
-    def record(self, window: Window, done: set[int], scored: Iterator[Finished]) -> None:
-        """Take in what scoring `window` gives, and write it. Whatever stops the scoring, finished rows are written."""
-        self.begin(window, done)
-        with self.written_if_stopped():
-            for finished in scored:
-                self.take(window, finished)
-        self.end(window)
-
     @contextmanager
     def written_if_stopped(self) -> Iterator[None]:
         """A signal, or an engine that has died, ends what is inside: what is finished stands, and is written."""
@@ -208,15 +195,14 @@ class Recorder:
                 self._flush(unwritten)
             raise
 
-    def loaded(self, engine: Engine, pack_seconds: float) -> None:
-        """The model is there. No pack takes less than `pack_seconds`."""
-        self.engine = engine
-        if self._forecast is not None:
-            self._forecast.least_pack = pack_seconds
+    def done(self, window: int) -> set[int]:
+        return self._sink.done(window)
 
-    def decoded(self) -> DecodingReport | None:
-        """What writing behind rows has taken, of all engines of the run; None if nothing was written."""
-        return self.written_by_workers if self.engine is None else self.engine.decoded()
+    def window_before(self, window: int) -> int:
+        return self._sink.window_before(window)
+
+    def carried_into(self, window: int) -> Sequence[CarriedBlock]:
+        return self._sink.carried_into(window)
 
     def begin(self, window: Window, done: set[int]) -> None:
         """A window is scored from now on; these of its rows are written."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from prefillcli.compress.answers import AuditDraw
 from prefillcli.data.output.columns import ROW_COLUMN, ColumnGroups
 from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.parts import RowDigests
@@ -20,6 +21,8 @@ from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.rows import Int64Array, Window
 from prefillcli.data.windows import Prefetcher, ShardRows, windows
+from prefillcli.decode.continuations import sum_of
+from prefillcli.engines.base import WeightsReport
 from prefillcli.engines.registry import ENGINES
 from prefillcli.errors import (
     OutputBusyError,
@@ -29,12 +32,13 @@ from prefillcli.errors import (
 from prefillcli.forecast.profile import find_profile
 from prefillcli.jobs.dry_run import dry_run_job
 from prefillcli.jobs.identity import fingerprint, selection
-from prefillcli.jobs.inputs import USUAL, Granularity, LocalModels, Opening
+from prefillcli.jobs.inputs import USUAL, Granularity, LocalModels
 from prefillcli.jobs.path_table import output_of, report_path, require_apart
 from prefillcli.jobs.recorder import LabelMassCheck, Recorder, RemainingTime
 from prefillcli.jobs.row_choice import RowChoice, check_rationales
+from prefillcli.jobs.runners.local import LocalPool
+from prefillcli.jobs.scorer import Scorer, keep_rate
 from prefillcli.jobs.shell import conclude, shell
-from prefillcli.jobs.window_loop import keep_rate, score_windows
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.redaction import shown, shown_report
 from prefillcli.report.rationale import RationaleUse, SectionChange, WrittenRow
@@ -44,6 +48,7 @@ from prefillcli.report.run import (
     PeakMemory,
     RunReport,
     ThreadCounts,
+    WorkerCounts,
     versions,
 )
 from prefillcli.report.run_page import print_table, write_files
@@ -56,6 +61,7 @@ from prefillcli.stats.audit import Audit, audit_of
 
 if TYPE_CHECKING:
     from prefillcli.forecast.profile import Profile
+    from prefillcli.jobs.runners.pool import WorkerReport
 
 
 def audit_of_counts(counts: Counts, labels: Labels) -> Audit:
@@ -141,7 +147,7 @@ def _run_job(settings: ScoreSettings, run_id: str, granularity: Granularity) -> 
     return report.summary()
 
 
-class Job(Opening):
+class Job(Scorer):
     """One run of `prefill score`, as its features see it."""
 
     stop: Stop
@@ -151,16 +157,15 @@ class Job(Opening):
     """What predicts times, and sizes packs."""
 
     def __init__(self, settings: ScoreSettings, clock: Clock, report: RunReport, granularity: Granularity) -> None:
-        super().__init__(settings)
+        super().__init__(settings, granularity)
         self.clock = clock
         self.report = report
         """What the run says of itself; nothing is read back from it."""
         self.output = output_of(settings)
-        self.loaded = ExitStack()
-        """What is closed when all rows are scored."""
         self.metrics_file: str | None = None
         """Where metrics go, as soon as nothing else can be there."""
-        self.granularity = granularity
+        self.workers: Sequence[WorkerReport] = ()
+        """What each worker has done, when all rows are scored."""
         self._shown: list[WrittenRow] = []
         self._scored_before = 0  # rows that an earlier run has scored
         self._forecast: RemainingTime | None = None
@@ -279,7 +284,22 @@ class Job(Opening):
                 self.labels.check(first)
                 for each in self.features:
                     each.first_window(self, first)
-                score_windows(self, chain([first], waiting), lambda: coming.ready)
+                self._load()
+                self.learn(self.tick)
+                self.recorder.probabilities = self.probabilities
+                self.score(
+                    chain([first], waiting),
+                    self.recorder,
+                    ready=lambda: coming.ready,
+                    audit=AuditDraw(settings.audit, self.source.selection(), self.source.count())
+                    if settings.audit
+                    else None,
+                    chosen=lambda: sink.counts.tallies.chosen_rows,
+                    methods=sink.counts.tallies.methods,
+                    written=self._written,
+                )
+                if not isinstance(self.pool, LocalPool):
+                    self.workers = self.pool.reports()
             with self.clock.phase("write"):
                 self._require_unchanged(None)
                 (count,) = ended  # told at the end of the input
@@ -290,6 +310,28 @@ class Job(Opening):
                 sink.finish(count)
                 for each in self.features:
                     each.finished(self)
+
+    @property
+    def plan(self) -> Mapping[str, Any]:
+        return self.sink.plan
+
+    @plan.setter
+    def plan(self, plan: Mapping[str, Any]) -> None:
+        self.sink.plan = dict(plan)
+
+    def _load(self) -> None:
+        if self.settings.uses_workers:
+            with self.clock.phase("load"):
+                self.start_workers(self.stop, self.models.digests, self.profile)
+            return
+        with self.clock.phase("load"), self.stop.at_once():
+            self.load(profile=self.profile)
+        if self._forecast is not None:
+            self._forecast.least_pack = self.pack_seconds
+
+    def _written(self, window: int) -> None:
+        for each in self.features:
+            each.window_written(self, window)
 
     def _require_unchanged(self, rows: Int64Array | None) -> None:
         """Raise ContentChangedError unless the models and the sources of these rows (None: of all) are unchanged."""
@@ -361,7 +403,11 @@ class Job(Opening):
         recorder: Recorder | None = getattr(self, "recorder", None)
         seconds, scored = report.seconds, 0
         if settings.chooses_rows:
-            decoded = None if recorder is None else recorder.decoded()
+            decoded = (
+                sum_of([each.decoded for each in self.workers if each.decoded is not None])
+                if self.engine is None
+                else self.engine.decoded()
+            )
             report.rationales = RationaleUse.of(decoded, settings.speculation if settings.rationale else None)
             report.rationales.shown = self._shown
             report.rationales.take_plan({} if sink is None else sink.plan)
@@ -376,8 +422,11 @@ class Job(Opening):
             report.predicted_seconds = self._forecast.ran
         if recorder is not None:
             report.tokens, report.packs = recorder.tokens, recorder.packs
-            if (engine := recorder.engine) is not None:
-                report.weights, report.reduced = engine.weights_report(), engine.reduced()
+        if self.engine is not None:
+            report.weights, report.reduced = self.engine.weights_report(), self.engine.reduced()
+        elif self.workers:
+            report.workers = [WorkerCounts(**asdict(each)) for each in self.workers]
+            report.weights = WeightsReport.of_workers([each.weights for each in self.workers if each.weights])
         if hasattr(self, "builder"):
             threads = self.opened.threads
             if threads is not None and threads.ran:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
@@ -14,11 +14,11 @@ from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.sections import MOST_SECTIONS
 from prefillcli.data.rows import ErrorCode, Float64Array, RowError, ScoredRow, Window
 from prefillcli.decode.continuations import Beginning, Continuation
-from prefillcli.engines.base import PLAIN, Answer, Engine, PlanEngine, Treatment
+from prefillcli.engines.base import PLAIN, Answer, PlanEngine, Treatment
 from prefillcli.jobs.wanted_rows import ChosenByScores, GivenContinuations, JobRationales, WeighedRow, scored_row
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Limits, Pack
-from prefillcli.plan.plan import Plan, packs_to_run
+from prefillcli.plan.plan import Plan
 from prefillcli.report.run import Tokens
 from prefillcli.runtime.clock import Phase
 
@@ -403,6 +403,7 @@ def follow_up(
         group.append(work.wanted.pop(0))
         tokens += each * len(group[-1].request.prompt.tokens)
     found = FollowUp(work.window, group, job, limits, schedule, tick)
+    found.plan = replace(found.plan, packs=work.after(found.plan))
     found.finished += [each.scored for each in past_limit]
     return found
 
@@ -448,30 +449,6 @@ class Listener(Protocol):
         """So many `rows` (also parts of one), prompt `tokens` and this `share` of the pack more are computed."""
 
     def pack_ends(self, pack: Pack) -> None: ...
-
-
-def score_window(
-    window: Window,
-    done: set[int],
-    carried: Sequence[CarriedBlock],
-    engine: Engine,
-    compressor: WindowCompressor | None,
-    options: ScoringOptions,
-    listener: Listener,
-) -> Iterator[Finished]:
-    """Score the rows of `window` that are not `done`; what is finished comes as soon as the engine answers.
-
-    Arguments as in `begin_window`. Raises ResourceError if the engine cannot go on.
-    """
-    work, finished = begin_window(window, done, carried, engine, compressor, options, listener)
-    plan = work.plan
-    at_hand = {pack.block for pack in plan.given if pack.block is not None and engine.holds(pack.block)}
-    packs = packs_to_run(plan, work.done_prompts, at_hand)
-    yield finished
-    listener.planned(packs, len(window.rows) - len(done))
-    for pack in packs:
-        yield from _score_pack(pack, work, engine, options, listener)
-    yield from _follow_up(work, engine, options, listener)
 
 
 def begin_window(
@@ -570,43 +547,3 @@ def _audited(window: Window, requests: Sequence[Request], engine: PlanEngine, op
         if (request.compressed or flips) and len(request.prompt.tokens) <= most
     ]
     return options.audit.draw(window, able)
-
-
-def _follow_up(work: WindowWork, engine: Engine, options: ScoringOptions, listener: Listener) -> Iterator[Finished]:
-    """What is done for the wanted rows of a window once all are scored."""
-    while (
-        following := follow_up(work, engine.limits, options.schedule, lambda: listener.step(None, 0, 0, 0))
-    ) is not None:
-        yield Finished(rows=following.finished)
-        packs = work.after(following.plan)
-        listener.planned(packs, 0)
-        for pack in packs:
-            yield from _score_pack(pack, following, engine, options, listener)
-
-
-def _score_pack(
-    pack: Pack, work: PlannedWork, engine: Engine, options: ScoringOptions, listener: Listener
-) -> Iterator[Finished]:
-    rows, tokens = work.share(pack)
-
-    def tick(step: float) -> None:
-        listener.step(pack, step * rows, step * tokens, step / len(pack.tokens))
-        options.adjust_threads()
-
-    options.adjust_threads()
-    listener.pack_begins(pack)
-    sets = options.labels.sets
-    # What is computed of a block is counted here, whether or not it is charged to a row of another pack.
-    uncounted = len(pack.tokens) if pack.block is not None else -pack.charged_tokens
-    treatment = work.treatment(pack)
-    answers = iter(engine.answer(pack, lambda i: sets[work.requests[i].prompt.labels], tick, treatment))
-    while True:
-        with listener.phase("model", waits=engine.waits):
-            found = next(answers, None)
-        if found is None:
-            break
-        finished = work.take(pack, found)
-        finished.tokens.computed += uncounted
-        uncounted = 0
-        yield finished
-    listener.pack_ends(pack)

@@ -282,10 +282,10 @@ def test_an_adapter_that_changes_while_it_is_read_ends_the_job(
         Path("red/adapter_config.json").write_text("{}")
         return load(*arguments, **options)
 
-    from prefillcli.jobs import window_loop
+    from prefillcli.jobs import scorer
 
-    load = window_loop.load_models
-    monkeypatch.setattr(window_loop, "load_models", changed)
+    load = scorer.load_models
+    monkeypatch.setattr(scorer, "load_models", changed)
     done = score("in.parquet", model=model, adapter="red")
     assert done["exit_code"] == 4
     assert "red/adapter_config.json changed while the job ran" in done["error"]

@@ -247,7 +247,7 @@ def test_a_profile_that_fails_its_check_is_not_used(
 def test_a_profile_of_another_job_is_refused(
     exited: Path, data: Path, model: Path, deep_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loading = "prefillcli.jobs.window_loop.load_models"
+    loading = "prefillcli.jobs.scorer.load_models"
     monkeypatch.setattr(loading, lambda *_, **__: pytest.fail("the weights are loaded"))
     profile = exited / "out.exit.json"
     other_model = score(data, model=model, exit_profile=profile, **EXITS)

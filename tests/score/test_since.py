@@ -160,7 +160,7 @@ def test_a_night_without_changes_loads_no_model(model: Path, since: str, monkeyp
     def load(*_: Any, **__: Any) -> None:
         raise AssertionError("the model is loaded")
 
-    monkeypatch.setattr("prefillcli.jobs.window_loop.load_models", load)
+    monkeypatch.setattr("prefillcli.jobs.scorer.load_models", load)
     summary = score("in0.parquet", since=since, **flags(model))
     assert summary["exit_code"] == 0
     assert pq.read_table("out.parquet").equals(pq.read_table(since))

@@ -6,11 +6,12 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from prefillcli.compress.answers import plan_requests
 from prefillcli.compress.base import FAILED
 from prefillcli.decode.continuations import DecodingReport
 from prefillcli.engines.base import PLAIN, Answer, LabelTokens, ReducedPacks, Treatment, WeightsReport
@@ -21,11 +22,13 @@ from prefillcli.plan.pack import FreePack, Key, Limits, Pack, free_packs, groups
 from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.plan.trie import TokenArray
 from prefillcli.runtime import log
+from prefillcli.runtime.clock import Phase
 from prefillcli.runtime.log import log_of
 from prefillcli.runtime.signals import Stop
 
 if TYPE_CHECKING:
     from prefillcli.compress.base import ImportanceEstimate, Overlap, Tick
+    from prefillcli.jobs.loop import Asked
 
 
 # What the driver of a job and its workers say to each other. All of it can be pickled.
@@ -470,6 +473,8 @@ class Dispatcher:
 
 Cost = Callable[[Plan], float]
 """What a plan is predicted to take, in any unit."""
+AHEAD = 2
+"""Packs for each worker that wait at least, while there are more windows."""
 _POLL_SECONDS = 0.5  # between two looks for a signal
 _REPORT_SECONDS = 5.0
 
@@ -487,6 +492,7 @@ class Pool:
         self, crew: Crew, spec: WorkerSpec, spec_of: Callable[[WorkerSpec, int], WorkerSpec], *, cost: Cost, stop: Stop
     ) -> None:
         self.size = crew.size
+        self.ahead = AHEAD * crew.size
         self.tokens = 0
         """Tokens that drafts have computed so far."""
         self.failure: BaseException | None = None
@@ -525,9 +531,13 @@ class Pool:
         if self._pack_tokens is not None:
             self.limits = replace(self._most, tokens=min(self._most.tokens, max(self._pack_tokens, 2 * longest)))
 
-    def pump(self, seconds: float = _POLL_SECONDS) -> list[Ready]:
+    def pump(
+        self,
+        seconds: float = _POLL_SECONDS,
+        phase: Callable[[Phase], AbstractContextManager[None]] = lambda name: nullcontext(),
+    ) -> list[Ready]:
         """Wait for what happens next, and let it have its effects. Raises Interrupted after a signal."""
-        with self._stop.at_once():
+        with phase("model"), self._stop.at_once():
             outcomes, started = self.dispatcher.wait(seconds)
         for outcome in outcomes:
             if outcome.lost is not None and not self._stop.asked:
@@ -546,6 +556,55 @@ class Pool:
     ) -> Item:
         """A task for which this plan is computed."""
         return Item(task, self._cost(plan), took, begun)
+
+    @property
+    def waiting(self) -> int:
+        """Items that no worker has yet."""
+        return self.dispatcher.waiting
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return self.dispatcher.idle
+
+    def ask(self, asked: Asked) -> None:
+        """As `ScoringPool`: packs that stand alone, so that any worker can do them."""
+        plan, done = asked.work.plan, set(asked.work.done_prompts)
+        free = [
+            each
+            for each in free_packs(self.numbered([*plan.given, *plan.packs]))
+            if not done.issuperset(each.pack.prompts)
+        ]
+        asked.planned([each.pack for each in free])
+        self.add([self._question(asked, each) for each in group] for group in groups_of(free))
+
+    def _question(self, asked: Asked, each: FreePack, losses: int = 0) -> Item:
+        pack, requests = each.pack, asked.work.requests
+
+        def took(outcome: Outcome) -> None:
+            if outcome.tokens:
+                asked.advanced(pack, outcome.tokens)
+            if outcome.result is not None:
+                answered: Answered = outcome.result
+                asked.answered(pack, answered.answers, answered.refilled_tokens - pack.charged_tokens)
+                asked.ended(pack)
+            elif outcome.given_up and len(pack.prompts) == 1:
+                asked.given_up(pack, f"{outcome.lost} whenever this row was scored, at last by itself")
+            elif outcome.given_up:
+                self._ask_one_by_one(asked, pack)
+
+        task = answer_task(
+            each, lambda prompt: asked.label_sets[requests[prompt].prompt.labels], asked.work.treatment(pack)
+        )
+        return Item(task, self._cost(Plan([pack], 0)), took, partial(asked.begun, pack), losses)
+
+    def _ask_one_by_one(self, asked: Asked, pack: Pack) -> None:
+        """Ask for each row of a pack alone: then a row that ends workers does no harm to the others."""
+        asked.split(pack, len(pack.prompts))
+        for prompt in pack.prompts:
+            (alone,) = self.numbered(plan_requests([asked.work.requests[prompt]], self.limits).packs)
+            free = FreePack(replace(alone, reads=[(alone.reads[0][0], (prompt,))]))
+            self.add([[self._question(asked, free, MOST_LOSSES - 1)]])
 
     def add(self, groups: Iterable[Sequence[Item]]) -> None:
         """Give the workers groups of items, behind those that they were given before."""

@@ -1,0 +1,181 @@
+"""A scorer: the models, the prompts and the features of a job, opened once. Rows in, scored rows out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from prefillcli.compress.answers import AuditDraw
+from prefillcli.data.rows import Window
+from prefillcli.engines.base import Engine
+from prefillcli.engines.memory_plan import REDUCED
+from prefillcli.engines.registry import loader_of
+from prefillcli.jobs.inputs import USUAL, Granularity, Opening
+from prefillcli.jobs.load import compression_of, load_models
+from prefillcli.jobs.loop import Receiver, ScoringLoop
+from prefillcli.jobs.row_choice import RowChoice
+from prefillcli.jobs.runners.local import LocalPool
+from prefillcli.jobs.wanted_rows import job_rationales, text_room
+from prefillcli.jobs.window_scoring import ScoringOptions
+from prefillcli.options.commands import ScoreSettings
+
+if TYPE_CHECKING:  # these take torch along
+    from prefillcli.compress.compressor import Compressor
+    from prefillcli.compress.window_compressor import WindowCompressor
+    from prefillcli.forecast.profile import Profile
+    from prefillcli.jobs.runners.pool import Pool
+    from prefillcli.runtime.signals import Stop
+
+
+class Scorer(Opening):
+    """An `Opening` whose models are loaded: in this process, or in workers of its own.
+
+    Close `loaded` and the builder.
+    """
+
+    pool: LocalPool | Pool
+    """What answers packs."""
+    pack_seconds = 0.0
+    """No pack takes less: so long are the weights read for it."""
+    plan: Mapping[str, Any] = MappingProxyType({})
+    """What all attempts at a job must have in common, like the sizes of packs and what is learnt before the first
+    window."""
+
+    def __init__(self, settings: ScoreSettings, granularity: Granularity = USUAL) -> None:
+        super().__init__(settings)
+        self.granularity = granularity
+        self.loaded = ExitStack()
+        """What is closed when all rows are scored, the models among it."""
+        self.earlier: Mapping[str, Any] = {}
+        """The plan of an earlier attempt, or of the rows before."""
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine, where it is in this process and loaded."""
+        return getattr(getattr(self, "pool", None), "engine", None)
+
+    def load(self, *, profile: Profile | None = None, share: float = 1.0) -> None:
+        """Load the models in this process. `profile` and `share` as in `LoadRequest`. Raises as `load_models`."""
+        settings, opened, before = self.settings, self.opened, self.plan
+        models = load_models(
+            opened,
+            settings,
+            loader_of(settings.engine),
+            keep=keep_rate(settings, before),
+            before=before,
+            options=settings.engine_options,
+            measured=profile,
+            share=share,
+            placement=settings,
+            **text_room(settings, opened, self.labels.names),
+        )
+        self.loaded.callback(models.close)
+        self.pool = LocalPool(models.engine, self.adjust_threads, self._note_memory)
+        self.compressor, self.pack_seconds = models.compressor, models.pack_seconds
+        self._take_plan(models.plan)
+
+    def start_workers(self, stop: Stop, digests: Mapping[str, str], profile: Profile | None = None) -> None:
+        """Have workers load the models. `digests` are those of the models' contents. Raises as `start_pool`."""
+        from prefillcli.jobs.runners.parallel import start_pool
+
+        settings, opened, before = self.settings, self.opened, self.plan
+        keep = keep_rate(settings, before)
+        pool = start_pool(settings, opened, stop, keep=keep, before=before, profile=profile, digests=digests)
+        self.loaded.callback(pool.close)
+        self.pool, self.compressor = pool, self._compressor_of(pool, keep)
+        self._take_plan(pool.plan)
+
+    def _compressor_of(self, pool: Pool, keep: float) -> Compressor | None:
+        """What compresses prompts with the drafts of the workers."""
+        if not self.opened.compresses:
+            return None
+        from prefillcli.compress.load import make_compressor
+        from prefillcli.compress.pickers import PickerResources
+
+        picker = "self-draft" if self.opened.drafts_itself else "specprefill"
+        resources = PickerResources(settings=compression_of(self.settings), draft=pool)
+        return make_compressor(picker, resources, self.opened, pool.plan.get("keep", keep))
+
+    def _take_plan(self, plan: Mapping[str, Any]) -> None:
+        self.earlier = self.plan
+        kept = {name for each in self.features for name in each.plan_keys}
+        self.plan = {**plan, **{name: value for name, value in self.plan.items() if name in kept}}
+
+    def _note_memory(self) -> None:
+        """Keep in the plan to which sizes the engine went down when memory ran out: no other attempt runs out of it
+        the same way."""
+        found = None if self.engine is None else self.engine.reduced()
+        if found is not None and self.plan.get(REDUCED) != asdict(found):
+            self.plan = {**self.plan, REDUCED: asdict(found)}
+
+    def learn(self, tick: Callable[[float], None]) -> None:
+        """Let the features learn from answers of the models, before the first window."""
+        before = self.earlier
+        for each in self.features:
+            learnt = each.learn(self, self.pool, before, tick)  # which may change the plan itself
+            self.plan = {**self.plan, **learnt}
+        self.earlier = self.plan
+
+    def use_models_of(self, other: Scorer) -> None:
+        """Score with the loaded models of another scorer, and with its plan."""
+        self.use_models(other.opened, other.labels)
+        self.pool, self.compressor, self.plan, self.earlier = other.pool, other.compressor, other.plan, other.earlier
+
+    def score(
+        self,
+        windows: Iterator[Window],
+        receiver: Receiver,
+        *,
+        ready: Callable[[], bool] = lambda: True,
+        audit: AuditDraw | None = None,
+        chosen: Callable[[], int] = lambda: 0,
+        methods: Mapping[str, int] | None = None,
+        written: Callable[[int], None] = lambda window: None,
+    ) -> None:
+        """Score windows, and give their rows to a receiver.
+
+        `ready` tells whether the next window can be had at once. `audit` draws the rows that are read in full as well.
+        Of the rows that `--rationale-limit` counts, `chosen` are written so far. `methods` counts the rows so far by
+        their method. `written` as in `ScoringLoop`. Raises ResourceError if the models cannot go on.
+        """
+        compressor = self._window_compressor({} if methods is None else methods)
+        rationales = job_rationales(self, RowChoice.of(self.settings, self.schema()), chosen)
+        options = ScoringOptions(
+            labels=self.labels,
+            schedule=self.settings.schedule,
+            block_tokens=0 if self.compressor is not None else self.granularity.block_tokens,
+            audit=audit,
+            features=self.features,
+            rationales=rationales,
+            adjust_threads=self.adjust_threads,
+        )
+        try:
+            ScoringLoop(self.pool, compressor, options, receiver, written).score(windows, ready)
+        finally:
+            if rationales is not None and rationales.evidence is not None:
+                rationales.evidence.close()
+
+    def _window_compressor(self, methods: Mapping[str, int]) -> WindowCompressor | None:
+        if self.compressor is None:
+            return None
+        from prefillcli.compress.window_compressor import AutoKeep, WindowCompressor
+
+        settings, auto = self.settings, None
+        if settings.keep == "auto" and "keep" not in self.plan:
+            auto = AutoKeep(settings.max_flips, settings.audit)
+        return WindowCompressor(self.compressor, self.pool, self.labels, auto=auto, methods=methods)
+
+    def adjust_threads(self) -> None:
+        """Compute with as many threads as this machine has cores free."""
+        threads = self.opened.threads
+        if threads is not None:
+            threads.adjust()
+
+
+def keep_rate(settings: ScoreSettings, plan: Mapping[str, Any]) -> float:
+    """A job's keep rate: given or, by its plan, chosen; 1 until it is."""
+    rate: float = plan.get("keep", 1.0 if settings.keep == "auto" else settings.keep)
+    return rate
