@@ -29,8 +29,8 @@ from benchmarks.spread import Spread
 from prefillcli.bench.contenders import state_drift
 from prefillcli.bench.contest import interleaved
 from prefillcli.bench.report import StateDrift
-from prefillcli.compress.selection import Request
 from prefillcli.compress.settings import Compression
+from prefillcli.core.request import Request
 from prefillcli.data.rows import Prompt
 from prefillcli.models.shape import Shape, prefill_flops
 from prefillcli.plan.pack import Limits

@@ -25,8 +25,8 @@ from typer.testing import CliRunner, Result
 
 from prefillcli.cli import app
 from prefillcli.compress.compressor import Neighbour, why_kept
-from prefillcli.compress.selection import Request
 from prefillcli.compress.settings import Compression
+from prefillcli.core.request import Request
 from prefillcli.data.prompts.encoding import Encoder, token_texts
 from prefillcli.data.rows import Prompt
 from prefillcli.errors import Interrupted

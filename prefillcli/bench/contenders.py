@@ -16,15 +16,14 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from prefillcli.bench.report import ExitResult, LayerDrift, StateDrift
-from prefillcli.compress.answers import answer, answer_requests, method_of, plan_requests
 from prefillcli.compress.base import ImportanceEstimate
 from prefillcli.compress.compressor import Compressor
 from prefillcli.compress.load import make_compressor, translator_of
 from prefillcli.compress.pickers import PickerResources
 from prefillcli.compress.row_pickers import GemFilter
-from prefillcli.compress.selection import Request
 from prefillcli.compress.self_draft import SelfDraft
 from prefillcli.compress.settings import Compression
+from prefillcli.core.request import Request, answer, answer_requests, method_of, plan_requests
 from prefillcli.data.prompts.encoding import Spans
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.rows import Float64Array, Prompt

@@ -27,12 +27,11 @@ from prefillcli.bench.contenders import (
 from prefillcli.bench.material import Material
 from prefillcli.bench.report import REFERENCE, Answers, MethodResult, Predicted, Range, WorkloadResult
 from prefillcli.bench.vllm_method import start_vllm
-from prefillcli.compress.base import FALLBACK, is_fallback
 from prefillcli.compress.load import own_layers
 from prefillcli.compress.pickers import PICKERS
 from prefillcli.core.feature import features
 from prefillcli.data.prompts.encoding import Spans, spans_of
-from prefillcli.data.rows import Float64Array
+from prefillcli.data.rows import FALLBACK, Float64Array, is_fallback
 from prefillcli.errors import PrefillError, UsageError
 from prefillcli.runtime.memory import process_memory, reserved_at_peak, reset_peak_memory, trim_heap
 from prefillcli.stats.audit import audit_of, flip_interval

@@ -15,8 +15,7 @@ import torch
 from prefillcli.bench.contenders import Contender, Cost, Equipment, MethodRun
 from prefillcli.bench.material import Material
 from prefillcli.bench.text_methods import TextMethod, TextRun, TextTask
-from prefillcli.compress.answers import plan_requests
-from prefillcli.compress.selection import Request
+from prefillcli.core.request import Request, plan_requests
 from prefillcli.data.rows import Prompt
 from prefillcli.decode.continuations import DecodingReport
 from prefillcli.engines.base import Answer, LoadRequest, Treatment

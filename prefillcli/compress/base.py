@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -11,17 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from prefillcli.compress.settings import Compression
-from prefillcli.data.rows import FULL, Int32Array, Int64Array, Prompt, reading_method
+from prefillcli.core.request import Thinning, Tick
+from prefillcli.data.rows import FALLBACK, FULL, Int32Array, Int64Array, Prompt, is_fallback, reading_method
 from prefillcli.plan.trie import TokenArray
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from prefillcli.compress.selection import Thinning
-
-
-FALLBACK = "fallback:"
-"""What the column `method` begins with where a prompt in full should have been compressed; a reason follows."""
 
 NO_MEMORY, TOO_LONG, VOCABULARY = "draft_memory", "draft_length", "draft_vocabulary"
 NO_VOTE, NOT_FINITE, FAILED = "draft_window", "draft_not_finite", "draft_error"
@@ -48,11 +44,6 @@ FALLBACKS = {
     FAILED: Fallback("the draft failed on the prompt's pack, for lack of memory for example", fault=True),
 }
 """The reasons by name."""
-
-
-def is_fallback(method: str) -> bool:
-    """Whether a prompt of this `method` should have been compressed and was read in full."""
-    return method.startswith(FALLBACK)
 
 
 def compressed_rows(methods: Mapping[str, int]) -> int:
@@ -85,7 +76,6 @@ def _readings(methods: Mapping[str, int]) -> Counter[str]:
 
 
 Float32Array = npt.NDArray[np.float32]
-Tick = Callable[[float], None]
 
 
 @dataclass(slots=True)

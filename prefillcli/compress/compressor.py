@@ -9,10 +9,11 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from prefillcli.compress.base import FALLBACK, FALLBACKS, ImportanceEstimate, Picker, Tick, is_fallback
-from prefillcli.compress.selection import Request, Thinning, full_prefixes
+from prefillcli.compress.base import FALLBACKS, ImportanceEstimate, Picker
+from prefillcli.compress.selection import full_prefixes
 from prefillcli.compress.settings import Compression
-from prefillcli.data.rows import FULL, Prompt
+from prefillcli.core.request import Request, Thinning, Tick
+from prefillcli.data.rows import FALLBACK, FULL, Prompt, is_fallback
 from prefillcli.models.shape import NoCostModel, prefill_flops, thinned_flops
 
 # Which prompts compression pays for: those with enough tokens, or those for which the cost model predicts a gain.

@@ -24,10 +24,10 @@ from prefillcli.compress.base import (
     Float32Array,
     ImportanceEstimate,
     Overlap,
-    Tick,
 )
 from prefillcli.compress.selection import select_all
 from prefillcli.compress.settings import Compression, Reduce
+from prefillcli.core.request import Tick
 from prefillcli.data.rows import Int64Array, Prompt
 from prefillcli.decode.behind import look_ahead
 from prefillcli.errors import UsageError

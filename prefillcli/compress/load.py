@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from prefillcli.compress.base import FAILED, TEXT, Estimator, ImportanceEstimate, Overlap, Tick
+from prefillcli.compress.base import FAILED, TEXT, Estimator, ImportanceEstimate, Overlap
 from prefillcli.compress.compressor import WorthCompressing
 from prefillcli.compress.pickers import PICKERS, PickerResources
 from prefillcli.compress.settings import Compression
+from prefillcli.core.request import Tick
 from prefillcli.data.prompts.encoding import EncodedText, Encoder, NotLiteral, token_texts
 from prefillcli.data.rows import Float64Array, Int32Array
 from prefillcli.errors import UsageError, brief

@@ -15,9 +15,10 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from prefillcli.compress.base import NOT_FINITE, Float32Array, ImportanceEstimate, Tick
+from prefillcli.compress.base import NOT_FINITE, Float32Array, ImportanceEstimate
 from prefillcli.compress.selection import budget, chunk_count, ends, tails
 from prefillcli.compress.settings import Compression
+from prefillcli.core.request import Tick
 from prefillcli.data.prompts.encoding import Spans
 from prefillcli.data.rows import Int64Array, Prompt
 from prefillcli.plan.account import account

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prefillcli.compress.base import NO_VOTE, NOT_FINITE, Float32Array, ImportanceEstimate, Tick
+from prefillcli.compress.base import NO_VOTE, NOT_FINITE, Float32Array, ImportanceEstimate
 from prefillcli.compress.draft import PromptQueries, add_votes, importance, last_queries, last_tokens
-from prefillcli.compress.selection import Request, Thinning, select_all, tails
+from prefillcli.compress.selection import budget, chunk_count, select_all, tails
 from prefillcli.compress.settings import Compression
+from prefillcli.core.request import Thinning, Tick
 from prefillcli.data.rows import Prompt
 from prefillcli.plan.pack import Pack
 from prefillcli.prefill.forest import WatchedLayer
@@ -88,13 +89,28 @@ class SelfDraftRule:
         return (votes, None) if bool(np.isfinite(votes).all()) else (None, NOT_FINITE)
 
 
-def rule_of(requests: Mapping[int, Request]) -> SelfDraftRule | None:
-    """The rule for these requests, by their numbers in a plan; None if the model thins none of them itself."""
-    own = {number: request.thinning for number, request in requests.items() if request.thinning is not None}
-    if not own:
-        return None
-    first = next(iter(own.values()))
-    return SelfDraftRule(first.layer, first.settings, {number: (each.keep, each.last) for number, each in own.items()})
+@dataclass(frozen=True, slots=True)
+class SelfThinning(Thinning):
+    """After `layer`, by its number, the share `keep` of the tokens goes on, and always the `last` ones."""
+
+    layer: int
+    keep: float
+    last: int
+    settings: Compression
+
+    @property
+    def alone(self) -> bool:  # type: ignore[override]
+        return self.settings.per_row
+
+    def most_kept(self, tokens: int) -> int:
+        # What is chosen may be among the tokens that are kept anyway.
+        chosen = budget(self.keep, chunk_count(tokens, self.settings.select_chunk)) * self.settings.select_chunk
+        return min(tokens, chosen + self.settings.keep_first + self.last)
+
+    def rule(self, thinnings: Mapping[int, Thinning]) -> SelfDraftRule:
+        own = {number: each for number, each in thinnings.items() if isinstance(each, SelfThinning)}
+        rates = {number: (each.keep, each.last) for number, each in own.items()}
+        return SelfDraftRule(self.layer, self.settings, rates)
 
 
 # The model's own first layers: what they attend to goes on to the others.
@@ -119,10 +135,10 @@ class SelfDraft:
         estimates: Sequence[ImportanceEstimate],
         keeps: Sequence[float | None],
         settings: Compression,
-    ) -> list[Thinning | None]:
+    ) -> list[SelfThinning | None]:
         lasts = tails([prompt.tokens for prompt in prompts], keeps, settings) if any(keeps) else [0] * len(prompts)
         return [
-            None if keep is None else Thinning(self.layer, keep, last, settings)
+            None if keep is None else SelfThinning(self.layer, keep, last, settings)
             for keep, last in zip(keeps, lasts, strict=True)
         ]
 

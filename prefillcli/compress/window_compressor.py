@@ -6,18 +6,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from prefillcli.compress.answers import answer, draw
 from prefillcli.compress.base import (
     ENOUGH_ROWS,
     FALLBACKS,
     NOT_FINITE,
     ImportanceEstimate,
-    Tick,
     compressed_rows,
     faulty_rows,
 )
 from prefillcli.compress.compressor import Compressor, why_in_full, why_no_rate
-from prefillcli.compress.selection import Request
+from prefillcli.core.request import Request, Tick, answer, draw
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.rows import Prompt, Window
 from prefillcli.engines.base import LabelTokens, PlanEngine

@@ -238,6 +238,15 @@ def reading_method(method: str) -> str:
     return FULL if method == EARLY_EXIT else method.removesuffix(_LEFT)
 
 
+FALLBACK = "fallback:"
+"""What a method begins with where a prompt that was to be compressed was read in full; a reason follows."""
+
+
+def is_fallback(method: str) -> bool:
+    """Whether a prompt of this method should have been compressed and was read in full."""
+    return method.startswith(FALLBACK)
+
+
 def left_early(method: str) -> bool:
     """Whether a row of this method left before the last layer."""
     return method == EARLY_EXIT or method.endswith(_LEFT)

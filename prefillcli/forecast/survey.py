@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from prefillcli.compress.answers import plan_requests, planned_adapters, planned_positions
 from prefillcli.compress.compressor import keep_rates
 from prefillcli.compress.load import own_layers, plan_draft, translator_of, worth_of
-from prefillcli.compress.selection import Request, select_all
+from prefillcli.compress.selection import select_all
 from prefillcli.compress.settings import Compression
+from prefillcli.core.request import Request, plan_requests, planned_adapters, planned_positions
 from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.reading.record_batches import BATCH_ROWS
 from prefillcli.data.reading.source import Source

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from prefillcli.compress.answers import AuditDraw
+from prefillcli.core.request import AuditDraw
 from prefillcli.data.output.columns import ROW_COLUMN, ColumnGroups
 from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.parts import RowDigests

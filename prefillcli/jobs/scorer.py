@@ -8,7 +8,7 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from prefillcli.compress.answers import AuditDraw
+from prefillcli.core.request import AuditDraw
 from prefillcli.data.rows import Window
 from prefillcli.engines.base import Engine
 from prefillcli.engines.memory_plan import REDUCED

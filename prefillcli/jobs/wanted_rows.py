@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 
-from prefillcli.compress.answers import kept_tokens, method_of
-from prefillcli.compress.selection import Request
 from prefillcli.core.feature import features_of
+from prefillcli.core.request import Request, kept_tokens, method_of
 from prefillcli.data.output.columns import Probabilities, ResultRows
 from prefillcli.data.output.scored_truth import id_texts
 from prefillcli.data.prompts.sections import Ablation, Beginnings

@@ -7,9 +7,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
-from prefillcli.compress.answers import AuditDraw, kept_tokens, plan_requests, thinning_of
-from prefillcli.compress.selection import Request
 from prefillcli.core.feature import Feature
+from prefillcli.core.request import AuditDraw, Request, kept_tokens, plan_requests, thinning_of
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.sections import MOST_SECTIONS
 from prefillcli.data.rows import ErrorCode, Float64Array, RowError, ScoredRow, Window

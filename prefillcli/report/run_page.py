@@ -6,9 +6,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from prefillcli.compress.base import is_fallback
 from prefillcli.data.output.store import put_text
-from prefillcli.data.rows import FULL, ErrorCode
+from prefillcli.data.rows import FULL, ErrorCode, is_fallback
 from prefillcli.errors import NOTHING_TO_DO, Interrupted, PrefillError, ResourceError
 from prefillcli.redaction import shown_report, without_secrets
 from prefillcli.report.rationale import RationaleUse, rationale_lines, rationale_view

@@ -22,7 +22,7 @@ from prefillcli.bench.report import (
     drift_table,
     workload_remarks,
 )
-from prefillcli.compress.selection import Request
+from prefillcli.core.request import Request
 from prefillcli.data.rows import Prompt
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.forest import ATTENTION, register

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.compress.answers import AuditDraw, draw
+from prefillcli.core.request import AuditDraw, draw
 from prefillcli.data.reading.record_batches import Selection
 from prefillcli.data.rows import Window
 

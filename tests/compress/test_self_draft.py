@@ -11,13 +11,12 @@ import torch
 import torch.nn.functional as F
 from transformers import MambaConfig
 
-from prefillcli.compress.answers import plan_requests, thinning_of
 from prefillcli.compress.base import NO_VOTE
 from prefillcli.compress.compressor import OVERHEAD, WorthCompressing
 from prefillcli.compress.load import choosing_layers
-from prefillcli.compress.selection import Request, Thinning
-from prefillcli.compress.self_draft import SelfDraftRule
+from prefillcli.compress.self_draft import SelfDraftRule, SelfThinning
 from prefillcli.compress.settings import Compression
+from prefillcli.core.request import Request, plan_requests, thinning_of
 from prefillcli.data.rows import Prompt
 from prefillcli.errors import UsageError
 from prefillcli.plan.pack import Limits, Pack
@@ -196,7 +195,7 @@ def test_a_layer_that_does_not_see_the_whole_prompt_is_not_taken() -> None:
 
 
 def requests_of(prompts: list[Tokens], keeps: list[float | None], how: Compression) -> list[Request]:
-    own = [None if keep is None else Thinning(1, keep, LAST, how) for keep in keeps]
+    own = [None if keep is None else SelfThinning(1, keep, LAST, how) for keep in keeps]
     return [
         Request(Prompt(number, tokens, 0), thinning=each)
         for number, (tokens, each) in enumerate(zip(prompts, own, strict=True))

@@ -11,9 +11,7 @@ import numpy as np
 import pyarrow as pa
 from pydantic import ValidationError
 
-from prefillcli.compress.answers import answer
-from prefillcli.compress.base import Tick
-from prefillcli.compress.selection import Request
+from prefillcli.core.request import Request, Tick, answer
 from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import Label, Labels, parse_labels
 from prefillcli.data.reading.record_batches import TableRows

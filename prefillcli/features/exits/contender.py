@@ -10,7 +10,7 @@ import numpy as np
 from prefillcli.bench.contenders import Contender, Cost, Equipment, MethodRun
 from prefillcli.bench.material import Material, made_material
 from prefillcli.bench.report import ClassFlips, ExitResult
-from prefillcli.compress.selection import Request
+from prefillcli.core.request import Request
 from prefillcli.data.rows import Float64Array, Prompt
 from prefillcli.engines.base import EarlyExits, Treatment
 from prefillcli.features.exits.judging import ExitCalibration, calibrate_exits

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from prefillcli.compress.answers import plan_requests, thinning_of
-from prefillcli.compress.selection import Request
+from prefillcli.core.request import Request, plan_requests, thinning_of
 from prefillcli.data.output.store import put_text
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.proof import ModelContents, hash_value, sealed_text

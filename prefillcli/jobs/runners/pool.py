@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from prefillcli.compress.answers import plan_requests
 from prefillcli.compress.base import FAILED
+from prefillcli.core.request import plan_requests
 from prefillcli.decode.continuations import DecodingReport
 from prefillcli.engines.base import PLAIN, Answer, LabelTokens, ReducedPacks, Treatment, WeightsReport
 from prefillcli.engines.memory_plan import Measured
@@ -27,7 +27,8 @@ from prefillcli.runtime.log import log_of
 from prefillcli.runtime.signals import Stop
 
 if TYPE_CHECKING:
-    from prefillcli.compress.base import ImportanceEstimate, Overlap, Tick
+    from prefillcli.compress.base import ImportanceEstimate, Overlap
+    from prefillcli.core.request import Tick
     from prefillcli.jobs.loop import Asked
 
 

@@ -1,18 +1,17 @@
-"""The answers of an engine to requests, without a job around them."""
+"""A prompt as the model reads it, and what an engine says of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from prefillcli.compress.base import FALLBACK, Tick
-from prefillcli.compress.selection import Request
 from prefillcli.data.reading.record_batches import Selection
-from prefillcli.data.rows import FULL, Window
+from prefillcli.data.rows import FALLBACK, FULL, Int32Array, Int64Array, Prompt, Window
 from prefillcli.engines.base import PLAIN, Answer, LabelTokens, PlanEngine, Treatment
 from prefillcli.errors import ResourceError
 from prefillcli.plan.blocks import CarriedBlock
@@ -21,7 +20,65 @@ from prefillcli.plan.plan import Plan, make_plan, marked_positions
 from prefillcli.plan.trie import TokenArray, token_order
 
 if TYPE_CHECKING:
-    from prefillcli.compress.self_draft import SelfDraftRule
+    from prefillcli.prefill.walk_state import ThinningRule
+
+Tick = Callable[[float], None]
+"""Called with the tokens that a step has advanced by; it may raise to stop."""
+
+
+class Thinning(ABC):
+    """How the model itself leaves tokens of a prompt behind while it reads it."""
+
+    keep: float
+    """Share of the tokens that its last layers read, beside those that they always read."""
+    alone: bool
+    """Whether it chooses for each prompt by itself: the last layers then have what prompts share once for each."""
+
+    @abstractmethod
+    def most_kept(self, tokens: int) -> int:
+        """How many of a prompt's tokens the last layers read, at most."""
+
+    @abstractmethod
+    def rule(self, thinnings: Mapping[int, Thinning]) -> ThinningRule:
+        """The rule for prompts that are planned together, of which these are thinned, by their numbers in the plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """How the target reads a prompt.
+
+    `kept` are the indices of the tokens it reads, ascending, which are their positions too; None: all of them. With a
+    `thinning` it reads all at first. `method` is what the output says: `full`, the name of a picker, or `fallback:`
+    with a reason.
+    """
+
+    prompt: Prompt
+    kept: Int64Array | None = None
+    method: str = FULL
+    pick_seconds: float = 0.0
+    """The prompt's share of the time that picking took."""
+    thinning: Thinning | None = None
+
+    @property
+    def tokens(self) -> Int32Array:
+        """The token ids that the target reads, int32 [kept]."""
+        return self.prompt.tokens if self.kept is None else self.prompt.tokens[self.kept]
+
+    @property
+    def positions(self) -> Int32Array | None:
+        """Their positions in the prompt, int32 [kept]; None where all are read."""
+        return None if self.kept is None else self.kept.astype(np.int32)
+
+    @property
+    def compressed(self) -> bool:
+        """Whether some of the prompt's tokens are left out."""
+        return self.kept is not None or self.thinning is not None
+
+    @property
+    def most_kept(self) -> int:
+        """How many tokens the last layers read, at most: what is chosen may be among those that are kept anyway."""
+        tokens = len(self.tokens)
+        return tokens if self.thinning is None else self.thinning.most_kept(tokens)
 
 
 def plan_requests(
@@ -60,13 +117,10 @@ def planned_adapters(requests: Sequence[Request]) -> list[str | None]:
     return [each.prompt.adapter for each in requests]
 
 
-def thinning_of(requests: Mapping[int, Request]) -> SelfDraftRule | None:
-    """The rule by which the target drops tokens of these requests itself, if of any; by their numbers in a plan."""
-    if all(request.thinning is None for request in requests.values()):
-        return None
-    from prefillcli.compress.self_draft import rule_of
-
-    return rule_of(requests)
+def thinning_of(requests: Mapping[int, Request]) -> ThinningRule | None:
+    """The rule by which the model leaves tokens of these requests behind, if of any; by their numbers in a plan."""
+    own = {number: each.thinning for number, each in requests.items() if each.thinning is not None}
+    return next(iter(own.values())).rule(own) if own else None
 
 
 def method_of(request: Request, answer: Answer) -> str:
@@ -153,7 +207,7 @@ def _groups(requests: Sequence[Request], limits: Limits) -> Iterator[tuple[list[
     twins = [n for n, each in enumerate(requests) if each.thinning is None and each.prompt.row in thinned]
     apart = set(twins)
     ordinary = [number for number in range(len(requests)) if number not in apart]
-    if not any(each.thinning is not None and each.thinning.settings.per_row for each in requests):
+    if not any(each.thinning is not None and each.thinning.alone for each in requests):
         yield ordinary, limits
     else:
         rates: dict[float | None, list[int]] = {}
