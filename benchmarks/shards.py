@@ -22,6 +22,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
+from prefillcli.data.output.columns import OutputSchema
+from prefillcli.data.output.manifest import Job
 from prefillcli.data.output.shard_folders import JoinedShards, ShardSink
 from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
@@ -115,17 +117,8 @@ def _merge(folder: str, windows: int, shards: int) -> tuple[float, float]:
 
 def _write_shard(output: str, shard: Shard, windows: int) -> None:
     labels, logprobs = ("Yes", "No"), np.log(np.array([0.6, 0.3]))
-    with ShardSink.open(
-        output,
-        fingerprint={"input": "made up"},
-        selection={},
-        resume=False,
-        overwrite=False,
-        label_names=labels,
-        id_name=None,
-        jsonl_input=False,
-        shard=shard,
-    ) as sink:
+    job, schema = Job({"input": "made up"}), OutputSchema(labels=labels)
+    with ShardSink.open(output, job, schema, shard=shard) as sink:
         for index in range(windows):
             whole = np.arange(index * WINDOW, (index + 1) * WINDOW)
             rows = whole[shard.number - 1 :: shard.count]

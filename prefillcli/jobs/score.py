@@ -10,6 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.core.request import AuditDraw
+from prefillcli.data.output import manifest
 from prefillcli.data.output.columns import ROW_COLUMN, ColumnGroups
 from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.parts import RowDigests
@@ -227,20 +228,13 @@ class Job(Scorer):
         try:
             return (Sink if settings.shard is None else ShardSink).open(
                 self.output,
-                fingerprint=self.report.fingerprint,
-                selection=selection(settings),
+                manifest.Job(self.report.fingerprint, selection(settings), schema.id_name),
+                schema,
                 resume=settings.resume,
                 overwrite=settings.overwrite,
-                label_names=schema.labels,
-                carried=schema.carried,
-                id_name=schema.id_name,
-                jsonl_input=schema.json_carried,
-                truth=schema.truth,
-                groups=schema.groups,
-                measure=schema.measure,
+                retry_errors=any(each.reopens() for each in self.features),
                 partitions=source.partitions if settings.partition else None,
                 shard=settings.shard_of,
-                retry_errors=any(each.reopens() for each in self.features),
             )
         except (OutputExistsError, OutputConflictError, OutputBusyError):
             self.report.report = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from prefillcli.data.output.columns import OutputSchema
+from prefillcli.data.output.manifest import Job
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.rows import Prompt, RowError, ScoredRow, Window
 
@@ -22,18 +25,17 @@ FINGERPRINT = {"input": "i", "model": "m", "tokenizer": "t", "template": "p", "l
 TOO_LONG = RowError("prompt_too_long", "9 tokens, the limit is 8")
 
 
-def open_sink(output: str | Path, **options: Any) -> Sink:
-    options = {
-        "fingerprint": FINGERPRINT,
-        "selection": {"limit": None, "sample": None, "seed": 0},
-        "resume": False,
-        "overwrite": False,
-        "label_names": LABELS,
+def open_sink(output: str | Path, kind: type[Sink] = Sink, **options: Any) -> Any:
+    """`options` are those of the job, of the schema, and of `Sink.open`."""
+    given: dict[str, Any] = {
+        "labels": LABELS,
         "id_name": "id",
-        "jsonl_input": False,
         "carried": pa.schema([("id", pa.string()), ("kept", pa.int64())]),
     } | options
-    return Sink.open(str(output), **options)
+    schema = OutputSchema(**{each.name: given.pop(each.name) for each in fields(OutputSchema) if each.name in given})
+    chosen = {"limit": None, "sample": None, "seed": 0}
+    job = Job(given.pop("fingerprint", FINGERPRINT), given.pop("selection", chosen), schema.id_name)
+    return kind.open(str(output), job, schema, **given)
 
 
 def make_window(index: int, rows: list[int], bad: tuple[int, ...] = (), json_text: bool = False) -> Window:

@@ -68,7 +68,7 @@ def test_without_exits_an_output_has_none_of_their_columns(tmp_path: Path, label
     found = []
     for exits in (False, True):
         output = str(tmp_path / f"{exits}.parquet")
-        with open_sink(output, label_names=LABELS[:labels], groups=ColumnGroups(exits=exits)) as sink:
+        with open_sink(output, labels=LABELS[:labels], groups=ColumnGroups(exits=exits)) as sink:
             own = ScoredRow(0, FULL[:labels], 0, 1, 1, 0.1)
             sink.write(make_window(0, [0]), [own], {}, temperature=1.0)
             sink.finish(1)

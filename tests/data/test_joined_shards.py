@@ -29,24 +29,15 @@ from prefillcli.data.reading.discovery import Partitions
 from prefillcli.data.rows import Window
 from prefillcli.data.shard import Shard
 from prefillcli.errors import PrefillError
-from tests.data.outputs import FINGERPRINT, LABELS, WINDOWS, open_sink, read, score_all
+from tests.data.outputs import WINDOWS, open_sink, read, score_all
 from tests.data.test_sink import jobs
 
 NAMES = ["out.parquet", "out.jsonl", "parts/"]
 
 
 def open_shard(output: str | Path, shard: Shard, **options: Any) -> ShardSink:
-    given: dict[str, Any] = {
-        "fingerprint": FINGERPRINT,
-        "selection": {"limit": None, "sample": None, "seed": 0},
-        "resume": False,
-        "overwrite": False,
-        "label_names": LABELS,
-        "id_name": "id",
-        "jsonl_input": False,
-        "carried": pa.schema([("id", pa.string()), ("kept", pa.int64())]),
-    }
-    return ShardSink.open(str(output), shard=shard, **(given | options))
+    sink: ShardSink = open_sink(output, ShardSink, shard=shard, **options)
+    return sink
 
 
 def own_rows(window: Window, dealt: Sequence[int], number: int) -> Window:
@@ -124,14 +115,14 @@ def test_a_row_that_two_shards_have_scored_is_refused(tmp_path: Path) -> None:
     score_shard(output, Shard(1, 2), WINDOWS, DEALT)
     other = [[0, 1, 0, 1, 1, 1, 0], *DEALT[1:]]  # row 5 went to the first already
     score_shard(output, Shard(2, 2), WINDOWS, other)
-    with pytest.raises(PrefillError, match="every row of window 0 exactly once"):
+    with pytest.raises(PrefillError, match="not every row of window 0 is there exactly once"):
         merge(output)
     assert not os.path.exists(output)
 
 
 def test_columns_and_folders_come_back_from_a_manifest(tmp_path: Path) -> None:
     with open_shard(
-        tmp_path / "o.parquet", Shard(1, 2), jsonl_input=True, groups=ColumnGroups(audit=True), truth="kept"
+        tmp_path / "o.parquet", Shard(1, 2), json_carried=True, groups=ColumnGroups(audit=True), truth="kept"
     ) as sink:
         schema = sink._schema
     assert to_schema(of_schema(schema), json_text=schema.json_text) == schema

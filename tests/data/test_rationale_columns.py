@@ -153,7 +153,7 @@ def test_rows_are_chosen_by_what_their_columns_will_say(tmp_path: Path, json_car
     kept = pa.string() if json_carried else pa.int64()
     carried = pa.schema([("id", pa.string()), ("kept", kept)])
     groups = ColumnGroups(exits=True)
-    with open_sink(output, groups=groups, carried=carried, jsonl_input=json_carried) as sink:
+    with open_sink(output, groups=groups, carried=carried, json_carried=json_carried) as sink:
         sink.write(window, [scored(row) for row in (*numbers, 5)], {}, temperature=2.0)
         sink.finish(1)
     written = dict(zip(range(3, 12), read(str(output)), strict=True))

@@ -59,7 +59,7 @@ def test_the_output_has_every_row_in_order_with_the_columns_of_the_manual(output
 def test_json_lines_input_gives_typed_parquet_and_the_same_json(output: str) -> None:
     windows = [make_window(w.index, w.rows.tolist(), tuple(w.errors), json_text=True) for w in WINDOWS]
     schema = pa.schema([("id", pa.string()), ("kept", pa.string())])
-    with open_sink(output, jsonl_input=True, carried=schema) as sink:
+    with open_sink(output, json_carried=True, carried=schema) as sink:
         score_all(sink, windows)
         sink.finish(3)
     assert read(output) == [expected_row(row, row in BAD) for row in range(15)]
@@ -68,7 +68,7 @@ def test_json_lines_input_gives_typed_parquet_and_the_same_json(output: str) -> 
 def test_without_an_id_column_there_is_the_row_number(output: str) -> None:
     window = Window(0, np.array([4, 9]), [Prompt(4, np.arange(2, dtype=np.int32), 0)], {9: TOO_LONG}, pa.table({}))
     window.carried = pa.table({"": pa.nulls(2)}).select([])
-    with open_sink(output, id_name=None, carried=None) as sink:
+    with open_sink(output, id_name=None, carried=pa.schema([])) as sink:
         sink.write(window, [scored(4)], {}, temperature=1.0)
         sink.finish(1)
     rows = read(output)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -394,15 +394,15 @@ class OutputSchema:
     """The columns of a job's output."""
 
     labels: tuple[str, ...]
-    id_name: str | None
+    id_name: str | None = None
     """The carried column with the ids; None where rows go by their number."""
-    carried: pa.Schema
+    carried: pa.Schema = field(default_factory=lambda: pa.schema([]))
     """Id and kept columns as the parts have them; from JSON Lines every one is JSON text."""
-    json_carried: bool
+    json_carried: bool = False
     """Whether the carried columns are JSON text."""
-    json_text: bool
+    json_text: bool = False
     """Whether such text is written as it is; else its values get the type that holds them."""
-    truth: str | None
+    truth: str | None = None
     """The carried column with the right answers."""
     groups: ColumnGroups = NO_GROUPS
     """Which columns there are beside those of every output."""
@@ -428,23 +428,23 @@ class OutputSchema:
         carried = list(self.carried)
         if self._typed:
             carried = [
-                pa.field(field.name, type_for(json_kinds.get(field.name, ()), ids=field.name == self.id_name))
-                for field in carried
+                pa.field(each.name, type_for(json_kinds.get(each.name, ()), ids=each.name == self.id_name))
+                for each in carried
             ]
         if self.id_name is None:
             carried.insert(0, pa.field(ROW_COLUMN, pa.int64()))
         else:
-            carried.sort(key=lambda field: field.name != self.id_name)
+            carried.sort(key=lambda each: each.name != self.id_name)
         metadata = {JOB_KEY: json.dumps(job.to_json()).encode()}
         return pa.schema([*carried, *self._results], metadata=metadata)
 
     def table(self, rows: pa.Table, schema: pa.Schema) -> pa.Table:
         """Rows of parts as rows of the output, whose `arrow` schema is given."""
         columns = []
-        for field in schema:
-            column = rows[ROW if field.name == ROW_COLUMN and self.id_name is None else field.name]
-            if self._typed and field.name in self.carried.names:
-                column = typed_column(column, field.type)
+        for own in schema:
+            column = rows[ROW if own.name == ROW_COLUMN and self.id_name is None else own.name]
+            if self._typed and own.name in self.carried.names:
+                column = typed_column(column, own.type)
             columns.append(column)
         return pa.Table.from_arrays(columns, schema=schema)
 

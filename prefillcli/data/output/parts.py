@@ -10,11 +10,12 @@ import hashlib
 import io
 import json
 import re
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import IO, Any
 
 import numpy as np
@@ -319,14 +320,14 @@ def read_parts(
         pool.shutdown(cancel_futures=True)
 
 
+@dataclass
 class _WindowParts:
     """The parts of one window."""
 
-    def __init__(self, rows: WindowRows) -> None:
-        self.rows = rows
-        self.numbers: list[int] = []
-        self.written = 0
-        self.carried: list[tuple[int, str]] = []
+    rows: WindowRows
+    numbers: dict[Store, list[int]] = field(default_factory=lambda: defaultdict(list))  # by the folder they are in
+    written: int = 0
+    carried: list[tuple[int, str]] = field(default_factory=list)
 
     @property
     def whole(self) -> bool:
@@ -334,26 +335,35 @@ class _WindowParts:
 
 
 class PartIndex:
-    """The parts of a job by window. Parts are added one by one; their rows are read only when asked for."""
+    """The parts of a job by window. Parts are added one by one; their rows are read only when asked for.
 
-    def __init__(self, work: Store) -> None:
+    `name` and `again` are for messages: whose parts these are, and what to do where rows are missing.
+    """
+
+    def __init__(self, name: str, again: str = "run again with --resume: they are scored again") -> None:
         self.counts = Counts()
         """Of all rows in the parts."""
         self.json_kinds: dict[str, set[str]] = {}
         """Of every column carried from JSON Lines which kinds of values it holds (see json_columns)."""
         self.next_sequence = 0
         """The number of the next part in the job."""
-        self._work = work
+        self._name = name
+        self._again = again
         self._windows: dict[int, _WindowParts] = {}
         self._rows: dict[int, set[int]] = {}  # of windows that were asked for and are not whole
 
-    def __bool__(self) -> bool:
-        return bool(self._windows)
+    def add(
+        self, work: Store, info: PartInfo, rows: Sequence[int] = (), *, expected: WindowRows | None = None
+    ) -> None:
+        """Take in a part of the folder `work`; `rows` are its row numbers where its window is being written.
 
-    def add(self, info: PartInfo, rows: Sequence[int] = ()) -> None:
-        """Take in a part; `rows` are its row numbers where its window is being written."""
-        window = self._windows.setdefault(info.window, _WindowParts(info.expected_rows))
-        window.numbers.append(info.number)
+        The parts of a window must hold its `expected` rows; without, those that the run which wrote them has of it.
+        """
+        expected = expected or info.expected_rows
+        window = self._windows.setdefault(info.window, _WindowParts(expected))
+        if window.rows != expected:
+            raise self._wrong(info.window)
+        window.numbers[work].append(info.number)
         window.written += info.counts.total
         if info.carried is not None:
             window.carried = info.carried
@@ -369,7 +379,7 @@ class PartIndex:
     def next_number(self, window: int) -> int:
         """The number of the next part in its window."""
         found = self._windows.get(window)
-        return max(found.numbers, default=-1) + 1 if found else 0
+        return max(chain(*found.numbers.values()), default=-1) + 1 if found else 0
 
     def rows(self, window: int) -> set[int]:
         """Numbers of the rows of a window that are in its parts."""
@@ -396,7 +406,7 @@ class PartIndex:
             return False
         if found.rows != WindowRows.of(rows):
             raise OutputConflictError(
-                f"{self._work.location} holds other rows for window {window} than the input has now\n"
+                f"{self._name} holds other rows for window {window} than the input has now\n"
                 "start over with --overwrite"
             )
         return found.whole
@@ -412,11 +422,13 @@ class PartIndex:
             if found is None and window in without:
                 continue
             if found is None or not found.whole or found.rows.first <= last or window >= windows:
-                raise PrefillError(
-                    f"{self._work.location}: rows of window {window} are missing or doubled\n"
-                    "run again with --resume; if this stays, with --overwrite"
-                )
+                raise self._wrong(window)
             last = found.rows.last
+
+    def require_rows(self, window: int, rows: Int64Array) -> None:
+        """Raise PrefillError unless these rows, ascending, are those that the parts of a window must hold."""
+        if WindowRows.of(rows) != self._windows[window].rows:
+            raise self._wrong(window)
 
     def tables(self) -> Iterator[pa.Table]:
         """The rows, window by window, each in the order of the input.
@@ -426,18 +438,19 @@ class PartIndex:
         for window in sorted(self._windows):
             rows = self._read(window)
             rows = rows.take(pa.array(np.argsort(rows[ROW].to_numpy(), kind="stable")))
-            if WindowRows.of(rows[ROW].to_numpy()) != self._windows[window].rows:
-                raise PrefillError(
-                    f"{self._work.location}: the parts of window {window} do not hold its rows any more\n"
-                    "run again with --resume: they are scored again"
-                )
+            self.require_rows(window, rows[ROW].to_numpy())
             yield rows
 
     def _read(self, window: int, columns: Sequence[str] | None = None) -> pa.Table:
         """The rows in the parts of a window. Raises DamagedFileError if a part is damaged."""
-        names = [part_name(window, number) for number in self._windows[window].numbers]
-        try:
-            found = [part.result()[1] for _, part in read_parts(self._work, names, columns)]
-            return pa.concat_tables(found, promote_options="default")  # an earlier version wrote fewer columns
-        except DamagedFileError as error:
-            raise DamagedFileError(f"{error}\nrun again with --resume: its rows are scored again") from None
+        found = []
+        for work, numbers in self._windows[window].numbers.items():
+            for _, part in read_parts(work, [part_name(window, number) for number in numbers], columns):
+                try:
+                    found.append(part.result()[1])
+                except DamagedFileError as error:
+                    raise DamagedFileError(f"{error}\n{self._again}") from None
+        return pa.concat_tables(found, promote_options="default")  # an earlier version wrote fewer columns
+
+    def _wrong(self, window: int) -> PrefillError:
+        return PrefillError(f"{self._name}: not every row of window {window} is there exactly once\n{self._again}")

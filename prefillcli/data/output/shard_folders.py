@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -17,19 +17,17 @@ from prefillcli.data.filesystems import WORK_ENDING, split_path
 from prefillcli.data.output import parts, store
 from prefillcli.data.output.columns import ColumnGroups, OutputSchema
 from prefillcli.data.output.counts import ROW, Counts
-from prefillcli.data.output.manifest import NAME, Job, Manifest
-from prefillcli.data.output.parts import PartInfo, WindowRows
+from prefillcli.data.output.manifest import NAME, Manifest
+from prefillcli.data.output.parts import PartIndex
 from prefillcli.data.output.sink import (
     Sink,
     commit,
     find_resumable,
-    find_resumable_shard,
+    is_merged,
     proven_parts,
     recover_publication,
-    require_undamaged,
-    retried,
 )
-from prefillcli.data.output.store import Lock, Store, open_store
+from prefillcli.data.output.store import Store, open_store
 from prefillcli.data.output.target import Target
 from prefillcli.data.reading.discovery import Partitions
 from prefillcli.data.rows import Int64Array
@@ -61,21 +59,18 @@ class ShardRecord:
     """Windows of the input; set when complete."""
 
     @classmethod
-    def of(cls, shard: Shard, schema: OutputSchema, partitions: Partitions | None) -> ShardRecord:
+    def of(cls, shard: Shard | None, schema: OutputSchema, partitions: Partitions | None) -> ShardRecord:
         return cls(str(shard), of_schema(schema), None if partitions is None else of_partitions(partitions))
 
     @classmethod
     def of_json(cls, content: Any) -> ShardRecord | None:
-        """The record that `to_json` gave; None for anything else."""
+        """The record that `dataclasses.asdict` gave; None for anything else."""
         try:
             record = cls(**content)
             Shard.parse(record.shard)
         except (TypeError, ValueError):
             return None
         return record
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -173,13 +168,13 @@ class ShardSink(Sink):
     It is complete when these are all there, or when the shards were merged: then the output is.
     """
 
-    _without: set[int]
-    """Windows of the input that have no rows of this shard, as far as they were read."""
+    _without: set[int]  # windows of the input that have no rows of this shard, as far as they were read
+    _record: ShardRecord
 
     @property
     def merged(self) -> bool:
         """Whether the job's output is there already."""
-        return _is_merged(self._manifest)
+        return is_merged(self._manifest)
 
     @property
     def location(self) -> str:
@@ -215,18 +210,10 @@ class ShardSink(Sink):
             return
         self._parts.require_complete(windows, self._without)
         self._lock.check()
-        record = self._record
-        record.windows = windows
+        self._record.windows = windows
         manifest = self._manifest
-        manifest.state, manifest.counts, manifest.shard = "complete", self._parts.counts, record.to_json()
+        manifest.state, manifest.counts, manifest.shard = "complete", self._parts.counts, asdict(self._record)
         manifest.save(self.work)
-
-    @property
-    def _record(self) -> ShardRecord:
-        record = ShardRecord.of_json(self._manifest.shard)
-        if record is None:
-            raise PrefillError(f"{self.work.location}/manifest.json: no shard is named there")
-        return record
 
     def _begin(self, *, fresh: bool) -> None:
         self._without = set()
@@ -239,49 +226,14 @@ class ShardSink(Sink):
             self._delete_parts()
         else:
             self._add_parts(proven_parts(self.work, manifest.job, shard))
-        record = ShardRecord.of_json(manifest.shard)
-        record = None if record is None or record.shard != str(shard) else record
+        found = ShardRecord.of_json(manifest.shard)
+        named = found is not None and found.shard == str(shard)
         lost = manifest.counts is None or manifest.counts.total != self._parts.counts.total
-        if fresh or record is None or (manifest.state == "complete" and lost):
-            if shard is None:
-                raise PrefillError(f"{self.work.location}: no shard is named")
-            manifest.state, manifest.counts = "running", None
-            manifest.shard = (record or ShardRecord.of(shard, self._schema, self._partitions)).to_json()
-            manifest.shard["windows"] = None
+        self._record = found if found is not None and named else ShardRecord.of(shard, self._schema, self._partitions)
+        if fresh or not named or (manifest.state == "complete" and lost):
+            self._record.windows = None
+            manifest.state, manifest.counts, manifest.shard = "running", None, asdict(self._record)
             manifest.save(self.work)
-
-    @staticmethod
-    def _find(target: Target, job: Job, resume: bool, overwrite: bool, *, quiet: bool) -> Manifest | None:
-        return find_resumable_shard(target, job, resume, overwrite, quiet=quiet)
-
-    @staticmethod
-    def _require_undamaged(target: Target, manifest: Manifest) -> None:
-        if _is_merged(manifest):
-            require_undamaged(target.whole, manifest)
-
-    @staticmethod
-    def _again(target: Target, found: Manifest, id_name: str | None) -> Manifest | None:
-        if _is_merged(found) and retried(target.whole, found, id_name) is not None:
-            raise UsageError(
-                f"--retry-errors: the shards of {target.path} were merged\nscore its error rows again without --shard"
-            )
-        return None  # a shard keeps its parts
-
-    @staticmethod
-    def _lock_of(target: Target, found: Manifest | None) -> Lock:
-        return _Unlocked() if found is not None and _is_merged(found) else target.work.lock()
-
-
-class _Unlocked:
-    """Nothing is written to an output that is complete."""
-
-    def check(self) -> None: ...
-
-    def release(self) -> None: ...
-
-
-def _is_merged(manifest: Manifest) -> bool:
-    return manifest.state == "complete" and manifest.shard is None
 
 
 _KEPT = ("evaluation", "max_error_rate")  # of a shard's plan, in the output's
@@ -301,7 +253,6 @@ class JoinedShards:
         self._locked = False
         self._folders: list[ShardFolder] = []
         self._records: list[ShardRecord] = []
-        self._kinds: dict[str, set[str]] = defaultdict(set)
 
     @property
     def count(self) -> int:
@@ -451,22 +402,29 @@ class JoinedShards:
 
     def check(self) -> None:
         """Raise PrefillError unless every row of the input is in the parts of these shards exactly once."""
-        self._kinds.clear()
-        last = -1
-        for window, members in self._windows():
-            numbers, whole = [], None
-            for folder, name in members:
-                info, rows = self._read(folder, name, [ROW])
-                if whole is not None and info.window_rows != whole:
-                    raise self._wrong(window)
-                whole = info.window_rows
-                numbers.append(rows[ROW].to_numpy())
-                for column, kinds in info.kinds.items():
-                    self._kinds[column].update(kinds)
-            together = np.sort(np.concatenate(numbers)) if numbers else np.empty(0, np.int64)
-            if whole is None or len(together) == 0 or WindowRows.of(together) != whole or whole.first <= last:
-                raise self._wrong(window)
-            last = whole.last
+        path = self._target.path
+        self._parts = PartIndex(f"the shards of {path}", "run each of them again with --resume, then merge again")
+        members = defaultdict(list)
+        for folder in self._folders:
+            for name in filter(parts.is_part, folder.work.names()):
+                members[parts.window_of(name)].append((folder, name))
+        for window in sorted(members):
+            numbers = [self._add(folder, name) for folder, name in members[window]]
+            self._parts.require_rows(window, np.sort(np.concatenate(numbers)))
+        self._parts.require_complete(self._records[0].windows or 0)
+
+    def _add(self, folder: ShardFolder, name: str) -> Int64Array:
+        """Take in a part, which must be of its shard and of the job; returns the numbers of its rows."""
+        again = f"run it again with --shard {folder.shard} --resume, then merge again"
+        try:
+            info, rows = parts.read_part(folder.work, name, [ROW])
+        except DamagedFileError as error:
+            raise DamagedFileError(f"{error}\n{again}") from None
+        if info.job.digest != self.manifest.job.digest or info.shard != str(folder.shard):
+            raise PrefillError(f"{folder.work.location}/{name} belongs to another job or shard\n{again}")
+        self._parts.add(folder.work, info, expected=info.window_rows)
+        numbers: Int64Array = rows[ROW].to_numpy()
+        return numbers
 
     def write(self) -> Counts:
         """Make the output of the shards, in the order of the input, and mark it as complete; returns its counts.
@@ -485,7 +443,7 @@ class JoinedShards:
         schema = to_schema(record.schema, json_text=target.file_format.json_text)
         partitions = None if record.partitions is None else to_partitions(record.partitions)
         manifest.merged = [record.token for record in self._records]
-        return commit(target, manifest, schema, self._tables(), json_kinds=self._kinds, partitions=partitions)
+        return commit(target, manifest, schema, self._parts, partitions)
 
     def _kept_plan(self) -> dict[str, Any]:
         """What the shards have stored for this, in all of them alike."""
@@ -506,41 +464,3 @@ class JoinedShards:
         """What is wrong with the output that was merged before."""
         merged = self.merged
         return [] if merged is None else self._target.damage(self._target.stored(merged.job, merged.files))
-
-    def _windows(self) -> Iterator[tuple[int, list[tuple[ShardFolder, str]]]]:
-        """Every window of the input with its parts. Raises PrefillError for a part of another window."""
-        found: dict[int, list[tuple[ShardFolder, str]]] = defaultdict(list)
-        for folder in self._folders:
-            for name in filter(parts.is_part, folder.work.names()):
-                found[parts.window_of(name)].append((folder, name))
-        count = self._records[0].windows or 0
-        for window in range(max(count, max(found, default=-1) + 1)):
-            if window >= count:
-                raise self._wrong(window)
-            yield window, found.pop(window, [])
-
-    def _tables(self) -> Iterator[pa.Table]:
-        for window, members in self._windows():
-            read = [self._read(folder, name) for folder, name in members]
-            rows = pa.concat_tables([table for _, table in read], promote_options="default")
-            rows = rows.take(pa.array(np.argsort(rows[ROW].to_numpy(), kind="stable")))
-            if WindowRows.of(rows[ROW].to_numpy()) != read[0][0].window_rows:
-                raise self._wrong(window)
-            yield rows
-
-    def _read(self, folder: ShardFolder, name: str, columns: Sequence[str] | None = None) -> tuple[PartInfo, pa.Table]:
-        """A part, which must be of its shard and of the job."""
-        again = f"run it again with --shard {folder.shard} --resume, then merge again"
-        try:
-            info, rows = parts.read_part(folder.work, name, columns)
-        except DamagedFileError as error:
-            raise DamagedFileError(f"{error}\n{again}") from None
-        if info.job.digest != self.manifest.job.digest or info.shard != str(folder.shard):
-            raise PrefillError(f"{folder.work.location}/{name} belongs to another job or shard\n{again}")
-        return info, rows
-
-    def _wrong(self, window: int) -> PrefillError:
-        return PrefillError(
-            f"the shards of {self._target.path} do not hold every row of window {window} exactly once\n"
-            "run each of them again with --resume: rows that are missing are scored again"
-        )

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from itertools import chain, groupby
-from typing import IO, Any, Protocol, Self
+from typing import IO, Any, Self, TypeGuard
 
 import numpy as np
 import pyarrow as pa
 
 from prefillcli.data.filesystems import writing
 from prefillcli.data.output import parts, store
-from prefillcli.data.output.columns import NO_GROUPS, ColumnGroups, OutputSchema, Probabilities, ResultRows, kinds_of
+from prefillcli.data.output.columns import OutputSchema, Probabilities, ResultRows, kinds_of
 from prefillcli.data.output.counts import ROW, Counts
 from prefillcli.data.output.manifest import NAME, Job, Manifest, replaced
 from prefillcli.data.output.parts import PartIndex, PartInfo, WindowRows, writing_digests
@@ -30,22 +30,30 @@ from prefillcli.errors import (
     OutputDamagedError,
     OutputExistsError,
     PrefillError,
+    UsageError,
 )
 from prefillcli.runtime import file_calls, log
-from prefillcli.stats.probabilities import Measure
 
 
 def find_resumable(target: Target, job: Job, resume: bool, overwrite: bool, *, quiet: bool = False) -> Manifest | None:
     """The manifest to go on with; None to begin anew. Warns of a damaged one unless `quiet`.
 
-    Raises OutputConflictError if what is there is another job's, OutputExistsError if it is this job's and no flag is
-    given.
+    For a shard it is that of its own work folder, or that of the output that the shards were merged to. Raises
+    OutputConflictError if what is there is another job's, OutputExistsError if it is this job's and no flag is given.
     """
     if overwrite:
         return None
-    exists = target.exists()
     manifest = _manifest(target.work, job, quiet)
     begun = any(map(parts.is_part, target.work.names()))
+    if target.shard is not None:
+        if manifest is not None:
+            begun = begun or manifest.state == "complete"
+            return _resumed(manifest, job, resume, begun=begun, name=f"shard {target.shard} of {target.path}")
+        whole = find_resumable(target.whole, job, True, False, quiet=True)
+        if resume or not is_merged(whole):
+            return whole if is_merged(whole) else None
+        raise OutputExistsError(f"{target.path} is complete\nkeep it with --resume, or score again with --overwrite")
+    exists = target.exists()
     if manifest is None or (manifest.state == "complete" and not exists):
         if not exists:
             return None
@@ -59,25 +67,9 @@ def find_resumable(target: Target, job: Job, resume: bool, overwrite: bool, *, q
     return _resumed(manifest, job, resume, begun=exists or begun, name=target.path)
 
 
-def find_resumable_shard(
-    target: Target, job: Job, resume: bool, overwrite: bool, *, quiet: bool = False
-) -> Manifest | None:
-    """The manifest of a shard's work folder to go on with, or that of the output that the shards were merged to.
-
-    None to begin anew. Raises as `find_resumable`.
-    """
-    if overwrite:
-        return None
-    manifest = _manifest(target.work, job, quiet)
-    if manifest is None:
-        whole = find_resumable(target.whole, job, True, False, quiet=True)
-        if whole is None or whole.state != "complete":
-            return None
-        if resume:
-            return whole
-        raise OutputExistsError(f"{target.path} is complete\nkeep it with --resume, or score again with --overwrite")
-    begun = manifest.state == "complete" or any(map(parts.is_part, target.work.names()))
-    return _resumed(manifest, job, resume, begun=begun, name=f"shard {target.shard} of {target.path}")
+def is_merged(manifest: Manifest | None) -> TypeGuard[Manifest]:
+    """Whether a manifest is that of a whole output, which is there; that of a complete shard is none."""
+    return manifest is not None and manifest.state == "complete" and manifest.shard is None
 
 
 def _resumed(manifest: Manifest, job: Job, resume: bool, *, begun: bool, name: str) -> Manifest | None:
@@ -96,7 +88,7 @@ def _resumed(manifest: Manifest, job: Job, resume: bool, *, begun: bool, name: s
     raise OutputExistsError(f"{name} {state}\ngo on with --resume, or replace it with --overwrite")
 
 
-def require_undamaged(target: Target, manifest: Manifest) -> None:
+def _require_undamaged(target: Target, manifest: Manifest) -> None:
     """Raise OutputDamagedError unless the output is what the job of a complete manifest wrote."""
     damage = target.damage(target.stored(manifest.job, manifest.files))
     if damage:
@@ -175,19 +167,24 @@ def _manifest(work: Store, job: Job, quiet: bool) -> Manifest | None:
     return Manifest(latest.job, latest.plan)
 
 
-def retried(target: Target, found: Manifest, id_name: str | None) -> Manifest | None:
-    """With what a complete job begins anew to score its error rows again; None if it is not complete, or has none.
+def retried(target: Target, found: Manifest) -> Manifest | None:
+    """With what a complete job begins anew to score its error rows again; None if it has none.
 
-    Raises OutputConflictError if its other rows could not be taken over.
+    Raises OutputConflictError if its other rows could not be taken over, UsageError for shards that were merged.
     """
-    if found.state != "complete" or not (found.counts or target.count(id_name)).errors:
+    whole = target.whole
+    if not (found.counts or whole.count(found.job.id_name)).errors:
         return None
     if found.digests is None:
         raise OutputConflictError(
-            f"--retry-errors: {target.path} has no digests of its rows: its work folder is gone, or of an earlier "
+            f"--retry-errors: {whole.path} has no digests of its rows: its work folder is gone, or of an earlier "
             "version\nscore all rows again with --overwrite"
         )
-    return Manifest(found.job, found.plan, before=replaced(target.work), retries=True)
+    if target.shard is not None:
+        raise UsageError(
+            f"--retry-errors: the shards of {whole.path} were merged\nscore its error rows again without --shard"
+        )
+    return Manifest(found.job, found.plan, before=replaced(whole.work), retries=True)
 
 
 def without_errors(work: Store, found: Iterable[PartInfo], schema: OutputSchema) -> Iterator[PartInfo]:
@@ -218,21 +215,8 @@ def without_errors(work: Store, found: Iterable[PartInfo], schema: OutputSchema)
 _NEW = "new"
 
 
-class Publication(Protocol):
-    """A directory output in the making."""
-
-    def create(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        """A new file of the output; its name may begin with folders of partitions."""
-
-    def publish(self, published: Published) -> None:
-        """Show the output, which has these files, in place of an older one.
-
-        Raises OutputBusyError if another run has published one meanwhile, where the store can tell.
-        """
-
-
-def publication(target: Target) -> Publication:
-    """How the output of a directory target is written."""
+def publication(target: Target) -> _Renamed | _InPlace:
+    """How the output of a directory target is written: `create` its files, then `publish` them together."""
     store, work = target.store, target.work
     if isinstance(store, LocalStore) and isinstance(work, LocalStore) and not _shared(target, store.location):
         return _Renamed(target, store.location, work.location)
@@ -301,6 +285,7 @@ class _InPlace:
             yield file
 
     def publish(self, published: Published) -> None:
+        """Raises OutputBusyError if another run has published one meanwhile, where the store can tell."""
         self._store.delete_all(sorted(set(self._target.files()) - published.files.keys() - {SUCCESS}))
         self._store.put_bytes(SUCCESS, published.to_json(), new=True)
 
@@ -327,23 +312,22 @@ def commit(
     target: Target,
     manifest: Manifest,
     schema: OutputSchema,
-    parts: Iterable[pa.Table],
-    *,
-    json_kinds: Mapping[str, Iterable[str]],
+    parts: PartIndex,
     partitions: Partitions | None = None,
+    *,
     new: bool = False,
 ) -> Counts:
-    """Make the output of rows as parts have them, in the order of the input, and its digests; returns its counts.
+    """Make the output of the rows in the parts of a job, in the order of the input, and its digests.
 
-    The manifest of the work folder says last that the job is complete. `json_kinds` are the kinds of values in carried
-    JSON text. With `partitions` the files of a directory lie in folders named like those of the input. With `new` a
-    file replaces none (`Store.create`).
+    Returns the counts of its rows. The manifest of the work folder says last that the job is complete. With
+    `partitions` the files of a directory lie in folders named like those of the input. With `new` a file replaces
+    none (`Store.create`).
     """
-    arrow, counts = schema.arrow(manifest.job, json_kinds), Counts()
+    arrow, counts = schema.arrow(manifest.job, parts.json_kinds), Counts()
     with writing_digests(target.work) as digests:
 
         def tables() -> Iterator[pa.Table]:
-            for rows in parts:
+            for rows in parts.tables():
                 schema.count(counts, rows)
                 digests.add(rows)
                 yield schema.table(rows, arrow)
@@ -395,7 +379,7 @@ class Sink:
         self._lock = lock
         self._schema = schema
         self._partitions = partitions
-        self._parts = PartIndex(target.work)
+        self._parts = PartIndex(target.work.location)
         self._final: Counts | None = None  # of a complete output
         self._replaces = True  # an output that was there
         self._retries = False  # the error rows of parts
@@ -404,53 +388,35 @@ class Sink:
     def open(
         cls,
         output: str,
+        job: Job,
+        schema: OutputSchema,
         *,
-        fingerprint: dict[str, str],
-        selection: dict[str, Any],
-        resume: bool,
-        overwrite: bool,
-        label_names: Sequence[str],
-        id_name: str | None,
-        jsonl_input: bool,
-        carried: pa.Schema | None = None,
-        truth: str | None = None,
-        groups: ColumnGroups = NO_GROUPS,
-        measure: Measure = Measure.SHARES,
+        resume: bool = False,
+        overwrite: bool = False,
+        retry_errors: bool = False,
         partitions: Partitions | None = None,
         shard: Shard | None = None,
-        retry_errors: bool = False,
     ) -> Self:
         """Begin the job's output, or go on with it; a `shard` is for a `ShardSink`.
 
-        `selection` are the options that say which rows of the input are taken, `carried` is the schema of the id and
-        the kept columns (`Source.carried_schema`); `truth` is the carried column with the right answers. The output
-        has the columns of these `groups`; for calibrated ones `write` needs the probabilities. `measure` says what the
-        labels' numbers are. With `partitions`, whose keys are carried columns, the files of a directory lie in folders
-        that hold them. With `retry_errors` the error rows that are there are to be written again. Raises UsageError
-        for an unknown ending, a clash of column names, or if the job's own output exists and no flag is given;
-        OutputConflictError if it is another job's, or damaged; ResourceError if another process is working on it.
+        The format of the output decides on `json_text` of the schema. With `partitions`, whose keys are carried
+        columns, the files of a directory lie in folders that hold them. With `retry_errors` the error rows that are
+        there are to be written again. Raises UsageError for an unknown ending, a clash of column names, or if the
+        job's own output exists and no flag is given; OutputConflictError if it is another job's, or damaged;
+        ResourceError if another process is working on it.
         """
         target = Target.parse(output, shard)
-        schema = OutputSchema(
-            labels=tuple(label_names),
-            id_name=id_name,
-            carried=carried if carried is not None else pa.schema([]),
-            json_carried=jsonl_input,
-            json_text=target.file_format.json_text,
-            truth=truth,
-            groups=groups,
-            measure=measure,
-        )
+        schema = replace(schema, json_text=target.file_format.json_text)
         schema.require_distinct()
-        job = Job(fingerprint, selection, id_name)
         resume = resume or retry_errors
-        found = cls._find(target, job, resume, overwrite, quiet=True)  # a refusal leaves no trace
-        if found is not None and found.state == "complete":
-            cls._require_undamaged(target, found)
-        lock = cls._lock_of(target, found)
+        found = find_resumable(target, job, resume, overwrite, quiet=True)  # a refusal leaves no trace
+        if is_merged(found):
+            _require_undamaged(target.whole, found)
+        # Nothing is written for a shard of an output that is there.
+        lock = Lock() if shard is not None and is_merged(found) else target.work.lock()
         try:
-            found = cls._find(target, job, resume, overwrite, quiet=False)
-            again = cls._again(target, found, id_name) if retry_errors and found is not None else None
+            found = find_resumable(target, job, resume, overwrite)
+            again = retried(target, found) if retry_errors and is_merged(found) else None
             begun = again or found or Manifest(job, {}, before=replaced(target.work))
             sink = cls(target, begun, lock, schema, partitions)
             sink._retries = retry_errors
@@ -469,28 +435,6 @@ class Sink:
     def close(self) -> None:
         """Give the lock back. What was written stays."""
         self._lock.release()
-
-    @staticmethod
-    def _find(target: Target, job: Job, resume: bool, overwrite: bool, *, quiet: bool) -> Manifest | None:
-        """What to go on with, as `find_resumable`."""
-        return find_resumable(target, job, resume, overwrite, quiet=quiet)
-
-    @staticmethod
-    def _require_undamaged(target: Target, manifest: Manifest) -> None:
-        """Raise OutputDamagedError unless what a complete manifest names is there."""
-        require_undamaged(target, manifest)
-
-    @staticmethod
-    def _again(target: Target, found: Manifest, id_name: str | None) -> Manifest | None:
-        """A manifest with which a complete job begins anew to score its error rows again; None where that is not so.
-
-        Raises OutputConflictError if its other rows could not be taken over.
-        """
-        return retried(target, found, id_name)
-
-    @staticmethod
-    def _lock_of(target: Target, found: Manifest | None) -> Lock:
-        return target.work.lock()
 
     @property
     def schema(self) -> OutputSchema:
@@ -609,7 +553,7 @@ class Sink:
             kinds={name: kinds_of(rows[name]) for name in schema.carried.names} if schema.json_carried else {},
         )
         parts.write_part(self.work, info, rows)
-        self._parts.add(info, rows[ROW].to_pylist())
+        self._parts.add(self.work, info, rows[ROW].to_pylist())
 
     def finish(self, windows: int) -> None:
         """Make the output of the parts, rows in the order of the input; then remove the parts.
@@ -620,15 +564,8 @@ class Sink:
             return
         self._parts.require_complete(windows)
         self._lock.check()
-        self._final = commit(
-            self._target,
-            self._manifest,
-            self._schema,
-            self._parts.tables(),
-            json_kinds=self._parts.json_kinds,
-            partitions=self._partitions,
-            new=not self._replaces,
-        )
+        new = not self._replaces
+        self._final = commit(self._target, self._manifest, self._schema, self._parts, self._partitions, new=new)
         self._delete_parts()
 
     def _begin(self, *, fresh: bool) -> None:
@@ -647,7 +584,7 @@ class Sink:
 
     def _add_parts(self, found: Iterable[PartInfo]) -> None:
         for info in without_errors(self.work, found, self._schema) if self._retries else found:
-            self._parts.add(info)
+            self._parts.add(self.work, info)
 
     def _delete_parts(self) -> None:
         self.work.delete_all([*filter(parts.is_part, self.work.names()), store.NAME])

@@ -43,8 +43,8 @@ _HOPELESS = {Failure.PASSING, Failure.REFUSED, Failure.MISSING}  # no other writ
 _PATIENCE = 0.5  # seconds: a process that only checks for a run holds the lock for an instant
 
 
-class Lock(Protocol):
-    """A lock that this process holds."""
+class Lock:
+    """A lock that this process holds. This one is of nothing."""
 
     def check(self) -> None:
         """Raise OutputBusyError if another process has taken the lock."""
@@ -92,8 +92,8 @@ class Owner:
         return f"process {self.pid} on {self.host} since {self.since}"
 
 
-class FileLock:
-    """A lock on a local file; it ends with the process that holds it."""
+class FileLock(Lock):
+    """A lock on a local file; it ends with the process that holds it, and no other process can take it."""
 
     def __init__(self, path: str, location: str) -> None:
         handle = file_calls.open_lock(path)
@@ -117,9 +117,6 @@ class FileLock:
         """Whether its file is still there; a folder may be removed by who held the lock before."""
         return self._handle is not None and file_calls.has_name(self._handle)
 
-    def check(self) -> None:
-        """Nothing to do: no other process can take it."""
-
     def release(self) -> None:
         handle, self._handle = self._handle, None
         if handle is not None:
@@ -136,7 +133,7 @@ def file_lock_held(path: str) -> bool:
         return not _locked(file.fileno(), shared=True, patience=0)
 
 
-class ObjectLock:
+class ObjectLock(Lock):
     """A lock that is an object, in a store that can refuse to create one that exists already.
 
     Where it cannot, a warning says so and nothing is locked.
