@@ -23,16 +23,15 @@ from benchmarks.console import log
 from benchmarks.exit_cases import EXIT_CASES, ExitCase
 from prefillcli.bench.contenders import Equipment, Hybrid, MethodRun
 from prefillcli.bench.material import input_material
+from prefillcli.compress.selection import Request
 from prefillcli.core.request import Request
-from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.rows import Prompt
 from prefillcli.engines.base import EarlyExits, Treatment
 from prefillcli.features.exits.contender import EarlyExit
 from prefillcli.features.exits.judging import CalibrationRows, ExitCalibration, calibrate_exits
 from prefillcli.features.exits.learning import calibration_rows, exit_costs, observed_layers
-from prefillcli.jobs.inputs import open_source, prompt_builder
+from prefillcli.jobs.inputs import Opening
 from prefillcli.jobs.load import load_walk
-from prefillcli.models.open import open_models
 from prefillcli.options.commands import BenchSettings
 
 
@@ -61,10 +60,11 @@ def measure_case(case: ExitCase, folder: Path, rounds: int, dtype: str, rows: in
         inputs=(str(case.rows(folder)),), model=str(case.model()), labels=case.labels, dtype=dtype, chat=False,
         quiet=True, full=True,
     )  # fmt: skip
-    opened = open_models(settings)
-    labels = Labels(opened.tokenizer, parse_labels(settings.labels))
-    source, template = open_source(settings, [])
-    material = input_material(source, prompt_builder(settings, opened, source, [], template), labels, None)
+    opening = Opening(settings)
+    opening.open_source()
+    opening.open_models()
+    opened, labels = opening.opened, opening.labels
+    material = input_material(opening.source, opening.builder, labels, None)
     with closing(load_walk(opened, settings, keep=1.0)) as loaded:
         equipment = Equipment(opened, loaded, settings, labels)
         learnt, measured = material.prompts[: case.learnt], material.prompts[case.learnt :]

@@ -20,19 +20,19 @@ import numpy as np
 from prefillcli.bench.contenders import Equipment
 from prefillcli.bench.material import input_material
 from prefillcli.compress.selection import ends, tails
-from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.rows import Int64Array
-from prefillcli.jobs.inputs import open_source, prompt_builder
+from prefillcli.jobs.inputs import Opening
 from prefillcli.jobs.load import load_walk
-from prefillcli.models.open import open_models
 from prefillcli.options.commands import BenchSettings
 
 
 def open_tokens(settings: BenchSettings) -> tuple[list[Int64Array], list[Int64Array]]:
     """For each prompt the tokens that the draft of the settings picks, and those that it may pick from."""
-    source, opened = open_source(settings, []), open_models(settings)
-    labels = Labels(opened.tokenizer, parse_labels(settings.labels))
-    prompts = input_material(source, prompt_builder(settings, opened, source, []), labels, None).prompts
+    opening = Opening(settings)
+    opening.open_source()
+    opening.open_models()
+    opened, labels = opening.opened, opening.labels
+    prompts = input_material(opening.source, opening.builder, labels, None).prompts
     with closing(load_walk(opened, settings, keep=1.0)) as loaded:
         equipment = Equipment(opened, loaded, settings, labels)
         compressor = equipment.compressor("specprefill")

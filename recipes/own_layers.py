@@ -21,10 +21,8 @@ from prefillcli.bench.contenders import Contender, Equipment, MethodRun
 from prefillcli.bench.contest import contenders
 from prefillcli.bench.material import Material, input_material
 from prefillcli.bench.report import REFERENCE
-from prefillcli.data.prompts.labels import Labels, parse_labels
-from prefillcli.jobs.inputs import open_source, prompt_builder
+from prefillcli.jobs.inputs import Opening
 from prefillcli.jobs.load import load_walk
-from prefillcli.models.open import open_models
 from prefillcli.options.commands import BenchSettings
 from prefillcli.report.rendering import percent_interval
 from prefillcli.stats.audit import flip_interval
@@ -95,12 +93,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rounds, rows = given.pop("rounds"), given.pop("rows")
     lists = {"method": tuple(given["method"].split(",")), "keep": tuple(map(float, given["keep"].split(",")))}
     settings = BenchSettings.model_validate({**given, **lists, "inputs": (rows,), "threads": 1, "chat": False})
-    opened = open_models(settings)
-    labels = Labels(opened.tokenizer, parse_labels(settings.labels))
-    carried = [] if settings.truth is None else [settings.truth]
-    source = open_source(settings, carried)
-    with closing(prompt_builder(settings, opened, source, carried)) as builder:
-        material = input_material(source, builder, labels, settings.truth, None)
+    opening = Opening(settings, [settings.truth])
+    opening.open_source()
+    opening.open_models()
+    opened, labels = opening.opened, opening.labels
+    with closing(opening.builder) as builder:
+        material = input_material(opening.source, builder, labels, settings.truth, None)
     with closing(load_walk(opened, settings, keep=1.0)) as loaded:
         equipment = Equipment(opened, loaded, settings, labels)
         methods = contenders(settings.method, settings.keep, equipment, material, settings.seed)

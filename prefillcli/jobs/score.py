@@ -32,13 +32,12 @@ from prefillcli.errors import (
 )
 from prefillcli.forecast.profile import find_profile
 from prefillcli.jobs.dry_run import dry_run_job
-from prefillcli.jobs.identity import fingerprint, selection
-from prefillcli.jobs.inputs import USUAL, Granularity, LocalModels
+from prefillcli.jobs.identity import LocalModels, fingerprint, selection
 from prefillcli.jobs.path_table import output_of, report_path, require_apart
 from prefillcli.jobs.recorder import LabelMassCheck, Recorder, RemainingTime
 from prefillcli.jobs.row_choice import RowChoice, check_rationales
 from prefillcli.jobs.runners.local import LocalPool
-from prefillcli.jobs.scorer import Scorer, keep_rate
+from prefillcli.jobs.scorer import USUAL, Granularity, Scorer, keep_rate
 from prefillcli.jobs.shell import conclude, shell
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.redaction import shown, shown_report

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from prefillcli.compress.answers import AuditDraw
+from prefillcli.core.feature import Feature
 from prefillcli.core.request import AuditDraw
+from prefillcli.data.output.columns import ColumnGroups
+from prefillcli.data.output.target import Target
+from prefillcli.data.prompts.labels import ClassLabels, Labels
+from prefillcli.data.reading.record_batches import BATCH_ROWS, TableRows
+from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Window
+from prefillcli.data.windows import MAX_ROWS
 from prefillcli.engines.base import Engine
 from prefillcli.engines.memory_plan import REDUCED
 from prefillcli.engines.registry import loader_of
-from prefillcli.jobs.inputs import USUAL, Granularity, Opening
+from prefillcli.errors import UsageError
+from prefillcli.jobs.inputs import Opening
 from prefillcli.jobs.load import compression_of, load_models
 from prefillcli.jobs.loop import Receiver, ScoringLoop
+from prefillcli.jobs.path_table import output_of
 from prefillcli.jobs.row_choice import RowChoice
 from prefillcli.jobs.runners.local import LocalPool
 from prefillcli.jobs.wanted_rows import job_rationales, text_room
 from prefillcli.jobs.window_scoring import ScoringOptions
+from prefillcli.models.open import Opened
 from prefillcli.options.commands import ScoreSettings
+from prefillcli.plan.blocks import BLOCK_TOKENS
+from prefillcli.stats.probabilities import Measure
 
 if TYPE_CHECKING:  # these take torch along
     from prefillcli.compress.compressor import Compressor
@@ -28,6 +41,21 @@ if TYPE_CHECKING:  # these take torch along
     from prefillcli.forecast.profile import Profile
     from prefillcli.jobs.runners.pool import Pool
     from prefillcli.runtime.signals import Stop
+
+
+@dataclass(frozen=True, slots=True)
+class Granularity:
+    """How much of a job is read, scored and written together."""
+
+    batch_rows: int = BATCH_ROWS
+    window_rows: int = MAX_ROWS
+    flush_seconds: float = 15.0
+    """Finished rows are written at least this often, between two answers of the engine."""
+    block_tokens: int = BLOCK_TOKENS
+    """A prefix of so many tokens and more is handed from one window to the next."""
+
+
+USUAL = Granularity()
 
 
 class Scorer(Opening):
@@ -44,13 +72,40 @@ class Scorer(Opening):
     """What all attempts at a job must have in common, like the sizes of packs and what is learnt before the first
     window."""
 
+    settings: ScoreSettings
+
     def __init__(self, settings: ScoreSettings, granularity: Granularity = USUAL) -> None:
-        super().__init__(settings)
+        super().__init__(settings, (settings.id_column, *filter(None, settings.keep_columns)))
         self.granularity = granularity
         self.loaded = ExitStack()
         """What is closed when all rows are scored, the models among it."""
         self.earlier: Mapping[str, Any] = {}
         """The plan of an earlier attempt, or of the rows before."""
+
+    @property
+    def carried(self) -> list[str]:
+        keys = self.source.partition_keys if self.settings.partition and hasattr(self, "source") else ()
+        return list(dict.fromkeys((*super().carried, *keys)))
+
+    @property
+    def groups(self) -> ColumnGroups:
+        settings = self.settings
+        return replace(
+            super().groups,
+            audit=settings.audit > 0,
+            adapters=settings.adapter_column is not None,
+            rationales=settings.rationale > 0,
+            evidence=settings.evidence,
+        )
+
+    def open_source(self) -> None:
+        super().open_source()
+        refuse_unlike_partitions(self.settings, self.source)
+        refuse_idle_draft(self.settings, self.source)
+
+    def use_models(self, opened: Opened, labels: Labels | None = None) -> None:
+        super().use_models(opened, labels)
+        require_label_uses(self.settings, self.labels, self.features)
 
     @property
     def engine(self) -> Engine | None:
@@ -179,3 +234,56 @@ def keep_rate(settings: ScoreSettings, plan: Mapping[str, Any]) -> float:
     """A job's keep rate: given or, by its plan, chosen; 1 until it is."""
     rate: float = plan.get("keep", 1.0 if settings.keep == "auto" else settings.keep)
     return rate
+
+
+def refuse_unlike_partitions(settings: ScoreSettings, source: Source) -> None:
+    """Raise UsageError if --partition is given and the output cannot have folders like those of the input."""
+    keys = source.partition_keys
+    if not settings.partition:
+        return
+    if not keys:
+        raise UsageError("--partition: no folder of the input is named like day=2026-01-01\nleave --partition out")
+    output = output_of(settings)
+    if not Target.parse(output).directory:
+        raise UsageError(f"--partition: --output {output} is one file\nend it in / for a folder")
+    for option, column in (("--id-column", settings.id_column), ("--truth", getattr(settings, "truth", None))):
+        if column in keys:
+            raise UsageError(f"{option} {column}: with --partition it names folders\nchoose another column")
+
+
+def refuse_idle_draft(settings: ScoreSettings, source: Source | TableRows) -> None:
+    """Raise UsageError if neither the job nor a row says how much a draft is to keep, and it guesses no tokens."""
+    if settings.speculates_with_draft and settings.uses_draft:
+        return
+    if settings.draft is not None and "keep" not in settings.model_fields_set and "keep" not in source.available:
+        guessing = "--speculation draft if it is to guess tokens of rationales, " if settings.rationale else ""
+        raise UsageError(
+            "--draft has nothing to compress: there is no --keep, and the input has no column keep\n"
+            f"give the share of the tokens to keep, --keep 0.2 for example, {guessing}or leave --draft out"
+        )
+
+
+def require_label_uses(settings: ScoreSettings, labels: Labels, features: Sequence[Feature]) -> None:
+    """Raise UsageError for the first option that has no meaning for what the labels' numbers are."""
+    if settings.rationale and isinstance(labels, ClassLabels):
+        raise UsageError(
+            "--rationale: the model's classification head is read, which writes nothing\n"
+            "leave it out, or read the next token with --head vocabulary; --evidence works with a head"
+        )
+    if labels.measure is Measure.SHARES:
+        return
+    asked = [name for each in features for name in each.meaningless(labels)]
+    if settings.temperature != 1.0:
+        asked.append("temperature")
+    if labels.measure is Measure.CHANCES:
+        why = "the classes of this model do not exclude one another: each has a probability of its own"
+        advice = f"name one of them, --labels {labels.names[0]} for example, which is scored against its absence"
+    else:
+        if settings.keep == "auto":
+            asked.append("keep auto")
+        if settings.audit and len(labels.names) == 1:  # no prediction could flip
+            asked.append("audit")
+        why = "the model's head gives values, which are no probabilities"
+        advice = "leave it out, or give --head probability"
+    for option in asked:
+        raise UsageError(f"--{option}: {why}\n{advice}")

@@ -20,10 +20,10 @@ from prefillcli.data.rows import Window
 from prefillcli.data.windows import Prefetcher, windows
 from prefillcli.engines.registry import loader_of
 from prefillcli.errors import Interrupted, UsageError
-from prefillcli.jobs.inputs import make_builder, refuse_idle_draft, refuse_missing_adapters
+from prefillcli.jobs.inputs import refuse_missing_adapters
 from prefillcli.jobs.recorder import LabelMassCheck
 from prefillcli.jobs.row_choice import check_rationales
-from prefillcli.jobs.scorer import Scorer
+from prefillcli.jobs.scorer import Scorer, refuse_idle_draft
 from prefillcli.jobs.window_scoring import Finished
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.blocks import CarriedBlock
@@ -54,7 +54,7 @@ class TableScorer(Scorer):
         for each in self.features:
             each.source_opened(self)
         self.use_models(loader_of(settings.engine).open_models(settings))
-        make_builder(settings, self.opened, ()).close()  # a wrong template costs no load
+        self.make_builder(()).close()  # a wrong template costs no load
         self.load(share=share)
         self._label_mass = LabelMassCheck(self.labels)
         self._checked = False  # whether the labels have come after some prompts
@@ -130,7 +130,7 @@ class TableScorer(Scorer):
             and builder.column != prompt_column(builder.settings.prompt_column, rows.available)
         ):
             self._drop_builder()
-            self.builder = builder = make_builder(self.settings, self.opened, rows.available)
+            self.builder = builder = self.make_builder(rows.available)
         refuse_missing_adapters(builder.settings.adapter_column, rows)
         rows.select(columns=builder.columns, optional=builder.optional, max_row_bytes=builder.max_row_bytes)
         if not self._checked:

@@ -11,16 +11,15 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
 
 from prefillcli.data.proof import hash_model, sealed_text
-from prefillcli.data.reading.source import Source
 from prefillcli.data.windows import windows
 from prefillcli.errors import PrefillError, require_known
 from prefillcli.forecast.profile import MODES, CompletionModel, ModeResult, Profile, Trace
 from prefillcli.forecast.survey import survey
-from prefillcli.jobs.inputs import open_source, prompt_builder
+from prefillcli.jobs.inputs import Opening
 from prefillcli.jobs.load import compression_of
 from prefillcli.jobs.path_table import require_apart, require_json
 from prefillcli.jobs.shell import shell
-from prefillcli.models.open import Opened, answer_labels, check_loadable, open_model, open_models
+from prefillcli.models.open import check_loadable, open_model
 from prefillcli.options.commands import ProfileSettings
 from prefillcli.redaction import shown, without_secrets
 from prefillcli.report.rendering import page_of
@@ -38,30 +37,21 @@ if TYPE_CHECKING:
 # INPUT: opened before the measurements, surveyed after them.
 
 
-@dataclass(frozen=True, slots=True)
-class Input:
-    """The rows, and the model whose prompts they become."""
-
-    source: Source
-    opened: Opened
-
-
-def open_input(settings: ProfileSettings) -> Input:
+def open_input(settings: ProfileSettings) -> Opening:
     """Open INPUT and make prompts of its first rows, so that errors in it are found before the measurements.
 
     Raises what a survey would raise for columns, template and labels.
     """
-    source, template = open_source(settings, ())
-    opened = open_models(settings)
-    builder = prompt_builder(settings, opened, source, (), template)
-    labels = answer_labels(opened, settings)
-    first = next(windows(source, builder, labels, id_column=None, max_rows=1), None)
+    opening = Opening(settings)
+    opening.open_source()
+    opening.open_models()
+    first = next(windows(opening.source, opening.builder, opening.labels, id_column=None, max_rows=1), None)
     if first is not None:
-        labels.check(first)
-    return Input(source, opened)
+        opening.labels.check(first)
+    return opening
 
 
-def survey_input(settings: ProfileSettings, given: Input, profile: Profile) -> Survey:
+def survey_input(settings: ProfileSettings, given: Opening, profile: Profile) -> Survey:
     """Survey the rows, with times by the fresh `profile` and in the budget that it found. Raises as `survey` does."""
     from prefillcli.models.law import FREE_SHARE
     from prefillcli.models.weights import weight_bytes
@@ -76,7 +66,7 @@ def survey_input(settings: ProfileSettings, given: Input, profile: Profile) -> S
             settings,
             opened,
             source,
-            prompt_builder(settings, opened, source, ()),
+            given.new_builder(),
             compression_of(settings),
             free=free,
             profile=profile if profile.completion is not None else None,
@@ -131,7 +121,7 @@ def profile_job(settings: ProfileSettings) -> dict[str, Any]:
     return _summary(ended, settings, clock.total)
 
 
-def _check(settings: ProfileSettings) -> Input | None:
+def _check(settings: ProfileSettings) -> Opening | None:
     """Raise UsageError for wrong options before anything is measured; open INPUT if there is one."""
     require_json(settings.output)
     require_apart(settings)
@@ -139,7 +129,7 @@ def _check(settings: ProfileSettings) -> Input | None:
     return open_input(settings) if settings.inputs else None
 
 
-def _measure(settings: ProfileSettings, given: Input | None, announce: Callable[[str], None]) -> Profile:
+def _measure(settings: ProfileSettings, given: Opening | None, announce: Callable[[str], None]) -> Profile:
     if given is not None:
         files, device = given.opened.files, given.opened.device
     else:

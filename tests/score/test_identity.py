@@ -10,8 +10,8 @@ from typing import Any, get_args
 import pytest
 from pydantic import ValidationError
 
-from prefillcli.jobs.identity import fingerprint, hash_engine, selection
-from prefillcli.jobs.inputs import LocalModels, Opening, open_source
+from prefillcli.jobs.identity import LocalModels, fingerprint, hash_engine, selection
+from prefillcli.jobs.scorer import Scorer
 from prefillcli.models.files import sample_draft, sample_model
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.option import details_of
@@ -119,8 +119,8 @@ def _rows() -> None:
 
 def identity(settings: ScoreSettings) -> tuple[dict[str, str], dict[str, Any]]:
     """The job's fingerprint and which rows it has, without running it."""
-    opening, models = Opening(settings), LocalModels(settings)
-    opening.source, opening._template = open_source(settings, opening.carried)
+    opening, models = Scorer(settings), LocalModels(settings)
+    opening.open_source()
     opening.open_models()
     opening.builder.close()
     return fingerprint(opening, models), selection(settings)

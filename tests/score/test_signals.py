@@ -22,7 +22,7 @@ EVALUATE = ("--truth", "truth")
 
 #: A function that is running in each phase, and options with which it is.
 PHASES: dict[str, tuple[Hold, tuple[str, ...]]] = {
-    "read": (Hold("prefillcli.jobs.inputs:open_source"), ()),
+    "read": (Hold("prefillcli.jobs.inputs:Opening.open_source"), ()),
     "hash": (Hold("prefillcli.data.proof:content_digest"), ()),
     "open the output": (Hold("prefillcli.data.output.sink:find_resumable"), ()),
     "load": (Hold("prefillcli.engines.torch:load_model"), ()),

@@ -151,7 +151,7 @@ class Exits(Feature):
     def source_opened(self, opening: Opening) -> None:
         from prefillcli.features.exits.learning import exit_profile_at
 
-        if self.settings.exit_profile is not None:
+        if isinstance(self.settings, ExitOptions) and self.settings.exit_profile is not None:
             self.profile = exit_profile_at(self.settings.exit_profile)
 
     def identity(self, opening: Opening) -> Mapping[str, str]:
