@@ -23,7 +23,6 @@ from benchmarks.console import log
 from benchmarks.exit_cases import EXIT_CASES, ExitCase
 from prefillcli.bench.contenders import Equipment, Hybrid, MethodRun
 from prefillcli.bench.material import input_material
-from prefillcli.compress.selection import Request
 from prefillcli.core.request import Request
 from prefillcli.data.rows import Prompt
 from prefillcli.engines.base import EarlyExits, Treatment

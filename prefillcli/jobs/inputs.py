@@ -84,6 +84,8 @@ class Opening:
 
     def open_models(self) -> None:
         """Open the models' folders, and make prompts possible. No weights are loaded. Raises UsageError."""
+        if not hasattr(self, "source"):
+            local_models(self.settings)
         self.use_models(loader_of(getattr(self.settings, "engine", "torch")).open_models(self.settings))
         if hasattr(self, "source"):
             self.open_rows()

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from prefillcli.compress.base import Float32Array, ImportanceEstimate
 from prefillcli.compress.compressor import Neighbour, TokenReason, why_in_full, why_kept, why_no_rate
-from prefillcli.compress.selection import Request, tails
+from prefillcli.compress.selection import tails
 from prefillcli.core.request import Request, Tick, plan_requests, require_answered
 from prefillcli.data.output.columns import ColumnGroups, OutputSchema
 from prefillcli.data.prompts.builder import PromptBuilder

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from prefillcli.compress.answers import AuditDraw
 from prefillcli.core.feature import Feature
 from prefillcli.core.request import AuditDraw
 from prefillcli.data.output.columns import ColumnGroups

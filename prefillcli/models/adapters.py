@@ -340,7 +340,7 @@ def open_adapters(opened: Opened, choice: AdapterChoice, trust_remote_code: bool
     The tokenizer is that of the adapter where one is for all rows and has another. Raises UsageError for an adapter
     that cannot be merged, with the reason.
     """
-    if not choice.adapter:
+    if not getattr(choice, "adapter", None):  # not every command has the option
         return opened
     require_extra("peft", OPTION)
     _refuse_quantised(opened.files)

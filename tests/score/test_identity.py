@@ -11,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from prefillcli.jobs.identity import LocalModels, fingerprint, hash_engine, selection
+from prefillcli.jobs.inputs import Opening
 from prefillcli.jobs.scorer import Scorer
 from prefillcli.models.files import sample_draft, sample_model
 from prefillcli.options.commands import ScoreSettings
@@ -79,6 +80,7 @@ VLLM = {
 
 #: Values that are not the default; other options take the first of VALUES that they can.
 OTHER: dict[str, Any] = {
+    "rejects": "rejects.jsonl",
     "keep": 0.25,
     "prompt_column": "text",
     "template": "{{ text }}",
@@ -120,7 +122,7 @@ def _rows() -> None:
 def identity(settings: ScoreSettings) -> tuple[dict[str, str], dict[str, Any]]:
     """The job's fingerprint and which rows it has, without running it."""
     opening, models = Scorer(settings), LocalModels(settings)
-    opening.open_source()
+    Opening.open_source(opening)  # options are also given that go with others alone
     opening.open_models()
     opening.builder.close()
     return fingerprint(opening, models), selection(settings)
