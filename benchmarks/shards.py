@@ -23,14 +23,13 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from prefillcli.data.output.columns import OutputSchema
-from prefillcli.data.output.manifest import Job
+from prefillcli.data.output.formats import Shard
 from prefillcli.data.output.shard_folders import JoinedShards, ShardSink
-from prefillcli.data.output.target import Target
+from prefillcli.data.output.target import Job, Target
 from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Prompt, ScoredRow, Window
-from prefillcli.data.shard import Shard
 from prefillcli.data.windows import Dealer, ShardRows, windows
 from prefillcli.models.files import sample_model
 

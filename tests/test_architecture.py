@@ -111,7 +111,6 @@ OPTIONS_READ = {
     "prefillcli.compress.pickers",
     "prefillcli.data.filesystems",
     "prefillcli.data.output.formats",
-    "prefillcli.data.shard",
     "prefillcli.engines.registry",
     "prefillcli.plan.schedules",
     "prefillcli.runtime.memory",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from prefillcli.compress.settings import SELF
-from prefillcli.data.output.manifest import MEASURE
+from prefillcli.data.output.target import MEASURE
 from prefillcli.data.proof import ModelContents, hash_value
 from prefillcli.engines.registry import ENGINES
 from prefillcli.jobs.inputs import Opening, local_models

@@ -23,7 +23,7 @@ from prefillcli.data.prompts.sections import Ablation, Beginnings
 from prefillcli.data.prompts.templates import rationale_texts
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import ErrorCode, Prompt, RowError, ScoredRow, Window
-from prefillcli.data.search import find_row
+from prefillcli.data.windows import find_row
 from prefillcli.engines.base import Answer, EarlyExits, Engine, LabelTokens, LeavingRule, PlanEngine, Treatment
 from prefillcli.errors import PrefillError, UsageError
 from prefillcli.jobs.inputs import Opening, require_shares

@@ -8,9 +8,8 @@ from typing import Any
 
 from prefillcli.core.feature import features, features_of
 from prefillcli.data.output.counts import Counts
-from prefillcli.data.output.manifest import Manifest
 from prefillcli.data.output.shard_folders import JoinedShards
-from prefillcli.data.output.target import Target
+from prefillcli.data.output.target import Manifest, Target
 from prefillcli.errors import OutputBusyError, OutputConflictError, OutputDamagedError, OutputExistsError
 from prefillcli.jobs.path_table import report_path, require_apart
 from prefillcli.jobs.shell import conclude, shell

@@ -21,13 +21,12 @@ from prefillcli.data.filesystems import (
     split_path,
     written_path,
 )
-from prefillcli.data.output.formats import FILE_ENDINGS
+from prefillcli.data.output.formats import FILE_ENDINGS, Shard
 from prefillcli.data.output.shard_folders import shards_beside
 from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.templates import names_template
 from prefillcli.data.proof import ModelContents, is_model_file
 from prefillcli.data.reading.discovery import CODECS, KINDS, discover, would_find
-from prefillcli.data.shard import Shard
 from prefillcli.errors import PrefillError, UsageError
 from prefillcli.options.commands import MergeSettings, ScoreSettings
 from prefillcli.options.option import PathRole, Settings, details_of

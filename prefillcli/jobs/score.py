@@ -10,14 +10,14 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.core.request import AuditDraw
-from prefillcli.data.output import manifest
 from prefillcli.data.output.columns import ROW_COLUMN, ColumnGroups
 from prefillcli.data.output.counts import Counts
+from prefillcli.data.output.file_formats import id_texts
 from prefillcli.data.output.parts import RowDigests
-from prefillcli.data.output.scored_truth import id_texts
 from prefillcli.data.output.shard_folders import ShardSink
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.output.store import Heartbeat
+from prefillcli.data.output.target import Job as OutputJob
 from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.rows import Int64Array, Window
@@ -227,7 +227,7 @@ class Job(Scorer):
         try:
             return (Sink if settings.shard is None else ShardSink).open(
                 self.output,
-                manifest.Job(self.report.fingerprint, selection(settings), schema.id_name),
+                OutputJob(self.report.fingerprint, selection(settings), schema.id_name),
                 schema,
                 resume=settings.resume,
                 overwrite=settings.overwrite,

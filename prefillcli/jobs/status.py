@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prefillcli.data.output import parts
-from prefillcli.data.output.manifest import Manifest
+from prefillcli.data.output.formats import Shard
 from prefillcli.data.output.shard_folders import shards_beside
 from prefillcli.data.output.store import Beat
-from prefillcli.data.output.target import Target
-from prefillcli.data.shard import Shard
+from prefillcli.data.output.target import Manifest, Target
 from prefillcli.errors import DamagedFileError, PrefillError, UsageError
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import duration

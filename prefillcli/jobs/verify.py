@@ -14,8 +14,7 @@ import pyarrow.compute as pc
 from prefillcli.data.output.columns import ROW_COLUMN, typed_column
 from prefillcli.data.output.counts import Counts
 from prefillcli.data.output.file_formats import as_json
-from prefillcli.data.output.manifest import MEASURE, Job, Manifest
-from prefillcli.data.output.target import Published, Target
+from prefillcli.data.output.target import MEASURE, Job, Manifest, Published, Target
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import ErrorCode
 from prefillcli.data.values import to_python

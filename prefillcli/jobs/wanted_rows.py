@@ -11,7 +11,7 @@ import numpy as np
 from prefillcli.core.feature import features_of
 from prefillcli.core.request import Request, kept_tokens, method_of
 from prefillcli.data.output.columns import Probabilities, ResultRows
-from prefillcli.data.output.scored_truth import id_texts
+from prefillcli.data.output.file_formats import id_texts
 from prefillcli.data.prompts.sections import Ablation, Beginnings
 from prefillcli.data.prompts.templates import rationale_texts
 from prefillcli.data.rows import (

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Self, cast
 import pyarrow as pa
 
 from prefillcli.data.output.columns import ResultRows, kinds_of, result_schema
-from prefillcli.data.output.manifest import Job
 from prefillcli.data.output.parts import make_rows
 from prefillcli.data.prompts.builder import PromptBuilder, prompt_column
 from prefillcli.data.reading.record_batches import TableRows
@@ -105,12 +104,11 @@ class TableScorer(Scorer):
             found = self._scored(files, steps)
         finally:
             files.builder.close()
-        job = Job({}, {}, settings.id_column)
         if not found:
-            return schema.arrow(job, {}).remove_metadata().empty_table()
+            return schema.arrow({}).empty_table()
         rows = pa.concat_tables(found)
         kinds = {name: kinds_of(rows[name]) for name in schema.carried.names} if schema.json_carried else {}
-        return schema.table(rows, schema.arrow(job, kinds).remove_metadata())
+        return schema.table(rows, schema.arrow(kinds))
 
     def resume_threads(self) -> None:
         """Compute with the threads that were chosen when the models were loaded."""

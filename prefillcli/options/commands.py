@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 from prefillcli.compress.pickers import PICKERS
 from prefillcli.core.feature import Objection, features, features_of, option_groups
-from prefillcli.data.output.formats import FILE_ENDINGS
-from prefillcli.data.shard import Shard
+from prefillcli.data.output.formats import FILE_ENDINGS, Shard
 from prefillcli.engines.registry import ENGINES, Capability, refuse
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from prefillcli.compress.settings import PAPER, SELF
 from prefillcli.core.feature import features_of
-from prefillcli.data.shard import Shard
+from prefillcli.data.output.formats import Shard
 from prefillcli.engines.registry import ENGINES
 from prefillcli.errors import UsageError, brief
 from prefillcli.options import requirements

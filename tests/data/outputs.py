@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from prefillcli.data.output.columns import OutputSchema
-from prefillcli.data.output.manifest import Job
 from prefillcli.data.output.sink import Sink
+from prefillcli.data.output.target import Job
 from prefillcli.data.rows import Prompt, RowError, ScoredRow, Window
 
 LABELS = ("Yes", "No", "Maybe")

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefillcli.data.output.formats import Shard
 from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Window
-from prefillcli.data.shard import Shard
 from prefillcli.data.windows import RUN_ROWS, Dealer, ShardRows, common_bytes, cut_runs, in_order_of_use, windows
 
 Write = Callable[..., str]

@@ -15,12 +15,12 @@ from prefillcli.compress.base import compressed_rows, fallbacks_of_useless_draft
 from prefillcli.data.output.columns import ColumnGroups
 from prefillcli.data.output.counts import AuditedExits, Counts, LayerRows
 from prefillcli.data.output.parts import is_part, read_part
-from prefillcli.data.output.scored_truth import read_scored_truth
 from prefillcli.data.output.shard_folders import of_schema, to_schema
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.output.target import Target
 from prefillcli.data.rows import ScoredRow, Window, early_exit_method, left_early, reading_method
 from prefillcli.features.calibration.calibration import Calibration, TemperatureScaling
+from prefillcli.features.evaluation.evaluating import read_scored_truth
 from tests.data.outputs import LABELS, make_window, open_sink, read
 
 FULL = np.log(np.array([0.02, 0.01, 0.01]))  # over the vocabulary: Yes

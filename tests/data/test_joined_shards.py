@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefillcli.data.output.columns import ColumnGroups
+from prefillcli.data.output.formats import Shard
 from prefillcli.data.output.shard_folders import (
     JoinedShards,
     ShardSink,
@@ -27,7 +28,6 @@ from prefillcli.data.output.shard_folders import (
 from prefillcli.data.output.target import Target
 from prefillcli.data.reading.discovery import Partitions
 from prefillcli.data.rows import Window
-from prefillcli.data.shard import Shard
 from prefillcli.errors import PrefillError
 from tests.data.outputs import WINDOWS, open_sink, read, score_all
 from tests.data.test_sink import jobs

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from prefillcli.data.reading.discovery import discover
-from prefillcli.data.reading.footer import read_pages
+from prefillcli.data.reading.parquet import read_pages
 from prefillcli.data.reading.source import Source
 from prefillcli.errors import PrefillError
 

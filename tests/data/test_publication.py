@@ -175,6 +175,6 @@ def test_half_written_files_of_a_killed_run_go_wherever_they_lie(tmp_path: Path)
 
 
 def _job() -> Any:
-    from prefillcli.data.output.manifest import Job
+    from prefillcli.data.output.target import Job
 
     return Job({"model": "m"})

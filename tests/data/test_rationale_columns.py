@@ -15,10 +15,10 @@ import pytest
 
 from prefillcli.data.output.columns import COLUMNS, NO_GROUPS, ColumnGroups, OutputSchema, ResultRows, result_schema
 from prefillcli.data.output.counts import Counts, RationaleTally
+from prefillcli.data.output.formats import Shard
 from prefillcli.data.output.shard_folders import of_schema, to_schema
 from prefillcli.data.output.target import Target
 from prefillcli.data.rows import Rationale, ScoredRow, SectionEffect, Window
-from prefillcli.data.shard import Shard
 from prefillcli.jobs.row_choice import RowChoice, RowCondition, known_columns, row_values
 from prefillcli.jobs.score import written_rows
 from tests.data.outputs import LABELS, finished, make_window, open_sink, read, scored

@@ -15,11 +15,10 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.data.output.manifest import Manifest
 from prefillcli.data.output.parts import read_part
 from prefillcli.data.output.shard_folders import shards_beside
 from prefillcli.data.output.store import LOCK, open_store
-from prefillcli.data.output.target import Target
+from prefillcli.data.output.target import Manifest, Target
 from prefillcli.jobs.merge import merge_job
 from prefillcli.jobs.status import status_job
 from prefillcli.jobs.verify import verify_job

@@ -10,9 +10,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.data.output.manifest import Manifest, with_checksum
 from prefillcli.data.output.parts import DigestReader, RowDigests
 from prefillcli.data.output.store import open_store
+from prefillcli.data.output.target import Manifest, with_checksum
 from prefillcli.data.rows import Prompt
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.errors import Interrupted, UsageError

@@ -7,7 +7,6 @@ together are float64, unless they are ids; any other mix is text, with strings a
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
@@ -18,8 +17,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from prefillcli.data.output.counts import ROW, Counts
-from prefillcli.data.output.manifest import Job
-from prefillcli.data.proof import JOB_KEY
 from prefillcli.data.rows import ErrorCode, Float64Array, Int64Array, Prompt, RowError, ScoredRow, Window
 from prefillcli.data.values import text_of
 from prefillcli.errors import UsageError
@@ -423,8 +420,8 @@ class OutputSchema:
         """The columns of the output that are JSON text."""
         return tuple(self.carried.names) if self.json_carried and self.json_text else ()
 
-    def arrow(self, job: Job, json_kinds: Mapping[str, Iterable[str]]) -> pa.Schema:
-        """The Arrow schema of an output of `job`; `json_kinds` are the kinds of values in carried JSON text."""
+    def arrow(self, json_kinds: Mapping[str, Iterable[str]]) -> pa.Schema:
+        """The Arrow schema of the output; `json_kinds` are the kinds of values in carried JSON text."""
         carried = list(self.carried)
         if self._typed:
             carried = [
@@ -435,8 +432,7 @@ class OutputSchema:
             carried.insert(0, pa.field(ROW_COLUMN, pa.int64()))
         else:
             carried.sort(key=lambda each: each.name != self.id_name)
-        metadata = {JOB_KEY: json.dumps(job.to_json()).encode()}
-        return pa.schema([*carried, *self._results], metadata=metadata)
+        return pa.schema([*carried, *self._results])
 
     def table(self, rows: pa.Table, schema: pa.Schema) -> pa.Table:
         """Rows of parts as rows of the output, whose `arrow` schema is given."""

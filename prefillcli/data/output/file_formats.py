@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 
 from prefillcli.data.output.columns import COLUMN_TYPES
 from prefillcli.data.proof import JOB_KEY, UNSEALED, Digesting, seal
-from prefillcli.data.reading.footer import Footer
-from prefillcli.data.values import to_python
+from prefillcli.data.reading.parquet import Footer
+from prefillcli.data.values import text_of, to_python
 
 _BLOCK = 1 << 22
 
@@ -94,6 +94,19 @@ def as_json(column: pa.ChunkedArray) -> list[str]:
         return [encode(value) for value in values]
     except ValueError:  # a NaN inside a nested value
         return [encode(_finite(value)) for value in values]
+
+
+def id_texts(column: pa.ChunkedArray, *, json_text: bool) -> list[str]:
+    """Ids as a user writes them, the same whether they come typed or as JSON text."""
+    return [text_of(text) for text in json_texts(column, json_text=json_text)]
+
+
+def json_texts(column: pa.ChunkedArray, *, json_text: bool) -> list[str]:
+    """The values of a column as JSON texts in one form, whether they come typed or as JSON text."""
+    if not json_text:
+        return as_json(column)
+    values = [json.loads(text or "null") for text in column.to_pylist()]
+    return [json.dumps(value, ensure_ascii=False, separators=(",", ":")) for value in values]
 
 
 def _finite(value: Any) -> Any:

@@ -25,10 +25,9 @@ import pyarrow.parquet as pq
 
 from prefillcli.data.output.columns import NO_GROUPS, ColumnGroups, ResultRows, result_arrays, result_schema
 from prefillcli.data.output.counts import DIGEST, ROW, TAKEN_OVER, Counts
-from prefillcli.data.output.file_formats import write_parquet
-from prefillcli.data.output.manifest import Job
-from prefillcli.data.output.scored_truth import id_texts
+from prefillcli.data.output.file_formats import id_texts, write_parquet
 from prefillcli.data.output.store import Store
+from prefillcli.data.output.target import Job
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.proof import JOB_KEY, Digesting, require_seal
 from prefillcli.data.rows import Int64Array, Prompt, Window

@@ -17,7 +17,7 @@ from prefillcli.data.filesystems import WORK_ENDING, split_path
 from prefillcli.data.output import parts, store
 from prefillcli.data.output.columns import ColumnGroups, OutputSchema
 from prefillcli.data.output.counts import ROW, Counts
-from prefillcli.data.output.manifest import NAME, Manifest
+from prefillcli.data.output.formats import Shard
 from prefillcli.data.output.parts import PartIndex
 from prefillcli.data.output.sink import (
     Sink,
@@ -28,10 +28,9 @@ from prefillcli.data.output.sink import (
     recover_publication,
 )
 from prefillcli.data.output.store import Store, open_store
-from prefillcli.data.output.target import Target
+from prefillcli.data.output.target import NAME, Manifest, Target
 from prefillcli.data.reading.discovery import Partitions
 from prefillcli.data.rows import Int64Array
-from prefillcli.data.shard import Shard
 from prefillcli.errors import (
     DamagedFileError,
     OutputBusyError,

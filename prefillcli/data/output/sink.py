@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,13 +18,13 @@ from prefillcli.data.filesystems import writing
 from prefillcli.data.output import parts, store
 from prefillcli.data.output.columns import OutputSchema, Probabilities, ResultRows, kinds_of
 from prefillcli.data.output.counts import ROW, Counts
-from prefillcli.data.output.manifest import NAME, Job, Manifest, replaced
+from prefillcli.data.output.formats import Shard
 from prefillcli.data.output.parts import PartIndex, PartInfo, WindowRows, writing_digests
 from prefillcli.data.output.store import LocalStore, Lock, Store, make_folder, walk_folder
-from prefillcli.data.output.target import OLD, SUCCESS, Published, Target, is_partition
+from prefillcli.data.output.target import NAME, OLD, SUCCESS, Job, Manifest, Published, Target, is_partition, replaced
+from prefillcli.data.proof import JOB_KEY
 from prefillcli.data.reading.discovery import Partitions
 from prefillcli.data.rows import Int64Array, RowError, ScoredRow, Window, is_error
-from prefillcli.data.shard import Shard
 from prefillcli.errors import (
     DamagedFileError,
     OutputConflictError,
@@ -323,7 +324,8 @@ def commit(
     `partitions` the files of a directory lie in folders named like those of the input. With `new` a file replaces
     none (`Store.create`).
     """
-    arrow, counts = schema.arrow(manifest.job, parts.json_kinds), Counts()
+    metadata = {JOB_KEY: json.dumps(manifest.job.to_json()).encode()}
+    arrow, counts = schema.arrow(parts.json_kinds).with_metadata(metadata), Counts()
     with writing_digests(target.work) as digests:
 
         def tables() -> Iterator[pa.Table]:

@@ -179,9 +179,7 @@ class _Worker:
         self._limits = limits
         self._unsent = bytearray()
         self._received = bytearray()
-        start = (
-            "import sys; sys.path[:] = sys.argv[2:]; from prefillcli.data.prompts.render_worker import main; main()"
-        )
+        start = "import sys; sys.path[:] = sys.argv[2:]; from prefillcli.data.prompts.sandbox import main; main()"
         setup = {**asdict(limits), "parent": os.getpid(), "limit_memory": KERNEL_LIMITS_MEMORY}
         # Without site and environment it starts sooner, takes no code from the working directory and sees no secrets.
         folders = [str(Path(prefillcli.__file__).parents[1]), *(path for path in sys.path if path)]

@@ -12,9 +12,8 @@ from typing import Any, Literal
 import numpy as np
 
 from prefillcli.data.output.columns import ROW_COLUMN
-from prefillcli.data.output.manifest import Job, Manifest
 from prefillcli.data.output.store import put_text
-from prefillcli.data.output.target import Target
+from prefillcli.data.output.target import Job, Manifest, Target
 from prefillcli.data.prompts.labels import Label, label_of
 from prefillcli.data.proof import sealed_text
 from prefillcli.data.reading.source import Source

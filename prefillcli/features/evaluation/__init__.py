@@ -10,7 +10,7 @@ from prefillcli.options.option import Settings, option
 from prefillcli.options.requirements import Requirement
 
 if TYPE_CHECKING:
-    from prefillcli.data.output.manifest import Manifest
+    from prefillcli.data.output.target import Manifest
     from prefillcli.data.prompts.labels import Labels
     from prefillcli.data.rows import Window
     from prefillcli.jobs.inputs import Opening

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from prefillcli.bench.contenders import Contender, Equipment
     from prefillcli.bench.material import Material
     from prefillcli.data.output.counts import Counts
-    from prefillcli.data.output.manifest import Manifest
+    from prefillcli.data.output.target import Manifest
     from prefillcli.data.prompts.labels import Labels
     from prefillcli.data.rows import ScoredRow
     from prefillcli.engines.base import Answer, LeavingRule, PlanEngine, Treatment

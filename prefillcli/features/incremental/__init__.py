@@ -12,7 +12,7 @@ from prefillcli.options.requirements import SCORES
 
 if TYPE_CHECKING:
     from prefillcli.data.output.counts import Counts
-    from prefillcli.data.output.manifest import Manifest
+    from prefillcli.data.output.target import Manifest
     from prefillcli.data.rows import Window
     from prefillcli.jobs.score import Job
     from prefillcli.report.run import RunReport

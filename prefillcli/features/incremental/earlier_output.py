@@ -17,10 +17,9 @@ from pydantic import BaseModel
 from prefillcli.data.filesystems import reading, writing
 from prefillcli.data.output.columns import OutputSchema, result_schema
 from prefillcli.data.output.counts import DIGEST, ROW
-from prefillcli.data.output.manifest import Job, Manifest
 from prefillcli.data.output.parts import NAME, TYPE, DigestReader
 from prefillcli.data.output.sink import Sink
-from prefillcli.data.output.target import Published, Target
+from prefillcli.data.output.target import Job, Manifest, Published, Target
 from prefillcli.data.rows import Int64Array, Window
 from prefillcli.errors import DamagedFileError, OutputConflictError, OutputDamagedError, PrefillError
 from prefillcli.jobs.recorder import Recorder
