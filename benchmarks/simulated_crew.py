@@ -6,6 +6,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Mapping
 
+from prefillcli.engines.base import WorkerReport
 from prefillcli.jobs.runners.pool import (
     Answered,
     AnswerTask,
@@ -13,9 +14,9 @@ from prefillcli.jobs.runners.pool import (
     Event,
     Lost,
     Ready,
+    Reported,
     Started,
     Task,
-    WorkerReport,
     WorkerSpec,
 )
 from prefillcli.plan.pack import Key, Limits
@@ -96,7 +97,7 @@ class SimulatedCrew:
             self.busy[worker] += seconds
             self._later(seconds, Done(worker, Answered([], tokens)))
         else:
-            self._later(0.0, Done(worker, WorkerReport(worker, 0, 0, 0.0, 0, 0, None, None)))
+            self._later(0.0, Done(worker, Reported(WorkerReport(worker, 0, 0, 0.0, 0, 0, None, None), None)))
 
     def _later(self, seconds: float, event: Event) -> None:
         self._count += 1

@@ -215,6 +215,39 @@ class ReducedPacks:
     pack_tokens: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """What a worker did in a run, and what that took.
+
+    `tokens` are computed ones. `seconds` are those in which it worked on packs, not waited. `host_bytes` and
+    `device_bytes` are its peaks; `own_bytes` is its part of the host's memory at the end, with pages that several
+    processes share divided among them (proportional set size; None where the system does not tell). `threads` are the
+    fewest and the most that computed.
+    """
+
+    number: int
+    packs: int
+    tokens: int
+    seconds: float
+    host_bytes: int
+    device_bytes: int
+    own_bytes: int | None
+    threads: tuple[int, int] | None
+    weights: WeightsReport | None = None
+    reduced: ReducedPacks | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolUse:
+    """What the engines of a run have done: one in this process, or those of `workers`. None: they do not say, or it
+    did not happen."""
+
+    weights: WeightsReport | None = None
+    reduced: ReducedPacks | None = None
+    decoded: DecodingReport | None = None
+    workers: Sequence[WorkerReport] = ()
+
+
 class PlanEngine(Protocol):
     """Answers all packs of a plan: an engine, or several at work in other processes."""
 

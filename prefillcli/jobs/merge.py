@@ -15,11 +15,10 @@ from prefillcli.jobs.path_table import report_path, require_apart
 from prefillcli.jobs.shell import conclude, shell
 from prefillcli.options.commands import MergeSettings
 from prefillcli.redaction import shown
-from prefillcli.report.run import PeakMemory, RunReport, versions
+from prefillcli.report.run import RunReport
 from prefillcli.report.run_page import write_files
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock
-from prefillcli.runtime.memory import peak_memory
 from prefillcli.runtime.signals import Stop
 
 
@@ -44,10 +43,7 @@ def _merge_and_report(settings: MergeSettings, run_id: str) -> dict[str, Any]:
     metrics_file = None
 
     def finish() -> None:
-        for name, value in clock.seconds.items():
-            setattr(report.seconds, name, value)
-        report.seconds.total = clock.total
-        report.peak_memory_bytes, report.versions = PeakMemory(**peak_memory()), versions()
+        report.end(clock)
         write_files(report, metrics_file)
 
     log.event("started", "the merge begins", settings=report.settings)

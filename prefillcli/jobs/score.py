@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -22,8 +21,7 @@ from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.rows import Int64Array, Window
 from prefillcli.data.windows import Prefetcher, ShardRows, windows
-from prefillcli.decode.continuations import sum_of
-from prefillcli.engines.base import WeightsReport
+from prefillcli.engines.base import PoolUse
 from prefillcli.engines.registry import ENGINES
 from prefillcli.errors import (
     OutputBusyError,
@@ -36,7 +34,6 @@ from prefillcli.jobs.identity import LocalModels, fingerprint, selection
 from prefillcli.jobs.path_table import output_of, report_path, require_apart
 from prefillcli.jobs.recorder import LabelMassCheck, Recorder, RemainingTime
 from prefillcli.jobs.row_choice import RowChoice, check_rationales
-from prefillcli.jobs.runners.local import LocalPool
 from prefillcli.jobs.scorer import USUAL, Granularity, Scorer, keep_rate
 from prefillcli.jobs.shell import conclude, shell
 from prefillcli.options.commands import ScoreSettings
@@ -45,23 +42,18 @@ from prefillcli.report.rationale import RationaleUse, SectionChange, WrittenRow
 from prefillcli.report.run import (
     AdapterUse,
     MemoryTrace,
-    PeakMemory,
     RunReport,
     ThreadCounts,
-    WorkerCounts,
-    versions,
 )
 from prefillcli.report.run_page import print_table, write_files
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, MemoryWatch
-from prefillcli.runtime.memory import peak_memory
 from prefillcli.runtime.progress import Progress
 from prefillcli.runtime.signals import Stop
 from prefillcli.stats.audit import Audit, audit_of
 
 if TYPE_CHECKING:
     from prefillcli.forecast.profile import Profile
-    from prefillcli.jobs.runners.pool import WorkerReport
 
 
 def audit_of_counts(counts: Counts, labels: Labels) -> Audit:
@@ -164,8 +156,6 @@ class Job(Scorer):
         self.output = output_of(settings)
         self.metrics_file: str | None = None
         """Where metrics go, as soon as nothing else can be there."""
-        self.workers: Sequence[WorkerReport] = ()
-        """What each worker has done, when all rows are scored."""
         self._shown: list[WrittenRow] = []
         self._scored_before = 0  # rows that an earlier run has scored
         self._forecast: RemainingTime | None = None
@@ -291,8 +281,7 @@ class Job(Scorer):
                     methods=sink.counts.tallies.methods,
                     written=self._written,
                 )
-                if not isinstance(self.pool, LocalPool):
-                    self.workers = self.pool.reports()
+                self.pool.ask_for_reports()
             with self.clock.phase("write"):
                 self._require_unchanged(None)
                 (count,) = ended  # told at the end of the input
@@ -391,17 +380,14 @@ class Job(Scorer):
 
     def fill_report(self) -> None:
         """Put the numbers of the run into the report, however it ended. What the run did not come to is None."""
-        report, settings, clock = self.report, self.settings, self.clock
+        report, settings = self.report, self.settings
+        report.end(self.clock)
         sink: Sink | None = getattr(self, "sink", None)
-        recorder: Recorder | None = getattr(self, "recorder", None)
-        seconds, scored = report.seconds, 0
+        use = self.pool.used() if hasattr(self, "pool") else PoolUse()
+        report.take_use(use)
+        scored = 0
         if settings.chooses_rows:
-            decoded = (
-                sum_of([each.decoded for each in self.workers if each.decoded is not None])
-                if self.engine is None
-                else self.engine.decoded()
-            )
-            report.rationales = RationaleUse.of(decoded, settings.speculation if settings.rationale else None)
+            report.rationales = RationaleUse.of(use.decoded, settings.speculation if settings.rationale else None)
             report.rationales.shown = self._shown
             report.rationales.take_plan({} if sink is None else sink.plan)
         if sink is not None:
@@ -409,26 +395,17 @@ class Job(Scorer):
             scored = sink.counts.scored - sink.counts.taken_over - self._scored_before
         for each in self.features:
             each.reported(self, None if sink is None else sink.counts)
-        for name, value in clock.seconds.items():
-            setattr(seconds, name, value)
         if self._forecast is not None:
             report.predicted_seconds = self._forecast.ran
-        if recorder is not None:
-            report.tokens, report.packs = recorder.tokens, recorder.packs
-        if self.engine is not None:
-            report.weights, report.reduced = self.engine.weights_report(), self.engine.reduced()
-        elif self.workers:
-            report.workers = [WorkerCounts(**asdict(each)) for each in self.workers]
-            report.weights = WeightsReport.of_workers([each.weights for each in self.workers if each.weights])
+        if hasattr(self, "recorder"):
+            report.tokens, report.packs = self.recorder.tokens, self.recorder.packs
         if hasattr(self, "builder"):
-            threads = self.opened.threads
+            threads, builder, seconds = self.opened.threads, self.builder, report.seconds
             if threads is not None and threads.ran:
                 report.threads = ThreadCounts(min=threads.ran[0], max=threads.ran[1])
             if settings.compresses and sink is not None:
                 report.keep, report.keep_auto = keep_rate(settings, sink.plan), sink.plan.get("keep_auto")
             seconds.read += self.source.seconds
-            seconds.render, seconds.tokenize = self.builder.render_seconds, self.builder.tokenize_seconds
-        seconds.total = total = clock.total
-        report.rows_per_second, report.tokens_per_second = scored / total, report.tokens.prompt / total
-        report.peak_memory_bytes = PeakMemory(**peak_memory())
-        report.versions = versions()
+            seconds.render, seconds.tokenize = builder.render_seconds, builder.tokenize_seconds
+        report.rows_per_second = scored / report.seconds.total
+        report.tokens_per_second = report.tokens.prompt / report.seconds.total

@@ -14,10 +14,12 @@ from pydantic_core import PydanticSerializationError
 
 from prefillcli.core.feature import features
 from prefillcli.data.output.counts import LENGTH_EDGES, SCORE_BINS, Counts
-from prefillcli.engines.base import ReducedPacks, WeightsReport
+from prefillcli.engines.base import PoolUse, ReducedPacks, WeightsReport, WorkerReport
 from prefillcli.redaction import shown_report
 from prefillcli.report.rationale import RationaleUse
 from prefillcli.report.section import Section
+from prefillcli.runtime.clock import Clock
+from prefillcli.runtime.memory import peak_memory
 from prefillcli.stats.audit import Audit
 
 SCHEMA_VERSION = 1
@@ -92,21 +94,6 @@ class AdapterUse(BaseModel):
     name: str | None
     path: str | None = None  # None where it is not known, as in a merge
     rows: int = 0
-
-
-class WorkerCounts(BaseModel):
-    """What a worker did in this run."""
-
-    number: int
-    packs: int
-    tokens: int  # computed
-    seconds: float  # in which it worked on packs, not waited
-    host_bytes: int  # its peak
-    device_bytes: int
-    own_bytes: int | None  # at the end, with pages that several processes share divided among them
-    threads: tuple[int, int] | None  # fewest and most that computed
-    weights: WeightsReport | None = None  # None where its engine does not say
-    reduced: ReducedPacks | None = None  # None where its memory did not run out
 
 
 class Histogram(BaseModel):
@@ -185,7 +172,7 @@ class RunReport(BaseModel):
     tokens_per_second: float = 0.0
     peak_memory_bytes: PeakMemory = Field(default_factory=PeakMemory)
     packs: int = 0
-    workers: list[WorkerCounts] = Field(default_factory=list)  # of the run's last ones, where there are several
+    workers: list[WorkerReport] = Field(default_factory=list)  # of the run's last ones, where there are several
     threads: ThreadCounts | None = None  # None where another process computes, or nothing was computed
     weights: WeightsReport | None = None  # None where the engine does not say, or nothing was loaded
     adapters: list[AdapterUse] = Field(default_factory=list)
@@ -217,6 +204,17 @@ class RunReport(BaseModel):
         """What features say of the run."""
         found = [each.section(self) for each in features() if each.keys.keys() <= self.blocks.keys()]
         return [each for each in found if each is not None]
+
+    def end(self, clock: Clock) -> None:
+        """Take over what the run has taken, and what has computed it."""
+        for name, value in clock.seconds.items():
+            setattr(self.seconds, name, value)
+        self.seconds.total = clock.total
+        self.peak_memory_bytes, self.versions = PeakMemory(**peak_memory()), versions()
+
+    def take_use(self, use: PoolUse) -> None:
+        """Take over what engines have done."""
+        self.weights, self.reduced, self.workers = use.weights, use.reduced, list(use.workers)
 
     def take(self, counts: Counts) -> None:
         """Take over what is known of the output's rows."""

@@ -41,7 +41,7 @@ DRIVER: dict[str, tuple[Hold, tuple[str, ...]]] = {
     "start": (Hold("prefillcli.jobs.runners.processes:ProcessCrew.start"), ()),
     "load": (Hold("prefillcli.jobs.runners.pool:Dispatcher.wait"), ()),
     "model": (Hold("prefillcli.jobs.runners.pool:Dispatcher.wait", 5), ()),
-    "end": (Hold("prefillcli.jobs.runners.pool:Pool.reports"), ()),
+    "end": (Hold("prefillcli.jobs.runners.pool:Pool.ask_for_reports"), ()),
 }
 
 

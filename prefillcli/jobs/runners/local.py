@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from prefillcli.engines.base import PLAIN, Answer, Engine, LabelTokens, Treatment
+from prefillcli.engines.base import PLAIN, Answer, Engine, LabelTokens, PoolUse, Treatment
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import packs_to_run
 
@@ -87,6 +87,14 @@ class LocalPool:
         finally:
             self._answered()
         asked.ended(pack)
+
+    def ask_for_reports(self) -> None:
+        """The engine says at any time what it has done."""
+
+    def used(self) -> PoolUse:
+        """What the engine has done so far."""
+        engine = self.engine
+        return PoolUse(engine.weights_report(), engine.reduced(), engine.decoded())
 
     def answer_all(
         self,

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from prefillcli.compress.base import FAILED
 from prefillcli.core.request import plan_requests
-from prefillcli.decode.continuations import DecodingReport
-from prefillcli.engines.base import PLAIN, Answer, LabelTokens, ReducedPacks, Treatment, WeightsReport
+from prefillcli.decode.continuations import DecodingReport, sum_of
+from prefillcli.engines.base import PLAIN, Answer, LabelTokens, PoolUse, Treatment, WeightsReport, WorkerReport
 from prefillcli.engines.memory_plan import Measured
 from prefillcli.errors import PrefillError, ResourceError, brief, out_of_resource
 from prefillcli.options.commands import ScoreSettings
@@ -116,28 +116,15 @@ class ReportTask:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerReport:
-    """What a worker has done, and what that took.
+class Reported:
+    """What a worker has done so far, and what its texts took."""
 
-    `seconds` are those in which it worked on tasks; `own_bytes` is its part of the host's memory, with shared pages
-    divided among the processes that have them (proportional set size; None where the system does not tell).
-    """
-
-    number: int
-    packs: int
-    tokens: int
-    seconds: float
-    host_bytes: int
-    device_bytes: int
-    own_bytes: int | None
-    threads: tuple[int, int] | None
-    weights: WeightsReport | None = None
-    reduced: ReducedPacks | None = None
-    decoded: DecodingReport | None = None
+    worker: WorkerReport
+    decoded: DecodingReport | None
 
 
 Task = AnswerTask | EstimateTask | ReportTask
-Result = Answered | Estimated | WorkerReport
+Result = Answered | Estimated | Reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +303,7 @@ class Dispatcher:
         self._groups: list[ItemGroup] = []
         self._advanced: dict[int, float] = {}  # by worker: tokens of its first item
         self._lost_in_a_row = 0
-        self.reports: dict[int, WorkerReport] = {}
+        self.reports: dict[int, Reported] = {}
         self.lost = 0
         """Workers that were lost so far."""
 
@@ -375,7 +362,7 @@ class Dispatcher:
                 item = self._seats[worker].sent.popleft()
                 rest = item.tokens - self._advanced.pop(worker, 0.0)
                 self._begin_next(worker)
-                if isinstance(result, WorkerReport):
+                if isinstance(result, Reported):
                     self.reports[worker] = result
                     return []
                 self._lost_in_a_row = 0
@@ -612,14 +599,23 @@ class Pool:
         self._batch += 1
         self.dispatcher.add(groups, self._batch)
 
-    def reports(self) -> list[WorkerReport]:
-        """What every worker has done, as far as they say it soon."""
+    def ask_for_reports(self) -> None:
+        """Ask every worker what it has done, for `used`; those that do not say so soon are left out."""
         self.dispatcher.ask_for_reports()
         end = time.monotonic() + _REPORT_SECONDS
         with suppress(Exception):  # the rows are safe by now
             while not self.dispatcher.idle and time.monotonic() < end:
                 self.dispatcher.wait(0.1)
-        return [report for _, report in sorted(self.dispatcher.reports.items())]
+
+    def used(self) -> PoolUse:
+        """What the workers have said that they have done."""
+        reports = [each for _, each in sorted(self.dispatcher.reports.items())]
+        workers = [each.worker for each in reports]
+        return PoolUse(
+            WeightsReport.of_workers([each.weights for each in workers if each.weights is not None]),
+            decoded=sum_of([each.decoded for each in reports if each.decoded is not None]),
+            workers=workers,
+        )
 
     def close(self) -> None:
         self._crew.close()

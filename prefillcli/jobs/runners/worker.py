@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from prefillcli.data.proof import ModelContents
-from prefillcli.engines.base import Answer, Engine
+from prefillcli.engines.base import Answer, Engine, WorkerReport
 from prefillcli.engines.registry import loader_of
 from prefillcli.errors import ContentChangedError, brief
 from prefillcli.jobs.load import Models, load_models
@@ -17,9 +17,9 @@ from prefillcli.jobs.runners.pool import (
     Estimated,
     EstimateTask,
     Ready,
+    Reported,
     Result,
     Task,
-    WorkerReport,
     WorkerSpec,
 )
 from prefillcli.jobs.wanted_rows import text_room
@@ -124,9 +124,9 @@ class Worker:
             failure = kind(brief(failure))
         return Estimated(estimates, draft.tokens - before, failure)
 
-    def _report(self) -> WorkerReport:
+    def _report(self) -> Reported:
         peak, threads = peak_memory(), self._threads
-        return WorkerReport(
+        worker = WorkerReport(
             number=self._number,
             packs=self._packs,
             tokens=self._tokens,
@@ -136,9 +136,9 @@ class Worker:
             own_bytes=proportional_memory(),
             weights=self._models.engine.weights_report(),
             reduced=self._models.engine.reduced(),
-            decoded=self._models.engine.decoded(),
             threads=None if threads is None or not threads.ran else (threads.ran[0], threads.ran[1]),
         )
+        return Reported(worker, self._models.engine.decoded())
 
     def _adjust_threads(self) -> None:
         if self._threads is not None:
