@@ -106,7 +106,7 @@ def test_other_answers_are_left_out_and_counted(model: Path) -> None:
 def test_a_column_without_a_label_is_refused_before_the_model_is_loaded(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    monkeypatch.setattr("prefillcli.jobs.score.score_windows", None)
+    monkeypatch.setattr("prefillcli.jobs.score.Job._load", None)
     source = make_input(kind, answers("positive", "negative"))
     assert score(source, model=model, truth="truth", max_error_rate=0.5)["exit_code"] == 2
     message = capsys.readouterr().err
