@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,6 +18,7 @@ from prefillcli.core.feature import features
 from prefillcli.models.files import sample_model
 from tests.score.jobs import write_parquet
 from tests.test_architecture import MODULES, PACKAGE, imported
+from tests.warm import Warm
 
 ROWS = 24
 #: By feature, options that ask for it.
@@ -33,12 +33,18 @@ ASKED = {
 NAMES = sorted(path.name for path in (PACKAGE / "features").iterdir() if (path / "__init__.py").exists())
 
 
-def run(package: Path, folder: Path, *words: str) -> tuple[int, str]:
+@cache
+def warm() -> Warm:
+    started = Warm()
+    atexit.register(started.close)
+    return started
+
+
+def run(package: Path, folder: Path, *words: str) -> tuple[int | None, str]:
     """Exit code of the command of this package in a folder, and what it says."""
     environment = os.environ | {"PYTHONPATH": str(package.parent)}
-    command = [sys.executable, "-m", "prefillcli", *words]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, check=False)
-    return done.returncode, done.stderr if done.returncode else done.stdout
+    code, out, error = warm().run(package.parent, ["prefillcli", *words], folder=folder, environment=environment)
+    return code, error if code else out
 
 
 def scores(package: Path, folder: Path, *options: str) -> list[dict[str, Any]]:
@@ -86,7 +92,7 @@ def test_nothing_outside_a_feature_imports_it() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_feature_can_be_deleted(name: str, tmp_path: Path, whole: Callable[[str], list[dict[str, Any]]]) -> None:
     rest = tmp_path / "copy" / "prefillcli"
-    shutil.copytree(PACKAGE, rest, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE, rest)  # with the bytecode: compiling takes longer than a job
     shutil.rmtree(rest / "features" / name)
     own = next(each for each in features() if each.__module__.split(".")[2] == name)
     for command, group in own.options.items():
