@@ -29,6 +29,7 @@ LIBRARIES = (
     "typer",
     "jinja2.sandbox",
     "fsspec",
+    "s3fs",
 )
 #: transformers imports these wherever they are installed. They may still be imported afterwards.
 UNUSED = ("sklearn", "scipy", "torchao", "boto3")
@@ -37,12 +38,10 @@ UNUSED = ("sklearn", "scipy", "torchao", "boto3")
 class Warm:
     """The process that forks the others."""
 
-    def __init__(self) -> None:
-        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {
-            "OMP_NUM_THREADS": "1"
-        }
+    def __init__(self, python: str = sys.executable, libraries: Sequence[str] = LIBRARIES) -> None:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
         self._process = subprocess.Popen(
-            [sys.executable, __file__], env=environment, text=True,
+            [python, __file__, *libraries], env=environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
 
@@ -120,7 +119,7 @@ if __name__ == "__main__":
     _REPLIES = os.fdopen(os.dup(1), "w")
     sys.path[0] = os.sep  # nothing is there; no module of this folder is imported by the name of another
     sys.modules.update(dict.fromkeys(UNUSED))  # type: ignore[arg-type]
-    for library in LIBRARIES:
+    for library in sys.argv[1:]:
         __import__(library)
     for library in UNUSED:
         del sys.modules[library]

@@ -7,11 +7,39 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 from tests.removals.removal import Removal, removals
 from tests.removals.trial import Outcome, Trial, copied_project, edited, run_test
+from tests.warm import Warm
+
+_TABLE = """# What is taken out, and the test that fails then
+
+Each promise of [reliability.md](reliability.md) is kept by some lines of the program. `make removals` takes them out
+of a copy, one place at a time, and runs the tests that the row names: each must fail.
+
+{day}, {minutes:.0f} minutes with {processes} processes, {counts}.
+
+| taken out for | from | test | it | because |
+| --- | --- | --- | --- | --- |
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One test without one protection."""
+
+    removal: Removal
+    test: str
+    trial: Trial
+    judgement: str
+    seconds: float
 
 
 def main(words: list[str] | None = None, folder: Path = Path(__file__).parent) -> int:
@@ -21,6 +49,8 @@ def main(words: list[str] | None = None, folder: Path = Path(__file__).parent) -
     parser.add_argument("--intact", action="store_true", help="take nothing out: each test must pass")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seconds", type=float, default=600.0, help="a test is ended after so long")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin none after so long")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="write what was found as a table of Markdown")
     asked = parser.parse_args(words)
     chosen = [
         (removal, test)
@@ -32,30 +62,60 @@ def main(words: list[str] | None = None, folder: Path = Path(__file__).parent) -
         chosen = list({test: (removal, test) for removal, test in chosen}.values())
     if not chosen:
         parser.error("no row or test contains this")
-    shares = [chosen[first :: asked.processes] for first in range(asked.processes)]
+    left: SimpleQueue[tuple[Removal, str]] = SimpleQueue()
+    for each in chosen:
+        left.put(each)
     begun = time.monotonic()
     with ThreadPoolExecutor(asked.processes) as pool:
-        counts = sum(pool.map(lambda share: _share(share, asked.intact, asked.seconds), shares), Counter[str]())
+        shares = [
+            pool.submit(lambda: list(_results(left, asked.intact, asked.seconds))) for _ in range(asked.processes)
+        ]
+        found = [result for share in shares for result in share.result()]
+    minutes = (time.monotonic() - begun) / 60
+    counts = Counter(result.judgement for result in found)
     told = ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
-    print(f"{len(chosen)} tests in {(time.monotonic() - begun) / 60:.0f} minutes: {told}")
+    if len(found) < len(chosen):
+        told += f", {len(chosen) - len(found)} not begun"
+    print(f"{len(chosen)} tests in {minutes:.0f} minutes: {told}")
+    if asked.table:
+        rows = sorted(found, key=lambda result: chosen.index((result.removal, result.test)))
+        day = date.today().isoformat()
+        head = _TABLE.format(day=day, minutes=minutes, processes=asked.processes, counts=told)
+        asked.table.write_text(head + "".join(map(_row, rows)))
     return 1 if counts["wrong"] else 0
 
 
-def _share(share: list[tuple[Removal, str]], intact: bool, seconds: float) -> Counter[str]:
-    counts = Counter[str]()
-    with copied_project() as project:
-        for removal, test in share:
+def _results(left: SimpleQueue[tuple[Removal, str]], end: float, intact: bool, seconds: float) -> Iterator[Result]:
+    """Try what is left, one after the other, in a copy of the project."""
+    with copied_project() as project, closing(Warm()) as warm:
+        while time.monotonic() < end:
+            try:
+                removal, test = left.get_nowait()
+            except Empty:
+                return
             begun = time.monotonic()
             try:
                 with edited(project, () if intact else removal.edits):
-                    trial = run_test(project, test, seconds)
+                    trial = run_test(project, test, seconds, warm)
             except ValueError as error:
                 trial = Trial(Outcome.NOT_RUN, str(error))
-            judgement = _judgement(trial, intact)
-            counts[judgement] += 1
-            said = f"{trial.outcome.value} ({time.monotonic() - begun:.0f} s): {trial.reason}"
-            print(f"{removal.name}\n    {test}\n    {judgement}: {said}", flush=True)
-    return counts
+            result = Result(removal, test, trial, _judgement(trial, intact), time.monotonic() - begun)
+            said = f"{trial.outcome.value} ({result.seconds:.0f} s): {trial.reason}"
+            print(f"{removal.name}\n    {test}\n    {result.judgement}: {said}", flush=True)
+            yield result
+
+
+def _row(result: Result) -> str:
+    """A line of the table."""
+    fault, test = result.removal.name, result.test.rpartition("::")[2]
+    files = ", ".join(dict.fromkeys(Path(edit.file).name for edit in result.removal.edits))
+    because = _short(result.trial.reason.replace("|", r"\|").replace("`", "'"))
+    outcome = result.trial.outcome.value.partition(",")[0]
+    return f"| {fault} | {files} | {test} | {outcome} | `{because}` |\n"
+
+
+def _short(text: str, most: int = 70) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _judgement(trial: Trial, intact: bool) -> str:

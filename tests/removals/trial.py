@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from enum import Enum
 from pathlib import Path
 
 from tests.removals.removal import ROOT, Edit
+from tests.warm import Warm
 
 _COPIED = ["prefillcli", "tests", "benchmarks", "recipes", "samples", "docs"]
 _FILES = ["pyproject.toml", "README.md", "Makefile", "CHANGELOG.md", "LICENSE"]
@@ -45,11 +45,11 @@ class Trial:
 
 @contextmanager
 def copied_project() -> Iterator[Path]:
-    """A copy of the project, without what was built in it."""
+    """A copy of the project, with its bytecode but without what else was built in it."""
     with tempfile.TemporaryDirectory(prefix="removals-", ignore_cleanup_errors=True) as made:
         folder = Path(made)
         for name in _COPIED:
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / name, folder / name)
         for name in _FILES:
             shutil.copy(ROOT / name, folder)
         yield folder
@@ -62,21 +62,22 @@ def edited(project: Path, edits: tuple[Edit, ...]) -> Iterator[None]:
     Raises ValueError for one that has not one place, and for one that leaves names undefined: that a test fails then
     proves nothing.
     """
-    before: dict[Path, str] = {}
+    before: dict[Path, tuple[str, os.stat_result]] = {}
     try:
         for edit in edits:
             if (places := edit.places(project)) != 1:
                 raise ValueError(f"{edit.file} has {places} times: {edit.old!r}")
             path = project / edit.file
             text = path.read_text()
-            before.setdefault(path, text)
+            before.setdefault(path, (text, path.stat()))
             path.write_text(text.replace(edit.old, edit.new))
         if wrong := _undefined_names([path for path in sorted(before) if path.suffix == ".py"]):
             raise ValueError(wrong)
         yield
     finally:
-        for path, text in before.items():
+        for path, (text, stat) in before.items():
             path.write_text(text)
+            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # its bytecode holds again
 
 
 def _undefined_names(paths: list[Path]) -> str:
@@ -88,29 +89,22 @@ def _undefined_names(paths: list[Path]) -> str:
     return (done.stdout + done.stderr).strip().partition("\n")[0] if done.returncode else ""
 
 
-def run_test(project: Path, test: str, seconds: float) -> Trial:
+def run_test(project: Path, test: str, seconds: float, warm: Warm) -> Trial:
     """Run `test` in `project`, for at most so long, and in the environment that has what it needs."""
-    python = str(_RAY[1]) if test.startswith(_RAY[0]) and _RAY[1].exists() else sys.executable
-    command = [python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=short", test]
+    quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of a plugin that was imported with the libraries
+    words = ["pytest", "-x", "-q", "-p", "no:cacheprovider", *quiet, "--tb=short", test]
     environment = os.environ | {
         "PYTHONPATH": str(project),
         "PYTHONDONTWRITEBYTECODE": "1",  # an edit within a second of another would run the other's bytecode
         "OMP_NUM_THREADS": "1",
         "AIRFLOW": str(_AIRFLOW) if _AIRFLOW.exists() else "",
     }
-    with tempfile.TemporaryFile("w+", errors="replace") as said:  # a pipe would wait for all that the test has started
-        process = subprocess.Popen(
-            command, cwd=project, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=said,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            return Trial(Outcome.HUNG, f"it was ended after {seconds:.0f} s")
-        said.seek(0)
-        return judged(code, said.read())
+    if test.startswith(_RAY[0]) and _RAY[1].exists():
+        warm = Warm(_RAY[1], libraries=())
+    code, out, error = warm.run(project, words, folder=project, environment=environment, seconds=seconds)
+    if code is None:
+        return Trial(Outcome.HUNG, f"it was ended after {seconds:.0f} s")
+    return judged(code, error + out)
 
 
 def judged(code: int, output: str) -> Trial:
