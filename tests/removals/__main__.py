@@ -66,11 +66,10 @@ def main(words: list[str] | None = None, folder: Path = Path(__file__).parent) -
     for each in chosen:
         left.put(each)
     begun = time.monotonic()
+    end = begun + 60 * asked.minutes
     with ThreadPoolExecutor(asked.processes) as pool:
-        shares = [
-            pool.submit(lambda: list(_results(left, asked.intact, asked.seconds))) for _ in range(asked.processes)
-        ]
-        found = [result for share in shares for result in share.result()]
+        shares = pool.map(lambda _: list(_results(left, end, asked.intact, asked.seconds)), range(asked.processes))
+        found = [result for share in shares for result in share]
     minutes = (time.monotonic() - begun) / 60
     counts = Counter(result.judgement for result in found)
     told = ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
