@@ -14,7 +14,7 @@ import pytest
 import typer
 
 from prefillcli import cli
-from prefillcli.core.feature import features
+from prefillcli.core.feature import Feature, features
 from prefillcli.jobs import identity
 from prefillcli.options.commands import COMMANDS, ScoreSettings
 from prefillcli.options.option import Change, details_of
@@ -165,9 +165,20 @@ ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 def test_one_row_passes_few_files_and_none_twice() -> None:
     way = ARCHITECTURE.partition("## One row's way")[2].partition("\n## ")[0]
     files = re.findall(r"^\d+\. `([\w/.]+)`", way, re.MULTILINE)
-    assert 10 < len(files) <= 20
+    assert 8 < len(files) <= 12
     assert len(set(files)) == len(files)
     assert all((PACKAGE / file).is_file() for file in files)
+
+
+def test_the_page_fits_on_two_screens_and_lists_features_and_hooks() -> None:
+    assert ARCHITECTURE.count("\n") <= 120
+    by_name = {each.__module__.split(".")[2]: each for each in features()}
+    table = ARCHITECTURE.partition("| feature |")[2]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == sorted(by_name)
+    hooks = re.findall(r"`(\w+)`", ARCHITECTURE.partition("| when | hooks |")[2].partition("\n\n")[0])
+    offered = {name for name in vars(Feature) | Feature.__annotations__ if not name.startswith("_")}
+    assert len(hooks) == len(set(hooks))
+    assert set(hooks) <= offered
 
 
 def test_the_packages_are_listed_in_an_order_that_they_import_in() -> None:
@@ -183,7 +194,7 @@ def test_the_packages_are_listed_in_an_order_that_they_import_in() -> None:
 
 
 def test_what_can_be_added_has_a_room() -> None:
-    table = ARCHITECTURE.partition("## To add something")[2].partition("\n## ")[0]
+    table = (ROOT / "docs" / "extending.md").read_text()
     rows = [line.split("|")[1:4] for line in table.splitlines() if line.startswith("| a")]
     assert len(rows) >= 10
     for what, where, _ in rows:
