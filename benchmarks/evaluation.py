@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefillcli.data.output.columns import result_schema
-from prefillcli.data.output.file_formats import write_jsonl
+from prefillcli.data.output.file_formats import JsonlFormat
 from prefillcli.data.prompts.labels import Label
 from prefillcli.features.evaluation.evaluating import EvaluationPlan, evaluate_output
 from prefillcli.runtime.memory import peak_memory
@@ -41,7 +41,7 @@ def write_scores(folder: Path, rows: int, labels: int, ending: str) -> Path:
     else:
         with path.open("wb") as file:
             pieces = (table.slice(at, 10_000) for at in range(0, rows, 10_000))
-            write_jsonl(file, pieces, json_columns=(), codec=None)
+            JsonlFormat(None).write(file, table.schema, pieces)
     return path
 
 

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from blake3 import blake3
 
@@ -49,17 +49,18 @@ class Stamp:
         return at_ns - self.changed_ns > SETTLED_NS
 
 
-class Stamped(Protocol):
-    """A file, and its stamp when it was found."""
+@dataclass(frozen=True, slots=True)
+class FoundFile:
+    """A file as it was when it was found."""
+
+    path: str  # as a user would name it: local path or URL
+    filesystem: Any
+    inner: str  # the path inside `filesystem`
+    stamp: Stamp
 
     @property
-    def path(self) -> str: ...
-    @property
-    def filesystem(self) -> Any: ...
-    @property
-    def inner(self) -> str: ...
-    @property
-    def stamp(self) -> Stamp: ...
+    def local(self) -> bool:
+        return is_local(self.filesystem)
 
 
 def stamp_of(filesystem: Any, inner: str, *, fresh: bool = False) -> Stamp:
@@ -148,7 +149,7 @@ class FileContents:
     `what` names them in messages. `find` lists the paths anew, to notice files that come or go.
     """
 
-    def __init__(self, files: Sequence[Stamped], what: str, find: Callable[[], Sequence[str]]) -> None:
+    def __init__(self, files: Sequence[FoundFile], what: str, find: Callable[[], Sequence[str]]) -> None:
         self._files = tuple(files)
         self._what = what
         self._find = find
@@ -207,9 +208,9 @@ class FileContents:
         for number in range(len(self._files)) if numbers is None else numbers:
             self._require(number)
 
-    def _known(self, file: Stamped, lock: threading.Lock) -> tuple[str, bool]:
+    def _known(self, file: FoundFile, lock: threading.Lock) -> tuple[str, bool]:
         """`content_digest`, remembered for local files whose stamp proves it."""
-        local = is_local(file.filesystem)
+        local = file.local
         if local:
             with lock:
                 remembered = self._cache.get(file.inner, file.stamp)
@@ -253,16 +254,16 @@ def changed(path: str, what: str) -> ContentChangedError:
     return ContentChangedError(f"{path} changed while the job ran; its fingerprint names another {what}\n{_ADVICE}")
 
 
-def require_same(file: Stamped) -> None:
+def require_same(file: FoundFile) -> None:
     """Raise ContentChangedError if a local path leads to another file, or version of it, than was found.
 
     Called right after opening it, this shows that the open file is the one that was found.
     """
-    if is_local(file.filesystem) and current(file, "input").identity != file.stamp.identity:
+    if file.local and current(file, "input").identity != file.stamp.identity:
         raise changed(file.path, "input")
 
 
-def current(file: Stamped, what: str) -> Stamp:
+def current(file: FoundFile, what: str) -> Stamp:
     """The stamp of a file now. Raises ContentChangedError if it is gone, PrefillError if it cannot be looked at."""
     try:
         with reading(file.path):
@@ -273,7 +274,7 @@ def current(file: Stamped, what: str) -> Stamp:
         raise
 
 
-def content_digest(file: Stamped, stamp: Stamp, what: str) -> tuple[str, bool]:
+def content_digest(file: FoundFile, stamp: Stamp, what: str) -> tuple[str, bool]:
     """The BLAKE3 digest of a file of this stamp, and whether an equal stamp proves it from now on.
 
     Raises ContentChangedError if the file is another one, before or after it was read.
@@ -292,8 +293,8 @@ def content_digest(file: Stamped, stamp: Stamp, what: str) -> tuple[str, bool]:
     return hasher.hexdigest(), after == stamp and stamp.settled(started)
 
 
-def _open(file: Stamped) -> Any:
-    if is_local(file.filesystem):
+def _open(file: FoundFile) -> Any:
+    if file.local:
         return open(file.inner, "rb", buffering=0)
     return file.filesystem.open(file.inner, "rb")
 
@@ -349,7 +350,7 @@ class ModelContents:
     def __init__(self, folder: str | Path) -> None:
         self._root = Path(folder)
         self._gguf = bool(gguf_parts(self._root))
-        self._files = [_ModelFile.find(path) for path in self._find()]
+        self._files = [_found(path) for path in self._find()]
         self._contents = FileContents(self._files, "model", lambda: [str(path) for path in self._find()])
 
     @property
@@ -394,18 +395,10 @@ class ModelContents:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _ModelFile:
-    path: str
-    filesystem: Any
-    inner: str
-    stamp: Stamp
-
-    @classmethod
-    def find(cls, path: Path) -> _ModelFile:
-        filesystem, inner = filesystem_of(str(path))
-        with reading(str(path)):
-            return cls(str(path), filesystem, inner, stamp_of(filesystem, inner))
+def _found(path: Path) -> FoundFile:
+    filesystem, inner = filesystem_of(str(path))
+    with reading(str(path)):
+        return FoundFile(str(path), filesystem, inner, stamp_of(filesystem, inner))
 
 
 def _matching(root: Path, patterns: Iterable[str]) -> list[Path]:

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +26,7 @@ from prefillcli.data.output.file_formats import id_texts
 from prefillcli.data.output.formats import Shard
 from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import Labels
-from prefillcli.data.reading.record_batches import BATCH_ROWS
+from prefillcli.data.reading.record_batches import BATCH_ROWS, TableRows
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import ErrorCode, Float64Array, Int64Array, Prompt, RowBatch, RowError, Window
 from prefillcli.data.values import is_text, plain_type, text_of, to_python
@@ -192,19 +192,8 @@ MAX_BYTES = 128 << 20
 T = TypeVar("T")
 
 
-class BatchedRows(Protocol):
-    """Rows in batches: the files of an input, or a table."""
-
-    @property
-    def kind(self) -> str:
-        """`jsonl` if carried values are JSON text."""
-
-    def batches(self, most_rows: int) -> Iterator[RowBatch]:
-        """Batches of at most `most_rows` rows, the same ones every time."""
-
-
 def windows(
-    source: BatchedRows,
+    source: Source | TableRows | _Search,
     builder: PromptBuilder,
     labels: Labels,
     *,
@@ -249,7 +238,7 @@ def windows(
         ended(count)
 
 
-def _while_open(source: BatchedRows, batch_rows: int, builder: PromptBuilder) -> Iterator[RowBatch]:
+def _while_open(source: Source | TableRows | _Search, batch_rows: int, builder: PromptBuilder) -> Iterator[RowBatch]:
     """The batches; a run that is stopped does not wait for those of windows that are passed over."""
     for batch in source.batches(batch_rows):
         builder.require_open()
@@ -447,8 +436,7 @@ def find_row(source: Source, builder: PromptBuilder, labels: Labels, *, row: str
     Only its own window is tokenised. Raises UsageError if there is no such row, PrefillError if a file is damaged.
     """
     search = _Search(source, row, id_column)
-    # Of a source, windows ask for its kind and the batches only.
-    found = next(windows(cast(Source, search), builder, labels, id_column=id_column, skip=search.goes_on), None)
+    found = next(windows(search, builder, labels, id_column=id_column, skip=search.goes_on), None)
     if found is None or search.row is None:
         where = f"the {search.rows:,} rows read" + ("" if search.last is None else f", 0 to {search.last:,}")
         if id_column is not None:

@@ -82,7 +82,7 @@ def test_remote_files_directories_and_globs_are_found(memory: Any) -> None:
         "memory:///bucket/in/b.jsonl",
     ]
     assert len(discover(["memory://bucket/in/*.jsonl"])[0]) == 2
-    assert discover(["memory://bucket/in/a.jsonl"])[0][0].size == 3
+    assert discover(["memory://bucket/in/a.jsonl"])[0][0].stamp.size == 3
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefillcli.data.output.columns import kinds_of, type_for, typed_column
-from prefillcli.data.output.file_formats import write_jsonl
+from prefillcli.data.output.file_formats import JsonlFormat
 
 
 def lines(table: pa.Table, codec: str | None = None, json_columns: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     file = io.BytesIO()
-    write_jsonl(file, [table], json_columns=json_columns, codec=codec)
+    JsonlFormat(codec).write(file, table.schema, [table], json_columns)
     data = file.getvalue()
     if codec == "gzip":
         data = gzip.decompress(data)

@@ -20,7 +20,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from prefillcli.data.prompts import templates
-from prefillcli.data.prompts.templates import ChatTemplate, Renderer, RendererClosed, RenderLimits, RowTemplate
+from prefillcli.data.prompts.templates import ChatTemplate, RendererClosed, RenderLimits, RowTemplate
 from prefillcli.data.rows import RowError
 from prefillcli.errors import ResourceError, UsageError
 
@@ -191,7 +191,7 @@ def test_the_process_dies_with_its_parent_even_in_the_middle_of_a_row(tmp_path: 
         "import os, threading\n"
         "from prefillcli.data.prompts.templates import RowTemplate\n"
         "t = RowTemplate('{% for i in range(9000) %}{% if range(90000)|sort %}{% endif %}{% endfor %}')\n"
-        "print(t._renderer._worker._process.pid, flush=True)\n"
+        "print(t._worker._process.pid, flush=True)\n"
         "threading.Timer(0.3, os.kill, (os.getpid(), 9)).start()\n"
         "t.render([{}])\n"
     )
@@ -259,9 +259,8 @@ def test_chats_are_rendered_as_transformers_renders_them(
 
 
 def worker_of(template: RowTemplate) -> int:
-    renderer: Renderer = template._renderer
-    assert renderer._worker is not None
-    return renderer._worker._process.pid
+    assert template._worker is not None
+    return template._worker._process.pid
 
 
 def is_zombie(pid: int) -> bool:

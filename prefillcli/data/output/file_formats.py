@@ -23,7 +23,7 @@ _BLOCK = 1 << 22
 
 
 class JsonlFormat:
-    """See `FileFormat`. `codec` is that of pyarrow's streams: gzip, zstd, or None."""
+    """As `ParquetFormat`; `codec` is that of pyarrow's streams: gzip, zstd, or None."""
 
     sealed = False
     json_text = True
@@ -32,9 +32,22 @@ class JsonlFormat:
         self.codec = codec
 
     def write(
-        self, file: IO[bytes], schema: pa.Schema, tables: Iterable[pa.Table], json_columns: Collection[str]
+        self, file: IO[bytes], schema: pa.Schema, tables: Iterable[pa.Table], json_columns: Collection[str] = ()
     ) -> str:
-        return write_jsonl(file, tables, json_columns=json_columns, codec=self.codec)
+        # Numbers that JSON does not have (NaN, infinity) are null.
+        digesting = Digesting(file)
+        plain = nullcontext(digesting)
+        # Left open after an error, Arrow would write to a closed file later, and print a traceback.
+        with plain if self.codec is None else pa.CompressedOutputStream(digesting, self.codec) as stream:
+            for table in tables:
+                names = [json.dumps(name) for name in table.column_names]
+                columns = [
+                    _as_they_are(column.to_pylist()) if name in json_columns else as_json(column)
+                    for name, column in zip(table.column_names, table.columns, strict=True)
+                ]
+                form = "{" + ",".join(f"{name.replace('%', '%%')}:%s" for name in names) + "}\n"
+                stream.write("".join(form % values for values in zip(*columns, strict=True)).encode())
+        return digesting.digest()
 
     def read(self, file: IO[bytes], names: Sequence[str]) -> Iterator[pa.Table]:
         stream = pa.input_stream(file, compression=self.codec)
@@ -57,27 +70,6 @@ class JsonlFormat:
 
     def job_of(self, file: IO[bytes]) -> Any:
         raise ValueError("JSON Lines do not say which job wrote them")
-
-
-def write_jsonl(
-    file: IO[bytes], tables: Iterable[pa.Table], *, json_columns: Collection[str], codec: str | None
-) -> str:
-    """Write the tables as JSON Lines, compressed by `codec` if given; returns the digest of the file.
-
-    The values of `json_columns` are JSON already. Numbers that JSON does not have (NaN, infinity) are null.
-    """
-    digesting = Digesting(file)
-    # Left open after an error, Arrow would write to a closed file later, and print a traceback.
-    with nullcontext(digesting) if codec is None else pa.CompressedOutputStream(digesting, codec) as stream:
-        for table in tables:
-            names = [json.dumps(name) for name in table.column_names]
-            columns = [
-                _as_they_are(column.to_pylist()) if name in json_columns else as_json(column)
-                for name, column in zip(table.column_names, table.columns, strict=True)
-            ]
-            form = "{" + ",".join(f"{name.replace('%', '%%')}:%s" for name in names) + "}\n"
-            stream.write("".join(form % values for values in zip(*columns, strict=True)).encode())
-    return digesting.digest()
 
 
 def _as_they_are(texts: list[str | None]) -> list[str]:
@@ -128,17 +120,22 @@ _encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(","
 
 
 class ParquetFormat:
-    """See `FileFormat`."""
+    """How rows are written to one file, and read back. A damaged file raises what pyarrow raises, or ValueError."""
 
-    sealed = True
-    json_text = False
+    sealed = True  # a file proves itself: it names its job, and holds the digest of its other bytes
+    json_text = False  # values carried from JSON Lines get a column's type, and are not written as the JSON they are
 
     def write(
         self, file: IO[bytes], schema: pa.Schema, tables: Iterable[pa.Table], json_columns: Collection[str] = ()
     ) -> str:
+        """Write the tables, whose columns are those of `schema`; returns the digest of the file (`digest_of`).
+
+        `file` is open for writing and reading. The values of `json_columns` are JSON already.
+        """
         return write_parquet(file, schema, tables)
 
     def read(self, file: IO[bytes], names: Sequence[str]) -> Iterator[pa.Table]:
+        """Some columns of a file, piece by piece; where `json_text` holds, carried columns come as JSON text."""
         parquet = pq.ParquetFile(file, page_checksum_verification=True)
         footer = Footer.check(parquet.metadata, file.seek(0, io.SEEK_END))
         footer.require(names)
@@ -150,10 +147,15 @@ class ParquetFormat:
             raise OSError(f"its footer says {footer.rows:,} rows, but its pages have {rows:,}")
 
     def column_type(self, file: IO[bytes], name: str) -> pa.DataType:
+        """The type in which a carried column is read back."""
         return pq.read_schema(file).field(name).type
 
     def job_of(self, file: IO[bytes]) -> Any:
+        """What a sealed file says of its job, as `Job.of_json` takes it."""
         return json.loads(pq.read_schema(file).metadata[JOB_KEY])
+
+
+FileFormat = ParquetFormat | JsonlFormat
 
 
 def write_parquet(

@@ -6,77 +6,40 @@ What a format needs is imported only when a file is written or read, so that `--
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
-
-class FileFormat(Protocol):
-    """How rows are written to one file, and read back. A damaged file raises what pyarrow raises, or ValueError."""
-
-    @property
-    def sealed(self) -> bool:
-        """Whether a file proves itself: it names its job, and holds the digest of its other bytes."""
-
-    @property
-    def json_text(self) -> bool:
-        """Whether values carried from JSON Lines are written as the JSON that they are, not with a column's type."""
-
-    def write(
-        self, file: IO[bytes], schema: pa.Schema, tables: Iterable[pa.Table], json_columns: Collection[str]
-    ) -> str:
-        """Write the tables, whose columns are those of `schema`; returns the digest of the file (`seals.digest_of`).
-
-        `file` is open for writing and reading. The values of `json_columns` are JSON already.
-        """
-
-    def read(self, file: IO[bytes], names: Sequence[str]) -> Iterator[pa.Table]:
-        """Some columns of a file, piece by piece; where `json_text` holds, carried columns come as JSON text."""
-
-    def column_type(self, file: IO[bytes], name: str) -> pa.DataType:
-        """The type in which a carried column is read back."""
-
-    def job_of(self, file: IO[bytes]) -> Any:
-        """What a sealed file says of its job, as `Job.of_json` takes it."""
+    from prefillcli.data.output.file_formats import FileFormat
 
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
     """A row of the registry."""
 
-    endings: tuple[str, ...]
-    """Any of these asks for it; messages name the first."""
+    endings: tuple[str, ...]  # any of these asks for it; messages name the first
     meaning: str
-    open: Callable[[], FileFormat]
-    """The format of its file; of a directory that of every part."""
+    codec: str | None = None  # of JSON Lines: as pyarrow's streams name it
+    parquet: bool = False
     directory: bool = False
 
     @property
     def ending(self) -> str:
         return self.endings[0]
 
+    def open(self) -> FileFormat:
+        """The format of its file; of a directory that of every part."""
+        from prefillcli.data.output.file_formats import JsonlFormat, ParquetFormat
 
-def _parquet() -> FileFormat:
-    from prefillcli.data.output.file_formats import ParquetFormat
-
-    return ParquetFormat()
-
-
-def _jsonl(codec: str | None) -> FileFormat:
-    from prefillcli.data.output.file_formats import JsonlFormat
-
-    return JsonlFormat(codec)
+        return ParquetFormat() if self.parquet else JsonlFormat(self.codec)
 
 
-DIRECTORY = OutputFormat(("/",), "a folder of Parquet parts", _parquet, directory=True)
+DIRECTORY = OutputFormat(("/",), "a folder of Parquet parts", parquet=True, directory=True)
 FORMATS = (
-    OutputFormat((".parquet", ".pq"), "a Parquet file", _parquet),
-    OutputFormat((".jsonl",), "JSON Lines", lambda: _jsonl(None)),
-    OutputFormat((".jsonl.gz",), "JSON Lines, compressed with gzip", lambda: _jsonl("gzip")),
-    OutputFormat((".jsonl.zst",), "JSON Lines, compressed with Zstandard", lambda: _jsonl("zstd")),
+    OutputFormat((".parquet", ".pq"), "a Parquet file", parquet=True),
+    OutputFormat((".jsonl",), "JSON Lines"),
+    OutputFormat((".jsonl.gz",), "JSON Lines, compressed with gzip", "gzip"),
+    OutputFormat((".jsonl.zst",), "JSON Lines, compressed with Zstandard", "zstd"),
     DIRECTORY,
 )
 FILE_ENDINGS = tuple(each.ending for each in FORMATS if not each.directory)

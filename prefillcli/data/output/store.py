@@ -14,9 +14,9 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
@@ -272,15 +272,18 @@ class LocalStore:
     """A folder on a local disk: temporary file, fsync, rename, fsync of the folder.
 
     The operating system holds its lock, so that no other run writes here: `new` files need no care of their own.
+    Errors name the path: ResourceError for a full disk or a held lock, else PrefillError.
     """
 
-    beat_seconds = 5.0
+    beat_seconds = 5.0  # between two signs of life that a run leaves in it
+    # Files that are read or removed at a time where there are many: in an object store, waiting takes the time.
     at_once = 1
 
     def __init__(self, location: str) -> None:
         self.location = location
 
     def names(self) -> list[str]:
+        """Names of the files in it, sorted; none if the folder does not exist."""
         with writing(self.location):
             try:
                 names = [entry.name for entry in file_calls.list_folder(self.location)]
@@ -289,6 +292,7 @@ class LocalStore:
         return [name for name in names if not name.endswith(_TEMPORARY)]
 
     def folders(self) -> list[str]:
+        """Names of the folders in it, sorted; none if it does not exist."""
         with writing(self.location):
             try:
                 return [entry.name for entry in file_calls.list_folder(self.location) if entry.is_dir()]
@@ -296,23 +300,32 @@ class LocalStore:
                 return []
 
     def find(self, into: Callable[[str], bool]) -> list[str]:
+        """Paths of the files in it and in those of its folders whose names `into` accepts, relative to it, sorted."""
         with writing(self.location):
             files = [path for path, folder in walk_folder(self.location, into) if not folder]
         return sorted(path for path in files if not path.endswith(_TEMPORARY))
 
     def exists(self, name: str) -> bool:
+        """Whether a file is there now."""
         with writing(self._path(name)):
             return file_calls.is_there(self._path(name))
 
     def read(self, name: str) -> IO[bytes]:
+        """A file, open for reading. Raises FileNotFoundError."""
         return file_calls.open_to_read(self._path(name))
 
     def read_bytes(self, name: str) -> bytes:
+        """A whole file. Raises FileNotFoundError."""
         with self.read(name) as file:
             return file.read()
 
     @contextmanager
     def create(self, name: str, *, new: bool = False) -> Iterator[IO[bytes]]:
+        """A file to write and read back; it appears (and replaces an older one) when the block ends without exception.
+
+        Folders in `name` are made. A `new` file replaces none: where another run may have written one, and the store
+        has conditional writes, OutputBusyError is raised.
+        """
         path = self._path(name)
         folder, base = split_path(path)
         temporary = os.path.join(folder, f".{base}{_TEMPORARY}")
@@ -331,22 +344,27 @@ class LocalStore:
             raise
 
     def put_bytes(self, name: str, data: bytes, *, new: bool = False) -> None:
+        """Write a whole file; `new` as in `create`."""
         with self.create(name) as file:
             file.write(data)
 
     def delete(self, name: str) -> None:
+        """Remove a file, if it is there."""
         with writing(self._path(name)), suppress(FileNotFoundError):
             file_calls.remove_file(self._path(name))
 
     def remove(self) -> None:
+        """Remove the folder with what is left in it. A lock in it must be held by who calls this."""
         with writing(self.location), suppress(FileNotFoundError):
             file_calls.remove_tree(self.location)
 
     def delete_all(self, names: Iterable[str]) -> None:
+        """Remove files."""
         for name in names:
             self.delete(name)
 
     def clean(self, ours: Callable[[str], bool], into: Callable[[str], bool] = lambda folder: False) -> None:
+        """Remove what killed runs left of half-written files whose name is `ours`, here and in folders like `find`."""
         with writing(self.location):
             for path, is_folder in walk_folder(self.location, into):
                 folder, name = split_path(path)
@@ -355,10 +373,12 @@ class LocalStore:
                     file_calls.remove_file(self._path(path))
 
     def in_use(self) -> bool | None:
+        """Whether a run holds the lock; None if that cannot be known from here, or there is no lock to hold."""
         with writing(self._path(LOCK)):
             return file_lock_held(self._path(LOCK))
 
     def lock(self) -> Lock:
+        """Keep other processes out. Raises OutputBusyError if one is in."""
         path = self._path(LOCK)
         with writing(path):
             while True:
@@ -413,7 +433,7 @@ _BEAT_SECONDS, _COMMIT_BEAT_SECONDS = 30.0, 600.0  # a request costs money, a co
 
 
 class RemoteStore:
-    """A folder of an object store, where an object appears when its upload is complete.
+    """A folder of an object store, with the methods of `LocalStore`. An object appears when its upload is complete.
 
     Requests that fail for a moment are sent again.
     """
@@ -630,60 +650,7 @@ def requesting(path: str, *, may_miss: bool = False) -> Iterator[None]:
         raise PrefillError(f"cannot use {path}: {explained(error)}") from error
 
 
-class Store(Protocol):
-    """A folder. Errors name the path: ResourceError for a full disk or a held lock, else PrefillError."""
-
-    location: str
-    beat_seconds: float
-    """Seconds between two signs of life that a run leaves in it."""
-    at_once: int
-    """Files that are read or removed at a time where there are many: in an object store, waiting takes the time."""
-
-    def names(self) -> list[str]:
-        """Names of the files in it, sorted; none if the folder does not exist."""
-
-    def folders(self) -> list[str]:
-        """Names of the folders in it, sorted; none if it does not exist."""
-
-    def find(self, into: Callable[[str], bool]) -> list[str]:
-        """Paths of the files in it and in those of its folders whose names `into` accepts, relative to it, sorted."""
-
-    def exists(self, name: str) -> bool:
-        """Whether a file is there now."""
-
-    def read(self, name: str) -> IO[bytes]:
-        """A file, open for reading. Raises FileNotFoundError."""
-
-    def read_bytes(self, name: str) -> bytes:
-        """A whole file. Raises FileNotFoundError."""
-
-    def create(self, name: str, *, new: bool = False) -> AbstractContextManager[IO[bytes]]:
-        """A file to write and read back; it appears (and replaces an older one) when the block ends without exception.
-
-        Folders in `name` are made. A `new` file replaces none: where another run may have written one, and the store
-        has conditional writes, OutputBusyError is raised.
-        """
-
-    def put_bytes(self, name: str, data: bytes, *, new: bool = False) -> None:
-        """Write a whole file; `new` as in `create`."""
-
-    def delete(self, name: str) -> None:
-        """Remove a file, if it is there."""
-
-    def remove(self) -> None:
-        """Remove the folder with what is left in it. A lock in it must be held by who calls this."""
-
-    def delete_all(self, names: Iterable[str]) -> None:
-        """Remove files."""
-
-    def clean(self, ours: Callable[[str], bool], into: Callable[[str], bool] = lambda folder: False) -> None:
-        """Remove what killed runs left of half-written files whose name is `ours`, here and in folders like `find`."""
-
-    def in_use(self) -> bool | None:
-        """Whether a run holds the lock; None if that cannot be known from here, or there is no lock to hold."""
-
-    def lock(self) -> Lock:
-        """Keep other processes out. Raises OutputBusyError if one is in."""
+Store = LocalStore | RemoteStore
 
 
 def open_store(url: str) -> Store:

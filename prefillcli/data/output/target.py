@@ -26,7 +26,8 @@ from prefillcli.data.filesystems import (
 )
 from prefillcli.data.output.columns import COLUMNS, ROW_COLUMN
 from prefillcli.data.output.counts import Counts
-from prefillcli.data.output.formats import DIRECTORY, FILE_ENDINGS, FileFormat, OutputFormat, Shard, format_of
+from prefillcli.data.output.file_formats import FileFormat
+from prefillcli.data.output.formats import DIRECTORY, FILE_ENDINGS, OutputFormat, Shard, format_of
 from prefillcli.data.output.store import Store, open_store, requesting
 from prefillcli.data.proof import digest_of, seal_of, take_checksum, with_checksum
 from prefillcli.errors import DamagedFileError, OutputConflictError, PrefillError, UsageError

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from prefillcli.data.prompts.encoding import Controls, Encoder, Marks, NotLiteral, not_literal, protect
+from prefillcli.data.prompts.encoding import Encoder, Marks, NotLiteral, not_literal, protect
 from prefillcli.data.prompts.labels import LabelError, Labels, tail_of
 from prefillcli.data.prompts.templates import ChatTemplate, Message, RowTemplate, messages_of
 from prefillcli.data.rows import MAX_ROW_BYTES, ErrorCode, Int32Array, Prompt, RowBatch, RowError, row_too_large
@@ -198,18 +198,11 @@ class PromptBuilder:
         )
         """Longer rows, and longer prompts made of them, are errors."""
         self._may_exceed_vocabulary = self._encoder.size > settings.vocab_size
+        # The characters of templates and system messages, which are not data.
         typed = (self.template and self.template.text, settings.system, getattr(tokenizer, "chat_template", None))
-        self._reader = RawPromptReader(
-            settings,
-            template=self.template,
-            columns=self.columns,
-            chat=self.chat,
-            has_chat_template=has_chat_template(tokenizer),
-            controls=self._encoder.controls,
-            typed=frozenset("".join(map(str, typed))),
-            max_row_bytes=self.max_row_bytes,
-            group_chars=group_chars,
-        )
+        self._typed = frozenset("".join(map(str, typed)))
+        self._has_chat_template = has_chat_template(tokenizer)
+        self._takes_ids = self.template is None and self.column == "prompt_token_ids"
 
     def fingerprint(self) -> str:
         """Digest of everything here that changes a prompt, the text of the template included."""
@@ -226,7 +219,7 @@ class PromptBuilder:
         errors = dict(batch.errors)
         prompts: list[Prompt] = []
         started = time.perf_counter()
-        for group in _groups(self._reader.read(batch, errors), self._group_chars):
+        for group in _groups(self._read(batch, errors), self._group_chars):
             self.require_open()
             texts = self._with_chats_rendered(group, errors)
             rendered = time.perf_counter()
@@ -266,6 +259,98 @@ class PromptBuilder:
         names = [name for name in (*self.columns, *self.optional) if name in batch.columns]
         for prompt in prompts:
             prompt.made_of = {name: batch.columns[name][place[prompt.row]] for name in names}
+
+    def _read(self, batch: RowBatch, errors: dict[int, RowError]) -> Iterator[RawPrompt]:
+        """The raw prompts of the rows that are not in `errors`; rows that have none are added there."""
+        for row, value, marks in self._values(batch, errors):
+            raw = value if isinstance(value, RowError) else self._raw(row, value)
+            if isinstance(raw, RowError):
+                errors[row] = raw
+            else:
+                yield raw._replace(marks=marks)
+
+    def _values(
+        self, batch: RowBatch, errors: dict[int, RowError]
+    ) -> Iterator[tuple[int, str | RowError | Any, Marks | None]]:
+        """The rows without an error, each with the text of the template or what is in the prompt's column."""
+        columns = [batch.columns[name] for name in self.columns]
+        places = [(at, row) for at, row in enumerate(batch.rows.tolist()) if row not in errors]
+        if self.template is None:
+            for at, row in places:
+                yield row, *self._literal(columns[0][at], joined=self.chat or self.column == "messages")
+            return
+        rows, values, marked = [], [], []
+        for at, row in places:
+            given = dict(zip(self.columns, (column[at] for column in columns), strict=True))
+            value, marks = self._literal(given, joined=True)
+            if isinstance(value, RowError):
+                errors[row] = value
+            else:
+                rows.append(row)
+                values.append(value)
+                marked.append(marks)
+        done = 0
+        while done < len(values):
+            texts = self.template.render(values[done:], self._group_chars)
+            end = done + len(texts)
+            yield from zip(rows[done:end], texts, marked[done:end], strict=True)
+            done = end
+
+    def _literal(self, value: Any, *, joined: bool) -> tuple[Any, Marks | None]:
+        """Values of a row in which the tokenizer finds no control token, and what was replaced for that."""
+        is_ids = self.template is None and isinstance(value, list) and value and not isinstance(value[0], dict)
+        if not self.settings.literal or is_ids:
+            return value, None
+        try:
+            return protect(self._encoder.controls, value, self._typed, joined=joined)
+        except NotLiteral as error:
+            return not_literal(error), None
+        except RecursionError:
+            code = ErrorCode.TEMPLATE_ERROR if self.template else ErrorCode.CHAT_ERROR
+            return RowError(code, "RecursionError: a value is nested too deeply"), None
+
+    def _raw(self, row: int, value: Any) -> RawPrompt | RowError:
+        if isinstance(value, str):
+            return self._from_text(row, value)
+        if value is None:
+            return RowError(ErrorCode.NULL_PROMPT, "the prompt is null")
+        if not isinstance(value, list | np.ndarray):
+            return RowError(ErrorCode.WRONG_TYPE, f"the prompt is {type(value).__name__}, not text")
+        if len(value) == 0:
+            ids = isinstance(value, np.ndarray) or self._takes_ids
+            return RowError(ErrorCode.INVALID_TOKEN_IDS if ids else ErrorCode.EMPTY_PROMPT, "the list is empty")
+        if isinstance(value, np.ndarray) or set(map(type, value)) == {int}:
+            return self._from_ids(row, value)
+        return self._from_messages(row, value)
+
+    def _from_text(self, row: int, text: str) -> RawPrompt | RowError:
+        if not text or text.isspace():
+            return RowError(
+                ErrorCode.EMPTY_PROMPT, "the prompt is white space only" if text else "the prompt is empty"
+            )
+        wrong = text_error(text, "the prompt", self.max_row_bytes)
+        if wrong is not None:
+            return wrong
+        if not self.chat:
+            return RawPrompt(row, text)
+        return self._from_messages(row, [{"role": "user", "content": text}])
+
+    def _from_messages(self, row: int, value: list[Any]) -> RawPrompt | RowError:
+        if self._takes_ids:
+            return RowError(ErrorCode.INVALID_TOKEN_IDS, "not every token id is an integer")
+        messages = messages_of(value, self.settings.system)
+        if isinstance(messages, RowError):
+            return messages
+        if not self._has_chat_template or self.settings.chat is False:
+            return RowError(ErrorCode.CHAT_ERROR, "the prompt is a list of messages, and no chat template is applied")
+        return RawPrompt(row, chat=messages)
+
+    def _from_ids(self, row: int, value: Any) -> RawPrompt | RowError:
+        ends = (min(value), max(value)) if isinstance(value, list) else (value.min(), value.max())
+        for number in ends:
+            if not 0 <= number < self.settings.vocab_size:
+                return not_in_vocabulary(number, self.settings.vocab_size)
+        return RawPrompt(row, tokens=np.asarray(value, np.int32))
 
     def _with_chats_rendered(self, raw: list[RawPrompt], errors: dict[int, RowError]) -> list[RawPrompt]:
         chats = [each.chat for each in raw if each.chat is not None]
@@ -436,130 +521,6 @@ class RawPrompt(NamedTuple):
     tokens: Int32Array | None = None
     marks: Marks | None = None
     """What stands in the text for other characters; None if the data has no text of a control token."""
-
-
-class RawPromptReader:
-    """Takes raw prompts out of rows: through the template, or from the prompt's column.
-
-    `typed` are the characters of templates and system messages, which are not data. A template renders rows in groups
-    of about `group_chars` characters.
-    """
-
-    def __init__(
-        self,
-        settings: PromptSettings,
-        *,
-        template: RowTemplate | None,
-        columns: Sequence[str],
-        chat: bool,
-        has_chat_template: bool,
-        controls: Controls,
-        typed: frozenset[str],
-        max_row_bytes: int,
-        group_chars: int,
-    ) -> None:
-        self._settings = settings
-        self._template = template
-        self._columns = tuple(columns)
-        self._column = columns[0] if template is None else None
-        self._chat = chat
-        self._has_chat_template = has_chat_template
-        self._controls = controls
-        self._typed = typed
-        self._max_row_bytes = max_row_bytes
-        self._group_chars = group_chars
-
-    def read(self, batch: RowBatch, errors: dict[int, RowError]) -> Iterator[RawPrompt]:
-        """The raw prompts of the rows that are not in `errors`; rows that have none are added there."""
-        for row, value, marks in self._values(batch, errors):
-            raw = value if isinstance(value, RowError) else self._raw(row, value)
-            if isinstance(raw, RowError):
-                errors[row] = raw
-            else:
-                yield raw._replace(marks=marks)
-
-    def _values(
-        self, batch: RowBatch, errors: dict[int, RowError]
-    ) -> Iterator[tuple[int, str | RowError | Any, Marks | None]]:
-        """The rows without an error, each with the text of the template or what is in the prompt's column."""
-        columns = [batch.columns[name] for name in self._columns]
-        places = [(at, row) for at, row in enumerate(batch.rows.tolist()) if row not in errors]
-        if self._template is None:
-            for at, row in places:
-                yield row, *self._literal(columns[0][at], joined=self._chat or self._column == "messages")
-            return
-        rows, values, marked = [], [], []
-        for at, row in places:
-            given = dict(zip(self._columns, (column[at] for column in columns), strict=True))
-            value, marks = self._literal(given, joined=True)
-            if isinstance(value, RowError):
-                errors[row] = value
-            else:
-                rows.append(row)
-                values.append(value)
-                marked.append(marks)
-        done = 0
-        while done < len(values):
-            texts = self._template.render(values[done:], self._group_chars)
-            end = done + len(texts)
-            yield from zip(rows[done:end], texts, marked[done:end], strict=True)
-            done = end
-
-    def _literal(self, value: Any, *, joined: bool) -> tuple[Any, Marks | None]:
-        """Values of a row in which the tokenizer finds no control token, and what was replaced for that."""
-        is_ids = self._template is None and isinstance(value, list) and value and not isinstance(value[0], dict)
-        if not self._settings.literal or is_ids:
-            return value, None
-        try:
-            return protect(self._controls, value, self._typed, joined=joined)
-        except NotLiteral as error:
-            return not_literal(error), None
-        except RecursionError:
-            code = ErrorCode.TEMPLATE_ERROR if self._template else ErrorCode.CHAT_ERROR
-            return RowError(code, "RecursionError: a value is nested too deeply"), None
-
-    def _raw(self, row: int, value: Any) -> RawPrompt | RowError:
-        if isinstance(value, str):
-            return self._from_text(row, value)
-        if value is None:
-            return RowError(ErrorCode.NULL_PROMPT, "the prompt is null")
-        if not isinstance(value, list | np.ndarray):
-            return RowError(ErrorCode.WRONG_TYPE, f"the prompt is {type(value).__name__}, not text")
-        if len(value) == 0:
-            ids = isinstance(value, np.ndarray) or self._column == "prompt_token_ids"
-            return RowError(ErrorCode.INVALID_TOKEN_IDS if ids else ErrorCode.EMPTY_PROMPT, "the list is empty")
-        if isinstance(value, np.ndarray) or set(map(type, value)) == {int}:
-            return self._from_ids(row, value)
-        return self._from_messages(row, value)
-
-    def _from_text(self, row: int, text: str) -> RawPrompt | RowError:
-        if not text or text.isspace():
-            return RowError(
-                ErrorCode.EMPTY_PROMPT, "the prompt is white space only" if text else "the prompt is empty"
-            )
-        wrong = text_error(text, "the prompt", self._max_row_bytes)
-        if wrong is not None:
-            return wrong
-        if not self._chat:
-            return RawPrompt(row, text)
-        return self._from_messages(row, [{"role": "user", "content": text}])
-
-    def _from_messages(self, row: int, value: list[Any]) -> RawPrompt | RowError:
-        if self._column == "prompt_token_ids":
-            return RowError(ErrorCode.INVALID_TOKEN_IDS, "not every token id is an integer")
-        messages = messages_of(value, self._settings.system)
-        if isinstance(messages, RowError):
-            return messages
-        if not self._has_chat_template or self._settings.chat is False:
-            return RowError(ErrorCode.CHAT_ERROR, "the prompt is a list of messages, and no chat template is applied")
-        return RawPrompt(row, chat=messages)
-
-    def _from_ids(self, row: int, value: Any) -> RawPrompt | RowError:
-        ends = (min(value), max(value)) if isinstance(value, list) else (value.min(), value.max())
-        for number in ends:
-            if not 0 <= number < self._settings.vocab_size:
-                return not_in_vocabulary(number, self._settings.vocab_size)
-        return RawPrompt(row, tokens=np.asarray(value, np.int32))
 
 
 def not_in_vocabulary(token: int, vocab_size: int) -> RowError:

@@ -63,7 +63,7 @@ class RendererClosed(Exception):
 class Renderer:
     """One template, compiled in a process of its own that renders rows with it.
 
-    `spec` says what is rendered, as `render_worker.compile_spec` takes it; its `name` is for messages. Errors of rows
+    `spec` says what is rendered, as `sandbox.compile_spec` takes it; its `name` is for messages. Errors of rows
     get the code `code`. The process is gone when the renderer is closed or collected, or when this process ends in
     whatever way. Raises UsageError if the template cannot be compiled within the limits, ResourceError if no process
     can be started.
@@ -319,8 +319,8 @@ def names_template(template: str) -> bool:
     return not any(mark in template for mark in (*_MARKS, "\n"))
 
 
-class RowTemplate:
-    """A compiled template.
+class RowTemplate(Renderer):
+    """A compiled template: rows are its variables.
 
     Raises UsageError with the line of a syntax error, or if the template cannot be compiled within the limits.
     """
@@ -328,20 +328,7 @@ class RowTemplate:
     def __init__(self, template: str, limits: RenderLimits | None = None) -> None:
         self.text, name = read_template(template)
         spec = {"kind": "template", "text": self.text, "name": name}
-        self._renderer = Renderer(spec, code=ErrorCode.TEMPLATE_ERROR, limits=limits)
-        self.columns = self._renderer.columns
-        """The columns it needs."""
-
-    def render(self, rows: Sequence[dict[str, Any]], most: int | None = None) -> list[str | RowError]:
-        """The text of each row of column values, or why there is none; with `most`, of the first rows only.
-
-        It stops after the text that makes them more than `most` characters.
-        """
-        return self._renderer.render(rows, most)
-
-    def close(self) -> None:
-        """Stop rendering, in whatever thread it goes on, for good."""
-        self._renderer.close()
+        super().__init__(spec, code=ErrorCode.TEMPLATE_ERROR, limits=limits)
 
 
 Message = dict[str, Any]
@@ -365,10 +352,11 @@ def messages_of(value: Sequence[Any], system: str | None) -> list[Message] | Row
     return messages
 
 
-class ChatTemplate:
-    """The chat template of a tokenizer. Where a model `answers`, chats end where the assistant begins to.
+class ChatTemplate(Renderer):
+    """The chat template of a tokenizer: rows are lists of messages.
 
-    Raises UsageError if there is none, or if it cannot be compiled within the limits.
+    Where a model `answers`, chats end where the assistant begins to. Raises UsageError if there is none, or if it
+    cannot be compiled within the limits.
     """
 
     def __init__(self, tokenizer: Any, limits: RenderLimits | None = None, *, answers: bool = True) -> None:
@@ -390,15 +378,7 @@ class ChatTemplate:
             "variables": dict(tokenizer.special_tokens_map),
             "name": "the model's chat template",
         }
-        self._renderer = Renderer(spec, code=ErrorCode.CHAT_ERROR, limits=limits)
-
-    def render(self, chats: Sequence[list[Message]]) -> list[str | RowError]:
-        """Every chat as text, or why there is none."""
-        return self._renderer.render(chats)
-
-    def close(self) -> None:
-        """Stop rendering, in whatever thread it goes on, for good."""
-        self._renderer.close()
+        super().__init__(spec, code=ErrorCode.CHAT_ERROR, limits=limits)
 
 
 _VARIABLES = ("label", "labels")

@@ -19,7 +19,7 @@ import pyarrow as pa
 from fsspec.utils import glob_translate
 
 from prefillcli.data.filesystems import WORK_ENDING, filesystem_of, is_local, is_url
-from prefillcli.data.proof import Stamp, stamp_of
+from prefillcli.data.proof import FoundFile, stamp_of
 from prefillcli.errors import PrefillError, UsageError
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"
@@ -101,30 +101,12 @@ _REPORTS = (".run.json", ".run.html", ".dry-run.json", ".prom")
 
 
 @dataclass(frozen=True, slots=True)
-class InputFile:
+class InputFile(FoundFile):
     """One input file."""
 
-    path: str
-    """As a user would name it: local path or URL."""
-    filesystem: Any
-    inner: str
-    """The path inside `filesystem`."""
     kind: Kind
-    codec: str | None
-    """Compression of a JSON Lines file: gzip, zstd or None."""
-    below: str
-    """The path below the directory that was given, else the whole one: its folders may name columns."""
-    stamp: Stamp
-    """Which version of the file was found."""
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return self.stamp.size
-
-    @property
-    def local(self) -> bool:
-        return is_local(self.filesystem)
+    codec: str | None  # compression of a JSON Lines file: gzip, zstd or None
+    below: str  # the path below the directory that was given, else the whole one: its folders may name columns
 
 
 def discover(inputs: Sequence[str]) -> tuple[list[InputFile], tuple[str, ...]]:
@@ -278,7 +260,7 @@ def _input_file(filesystem: Any, inner: str, shown: str, root: str = "") -> Inpu
         raise UsageError(_convert(shown))
     if form is None:
         raise UsageError(f"unknown ending: {shown}\nexpected a file that ends in {ENDINGS}")
-    return InputFile(shown, filesystem, inner, form[0], form[1], inner[len(root) :], stamp_of(filesystem, inner))
+    return InputFile(shown, filesystem, inner, stamp_of(filesystem, inner), *form, inner[len(root) :])
 
 
 def _is_csv(name: str) -> bool:

@@ -235,7 +235,7 @@ _PEEK_BYTES = 16 << 20
 
 
 class JsonlFiles:
-    """See `InputFiles`."""
+    """The files of an input, read as one, with the methods of `ParquetFiles`."""
 
     def __init__(self, files: Sequence[InputFile], partitions: Partitions) -> None:
         self._files = tuple(files)

@@ -297,7 +297,7 @@ class ParquetInput:
         self.found = found
         with reading(found.path), _open_parquet(found) as file:
             self.schema: pa.Schema = file.schema_arrow
-            self._footer = Footer.check(file.metadata, found.size)
+            self._footer = Footer.check(file.metadata, found.stamp.size)
         self.rows = self._footer.rows
 
     def require(self, names: Sequence[str]) -> None:
@@ -489,7 +489,7 @@ def _is_text_column(kind: pa.DataType) -> bool:
 
 
 class ParquetFiles:
-    """See `InputFiles`."""
+    """The files of an input, read as one."""
 
     def __init__(self, files: Sequence[InputFile], partitions: Partitions) -> None:
         self._files = tuple(files)
@@ -497,12 +497,14 @@ class ParquetFiles:
         self._partitions = partitions
         self.available: tuple[str, ...] = tuple(self._readers[0].schema.names)
         self.total_rows: int | None = sum(file.rows for file in self._readers)
-        self.starts: list[int] = []
+        self.starts: list[int] = []  # of every file that `batches` has begun, the number of its first row
 
     def count(self) -> int:
+        """Rows of all files; reads JSON Lines to the end once."""
         return self.total_rows or 0
 
     def columns_by_file(self) -> list[tuple[str, Sequence[str]]]:
+        """Paths of files with their columns, as far as these are known."""
         return [(file.path, each.schema.names) for file, each in zip(self._files, self._readers, strict=True)]
 
     def refuse_outputs(self, inputs: Sequence[str]) -> None:
@@ -518,6 +520,12 @@ class ParquetFiles:
     def carried_schema(
         self, columns: Sequence[str], carried: Sequence[str], optional: Sequence[str], max_row_bytes: int
     ) -> pa.Schema:
+        """Types of the carried columns.
+
+        Raises UsageError if one of the columns is missing, unless it is `optional`, if two have its name or its types
+        differ, and PrefillError if a file's own numbers of it disagree. From now on rows of more than `max_row_bytes`
+        are error rows.
+        """
         keys = self._partitions.schema
         wanted = [name for name in (*columns, *carried) if name not in keys.names]
         for path, names in self.columns_by_file():
@@ -528,6 +536,7 @@ class ParquetFiles:
         return pa.schema([keys.field(name) if name in keys.names else self._common_field(name) for name in carried])
 
     def batches(self, choice: ColumnChoice, selection: Selection, most_rows: int) -> Iterator[RowBatch]:
+        """The selected rows of all files."""
         self.starts = []
         keys = self._partitions.schema.names
         own = pa.schema([field for field in choice.carried if field.name not in keys])

@@ -6,7 +6,6 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -18,36 +17,6 @@ from prefillcli.data.reading.parquet import ParquetFiles
 from prefillcli.data.reading.record_batches import BATCH_ROWS, ColumnChoice, Sampling, Selection
 from prefillcli.data.rows import MAX_ROW_BYTES, Int64Array, RowBatch
 from prefillcli.errors import ContentChangedError, PrefillError, UsageError
-
-
-class InputFiles(Protocol):
-    """The files of an input, all of one kind, read as one."""
-
-    available: tuple[str, ...]
-    """Column names: of the first Parquet file, or on the first lines of JSON Lines."""
-    total_rows: int | None
-    """None where they were not counted yet."""
-    starts: list[int]
-    """Of every file that `batches` has begun, the number of its first row."""
-
-    def count(self) -> int:
-        """Rows of all files; reads JSON Lines to the end once."""
-
-    def columns_by_file(self) -> list[tuple[str, Sequence[str]]]:
-        """Paths of files with their columns, as far as these are known."""
-
-    def carried_schema(
-        self, columns: Sequence[str], carried: Sequence[str], optional: Sequence[str], max_row_bytes: int
-    ) -> pa.Schema:
-        """Types of the carried columns.
-
-        Raises UsageError if one of the columns is missing, unless it is `optional`, if two have its name or its types
-        differ, and PrefillError if a file's own numbers of it disagree. From now on rows of more than `max_row_bytes`
-        are error rows.
-        """
-
-    def batches(self, choice: ColumnChoice, selection: Selection, most_rows: int) -> Iterator[RowBatch]:
-        """The selected rows of all files."""
 
 
 class Source:
@@ -70,7 +39,7 @@ class Source:
         self._contents = FileContents(found, "input", lambda: [file.path for file in discover(inputs)[0]])
         self.partitions = Partitions.of(file.below for file in found)
         """What the names of folders hold."""
-        self._files: InputFiles
+        self._files: ParquetFiles | JsonlFiles
         if self.kind == "parquet":
             self._files = files = ParquetFiles(found, self.partitions)
             files.refuse_outputs(self._inputs)
@@ -155,7 +124,7 @@ class Source:
         """
         sampling = self._sampling
         seed = sampling.seed if sampling.sample is not None else None
-        content = [(file.size, each) for file, each in zip(self._found, self._contents.digests(), strict=True)]
+        content = [(file.stamp.size, each) for file, each in zip(self._found, self._contents.digests(), strict=True)]
         keys = list(self.partitions.values) if self.partition_keys else []
         text = json.dumps([self.kind, content, sampling.limit, sampling.sample, seed, *keys])
         return hashlib.sha256(text.encode()).hexdigest()
