@@ -31,12 +31,14 @@ from benchmarks.spread import Spread
 from benchmarks.workloads import short_rows
 from prefillcli.bench.contest import interleaved
 from prefillcli.engines.torch import TorchEngine
+from prefillcli.features.determinism.paths import by_row
 from prefillcli.models.find import read_model_files
 from prefillcli.models.law import CHUNK_TOKENS, PACK_TOKENS
 from prefillcli.models.load import load_model
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
+from prefillcli.prefill.walk import FASTEST
 from prefillcli.profile.children import prompts_with_histories, random_prompt
 from recipes.real_model import real_model
 
@@ -67,9 +69,9 @@ def measure(model: PreTrainedModel, prompts: Prompts, rounds: int, clock: Callab
     limits = Limits(PACK_TOKENS["cpu"], 1 << 30, held_tokens=1 << 30)
     with ExitStack() as stack:
         methods = {}
-        for name, deterministic in {"as it is": False, "deterministic": True}.items():
+        for name, arithmetic in {"as it is": FASTEST, "deterministic": by_row()}.items():
             own = deepcopy(model)  # a walk has its model for itself
-            engine = TorchEngine(own, limits=limits, chunk_tokens=CHUNK_TOKENS["cpu"], deterministic=deterministic)
+            engine = TorchEngine(own, limits=limits, chunk_tokens=CHUNK_TOKENS["cpu"], arithmetic=arithmetic)
             stack.enter_context(closing(engine))
             methods[name] = partial(score_all, engine, prompts)
         begun = clock()

@@ -23,6 +23,7 @@ from tests.warm import Warm
 ROWS = 24
 #: By feature, options that ask for it.
 ASKED = {
+    "determinism": ["--deterministic"],
     "calibration": ["--template", "{{ prompt }}", "--calibrate-with", "N/A"],
     "exits": ["--exit", "--max-flips", "0.9"],
     "evaluation": ["--truth", "answer"],

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from prefillcli.jobs.score import Job
     from prefillcli.models.open import Opened
     from prefillcli.plan.pack import Pack
+    from prefillcli.prefill.walk import Arithmetic
     from prefillcli.report.run import RunReport
     from prefillcli.report.section import Section
 
@@ -160,6 +161,10 @@ class Feature:
     def known(self) -> Mapping[int, ScoredRow]:
         """Rows by number that have been scored before the first window."""
         return {}
+
+    def arithmetic(self) -> Arithmetic | None:
+        """How a walk through the layers computes; None where it takes the fastest way of the device."""
+        return None
 
     def treatment(self, in_full: frozenset[int]) -> Treatment | None:
         """What is done between the layers with the prompts of a pack, but for those `in_full`; None for nothing."""

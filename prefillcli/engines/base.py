@@ -20,6 +20,7 @@ from prefillcli.plan.trie import TokenArray
 if TYPE_CHECKING:
     from prefillcli.decode.draft_model import DraftModel
     from prefillcli.models.law import TextsOf
+    from prefillcli.prefill.walk import Arithmetic
     from prefillcli.prefill.walk_state import ThinningRule
 
 #: For each label the token ids whose probabilities it sums.
@@ -362,8 +363,8 @@ class LoadRequest:
     `options` are those of the engine itself. `before` is the plan of an earlier attempt at the job, or empty; where it
     is `planned`, it is another worker's of this attempt, and stands. A profile gives what was `measured` of the model.
     `share` is the engine's part of the free memory: other workers take the rest. `placement` says what may be kept
-    outside the device. Texts of up to `text_tokens`, with what comes before them and what is guessed, are written
-    behind the prompts that `texts_of` names; 0: none are.
+    outside the device, `arithmetic` how the layer walk computes (None: the fastest way). Texts of up to `text_tokens`,
+    with what comes before them and what is guessed, are written behind the prompts that `texts_of` names; 0: none are.
     """
 
     opened: Opened
@@ -376,6 +377,7 @@ class LoadRequest:
     placement: PlacementChoice = RESIDENT
     text_tokens: int = 0
     texts_of: TextsOf = "all"
+    arithmetic: Arithmetic | None = None
 
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine, covariant=True)

@@ -44,8 +44,6 @@ class PlacementChoice(WeightsChoice, Protocol):
     def hidden(self) -> Literal["auto", "device", "host"]: ...
     @property
     def compile(self) -> bool: ...
-    @property
-    def deterministic(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,6 @@ class Placed:
     weights_memory: str | None = None
     hidden: Literal["auto", "device", "host"] = "device"
     compile: bool = False
-    deterministic: bool = False
 
 
 RESIDENT = Placed()

@@ -51,7 +51,6 @@ from prefillcli.models.shape import NoCostModel, keys_share
 from prefillcli.models.streamed_layers import StreamedLayers, measure_speed
 from prefillcli.models.weights import WeightsPlan, plan_quantisation, plan_weights
 from prefillcli.plan.account import Account, LayersDone, account
-from prefillcli.plan.blocks import STATE_STEP
 from prefillcli.plan.pack import (
     NO_INDEX,
     Key,
@@ -66,12 +65,12 @@ from prefillcli.plan.pack import (
 )
 from prefillcli.prefill.attention import ruled_out
 from prefillcli.prefill.forest import WatchedLayer
-from prefillcli.prefill.fusion import Preparation, check_compiler, compiled, fused
+from prefillcli.prefill.fusion import check_compiler, compiled
 from prefillcli.prefill.layer_calls import decoder_layers
 from prefillcli.prefill.layout import Tree
 from prefillcli.prefill.own_cache import NO_DECODING, has_forest_attention
 from prefillcli.prefill.recurrent import recurrent_modules
-from prefillcli.prefill.walk import LayerWalk, Tick
+from prefillcli.prefill.walk import FASTEST, Arithmetic, LayerWalk, Tick
 from prefillcli.prefill.walk_state import REGROUP_LAYERS, Thinned, ThinningRule
 from prefillcli.runtime import log
 from prefillcli.runtime.memory import available_memory, device_capacity, trim_heap
@@ -517,14 +516,17 @@ def load(request: LoadRequest) -> Loaded[TorchEngine]:
     opened, choice = request.opened, request.choice
     # The draft is there by now.
     weights = plan_weights(opened, request.placement, draft=False, share=request.share)
+    arithmetic = request.arithmetic or FASTEST
+    quantisation = plan_quantisation(opened.files.origin, opened.files.quantised, opened.device)
+    if arithmetic.no_packed_weights and quantisation is not None and quantisation.kept == "packed":
+        raise UsageError(arithmetic.no_packed_weights.format(format=quantisation.format.name))
     on_host = hidden_on_host(request.placement, opened.device, streamed=weights.streamed)
     model, source = _load_weights(request, weights)
-    quantisation = plan_quantisation(opened.files.origin, opened.files.quantised, opened.device)
     adapters = merge_adapters(model, opened)
     drafts = "--draft self" if opened.drafts_itself else None
     own_cache = check_uses(model, drafts=drafts, compresses=opened.compresses).own_cache
     if own_cache:
-        _check_own_cache(request)
+        _check_own_cache(request, arithmetic)
     free = None
     if not choice.memory:
         free = int(available_memory(opened.device) * request.share) - (0 if source is None else source.memory_bytes)
@@ -563,24 +565,20 @@ def load(request: LoadRequest) -> Loaded[TorchEngine]:
         ),
         activation=activation_of(opened.files),
         adapters=adapters,
-        prepare=_preparation(request, model),
-        deterministic=request.placement.deterministic,
+        arithmetic=_arithmetic(request, arithmetic, model),
         reduced=plan.get(REDUCED),
         longest=opened.files.max_length,
     )
     return Loaded(engine, plan, budget, 0.0 if speed is None else speed.read_seconds)
 
 
-def _check_own_cache(request: LoadRequest) -> None:
+def _check_own_cache(request: LoadRequest, arithmetic: Arithmetic) -> None:
     """Raise UsageError for what a model that is walked with its own cache cannot do; else say that it is."""
     family = request.opened.files.family
     if request.text_tokens:
         raise UsageError(f"--rationale: {NO_DECODING}")
-    if request.placement.deterministic:
-        raise UsageError(
-            f"--deterministic: a {family} model is walked with its own attention and cache, whose sums depend on how "
-            "its prompts are cut\ntake another model, or leave it out"
-        )
+    if arithmetic.no_own_cache:
+        raise UsageError(arithmetic.no_own_cache)
     if request.share == 1.0:  # not by each of several workers
         log.info(f"a {family} model is walked with its own cache, prompt by prompt")
 
@@ -588,22 +586,9 @@ def _check_own_cache(request: LoadRequest) -> None:
 def _load_weights(request: LoadRequest, plan: WeightsPlan) -> tuple[PreTrainedModel, StreamedLayers | None]:
     """The model, and where its layers come from if they are streamed."""
     files, device, trust = request.opened.files, request.opened.device, request.choice.trust_remote_code
-    if request.placement.deterministic:
-        _refuse_packed(request.opened)
     if plan.streamed:
         return load_streamed(files, device, memory=plan.memory, share=request.share, trust_remote_code=trust)
     return load_model(files, device, trust_remote_code=trust), None
-
-
-def _refuse_packed(opened: Opened) -> None:
-    """Raise UsageError for weights whose products are computed by kernels of their own."""
-    quantisation = plan_quantisation(opened.files.origin, opened.files.quantised, opened.device)
-    if quantisation is not None and quantisation.kept == "packed":
-        raise UsageError(
-            f"--deterministic: {quantisation.format.name} weights stay packed here, and the kernels that multiply "
-            "them are not known to give a row the same bits beside others\n"
-            "take the model as it was before it was quantised, or leave --deterministic out"
-        )
 
 
 class TorchEngine(PackByPack):
@@ -624,13 +609,12 @@ class TorchEngine(PackByPack):
         weights: WeightsReport | None = None,
         activation: Activation = "softmax",
         adapters: ExchangedAdapters | None = None,
-        prepare: Preparation = fused,
-        deterministic: bool = False,
+        arithmetic: Arithmetic = FASTEST,
         reduced: Mapping[str, Any] | None = None,
         longest: int = 1 << 30,
     ) -> None:
-        whole, step = limits.whole_nodes or _keeps_ends(model), STATE_STEP if deterministic else 0
-        self.limits = replace(limits, whole_nodes=whole, state_step=step if whole else 0)
+        whole = limits.whole_nodes or _keeps_ends(model)
+        self.limits = replace(limits, whole_nodes=whole, state_step=arithmetic.state_step if whole else 0)
         self.model = model
         self._adapters = adapters
         self._layers = layers
@@ -643,8 +627,7 @@ class TorchEngine(PackByPack):
             offload_held=offload_held,
             hidden_on_host=hidden_on_host,
             layers=layers,
-            prepare=prepare,
-            deterministic=deterministic,
+            arithmetic=arithmetic,
         )
         self._recovery = MemoryRecovery(self._walk, reduced)
         self._limit_packs()
@@ -696,7 +679,7 @@ class TorchEngine(PackByPack):
             reads = [pack.reads[read] for read in going[at : at + len(logits)]]
             at += len(logits)
             prompts = [(row, prompt) for row, (_, numbers) in enumerate(reads) for prompt in numbers]
-            with self._walk.numbers:
+            with self._walk.arithmetic.mode:
                 found = label_numbers(
                     logits, [row for row, _ in prompts], [labels(prompt) for _, prompt in prompts], self._activation
                 )
@@ -793,18 +776,18 @@ def _answer(
     )
 
 
-def _preparation(request: LoadRequest, model: PreTrainedModel) -> Preparation:
-    """Through what layers are called. Raises UsageError where they cannot be compiled on this machine."""
+def _arithmetic(request: LoadRequest, asked: Arithmetic, model: PreTrainedModel) -> Arithmetic:
+    """How the walk computes. Raises UsageError where layers cannot be compiled on this machine."""
     if not request.placement.compile:
-        return fused
+        return asked
     if _keeps_ends(model):
         log.warning(
             f"--compile: layers of a {request.opened.files.family} model keep states or a cache of "
             "their own, and are called as they are"
         )
-        return fused
+        return asked
     check_compiler(request.opened.device)
-    return compiled
+    return replace(asked, prepare=compiled)
 
 
 def _keeps_ends(model: PreTrainedModel) -> bool:

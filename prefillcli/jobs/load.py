@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from prefillcli.compress.load import load_draft, make_compressor, make_draft, own_layers, plan_draft
 from prefillcli.compress.pickers import PickerResources
 from prefillcli.compress.settings import PAPER, Compression
+from prefillcli.core.feature import features_of
 from prefillcli.engines.base import Engine, Loader, LoadRequest
 from prefillcli.engines.memory_plan import RESIDENT, Measured, PlacementChoice
 from prefillcli.engines.registry import loader_of
@@ -75,7 +76,19 @@ def load_models(
         plan_weights(opened, placement)  # raises ResourceError
         small = load_draft(opened, trust_remote_code=settings.trust_remote_code)
     loaded = loader.load(
-        LoadRequest(opened, settings, options, before, measured, share, planned, placement, text_tokens, texts_of)
+        LoadRequest(
+            opened,
+            settings,
+            options,
+            before,
+            measured,
+            share,
+            planned,
+            placement,
+            text_tokens,
+            texts_of,
+            next(filter(None, (each.arithmetic() for each in features_of(settings))), None),
+        )
     )
     plan = loaded.plan | {name: before[name] for name in ("keep", "keep_auto") if name in before}
     if opened.drafts_itself:

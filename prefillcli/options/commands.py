@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from prefillcli.compress.pickers import PICKERS
@@ -54,46 +53,6 @@ from prefillcli.options.option import (
 )
 from prefillcli.options.rationale import RationaleOptions, WritingOptions, check_writing
 from prefillcli.options.requirements import Requirement
-
-# What `--deterministic` is not promised for, and why.
-
-
-@dataclass(frozen=True, slots=True)
-class _Limit:
-    """Other options with which a row's score would depend on more than the row, or may."""
-
-    given: Callable[[Any], bool]
-    reason: str
-    remedy: str
-
-
-_LIMITS = (
-    _Limit(
-        lambda s: s.compile,
-        "compiled layers have kernels of their own for each size of chunk",
-        "leave --compile out",
-    ),
-    _Limit(
-        lambda s: s.compresses,
-        "which tokens of a prompt are kept is not the same to the last bit with other neighbours",
-        "leave --draft and --keep out",
-    ),
-    _Limit(
-        lambda s: s.rationale > 0,
-        "texts are written for several rows at a time, and a near tie may fall otherwise with others",
-        "leave --rationale out; --evidence is covered",
-    ),
-)
-
-
-def check_deterministic(settings: Any) -> None:
-    """Raise UsageError for options of `prefill score` that `--deterministic`, if it is given, does not cover."""
-    if not settings.deterministic:
-        return
-    found = [Objection(limit.reason, limit.remedy) for limit in _LIMITS if limit.given(settings)]
-    for objection in (*found, *(each.uneven() for each in features_of(settings))):
-        if objection is not None:
-            raise UsageError(f"--deterministic: {objection.reason}\n{objection.remedy}, or leave --deterministic out")
 
 
 class ScoreSettings(
@@ -195,7 +154,6 @@ class ScoreSettings(
         check_writing(self, head=self.head, draft=self.draft, own_tokenizer=translated)
         if self.shard is not None:
             self.refuse_joint("--shard")
-        check_deterministic(self)
 
     def refuse_joint(self, option: str) -> None:
         """Raise UsageError for other options with which rows cannot be scored apart from one another."""

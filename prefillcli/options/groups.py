@@ -483,12 +483,6 @@ class WeightsOptions(Settings):
         "Compile the layers with torch.compile: some minutes at the start, and fewer kernels on CUDA.",
         MEMORY, changes="speed", needs="compilation",
     )  # fmt: skip
-    deterministic: bool = option(
-        False,
-        "A row's score has the same bits whatever rows are beside it, in any order, pack, number of threads and "
-        "workers.",
-        RUN, changes="scores", needs="determinism",
-    )  # fmt: skip
 
 
 class LoadingOptions(CompressionOptions, MemoryOptions, ModelOptions):

@@ -275,6 +275,7 @@ def lists_options(kind: type) -> Callable[[AnyFunction], AnyFunction]:
         own += [
             inspect.Parameter(name, named, default=ScoreSettings.model_fields[name].default, annotation=annotation)
             for name, annotation in get_type_hints(kind).items()
+            if name in ScoreSettings.model_fields  # of features that are there
         ]
         function.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
         return function

@@ -20,10 +20,6 @@ from prefillcli.plan.trie import KeyArray, TokenArray, TrieNode, common_prefix, 
 # between such a depth and a branch are computed again for each prompt behind it.
 
 
-STATE_STEP = 64
-"""Tokens of a piece. Half of them are computed again for a branch, on average; fewer make smaller products."""
-
-
 def floor_to(depth: int, step: int) -> int:
     """The last multiple of `step` up to `depth`; with `step` 0 the depth as it is."""
     return depth - depth % step if step else depth

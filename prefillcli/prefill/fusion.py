@@ -75,11 +75,6 @@ def fused(layer: nn.Module, chunk_tokens: int, *, always: bool = False) -> Itera
         yield
 
 
-def fused_alike(layer: nn.Module, chunk_tokens: int) -> AbstractContextManager[None]:
-    """`fused`, whatever pays: rows have the same bits in chunks of any size."""
-    return fused(layer, chunk_tokens, always=True)
-
-
 def _sizes(linear: nn.Linear) -> tuple[int, int]:
     return linear.weight.numel(), linear.out_features
 

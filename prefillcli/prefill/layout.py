@@ -414,8 +414,8 @@ class LastTokens:
                 spans.add(query, query + 1, k0, k1, depth)
         return spans.merged()
 
-    def blocks(self, window: KeyWindow | None) -> tuple[IntArray, IntArray]:
-        """What is seen, as a chunk says it, in blocks of one query."""
+    def blocks(self, window: KeyWindow | None, rows: int = 1) -> tuple[IntArray, IntArray]:
+        """What is seen, as a chunk says it, in blocks of one query: neighbours may be of different nodes."""
         at = ("blocks", window, self.ahead)
         if at not in self.tables:
             blocks: list[tuple[int, ...]] = []

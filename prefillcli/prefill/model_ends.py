@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Protocol, Self
@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from prefillcli.errors import brief
 from prefillcli.plan.plan import LONG
-from prefillcli.prefill.deterministic_mode import AS_TORCH_DOES
 from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.prefill.layer_calls import LayerCall, Recording, decoder_layers, embedding_device
 from prefillcli.prefill.layout import IntArray, split_evenly
@@ -324,13 +323,13 @@ def logit_bytes(device: torch.device, vocabulary: int) -> int:
 class ModelEnds:
     """A causal language model of transformers, or one with a classification head, without its decoder layers.
 
-    The logits of such a head are those of its classes. What is computed is computed in the mode `numbers`. Until
+    The logits of such a head are those of its classes. All is computed in `mode`. Until
     `close`, stand-ins take the layers' places in the model. Raises UnsupportedModelError for a model whose layers are
     not found.
     """
 
-    def __init__(self, model: PreTrainedModel, numbers: AbstractContextManager[Any] = AS_TORCH_DOES) -> None:
-        self._model, self._numbers = model, numbers
+    def __init__(self, model: PreTrainedModel, mode: AbstractContextManager[Any] | None = None) -> None:
+        self._model, self._mode = model, mode or nullcontext()
         self._place = decoder_layers(model)
         self.layers: list[nn.Module] = list(self._place.layers)
         self.device: torch.device = embedding_device(model)
@@ -393,7 +392,7 @@ class ModelEnds:
         args, kwargs = call
         if self._asked_for_depths:
             kwargs = {**kwargs, "past_key_values": DepthCache(depths, self.device)}
-        with self._numbers:
+        with self._mode:
             out = layer(self.lanes.unfold(rows), *args, **kwargs)
         if isinstance(out, tuple | list):
             out = out[0]
@@ -443,7 +442,7 @@ class ModelEnds:
             if name is None:
                 raise UnsupportedModelError("the model's forward takes no cache")
             given[name] = cache
-        with self._staged(reached), self._numbers:
+        with self._staged(reached), self._mode:
             logits: Tensor = self._model(input_ids=tokens.view(-1, tokens.shape[-1]).to(self.device), **given).logits
         return logits
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,17 +19,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from prefillcli.plan.account import KEYS_SHARE, LayersDone
-from prefillcli.plan.blocks import STATE_STEP
 from prefillcli.plan.pack import Key, Pack
 from prefillcli.prefill.attention import ROW_STEP, longest_batched
-from prefillcli.prefill.deterministic_mode import numbers_mode, tile_rows
-from prefillcli.prefill.forest import ForestAttention, KeysStored, UnsupportedModelError, WatchedLayer
-from prefillcli.prefill.fusion import Preparation, fused, fused_alike
+from prefillcli.prefill.forest import Attend, ForestAttention, KeysStored, UnsupportedModelError, WatchedLayer
+from prefillcli.prefill.fusion import Preparation, fused
 from prefillcli.prefill.layer_calls import CallBuffers, LayerCall, Recording, lend_shared
 from prefillcli.prefill.layout import Chunk, IntArray, KeyWindow, LastTokens, Tree, split_evenly
 from prefillcli.prefill.model_ends import ModelEnds
 from prefillcli.prefill.own_cache import NO_DECODING, NO_QUERIES, OwnCache, OwnCacheLayer, has_forest_attention
-from prefillcli.prefill.recurrent import LayerRecurrence, recurrent_modules
+from prefillcli.prefill.recurrent import LayerRecurrence, ReadRuns
 from prefillcli.prefill.walk_state import (
     ExitRule,
     HeldParts,
@@ -52,35 +51,33 @@ ChunkCutter = Callable[[Tree, int, int], list[tuple[int, int]]]
 """Gives (start, end) of the chunks of a pack of so many tokens, for chunks of at most so many."""
 
 
-def chunk_cutter(layers: Sequence[nn.Module], device: torch.device, *, deterministic: bool) -> ChunkCutter:
-    """What cuts packs for these layers.
-
-    If `deterministic`, products are of whole tiles, so chunks are, too; else most tensors would be copied to be made
-    longer. Recurrent layers read whole pieces.
-    """
-    if deterministic and any(map(recurrent_modules, layers)):
-        return cut_between_pieces
-    return partial(_cut_anywhere, step=tile_rows(device) if deterministic else ROW_STEP)
-
-
-def cut_between_pieces(tree: Tree, tokens: int, most: int) -> list[tuple[int, int]]:
-    """(start, end) of chunks of a pack: at most `most` tokens, or one piece of a path (`path_pieces.py`)."""
-    depths = tree.depths
-    first = depths == np.repeat(tree.starts, np.diff(tree.offsets))
-    cuts = np.append(np.flatnonzero((depths % STATE_STEP == 0) | first), tokens)
-    chunks = []
-    start = 0
-    while start < tokens:
-        at = int(np.searchsorted(cuts, start + most, side="right")) - 1
-        end = int(cuts[at] if cuts[at] > start else cuts[at + 1])
-        chunks.append((start, end))
-        start = end
-    return chunks
-
-
-def _cut_anywhere(tree: Tree, tokens: int, most: int, step: int) -> list[tuple[int, int]]:
+def cut_anywhere(tree: Tree, tokens: int, most: int, step: int = ROW_STEP) -> list[tuple[int, int]]:
+    """A `ChunkCutter`: the fewest chunks of about one length, multiples of `step`."""
     return split_evenly(tokens, most, step) if tokens else []
 
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """How a walk computes. A feature may bring one that is stricter than the fastest way of each device.
+
+    Kernels for packed weights know nothing of `mode`, and models that are walked with their own cache nothing of
+    `attend` and `read`: where that must not be, `no_packed_weights` and `no_own_cache` say so to the user.
+    """
+
+    prepare: Preparation = fused
+    """Through what layers are called."""
+    mode: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    """All of a model's forward but attention is computed in it."""
+    attend: Attend | None = None
+    read: ReadRuns | None = None
+    cutter: Callable[[Sequence[nn.Module], torch.device], ChunkCutter] = lambda layers, device: cut_anywhere
+    state_step: int = 0
+    """As in `plan.pack.Limits`."""
+    no_packed_weights: str | None = None
+    no_own_cache: str | None = None
+
+
+FASTEST = Arithmetic()
 
 Tick = Callable[[float], None]
 
@@ -90,9 +87,9 @@ class LayerWalk:
 
     `model` must be in eval mode and have the forest attention (`prefillcli.prefill.forest.ATTENTION`); one that has an
     attention of transformers is walked with its own cache. Its layers stay what they are; while the walk exists,
-    stand-ins take their places. The layers that are called come from `layers`, by default the model's; `prepare` makes
-    them faster. `chunk_tokens` are computed by one call of a layer. Of a pack, `offload_held` keeps what later ones
-    hold in host memory, and `hidden_on_host` the residual stream. If `deterministic`, bits follow from prompts alone.
+    stand-ins take their places. The layers that are called come from `layers`, by default the model's. `chunk_tokens`
+    are computed by one call of a layer. Of a pack, `offload_held` keeps what later ones hold in host memory, and
+    `hidden_on_host` the residual stream.
     """
 
     def __init__(
@@ -103,15 +100,13 @@ class LayerWalk:
         offload_held: bool = False,
         hidden_on_host: bool = False,
         layers: LayerSource | None = None,
-        prepare: Preparation = fused,
-        deterministic: bool = False,
+        arithmetic: Arithmetic = FASTEST,
     ) -> None:
-        self._step, self.numbers = STATE_STEP if deterministic else 0, numbers_mode(deterministic)
-        self.model, self.chunk_tokens, self._prepare = model, chunk_tokens, fused_alike if deterministic else prepare
-        self._ends = ModelEnds(model, self.numbers)
+        self.model, self.chunk_tokens, self.arithmetic = model, chunk_tokens, arithmetic
+        self._ends = ModelEnds(model, arithmetic.mode)
         self.layers: LayerSource = layers or ResidentLayers(self._ends.layers)
         self.device = self._ends.device
-        self._cut = chunk_cutter(self._ends.layers, self.device, deterministic=deterministic)
+        self._cut = arithmetic.cutter(self._ends.layers, self.device)
         self._residual = ResidualRows(self.device, on_host=hidden_on_host)
         self._held = HeldParts(len(self._ends.layers), self.device, offload=offload_held)
         self._own_cache = None if has_forest_attention(model) else OwnCache(model, self._ends)
@@ -145,7 +140,7 @@ class LayerWalk:
             self.check_decoding()
         self._held.drop_others(pack.keep | {node.key for node in pack.held})  # what another plan has left
         state, hidden = self.begin(pack, done, keep_ends=kept is not None), None
-        with ForestAttention(pack.held_tokens + len(pack.tokens), by_path=self._step > 0) as attention:
+        with ForestAttention(pack.held_tokens + len(pack.tokens), attend=self.arithmetic.attend) as attention:
             for index, layer in self.through_layers(state, attention, tick, exits, thinning):
                 self._held.put_nodes(index, state, attention)
                 if index == len(self.layers) - 1 and state.reads:
@@ -181,7 +176,7 @@ class LayerWalk:
         A layer is valid until the next one is asked for. Those without attention are left out.
         """
         self.check_queries()
-        with ForestAttention(len(pack.tokens), watched, by_path=self._step > 0) as attention:
+        with ForestAttention(len(pack.tokens), watched, attend=self.arithmetic.attend) as attention:
             for number, _ in self.through_layers(self.begin(pack), attention, tick):
                 if attention.attended:
                     yield attention.watched_layer(number)
@@ -227,7 +222,7 @@ class LayerWalk:
             most = max(chunk.end - chunk.start for chunk in state.chunks)
             asked = exits is not None and index < len(self.layers) - 1 and state.reads and index in exits.layers
             rule = exits if asked else None
-            with self.layers.use(index) as layer, self._prepare(layer, most):
+            with self.layers.use(index) as layer, self.arithmetic.prepare(layer, most):
                 before = None if rule is None else self._at_last_tokens(state)
                 self.start_layer(state, index, layer, attention)
                 if rule is not None and before is not None and rule.peeks(index) and not state.recurrence:
@@ -371,7 +366,7 @@ class LayerWalk:
             state.recurrence = OwnCacheLayer(self._own_cache, index, layer, state.tree, kept=kept, given=paths)
             return
         given = self._held.states(index, state.pack)
-        state.recurrence = LayerRecurrence(layer, state.tree, kept=kept, given=given, step=self._step)
+        state.recurrence = LayerRecurrence(layer, state.tree, kept=kept, given=given, read=self.arithmetic.read)
 
     def store_keys(
         self, state: WalkState, index: int, layer: nn.Module, attention: ForestAttention, tick: Tick

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from prefillcli.features.determinism.paths import by_row
 from tests.determinism.shuffling import FAMILIES, all_kinds, as_they_come, label_bits, model_of, random_shuffle
 
 SHUFFLES, NIGHTLY_SHUFFLES = 2, int(os.environ.get("SHUFFLES", "50"))
@@ -40,14 +41,14 @@ def assert_same_bits(family: str, dtype: torch.dtype, shuffles: int, **options: 
 def test_a_prompts_bits_do_not_depend_on_neighbours_order_packs_chunks_schedule_or_threads(
     family: str, dtype: torch.dtype
 ) -> None:
-    assert_same_bits(family, dtype, SHUFFLES, deterministic=True)
+    assert_same_bits(family, dtype, SHUFFLES, arithmetic=by_row())
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 @each_dtype
 def test_many_shuffles_give_the_same_bits(family: str, dtype: torch.dtype) -> None:
-    assert_same_bits(family, dtype, NIGHTLY_SHUFFLES, deterministic=True)
+    assert_same_bits(family, dtype, NIGHTLY_SHUFFLES, arithmetic=by_row())
 
 
 @each_dtype

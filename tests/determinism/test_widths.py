@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from prefillcli.features.determinism.paths import by_row
 from prefillcli.prefill.forest import ATTENTION, register
 from tests.determinism.shuffling import LABELS, all_kinds, as_they_come, label_bits, random_shuffle
 from tests.prefill.families import make_model
@@ -32,9 +33,9 @@ def test_a_prompt_has_the_same_bits_and_the_eager_logits_at_any_width(family: st
         logits = model(torch.as_tensor(prompts[4][None].astype(np.int64))).logits[0, -1].double().log_softmax(-1)
     expected = [logits[list(label)].logsumexp(0).item() for label in LABELS]
     model.set_attn_implementation(ATTENTION)
-    wanted = label_bits(model, prompts, as_they_come(len(prompts)), deterministic=True)
+    wanted = label_bits(model, prompts, as_they_come(len(prompts)), arithmetic=by_row())
     assert wanted.view(np.float64)[4] == pytest.approx(expected, abs=1e-5)
-    found = label_bits(model, prompts, random_shuffle(rng, len(prompts)), deterministic=True)
+    found = label_bits(model, prompts, random_shuffle(rng, len(prompts)), arithmetic=by_row())
     there = found.any(axis=1)
     assert there.any()
     assert (found == wanted)[there].all()

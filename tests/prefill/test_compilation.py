@@ -17,7 +17,7 @@ from prefillcli.plan.plan import make_plan, packs_to_run
 from prefillcli.prefill import forest, fusion
 from prefillcli.prefill.forest import ATTENTION
 from prefillcli.prefill.fusion import check_compiler, compiled
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.prefill.walk import Arithmetic, LayerWalk
 from tests.prefill.families import FAMILIES, VOCABULARY
 from tests.prefill.test_walk import assert_equal, mixed, model_of, wanted
 
@@ -51,7 +51,7 @@ def test_compiled_layers_give_the_logits_of_the_eager_forward(family: str) -> No
     model, limits = model_of(family), Limits(110, 10**6, held_tokens=10**6)
     expected = wanted(family, mixed)
     model.set_attn_implementation(ATTENTION)
-    walk = LayerWalk(model, chunk_tokens=61, prepare=compiled)
+    walk = LayerWalk(model, chunk_tokens=61, arithmetic=Arithmetic(prepare=compiled))
     graphs = []
     try:
         for _ in range(2):

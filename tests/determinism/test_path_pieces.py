@@ -9,21 +9,21 @@ import pytest
 import torch
 from torch import nn
 
-from prefillcli.plan.blocks import STATE_STEP
+from prefillcli.features.determinism import paths
+from prefillcli.features.determinism.paths import STEP, by_row, chunk_cutter, cut_between_pieces
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill import recurrent
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.layer_calls import decoder_layers
 from prefillcli.prefill.layout import Tree
 from prefillcli.prefill.recurrent import ModuleCall, recurrent_modules
-from prefillcli.prefill.walk import LayerWalk, chunk_cutter, cut_between_pieces
+from prefillcli.prefill.walk import LayerWalk
+from tests.determinism.test_path_attention import threads
 from tests.prefill.families import VOCABULARY, make_model
-from tests.prefill.test_path_attention import threads
 from tests.prefill.test_recurrent import RECURRENT, model_of, prompts, wanted
 
-WHOLE = Limits(10**6, 10**6, whole_nodes=True, state_step=STATE_STEP)
-HOLDING = Limits(400, 10**6, held_tokens=10**6, whole_nodes=True, state_step=STATE_STEP)
+WHOLE = Limits(10**6, 10**6, whole_nodes=True, state_step=STEP)
+HOLDING = Limits(400, 10**6, held_tokens=10**6, whole_nodes=True, state_step=STEP)
 SOME = [1, 2, 4, 6, 9, 17, 29]  # two users with branches and ends in the middle of pieces, and short prompts
 every_family = pytest.mark.parametrize(
     "family",
@@ -34,7 +34,7 @@ every_family = pytest.mark.parametrize(
 def bits(model: nn.Module, limits: Limits, chunk: int, order: list[int] | None = None) -> torch.Tensor:
     """Float32 logits [prompts, vocabulary] of the walk over these prompts, in their order; others stay 0."""
     model.set_attn_implementation(ATTENTION)
-    walk = LayerWalk(model, chunk_tokens=chunk, deterministic=True)
+    walk = LayerWalk(model, chunk_tokens=chunk, arithmetic=by_row())
     given, order = prompts(), list(range(len(prompts()))) if order is None else order
     found = torch.zeros(len(given), VOCABULARY)
     try:
@@ -83,10 +83,10 @@ def test_what_differs_beside_others_is_computed_alone(monkeypatch: pytest.Monkey
     def crowded(self: ModuleCall, index: torch.Tensor, state: Any) -> Any:
         return own(self, index, state) * (1 + 1e-6 * (len(index) > 1))
 
-    monkeypatch.setattr(recurrent, "_agreed", {})
+    monkeypatch.setattr(paths, "_agreed", {})
     monkeypatch.setattr(ModuleCall, "compute_at", crowded)
     assert torch.equal(bits(model, WHOLE, 4096, SOME), alone)
-    assert False in recurrent._agreed.values()
+    assert False in paths._agreed.values()
 
 
 def test_chunks_end_between_pieces() -> None:
@@ -98,17 +98,15 @@ def test_chunks_end_between_pieces() -> None:
             assert [start for start, _ in chunks] == [0, *(end for _, end in chunks[:-1])]
             assert chunks[-1][1] == tokens
             starts = set(pack.offsets)
-            assert all(tree.depths[end] % STATE_STEP == 0 or end in starts for _, end in chunks[:-1])
-            assert max(end - start for start, end in chunks) <= max(most, STATE_STEP)
-        assert np.all(np.asarray(pack.starts) % STATE_STEP == 0)
+            assert all(tree.depths[end] % STEP == 0 or end in starts for _, end in chunks[:-1])
+            assert max(end - start for start, end in chunks) <= max(most, STEP)
+        assert np.all(np.asarray(pack.starts) % STEP == 0)
 
 
 def test_chunks_without_recurrence_are_whole_tiles_of_about_one_length() -> None:
     layers = list(decoder_layers(model_of("lfm2")).layers)
     attention = [layer for layer in layers if not recurrent_modules(layer)]
-    of_attention, of_both = (
-        chunk_cutter(some, torch.device("cpu"), deterministic=True) for some in (attention, layers)
-    )
+    of_attention, of_both = (chunk_cutter(some, torch.device("cpu")) for some in (attention, layers))
     tree = Tree(make_plan(prompts(), HOLDING).packs[0])
     assert attention
     assert of_attention(tree, 5514, 2048) == [(0, 1856), (1856, 3712), (3712, 5514)]

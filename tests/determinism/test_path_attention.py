@@ -14,9 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from prefillcli.features.determinism import paths as by_path
+from prefillcli.features.determinism.paths import attend_by_path
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill import attention, forest
+from prefillcli.prefill import attention
 from prefillcli.prefill.forest import ForestAttention
 from prefillcli.prefill.layout import Chunk, LastTokens, Tree, split_evenly
 from tests.prefill.test_walk import Prompt, tokens
@@ -109,7 +111,7 @@ def attended(layer: Layer, given: list[Prompt], limits: Limits, chunk_tokens: in
             ends.append(each[-1])
         for number, key in pack.kept_nodes.items():
             held_nodes[key] = paths[pack.offsets[number] : pack.offsets[number + 1]]
-        with ForestAttention(pack.held_tokens + len(paths), by_path=True) as attention:
+        with ForestAttention(pack.held_tokens + len(paths), attend=attend_by_path) as attention:
             held = [layer.of(held_nodes[node.key][node.offset : node.offset + node.length]) for node in pack.held]
             attention.start_layer([(key, value) for _, key, value in held])
             for start, end in split_evenly(len(paths), chunk_tokens):
@@ -141,9 +143,9 @@ def threads(count: int) -> Iterator[None]:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways to compute it, the kernel where it is there."""
     if request.param == "operators":
-        monkeypatch.setattr(forest, "forest_kernel", lambda: None)
-        monkeypatch.setattr(forest, "QUERIES", 8)
-        monkeypatch.setattr(forest, "KEYS", 32)
+        monkeypatch.setattr(by_path, "forest_kernel", lambda: None)
+        monkeypatch.setattr(by_path, "QUERIES", 8)
+        monkeypatch.setattr(by_path, "KEYS", 32)
     elif attention.forest_kernel() is None:
         pytest.skip("needs AVX512-BF16, GNU's OpenMP and a C++ compiler")
     return str(request.param)

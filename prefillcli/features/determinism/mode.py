@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -182,7 +182,7 @@ class RowProducts:
         if most == threads:
             found = product(*padded)
         elif most:
-            with _threads(most):
+            with computing_with(most):
                 found = product(*padded)
         else:
             found = _in_tiles(reference or product, padded)
@@ -196,7 +196,7 @@ class RowProducts:
             self._tiled.add(kind)
         wanted, threads = _in_tiles(reference, rows), torch.get_num_threads()
         for tried in sorted({threads, 1}, reverse=True):
-            with _threads(tried):
+            with computing_with(tried):
                 if _same_bits(product(*rows), wanted):
                     return tried
         return 0
@@ -243,7 +243,7 @@ def _tiles(rows: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
 
 def _in_tiles(product: Product, rows: tuple[Tensor, ...]) -> Tensor:
     """The product by one thread in tiles of one shape: what its bits are."""
-    with _threads(1):
+    with computing_with(1):
         found = torch.cat([product(*tile) for tile in _tiles(rows)], dim=-2)
     return found[..., : rows[0].shape[-2], :]
 
@@ -252,7 +252,7 @@ def _check_tiles(product: Product, rows: tuple[Tensor, ...]) -> None:
     """Raise ResourceError unless rows keep their bits where they move within a tile."""
     shape = (*rows[0].shape[:-2], tile_rows(rows[0].device))
     tile = tuple(_random_like(each.new_empty(*shape, each.shape[-1])) for each in rows)
-    with _threads(1):
+    with computing_with(1):
         wanted = product(*tile)
         for by in (1, 13):
             moved = product(*(each.roll(by, dims=-2) for each in tile))
@@ -268,7 +268,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def computing_with(count: int) -> Iterator[None]:
     """While this lasts, so many threads compute."""
     before = torch.get_num_threads()
     if count == before:
@@ -280,9 +280,6 @@ def _threads(count: int) -> Iterator[None]:
     finally:
         torch.set_num_threads(before)
 
-
-AS_TORCH_DOES: AbstractContextManager[Any] = nullcontext()
-"""No mode."""
 
 NARROW = 16  # outputs: in float32, with fewer of them MKL computes some rows of a product in another order
 
@@ -309,11 +306,6 @@ class DeterministicMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self:
                 return func.decompose(*args, **given)
         return func(*args, **given)
-
-
-def numbers_mode(deterministic: bool) -> AbstractContextManager[Any]:
-    """The mode in which a walk computes: this one, or none."""
-    return DeterministicMode() if deterministic else AS_TORCH_DOES
 
 
 @cache

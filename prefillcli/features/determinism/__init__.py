@@ -1,0 +1,63 @@
+"""`--deterministic`: a row's score has the same bits whatever rows are beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prefillcli.core.feature import Feature, Objection, features_of
+from prefillcli.errors import UsageError
+from prefillcli.options.option import RUN, Settings, option
+
+if TYPE_CHECKING:
+    from prefillcli.prefill.walk import Arithmetic
+
+
+class DeterminismOptions(Settings):
+    """Whether scores have the same bits beside any other rows."""
+
+    deterministic: bool = option(
+        False,
+        "A row's score has the same bits whatever rows are beside it, in any order, pack, number of threads and "
+        "workers.",
+        RUN, changes="scores", needs="determinism",
+    )  # fmt: skip
+
+
+class Determinism(Feature):
+    """The walk computes row by row. There is no key in its report: the option is among those that it has."""
+
+    order = 10
+    options = {"score": DeterminismOptions, "inspect": DeterminismOptions}
+
+    @classmethod
+    def asked(cls, settings: DeterminismOptions) -> bool:
+        return settings.deterministic
+
+    def check(self) -> None:
+        for each in self._objections():
+            raise UsageError(f"--deterministic: {each.reason}\n{each.remedy}, or leave --deterministic out")
+
+    def _objections(self) -> Iterator[Objection]:
+        """Other options with which a row's score would depend on more than the row, or may."""
+        yield from filter(None, (each.uneven() for each in features_of(self.settings)))
+        if self.settings.compile:
+            yield Objection("compiled layers have kernels of their own for each size of chunk", "leave --compile out")
+        if self.settings.compresses:
+            yield Objection(
+                "which tokens of a prompt are kept is not the same to the last bit with other neighbours",
+                "leave --draft and --keep out",
+            )
+        if getattr(self.settings, "rationale", 0):
+            yield Objection(
+                "texts are written for several rows at a time, and a near tie may fall otherwise with others",
+                "leave --rationale out; --evidence is covered",
+            )
+
+    def arithmetic(self) -> Arithmetic:
+        from prefillcli.features.determinism.paths import by_row
+
+        return by_row()
+
+
+FEATURE = Determinism
