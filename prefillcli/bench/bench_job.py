@@ -18,9 +18,9 @@ from prefillcli.bench.report import (
     BenchReport,
     TextResult,
     WorkloadResult,
-    print_texts,
-    print_workload,
     save_report,
+    texts_in_short,
+    workload_in_short,
 )
 from prefillcli.compress.pickers import PICKERS
 from prefillcli.core.feature import features
@@ -35,7 +35,7 @@ from prefillcli.models.files import sample_draft
 from prefillcli.models.open import Opened
 from prefillcli.options.commands import BenchSettings
 from prefillcli.redaction import shown, without_secrets
-from prefillcli.report.rendering import page_of
+from prefillcli.report.rendering import WIDTH, page_of, print_section, stderr_console
 from prefillcli.report.run import versions
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock
@@ -173,11 +173,12 @@ def _compare(
         if settings.rationale:
             report.texts.append(_compare_texts_on(material, names, equipment, loaded.draft, steps))
             if not settings.quiet:
-                print_texts(report.texts[-1], report.machine)
+                print_section(stderr_console(WIDTH), texts_in_short(report.texts[-1], report.machine))
         else:
             report.workloads.append(_compare_on(material, names, equipment, steps))
             if not settings.quiet:
-                print_workload(report.workloads[-1], report.machine, whole=settings.full)
+                short = workload_in_short(report.workloads[-1], report.machine, whole=settings.full)
+                print_section(stderr_console(WIDTH), short)
     if not settings.quiet:
         print(f"\nnext: {_next(settings)}", file=sys.stderr)
 

@@ -13,19 +13,15 @@ from prefillcli.core.feature import features
 from prefillcli.decode.continuations import DRAFTERS
 from prefillcli.redaction import shown_report
 from prefillcli.report.rendering import (
-    WIDTH,
     TableRows,
     mebibytes,
+    page_html,
     percent_interval,
     percent_or_nothing,
-    print_explained,
-    print_numbers,
-    render_page,
-    shown_settings,
-    stderr_console,
     three_digits,
 )
 from prefillcli.report.run_page import write_with_page
+from prefillcli.report.section import Bar, Part, Section, Strip, settings_section
 from prefillcli.stats.audit import Audit
 
 # How far the rounds of a measurement lie apart.
@@ -481,25 +477,20 @@ def _short(value: Range) -> str:
     return f"{three_digits(value.median)} ({three_digits(value.low)}-{three_digits(value.high)})"
 
 
-def print_workload(workload: WorkloadResult, machine: Mapping[str, str | int], *, whole: bool) -> None:
-    """The tables of a workload on stderr; `whole` with predictions and intervals."""
-    console = stderr_console(WIDTH)
-    console.print(f"\n{workload_headline(workload)}", style="bold")
-    console.print(", ".join(f"{name} {value}" for name, value in machine.items()), style="dim")
-    console.print()
-    tables = [quick_table(workload)]
+def workload_in_short(workload: WorkloadResult, machine: Mapping[str, str | int], *, whole: bool) -> Section:
+    """A workload's results for the terminal; `whole` with predictions and intervals."""
+    names = dict.fromkeys(each.method.partition("@")[0] for each in workload.methods)
+    parts = [Part(above=_on(machine), table=quick_table(workload))]
     if whole:
         answers = [[row[column] for column in (0, 1, 2, 3, 5, 7)] for row in answer_table(workload)]
-        tables += [speedup_table(workload), answers]
-    for rows in tables:
-        print_numbers(console, rows)
-    print_explained(console, list(dict.fromkeys(each.method.partition("@")[0] for each in workload.methods)), METHODS)
-    console.print(f"  {legend(workload)}", style="dim")
-    console.print()
-    for text in verdicts(workload):
-        console.print(text)
-    for text in workload_remarks(workload):
-        console.print(f"note: {text}")
+        parts += [Part(table=speedup_table(workload)), Part(table=answers)]
+    explained = [(name, METHODS[name]) for name in names if name in METHODS]
+    parts += [Part(lines=explained, note=legend(workload)), Part(text="\n".join(verdicts(workload)))]
+    return Section(title=workload_headline(workload), parts=parts, alarms=workload_remarks(workload))
+
+
+def _on(machine: Mapping[str, str | int]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in machine.items())
 
 
 # The tables of the ways to write texts: for the terminal, and for the page.
@@ -556,17 +547,14 @@ def text_headline(result: TextResult) -> str:
     )
 
 
-def print_texts(result: TextResult, machine: Mapping[str, str | int]) -> None:
-    """The table of a workload on stderr."""
-    console = stderr_console(WIDTH)
-    console.print(f"\n{text_headline(result)}", style="bold")
-    console.print(", ".join(f"{name} {value}" for name, value in machine.items()), style="dim")
-    console.print()
-    print_numbers(console, quick_text_table(result))
-    print_explained(console, [each.method for each in result.methods], TEXT_METHODS)
-    console.print(f"  {TEXT_LEGEND}", style="dim")
-    for text in result.notes:
-        console.print(f"note: {text}")
+def texts_in_short(result: TextResult, machine: Mapping[str, str | int]) -> Section:
+    """The ways of writing on a workload, for the terminal."""
+    explained = [(each.method, TEXT_METHODS[each.method]) for each in result.methods if each.method in TEXT_METHODS]
+    return Section(
+        title=text_headline(result),
+        parts=[Part(above=_on(machine), table=quick_text_table(result)), Part(lines=explained, note=TEXT_LEGEND)],
+        alarms=result.notes,
+    )
 
 
 def _right(method: TextMethodResult, *, named: bool) -> str:
@@ -577,92 +565,110 @@ def _right(method: TextMethodResult, *, named: bool) -> str:
 
 def bench_html(report: BenchReport) -> str:
     """The page of a report."""
-    return render_page(
-        "prefillcli.bench",
-        "page.html.j2",
-        report=report,
-        workloads=[
-            {
-                "headline": workload_headline(each),
-                "tables": [
-                    ("Speed", cost_table(each)),
-                    (f"Speedup over {REFERENCE}", speedup_table(each)),
-                    (f"Answers against {REFERENCE}", answer_table(each)),
-                    *_drift_tables(each),
-                ],
-                "remarks": workload_remarks(each),
-                "able": each.reference_able is not False,
-                "speedups": _speedup_bars(each),
-                "flips": _flip_bars(each),
-            }
-            for each in report.workloads
+    head = Section(
+        title="prefill bench",
+        lines=[
+            ("started", f"{report.started} (UTC), {report.seconds:.0f} seconds, {report.status}"),
+            ("on", _on(report.machine)),
+            ("with", _on(report.versions)),
         ],
-        texts=[
-            {
-                "headline": text_headline(each),
-                "table": text_table(each),
-                "legend": TEXT_LEGEND,
-                "notes": each.notes,
-                "speedups": _text_bars(each),
-            }
-            for each in report.texts
+        alarms=[*report.notes, *([report.error] if report.error else [])],
+    )
+    workloads = map(_workload_section, report.workloads)
+    return page_html(head, [*workloads, *map(_text_section, report.texts), settings_section(report.settings)])
+
+
+def _workload_section(workload: WorkloadResult) -> Section:
+    """A workload's results for the page."""
+    speedups = [
+        (
+            each.method,
+            each.speedup.median,
+            each.predicted.flops,
+            f"{each.speedup.median:.2f}x"
+            + ("" if each.predicted.flops is None else f", {each.predicted.flops:.2f}x by FLOPs"),
+        )
+        for each in workload.methods
+        if each.method != REFERENCE
+    ]
+    drift = drift_table(workload)
+    return Section(
+        title=workload_headline(workload),
+        alarms=workload_remarks(workload),
+        parts=[
+            Part(
+                title=f"Speedup over {REFERENCE}",
+                keys=[("measured", "measured"), ("promised", "predicted by FLOPs")],
+                bars=_speedup_bars(speedups),
+                note=f"The upright line is {REFERENCE} itself.",
+            ),
+            Part(
+                title=f"Answers that flip against {REFERENCE}, with 95 % interval",
+                bars=_flip_bars(workload) if workload.reference_able is not False else [],
+            ),
+            Part(title="Speed", table=cost_table(workload)),
+            Part(title=f"Speedup over {REFERENCE}, and what cost models promise", table=speedup_table(workload)),
+            Part(title=f"Answers against {REFERENCE}", table=answer_table(workload)),
+            Part(title="State drift: distance over the norm, median of each layer", table=drift or None),
         ],
-        settings=shown_settings(report.settings),
     )
 
 
-def _drift_tables(workload: WorkloadResult) -> list[tuple[str, TableRows]]:
-    """The table of state drift, where there is any."""
-    rows = drift_table(workload)
-    return [("State drift: distance over the norm, median of each layer", rows)] if rows else []
-
-
-def _speedup_bars(workload: WorkloadResult) -> list[dict[str, Any]]:
-    """For each method the lengths of its bars in percent of the longest, and what stands behind them."""
-    methods = [each for each in workload.methods if each.method != REFERENCE]
-    longest = max([1.0, *(max(each.speedup.median, each.predicted.flops or 0) for each in methods)])
-    return [
-        {
-            "method": each.method,
-            "measured": 100 * each.speedup.median / longest,
-            "predicted": None if each.predicted.flops is None else 100 * each.predicted.flops / longest,
-            "one": 100 / longest,
-            "text": f"{each.speedup.median:.2f}x"
-            + ("" if each.predicted.flops is None else f", {each.predicted.flops:.2f}x by FLOPs"),
-        }
-        for each in methods
+def _text_section(result: TextResult) -> Section:
+    """The ways of writing on a workload, for the page."""
+    speedups: list[tuple[str, float, float | None, str]] = [
+        (
+            each.method,
+            each.speedup.median,
+            each.decode_speedup.median,
+            f"{each.speedup.median:.2f}x, decoding alone {each.decode_speedup.median:.2f}x",
+        )
+        for each in result.methods
+        if each.method != TEXT_REFERENCE
     ]
+    return Section(
+        title=text_headline(result),
+        alarms=result.notes,
+        parts=[
+            Part(
+                title=f"Speedup over {TEXT_REFERENCE}",
+                keys=[("measured", "scores and texts"), ("promised", "decoding alone")],
+                bars=_speedup_bars(speedups),
+                note=f"The upright line is {TEXT_REFERENCE} itself.",
+            ),
+            Part(table=text_table(result), note=TEXT_LEGEND),
+        ],
+    )
 
 
-def _text_bars(result: TextResult) -> list[dict[str, Any]]:
-    """For each way of writing but the reference, its speedups in percent of the largest: in all, and of decoding."""
-    methods = [each for each in result.methods if each.method != TEXT_REFERENCE]
-    longest = max([1.0, *(max(each.speedup.median, each.decode_speedup.median) for each in methods)])
-    return [
-        {
-            "method": each.method,
-            "measured": 100 * each.speedup.median / longest,
-            "decoding": 100 * each.decode_speedup.median / longest,
-            "one": 100 / longest,
-            "text": f"{each.speedup.median:.2f}x, decoding alone {each.decode_speedup.median:.2f}x",
-        }
-        for each in methods
-    ]
+def _speedup_bars(speedups: Sequence[tuple[str, float, float | None, str]]) -> list[Bar]:
+    """Two bars for each method, and a line where its speed would be the reference's."""
+    longest = max([1.0, *(max(first, second or 0) for _, first, second, _ in speedups)])
+    found = []
+    for name, first, second, text in speedups:
+        more = [Strip("one", 100 / longest, 0.1)]
+        if second is not None:
+            more.insert(0, Strip("promised", 0, 100 * second / longest))
+        found.append(Bar(name, 100 * first / longest, text, "measured", more=tuple(more)))
+    return found
 
 
-def _flip_bars(workload: WorkloadResult) -> list[dict[str, Any]]:
+def _flip_bars(workload: WorkloadResult) -> list[Bar]:
     """Bars of the flip rates with their intervals, in percent of the largest upper bound."""
-    audits = [(each.method, each.answers.audit) for each in workload.methods if each.answers.audit is not None]
-    known = [(name, each.flip_rate, each.interval) for name, each in audits]
+    known = [
+        (each.method, audit.flip_rate, audit.interval)
+        for each in workload.methods
+        if (audit := each.answers.audit) is not None
+    ]
     longest = max((interval[1] for _, _, interval in known if interval is not None), default=1.0)
     return [
-        {
-            "method": name,
-            "rate": 100 * rate / longest,
-            "low": 100 * interval[0] / longest,
-            "width": 100 * (interval[1] - interval[0]) / longest,
-            "text": f"{rate:.1%} ({percent_interval(interval)})",
-        }
+        Bar(
+            name,
+            100 * rate / longest,
+            f"{rate:.1%} ({percent_interval(interval)})",
+            "alarm",
+            more=(Strip("sure", 100 * interval[0] / longest, 100 * (interval[1] - interval[0]) / longest),),
+        )
         for name, rate, interval in known
         if rate is not None and interval is not None
     ]

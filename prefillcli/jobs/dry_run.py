@@ -22,9 +22,9 @@ from prefillcli.jobs.wanted_rows import text_room
 from prefillcli.models.open import Opened, weights_of
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.redaction import shown, shown_report
-from prefillcli.report.rendering import mebibytes, pairs_table, stderr_console
+from prefillcli.report.rendering import mebibytes, pairs_table, print_section, stderr_console
 from prefillcli.report.run import versions
-from prefillcli.report.survey import Survey, print_survey
+from prefillcli.report.survey import Survey, survey_section
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, duration
 from prefillcli.runtime.memory import peak_memory
@@ -74,7 +74,7 @@ class DryRunReport(BaseModel):
 def print_dry_run(report: DryRunReport) -> None:
     """The whole report, on stderr."""
     if report.survey is not None:
-        print_survey(report.survey)
+        print_section(stderr_console(), survey_section(report.survey))
     rows = [
         ("prediction", f"by {report.profile}" if report.profile else f"none: {report.no_prediction}"),
         ("dry run", f"{duration(report.seconds)}, {mebibytes(report.peak_memory_bytes)} MiB; none scored"),

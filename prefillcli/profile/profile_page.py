@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from prefillcli.forecast.profile import MODES, CompletionModel, ModeResult, Profile
-from prefillcli.report import section as plot
 from prefillcli.report.rendering import (
     WIDTH,
     TableRows,
     byte_size,
     mebibytes,
+    page_html,
     percent_or_nothing,
-    print_explained,
-    print_numbers,
-    render_page,
-    shown_settings,
+    print_section,
     small_seconds,
     stderr_console,
     three_digits,
 )
-from prefillcli.report.section import Axis, Chart
-from prefillcli.report.survey import ESTIMATE, Survey, keep_rows, plan_rows, print_survey, survey_lines
+from prefillcli.report.section import Bar, Part, Plot, Scale, Section, Strip, line_plot, settings_section
+from prefillcli.report.survey import survey_section
 
 # The tables: for the terminal and for the page.
 
@@ -176,70 +171,60 @@ def leaving_costs(profile: Profile) -> str:
 
 def print_profile(profile: Profile) -> None:
     """The tables on stderr."""
-    console = stderr_console(WIDTH)
-    console.print(f"\n{profile_headline(profile)}", style="bold")
-    console.print("\nHow long a prompt may be, in tokens", style="bold")
-    print_numbers(console, short_length_table(profile))
-    print_explained(console, [each.mode for each in profile.modes], MODES)
-    console.print()
+    explained = [(each.mode, MODES[each.mode]) for each in profile.modes]
+    parts = [Part(title="How long a prompt may be, in tokens", table=short_length_table(profile), lines=explained)]
     if profile.completion is not None:
         longest = max((point.input_tokens for point in profile.completion.points), default=1000)
-        console.print("How long it takes", style="bold")
-        print_numbers(console, seconds_table(profile.completion, longest))
-        console.print(f"  {how_good(profile.completion)}\n", style="dim")
-    if leaving_costs(profile):
-        console.print("Early exit", style="bold")
-        console.print(f"  {leaving_costs(profile)}\n")
+        seconds = seconds_table(profile.completion, longest)
+        parts.append(Part(title="How long it takes", table=seconds, note=how_good(profile.completion)))
+    parts.append(Part(title="Early exit", text=leaving_costs(profile)))
+    console = stderr_console(WIDTH)
+    print_section(console, Section(title=profile_headline(profile), parts=parts))
     if profile.survey is not None:
-        console.print("input", style="bold")
-        print_survey(profile.survey)
-        console.print()
-    for text in profile_remarks(profile):
-        console.print(f"note: {text}")
+        print_section(stderr_console(), survey_section(profile.survey))
+    print_section(console, Section(alarms=profile_remarks(profile)))
 
 
-def memory_chart(profile: Profile) -> Chart | None:
+def memory_chart(profile: Profile) -> Plot | None:
     """Memory above the loaded model over the time of one run, each mode scaled to its own duration."""
     traces = [each for each in profile.traces if len(each.points) > 1 and each.points[-1].seconds > 0]
     top = max((point.used_bytes for each in traces for point in each.points), default=0)
     if not top:
         return None
-    chart = Chart(Axis("percent of the run", 100.0), Axis("MiB", top * 1.05, unit=2.0**20))
-    for number, each in enumerate(traces):
-        length = each.points[-1].seconds
-        chart.line(number, [(100 * point.seconds / length, point.used_bytes) for point in each.points])
-        peak = max(point.used_bytes for point in each.points)
-        chart.series.append((number, f"{each.mode}, peak {byte_size(peak)}, {length:.1f} s"))
-    return chart
+    lines = []
+    for each in traces:
+        length, peak = each.points[-1].seconds, max(point.used_bytes for point in each.points)
+        points = [(100 * point.seconds / length, point.used_bytes) for point in each.points]
+        lines.append((each.mode, f"peak {byte_size(peak)}, {length:.1f} s", points))
+    return line_plot(lines, Scale.upto(100.0, "{:g} %"), Scale.upto(top, "{:,g} MiB", unit=2.0**20))
 
 
-def completion_chart(profile: Profile) -> Chart | None:
+def completion_chart(profile: Profile) -> Plot | None:
     """Seconds over input tokens: points as measured (hollow: not used for the fit), a fitted line for each prefix."""
     points = [] if profile.completion is None else profile.completion.points
     if not points:
         return None
-    top = max(max(p.seconds, p.predicted) for p in points)
-    chart = Chart(Axis("input tokens", max(p.input_tokens for p in points) * 1.03), Axis("seconds", top * 1.05))
+    lines, dots = [], []
     for number, cached in enumerate(sorted({p.cached_tokens for p in points})):
         own = sorted((p for p in points if p.cached_tokens == cached), key=lambda p: p.input_tokens)
-        chart.line(number, [(p.input_tokens, max(p.predicted, 0.0)) for p in own])
+        lines.append((f"{cached:,} cached", "", [(p.input_tokens, max(p.predicted, 0.0)) for p in own]))
         for p in own:
             title = f"{p.input_tokens:,} tokens, {p.cached_tokens:,} of them cached: {p.seconds:.3g} s"
-            chart.dot(number, p.input_tokens, p.seconds, hollow=p.heldout, title=title)
-        chart.series.append((number, f"{cached:,} cached"))
-    return chart
+            dots.append((number, p.input_tokens, p.seconds, title, p.heldout))
+    longest, top = max(p.input_tokens for p in points), max(max(p.seconds, p.predicted) for p in points)
+    return line_plot(lines, Scale.upto(longest, "{:,g}", end=1.03 * longest), Scale.upto(top, "{:g} s"), dots)
 
 
-def length_bars(profile: Profile) -> list[dict[str, Any]]:
-    """For each mode the lengths of its bars in percent of the longest, and what stands beside them."""
+def _length_bars(profile: Profile) -> list[Bar]:
     longest = max((each.predicted_tokens or 0 for each in profile.modes), default=0) or 1
     return [
-        {
-            "mode": each.mode,
-            "predicted": 100 * (each.predicted_tokens or 0) / longest,
-            "confirmed": 100 * min(1.0, (each.max_tokens or 0) / longest),
-            "text": _length_text(each.predicted_tokens, each.max_tokens, each.limited_by),
-        }
+        Bar(
+            each.mode,
+            100 * (each.predicted_tokens or 0) / longest,
+            _length_text(each.predicted_tokens, each.max_tokens, each.limited_by),
+            "predicted",
+            more=(Strip("confirmed", 0, 100 * min(1.0, (each.max_tokens or 0) / longest)),),
+        )
         for each in profile.modes
     ]
 
@@ -251,43 +236,50 @@ def _length_text(predicted: int | None, confirmed: int | None, limit: str | None
     return text + (", not confirmed" if confirmed is None else f", confirmed up to {confirmed:,}")
 
 
-def survey_view(survey: Survey) -> dict[str, Any]:
-    """What the page shows of the input; bars are names, percent and texts."""
-    bins = survey.lengths.histogram if survey.lengths is not None else []
-    most = max((each.rows for each in bins), default=1)
-    return {
-        "lines": [(name, text) for name, text in survey_lines(survey) if name],
-        "lengths": [(f"{each.low:,} - {each.high - 1:,}", 100 * each.rows / most, f"{each.rows:,}") for each in bins],
-        "levels": [
-            (f"by {each.rows} rows or more", 100 * each.share, f"{each.share:.1%}") for each in survey.sharing.levels
-        ],
-        "plans": plan_rows(survey.plans),
-        "keeps": keep_rows(survey.keeps) if survey.keeps else None,
-        "estimate": ESTIMATE,
-    }
-
-
 def profile_html(profile: Profile) -> str:
     """The page of a profile."""
-    return render_page(
-        "prefillcli.profile",
-        "page.html.j2",
-        profile=profile,
-        headline=profile_headline(profile),
-        exits=leaving_costs(profile),
-        remarks=profile_remarks(profile),
-        bars=length_bars(profile),
-        memory=memory_chart(profile),
-        completion=completion_chart(profile),
-        trace_tokens=profile.traces[0].tokens if profile.traces else 0,
-        no_times=None if profile.no_completion is None else no_times(profile),
-        tables=[
-            ("Longest prompts", length_table(profile)),
-            ("Memory for each token", law_table(profile)),
-            *([("Completion times", completion_table(profile))] if profile.completion is not None else []),
+    exits = leaving_costs(profile)
+    head = Section(
+        title="prefill profile",
+        lines=[
+            ("model", profile.model_name),
+            ("what", profile_headline(profile)),
+            *([("early exit", exits)] if exits else []),
+            ("created", f"{profile.created} (UTC), {profile.seconds_taken:.0f} seconds"),
+            ("with", ", ".join(f"{name} {version}" for name, version in profile.versions.items())),
         ],
-        laws=[(each.mode, terms(each)) for each in profile.modes],
-        survey=survey_view(profile.survey) if profile.survey is not None else None,
-        plot=plot,
-        settings=shown_settings(profile.settings),
+        alarms=[
+            *([f"{no_times(profile)}."] if profile.no_completion is not None else []),
+            *profile_remarks(profile),
+        ],
+    )
+    lengths = Part(
+        bars=_length_bars(profile),
+        note="Pale: predicted from short runs. Strong: shown by a run under the enforced budget.",
+    )
+    traced = profile.traces[0].tokens if profile.traces else 0
+    completion = Part(
+        plot=completion_chart(profile),
+        note="Across: input tokens. Cached tokens are a prefix whose K,V were kept from the pack before. Lines: the "
+        "linear fit; hollow points were not used for it.",
+    )
+    tables = {
+        "Longest prompts": length_table(profile),
+        "Memory for each token": law_table(profile),
+        "Completion times": completion_table(profile),
+    }
+    return page_html(
+        head,
+        [
+            Section(title="Longest prompt of each mode", parts=[lengths]),
+            Section(
+                title=f"Memory over the time of a run of {traced:,} tokens",
+                parts=[Part(plot=memory_chart(profile), note="Above the loaded model.")],
+            ),
+            Section(title="Completion time of a prompt", parts=[completion]),
+            *([] if profile.survey is None else [survey_section(profile.survey)]),
+            *(Section(title=title, parts=[Part(table=rows)]) for title, rows in tables.items()),
+            Section(title="Laws, in bytes for each token", lines=[(each.mode, terms(each)) for each in profile.modes]),
+            settings_section(profile.settings),
+        ],
     )

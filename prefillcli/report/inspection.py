@@ -32,8 +32,17 @@ from prefillcli.report.rationale import (
     rationale_facts,
     rationale_text,
 )
-from prefillcli.report.rendering import counted, pairs_table, preview, render_page, signed_bar, visible
-from prefillcli.report.section import Plot, Tick, round_ticks
+from prefillcli.report.rendering import counted, page_html, pairs_table, preview, signed_bar, visible
+from prefillcli.report.section import (
+    Cell,
+    Part,
+    Plot,
+    Scale,
+    Section,
+    line_plot,
+    round_ticks,
+    settings_section,
+)
 from prefillcli.stats.probabilities import log_shares_of
 
 # What a model says of a row after each of its layers: by how much one label is ahead, and where rows would leave.
@@ -172,21 +181,15 @@ def margin_plot(curve: MarginCurve) -> Plot | None:
         return None
     last = points[-1][0]
     ticks = round_ticks(max(*map(abs, values), 1e-3))
-    top = ticks[-1]
-    signed = [*(-at for at in reversed(ticks[1:])), *ticks]
+    heights = {at: f"{at:+g}" if at else "0" for at in (*(-each for each in reversed(ticks[1:])), *ticks)}
     step = max(1, math.ceil(last * _LEAST_GAP / 100))
-
-    def line(drawn: Sequence[tuple[float, float]]) -> str:
-        return " ".join(f"{100 * at / last:.2f},{50 - 50 * value / top:.2f}" for at, value in drawn)
-
-    series = [(curve.what, f"{points[-1][1]:+.2f}")]
+    lines = [(curve.what, f"{points[-1][1]:+.2f}", points)]
     if guesses:
-        series.append(("as the probes predict it", f"{guesses[-1][1]:+.2f}"))
-    return Plot(
-        x=[Tick(100 * at / last, f"{at}") for at in range(0, last + 1, step)],
-        y=[Tick(50 + 50 * at / top, f"{at:+g}" if at else "0") for at in signed],
-        series=series,
-        lines=[line(points), *([line(guesses)] if guesses else [])],
+        lines.append(("as the probes predict it", f"{guesses[-1][1]:+.2f}", guesses))
+    return line_plot(
+        lines,
+        Scale(0, last, {at: f"{at}" for at in range(0, last + 1, step)}),
+        Scale(-ticks[-1], ticks[-1], heights),
     )
 
 
@@ -593,32 +596,67 @@ def _columns(*names: str) -> Table:
 def inspection_html(inspection: Inspection) -> str:
     """The page of an inspected prompt."""
     _, ranges = heat(inspection.tokens)
-    curve = inspection.margins
-    return render_page(
-        "prefillcli.report",
-        "inspection.html.j2",
-        {"visible": lambda text: visible(str(text), line=True)},
-        name=visible(inspection.row_id, line=True),
-        facts=facts(inspection),
+    head = Section(title=f"Prompt of row {inspection.row_id}", lines=facts(inspection))
+    return page_html(
+        head,
+        _sections(inspection),
+        title=f"{inspection.row_id} - prefill inspect",
+        template="inspection.html.j2",
         heat=HEAT,
         ranges=ranges,
         counts=counts(inspection),
         pieces=_pieces(inspection.tokens),
-        stretches=[(best, ", ".join(best.why), preview(best.text)) for best in stretches(inspection)],
-        shared=inspection.shared,
-        columns=answer_columns(inspection),
-        answers=answer_rows(inspection),
-        margins=None if curve is None else margin_rows(curve),
-        margin_notes=[] if curve is None else margin_notes(curve),
-        margin_plot=None if curve is None else margin_plot(curve),
-        numbers=NUMBERS,
-        rationale=None if inspection.rationale is None else rationale_text(inspection.rationale, inspection.begins),
-        rationale_facts=None if inspection.rationale is None else rationale_facts(inspection.rationale),
-        no_reason=NO_REASON,
-        evidence=None if inspection.evidence is None else evidence_bars(inspection.evidence),
-        what_evidence_is=WHAT_EVIDENCE_IS,
-        settings=[(visible(k, line=True), visible(str(v), line=True)) for k, v in inspection.settings.items()],
     )
+
+
+def _sections(inspection: Inspection) -> Iterator[Section]:
+    flip = [Cell(each, "alarm") if each == "FLIP" else each for each in answer_rows(inspection)[0]]
+    table = [["", *answer_columns(inspection)], flip, *answer_rows(inspection)[1:]]
+    note = (
+        "Log probabilities are natural logarithms over the whole vocabulary; the score is the first label's share "
+        "among the labels."
+    )
+    yield Section(title="Answer", parts=[Part(table=table, note=note)])
+    if inspection.rationale is not None:
+        text = rationale_text(inspection.rationale, inspection.begins)
+        parts = [Part(text=text, note=rationale_facts(inspection.rationale)), Part(note=NO_REASON)]
+        yield Section(title="Rationale", parts=parts)
+    if inspection.evidence is not None:
+        yield Section(title="Evidence", parts=[Part(bars=evidence_bars(inspection.evidence), note=WHAT_EVIDENCE_IS)])
+    if inspection.margins is not None:
+        table = [
+            [Cell(cell, "chars") if at == 2 else cell for at, cell in enumerate(row)]
+            for row in margin_rows(inspection.margins)
+        ]
+        parts = [Part(plot=margin_plot(inspection.margins)), Part(table=table, words=(2, 4, 5))]
+        yield Section(
+            title="Layer by layer", parts=[*parts, *(Part(note=note) for note in margin_notes(inspection.margins))]
+        )
+    yield Section(title="Prompt", alarms=[""])  # in the template
+    best = [
+        [
+            f"{each.first:,} to {each.last:,}",
+            f"{each.importance:.3g}",
+            ", ".join(each.why),
+            Cell(preview(each.text), "prose"),
+        ]
+        for each in stretches(inspection)
+    ]
+    if best:
+        part = Part(
+            table=[["tokens", "importance", "why", "text"], *best],
+            words=(2, 3),
+            layout="stretches",
+            note="Importance is the mean over the stretch's tokens.",
+        )
+        yield Section(title="Most important stretches", parts=[part])
+    if inspection.shared:
+        rows = [[f"{each.tokens:,}", f"{each.rows:,}"] for each in inspection.shared]
+        shared = Part(table=[["first tokens", "rows"], *rows], words=())
+    else:
+        shared = Part(text="No other row begins like this one.")
+    yield Section(title="Shared prefixes", parts=[shared])
+    yield settings_section(inspection.settings)
 
 
 def write_html(inspection: Inspection, path: str) -> None:

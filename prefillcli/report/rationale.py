@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import BaseModel, Field
 
@@ -12,7 +12,8 @@ from prefillcli.data.output.counts import Counts
 from prefillcli.data.rows import Rationale, SectionEffect
 from prefillcli.decode.continuations import DecodingReport
 from prefillcli.engines.memory_plan import TEXTS
-from prefillcli.report.rendering import counted, minutes_and_seconds, signed_bar, visible
+from prefillcli.report.rendering import counted, minutes_and_seconds, row_name, signed_bar, visible
+from prefillcli.report.section import Bar, Part, Section, Strip
 
 
 class DrafterUse(BaseModel):
@@ -168,25 +169,16 @@ EVIDENCE_NUMBERS = ("change",)
 _SIDE = 20  # characters of the longest bar
 
 
-class EvidenceBar(NamedTuple):
-    """A section and its change, safe to show: `share` is how long its bar is, in percent of the longest one."""
-
-    section: str
-    change: str
-    share: float
-    raises: bool
-    """Whether the section raises the score."""
-
-
-def evidence_bars(effects: Sequence[SectionEffect]) -> list[EvidenceBar]:
-    """A bar for each section, in the order of the column: the largest change first."""
+def evidence_bars(effects: Sequence[SectionEffect]) -> list[Bar]:
+    """A bar for each section from the middle of its track, in the order of the column: the largest change first."""
     longest = _longest(effects)
-    return [
-        EvidenceBar(
-            visible(section, line=True), _change(change), 100 * abs(change) / longest if longest else 0.0, change > 0
-        )
-        for section, change in effects
-    ]
+    found = []
+    for section, change in effects:
+        half = 50 * abs(change) / longest if longest else 0.0
+        kind, start = ("alarm", 50 - half) if change < 0 else ("s0", 50.0)
+        middle = Strip("middle", 50.0, 0.2)
+        found.append(Bar(visible(section, line=True), half, _change(change), kind, start, more=(middle,)))
+    return found
 
 
 def evidence_rows(effects: Sequence[SectionEffect]) -> list[list[str]]:
@@ -221,31 +213,33 @@ def _change(change: float) -> str:
     return f"{change:+.4f}"
 
 
-# What the page of a run shows of its rationales.
+def rationale_section(use: RationaleUse) -> Section:
+    """What terminal, page and metrics say of a run's rationales and evidence."""
+    notes = [*([NO_REASON] if use.rows else []), *([WHAT_EVIDENCE_IS] if use.evidence_rows else [])]
+    section = Section(
+        title="Rationales and evidence",
+        lines=list(rationale_lines(use)),
+        parts=[*(Part(note=note) for note in notes), *map(_shown, use.shown)],
+    )
+    section.metric(
+        "rationale_rows", "Rows of the output with a rationale by why it ends.", use.finish_reasons, "reason"
+    )
+    section.metric("rationale_tokens", "Tokens of the output's rationales.", use.tokens)
+    section.metric("evidence_rows", "Rows of the output whose sections were weighed.", use.evidence_rows)
+    section.metric("rationale_decode_seconds", "Seconds in which the last run wrote.", use.decode_seconds)
+    section.metric("rationale_prefill_seconds", "Seconds in which it read prompts once more.", use.prefill_seconds)
+    if use.passes_per_token is not None:
+        section.metric("rationale_passes_per_token", "Passes of the model for one token.", use.passes_per_token)
+    accepted = {name: each.acceptance for name, each in use.drafters.items() if each.acceptance is not None}
+    section.metric("rationale_acceptance", "Share of the tokens guessed ahead that were right.", accepted, "drafter")
+    return section
 
 
-class ShownText(NamedTuple):
-    """A row's text and evidence as the page shows them; every text is safe to show."""
-
-    row: WrittenRow
-    text: str | None
-    facts: str
-    evidence: list[EvidenceBar]
-
-
-def rationale_view(use: RationaleUse | None) -> dict[str, Any] | None:
-    """What the page of a run shows of its rationales; None without any."""
-    if use is None:
-        return None
-    return {
-        "lines": list(rationale_lines(use)),
-        "notes": [*([NO_REASON] if use.rows else []), *([WHAT_EVIDENCE_IS] if use.evidence_rows else [])],
-        "shown": [_shown(row) for row in use.shown],
-    }
-
-
-def _shown(row: WrittenRow) -> ShownText:
+def _shown(row: WrittenRow) -> Part:
     effects = [SectionEffect(each.section, each.change) for each in row.evidence or ()]
-    facts = f"ended: {row.finish_reason}; from: {row.source}" if row.finish_reason is not None else ""
-    text = None if row.rationale is None else visible(row.rationale)
-    return ShownText(row, text, visible(facts, line=True), evidence_bars(effects))
+    return Part(
+        title=f"{row_name(row.row, row.id)}: {row.prediction or ''}, score {row.score:.4f}",
+        text=row.rationale or "",
+        bars=evidence_bars(effects),
+        note=f"ended: {row.finish_reason}; from: {row.source}" if row.finish_reason is not None else "",
+    )

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from prefillcli.report.section import Part, Section
 
 #: A header, and the rows below it.
 TableRows = list[list[str]]
@@ -46,19 +49,6 @@ def numbers_table(rows: TableRows, *, text: int = 1, caption: str | None = None)
     for row in rows[1:]:
         table.add_row(*map(Text, row))
     return table
-
-
-def print_numbers(console: Console, rows: TableRows) -> None:
-    """A table with an empty line behind it."""
-    console.print(numbers_table(rows))
-    console.print()
-
-
-def print_explained(console: Console, names: Sequence[str], explained: Mapping[str, str]) -> None:
-    """A line for each name that has an explanation."""
-    for name in names:
-        if name in explained:
-            console.print(f"  {name}: {explained[name]}", style="dim")
 
 
 # Untrusted text made safe to show.
@@ -186,40 +176,98 @@ def signed_bar(value: float, most: float, side: int) -> str:
     return f"{left:>{side}}│{right:<{side}}"
 
 
-# Pages from templates.
+# Sections in the terminal, on a page, and as metrics.
 
 
-def render_page(
-    package: str, template: str, filters: dict[str, Callable[[Any], str]] | None = None, **values: Any
+def print_section(console: Console, section: Section) -> None:
+    """A section as text: title, lines, then its parts, and what a reader must not miss."""
+    if section.title:
+        console.print(f"\n{section.title}", style="bold")
+    if section.lines:
+        console.print(pairs_table(section.lines))
+    for part in section.parts:
+        if part.holds:
+            _print_part(console, part)
+    for text in section.alarms:
+        console.print(f"note: {text}")
+
+
+def _print_part(console: Console, part: Part) -> None:
+    if part.title:
+        console.print(f"\n{part.title}")
+    if part.above:
+        console.print(part.above, style="dim")
+    if part.text:
+        console.print(part.text)
+    if part.table:
+        if not part.title:
+            console.print()
+        console.print(numbers_table(part.table, text=len(part.words)))
+    width = max((len(each.name) for each in part.bars), default=0)
+    for each in part.bars:
+        console.print(f"  {each.name:>{width}} {bar(each.length, 100)} {each.text}")
+    for name, text in part.lines:
+        console.print(f"  {name}: {text}", style="dim")
+    if part.note:
+        console.print(f"  {part.note}", style="dim")
+
+
+def page_html(
+    head: Section,
+    sections: Iterable[Section],
+    *,
+    title: str = "",
+    verdict: tuple[str, str] | None = None,
+    template: str = "page.html.j2",
+    **values: Any,
 ) -> str:
-    """The page that a template in the folder of a package makes of `values`; texts among them are escaped.
+    """A page that begins with the `head`, and with the tiles of all sections; texts in it are escaped.
 
-    Templates need nothing else: no network, no script, inline CSS for light and dark screens. They may import macros
-    from templates of the same folder.
+    It needs nothing else: no network, no script, inline CSS for light and dark screens. `title` is the window's.
+    `verdict` is how it ended, and a class of the page's style. `values` are for a `template` that extends the page.
     """
-    environment = _environment(package)
-    environment.filters.update(filters or {})
-    return environment.get_template(template).render(**values)
+    found = list(sections)
+    tiles = [tile for each in (head, *found) for tile in each.tiles]
+    return (
+        _environment()
+        .get_template(template)
+        .render(head=head, sections=found, title=title or head.title, verdict=verdict, tiles=tiles, **values)
+    )
 
 
 @cache
-def _environment(package: str) -> Environment:
-    """Templates in the folder of a package; compiling one takes longer than most pages."""
-    folder = files(package)
-    return Environment(
+def _environment() -> Environment:
+    """The templates in this folder; compiling one takes longer than most pages."""
+    folder = files("prefillcli.report")
+    environment = Environment(
         loader=FunctionLoader(lambda name: folder.joinpath(name).read_text(encoding="utf-8")),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters.update(visible=lambda text: visible(str(text), line=True), visible_lines=visible)
+    return environment
+
+
+def metrics_text(sections: Iterable[Section]) -> str:
+    """The gauges of all sections in Prometheus' text format, for the textfile collector of node_exporter.
+
+    The format: https://prometheus.io/docs/instrumenting/exposition_formats/.
+    """
+    lines = []
+    for name, text, samples in (each for section in sections for each in section.metrics):
+        lines.append(f"# HELP prefill_{name} {text}\n# TYPE prefill_{name} gauge\n")
+        for labels, value in samples:
+            pairs = ",".join(f'{label}="{_escaped(own)}"' for label, own in labels.items())
+            lines.append(f"prefill_{name}{f'{{{pairs}}}' if pairs else ''} {value!r}\n")
+    return "".join(lines)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 def page_of(path: str) -> str:
     """Where the page of a JSON file goes: `run.json` -> `run.html`, beside it."""
     return path.removesuffix(".json") + ".html"
-
-
-def shown_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings that say something: those that are given."""
-    return {name: value for name, value in settings.items() if value not in (None, [], False)}

@@ -1,30 +1,41 @@
-"""A run of `prefill score` as one HTML page."""
+"""All that is said of a run of `prefill score`: sections for its page, the terminal and Prometheus."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from prefillcli.data.output.store import put_text
 from prefillcli.data.rows import FULL, ErrorCode, is_fallback
 from prefillcli.errors import NOTHING_TO_DO, Interrupted, PrefillError, ResourceError
 from prefillcli.redaction import shown_report, without_secrets
-from prefillcli.report.rationale import RationaleUse, rationale_lines, rationale_view
+from prefillcli.report.rationale import rationale_section
 from prefillcli.report.rendering import (
     mebibytes,
+    metrics_text,
     minutes_and_seconds,
+    page_html,
     page_of,
     pairs_table,
-    render_page,
+    row_name,
     stderr_console,
     three_digits,
-    visible,
 )
 from prefillcli.report.run import Histogram, RunReport, to_json
-from prefillcli.report.section import Bar, bars, length_plot, memory_plot, score_plot
+from prefillcli.report.section import (
+    Bar,
+    Cell,
+    Part,
+    Section,
+    Strip,
+    bars,
+    length_plot,
+    memory_plot,
+    score_plot,
+    settings_section,
+)
 from prefillcli.runtime import log
-from prefillcli.stats.audit import audit_lines
+from prefillcli.stats.audit import Audit, audit_lines
 
 _BESIDE = ("read", "render", "tokenize")
 _PHASES = {
@@ -52,31 +63,58 @@ _TOKENS = {
 
 def run_html(report: RunReport) -> str:
     """The page of a run."""
-    histograms = report.histograms
-    return render_page(
-        "prefillcli.report",
-        "run.html.j2",
-        {"visible": lambda text: visible(str(text), line=True), "visible_lines": visible},
-        report=report,
-        verdict=_verdict(report),
-        started=report.started.replace("T", " ").replace("+00:00", " UTC"),
-        tiles=_tiles(report),
-        scores=score_plot(histograms.score) if histograms.score.counts else None,
-        results=_results(report),
-        lengths=length_plot(histograms.prompt_tokens) if histograms.prompt_tokens.counts else None,
-        length_note=_length_note(report),
-        phases=_phases(report),
-        time_note=_time_note(report),
-        memory=memory_plot(report.memory_trace),
-        tokens=_tokens(report),
-        methods=_methods(report),
-        flips=_flips(report),
-        audit=audit_lines(report.audit) if report.audit is not None else [],
-        rationales=rationale_view(report.rationales),
-        sections=[each for each in report.sections() if each.title],
-        trials=(report.keep_auto or {}).get("trials", ()),
-        settings={name: _text(value) for name, value in report.settings.items() if value not in (None, [], False, "")},
+    started = report.started.replace("T", " ").replace("+00:00", " UTC")
+    notes = [f"{report.output or 'no output'} \u00b7 {started}"]
+    if report.resumed:
+        notes.append(
+            "The job was resumed: rows, scores and lengths are those of all attempts; tokens, time, speed and memory "
+            "those of this one."
+        )
+    verdict = _verdict(report)
+    return page_html(
+        Section(
+            title="prefill score",
+            parts=[Part(note=note) for note in notes],
+            alarms=[report.error] if report.error else [],
+        ),
+        [
+            *run_sections(report),
+            Section(
+                title="Settings, versions, fingerprint",
+                folded=True,
+                parts=[
+                    Part(title="Settings", lines=settings_section(report.settings).lines),
+                    Part(title="Versions", lines=list(report.versions.items())),
+                    Part(title="Fingerprint", lines=list(report.fingerprint.items())),
+                ],
+            ),
+        ],
+        title=f"{verdict[0]} - prefill score {report.output or ''}",
+        verdict=verdict,
     )
+
+
+def run_sections(report: RunReport) -> Iterator[Section]:
+    """All that is said of a run, in the order of its page. Sections without a title are for terminal and metrics."""
+    yield _end(report)
+    yield _rows(report)
+    if report.histograms.score.counts:
+        yield Section(title="Scores", parts=[Part(plot=score_plot(report.histograms.score))])
+    yield from report.sections()
+    if report.audit is not None and report.audit.flip_rate is not None:
+        yield Section(tiles=[("audited flips", f"{report.audit.flip_rate:.1%}")])
+    if report.rationales is not None:
+        yield rationale_section(report.rationales)
+    yield Section(title="Rows", parts=[Part(bars=_results(report))])
+    yield _failed(report)
+    yield _lengths(report)
+    yield _tokens(report)
+    yield from _methods(report)
+    if report.audit is not None:
+        yield _audit(report.audit)
+    yield _time(report)
+    yield _memory(report)
+    yield _slowest(report)
 
 
 def _verdict(report: RunReport) -> tuple[str, str]:
@@ -88,23 +126,42 @@ def _verdict(report: RunReport) -> tuple[str, str]:
     return f"{report.status}, exit code {report.exit_code}", "bad" if report.status == "failed" else "poor"
 
 
-def _tiles(report: RunReport) -> list[tuple[str, str]]:
+def _end(report: RunReport) -> Section:
+    """How the run ended."""
+    section = Section()
+    success = float(report.exit_code in (0, NOTHING_TO_DO))
+    section.metric("run_success", "1 if the last run was done or had nothing to do, else 0.", success)
+    section.metric("run_exit_code", "Exit code of the last run.", report.exit_code)
+    return section
+
+
+def _rows(report: RunReport) -> Section:
     rows = report.rows
-    tiles = [("scored", f"{rows.scored:,}"), ("errors", f"{rows.errors:,}")]
+    counts = f"{rows.scored:,} scored of {rows.total:,}"
+    if rows.errors:
+        codes = ", ".join(f"{code} {count:,}" for code, count in sorted(rows.errors_by_code.items()))
+        counts += f", {rows.errors:,} errors ({codes})"
     if rows.skipped:
-        tiles.append(("skipped", f"{rows.skipped:,}"))
+        counts += f", {rows.skipped:,} skipped"
+    section = Section(lines=[("rows", counts)], tiles=[("scored", f"{rows.scored:,}"), ("errors", f"{rows.errors:,}")])
+    if rows.skipped:
+        section.tiles.append(("skipped", f"{rows.skipped:,}"))
+    results = {"scored": rows.scored, "error": rows.errors, "skipped": rows.skipped}
+    section.metric("rows_total", "Rows of the output by result.", results, "result")
+    section.metric("rows_errors", "Error rows of the output by code.", rows.errors_by_code, "code")
     if report.mean_score is not None:
-        tiles.append(("mean score", f"{report.mean_score:.4f}"))
+        section.lines.append(("mean score", f"{report.mean_score:.4f}"))
+        section.tiles.append(("mean score", f"{report.mean_score:.4f}"))
+        section.metric("score_mean", "Mean score of the output.", report.mean_score)
+    if report.mean_label_mass is not None:
+        section.lines.append(("label mass", f"{report.mean_label_mass:.4f} on average"))
+        section.metric("label_mass_mean", "Mean label mass of the output.", report.mean_label_mass)
     if report.rows_per_second:
-        tiles.append(("rows/s", three_digits(report.rows_per_second)))
+        section.tiles.append(("rows/s", three_digits(report.rows_per_second)))
     if report.tokens_per_second:
-        tiles.append(("tokens/s", f"{report.tokens_per_second:,.0f}"))
-    tiles.append(("wall time", minutes_and_seconds(report.seconds.total)))
-    for section in report.sections():
-        tiles += section.tiles
-    if report.audit is not None and report.audit.flip_rate is not None:
-        tiles.append(("audited flips", f"{report.audit.flip_rate:.1%}"))
-    return tiles
+        section.tiles.append(("tokens/s", f"{report.tokens_per_second:,.0f}"))
+    section.tiles.append(("wall time", minutes_and_seconds(report.seconds.total)))
+    return section
 
 
 def _results(report: RunReport) -> list[Bar]:
@@ -132,20 +189,30 @@ def _counted(values: dict[str, int], total: int, kinds: dict[str, str]) -> list[
     ]
 
 
-def _length_note(report: RunReport) -> str:
+def _failed(report: RunReport) -> Section:
+    table = [["row", "code", "detail"]] + [
+        [Cell(row_name(row.row, row.id), "name"), Cell(row.code, "code"), Cell(row.detail or "", "prose")]
+        for row in report.failed
+    ]
+    more = report.rows.errors > len(report.failed)
+    note = f"{len(report.failed)} of {report.rows.errors:,}, the first ones of every code." if more else ""
+    part = Part(table=table if report.failed else None, words=range(3), layout="failed", note=note)
+    return Section(title="Rows without a score", parts=[part])
+
+
+def _lengths(report: RunReport) -> Section:
     histogram = report.histograms.prompt_tokens
     too_long = {
         ErrorCode.PROMPT_TOO_LONG: report.rows.errors_by_code.get(ErrorCode.PROMPT_TOO_LONG, 0),
         ErrorCode.SKIPPED_TOO_LONG: report.rows.skipped,
     }
-    notes = []
-    if histogram.counts:
-        low, high = _quartile(histogram, 0.5)
-        notes.append(
-            f"Half of the prompts have fewer than about {(low + high) / 2:,.0f} tokens. The scale is logarithmic."
-        )
-    notes += [f"{number:,} rows are not in it: {code.meaning}." for code, number in too_long.items() if number]
-    return " ".join(notes)
+    notes = [f"{number:,} rows are not in it: {code.meaning}." for code, number in too_long.items() if number]
+    if not histogram.counts:
+        return Section(title="Tokens of a prompt", parts=[Part(text=" ".join(notes))])
+    low, high = _quartile(histogram, 0.5)
+    half = f"Half of the prompts have fewer than about {(low + high) / 2:,.0f} tokens. The scale is logarithmic."
+    part = Part(plot=length_plot(histogram), note=" ".join([half, *notes]))
+    return Section(title="Tokens of a prompt", parts=[part])
 
 
 def _quartile(histogram: Histogram, share: float) -> tuple[float, float]:
@@ -159,64 +226,139 @@ def _quartile(histogram: Histogram, share: float) -> tuple[float, float]:
     return histogram.edges[-2], histogram.edges[-1]
 
 
-def _phases(report: RunReport) -> list[Bar]:
+def _tokens(report: RunReport) -> Section:
+    tokens = report.tokens
+    section = Section(title="Tokens of the run" if tokens.prompt else "")
+    section.metric("tokens_total", "Tokens of the last run by kind.", tokens.model_dump(), "kind")
+    if not tokens.prompt:
+        return section
+    own = tokens.computed - tokens.audit - tokens.follow_up
+    section.lines.append(
+        (
+            "tokens",
+            f"{tokens.prompt:,} in prompts, {tokens.computed:,} computed "
+            f"({tokens.kept / max(own, 1):.2f}x shared), {tokens.unique:,} unique",
+        )
+    )
+    if report.keep is not None:
+        section.lines.append(
+            (
+                "compression",
+                f"{tokens.kept:,} tokens kept ({tokens.kept / tokens.prompt:.1%}, keep rate {report.keep:g}), "
+                f"{tokens.draft:,} computed by the draft",
+            )
+        )
+    counts = tokens.model_dump()
+    values = {text: counts[name] for name, text in _TOKENS.items() if counts[name]}
+    if report.keep is None:
+        values.pop(_TOKENS["kept"], None)
+    texts = {name: f"{value:,} ({value / tokens.prompt:.1%})" for name, value in values.items()}
+    left = "kept tokens" if report.keep is not None else "prompts"
+    note = f"Unique: what is left of the {left} when every shared beginning counts once; less cannot be computed."
+    kinds = {_TOKENS["draft"]: "s1", _TOKENS["audit"]: "s3"}
+    section.parts.append(Part(bars=bars(values, texts, kinds), note=note))
+    return section
+
+
+def _methods(report: RunReport) -> Iterator[Section]:
+    """Rows by what was read of them, and the rates that --keep auto tried."""
+    if report.methods and not (report.keep is None and set(report.methods) == {"full"}):
+        order = sorted(report.methods, key=lambda name: (is_fallback(name), -report.methods[name]))
+        kinds = {name: "alarm" if is_fallback(name) else "s0" if name == FULL else "s2" for name in order}
+        found = _counted({name: report.methods[name] for name in order}, report.rows.scored, kinds)
+        chosen = ", chosen by --keep auto" if report.keep_auto else ""
+        note = "" if report.keep is None else f"Keep rate {report.keep:g}{chosen}."
+        yield Section(title="Methods", parts=[Part(bars=found, note=note)])
+    if trials := (report.keep_auto or {}).get("trials", ()):
+        table = [["tried rate", "rows", "flips", "at most (95 %)"]] + [
+            [f"{each['keep']:g}", f"{each['rows']:,}", f"{each['flips']:,}", f"{100 * each['bound']:.2f} %"]
+            for each in trials
+        ]
+        yield Section(title="Keep rates that were tried", parts=[Part(table=table)])
+
+
+def _audit(audit: Audit) -> Section:
+    section = Section(title="Audit", lines=audit_lines(audit))
+    if audit.flip_rate is None:
+        return section
+    text = "Share of audited rows that compression or early exits flip."
+    section.metric("audit_flip_rate", text, audit.flip_rate)
+    if audit.interval is not None:
+        low, high = audit.interval
+        end = min(2 * high, 1.0)  # of the track
+        sure = Strip("sure", 100 * low / end, 100 * (high - low) / end)
+        bar = Bar("flips", 100 * audit.flip_rate / end, f"{100 * end:.3g} %", "alarm", more=(sure,))
+        section.parts.append(Part(bars=[bar], note="Bar: share of flipped answers. Line: its interval."))
+    return section
+
+
+def _time(report: RunReport) -> Section:
     seconds = report.seconds.model_dump()
     total = seconds.pop("total")
-    rest = total - sum(value for name, value in seconds.items() if name not in _BESIDE)
+    detail = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items() if value >= 0.05)
     values = {text: seconds[name] for name, text in _PHASES.items() if name not in _BESIDE}
-    values["other"] = max(rest, 0.0)
+    values["other"] = max(total - sum(value for name, value in seconds.items() if name not in _BESIDE), 0.0)
     values |= {_PHASES[name]: seconds[name] for name in _BESIDE}
     values = {name: value for name, value in values.items() if value >= 0.0005}
     kinds = {_PHASES[name]: "s6" for name in _BESIDE} | {"other": "s7"}
     texts = {name: f"{minutes_and_seconds(value)} ({value / max(total, 1e-9):.0%})" for name, value in values.items()}
-    return bars(values, texts, kinds)
-
-
-def _time_note(report: RunReport) -> str:
     note = (
         "Reading, rendering and tokenising go on beside the model, a window ahead of it. Other: start, fingerprints, "
+        "and what lies between."
     )
-    note += "and what lies between."
+    section = Section(
+        title="Time" if values else "", lines=[("seconds", f"{total:.1f}" + (f" ({detail})" if detail else ""))]
+    )
     if report.predicted_seconds is not None:
+        predicted = f"{report.seconds.model:.1f} seconds, {report.predicted_seconds:.1f} predicted by the profile"
+        section.lines.append(("model", predicted))
         note += f" The profile predicted {minutes_and_seconds(report.predicted_seconds)} for the model."
-    return note
+    speed = f"{report.rows_per_second:,.1f} rows/s, {report.tokens_per_second:,.0f} prompt tokens/s"
+    section.lines.append(("speed", speed))
+    section.parts.append(Part(bars=bars(values, texts, kinds), note=note))
+    section.metric("phase_seconds", "Wall time of the last run by phase.", seconds, "phase")
+    section.metric("run_seconds", "Wall time of the last run.", total)
+    section.metric("rows_per_second", "Rows scored per second by the last run.", report.rows_per_second)
+    return section
 
 
-def _tokens(report: RunReport) -> list[Bar]:
-    tokens = report.tokens.model_dump()
-    if not tokens["prompt"]:
-        return []
-    values = {text: tokens[name] for name, text in _TOKENS.items() if tokens[name]}
-    if report.keep is None:
-        values.pop(_TOKENS["kept"], None)
-    texts = {name: f"{value:,} ({value / tokens['prompt']:.1%})" for name, value in values.items()}
-    kinds = {_TOKENS["draft"]: "s1", _TOKENS["audit"]: "s3"}
-    return bars(values, texts, kinds)
+def _memory(report: RunReport) -> Section:
+    plot, peak, used = memory_plot(report.memory_trace), report.peak_memory_bytes, report.weights
+    device = f", {mebibytes(peak.device)} MiB device" if peak.device else ""
+    section = Section(
+        title="" if plot is None else "Memory",
+        lines=[("peak memory", f"{mebibytes(peak.host)} MiB host{device}")],
+        parts=[Part(plot=plot)],
+    )
+    if used is not None and used.mode == "stream":
+        section.lines.append(
+            (
+                "weights",
+                f"{mebibytes(used.bytes)} MiB streamed in {mebibytes(used.memory_bytes)} MiB; "
+                f"{mebibytes(used.bytes_read)} MiB read, {used.seconds_waited:.1f} seconds waited for them",
+            )
+        )
+    section.metric("peak_memory_bytes", "Largest memory used by the last run.", peak.model_dump(), "where")
+    return section
 
 
-def _methods(report: RunReport) -> list[Bar]:
-    if not report.methods or (report.keep is None and set(report.methods) == {"full"}):
-        return []
-    order = sorted(report.methods, key=lambda name: (is_fallback(name), -report.methods[name]))
-    kinds = {name: "alarm" if is_fallback(name) else "s0" if name == FULL else "s2" for name in order}
-    return _counted({name: report.methods[name] for name in order}, report.rows.scored, kinds)
+def _slowest(report: RunReport) -> Section:
+    table = [["row", "ms", "prompt", "computed", "method"]] + [
+        [
+            Cell(row_name(row.row, row.id), "name"),
+            f"{1000 * row.seconds:,.1f}",
+            f"{row.prompt_tokens:,}",
+            f"{row.computed_tokens:,}",
+            row.method,
+        ]
+        for row in report.slowest
+    ]
+    note = "A row's share of the models' time. A shared prefix counts with the first row that reads it."
+    part = Part(table=table if report.slowest else None, words=(0, 4), note=note)
+    return Section(title="Slowest rows", parts=[part])
 
 
-def _flips(report: RunReport) -> dict[str, float]:
-    """The audit's flip rate and its interval, in percent of twice the upper bound."""
-    audit = report.audit
-    if audit is None or audit.flip_rate is None or audit.interval is None:
-        return {}
-    low, high = audit.interval
-    scale = 100 / min(2 * high, 1.0)
-    return {"rate": scale * audit.flip_rate, "low": scale * low, "width": scale * (high - low), "end": 100 / scale}
-
-
-def _text(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-
-
-# A run of `prefill score` in the terminal.
+# A run of `prefill score` in the terminal, and as metrics.
 
 
 def print_table(report: RunReport) -> None:
@@ -226,133 +368,17 @@ def print_table(report: RunReport) -> None:
 
 def run_lines(report: RunReport) -> Iterator[tuple[str, str]]:
     """The lines of the table: a name and a text each."""
-    rows, tokens, seconds = report.rows, report.tokens, report.seconds
-    counts = f"{rows.scored:,} scored of {rows.total:,}"
-    if rows.errors:
-        codes = ", ".join(f"{code} {count:,}" for code, count in sorted(rows.errors_by_code.items()))
-        counts += f", {rows.errors:,} errors ({codes})"
-    if rows.skipped:
-        counts += f", {rows.skipped:,} skipped"
-    yield "rows", counts
-    if report.mean_score is not None:
-        yield "mean score", f"{report.mean_score:.4f}"
-    if report.mean_label_mass is not None:
-        yield "label mass", f"{report.mean_label_mass:.4f} on average"
-    for section in report.sections():
+    for section in run_sections(report):
         yield from section.lines
-    if tokens.prompt:
-        own = tokens.computed - tokens.audit - tokens.follow_up
-        yield (
-            "tokens",
-            f"{tokens.prompt:,} in prompts, {tokens.computed:,} computed "
-            f"({tokens.kept / max(own, 1):.2f}x shared), {tokens.unique:,} unique",
-        )
-    if report.keep is not None and tokens.prompt:
-        yield (
-            "compression",
-            f"{tokens.kept:,} tokens kept ({tokens.kept / tokens.prompt:.1%}, keep rate {report.keep:g}), "
-            f"{tokens.draft:,} computed by the draft",
-        )
-    if report.audit is not None:
-        yield from audit_lines(report.audit)
-    if report.rationales is not None:
-        yield from rationale_lines(report.rationales)
-    phases = {k: v for k, v in seconds.model_dump().items() if k != "total" and v >= 0.05}
-    detail = ", ".join(f"{name} {value:.1f}" for name, value in phases.items())
-    yield "seconds", f"{seconds.total:.1f}" + (f" ({detail})" if detail else "")
-    if report.predicted_seconds is not None:
-        yield "model", f"{seconds.model:.1f} seconds, {report.predicted_seconds:.1f} predicted by the profile"
-    yield "speed", f"{report.rows_per_second:,.1f} rows/s, {report.tokens_per_second:,.0f} prompt tokens/s"
-    peak = report.peak_memory_bytes
-    yield (
-        "peak memory",
-        f"{mebibytes(peak.host)} MiB host" + (f", {mebibytes(peak.device)} MiB device" if peak.device else ""),
-    )
-    if report.weights is not None and report.weights.mode == "stream":
-        used = report.weights
-        yield (
-            "weights",
-            f"{mebibytes(used.bytes)} MiB streamed in {mebibytes(used.memory_bytes)} MiB; "
-            f"{mebibytes(used.bytes_read)} MiB read, {used.seconds_waited:.1f} seconds waited for them",
-        )
     yield "output", report.output or "none"
     yield "report", ", ".join(filter(None, (report.report, report.page))) or "none"
 
 
-# A run as metrics in Prometheus' text format, for the textfile collector of node_exporter.
-#
-# The format: https://prometheus.io/docs/instrumenting/exposition_formats/. All are gauges, about the last run.
-
-
-_Sample = tuple[dict[str, str], float]
-
-
 def to_metrics(report: RunReport, now: float) -> str:
-    """All metrics of a run that ended at `now`, in seconds since 1970."""
-    return "".join(line for name, text, samples in _metrics(report, now) for line in _family(name, text, samples))
-
-
-def _metrics(report: RunReport, now: float) -> Iterator[tuple[str, str, list[_Sample]]]:
-    rows = report.rows
-    success = float(report.exit_code in (0, NOTHING_TO_DO))
-    yield "run_success", "1 if the last run was done or had nothing to do, else 0.", _one(success)
-    yield "run_exit_code", "Exit code of the last run.", _one(report.exit_code)
-    results = {"scored": rows.scored, "error": rows.errors, "skipped": rows.skipped}
-    yield "rows_total", "Rows of the output by result.", _by("result", results)
-    yield "rows_errors", "Error rows of the output by code.", _by("code", rows.errors_by_code)
-    yield "tokens_total", "Tokens of the last run by kind.", _by("kind", report.tokens.model_dump())
-    phases = report.seconds.model_dump(exclude={"total"})
-    yield "phase_seconds", "Wall time of the last run by phase.", _by("phase", phases)
-    yield "run_seconds", "Wall time of the last run.", _one(report.seconds.total)
-    yield "rows_per_second", "Rows scored per second by the last run.", _one(report.rows_per_second)
-    peak = report.peak_memory_bytes.model_dump()
-    yield "peak_memory_bytes", "Largest memory used by the last run.", _by("where", peak)
-    if report.mean_score is not None:
-        yield "score_mean", "Mean score of the output.", _one(report.mean_score)
-    if report.mean_label_mass is not None:
-        yield "label_mass_mean", "Mean label mass of the output.", _one(report.mean_label_mass)
-    for section in report.sections():
-        yield from section.metrics
-    if report.audit is not None and report.audit.flip_rate is not None:
-        yield (
-            "audit_flip_rate",
-            "Share of audited rows that compression or early exits flip.",
-            _one(report.audit.flip_rate),
-        )
-    if report.rationales is not None:
-        yield from _rationale_metrics(report.rationales)
-    yield "last_run_timestamp_seconds", "When the last run ended, in Unix time.", _one(now)
-
-
-def _rationale_metrics(use: RationaleUse) -> Iterator[tuple[str, str, list[_Sample]]]:
-    yield "rationale_rows", "Rows of the output with a rationale by why it ends.", _by("reason", use.finish_reasons)
-    yield "rationale_tokens", "Tokens of the output's rationales.", _one(use.tokens)
-    yield "evidence_rows", "Rows of the output whose sections were weighed.", _one(use.evidence_rows)
-    yield "rationale_decode_seconds", "Seconds in which the last run wrote.", _one(use.decode_seconds)
-    yield "rationale_prefill_seconds", "Seconds in which it read prompts once more.", _one(use.prefill_seconds)
-    if use.passes_per_token is not None:
-        yield "rationale_passes_per_token", "Passes of the model for one token.", _one(use.passes_per_token)
-    accepted = {name: each.acceptance for name, each in use.drafters.items() if each.acceptance is not None}
-    yield "rationale_acceptance", "Share of the tokens guessed ahead that were right.", _by("drafter", accepted)
-
-
-def _one(value: float) -> list[_Sample]:
-    return [({}, value)]
-
-
-def _by(label: str, values: Mapping[str, float]) -> list[_Sample]:
-    return [({label: name}, value) for name, value in values.items()]
-
-
-def _family(name: str, text: str, samples: Iterable[_Sample]) -> Iterator[str]:
-    yield f"# HELP prefill_{name} {text}\n# TYPE prefill_{name} gauge\n"
-    for labels, value in samples:
-        pairs = ",".join(f'{label}="{_escaped(own)}"' for label, own in labels.items())
-        yield f"prefill_{name}{f'{{{pairs}}}' if pairs else ''} {value!r}\n"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    """All metrics of a run that ended at `now`, in seconds since 1970. All are gauges, about the last run."""
+    ended = Section()
+    ended.metric("last_run_timestamp_seconds", "When the last run ended, in Unix time.", now)
+    return metrics_text([*run_sections(report), ended])
 
 
 def write_with_page(path: str, report: str, page: str) -> None:

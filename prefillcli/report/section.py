@@ -1,16 +1,17 @@
-"""Charts for pages: what to draw where, in percent of a plot's width and height.
+"""All that is said of a run, for terminal, page and metrics; charts are in percent of a plot's width and height.
 
 The shapes are stretched to the width of the screen and the texts beside them are not, so one chart reads on a laptop
-and on a phone. The templates draw them; nothing here knows HTML."""
+and on a phone. The templates draw them; nothing here knows HTML.
+"""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prefillcli.data.output.counts import LENGTH_EDGES
 from prefillcli.report.rendering import TableRows, abbreviated
@@ -29,16 +30,14 @@ _LEAST_GAP = 8.0  # percent between two ticks, for a phone
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(NamedTuple):
     """A text at `at` percent of an axis."""
 
     at: float
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """A bar of a plot; `y` is its upper edge, from the top."""
 
     x: float
@@ -49,29 +48,58 @@ class Box:
     title: str
 
 
+class Dot(NamedTuple):
+    """A point of a plot, in percent from the left and the top."""
+
+    x: float
+    y: float
+    series: int
+    title: str
+    hollow: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """Boxes or lines over an axis. The height is that of `top`, the highest tick of `y`."""
+    """Boxes, lines and dots over an axis. The height is that of `top`, the highest tick of `y`."""
 
     x: list[Tick]
     y: list[Tick]
-    series: list[tuple[str, str]]
-    """Name and size of each."""
+    series: list[tuple[str, str]]  # name and size of each
     boxes: list[Box] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
-    """Points as SVG wants them."""
-    first_line: int = 0
-    """The series of the first line; boxes have those before it."""
+    lines: list[str] = field(default_factory=list)  # points as SVG wants them
+    first_line: int = 0  # the series of the first line; boxes have those before it
+    dots: list[Dot] = field(default_factory=list)
+
+
+class Strip(NamedTuple):
+    """A stretch of a bar's track, in percent of it."""
+
+    kind: str
+    start: float
+    width: float
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A bar of a list; `kind` is a class of the page's style."""
+    """A bar of a list. Kinds are classes of the page's style."""
 
     name: str
     length: float  # percent
     text: str
     kind: str = "s0"
+    start: float = 0.0
+    more: tuple[Strip, ...] = ()  # drawn over it
+
+
+class Cell(str):
+    """A text of a table that looks different on the page: `kind` is a class of its style."""
+
+    def __new__(cls, text: str, kind: str) -> Cell:
+        cell = super().__new__(cls, text)
+        cell.kind = kind
+        return cell
+
+    kind: str
 
 
 def score_plot(histogram: Histogram) -> Plot:
@@ -106,21 +134,58 @@ def memory_plot(trace: MemoryTrace) -> Plot | None:
     lines = [(name, values) for name, values in named if any(values)]
     if not lines:
         return None
-    end = trace.seconds[-1]
     unit, size = _unit(max(max(values) for _, values in lines))
-    y = round_ticks(max(max(values) for _, values in lines) / size)
-    top = y[-1] * size
-    return Plot(
-        x=[Tick(100 * at / end, f"{at:g} s") for at in round_ticks(end) if at <= end],
-        y=[Tick(100 * at * size / top, f"{at:g} {unit}") for at in y],
-        series=[(name, f"{max(values) / size:,.1f} {unit}") for name, values in lines],
-        lines=[
-            " ".join(
-                f"{100 * at / end:.2f},{100 - 100 * value / top:.2f}"
-                for at, value in zip(trace.seconds, values, strict=True)
-            )
-            for _, values in lines
+    return line_plot(
+        [
+            (name, f"{max(values) / size:,.1f} {unit}", list(zip(trace.seconds, values, strict=True)))
+            for name, values in lines
         ],
+        Scale.upto(trace.seconds[-1], "{:g} s", end=trace.seconds[-1]),
+        Scale.upto(max(max(values) for _, values in lines), f"{{:g}} {unit}", unit=size),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """An axis from `low` to `high`, with texts at some values."""
+
+    low: float
+    high: float
+    texts: Mapping[float, str]
+
+    @classmethod
+    def upto(cls, top: float, form: str, *, unit: float = 1.0, end: float | None = None) -> Scale:
+        """From 0 to a round number at or above `top`, or to the `end`; `form` makes a text of a value in `unit`."""
+        marks = round_ticks(top / unit)
+        high = marks[-1] * unit if end is None else end
+        return cls(0.0, high, {at * unit: form.format(at) for at in marks if at * unit <= high * (1 + 1e-9)})
+
+    def at(self, value: float) -> float:
+        """Where a value is, in percent."""
+        return 100 * (value - self.low) / (self.high - self.low)
+
+    @property
+    def ticks(self) -> list[Tick]:
+        """The texts, where they are."""
+        return [Tick(self.at(value), text) for value, text in self.texts.items()]
+
+
+def line_plot(
+    lines: Sequence[tuple[str, str, Sequence[tuple[float, float]]]],
+    x: Scale,
+    y: Scale,
+    dots: Sequence[tuple[int, float, float, str, bool]] = (),
+) -> Plot:
+    """Lines, each with its name, its size as a text and points (x, y).
+
+    `dots` are series, x, y, title, and whether it is hollow.
+    """
+    return Plot(
+        x=x.ticks,
+        y=y.ticks,
+        series=[(name, size) for name, size, _ in lines],
+        lines=[" ".join(f"{x.at(a):.2f},{100 - y.at(b):.2f}" for a, b in points) for _, _, points in lines],
+        dots=[Dot(x.at(a), 100 - y.at(b), series, title, hollow) for series, a, b, title, hollow in dots],
     )
 
 
@@ -214,111 +279,54 @@ def _unit(size: float) -> tuple[str, int]:
     return ("GiB", 2**30) if size >= 2 * 2**30 else ("MiB", 2**20)
 
 
-# Charts of lines and dots for the page of a profile, in SVG units.
-
-
-WIDTH, HEIGHT = 480.0, 260.0
-LEFT, RIGHT, TOP, BOTTOM = 56.0, WIDTH - 20.0, 18.0, HEIGHT - 42.0
-"""The plot in its chart; the ticks' texts stand around it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """From 0 to `top`; ticks count in `unit`."""
-
-    name: str
-    top: float
-    unit: float = 1.0
-
-    def at(self, value: float) -> float:
-        """Where a value is, 0 to 1."""
-        return value / self.top
-
-    @property
-    def ticks(self) -> list[tuple[float, str]]:
-        """Round numbers, where they are and their texts."""
-        return [(self.at(number * self.unit), f"{number:,g}") for number in ticks(self.top / self.unit)]
-
-
-@dataclass(slots=True)
-class Chart:
-    """Lines and dots over two axes. `series` are names with the number of a colour."""
-
-    x_axis: Axis
-    y_axis: Axis
-    lines: list[tuple[int, str]] = field(default_factory=list)
-    dots: list[tuple[int, float, float, bool, str]] = field(default_factory=list)  # colour, x, y, hollow, title
-    series: list[tuple[int, str]] = field(default_factory=list)
-
-    def x(self, value: float) -> float:
-        return round(LEFT + self.x_axis.at(value) * (RIGHT - LEFT), 1)
-
-    def y(self, value: float) -> float:
-        return round(BOTTOM - self.y_axis.at(value) * (BOTTOM - TOP), 1)
-
-    def line(self, colour: int, points: Iterable[tuple[float, float]]) -> None:
-        """Through `points`, in the values' own units."""
-        self.lines.append((colour, " ".join(f"{self.x(x)},{self.y(y)}" for x, y in points)))
-
-    def dot(self, colour: int, x: float, y: float, *, hollow: bool = False, title: str) -> None:
-        self.dots.append((colour, self.x(x), self.y(y), hollow, title))
-
-    @property
-    def x_ticks(self) -> list[tuple[float, str]]:
-        return [(round(LEFT + at * (RIGHT - LEFT), 1), text) for at, text in self.x_axis.ticks]
-
-    @property
-    def y_ticks(self) -> list[tuple[float, str]]:
-        return [(round(BOTTOM - at * (BOTTOM - TOP), 1), text) for at, text in self.y_axis.ticks]
-
-
-def ticks(top: float) -> list[float]:
-    """0 and up to five round numbers more, none above `top`."""
-    return [each for each in round_ticks(top) if each <= top * (1 + 1e-9)]
-
-
 Samples = list[tuple[dict[str, str], float]]
 
 
 @dataclass(kw_only=True)
 class Part:
-    """A part of a section on the page, in this order: title, note above, table, bars, plot or text, note below.
-
-    Without any of the four it is left out, but for a note without a title.
-    """
+    """A part of a section, in this order: title, keys, note above, text, table, bars, plot, lines, note."""
 
     title: str = ""
+    keys: Sequence[tuple[str, str]] = ()  # kinds of bars, and what they are
     above: str = ""
-    table: TableRows | None = None
-    """A header and rows; a row with one cell is text below the row before."""
+    text: str = ""
+    table: TableRows | None = None  # a header and rows; a row with one cell is text below the row before
+    words: Collection[int] = (0,)  # columns of the table that are no numbers
+    layout: str = ""  # a class of the page's style, for the table
     bars: Sequence[Bar] = ()
     plot: Plot | None = None
-    text: str = ""
+    lines: Sequence[tuple[str, str]] = ()
     note: str = ""
 
     @property
+    def holds(self) -> bool:
+        """Whether there is more than notes."""
+        return bool(self.text or self.table or self.bars or self.plot or self.lines)
+
+    @property
     def shown(self) -> bool:
-        """Whether there is anything to show."""
-        return bool(self.table or self.bars or self.plot or self.text or not self.title)
+        """Whether there is anything to show. A note without a title stands for itself."""
+        return self.holds or not self.title
 
 
 @dataclass(kw_only=True)
 class Section:
     """All that is said of a part of a run. Texts may be untrusted: who renders them makes them safe to show."""
 
-    title: str = ""
-    """Of its section on the page; without one it has none there."""
-    lines: list[tuple[str, str]] = field(default_factory=list)
-    """Name and text, for the terminal and the page."""
-    tiles: list[tuple[str, str]] = field(default_factory=list)
-    """Name and value, at the top of the page."""
-    charts: list[Part] = field(default_factory=list)
-    """Parts that stand beside one another."""
+    title: str = ""  # of its section on the page; without one it has none there
+    lines: list[tuple[str, str]] = field(default_factory=list)  # name and text, for the terminal and the page
+    tiles: list[tuple[str, str]] = field(default_factory=list)  # name and value, at the top of the page
+    alarms: Sequence[str] = ()  # what a reader must not miss
+    charts: list[Part] = field(default_factory=list)  # parts that stand beside one another
     parts: list[Part] = field(default_factory=list)
-    metrics: list[tuple[str, str, Samples]] = field(default_factory=list)
-    """Name, help text and samples of Prometheus' gauges."""
-    summary: dict[str, Any] = field(default_factory=dict)
-    """Keys of the last line on stdout."""
+    folded: bool = False  # on the page, until a reader opens it
+    metrics: list[tuple[str, str, Samples]] = field(default_factory=list)  # name, help text, samples of gauges
+    summary: dict[str, Any] = field(default_factory=dict)  # keys of the last line on stdout
+
+    @property
+    def shown(self) -> bool:
+        """Whether the page has it."""
+        return bool(self.title and (self.lines or self.alarms or any(each.holds for each in self.charts + self.parts)))
 
     def metric(self, name: str, text: str, value: float | Mapping[str, float], label: str = "") -> None:
         """Add a gauge: a value, or with a `label` one for each of its values."""
@@ -326,3 +334,15 @@ class Section:
             [({label: each}, own) for each, own in value.items()] if isinstance(value, Mapping) else [({}, value)]
         )
         self.metrics.append((name, text, samples))
+
+
+def settings_section(settings: Mapping[str, Any]) -> Section:
+    """The settings that were given."""
+    return Section(
+        title="Settings",
+        lines=[
+            (name, ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value))
+            for name, value in settings.items()
+            if value not in (None, [], (), False, "")
+        ],
+    )

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from pydantic import BaseModel, Field
 
-from prefillcli.report.rendering import TableRows, bar, numbers_table, pairs_table, price, stderr_console
+from prefillcli.report.rendering import TableRows, price
+from prefillcli.report.section import Bar, Part, Section, bars
 from prefillcli.runtime.clock import duration
 
 
@@ -151,20 +152,41 @@ class Survey(BaseModel):
 ESTIMATE = "An estimate, as if the draft chose the first chunks; its own work is not counted"
 
 
-def print_survey(survey: Survey) -> None:
-    """The survey in a few tables, on stderr."""
-    console = stderr_console()
-    console.print(pairs_table(survey_lines(survey)))
-    if survey.sharing.largest:
-        console.print(numbers_table(prefix_rows(survey.sharing.largest), text=0))
-    console.print(numbers_table(plan_rows(survey.plans), text=2))
-    if survey.keeps:
-        console.print(numbers_table(keep_rows(survey.keeps), caption=ESTIMATE))
+def survey_section(survey: Survey) -> Section:
+    """What terminal and page show of an input."""
+    bins = survey.lengths.histogram if survey.lengths is not None else []
+    edges = {f"{each.low:,} - {each.high - 1:,}": each.rows for each in bins}
+    shares = [
+        Bar(f"by {each.rows} rows or more", 100 * each.share, f"{each.share:.1%}") for each in survey.sharing.levels
+    ]
+    prefixes = survey.sharing.largest
+    return Section(
+        title="Input",
+        lines=list(_lines(survey)),
+        parts=[
+            Part(
+                title="Rows by tokens of their prompt",
+                bars=bars(edges, {name: f"{rows:,}" for name, rows in edges.items()}),
+            ),
+            Part(
+                title="Share of the prompt tokens in prefixes that are shared",
+                bars=shares,
+                text="" if shares else "None.",
+            ),
+            Part(title="Largest shared prefixes", table=_prefix_rows(prefixes) if prefixes else None, words=()),
+            Part(
+                title="Plans",
+                table=_plan_rows(survey.plans),
+                words=range(2),
+                note="The star is what the settings ask for.",
+            ),
+            Part(title="Keep rates", table=_keep_rows(survey.keeps) if survey.keeps else None, note=f"{ESTIMATE}."),
+        ],
+    )
 
 
-def survey_lines(survey: Survey) -> Iterable[tuple[str, str]]:
-    """What a survey found, by name; the histogram of lengths has none."""
-    rows, sharing, limits = survey.rows, survey.sharing, survey.limits
+def _lines(survey: Survey) -> Iterable[tuple[str, str]]:
+    rows, limits = survey.rows, survey.limits
     counts = f"{rows.prompts:,} to score of {rows.total:,}"
     if rows.errors:
         codes = ", ".join(f"{code} {count:,}" for code, count in sorted(rows.errors_by_code.items()))
@@ -177,14 +199,11 @@ def survey_lines(survey: Survey) -> Iterable[tuple[str, str]]:
     if survey.lengths is not None:
         lengths = survey.lengths
         shares = ", ".join(f"{name} % {tokens:,}" for name, tokens in lengths.percentiles.items())
-        yield "tokens", f"{survey.prompt_tokens:,} in prompts, {sharing.unique_tokens:,} unique"
+        yield "tokens", f"{survey.prompt_tokens:,} in prompts, {survey.sharing.unique_tokens:,} unique"
         yield "lengths", f"{lengths.least:,} to {lengths.most:,}, mean {lengths.mean:,.0f}; {shares}"
-        yield "", "\n".join(histogram_lines(lengths.histogram))
     twice = survey.duplicates
     if twice.rows:
         yield "duplicates", f"{twice.rows:,} rows share their whole prompt ({twice.prompts:,} prompts) with others"
-    shared = ", ".join(f"{level.share:.1%} by >= {level.rows}" for level in sharing.levels)
-    yield "shared", f"of the prompt tokens {shared} rows" if shared else "nothing"
     yield "packs", f"of {limits.pack_tokens:,} tokens; a prompt has at most {limits.max_tokens:,}"
     texts = survey.texts
     if texts is not None:
@@ -199,14 +218,12 @@ def survey_lines(survey: Survey) -> Iterable[tuple[str, str]]:
         )
 
 
-def prefix_rows(prefixes: Iterable[SharedPrefix]) -> TableRows:
-    """Header and one row for each prefix."""
+def _prefix_rows(prefixes: Iterable[SharedPrefix]) -> TableRows:
     rows = [["shared by rows", "prefix tokens", "tokens saved", "first row"]]
     return rows + [[f"{p.rows:,}", f"{p.tokens:,}", f"{p.saved:,}", f"{p.first_row}"] for p in prefixes]
 
 
-def plan_rows(plans: Sequence[PlanCost]) -> TableRows:
-    """Header and one row for each plan, a star behind the one that the settings ask for."""
+def _plan_rows(plans: Sequence[PlanCost]) -> TableRows:
     rows = [["schedule", "prefix K,V", "packs", "computed tokens", *_predictions(plans)]]
     for plan in plans:
         name = plan.schedule + (" *" if plan.chosen else "")
@@ -214,8 +231,7 @@ def plan_rows(plans: Sequence[PlanCost]) -> TableRows:
     return rows
 
 
-def keep_rows(keeps: Sequence[KeepCost]) -> TableRows:
-    """Header and one row for each keep rate, a star behind the one that the settings ask for."""
+def _keep_rows(keeps: Sequence[KeepCost]) -> TableRows:
     rows = [["keep rate", "compressed rows", "kept tokens", "computed tokens", *_predictions(keeps)]]
     for each in keeps:
         name, compressed = f"{each.keep:g}" + (" *" if each.chosen else ""), f"{each.compressed_rows:,}"
@@ -233,11 +249,3 @@ def _predictions(costs: Sequence[PlanCost | KeepCost]) -> list[str]:
 def _predicted(cost: PlanCost | KeepCost) -> list[str]:
     texts = [duration(cost.seconds)] if cost.seconds is not None else []
     return texts + ([price(cost.price)] if cost.price is not None else [])
-
-
-def histogram_lines(bins: list[Bin]) -> list[str]:
-    """One line with a bar for each bin."""
-    most = max((each.rows for each in bins), default=0)
-    edges = [f"{each.low:,} - {each.high - 1:,}" for each in bins]
-    width = max(map(len, edges), default=0)
-    return [f"{edge:>{width}} {bar(each.rows, most)} {each.rows:,}" for edge, each in zip(edges, bins, strict=True)]

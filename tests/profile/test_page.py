@@ -18,7 +18,7 @@ from prefillcli.profile.profile_page import (
     print_profile,
     profile_html,
 )
-from prefillcli.report.section import ticks
+from prefillcli.report.section import Scale
 from prefillcli.report.survey import Sharing
 from tests.profile.making import made_profile, made_survey
 from tests.report.browser import CHROMIUM, browser
@@ -65,7 +65,7 @@ def test_the_page_needs_no_network_and_closes_its_tags() -> None:
     reader.feed(page)
     assert not reader.open
     assert reader.seen.count("svg") == 2
-    assert reader.seen.count("circle") == 6
+    assert page.count('class="dot ') == 6
     assert page.count('class="confirmed"') == 2
 
 
@@ -75,7 +75,7 @@ def test_the_page_shows_the_input(full: Profile) -> None:
     reader.feed(page)
     assert not reader.open
     for known in (
-        "97 to score of 100", "300 - 999", '<span class="count">77</span>', "60.0%", "prefix-tree *",
+        "97 to score of 100", "300 - 999", '<span class="text">77</span>', "60.0%", "prefix-tree *",
         "2.0 h", "4.50", "An estimate",
     ):  # fmt: skip
         assert known in page, known
@@ -126,7 +126,7 @@ def test_tables_are_readable_at_80_columns(full: Profile, capsys: pytest.Capture
     print_profile(full)
     said = capsys.readouterr()
     assert said.out == ""
-    own, _, survey = said.err.partition("\ninput\n")
+    own, _, survey = said.err.partition("\nInput\n")
     assert survey
     assert [line for line in own.splitlines() if len(line) > 80] == []
     for known in (
@@ -139,10 +139,16 @@ def test_tables_are_readable_at_80_columns(full: Profile, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("top", "wanted"), [(100, [0, 25, 50, 75, 100]), (0.9, [0, 0.25, 0.5, 0.75]), (7, [0, 2, 4, 6])]
+    ("top", "end", "wanted"),
+    [
+        (100, 100, [0, 25, 50, 75, 100]),
+        (0.9, 0.92, [0, 0.25, 0.5, 0.75]),
+        (7, 7.2, [0, 2, 4, 6]),
+        (7, None, [0, 2, 4, 6, 8]),
+    ],
 )
-def test_ticks_are_round_and_within(top: float, wanted: list[float]) -> None:
-    assert ticks(top) == wanted
+def test_ticks_are_round_and_within(top: float, end: float | None, wanted: list[float]) -> None:
+    assert list(Scale.upto(top, "{:g}", end=end).texts) == wanted
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")

@@ -17,16 +17,16 @@ def test_bars_are_as_long_as_changes_are_large_and_point_to_their_side() -> None
     bars = [row[2].split("│") for row in rows]
     assert [(left.count("█"), right.count("█")) for left, right in bars] == [(20, 0), (0, 5), (0, 0)]
     shown = evidence_bars(EFFECTS)
-    assert [(round(bar.share, 6), bar.raises) for bar in shown] == [(100, False), (25, True), (0, False)]
+    assert [(bar.length, bar.start, bar.kind) for bar in shown] == [(50, 0, "alarm"), (12.5, 50, "s0"), (0, 50, "s0")]
 
 
 def test_names_of_sections_cannot_write_to_the_terminal() -> None:
     assert all("\x1b" not in cell for row in evidence_rows(EFFECTS) for cell in row)
-    assert all("\x1b" not in bar.section for bar in evidence_bars(EFFECTS))
+    assert all("\x1b" not in bar.name for bar in evidence_bars(EFFECTS))
 
 
 def test_effects_that_are_all_zero_have_no_bars() -> None:
-    assert [bar.share for bar in evidence_bars([SectionEffect("a", 0.0)])] == [0.0]
+    assert [bar.length for bar in evidence_bars([SectionEffect("a", 0.0)])] == [0.0]
     assert evidence_rows([SectionEffect("a", 0.0)])[1][2].strip() == "│"
     assert evidence_bars([]) == []
 

@@ -188,8 +188,10 @@ def test_page_shows_a_rationale_and_the_evidence_beside_it() -> None:
     assert "It is not the reason for the score" in text
     assert "title-0.2500" in text
     assert "+0.1250" in text
-    widths = re.findall(r'<i( class="lowers")? style="width: ([\d.]+)%">', inspection_html(explained()))
-    assert widths == [(' class="lowers"', "100.00"), ("", "50.00")]
+    bars = re.findall(
+        r'<i class="(alarm|s0)" style="(?:left: ([\d.]+)%; )?width: ([\d.]+)%">', inspection_html(explained())
+    )
+    assert bars == [("alarm", "", "50.00"), ("s0", "50.00", "25.00")]
 
 
 def test_same_answer_is_no_flip() -> None:
