@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import zlib
@@ -62,6 +63,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = {case for cases in _cases(items, "nightly") for case in cases[-(-len(cases) // every) :]}
     config.hook.pytest_deselected(items=sorted(left_out, key=lambda item: item.nodeid))
     items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish() -> None:
+    """A collection of garbage no longer looks at the million objects that were imported, as in the command."""
+    gc.collect()
+    gc.freeze()
 
 
 def _cases(items: list[pytest.Item], marker: str) -> Iterator[list[pytest.Item]]:
