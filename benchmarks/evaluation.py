@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from prefillcli.data.output.columns import result_schema
+from prefillcli.data.output.columns import OutputSchema
 from prefillcli.data.output.file_formats import JsonlFormat
 from prefillcli.data.prompts.labels import Label
 from prefillcli.features.evaluation.evaluating import EvaluationPlan, evaluate_output
@@ -31,7 +31,7 @@ def write_scores(folder: Path, rows: int, labels: int, ending: str) -> Path:
     columns = {f"logprob_{name}": pa.array(logprobs[:, at]) for at, name in enumerate(names)}
     columns |= {"score": pa.array(np.exp(logprobs[:, 0]))}
     columns |= {"prediction": pa.array(names).take(pa.array(logprobs.argmax(axis=1)))}
-    schema = result_schema(names)
+    schema = OutputSchema(labels=tuple(names)).results
     known = [columns.get(field.name, pa.nulls(rows, field.type)) for field in schema]
     ids, answers = pa.array([f"row-{at}" for at in range(rows)]), pa.array(names).take(pa.array(truth))
     table = pa.Table.from_arrays([ids, answers, *known], names=["id", "truth", *schema.names])

@@ -23,8 +23,7 @@ from prefillcli.redaction import without_secrets
 from prefillcli.runtime import file_calls, log
 from prefillcli.runtime.extras import require_extra
 
-WORK_ENDING = ".prefill"
-"""Ending of the work folder beside an output; never read as input."""
+WORK_ENDING = ".prefill"  # ending of the work folder beside an output; never read as input
 
 _SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.\-]+(?=://|::)")
 
@@ -42,8 +41,7 @@ def split_path(path: str) -> tuple[str, str]:
     return folder or slash or ".", name
 
 
-PATIENCE = 60.0
-"""Seconds after its first try in which a request that fails may be sent again."""
+PATIENCE = 60.0  # seconds after its first try in which a request that fails may be sent again
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 10.0
 
 _PASSING_STATUS = {408, 425, 429, 500, 502, 503, 504, 509}
@@ -83,14 +81,10 @@ _outage = threading.Event()
 class Failure(Enum):
     """Kinds of failures, by what can be done about them."""
 
-    PASSING = "passing"
-    """The store is busy or cannot be reached: the same request may succeed later."""
-    REFUSED = "refused"
-    """Credentials are missing, wrong or expired, or do not allow it."""
-    MISSING = "missing"
-    """There is no such object or bucket."""
-    EXISTS = "exists"
-    """A conditional write met an object that is there already."""
+    PASSING = "passing"  # the store is busy or cannot be reached: the same request may succeed later
+    REFUSED = "refused"  # credentials are missing, wrong or expired, or do not allow it
+    MISSING = "missing"  # there is no such object or bucket
+    EXISTS = "exists"  # A conditional write met an object that is there already
     OTHER = "other"
 
     @classmethod
@@ -166,7 +160,7 @@ _ADVICE = {
 
 
 def _waits() -> Iterator[float]:
-    """Seconds between tries: twice as long each time, half of it at random, so that many runs do not come at once."""
+    # Seconds between tries: twice as long each time, half of it at random, so that many runs do not come at once.
     wait = _FIRST_WAIT
     while True:
         yield wait * random.uniform(0.5, 1)
@@ -174,7 +168,7 @@ def _waits() -> Iterator[float]:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """What was raised first comes first: clients translate it into errors that say less."""
+    # What was raised first comes first: clients translate it into errors that say less.
     chain = [error]
     while len(chain) < 10 and (inner := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(inner)
@@ -182,7 +176,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status that an error of a client carries."""
+    # The HTTP status that an error of a client carries.
     response = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore
         found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -196,7 +190,6 @@ def _status(error: BaseException) -> int | None:
 
 
 def _code(error: BaseException) -> str | None:
-    """The store's own name for an error."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         return str(response.get("Error", {}).get("Code"))
@@ -208,8 +201,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_HANDLES = (errno.EMFILE, errno.ENFILE)
 
 
+# The extra of prefillcli that brings what an object store needs beside fsspec, by protocol.
 EXTRA_OF = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "abfss": "azure", "az": "azure"}
-"""The extra of prefillcli that brings what an object store needs beside fsspec, by protocol."""
 
 
 def is_local(filesystem: Any) -> bool:
@@ -247,7 +240,7 @@ def filesystem_of(path: str) -> tuple[Any, str]:
 
 
 def _absolute(path: str) -> str:
-    """A whole path; `..` behind a symbolic link leads where the system goes, not back along the name."""
+    # A whole path; `..` behind a symbolic link leads where the system goes, not back along the name.
     whole = re.sub("^//+", "/", os.path.abspath(path))
     if ".." in path.split("/") and os.path.realpath(path) != os.path.realpath(whole):
         return os.path.realpath(path)
@@ -349,12 +342,10 @@ def _root(option: str, path: str) -> UsageError:
 class Place:
     """What a path or URL leads to, whatever it is called."""
 
-    system: str
-    """Which filesystem it is on: `local`, or the class of a remote one."""
-    path: str
-    """On it; of a local one with all symbolic links followed, those that lead nowhere too."""
+    system: str  # which filesystem it is on: `local`, or the class of a remote one
+    path: str  # on it; of a local one with all symbolic links followed, those that lead nowhere too
+    # Device and inode of what is there: hard links and names in another case share them. None if nothing is.
     inode: tuple[int, int] | None
-    """Device and inode of what is there: hard links and names in another case share them. None if nothing is."""
 
     @classmethod
     def of(cls, path: str) -> Place:

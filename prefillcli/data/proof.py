@@ -23,9 +23,9 @@ from prefillcli.data.filesystems import filesystem_of, is_local, patiently, read
 from prefillcli.errors import ContentChangedError, DamagedFileError, PrefillError, UsageError
 from prefillcli.runtime.user_cache import KeptEntries
 
+# A file whose last change is younger could change again without a trace: times move in steps of up to 2 seconds, and
+# the clock of a file server may be a little off.
 SETTLED_NS = 5_000_000_000
-"""A file whose last change is younger could change again without a trace: times move in steps of up to 2 seconds, and
-the clock of a file server may be a little off."""
 
 # What stands for the content of an object, by the names that fsspec's filesystems give it.
 _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "blob_id", "xet_hash", "sha")
@@ -35,14 +35,12 @@ _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "blob_id", "xet_hash", "sh
 class Stamp:
     """A version of a file. Equal stamps mean equal content, unless the file was still young: see `settled`."""
 
-    size: int
-    """Bytes."""
+    size: int  # Bytes
+    # Of a local file device, inode, size and time of modification; else what the store says of the object.
     identity: tuple[int | str, ...]
-    """Of a local file device, inode, size and time of modification; else what the store says of the object."""
+    # When the inode changed, which no program can set; 0 for a remote file. It also changes with name and rights.
     changed_ns: int = 0
-    """When the inode changed, which no program can set; 0 for a remote file. It also changes with name and rights."""
-    version: str | None = None
-    """What a remote store says in place of a digest: an ETag or a generation."""
+    version: str | None = None  # what a remote store says in place of a digest: an ETag or a generation
 
     def settled(self, at_ns: int) -> bool:
         """Whether any change after `at_ns` makes another stamp."""
@@ -89,7 +87,7 @@ def now_ns() -> int:
 
 
 def _proves(version: object) -> bool:
-    """Whether it is there, and not a weak ETag, which two contents may share."""
+    # Whether it is there, and not a weak ETag, which two contents may share.
     return bool(version) and not str(version).startswith("W/")
 
 
@@ -209,7 +207,7 @@ class FileContents:
             self._require(number)
 
     def _known(self, file: FoundFile, lock: threading.Lock) -> tuple[str, bool]:
-        """`content_digest`, remembered for local files whose stamp proves it."""
+        # `content_digest`, remembered for local files whose stamp proves it.
         local = file.local
         if local:
             with lock:
@@ -435,7 +433,7 @@ def gguf_parts(path: Path) -> list[Path]:
 
 
 def _parts_of(file: Path) -> list[Path]:
-    """All parts of the model that a file belongs to. Raises UsageError where one is missing."""
+    # All parts of the model that a file belongs to. Raises UsageError where one is missing.
     part = _PART.fullmatch(file.name)
     if part is None:
         return [file]
@@ -452,14 +450,12 @@ def _parts_of(file: Path) -> list[Path]:
     return [file.parent / name for name in names]
 
 
-JOB_KEY = b"prefillcli"
-"""Key of the job in the metadata of a Parquet file that a job wrote."""
+JOB_KEY = b"prefillcli"  # key of the job in the metadata of a Parquet file that a job wrote
 _KEY = b"prefillcli.seal"
 _BLANK = b"0" * 64
 _MAGIC = b"PAR1"
 _SEALED_BLOCK = 1 << 20
-UNSEALED = {_KEY: _BLANK}
-"""Metadata of a Parquet file that is to be sealed."""
+UNSEALED = {_KEY: _BLANK}  # metadata of a Parquet file that is to be sealed
 
 
 class Digesting(io.RawIOBase):
@@ -550,7 +546,7 @@ def _checksum(content: dict[str, Any]) -> str:
 
 
 def _footer(file: IO[bytes]) -> tuple[int, bytes]:
-    """Where the footer of a Parquet file begins, and all bytes from there."""
+    # Where the footer of a Parquet file begins, and all bytes from there.
     size = file.seek(0, io.SEEK_END)
     file.seek(max(size - 8, 0))
     end = file.read(8)
@@ -562,7 +558,7 @@ def _footer(file: IO[bytes]) -> tuple[int, bytes]:
 
 
 def _place(footer: bytes) -> int:
-    """Where in a footer the value of the seal begins: after the key, a type and a length."""
+    # Where in a footer the value of the seal begins: after the key, a type and a length.
     at = footer.rfind(_KEY)
     start = at + len(_KEY) + 2
     if at < 0 or start + len(_BLANK) > len(footer):

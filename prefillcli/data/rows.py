@@ -20,16 +20,14 @@ Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
 Float64Array = npt.NDArray[np.float64]
 
-MAX_ROW_BYTES = 64 << 20
-"""Bytes of the longest row that is ever read, unless `--max-row-bytes` says otherwise."""
+MAX_ROW_BYTES = 64 << 20  # bytes of the longest row that is ever read, unless `--max-row-bytes` says otherwise
 
 
 class ErrorCode(StrEnum):
     """Why a row has no score: a stable code, its meaning, and whether it counts as an error."""
 
     meaning: str
-    is_error: bool
-    """False for what the user decided: such a row is in no error rate."""
+    is_error: bool  # false for what the user decided: such a row is in no error rate
 
     def __new__(cls, code: str, meaning: str, is_error: bool = True) -> ErrorCode:
         member = str.__new__(cls, code)
@@ -73,8 +71,8 @@ class ErrorCode(StrEnum):
     NONFINITE_SCORE = "nonfinite_score", "the model returned a score that is not a finite number"
 
 
+# Codes of rows that were left out as the user asked.
 SKIPPED_CODES = frozenset(code for code in ErrorCode if not code.is_error)
-"""Codes of rows that were left out as the user asked."""
 
 
 def is_error(code: str | None) -> bool:
@@ -98,18 +96,14 @@ def row_too_large(what: str, size: int, most: int) -> RowError:
 class RowBatch:
     """Consecutive rows of the input (with `--sample`: the chosen ones among them)."""
 
-    first_row: int
-    """Number of the first row, over the whole input."""
-    rows: Int64Array
-    """Row numbers, ascending [rows]."""
+    first_row: int  # number of the first row, over the whole input
+    rows: Int64Array  # row numbers, ascending [rows]
+    # The needed columns as Python values, one per row; a Parquet list of integers is an integer array.
     columns: dict[str, list[Any]]
-    """The needed columns as Python values, one per row; a Parquet list of integers is an integer array."""
+    # Id and kept columns [rows]. From JSON Lines every one is JSON text (string, null for null).
     carried: pa.Table
-    """Id and kept columns [rows]. From JSON Lines every one is JSON text (string, null for null)."""
-    errors: dict[int, RowError]
-    """Rows that could not be read, by row number."""
-    nbytes: int
-    """Size in bytes of what was read for these rows."""
+    errors: dict[int, RowError]  # rows that could not be read, by row number
+    nbytes: int  # size in bytes of what was read for these rows
 
     def only(self, positions: Int64Array) -> RowBatch:
         """The rows at these positions, ascending."""
@@ -131,21 +125,16 @@ class Prompt:
     """A row ready for the engine."""
 
     row: int
-    tokens: Int32Array
-    """Token ids, int32 [tokens]."""
-    labels: int
-    """Index into `Labels.sets`: the label tokens that may follow this prompt."""
+    tokens: Int32Array  # token ids, int32 [tokens]
+    labels: int  # index into `Labels.sets`: the label tokens that may follow this prompt
     truncated: bool = False
-    keep: float | None = None
-    """The row's own keep rate."""
-    specprefill: bool | None = None
-    """Whether the row is to be compressed, where it says so."""
-    adapter: str | None = None
-    """The adapter that the row names."""
+    keep: float | None = None  # the row's own keep rate
+    specprefill: bool | None = None  # whether the row is to be compressed, where it says so
+    adapter: str | None = None  # the adapter that the row names
+    # The row's values that it was made of, where sections of it may be left out.
     made_of: dict[str, Any] | None = None
-    """The row's values that it was made of, where sections of it may be left out."""
+    # Of all of the row that its results follow from, where a later job may take them over.
     digest: bytes | None = None
-    """Of all of the row that its results follow from, where a later job may take them over."""
 
 
 @dataclass(slots=True)
@@ -153,13 +142,12 @@ class Window:
     """Rows that are planned, scored and written together."""
 
     index: int
-    rows: Int64Array
-    """All row numbers of the window, ascending: those of `prompts` and of `errors`."""
+    rows: Int64Array  # all row numbers of the window, ascending: those of `prompts` and of `errors`
     prompts: list[Prompt]
     errors: dict[int, RowError]
     carried: pa.Table
+    # In a shard of a job, the row numbers of the job's whole window; `rows` are some of them.
     whole_rows: Int64Array | None = None
-    """In a shard of a job, the row numbers of the job's whole window; `rows` are some of them."""
 
     def place(self, row: int) -> int:
         """Where a row of the window stands in it."""
@@ -203,25 +191,23 @@ class ScoredRow:
     """What an engine answers for a row."""
 
     row: int
+    # Log-probability of every label over the whole vocabulary, its variants summed [labels]; of a row that left
+    # early, among the labels alone.
     logprobs: Float64Array
-    """Log-probability of every label over the whole vocabulary, its variants summed [labels]; of a row that left
-    early, among the labels alone."""
     shared_tokens: int
     computed_tokens: int
     kept_tokens: int
     seconds: float
-    method: str = "full"
-    """How the row was read: the comment on methods below says which there are."""
+    method: str = "full"  # how the row was read: the comment on methods below says which there are
+    # For a row of the audit: the `logprobs` after the whole prompt and the last layer. In a job with exits each row
+    # of the audit has them, whether or not it would leave.
     audit: Float64Array | None = None
-    """For a row of the audit: the `logprobs` after the whole prompt and the last layer. In a job with exits each row
-    of the audit has them, whether or not it would leave."""
+    # The layers that the row went through, the first of which is 1; None if it was read to the end. Of a row of the
+    # audit: where its `logprobs` are from.
     exit_layer: int | None = None
-    """The layers that the row went through, the first of which is 1; None if it was read to the end. Of a row of the
-    audit: where its `logprobs` are from."""
-    rationale: Rationale | None = None
-    """Of a row that is written about."""
+    rationale: Rationale | None = None  # of a row that is written about
+    # Of a row whose sections are weighed, the largest change first.
     evidence: tuple[SectionEffect, ...] | None = None
-    """Of a row whose sections are weighed, the largest change first."""
 
 
 FULL, EARLY_EXIT = "full", "early-exit"
@@ -238,8 +224,8 @@ def reading_method(method: str) -> str:
     return FULL if method == EARLY_EXIT else method.removesuffix(_LEFT)
 
 
+# What a method begins with where a prompt that was to be compressed was read in full; a reason follows.
 FALLBACK = "fallback:"
-"""What a method begins with where a prompt that was to be compressed was read in full; a reason follows."""
 
 
 def is_fallback(method: str) -> bool:

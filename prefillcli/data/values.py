@@ -57,7 +57,7 @@ def _counts_nanoseconds(kind: pa.DataType) -> bool:
 
 
 def _in_microseconds(kind: pa.DataType) -> pa.DataType:
-    """Raises NotImplementedError for a type that holds others."""
+    # Raises NotImplementedError for a type that holds others.
     if pa.types.is_timestamp(kind):
         return pa.timestamp("us", kind.tz)
     if pa.types.is_duration(kind):
@@ -87,7 +87,7 @@ def _scalar(scalar: pa.Scalar) -> Any:
 
 
 def _nanoseconds(scalar: pa.Scalar) -> str:
-    """A timestamp, time of day or duration in nanoseconds, in ISO 8601; timestamps with a zone in UTC."""
+    # A timestamp, time of day or duration in nanoseconds, in ISO 8601; timestamps with a zone in UTC.
     if pa.types.is_duration(scalar.type):
         seconds, rest = divmod(abs(scalar.value), 10**9)
         return f"{'-' * (scalar.value < 0)}PT{seconds}.{rest:09}S"
@@ -123,7 +123,6 @@ def row_bytes(array: pa.Array) -> Int64Array:
 
 
 def _list_bytes(array: pa.Array) -> Int64Array:
-    """Size of every list in bytes [rows]."""
     offsets: Int64Array = array.offsets.to_numpy().astype(np.int64)
     first = int(offsets[0]) if len(offsets) else 0
     values = array.values.slice(first, int(offsets[-1]) - first) if len(offsets) else array.values
@@ -211,7 +210,7 @@ def _filled(lengths: pa.Array) -> Int64Array:
 
 
 def _indices(array: pa.DictionaryArray) -> Int64Array:
-    """Positions in the dictionary; null is -1."""
+    # Positions in the dictionary; null is -1.
     indices: Int64Array = array.indices.cast(pa.int64()).fill_null(-1).to_numpy(zero_copy_only=False)
     return indices
 

@@ -32,10 +32,9 @@ from prefillcli.data.rows import ErrorCode, Float64Array, Int64Array, Prompt, Ro
 from prefillcli.data.values import is_text, plain_type, text_of, to_python
 from prefillcli.errors import UsageError
 
-RUN_ROWS = 512
-"""Rows of a run, at most."""
+RUN_ROWS = 512  # rows of a run, at most
+# A run has at most this fraction of what one shard gets of a window, where cutting it there costs little.
 RUNS_PER_SHARD = 16
-"""A run has at most this fraction of what one shard gets of a window, where cutting it there costs little."""
 _KEY_CHARS = 1 << 16  # of the beginning of a row that are compared
 _LITTLE = 64  # bytes in common that are not worth keeping two rows together
 _HANDED_ON = 1024  # bytes in common for which a window's first row follows the last row of the window before
@@ -83,10 +82,8 @@ class Dealer:
         work: Sequence[int],
         dealt: Int64Array,
     ) -> int | None:
-        """The run that goes where the window before ends, because they have a long beginning in common.
-
-        That shard has the K,V of the beginning.
-        """
+        # The run that goes where the window before ends, because they have a long beginning in common. That shard has
+        # the K,V of the beginning.
         if self._last is None or not keys or common_bytes(self._last[0], keys[0]) < _HANDED_ON:
             return None
         at = order.index(0)
@@ -123,7 +120,7 @@ def cut_runs(
 
 
 def _best_cut(shared: Sequence[int], first: int, last: int) -> int:
-    """The last of these cuts that leaves hardly more in common than the best one."""
+    # The last of these cuts that leaves hardly more in common than the best one.
     least = min(shared[first : last + 1])
     return max(at for at in range(first, last + 1) if shared[at] <= least + _LITTLE)
 
@@ -155,7 +152,7 @@ class ShardRows:
         return own
 
     def _keys(self, batch: RowBatch) -> list[tuple[bytes, int]]:
-        """The beginning of each row's prompt, and its length."""
+        # The beginning of each row's prompt, and its length.
         columns = [map(_text, batch.columns[name]) for name in self._columns]
         return [_joined(texts) for texts in zip(*columns, strict=True)]
 
@@ -239,7 +236,7 @@ def windows(
 
 
 def _while_open(source: Source | TableRows | _Search, batch_rows: int, builder: PromptBuilder) -> Iterator[RowBatch]:
-    """The batches; a run that is stopped does not wait for those of windows that are passed over."""
+    # The batches; a run that is stopped does not wait for those of windows that are passed over.
     for batch in source.batches(batch_rows):
         builder.require_open()
         yield batch
@@ -351,8 +348,8 @@ class SeenIds:
 
     def __init__(self, *, json: bool = False) -> None:
         self._json = json
+        # Keys of all rows so far in sorted runs, each more than twice as long as the next.
         self._sorted: list[Int64Array] = []
-        """Keys of all rows so far in sorted runs, each more than twice as long as the next."""
 
     def check(self, rows: Int64Array, ids: pa.ChunkedArray) -> dict[int, RowError]:
         """The rows among these whose id is null or was seen before, by row number; then remember the ids."""
@@ -386,7 +383,7 @@ class SeenIds:
 
 
 def _keys(ids: pa.Array) -> Int64Array:
-    """A number for every id [rows], of which none is null."""
+    # A number for every id [rows], of which none is null.
     if isinstance(ids, pa.ExtensionArray):
         return _keys(ids.storage)
     kind = plain_type(ids.type)
@@ -414,7 +411,7 @@ def _json_keys(ids: pa.Array) -> Int64Array:
 
 
 def _hashed(values: Iterable[bytes]) -> Int64Array:
-    """Hashes that do not depend on the process, as Python's own do."""
+    # Hashes that do not depend on the process, as Python's own do.
     return np.frombuffer(b"".join(hashlib.blake2b(each, digest_size=8).digest() for each in values), np.int64)
 
 
@@ -488,7 +485,7 @@ class _Search:
         self.kind = source.kind
 
     def goes_on(self, window: int, rows: Int64Array) -> bool:
-        """Whether the row is in none of the batches so far, and so not in this window, which has just been read."""
+        # Whether the row is in none of the batches so far, and so not in this window, which has just been read.
         return self.row is None
 
     def batches(self, most_rows: int) -> Iterator[RowBatch]:
@@ -508,7 +505,7 @@ class _Search:
             self.row, self.id = numbers[at], None if ids is None else ids[at]
 
     def _text(self, value: object) -> str | None:
-        """An id as a user writes it. Columns carried from JSON Lines hold JSON text."""
+        # An id as a user writes it. Columns carried from JSON Lines hold JSON text.
         if value is None:
             return None
         return text_of(str(value)) if self.kind == "jsonl" else str(value)

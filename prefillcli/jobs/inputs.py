@@ -144,15 +144,14 @@ class Opening:
             template=template,
         )
 
-    def schema(self, *, json_text: bool = False) -> OutputSchema:
-        """The columns of the output; with `json_text`, its format holds carried JSON as text."""
+    def schema(self) -> OutputSchema:
+        """The columns of the output."""
         truths = [each.truth_column() for each in self.features]
         return OutputSchema(
             labels=self.labels.names,
             id_name=self.settings.id_column,
             carried=self.source.carried_schema,
             json_carried=self.source.kind == "jsonl",
-            json_text=json_text,
             truth=next(filter(None, truths), None),
             groups=self.groups,
             measure=self.labels.measure,

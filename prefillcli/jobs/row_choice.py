@@ -23,8 +23,6 @@ from prefillcli.data.output.columns import (
     ROW_COLUMN,
     OutputSchema,
     ResultRows,
-    conditional_schema,
-    result_values,
 )
 from prefillcli.data.prompts.sandbox import BoundedEnvironment
 from prefillcli.data.prompts.templates import rationale_texts
@@ -347,7 +345,7 @@ def _short(text: str) -> str:
 def known_columns(schema: OutputSchema) -> tuple[pa.Schema, frozenset[str]]:
     """The columns that a condition may use, and the names of those whose kind is not known: those that are JSON."""
     row = [pa.field(ROW_COLUMN, pa.int64())] if schema.id_name is None else []
-    results = conditional_schema(schema.labels, schema.groups, schema.measure)
+    results = schema.conditional
     untyped = schema.carried.names if schema.json_carried else ()
     return pa.schema([*row, *schema.carried, *results]), frozenset(untyped)
 
@@ -357,7 +355,7 @@ def row_values(window: Window, rows: ResultRows, schema: OutputSchema, names: Se
 
     Columns that are JSON text give the values that the text says, dates and times texts in ISO 8601.
     """
-    found = result_values(rows, names, schema.groups)
+    found = rows.values(names)
     places = pa.array(np.searchsorted(window.rows, rows.numbers))
     for name in names & set(schema.carried.names):
         values = to_python(window.carried[name].take(places))

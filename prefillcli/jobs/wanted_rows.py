@@ -147,8 +147,7 @@ class LabelledChoice:
 
         A row whose score is not a finite number is not wanted.
         """
-        schema = self.rows.schema
-        done = ResultRows.of(window, scored, {}, schema.labels, self.temperature, self.probabilities, schema.measure)
+        done = ResultRows.of(window, scored, {}, self.rows.schema, self.temperature, self.probabilities)
         best = {each.row: int(scores.argmax()) for each, scores in zip(done.scored, done.scores, strict=True)}
         return {row: best[row] for row in self.rows.chosen(window, done)}
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self, cast
 
 import pyarrow as pa
 
-from prefillcli.data.output.columns import ResultRows, kinds_of, result_schema
+from prefillcli.data.output.columns import OutputSchema, ResultRows, kinds_of
 from prefillcli.data.output.parts import make_rows
 from prefillcli.data.prompts.builder import PromptBuilder, prompt_column
 from prefillcli.data.reading.record_batches import TableRows
@@ -70,7 +70,7 @@ class TableScorer(Scorer):
         Its rows are planned together, in windows of a bounded size. Raises UsageError if the table has such a column
         already or lacks one that the prompt needs, or if the labels fail after every prompt of the first table.
         """
-        schema = result_schema(self.labels.names, self.groups, self.labels.measure)
+        schema = OutputSchema(labels=self.labels.names, groups=self.groups, measure=self.labels.measure).results
         for name in schema.names:
             if name in table.column_names:
                 raise UsageError(f"the table has a column {name!r} already, which scoring adds\nrename or drop it")
@@ -191,13 +191,12 @@ class ReceivedRows:
         self._finished.add(finished)
 
     def end(self, window: Window) -> None:
-        scorer, rows, labels = self._scorer, self._finished.rows, self._scorer.labels
+        scorer, rows = self._scorer, self._finished.rows
         self._label_mass.take(window.index, rows)
         self._label_mass.end(window.index)
         temperature, probabilities = scorer.settings.temperature, scorer.probabilities
-        errors = self._finished.errors
-        done = ResultRows.of(window, rows, errors, labels.names, temperature, probabilities, labels.measure)
-        self.tables.append(make_rows(window, done, scorer.groups))
+        done = ResultRows.of(window, rows, self._finished.errors, scorer.schema(), temperature, probabilities)
+        self.tables.append(make_rows(window, done))
 
     def written_if_stopped(self) -> AbstractContextManager[None]:
         return nullcontext()

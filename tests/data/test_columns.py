@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.data.output.columns import COLUMNS, ColumnGroups, ResultRows
+from prefillcli.data.output.columns import COLUMNS, ColumnGroups, OutputSchema, ResultRows
 from prefillcli.data.output.counts import Counts
 from prefillcli.data.rows import ScoredRow
 from tests.data.outputs import LABELS, TOO_LONG, make_window, open_sink, read, scored
@@ -60,7 +60,9 @@ def test_the_manual_lists_the_columns_in_their_order() -> None:
 
 
 def test_counting_needs_no_other_columns_than_those_that_say_so() -> None:
-    rows = ResultRows.of(make_window(0, [0, 1], bad=(1,)), [scored(0)], {1: TOO_LONG}, LABELS, 1.0)
+    rows = ResultRows.of(
+        make_window(0, [0, 1], bad=(1,)), [scored(0)], {1: TOO_LONG}, OutputSchema(labels=LABELS), 1.0
+    )
     counted = {column.name: pa.array(column.values(rows), column.type) for column in COLUMNS if column.counted}
     table = pa.table({"row": [0, 1], **counted})
     Counts().add_rows(table)

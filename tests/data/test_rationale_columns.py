@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.data.output.columns import COLUMNS, NO_GROUPS, ColumnGroups, OutputSchema, ResultRows, result_schema
+from prefillcli.data.output.columns import COLUMNS, ColumnGroups, OutputSchema, ResultRows
 from prefillcli.data.output.counts import Counts, RationaleTally
 from prefillcli.data.output.formats import Shard
 from prefillcli.data.output.shard_folders import of_schema, to_schema
@@ -79,8 +79,8 @@ def test_an_output_without_rationales_has_the_columns_that_it_always_had(tmp_pat
     assert Path(plain).read_bytes() == Path(asked).read_bytes()
     names = pq.read_schema(plain).names
     assert not {"rationale", "rationale_tokens", "finish_reason", "evidence"} & set(names)
-    only_evidence = result_schema(LABELS, ColumnGroups(evidence=True)).names
-    assert [*result_schema(LABELS, NO_GROUPS).names, "evidence"] == only_evidence
+    only_evidence = OutputSchema(labels=LABELS, groups=ColumnGroups(evidence=True)).results.names
+    assert [*OutputSchema(labels=LABELS).results.names, "evidence"] == only_evidence
 
 
 def test_parts_of_all_attempts_add_up(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def choice(condition: str | None, *, json_carried: bool = False, id_name: str | 
 def test_rows_are_chosen_by_what_their_columns_will_say(tmp_path: Path, json_carried: bool) -> None:
     window = make_window(0, list(range(3, 12)), bad=(7,), json_text=json_carried)
     numbers = [prompt.row for prompt in window.prompts if prompt.row != 5]  # one is not scored yet
-    rows = ResultRows.of(window, [scored(row) for row in numbers], {}, LABELS, 2.0)
+    rows = ResultRows.of(window, [scored(row) for row in numbers], {}, OutputSchema(labels=LABELS), 2.0)
     output = tmp_path / "o.parquet"
     kept = pa.string() if json_carried else pa.int64()
     carried = pa.schema([("id", pa.string()), ("kept", kept)])
@@ -174,7 +174,7 @@ def test_rows_are_chosen_by_what_their_columns_will_say(tmp_path: Path, json_car
 
 def test_a_row_without_an_id_has_its_number() -> None:
     window = make_window(0, [4, 9])
-    rows = ResultRows.of(window, [scored(4), scored(9)], {}, LABELS, 1.0)
+    rows = ResultRows.of(window, [scored(4), scored(9)], {}, OutputSchema(labels=LABELS), 1.0)
     assert choice("row > 4", id_name=None).chosen(window, rows) == [9]
     schema = choice(None, id_name=None).schema
     assert row_values(window, rows, schema, {"row", "kept"}) == [{"kept": 40, "row": 4}, {"kept": 90, "row": 9}]
@@ -184,6 +184,6 @@ def test_a_number_that_is_not_finite_is_no_reason_to_write() -> None:
     window = make_window(0, [4, 9])
     broken = scored(9)
     broken.logprobs = np.array([np.nan, 0.0, 0.0])
-    rows = ResultRows.of(window, [scored(4), broken], {}, LABELS, 1.0)
+    rows = ResultRows.of(window, [scored(4), broken], {}, OutputSchema(labels=LABELS), 1.0)
     assert choice(None).chosen(window, rows) == [4]
     assert choice("not (score > 2)").chosen(window, rows) == [4]

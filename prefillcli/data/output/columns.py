@@ -29,18 +29,12 @@ Group = Literal["audit", "calibrated", "exits", "adapters", "rationales", "evide
 class ColumnGroups:
     """Which groups of columns an output has beside those that every output has."""
 
-    audit: bool = False
-    """The scores of an audit."""
-    calibrated: bool = False
-    """Calibrated probabilities."""
-    exits: bool = False
-    """Where rows left the model early."""
-    adapters: bool = False
-    """Which adapter read each row."""
-    rationales: bool = False
-    """What was written behind rows."""
-    evidence: bool = False
-    """What the sections of prompts contribute."""
+    audit: bool = False  # the scores of an audit
+    calibrated: bool = False  # calibrated probabilities
+    exits: bool = False  # where rows left the model early
+    adapters: bool = False  # which adapter read each row
+    rationales: bool = False  # what was written behind rows
+    evidence: bool = False  # what the sections of prompts contribute
 
     def has(self, group: Group | None) -> bool:
         """Whether columns of this group are there; those of no group always are."""
@@ -53,15 +47,10 @@ class ColumnGroups:
         return [each.name for each in fields(self) if getattr(self, each.name)]  # type: ignore[misc]
 
 
-NO_GROUPS = ColumnGroups()
-"""The columns of every output, and no others."""
+ROW_COLUMN = "row"  # the column with the row number, in an output without ids
 
-
-ROW_COLUMN = "row"
-"""The column with the row number, in an output without ids."""
-
+# Calibrated probabilities of label log-probabilities, both [rows, labels].
 Probabilities = Callable[[Float64Array], Float64Array]
-"""Calibrated probabilities of label log-probabilities, both [rows, labels]."""
 ObjectArray = npt.NDArray[np.object_]
 _KINDS = {
     Measure.SHARES: "label log-probabilities",
@@ -74,28 +63,21 @@ _KINDS = {
 class ResultRows:
     """Rows of a window that have a score or an error, ascending by row: what their columns are made of."""
 
-    numbers: Int64Array
-    """Row numbers [rows]."""
-    prompts: list[Prompt | None]
-    """None where the row has no prompt [rows]."""
-    errors: list[RowError | None]
-    """None where the row has a score [rows]."""
-    scored: list[ScoredRow]
-    """What the engine says of the rows that have a score [scored]."""
-    places: Int64Array
-    """Where these are among all rows [scored]."""
+    numbers: Int64Array  # row numbers [rows]
+    prompts: list[Prompt | None]  # None where the row has no prompt [rows]
+    errors: list[RowError | None]  # None where the row has a score [rows]
+    scored: list[ScoredRow]  # what the engine says of the rows that have a score [scored]
+    places: Int64Array  # where these are among all rows [scored]
+    # Log-probability of every label over the whole vocabulary, or over all classes; of rows that left early, among
+    # the labels alone. Of a head that gives values, the value of every label [scored, labels].
     logprobs: Float64Array
-    """Log-probability of every label over the whole vocabulary, or over all classes; of rows that left early, among
-    the labels alone. Of a head that gives values, the value of every label [scored, labels]."""
+    # Score of every label: mostly its probability among the labels, after the temperature [scored, labels].
     scores: Float64Array
-    """Score of every label: mostly its probability among the labels, after the temperature [scored, labels]."""
+    # `scores` as the whole prompt and all layers give them, for rows of the audit [scored].
     audited: list[Float64Array | None]
-    """`scores` as the whole prompt and all layers give them, for rows of the audit [scored]."""
-    labels: tuple[str, ...]
+    schema: OutputSchema
+    # Calibrated probability of every label [scored, labels]; None where nothing is calibrated.
     calibrated: Float64Array | None = None
-    """Calibrated probability of every label [scored, labels]; None where nothing is calibrated."""
-    measure: Measure = Measure.SHARES
-    """What the numbers in `logprobs` are."""
 
     @classmethod
     def of(
@@ -103,14 +85,13 @@ class ResultRows:
         window: Window,
         results: Sequence[ScoredRow],
         errors: dict[int, RowError],
-        labels: Sequence[str],
+        schema: OutputSchema,
         temperature: float,
         probabilities: Probabilities | None = None,
-        measure: Measure = Measure.SHARES,
     ) -> ResultRows:
         """Made of some rows of a window. A result that is not a finite number becomes an error."""
-        results = sorted(results, key=lambda scored: scored.row)
-        logprobs = np.array([scored.logprobs for scored in results], np.float64).reshape(-1, len(labels))
+        results, measure = sorted(results, key=lambda scored: scored.row), schema.measure
+        logprobs = np.array([scored.logprobs for scored in results], np.float64).reshape(-1, len(schema.labels))
         scores = label_scores(logprobs, temperature, measure)
         finite = np.isfinite(scores[:, 0])
         errors = errors | {
@@ -132,10 +113,32 @@ class ResultRows:
             audited=[
                 None if each.audit is None else label_scores(each.audit, temperature, measure) for each in results
             ],
-            labels=tuple(labels),
+            schema=schema,
             calibrated=None if probabilities is None else probabilities(logprobs[finite]),
-            measure=measure,
         )
+
+    def arrays(self) -> list[pa.Array]:
+        """The columns of `OutputSchema.results` for these rows."""
+        arrays = []
+        for column in self.schema.columns:
+            values = column.values(self)
+            if "<label>" in column.name:
+                arrays += [pa.array(of_label, column.type) for of_label in np.asarray(values).T]
+            else:
+                arrays.append(pa.array(values, column.type))
+        return arrays
+
+    def values(self, names: Set[str]) -> dict[str, list[Any]]:
+        """The values [rows] of those columns of `OutputSchema.conditional` that are named, by name; only these are
+        computed."""
+        found: dict[str, list[Any]] = {}
+        for column in self.schema.columns:
+            own = column.names(self.schema.labels)
+            if not column.conditional or names.isdisjoint(own):
+                continue
+            values = np.asarray(column.values(self), object).reshape(len(self.numbers), len(own))
+            found |= {name: values[:, at].tolist() for at, name in enumerate(own) if name in names}
+        return found
 
     def of_scored(self, values: Sequence[Any] | npt.NDArray[Any]) -> ObjectArray:
         """A value for every row [rows, ...] where `values` [scored, ...] has one, else None."""
@@ -148,36 +151,36 @@ class ResultRows:
 class Column(NamedTuple):
     """A column of every output."""
 
-    name: str
-    """With `<label>` it stands for one column a label."""
+    name: str  # with `<label>` it stands for one column a label
     type: pa.DataType
+    # A value for every row, None for null [rows]; with `<label>` [rows, labels].
     values: Callable[[ResultRows], Sequence[Any] | ObjectArray]
-    """A value for every row, None for null [rows]; with `<label>` [rows, labels]."""
-    counted: bool = False
-    """Whether `Counts.add_rows` needs it."""
-    group: Group | None = None
-    """Only an output with this group has it; None: every output."""
+    counted: bool = False  # whether `Counts.add_rows` needs it
+    group: Group | None = None  # only an output with this group has it; None: every output
+    # Whether a `RowCondition` may use it: it is known when a row is scored, and the same in every run of the job.
     conditional: bool = True
-    """Whether a `RowCondition` may use it: it is known when a row is scored, and the same in every run of the job."""
-    least_labels: int = 0
-    """Only an output with so many labels has it."""
+    least_labels: int = 0  # only an output with so many labels has it
+    # Only an output whose labels have one of these measures has it.
     measures: tuple[Measure, ...] = tuple(Measure)
-    """Only an output whose labels have one of these measures has it."""
+
+    def names(self, labels: Sequence[str]) -> list[str]:
+        """Of the column, or of one for each label."""
+        if "<label>" not in self.name:
+            return [self.name]
+        return [self.name.replace("<label>", label) for label in labels]
 
 
 def _best(rows: ResultRows, scores: Iterable[Float64Array | None]) -> list[str | None]:
-    """The label with the largest score [scored]; None where there is only one."""
-    some = len(rows.labels) > 1
-    return [rows.labels[int(each.argmax())] if some and each is not None else None for each in scores]
+    some = len(rows.schema.labels) > 1
+    return [rows.schema.labels[int(each.argmax())] if some and each is not None else None for each in scores]
 
 
 def _of_result(name: str) -> Callable[[ResultRows], ObjectArray]:
-    """A field of `ScoredRow` as it is."""
     return lambda rows: rows.of_scored([getattr(scored, name) for scored in rows.scored])
 
 
 def _full_only(rows: ResultRows, values: npt.NDArray[Any]) -> ObjectArray:
-    """What is over the whole vocabulary [scored, ...] for every row [rows, ...]; None where a row left early."""
+    # What is over the whole vocabulary [scored, ...] for every row [rows, ...]; None where a row left early.
     spread = rows.of_scored(values)
     left = [each.exit_layer is not None for each in rows.scored]
     spread[rows.places[np.array(left, np.bool_)]] = None
@@ -185,17 +188,17 @@ def _full_only(rows: ResultRows, values: npt.NDArray[Any]) -> ObjectArray:
 
 
 def _calibrated(rows: ResultRows) -> ObjectArray:
-    """Calibrated probabilities of the labels [rows, labels]."""
-    return rows.of_scored(np.empty((0, len(rows.labels))) if rows.calibrated is None else rows.calibrated)
+    # Calibrated probabilities of the labels [rows, labels].
+    return rows.of_scored(np.empty((0, len(rows.schema.labels))) if rows.calibrated is None else rows.calibrated)
 
 
 def _of_rationale(name: str) -> Callable[[ResultRows], ObjectArray]:
-    """A field of `Rationale`; None where nothing was to be written."""
+    # A field of `Rationale`; None where nothing was to be written.
     return lambda rows: rows.of_scored([each.rationale and getattr(each.rationale, name) for each in rows.scored])
 
 
 def _gaps(rows: ResultRows) -> ObjectArray:
-    """The smallest gaps; None where no token was chosen."""
+    # The smallest gaps; None where no token was chosen.
     gaps = [None if each.rationale is None else each.rationale.gap for each in rows.scored]
     return rows.of_scored([gap if gap is not None and math.isfinite(gap) else None for gap in gaps])
 
@@ -208,10 +211,11 @@ def _evidence(rows: ResultRows) -> ObjectArray:
     return found
 
 
+# What each section of a prompt contributes, the largest change first.
 EVIDENCE = pa.list_(pa.struct([("section", pa.string()), ("change", pa.float64())]))
-"""What each section of a prompt contributes, the largest change first."""
 _WRITTEN: Any = {"group": "rationales", "conditional": False}
 
+# In the order of the output, after the id and the columns that are carried from the input.
 COLUMNS = (
     Column("score", pa.float64(), lambda rows: rows.of_scored(rows.scores[:, 0]), counted=True),
     Column("probability", pa.float64(), lambda rows: _calibrated(rows)[:, 0], group="calibrated"),
@@ -286,64 +290,9 @@ COLUMNS = (
     Column("rationale_source", pa.string(), _of_rationale("source"), **_WRITTEN),
     Column("evidence", EVIDENCE, _evidence, group="evidence", conditional=False),
 )
-"""In the order of the output, after the id and the columns that are carried from the input."""
 
 
 COLUMN_TYPES = {column.name: column.type for column in COLUMNS}
-
-
-def result_schema(
-    labels: Sequence[str], groups: ColumnGroups = NO_GROUPS, measure: Measure = Measure.SHARES
-) -> pa.Schema:
-    """Names and types of the columns that scoring adds."""
-    columns = _columns(len(labels), groups, measure)
-    return pa.schema([(name, column.type) for column in columns for name in _names(column, labels)])
-
-
-def conditional_schema(
-    labels: Sequence[str], groups: ColumnGroups = NO_GROUPS, measure: Measure = Measure.SHARES
-) -> pa.Schema:
-    """Those columns of `result_schema` that a `RowCondition` may use."""
-    columns = [column for column in _columns(len(labels), groups, measure) if column.conditional]
-    return pa.schema([(name, column.type) for column in columns for name in _names(column, labels)])
-
-
-def result_arrays(rows: ResultRows, groups: ColumnGroups = NO_GROUPS) -> list[pa.Array]:
-    """The columns of `result_schema` for these rows."""
-    arrays = []
-    for column in _columns(len(rows.labels), groups, rows.measure):
-        values = column.values(rows)
-        if "<label>" in column.name:
-            arrays += [pa.array(of_label, column.type) for of_label in np.asarray(values).T]
-        else:
-            arrays.append(pa.array(values, column.type))
-    return arrays
-
-
-def result_values(rows: ResultRows, names: Set[str], groups: ColumnGroups) -> dict[str, list[Any]]:
-    """The values [rows] of those columns of `conditional_schema` that are named, by name; only these are computed."""
-    found: dict[str, list[Any]] = {}
-    for column in _columns(len(rows.labels), groups, rows.measure):
-        own = _names(column, rows.labels)
-        if not column.conditional or names.isdisjoint(own):
-            continue
-        values = np.asarray(column.values(rows), object).reshape(len(rows.numbers), len(own))
-        found |= {name: values[:, at].tolist() for at, name in enumerate(own) if name in names}
-    return found
-
-
-def _columns(labels: int, groups: ColumnGroups, measure: Measure) -> list[Column]:
-    return [
-        column
-        for column in COLUMNS
-        if groups.has(column.group) and labels >= column.least_labels and measure in column.measures
-    ]
-
-
-def _names(column: Column, labels: Sequence[str]) -> list[str]:
-    if "<label>" not in column.name:
-        return [column.name]
-    return [column.name.replace("<label>", label) for label in labels]
 
 
 _TYPES = {
@@ -391,25 +340,20 @@ class OutputSchema:
     """The columns of a job's output."""
 
     labels: tuple[str, ...]
-    id_name: str | None = None
-    """The carried column with the ids; None where rows go by their number."""
+    id_name: str | None = None  # the carried column with the ids; None where rows go by their number
+    # Id and kept columns as the parts have them; from JSON Lines every one is JSON text.
     carried: pa.Schema = field(default_factory=lambda: pa.schema([]))
-    """Id and kept columns as the parts have them; from JSON Lines every one is JSON text."""
-    json_carried: bool = False
-    """Whether the carried columns are JSON text."""
+    json_carried: bool = False  # whether the carried columns are JSON text
+    # Whether such text is written as it is; else its values get the type that holds them.
     json_text: bool = False
-    """Whether such text is written as it is; else its values get the type that holds them."""
-    truth: str | None = None
-    """The carried column with the right answers."""
-    groups: ColumnGroups = NO_GROUPS
-    """Which columns there are beside those of every output."""
-    measure: Measure = Measure.SHARES
-    """What the numbers of the labels are."""
+    truth: str | None = None  # the carried column with the right answers
+    groups: ColumnGroups = ColumnGroups()  # which columns there are beside those of every output
+    measure: Measure = Measure.SHARES  # what the numbers of the labels are
 
     def require_distinct(self) -> None:
         """Raise UsageError if a carried column has the name of another column of the output."""
         row = [ROW_COLUMN] if self.id_name is None else []
-        taken = [*row, *self._results.names, ROW]
+        taken = [*row, *self.results.names, ROW]
         for name in self.carried.names:
             if name in taken:
                 option = {self.truth: "--truth", self.id_name: "--id-column"}.get(name, "--keep-columns")
@@ -432,7 +376,7 @@ class OutputSchema:
             carried.insert(0, pa.field(ROW_COLUMN, pa.int64()))
         else:
             carried.sort(key=lambda each: each.name != self.id_name)
-        return pa.schema([*carried, *self._results])
+        return pa.schema([*carried, *self.results])
 
     def table(self, rows: pa.Table, schema: pa.Schema) -> pa.Table:
         """Rows of parts as rows of the output, whose `arrow` schema is given."""
@@ -445,9 +389,26 @@ class OutputSchema:
         return pa.Table.from_arrays(columns, schema=schema)
 
     @property
-    def _results(self) -> pa.Schema:
-        """The columns that scoring adds."""
-        return result_schema(self.labels, self.groups, self.measure)
+    def columns(self) -> list[Column]:
+        """The columns that scoring adds; of some there is one for each label."""
+        return [
+            column
+            for column in COLUMNS
+            if self.groups.has(column.group)
+            and len(self.labels) >= column.least_labels
+            and self.measure in column.measures
+        ]
+
+    @property
+    def results(self) -> pa.Schema:
+        """Names and types of the columns that scoring adds."""
+        return pa.schema([(name, column.type) for column in self.columns for name in column.names(self.labels)])
+
+    @property
+    def conditional(self) -> pa.Schema:
+        """Those of them that a `RowCondition` may use."""
+        columns = [column for column in self.columns if column.conditional]
+        return pa.schema([(name, column.type) for column in columns for name in column.names(self.labels)])
 
     @property
     def _typed(self) -> bool:

@@ -19,20 +19,14 @@ import pyarrow.compute as pc
 from prefillcli.data.rows import SKIPPED_CODES
 from prefillcli.data.values import text_of, to_python
 
-ROW = "__row"
-"""The row number in a part."""
-DIGEST = "__digest"
-"""In a part: the digest of a row that has a score (`Prompt.digest`)."""
-TAKEN_OVER = "__taken_over"
-"""In a part: whether the row's results are those of an earlier output."""
-SCORE_BINS = 50
-"""Bins of equal width from 0 to 1."""
+ROW = "__row"  # the row number in a part
+DIGEST = "__digest"  # in a part: the digest of a row that has a score (`Prompt.digest`)
+TAKEN_OVER = "__taken_over"  # in a part: whether the row's results are those of an earlier output
+SCORE_BINS = 50  # bins of equal width from 0 to 1
+# Lower edges of the bins of prompt lengths in tokens: whole numbers, up to 16 an octave; the last bin is open.
 LENGTH_EDGES = tuple(sorted({round(2 ** (step / 16)) for step in range(24 * 16 + 1)}))
-"""Lower edges of the bins of prompt lengths in tokens: whole numbers, up to 16 an octave; the last bin is open."""
-TO_THE_END = "full"
-"""The name of rows that went through all layers, among those by exit layer."""
-MOST = 20
-"""Rows of each kind that are named."""
+TO_THE_END = "full"  # the name of rows that went through all layers, among those by exit layer
+MOST = 20  # rows of each kind that are named
 _LONGEST = 200  # characters of an id or a detail
 
 
@@ -48,10 +42,8 @@ class RationaleTally:
     """The rows that are written about, and their tokens."""
 
     tokens: int = 0
-    finish_reasons: dict[str, int] = field(default_factory=dict)
-    """Rows by why their text ends."""
-    sources: dict[str, int] = field(default_factory=dict)
-    """Rows by what their text was written from."""
+    finish_reasons: dict[str, int] = field(default_factory=dict)  # rows by why their text ends
+    sources: dict[str, int] = field(default_factory=dict)  # rows by what their text was written from
 
     @property
     def rows(self) -> int:
@@ -68,28 +60,24 @@ class RationaleTally:
 class Tallies:
     """Numbers and texts only, so that JSON gives back what it was given."""
 
+    # By prediction, rows in each of the `SCORE_BINS`.
     scores: dict[str, list[int]] = field(default_factory=dict)
-    """By prediction, rows in each of the `SCORE_BINS`."""
+    # By kind (scored, truncated, error), rows in each bin that has any, under its lower edge.
     lengths: dict[str, dict[str, int]] = field(default_factory=dict)
-    """By kind (scored, truncated, error), rows in each bin that has any, under its lower edge."""
-    methods: dict[str, int] = field(default_factory=dict)
-    """Scored rows by method."""
+    methods: dict[str, int] = field(default_factory=dict)  # scored rows by method
+    # Scored rows by the layers they went through, or `TO_THE_END`; empty for an output without exits.
     exit_layers: dict[str, LayerRows] = field(default_factory=dict)
-    """Scored rows by the layers they went through, or `TO_THE_END`; empty for an output without exits."""
+    # Scored rows by adapter, those without one under an empty name; empty for an output without such a column.
     adapters: dict[str, int] = field(default_factory=dict)
-    """Scored rows by adapter, those without one under an empty name; empty for an output without such a column."""
+    # What was written; empty for an output without rationales.
     rationales: RationaleTally = field(default_factory=RationaleTally)
-    """What was written; empty for an output without rationales."""
-    evidence: int = 0
-    """Rows whose sections were weighed."""
-    mass_rows: int = 0
-    """Scored rows with a label mass."""
-    mass_sum: float = 0.0
-    """Their label masses together."""
+    evidence: int = 0  # rows whose sections were weighed
+    mass_rows: int = 0  # scored rows with a label mass
+    mass_sum: float = 0.0  # their label masses together
+    # Slowest first: row, id, seconds, prompt_tokens, computed_tokens, method.
     slowest: list[dict[str, Any]] = field(default_factory=list)
-    """Slowest first: row, id, seconds, prompt_tokens, computed_tokens, method."""
+    # Error rows in the order of the input, some of every code: row, id, code, detail.
     failed: list[dict[str, Any]] = field(default_factory=list)
-    """Error rows in the order of the input, some of every code: row, id, code, detail."""
 
     @property
     def chosen_rows(self) -> int:
@@ -234,7 +222,7 @@ def _failed(rows: pa.Table, id_name: str | None, json_id: bool) -> list[dict[str
 
 
 def _of_every_code(failed: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At most `MOST` of the rows, the first ones of each code."""
+    # At most `MOST` of the rows, the first ones of each code.
     seen: Counter[str] = Counter()
     ranked = []
     for row in sorted(failed, key=lambda row: row["row"] or 0):
@@ -245,7 +233,7 @@ def _of_every_code(failed: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _named(few: pa.Table, id_name: str | None, json_id: bool, columns: dict[str, str]) -> list[dict[str, Any]]:
-    """Rows with number, id, and values of `columns` (name here: name there); long texts are cut."""
+    # Rows with number, id, and values of `columns` (name here: name there); long texts are cut.
     number = ROW if ROW in few.column_names else "row" if id_name is None else None
     numbers = [None] * len(few) if number is None else few[number].to_pylist()
     ids = [None] * len(few) if id_name is None else _texts(few[id_name], json_id)
@@ -271,8 +259,8 @@ def _short(text: str) -> str:
     return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
 
 
+# The row's score, its score in full, whether the prediction differs, and the right answer as the input has it.
 Audited = tuple[float, float, bool, str | int | float | bool | None]
-"""The row's score, its score in full, whether the prediction differs, and the right answer as the input has it."""
 _PLAIN = (str, int, float, bool)
 
 
@@ -291,16 +279,15 @@ class Counts:
     total: int = 0
     scored: int = 0
     errors: int = 0
-    skipped: int = 0
-    """Rows left out for their length, as the user asked; not errors."""
+    skipped: int = 0  # rows left out for their length, as the user asked; not errors
     errors_by_code: dict[str, int] = field(default_factory=dict)
     score_sum: float = 0.0
+    # Rows of `scored` whose results are those of an earlier output, as far as that is known.
     taken_over: int = 0
-    """Rows of `scored` whose results are those of an earlier output, as far as that is known."""
+    # Compressed rows that were read in full as well; in a job with exits every row of the audit.
     audited: list[Audited] = field(default_factory=list)
-    """Compressed rows that were read in full as well; in a job with exits every row of the audit."""
+    # Rows of the audit by the label that they have in full; empty for an output without exits.
     audited_exits: dict[str, AuditedExits] = field(default_factory=dict)
-    """Rows of the audit by the label that they have in full; empty for an output without exits."""
     tallies: Tallies = field(default_factory=Tallies)
 
     @classmethod

@@ -110,7 +110,7 @@ def _finite(value: Any) -> Any:
 
 
 def _plain(value: Any) -> str:
-    """What JSON has no form for: ISO dates, base64 bytes, everything else as text."""
+    # What JSON has no form for: ISO dates, base64 bytes, everything else as text.
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
@@ -163,7 +163,7 @@ def write_parquet(
 ) -> str:
     """Write the tables, whose columns are those of `schema`, as one sealed Parquet file with page checksums.
 
-    `file` is open for writing and reading. Returns the file's digest (`seals.digest_of`).
+    `file` is open for writing and reading. Returns the file's digest (`digest_of`).
     """
     digesting = Digesting(file)
     with pq.ParquetWriter(digesting, schema, compression=compression, write_page_checksum=True) as writer:

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from prefillcli.data.output.columns import NO_GROUPS, ColumnGroups, ResultRows, result_arrays, result_schema
+from prefillcli.data.output.columns import ResultRows
 from prefillcli.data.output.counts import DIGEST, ROW, TAKEN_OVER, Counts
 from prefillcli.data.output.file_formats import id_texts, write_parquet
 from prefillcli.data.output.store import Store
@@ -35,8 +35,7 @@ from prefillcli.data.values import to_python
 from prefillcli.errors import DamagedFileError, OutputConflictError, PrefillError, brief
 
 NAME = "row-digests.bin"
-SIZE = 16
-"""Bytes of a digest."""
+SIZE = 16  # bytes of a digest
 TYPE = pa.binary(SIZE)
 _NONE = bytes(SIZE)
 
@@ -156,8 +155,7 @@ class WindowRows:
     count: int
     first: int
     last: int
-    digest: str
-    """SHA-256 of all its row numbers, as little-endian 64-bit integers."""
+    digest: str  # SHA-256 of all its row numbers, as little-endian 64-bit integers
 
     @classmethod
     def of(cls, rows: Int64Array) -> WindowRows:
@@ -171,23 +169,19 @@ class PartInfo:
     """The metadata of a part."""
 
     job: Job
-    plan: dict[str, Any]
-    """The job's plan when the part was written."""
-    sequence: int
-    """How many parts the job had written before."""
+    plan: dict[str, Any]  # the job's plan when the part was written
+    sequence: int  # how many parts the job had written before
     window: int
-    number: int
-    """The part's number in its window."""
+    number: int  # the part's number in its window
     window_rows: WindowRows
     counts: Counts
+    # Of every JSON column which kinds of values it holds (see json_columns).
     kinds: dict[str, str] = field(default_factory=dict)
-    """Of every JSON column which kinds of values it holds (see json_columns)."""
+    # The blocks that the window hands to the next one (see `prefillcli.plan.blocks`); None if not known then.
     carried: list[tuple[int, str]] | None = None
-    """The blocks that the window hands to the next one (see `prefillcli.plan.blocks`); None if not known then."""
-    shard: str | None = None
-    """The shard that wrote it, like `2/4`; None where one run scores all rows."""
+    shard: str | None = None  # the shard that wrote it, like `2/4`; None where one run scores all rows
+    # The rows of the window that this shard scores; None where it scores all.
     own_rows: WindowRows | None = None
-    """The rows of the window that this shard scores; None where it scores all."""
 
     @property
     def expected_rows(self) -> WindowRows:
@@ -218,13 +212,12 @@ def is_part(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def make_rows(window: Window, rows: ResultRows, groups: ColumnGroups = NO_GROUPS) -> pa.Table:
+def make_rows(window: Window, rows: ResultRows) -> pa.Table:
     """Row number, carried columns and result columns of some rows of a window."""
     carried = window.carried.take(pa.array(np.searchsorted(window.rows, rows.numbers)))
-    results = result_schema(rows.labels, groups, rows.measure)
     return pa.Table.from_arrays(
-        [pa.array(rows.numbers), *carried.columns, *result_arrays(rows, groups)],
-        schema=pa.schema([(ROW, pa.int64()), *carried.schema, *results]),
+        [pa.array(rows.numbers), *carried.columns, *rows.arrays()],
+        schema=pa.schema([(ROW, pa.int64()), *carried.schema, *rows.schema.results]),
     )
 
 
@@ -340,12 +333,10 @@ class PartIndex:
     """
 
     def __init__(self, name: str, again: str = "run again with --resume: they are scored again") -> None:
-        self.counts = Counts()
-        """Of all rows in the parts."""
+        self.counts = Counts()  # of all rows in the parts
+        # Of every column carried from JSON Lines which kinds of values it holds (see json_columns).
         self.json_kinds: dict[str, set[str]] = {}
-        """Of every column carried from JSON Lines which kinds of values it holds (see json_columns)."""
-        self.next_sequence = 0
-        """The number of the next part in the job."""
+        self.next_sequence = 0  # the number of the next part in the job
         self._name = name
         self._again = again
         self._windows: dict[int, _WindowParts] = {}
@@ -441,7 +432,6 @@ class PartIndex:
             yield rows
 
     def _read(self, window: int, columns: Sequence[str] | None = None) -> pa.Table:
-        """The rows in the parts of a window. Raises DamagedFileError if a part is damaged."""
         found = []
         for work, numbers in self._windows[window].numbers.items():
             for _, part in read_parts(work, [part_name(window, number) for number in numbers], columns):

@@ -46,16 +46,12 @@ from prefillcli.stats.probabilities import Measure
 class ShardRecord:
     """What the manifest of a shard says beside the job: all that it takes to write the output."""
 
-    shard: str
-    """Like `2/4`."""
-    schema: dict[str, Any]
-    """The output's columns (`of_schema`)."""
-    partitions: dict[str, Any] | None
-    """The folders of a partitioned output (`of_partitions`)."""
+    shard: str  # like `2/4`
+    schema: dict[str, Any]  # the output's columns (`of_schema`)
+    partitions: dict[str, Any] | None  # the folders of a partitioned output (`of_partitions`)
+    # Tells this attempt from others, until it is begun anew.
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Tells this attempt from others, until it is begun anew."""
-    windows: int | None = None
-    """Windows of the input; set when complete."""
+    windows: int | None = None  # windows of the input; set when complete
 
     @classmethod
     def of(cls, shard: Shard | None, schema: OutputSchema, partitions: Partitions | None) -> ShardRecord:
@@ -245,8 +241,8 @@ class JoinedShards:
     """
 
     def __init__(self, target: Target) -> None:
+        # The manifest of the output, if that was made of these shards already.
         self.merged: Manifest | None = None
-        """The manifest of the output, if that was made of these shards already."""
         self._target = target
         self._held = ExitStack()
         self._locked = False
@@ -303,7 +299,7 @@ class JoinedShards:
             self._require_room()
 
     def _merged_before(self) -> Manifest | None:
-        """The manifest of the output, if it is there and was made of shards."""
+        # The manifest of the output, if it is there and was made of shards.
         try:
             manifest = Manifest.load(self._target.work)
         except DamagedFileError:
@@ -312,7 +308,7 @@ class JoinedShards:
         return manifest if made else None
 
     def _tokens(self) -> list[str]:
-        """One for each folder; empty where it cannot be read."""
+        # One for each folder; empty where it cannot be read.
         found = []
         for folder in self._folders:
             try:
@@ -324,7 +320,7 @@ class JoinedShards:
         return found
 
     def _require_all(self) -> None:
-        """Every shard of one count is there."""
+        # Every shard of one count is there.
         path, counts = self._target.path, sorted({folder.shard.count for folder in self._folders})
         if len(counts) > 1:
             listed = " and ".join(map(str, counts))
@@ -342,7 +338,7 @@ class JoinedShards:
             )
 
     def _require_one_job(self) -> Manifest:
-        """The first shard's manifest; all are of its job, and each lies in its own folder."""
+        # The first shard's manifest; all are of its job, and each lies in its own folder.
         found: list[Manifest] = []
         self._records = []
         for folder in self._folders:
@@ -390,7 +386,7 @@ class JoinedShards:
                 )
 
     def _require_room(self) -> None:
-        """Nothing is in the place of the output, but what a merge that was killed has left there."""
+        # Nothing is in the place of the output, but what a merge that was killed has left there.
         target, job = self._target, self.manifest.job
         begun = any(map(parts.is_part, target.work.names()))
         found = find_resumable(target, job, True, False, quiet=True)
@@ -413,7 +409,7 @@ class JoinedShards:
         self._parts.require_complete(self._records[0].windows or 0)
 
     def _add(self, folder: ShardFolder, name: str) -> Int64Array:
-        """Take in a part, which must be of its shard and of the job; returns the numbers of its rows."""
+        # Take in a part, which must be of its shard and of the job; returns the numbers of its rows.
         again = f"run it again with --shard {folder.shard} --resume, then merge again"
         try:
             info, rows = parts.read_part(folder.work, name, [ROW])
@@ -445,7 +441,7 @@ class JoinedShards:
         return commit(target, manifest, schema, self._parts, partitions)
 
     def _kept_plan(self) -> dict[str, Any]:
-        """What the shards have stored for this, in all of them alike."""
+        # What the shards have stored for this, in all of them alike.
         return {name: value for name, value in self.manifest.plan.items() if name in _KEPT}
 
     def remove(self) -> None:

@@ -74,7 +74,7 @@ def is_merged(manifest: Manifest | None) -> TypeGuard[Manifest]:
 
 
 def _resumed(manifest: Manifest, job: Job, resume: bool, *, begun: bool, name: str) -> Manifest | None:
-    """The manifest, if it is this job's and it is to be resumed; None where nothing has `begun`. Raises otherwise."""
+    # The manifest, if it is this job's and it is to be resumed; None where nothing has `begun`. Raises otherwise.
     different = job.differing(manifest.job)
     if not different and resume:
         return manifest
@@ -90,7 +90,7 @@ def _resumed(manifest: Manifest, job: Job, resume: bool, *, begun: bool, name: s
 
 
 def _require_undamaged(target: Target, manifest: Manifest) -> None:
-    """Raise OutputDamagedError unless the output is what the job of a complete manifest wrote."""
+    # Raise OutputDamagedError unless the output is what the job of a complete manifest wrote.
     damage = target.damage(target.stored(manifest.job, manifest.files))
     if damage:
         more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""
@@ -147,7 +147,7 @@ def _drop(work: Store, name: str, why: str) -> None:
 
 
 def _manifest(work: Store, job: Job, quiet: bool) -> Manifest | None:
-    """The manifest of a work folder; a damaged or missing one is made again from the parts."""
+    # The manifest of a work folder; a damaged or missing one is made again from the parts.
     try:
         manifest = Manifest.load(work)
         if manifest is not None:
@@ -286,14 +286,14 @@ class _InPlace:
             yield file
 
     def publish(self, published: Published) -> None:
-        """Raises OutputBusyError if another run has published one meanwhile, where the store can tell."""
+        # Raises OutputBusyError if another run has published one meanwhile, where the store can tell.
         self._store.delete_all(sorted(set(self._target.files()) - published.files.keys() - {SUCCESS}))
         self._store.put_bytes(SUCCESS, published.to_json(), new=True)
 
 
 def _shared(target: Target, place: str) -> bool:
-    """Whether a local folder cannot be put aside: it holds other files too, something is mounted there, or this
-    process is in it."""
+    # Whether a local folder cannot be put aside: it holds other files too, something is mounted there, or this
+    # process is in it.
     if os.path.ismount(place) or f"{os.path.abspath('.')}/".startswith(f"{os.path.realpath(place)}/"):
         return True
     with writing(place):
@@ -304,7 +304,6 @@ def _shared(target: Target, place: str) -> bool:
 
 
 def _remove(folder: str) -> None:
-    """Remove a folder of a work folder with all that is in it."""
     with suppress(FileNotFoundError):
         file_calls.remove_tree(folder)
 
@@ -374,8 +373,7 @@ class Sink:
     def __init__(
         self, target: Target, manifest: Manifest, lock: Lock, schema: OutputSchema, partitions: Partitions | None
     ) -> None:
-        self.work = target.work
-        """The work folder."""
+        self.work = target.work  # the work folder
         self._target = target
         self._manifest = manifest
         self._lock = lock
@@ -526,9 +524,8 @@ class Sink:
         if not results and not errors:
             return
         self._lock.check()
-        schema = self._schema
-        found = ResultRows.of(window, results, errors, schema.labels, temperature, probabilities, schema.measure)
-        rows = parts.with_digests(parts.make_rows(window, found, schema.groups), found)
+        found = ResultRows.of(window, results, errors, self._schema, temperature, probabilities)
+        rows = parts.with_digests(parts.make_rows(window, found), found)
         self._write_part(window, rows, carried)
 
     def take_over(self, window: Window, results: pa.Table) -> None:

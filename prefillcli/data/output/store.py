@@ -59,10 +59,8 @@ class Owner:
 
     host: str
     pid: int
-    started: str
-    """When the process began, as the system counts it; empty if not known."""
-    machine: str
-    """The machine since its last start, with the namespace of its processes; empty if not known."""
+    started: str  # when the process began, as the system counts it; empty if not known
+    machine: str  # the machine since its last start, with the namespace of its processes; empty if not known
     token: str
     since: str
 
@@ -188,7 +186,7 @@ class ObjectLock(Lock):
         self._held = False
 
     def _create(self, create: Callable[[str, bytes], None]) -> bool:
-        """Take the lock. False if the store cannot refuse; raises OutputBusyError if another run holds it."""
+        # Take the lock. False if the store cannot refuse; raises OutputBusyError if another run holds it.
         data = json.dumps(asdict(self._owner)).encode()
         failed = self._attempt(create, data)
         if not self._mine():  # whatever a client raises to refuse: what counts is whose object is there
@@ -540,7 +538,7 @@ class RemoteStore:
 
     @property
     def _commits(self) -> bool:
-        """Whether each write is a commit of a git repository."""
+        # Whether each write is a commit of a git repository.
         return "hf" in self._protocols and not self._inner.removeprefix("hf://").startswith("buckets/")
 
     def _put(
@@ -551,12 +549,8 @@ class RemoteStore:
         arguments: tuple[Any, Any],
         arrived: Callable[[], bool],
     ) -> None:
-        """Write an object, with `exclusive` if it is given and the store knows it.
-
-        Whatever answer comes, or none: the object is written if it has `arrived`. Raises OutputBusyError if
-        another one is there.
-        """
-
+        # Write an object, with `exclusive` if it is given and the store knows it. Whatever answer comes, or none: the
+        # object is written if it has `arrived`. Raises OutputBusyError if another one is there.
         def put() -> None:
             try:
                 (exclusive or overwrite)(*arguments)
@@ -583,8 +577,7 @@ class RemoteStore:
         patiently(put)
 
     def _size(self, name: str) -> int | None:
-        """Bytes of an object, asked for now; None if there is none."""
-
+        # Bytes of an object, asked for now; None if there is none.
         def ask() -> int | None:
             self._filesystem.invalidate_cache(self._path(name))
             try:
@@ -596,13 +589,11 @@ class RemoteStore:
         return patiently(ask)
 
     def _entries(self, kind: str) -> list[str]:
-        """Names of the files, or of the folders, in it."""
         entries = self._listed(lambda: self._filesystem.ls(self._inner, detail=True))
         return sorted(split_path(str(each["name"]).rstrip("/"))[1] for each in entries if each["type"] == kind)
 
     def _listed(self, ask: Callable[[], Any]) -> list[Any]:
-        """A listing of now, not of a client's memory; nothing if the folder does not exist."""
-
+        # A listing of now, not of a client's memory; nothing if the folder does not exist.
         def listed() -> list[Any]:
             self._filesystem.invalidate_cache()
             return list(ask())
@@ -616,11 +607,9 @@ class RemoteStore:
 
 
 def _client(filesystem: Any) -> Any:
-    """The same S3 without memory of listings, where tries are botocore's and ours, not also those of s3fs.
-
-    Without requests beside each other an object is got by one request, not by two, and of a file that is sent in parts
-    one part is in memory, not ten.
-    """
+    # The same S3 without memory of listings, where tries are botocore's and ours, not also those of s3fs. Without
+    # requests beside each other an object is got by one request, not by two, and of a file that is sent in parts one
+    # part is in memory, not ten.
     options = filesystem.storage_options | {"use_listings_cache": False, "max_concurrency": 1}
     own = type(filesystem)(*filesystem.storage_args, **options)
     own.retries = 1
@@ -628,7 +617,6 @@ def _client(filesystem: Any) -> Any:
 
 
 def _tail(file: IO[bytes]) -> bytes:
-    """The last bytes of a file that is open for reading."""
     end = file.seek(0, io.SEEK_END)
     file.seek(max(end - _TAIL, 0))
     return file.read()
@@ -678,12 +666,9 @@ class Beat:
 
     owner: Owner
     pace: Pace
-    running: bool
-    """False in the last one."""
-    updated: str
-    """UTC, in ISO 8601."""
-    seconds: float
-    """Between two beats."""
+    running: bool  # false in the last one
+    updated: str  # UTC, in ISO 8601
+    seconds: float  # between two beats
 
     @classmethod
     def last(cls, store: Store) -> Beat | None:

@@ -36,20 +36,19 @@ from prefillcli.runtime import file_calls
 
 NAME = "manifest.json"
 SCHEMA_VERSION = 2
+# The part of a fingerprint that says what the labels' numbers are, where they are no shares.
 MEASURE = "measure"
-"""The part of a fingerprint that says what the labels' numbers are, where they are no shares."""
 
 
 @dataclass(frozen=True)
 class Job:
     """Which job an output belongs to, with what is needed to recognise it."""
 
+    # Digest of every part of the job: input, model, tokenizer, template, labels, settings.
     fingerprint: dict[str, str]
-    """Digest of every part of the job: input, model, tokenizer, template, labels, settings."""
+    # The options `limit`, `sample` and `seed`: which rows of the input were taken.
     selection: dict[str, Any] = field(default_factory=dict)
-    """The options `limit`, `sample` and `seed`: which rows of the input were taken."""
-    id_name: str | None = None
-    """The column with the ids; None where rows go by their number."""
+    id_name: str | None = None  # the column with the ids; None where rows go by their number
 
     @property
     def digest(self) -> str:
@@ -79,23 +78,19 @@ class Manifest:
     """The content of `manifest.json`."""
 
     job: Job
-    plan: dict[str, Any]
-    """What the job stores for when it goes on; anything that JSON holds."""
+    plan: dict[str, Any]  # what the job stores for when it goes on; anything that JSON holds
     state: Literal["running", "complete"] = "running"
-    counts: Counts | None = None
-    """Set when complete."""
+    counts: Counts | None = None  # set when complete
+    # Set when complete: the output's files by name, with their digests (`digest_of`).
     files: dict[str, str] = field(default_factory=dict)
-    """Set when complete: the output's files by name, with their digests (`seals.digest_of`)."""
+    # What a shard's work folder says of itself beside the job (see `shard_folders.ShardRecord`); else None.
     shard: dict[str, Any] | None = None
-    """What a shard's work folder says of itself beside the job (see `shard_folders.ShardRecord`); else None."""
+    # The tokens of the shards that the output was made of, if it was.
     merged: list[str] = field(default_factory=list)
-    """The tokens of the shards that the output was made of, if it was."""
-    digests: str | None = None
-    """Set when complete: SHA-256 of the digests of its rows (see `row_digests`)."""
+    digests: str | None = None  # set when complete: SHA-256 of the digests of its rows (see `DigestFile`)
+    # The complete output that this job is to replace (see `replaced`); None where there was none.
     before: dict[str, Any] | None = None
-    """The complete output that this job is to replace (see `replaced`); None where there was none."""
-    retries: bool = False
-    """Whether that is the job's own, of which the error rows alone are scored again."""
+    retries: bool = False  # whether that is the job's own, of which the error rows alone are scored again
     created: str = field(default_factory=lambda: _now())
     updated: str = field(default_factory=lambda: _now())
 
@@ -152,10 +147,9 @@ def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
+# The file of a directory output that is written last: its job and files, as `Published.to_json` gives them.
 SUCCESS = "_SUCCESS"
-"""The file of a directory output that is written last: its job and files, as `Published.to_json` gives them."""
-OLD = "old"
-"""The folder in the work folder in which a publication puts an older output aside."""
+OLD = "old"  # the folder in the work folder in which a publication puts an older output aside
 _DIRECTORY_PART = re.compile(r"([^/=]+=[^/]*/)*part-\d{5,}\.parquet")  # in folders of partitions, or in none
 
 
@@ -164,8 +158,7 @@ class Published:
     """What an output says of itself."""
 
     job: Job
-    files: dict[str, str]
-    """Names of its files, with their digests."""
+    files: dict[str, str]  # names of its files, with their digests
 
     def to_json(self) -> bytes:
         """What `_SUCCESS` holds."""
@@ -176,11 +169,9 @@ class Published:
 class Target:
     """Where the output goes, and in which format."""
 
-    path: str
-    """As the user named it, in the form of `written_path`."""
+    path: str  # as the user named it, in the form of `written_path`
     format: OutputFormat
-    shard: Shard | None = None
-    """The share of the rows that is worked on; None for all."""
+    shard: Shard | None = None  # the share of the rows that is worked on; None for all
 
     @classmethod
     def parse(cls, output: str, shard: Shard | None = None) -> Target:
@@ -287,7 +278,7 @@ class Target:
         return found + [f"{self._shown(name)} is not one of its files" for name in others]
 
     def _digest(self, name: str) -> str | None:
-        """The digest of a file; None if it is damaged, its seal included."""
+        # The digest of a file; None if it is damaged, its seal included.
         sealed = self.file_format.sealed
         with suppress(DamagedFileError), self.store.read(name) as file:
             digest = digest_of(file, sealed=sealed)

@@ -70,36 +70,26 @@ _FALLBACK_COLUMNS = (DEFAULT_COLUMN, "messages", "prompt_token_ids")
 class PromptSettings:
     """How a row becomes a prompt."""
 
+    # Column with text, chat messages or token ids; not used with a template.
     prompt_column: str = DEFAULT_COLUMN
-    """Column with text, chat messages or token ids; not used with a template."""
-    template: str | None = None
-    """Jinja text, or a file with it."""
+    template: str | None = None  # Jinja text, or a file with it
+    # Wrap text as a user message: yes, no, or (None) if the tokenizer has a chat template.
     chat: bool | None = None
-    """Wrap text as a user message: yes, no, or (None) if the tokenizer has a chat template."""
-    system: str | None = None
-    """System message of every chat that has none of its own."""
-    max_length: int
-    """Longest prompt in tokens."""
-    on_long: OnLong = "error"
-    """What happens to a longer one."""
-    vocab_size: int
-    """Token ids are below this."""
-    literal: bool = True
-    """Whether the text of a control token in the data stays text."""
+    system: str | None = None  # system message of every chat that has none of its own
+    max_length: int  # longest prompt in tokens
+    on_long: OnLong = "error"  # what happens to a longer one
+    vocab_size: int  # token ids are below this
+    literal: bool = True  # whether the text of a control token in the data stays text
+    # Longest row, and longest prompt made of one, in bytes; None: as `default_row_bytes` has it.
     max_row_bytes: int | None = None
-    """Longest row, and longest prompt made of one, in bytes; None: as `default_row_bytes` has it."""
-    compression: bool = False
-    """Whether the columns `keep` and `specprefill` say how a row is compressed."""
+    compression: bool = False  # whether the columns `keep` and `specprefill` say how a row is compressed
+    # Whether a classification head reads the prompt: text is no chat unless `chat` says so, and no answer begins.
     classifies: bool = False
-    """Whether a classification head reads the prompt: text is no chat unless `chat` says so, and no answer begins."""
-    padding: int | None = None
-    """The token that such a head takes for padding where it ends a prompt."""
-    adapter_column: str | None = None
-    """Column with the name of the row's adapter; null or empty: none."""
-    adapters: tuple[str, ...] = ()
-    """The names that it may hold."""
+    padding: int | None = None  # the token that such a head takes for padding where it ends a prompt
+    adapter_column: str | None = None  # column with the name of the row's adapter; null or empty: none
+    adapters: tuple[str, ...] = ()  # the names that it may hold
+    # Whether prompts note what they were made of, so that sections of them can be left out.
     sections: bool = False
-    """Whether prompts note what they were made of, so that sections of them can be left out."""
 
 
 def has_chat_template(tokenizer: Any) -> bool:
@@ -146,8 +136,7 @@ def prompt_column(named: str, available: Sequence[str]) -> str:
 
 
 _TAIL_TOKENS = 16
-GROUP_CHARS = 16 << 20
-"""Characters of prompts that are tokenised together."""
+GROUP_CHARS = 16 << 20  # characters of prompts that are tokenised together
 
 
 class BuilderClosed(Exception):
@@ -172,16 +161,15 @@ class PromptBuilder:
         group_chars: int = GROUP_CHARS,
     ) -> None:
         self.settings = settings
-        self.chat = wants_chat(settings, tokenizer)
-        """Whether text is wrapped by the chat template."""
+        self.chat = wants_chat(settings, tokenizer)  # whether text is wrapped by the chat template
         self.template = template if settings.template is None or template else RowTemplate(settings.template)
+        # The column with the prompt, where there is no template.
         self.column = prompt_column(settings.prompt_column, available)
-        """The column with the prompt, where there is no template."""
+        # The columns that `build` needs.
         self.columns: tuple[str, ...] = self.template.columns if self.template else (self.column,)
-        """The columns that `build` needs."""
         own = () if settings.adapter_column is None else (settings.adapter_column,)
+        # Columns that `build` uses where they are there.
         self.optional: tuple[str, ...] = (*(COMPRESSION_COLUMNS if settings.compression else ()), *own)
-        """Columns that `build` uses where they are there."""
         if self.template is None and self.column == "messages":
             require_chat(settings, tokenizer)
         if self.template is None and self.column == "prompt_token_ids":
@@ -193,10 +181,10 @@ class PromptBuilder:
         self._encoder = Encoder(tokenizer)
         self._group_chars = group_chars
         self._closed = False
+        # Longer rows, and longer prompts made of them, are errors.
         self.max_row_bytes = settings.max_row_bytes or default_row_bytes(
             settings.max_length, self._encoder.longest_token(), settings.on_long
         )
-        """Longer rows, and longer prompts made of them, are errors."""
         self._may_exceed_vocabulary = self._encoder.size > settings.vocab_size
         # The characters of templates and system messages, which are not data.
         typed = (self.template and self.template.text, settings.system, getattr(tokenizer, "chat_template", None))
@@ -254,14 +242,14 @@ class PromptBuilder:
             raise BuilderClosed
 
     def _remember(self, prompts: Sequence[Prompt], batch: RowBatch) -> None:
-        """Note in each prompt the values of its row that it was made of."""
+        # Note in each prompt the values of its row that it was made of.
         place = {row: at for at, row in enumerate(batch.rows.tolist())}
         names = [name for name in (*self.columns, *self.optional) if name in batch.columns]
         for prompt in prompts:
             prompt.made_of = {name: batch.columns[name][place[prompt.row]] for name in names}
 
     def _read(self, batch: RowBatch, errors: dict[int, RowError]) -> Iterator[RawPrompt]:
-        """The raw prompts of the rows that are not in `errors`; rows that have none are added there."""
+        # The raw prompts of the rows that are not in `errors`; rows that have none are added there.
         for row, value, marks in self._values(batch, errors):
             raw = value if isinstance(value, RowError) else self._raw(row, value)
             if isinstance(raw, RowError):
@@ -272,7 +260,7 @@ class PromptBuilder:
     def _values(
         self, batch: RowBatch, errors: dict[int, RowError]
     ) -> Iterator[tuple[int, str | RowError | Any, Marks | None]]:
-        """The rows without an error, each with the text of the template or what is in the prompt's column."""
+        # The rows without an error, each with the text of the template or what is in the prompt's column.
         columns = [batch.columns[name] for name in self.columns]
         places = [(at, row) for at, row in enumerate(batch.rows.tolist()) if row not in errors]
         if self.template is None:
@@ -297,7 +285,7 @@ class PromptBuilder:
             done = end
 
     def _literal(self, value: Any, *, joined: bool) -> tuple[Any, Marks | None]:
-        """Values of a row in which the tokenizer finds no control token, and what was replaced for that."""
+        # Values of a row in which the tokenizer finds no control token, and what was replaced for that.
         is_ids = self.template is None and isinstance(value, list) and value and not isinstance(value[0], dict)
         if not self.settings.literal or is_ids:
             return value, None
@@ -395,7 +383,7 @@ class PromptBuilder:
         return _labelled(list(prompts.values()), [found[row] for row in prompts], errors)
 
     def _respelled(self, raw: list[RawPrompt], errors: dict[int, RowError]) -> list[RawPrompt]:
-        """The same, with text that can be encoded literally where the data has the text of a control token."""
+        # The same, with text that can be encoded literally where the data has the text of a control token.
         controls = self._encoder.controls
         done = []
         for each in raw:
@@ -408,7 +396,7 @@ class PromptBuilder:
         return done
 
     def _tokens(self, raw: list[RawPrompt]) -> dict[int, Int32Array]:
-        """The token ids of every row, however many ways of encoding they take."""
+        # The token ids of every row, however many ways of encoding they take.
         found = {each.row: each.tokens for each in raw if each.tokens is not None}
         for special in (True, False):
             for literal in (False, True):
@@ -432,7 +420,7 @@ class PromptBuilder:
 def _labelled(
     prompts: Sequence[Prompt], found: Sequence[int | LabelError], errors: dict[int, RowError]
 ) -> list[Prompt]:
-    """The prompts with their label sets; where a label is not one token, an error instead."""
+    # The prompts with their label sets; where a label is not one token, an error instead.
     done = []
     for prompt, index in zip(prompts, found, strict=True):
         if isinstance(index, LabelError):
@@ -444,7 +432,7 @@ def _labelled(
 
 
 def _groups(raw: Iterable[RawPrompt], most: int) -> Iterator[list[RawPrompt]]:
-    """What is tokenised together: about `most` characters at a time, however much a template writes."""
+    # What is tokenised together: about `most` characters at a time, however much a template writes.
     group: list[RawPrompt] = []
     size = 0
     for each in raw:
@@ -519,8 +507,8 @@ class RawPrompt(NamedTuple):
     text: str = ""
     chat: list[Message] | None = None
     tokens: Int32Array | None = None
+    # What stands in the text for other characters; None if the data has no text of a control token.
     marks: Marks | None = None
-    """What stands in the text for other characters; None if the data has no text of a control token."""
 
 
 def not_in_vocabulary(token: int, vocab_size: int) -> RowError:

@@ -42,15 +42,14 @@ class Encoder:
         self.special_ids: frozenset[int] = frozenset(tokenizer.all_special_ids) | frozenset(
             number for number, token in tokenizer.added_tokens_decoder.items() if token.special
         )
+        # Tokens that stand before every text, like BOS.
         self.start_ids: frozenset[int] = frozenset(
             [number for ids in self.encode([""], special=True) for number in ids.tolist()]
             + [number for number in (tokenizer.bos_token_id, tokenizer.cls_token_id) if number is not None]
         )
-        """Tokens that stand before every text, like BOS."""
         self.unknown_id: int | None = tokenizer.unk_token_id
         self.size = len(tokenizer)
-        self.has_offsets = self._backend is not None
-        """Whether it can say where tokens lie in a text."""
+        self.has_offsets = self._backend is not None  # whether it can say where tokens lie in a text
         self.controls = Controls.of(tokenizer)
 
     def bytes_of_tokens(self) -> Int32Array | None:
@@ -103,7 +102,7 @@ class Encoder:
         return found
 
     def _count_closing(self) -> int:
-        """Special tokens that the tokenizer puts after a text."""
+        # Special tokens that the tokenizer puts after a text.
         bare = self.encode(["a"], special=False)[0].tolist()
         whole = self.encode(["a"], special=True)[0].tolist()
         added = len(whole) - len(bare)
@@ -184,7 +183,7 @@ def token_texts(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) -
 
 
 def _fitted(texts: list[str], whole: str) -> list[str]:
-    """`texts`, or where they do not make up `whole` what of it lies nearest to them."""
+    # `texts`, or where they do not make up `whole` what of it lies nearest to them.
     if not texts or "".join(texts) == whole:
         return texts
     fitted, at = [], 0
@@ -338,7 +337,7 @@ class Controls:
         return backend
 
     def _respelled(self, spec: dict[str, Any]) -> dict[str, Any]:
-        """The tokenizer's JSON with other texts for its control tokens, which no merge produces."""
+        # The tokenizer's JSON with other texts for its control tokens, which no merge produces.
         names = {token.content: _spelling(number) for number, token in self._tokens.items()}
         for token in spec["added_tokens"]:
             token["content"] = names.get(token["content"], token["content"])
@@ -356,7 +355,7 @@ class Controls:
         return spec
 
     def _find(self, text: str) -> list[tuple[int, int, int]]:
-        """The control tokens that the tokenizer finds in `text`: where they start and stop, and their ids."""
+        # The control tokens that the tokenizer finds in `text`: where they start and stop, and their ids.
         encoding = self._backend.encode(_printable(text), add_special_tokens=False)
         found = []
         for number, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
@@ -371,7 +370,7 @@ class Controls:
         return found
 
     def _open_ends(self, text: str) -> Iterator[int]:
-        """Where the end of `text` begins like a control token."""
+        # Where the end of `text` begins like a control token.
         for at in range(max(len(text) - self._longest_start, 0), len(text)):
             if text[at:] in self._starts:
                 yield at
@@ -401,7 +400,7 @@ def not_literal(error: NotLiteral) -> RowError:
 
 
 def _is_control(token: Any, special: bool) -> bool:
-    """Not the words and runs of spaces that were added to a vocabulary, nor its byte tokens."""
+    # Not the words and runs of spaces that were added to a vocabulary, nor its byte tokens.
     if special or token.special:
         return not _BYTE.fullmatch(token.content)
     name = token.content.replace("▁", " ")
@@ -420,12 +419,12 @@ def _spelling(number: int) -> str:
 
 
 def _printable(text: str) -> str:
-    """Half surrogate pairs, which the library does not take, replaced one by one."""
+    # Half surrogate pairs, which the library does not take, replaced one by one.
     return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
 
 
 def _in_html(character: str) -> str:
-    """A character as Jinja's `tojson` writes it."""
+    # A character as Jinja's `tojson` writes it.
     if character in "<>&'":
         return f"\\u{ord(character):04x}"
     return json.dumps(character)[1:-1]

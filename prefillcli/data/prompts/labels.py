@@ -13,8 +13,7 @@ from prefillcli.data.rows import ErrorCode, Window
 from prefillcli.errors import UsageError
 from prefillcli.stats.probabilities import Measure
 
-LabelSet = tuple[tuple[int, ...], ...]
-"""Token ids of every label's variants."""
+LabelSet = tuple[tuple[int, ...], ...]  # token ids of every label's variants
 
 _TAIL_CHARS = 32
 _MIN_TAIL_CHARS = 6
@@ -69,7 +68,7 @@ def label_of(answer: str | int | float | bool | None, labels: Sequence[Label]) -
 
 
 def _named(answer: str | int | float | bool | None, labels: Sequence[Label]) -> int | None:
-    """The number of the label of which this is the name or a spelling; true and 1, false and 0 are the same."""
+    # The number of the label of which this is the name or a spelling; true and 1, false and 0 are the same.
     if answer is None:
         return None
     texts = [str(int(answer) if isinstance(answer, float) and answer.is_integer() else answer).strip()]
@@ -96,7 +95,7 @@ def _parse_label(item: str) -> Label:
 
 
 def _split(text: str, mark: str, most: int = 0) -> list[str]:
-    """`text` at every `mark` that is not escaped; escapes stay in the parts."""
+    # `text` at every `mark` that is not escaped; escapes stay in the parts.
     parts = [""]
     for piece in re.findall(r"\\.|.|\\$", text, re.DOTALL):
         if piece == mark and not (most and len(parts) > most):
@@ -126,14 +125,12 @@ def tail_of(text: str) -> str:
 class Labels:
     """Finds the tokens of the labels after any prompt; equal sets of tokens are stored once. Threads may share it."""
 
-    measure = Measure.SHARES
-    """What an engine's numbers for the labels are."""
+    measure = Measure.SHARES  # what an engine's numbers for the labels are
 
     def __init__(self, tokenizer: Any, labels: Sequence[Label]) -> None:
         self.labels = tuple(labels)
         self.names: tuple[str, ...] = tuple(label.name for label in labels)
-        self.sets: list[LabelSet] = []
-        """Grows as prompts are seen; `Prompt.labels` points into it."""
+        self.sets: list[LabelSet] = []  # grows as prompts are seen; `Prompt.labels` points into it
         self._encoder = Encoder(tokenizer)
         self._index: dict[LabelSet, int] = {}
         self._memo: OrderedDict[tuple[str, bool], int | LabelError] = OrderedDict()
@@ -182,7 +179,7 @@ class Labels:
         return result
 
     def _resolve_new(self, tails: Sequence[str], literal: bool) -> list[int | LabelError]:
-        """Tokenise every tail alone and before every spelling, all in one batch."""
+        # Tokenise every tail alone and before every spelling, all in one batch.
         controls = self._encoder.controls
         spellings = [s for label in self.labels for s in label.variants or (f" {label.name}", label.name)]
         ends = ["", *(controls.respell(spelling) if literal else spelling for spelling in spellings)]
@@ -199,7 +196,7 @@ class Labels:
         return found
 
     def _following(self, base: list[int], whole: list[int], spelling: str) -> list[int]:
-        """The tokens of `spelling` after the tokens `base`, where `whole` are those of the joined text."""
+        # The tokens of `spelling` after the tokens `base`, where `whole` are those of the joined text.
         if whole[: len(base)] == base:
             return whole[len(base) :]
         if spelling not in self._alone:  # the end of the prompt and the word become one token
@@ -207,7 +204,7 @@ class Labels:
         return self._alone[spelling]
 
     def _standing_alone(self, spelling: str) -> list[int]:
-        """The tokens of a word that nothing before it is glued to."""
+        # The tokens of a word that nothing before it is glued to.
         ids = iter(self._encode([text for mark in _BREAKS for text in (mark, mark + spelling)]))
         candidates = []
         for base, whole in zip(ids, ids, strict=True):
@@ -216,7 +213,6 @@ class Labels:
         return min(candidates, key=len, default=[])
 
     def _choose(self, tail: str, base: list[int], follow: dict[str, list[int]]) -> LabelSet:
-        """The tokens of every label after `tail`. Raises LabelError."""
         bare = tail[-1:].isspace() or not base or base[-1] in self._encoder.special_ids
         chosen: list[tuple[int, ...]] = []
         owner: dict[int, str] = {}

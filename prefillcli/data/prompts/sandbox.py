@@ -46,11 +46,9 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-MAX_STEPS = 1_000_000
-"""Loop steps of one rendering; a call costs ten."""
+MAX_STEPS = 1_000_000  # loop steps of one rendering; a call costs ten
 _CALL_STEPS = 10
-MAX_CHARS = 64 << 20
-"""Characters of any text a template makes."""
+MAX_CHARS = 64 << 20  # characters of any text a template makes
 _MAX_TOTAL_CHARS = 4 * MAX_CHARS  # of all texts that operators and filters make in one rendering
 
 _SMALL = 10_000  # numbers and texts that set a width, an indent or a fill
@@ -155,7 +153,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             raise LimitError(f"more than {MAX_STEPS:,} loop steps and calls")
 
     def _make(self, chars: int) -> None:
-        """Allow for a text of `chars` characters, before it is made."""
+        # Allow for a text of `chars` characters, before it is made.
         self._chars += _bounded(chars)
         if self._chars > _MAX_TOTAL_CHARS:
             raise LimitError(f"texts of more than {_MAX_TOTAL_CHARS:,} characters in all")
@@ -195,7 +193,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _with_sane_numbers(tokens: Iterator[Token], name: str | None) -> Iterator[Token]:
-    """The tokens. Raises TemplateSyntaxError for a number that is too large, or has more digits than Python reads."""
+    # The tokens. Raises TemplateSyntaxError for a number that is too large, or has more digits than Python reads.
     line = 1
     try:
         for token in tokens:
@@ -237,7 +235,7 @@ class _Counted:
 
 
 def _printable(value: Any) -> Any:
-    """What `{{ value }}` prints. A null would become the word None in the prompt, so it is an error."""
+    # What `{{ value }}` prints. A null would become the word None in the prompt, so it is an error.
     if value is None:
         raise TemplateRuntimeError("a null value is printed; write {{ column or '' }} if it may be null")
     numbers = getattr(value, "tolist", None)  # numpy's arrays have it; numpy itself takes long to import
@@ -251,7 +249,7 @@ def _bounded(size: int) -> int:
 
 
 def _result_size(operator: str, left: Any, right: Any) -> int:
-    """Characters or elements of `left operator right`. Raises LimitError for a huge number."""
+    # Characters or elements of `left operator right`. Raises LimitError for a huge number.
     bits = 0
     if operator == "+" and isinstance(left, Sequence) and isinstance(right, Sequence):
         return len(left) + len(right)
@@ -415,7 +413,7 @@ def _short(error: Exception) -> str:
 
 
 def _read(stream: BinaryIO) -> bytes:
-    """What was sent with its length before it; nothing at the end."""
+    # What was sent with its length before it; nothing at the end.
     return stream.read(int.from_bytes(stream.read(8), "big"))
 
 
@@ -433,7 +431,7 @@ class _Processor:
         self._renewed = -1
 
     def renew(self) -> None:
-        """A row begins. The kernel's limit is of the whole process, in seconds."""
+        # A row begins. The kernel's limit is of the whole process, in seconds.
         used = int(time.process_time())
         if used > self._renewed:
             _limit(resource.RLIMIT_CPU, used + 1 + self._seconds)
@@ -446,7 +444,7 @@ def _limit(what: int, value: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Be killed when the parent dies, even while a row is rendered; elsewhere than on Linux the limits see to it."""
+    # Be killed when the parent dies, even while a row is rendered; elsewhere than on Linux the limits see to it.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:

@@ -31,8 +31,8 @@ from prefillcli.data.rows import ErrorCode, RowError
 from prefillcli.errors import ResourceError, UsageError, brief, did_you_mean
 from prefillcli.runtime.memory import resident_memory_of
 
+# Whether this system enforces a limit of a process's address space.
 KERNEL_LIMITS_MEMORY = sys.platform == "linux"
-"""Whether this system enforces a limit of a process's address space."""
 
 _TICK = 0.25  # seconds between two looks at a process that says nothing
 _AHEAD = 1 << 20  # bytes of rows that wait to be sent, or one row
@@ -46,14 +46,11 @@ _ENVIRONMENT = ("PATH", "TZ", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "DYLD_LIBRARY
 class RenderLimits:
     """What rendering one row, or compiling the template, may take."""
 
+    # Processor time, give or take a second. Far more than a prompt needs: slow machines fail the same rows.
     cpu_seconds: int = 10
-    """Processor time, give or take a second. Far more than a prompt needs: slow machines fail the same rows."""
-    wall_seconds: float = 120.0
-    """Time on the clock."""
-    memory_bytes: int = 2 << 30
-    """Memory of the process, the interpreter included."""
-    text_bytes: int = 256 << 20
-    """Length of the text in UTF-8."""
+    wall_seconds: float = 120.0  # time on the clock
+    memory_bytes: int = 2 << 30  # memory of the process, the interpreter included
+    text_bytes: int = 256 << 20  # length of the text in UTF-8
 
 
 class RendererClosed(Exception):
@@ -77,8 +74,7 @@ class Renderer:
         self._rendering = threading.Lock()
         self._worker: _Worker | None = None
         self._end = weakref.finalize(self, lambda: None)
-        self.columns = tuple(self._started()[1])
-        """Variables that the template needs."""
+        self.columns = tuple(self._started()[1])  # variables that the template needs
 
     def render(self, rows: Sequence[Any], most: int | None = None) -> list[str | RowError]:
         """The text of each row, or why there is none. A row is what the template takes: its variables, or messages.
@@ -127,7 +123,7 @@ class Renderer:
         return done
 
     def _started(self) -> tuple[_Worker, list[str]]:
-        """A new process with the template compiled, and the variables that it needs."""
+        # A new process with the template compiled, and the variables that it needs.
         if self._closed:
             raise RendererClosed
         name = self._spec["name"]
@@ -199,7 +195,7 @@ class _Worker:
         self._poll.register(self._out.fileno(), select.POLLIN)
 
     def render(self, rows: Sequence[bytes | _Failure]) -> Iterator[str | _Failure]:
-        """What becomes of each row. Raises _ProcessEnded when the process ends before it has answered."""
+        # What becomes of each row. Raises _ProcessEnded when the process ends before it has answered.
         coming = (row for row in rows if isinstance(row, bytes))
         for row in rows:
             if isinstance(row, _Failure):
@@ -214,24 +210,23 @@ class _Worker:
             yield text if kind == b"T" else _Failure(text)
 
     def send(self, content: bytes) -> None:
-        """Put bytes on the way; they are written while answers are waited for."""
+        # Put bytes on the way; they are written while answers are waited for.
         self._unsent += len(content).to_bytes(8, "big")
         self._unsent += content
 
     def receive(self, kind: bytes) -> bytes:
-        """The next message, which is of this kind. Raises _ProcessEnded."""
         found, content = self._message(_START_SECONDS)
         if found != kind:
             raise _ProcessEnded(f"took more than {_size(self._limits.memory_bytes)} of memory", certain=True)
         return content
 
     def kill(self) -> None:
-        """End the process and wait until it is gone; any thread may call this."""
+        # End the process and wait until it is gone; any thread may call this.
         self._process.kill()
         self._process.wait()
 
     def end(self) -> None:
-        """`kill`, and close the pipes: only when no thread waits for a message."""
+        # `kill`, and close the pipes: only when no thread waits for a message.
         self.kill()
         self._in.close()
         self._out.close()
@@ -254,7 +249,7 @@ class _Worker:
                 raise _ProcessEnded(f"took more than {seconds:g} s", certain=False)
 
     def _exchange(self) -> None:
-        """Wait a moment to write some of what is unsent, or to read. Raises _ProcessEnded."""
+        # Wait a moment to write some of what is unsent, or to read. Raises _ProcessEnded.
         if self._unsent:
             self._poll.register(self._in.fileno(), select.POLLOUT)
         events = dict(self._poll.poll(_TICK * 1000))

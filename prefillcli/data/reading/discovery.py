@@ -31,8 +31,8 @@ class Partitions:
 
     schema: pa.Schema
     values: tuple[dict[str, Any], ...]
+    # Of every file, those of its folders that name a key: `date=2026-01-01/hour=7`.
     folders: tuple[str, ...] = ()
-    """Of every file, those of its folders that name a key: `date=2026-01-01/hour=7`."""
 
     @classmethod
     def of(cls, paths: Iterable[str]) -> Partitions:
@@ -96,8 +96,8 @@ KINDS: dict[str, Kind] = {
     ".json": "jsonl",
 }
 ENDINGS = ".parquet, .pq, .jsonl, .ndjson or .json (the last three also with .gz or .zst)"
+# Endings of what a run writes beside its output; never taken from a directory or a glob.
 _REPORTS = (".run.json", ".run.html", ".dry-run.json", ".prom")
-"""Endings of what a run writes beside its output; never taken from a directory or a glob."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,6 @@ def _would_take(filesystem: Any, root: str, name: str) -> bool:
 
 
 def _glob_root(pattern: str) -> str:
-    """The folder in which a glob looks."""
     return pattern[: min((pattern.index(mark) for mark in "*?[" if mark in pattern), default=None)].rpartition("/")[0]
 
 
@@ -211,7 +210,7 @@ def _glob(filesystem: Any, inner: str, shown: str) -> tuple[list[InputFile], lis
 
 
 def _walk_local(root: str) -> Iterator[str]:
-    """Files below `root`, through symbolic links, each folder once."""
+    # Files below `root`, through symbolic links, each folder once.
     seen: set[str] = set()
 
     def fail(error: OSError) -> None:
@@ -268,7 +267,7 @@ def _is_csv(name: str) -> bool:
 
 
 def _convert(shown: str) -> str:
-    """What to do with a CSV file: every value stays text, whatever quotes and line breaks it has."""
+    # What to do with a CSV file: every value stays text, whatever quotes and line breaks it has.
     stem, ending = os.path.splitext(shown)
     tab = ", delimiter=chr(9)" if ending.lower() == ".tsv" else ""
     code = (

@@ -40,8 +40,7 @@ class JsonlInput:
     """One JSON Lines file, plain, gzip or zstd."""
 
     def __init__(self, found: InputFile) -> None:
-        self.max_row_bytes = MAX_ROW_BYTES
-        """Longer lines are not read into memory."""
+        self.max_row_bytes = MAX_ROW_BYTES  # longer lines are not read into memory
         self._found = found
 
     def lines(self) -> Iterator[bytes | RowError]:
@@ -83,11 +82,8 @@ class JsonlInput:
 
 
 def _skip_blank_lines(file: io.BufferedReader) -> None:
-    """Read on to the first line that is not blank, or to one that does not end in the buffer.
-
-    A buffer at a time: one line at a time, those that a small compressed file holds would take hours. Raises
-    OSError where they do not end.
-    """
+    # Read on to the first line that is not blank, or to one that does not end in the buffer. A buffer at a time: one
+    # line at a time, those that a small compressed file holds would take hours. Raises OSError where they do not end.
     skipped = 0
     while ahead := file.peek():
         blank = ahead.rfind(b"\n", 0, len(ahead) - len(ahead.lstrip())) + 1
@@ -100,7 +96,7 @@ def _skip_blank_lines(file: io.BufferedReader) -> None:
 
 
 def _skip_long_line(file: io.BufferedReader, start: bytes, most: int) -> RowError | None:
-    """Read a line that begins with `start` to its end without keeping it; None if it is blank after all."""
+    # Read a line that begins with `start` to its end without keeping it; None if it is blank after all.
     blank, size, piece = start.isspace(), len(start), start
     while not piece.endswith(b"\n") and (piece := file.readline(_BLOCK)):
         blank, size = blank and piece.isspace(), size + len(piece)
@@ -149,10 +145,9 @@ class BatchMaker:
         self._optional = frozenset(optional)
         self._carried = tuple(carried)
         self._selection = selection
-        self.row = 0
-        """Number of the next line."""
+        self.row = 0  # number of the next line
+        # Columns with the same value on all of the next lines, whatever the lines say.
         self.constants: dict[str, Any] = {}
-        """Columns with the same value on all of the next lines, whatever the lines say."""
         self._clear()
 
     def _clear(self) -> None:
@@ -277,7 +272,6 @@ class JsonlFiles:
         yield from maker.rest()
 
     def _peek(self) -> tuple[tuple[str, ...], int]:
-        """Columns on the first lines, and the number of lines looked at."""
         names: dict[str, None] = {}
         seen = size = 0
         wrong: RowError | None = None

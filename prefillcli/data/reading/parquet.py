@@ -42,8 +42,7 @@ class Footer:
     """What is left of a footer when it was checked."""
 
     rows: int
-    wrong: dict[str, str]
-    """By the path of a column what is wrong with its chunks; other columns can be read."""
+    wrong: dict[str, str]  # by the path of a column what is wrong with its chunks; other columns can be read
 
     @classmethod
     def check(cls, metadata: pq.FileMetaData, size: int) -> Footer:
@@ -78,7 +77,7 @@ def chunk_range(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
 
 
 def _wrong_chunks(metadata: pq.FileMetaData, size: int) -> Iterator[tuple[str, str]]:
-    """Paths of columns, and what is wrong with a chunk of each."""
+    # Paths of columns, and what is wrong with a chunk of each.
     schema = metadata.schema
     columns = [schema.column(number) for number in range(metadata.num_columns)]
     paths, nested = [each.path for each in columns], [each.max_repetition_level > 0 for each in columns]
@@ -104,11 +103,9 @@ def _wrong_chunks(metadata: pq.FileMetaData, size: int) -> Iterator[tuple[str, s
 
 
 def _refused(metadata: pq.FileMetaData, size: int, columns: int) -> Iterator[dict[int, str]]:
-    """For each row group the numbers of columns whose chunks Arrow does not take, and why.
-
-    Asking pyarrow for such a chunk ends the process: `RowGroupMetaData.column` lets no C++ exception through. But
-    making its reader raises, and a reader with a buffer reads nothing before the readers of all columns are made.
-    """
+    # For each row group the numbers of columns whose chunks Arrow does not take, and why. Asking pyarrow for such a
+    # chunk ends the process: `RowGroupMetaData.column` lets no C++ exception through. But making its reader raises,
+    # and a reader with a buffer reads nothing before the readers of all columns are made.
     source = pa.PythonFile(_Unread(size), mode="r")
     reader = pq.ParquetFile(source, metadata=metadata, pre_buffer=False, buffer_size=_TAIL_BYTES).reader
 
@@ -165,12 +162,9 @@ class Page(NamedTuple):
     """A page as its header describes it."""
 
     kind: int
-    size: int
-    """Bytes, uncompressed."""
-    values: int
-    """Values, nulls included; in a column without lists the rows."""
-    stores_once: bool
-    """Whether it may store a value once that is read many times."""
+    size: int  # bytes, uncompressed
+    values: int  # values, nulls included; in a column without lists the rows
+    stores_once: bool  # whether it may store a value once that is read many times
 
 
 def read_pages(file: BinaryIO, chunk: Any) -> list[Page]:
@@ -192,7 +186,7 @@ def read_pages(file: BinaryIO, chunk: Any) -> list[Page]:
 
 
 def _page_at(file: BinaryIO, offset: int) -> tuple[Page, int] | None:
-    """The page whose header is at `offset`, and where the next one begins."""
+    # The page whose header is at `offset`, and where the next one begins.
     length = _READ_BYTES
     while length <= _MAX_HEADER_BYTES:
         file.seek(offset)
@@ -220,11 +214,8 @@ def _page_at(file: BinaryIO, offset: int) -> tuple[Page, int] | None:
 
 
 def _value(data: bytes, at: int, kind: int) -> tuple[Any, int]:
-    """A value of one of Thrift's compact types, and where it ends; of a struct, its fields by number.
-
-    Texts and lists are passed over: no size is in them. Raises IndexError at the end of `data`, KeyError for an
-    unknown type.
-    """
+    # A value of one of Thrift's compact types, and where it ends; of a struct, its fields by number. Texts and lists
+    # are passed over: no size is in them. Raises IndexError at the end of `data`, KeyError for an unknown type.
     if kind in (1, 2):  # a boolean field is its type
         return kind == 1, at
     if kind == 3:
@@ -292,8 +283,7 @@ class ParquetInput:
     """One Parquet file: its footer now, its rows when asked for."""
 
     def __init__(self, found: InputFile) -> None:
-        self.max_row_bytes = MAX_ROW_BYTES
-        """Longer rows become error rows."""
+        self.max_row_bytes = MAX_ROW_BYTES  # longer rows become error rows
         self.found = found
         with reading(found.path), _open_parquet(found) as file:
             self.schema: pa.Schema = file.schema_arrow
@@ -339,34 +329,31 @@ class _Chunk(NamedTuple):
     """A column chunk of a row group: of a column, or of a part of a nested one."""
 
     name: str
-    nested: bool
-    """Whether it is part of a list, so that a row may have any number of values."""
+    nested: bool  # whether it is part of a list, so that a row may have any number of values
     values: int
     pages: list[Page]
 
     @property
     def size(self) -> int:
-        """Bytes of all pages, uncompressed."""
+        # Bytes of all pages, uncompressed.
         return sum(page.size for page in self.pages)
 
     @property
     def largest_value(self) -> float:
-        """Bytes of the largest values: the mean of a page, or all that a page has which stores a value once."""
+        # Bytes of the largest values: the mean of a page, or all that a page has which stores a value once.
         return max(
             (page.size if page.stores_once else page.size / max(page.values, 1) for page in self.pages), default=0
         )
 
     @property
     def repeats(self) -> bool:
-        """Whether a text column is stored as few texts that repeat, and so can be read as a dictionary.
-
-        Arrow collects the dictionary over the whole row group, which for texts that differ would fill the memory.
-        """
+        # Whether a text column is stored as few texts that repeat, and so can be read as a dictionary. Arrow collects
+        # the dictionary over the whole row group, which for texts that differ would fill the memory.
         dictionary = any(page.kind == DICTIONARY for page in self.pages)
         return dictionary and self.size <= _DICTIONARY_BYTES + _INDEX_BYTES * self.values
 
     def most_at_once(self, rows: int) -> int:
-        """Bytes that are in memory together, whatever is read of a chunk of `rows` rows."""
+        # Bytes that are in memory together, whatever is read of a chunk of `rows` rows.
         most = max((page.size for page in self.pages), default=0)
         if self.nested:
             # Numbers that repeat take next to no space in a page: their count says what becomes of it.
@@ -391,7 +378,7 @@ class _GroupReader:
         self._files: dict[tuple[str, ...], pq.ParquetFile] = {}
 
     def read(self, number: int) -> tuple[Iterator[pa.RecordBatch], RowError | None]:
-        """The rows of a group, a bounded number of bytes at a time; or nulls, and why they are not read."""
+        # The rows of a group, a bounded number of bytes at a time; or nulls, and why they are not read.
         rows = self._metadata.row_group(number).num_rows
         with reading(self._found.path):
             chunks = self._chunks(number)
@@ -412,11 +399,9 @@ class _GroupReader:
         return self._pieces(self._files[repeated], number, at_once), None
 
     def _chunks(self, number: int) -> list[_Chunk]:
-        """The chunks of the needed columns, which `Footer.require` has let pass, by the headers of all their pages.
-
-        Raises OSError where the pages of a column have more or fewer values than the footer says. If no column is
-        needed, the pages of one are looked at all the same: they say how many rows there are.
-        """
+        # The chunks of the needed columns, which `Footer.require` has let pass, by the headers of all their pages.
+        # Raises OSError where the pages of a column have more or fewer values than the footer says. If no column is
+        # needed, the pages of one are looked at all the same: they say how many rows there are.
         group, schema = self._metadata.row_group(number), self._metadata.schema
         columns = [schema.column(at) for at in range(group.num_columns)]
         chunks = []
@@ -465,7 +450,7 @@ class _GroupReader:
 
 
 def _require_indices(piece: pa.RecordBatch) -> None:
-    """Raise OSError for a dictionary column with indices beyond its dictionary, which Arrow reads unseen."""
+    # Raise OSError for a dictionary column with indices beyond its dictionary, which Arrow reads unseen.
     for name, column in zip(piece.schema.names, piece.columns, strict=True):
         if pa.types.is_dictionary(column.type):
             ends = pc.min_max(column.indices).as_py()
@@ -474,7 +459,7 @@ def _require_indices(piece: pa.RecordBatch) -> None:
 
 
 def _open_parquet(found: InputFile, metadata: pq.FileMetaData | None = None, **options: Any) -> pq.ParquetFile:
-    """A file for its rows, or without `metadata` for its footer alone."""
+    # A file for its rows, or without `metadata` for its footer alone.
     source: Any = found.inner
     if not found.local:
         blocks = {"block_size": _HEADER_BUFFER} if metadata is None else _BLOCKS
@@ -553,7 +538,7 @@ class ParquetFiles:
             start += file.rows
 
     def _common_field(self, name: str) -> pa.Field:
-        """The type of a carried column that holds its values in every file."""
+        # The type of a carried column that holds its values in every file.
         kinds = [plain_type(file.schema.field(name).type) for file in self._readers]
         if all(kind == kinds[0] for kind in kinds):
             return pa.field(name, kinds[0])
@@ -569,7 +554,6 @@ class ParquetFiles:
 
 
 def _add_partition(batch: RowBatch, values: dict[str, object], choice: ColumnChoice) -> None:
-    """Add the columns that the folders of the batch's file name."""
     rows = len(batch.rows)
     for name, value in values.items():
         if name in choice.columns_and_optional:

@@ -15,10 +15,8 @@ from prefillcli.data.rows import MAX_ROW_BYTES, ErrorCode, Int64Array, RowBatch,
 from prefillcli.data.values import plain_column, python_values, row_bytes
 from prefillcli.errors import UsageError
 
-BATCH_ROWS = 2048
-"""Rows of a batch, at most."""
-BATCH_BYTES = 8 << 20
-"""Bytes of a batch, about."""
+BATCH_ROWS = 2048  # rows of a batch, at most
+BATCH_BYTES = 8 << 20  # bytes of a batch, about
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +24,7 @@ class Selection:
     """Row numbers below `limit`, and of those only `chosen`, if given."""
 
     limit: int | None = None
-    chosen: Int64Array | None = None
-    """Ascending row numbers."""
+    chosen: Int64Array | None = None  # ascending row numbers
 
     @classmethod
     def draw(cls, sample: int, total: int, seed: int) -> Selection:
@@ -77,12 +74,9 @@ class Sampling:
 class ColumnChoice:
     """The columns that are read."""
 
-    columns: tuple[str, ...]
-    """Those that the prompt needs."""
-    optional: tuple[str, ...]
-    """Those that are read where they are there: on some lines, in some files."""
-    carried: pa.Schema
-    """Id and kept columns; from JSON Lines every one is a string that holds JSON."""
+    columns: tuple[str, ...]  # those that the prompt needs
+    optional: tuple[str, ...]  # those that are read where they are there: on some lines, in some files
+    carried: pa.Schema  # id and kept columns; from JSON Lines every one is a string that holds JSON
 
     @property
     def columns_and_optional(self) -> tuple[str, ...]:
@@ -101,7 +95,7 @@ def require_columns(names: Sequence[str], available: Sequence[str], where: str, 
 
 
 def _listed(name: str) -> str:
-    """A name among others: names in the data may have line breaks, and be as long as a row."""
+    # A name among others: names in the data may have line breaks, and be as long as a row.
     return name if name.isprintable() and 0 < len(name) <= 60 else repr(name[:60])
 
 
@@ -145,7 +139,7 @@ def row_batches(
 
 
 def _without_large(piece: pa.RecordBatch, max_row_bytes: int) -> tuple[pa.RecordBatch, Int64Array, dict[int, int]]:
-    """The rows, without the long values of rows that are too large; the sizes of all rows; those of the large ones."""
+    # The rows, without the long values of rows that are too large; the sizes of all rows; those of the large ones.
     by_column = [row_bytes(column) for column in piece.columns]
     sizes = sum(by_column, np.zeros(piece.num_rows, np.int64))
     large = np.flatnonzero(sizes > max_row_bytes)
@@ -162,7 +156,6 @@ def _without_large(piece: pa.RecordBatch, max_row_bytes: int) -> tuple[pa.Record
 
 
 def _with_nulls(column: pa.Array, left_out: npt.NDArray[np.bool_]) -> pa.Array:
-    """The column with nulls in the place of some values."""
     try:
         return column.take(pa.array(np.arange(len(column)), mask=left_out))
     except pa.ArrowNotImplementedError:  # texts of a view type inside lists and maps
@@ -250,7 +243,7 @@ class TableRows:
 
 
 def _plain(value: Any) -> Any:
-    """Tensors, as Ray Data has them, that are not a row of integers come as lists, to be told from token ids."""
+    # Tensors, as Ray Data has them, that are not a row of integers come as lists, to be told from token ids.
     if isinstance(value, np.ndarray) and (value.ndim != 1 or value.dtype.kind not in "iu"):
         return value.tolist()
     return value

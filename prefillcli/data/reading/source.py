@@ -28,25 +28,23 @@ class Source:
     def __init__(self, inputs: Sequence[str], sampling: Sampling) -> None:
         found, left_out = discover(inputs)
         self.kind = found[0].kind
+        # Files in the given directories that were not read for their ending; worth a warning.
         self.left_out = tuple(left_out)
-        """Files in the given directories that were not read for their ending; worth a warning."""
         self._choice = ColumnChoice((), (), pa.schema([]))
-        self.seconds = 0.0
-        """Time spent reading so far."""
+        self.seconds = 0.0  # time spent reading so far
         self._found = tuple(found)
         self._sampling = sampling
         self._inputs = tuple(inputs)
         self._contents = FileContents(found, "input", lambda: [file.path for file in discover(inputs)[0]])
-        self.partitions = Partitions.of(file.below for file in found)
-        """What the names of folders hold."""
+        self.partitions = Partitions.of(file.below for file in found)  # what the names of folders hold
         self._files: ParquetFiles | JsonlFiles
         if self.kind == "parquet":
             self._files = files = ParquetFiles(found, self.partitions)
             files.refuse_outputs(self._inputs)
         else:
             self._files = JsonlFiles(found, self.partitions)
+        # Column names: of the first Parquet file, or on the first lines of JSON Lines, and of the folders.
         self.available: tuple[str, ...] = tuple(dict.fromkeys([*self._files.available, *self.partition_keys]))
-        """Column names: of the first Parquet file, or on the first lines of JSON Lines, and of the folders."""
 
     @classmethod
     def open(

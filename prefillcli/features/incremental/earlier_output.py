@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from pydantic import BaseModel
 
 from prefillcli.data.filesystems import reading, writing
-from prefillcli.data.output.columns import OutputSchema, result_schema
+from prefillcli.data.output.columns import OutputSchema
 from prefillcli.data.output.counts import DIGEST, ROW
 from prefillcli.data.output.parts import NAME, TYPE, DigestReader
 from prefillcli.data.output.sink import Sink
@@ -110,7 +110,7 @@ class EarlierOutput:
         PrefillError if it cannot be read.
         """
         self._found = found
-        self._names = result_schema(schema.labels, schema.groups, schema.measure)
+        self._names = schema.results
         where = folder or tempfile.gettempdir()
         with writing(where):
             self._file: IO[bytes] = tempfile.TemporaryFile(dir=where)  # noqa: SIM115 - `close` does
