@@ -23,7 +23,7 @@ from benchmarks.simulated_crew import SimulatedCrew
 from prefillcli.data.rows import Int32Array, Prompt, Window
 from prefillcli.data.windows import MAX_ROWS
 from prefillcli.jobs.loop import ScoringLoop
-from prefillcli.jobs.recorder import LabelMassCheck, Recorder
+from prefillcli.jobs.recorder import Recorder
 from prefillcli.jobs.runners.parallel import PACK_SHARE
 from prefillcli.jobs.runners.pool import Pool, WorkerSpec
 from prefillcli.jobs.window_scoring import ScoringOptions
@@ -34,7 +34,6 @@ from prefillcli.plan.blocks import BLOCK_TOKENS
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan
 from prefillcli.runtime.clock import Clock
-from prefillcli.runtime.progress import Progress
 from prefillcli.runtime.signals import Stop
 
 _VOCABULARY = 32_000
@@ -108,7 +107,7 @@ class Balance:
 def share_out(rows: int, workers: int, pack_tokens: int, workload: str) -> Balance:
     """Plan and dispatch a job of so many rows to simulated workers."""
     crew = SimulatedCrew(workers, limits=Limits(PACK_TOKENS["cuda"], 1 << 30, held_tokens=1 << 20))
-    settings = load_settings(ScoreSettings, {"inputs": ["rows.parquet"]}, environment={})
+    settings = load_settings(ScoreSettings, {"inputs": ["rows.parquet"], "quiet": True}, environment={})
     clock, sink, labels = Clock(), _NoSink(), _NoLabels()
     with Stop() as stop:
         pool = Pool(
@@ -116,11 +115,7 @@ def share_out(rows: int, workers: int, pack_tokens: int, workload: str) -> Balan
             cost=_tokens, stop=stop,
         )  # fmt: skip
         pool.begin(plans=True, pack_tokens=pack_tokens)
-        recorder = Recorder(
-            sink, clock, Progress(rows, interval=60, quiet=True), stop,  # type: ignore[arg-type]
-            temperature=1.0, label_mass=LabelMassCheck(labels),  # type: ignore[arg-type]
-            unchanged=lambda rows: None, flush_seconds=15.0,
-        )  # fmt: skip
+        recorder = Recorder(sink, clock, stop, settings, labels, unchanged=lambda rows: None)  # type: ignore[arg-type]
         options = ScoringOptions(labels, "prefix-tree", BLOCK_TOKENS)  # type: ignore[arg-type]
         scoring = ScoringLoop(pool, None, options, recorder)
         scoring.score(_windows(rows, workload), lambda: True)

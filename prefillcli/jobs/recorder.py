@@ -5,17 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from prefillcli.data.output.columns import Probabilities
 from prefillcli.data.output.sink import Sink
+from prefillcli.data.output.store import Heartbeat
 from prefillcli.data.prompts.labels import ClassLabels, Labels
-from prefillcli.data.rows import Int64Array, RowError, ScoredRow, Window
+from prefillcli.data.rows import Int64Array, ScoredRow, Window
 from prefillcli.errors import Interrupted, ResourceError
 from prefillcli.jobs.window_scoring import Finished
+from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Pack
 from prefillcli.plan.plan import Plan
@@ -137,16 +139,6 @@ class LabelMassCheck:
             )
 
 
-@dataclass(slots=True)
-class _Unwritten:
-    """What is finished of a window, but not yet written."""
-
-    window: Window
-    rows: list[ScoredRow] = field(default_factory=list)
-    errors: dict[int, RowError] = field(default_factory=dict)
-    carried: tuple[CarriedBlock, ...] | None = None
-
-
 class Recorder:
     """Writes finished rows, and counts what they took. It is the `Receiver` of the windows of a job.
 
@@ -159,14 +151,14 @@ class Recorder:
         self,
         sink: Sink,
         clock: Clock,
-        progress: Progress,
         stop: Stop,
+        settings: ScoreSettings,
+        labels: Labels,
         *,
-        temperature: float,
-        label_mass: LabelMassCheck,
         unchanged: Callable[[Int64Array], None],
+        rows: int | None = None,
         forecast: RemainingTime | None = None,
-        flush_seconds: float,
+        flush_seconds: float = 15.0,
     ) -> None:
         self.tokens = Tokens()
         self.packs = 0
@@ -174,16 +166,34 @@ class Recorder:
         """What makes the calibrated probabilities of rows; set before the first one is taken."""
         self._sink = sink
         self._clock = clock
-        self._progress = progress
         self._stop = stop
-        self._temperature = temperature
-        self._label_mass = label_mass
+        self._temperature = settings.temperature
+        self._label_mass = LabelMassCheck(labels)
         self._unchanged = unchanged
         self._forecast = forecast
+        self._progress = Progress(
+            rows,
+            interval=settings.progress_interval,
+            quiet=settings.quiet,
+            seconds_left=(lambda: None) if forecast is None else forecast.seconds_left,
+        )
         self._flush_seconds = flush_seconds
         self._drafted = 0.0  # seconds of the draft that the forecast knows of
-        self._open: dict[int, _Unwritten] = {}  # by the window's index
+        self._open: dict[int, tuple[Window, Finished]] = {}  # what is finished and not written, by the window's index
         self._flushed = time.monotonic()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, progress is shown, and other processes are told that this one is alive."""
+        with self._progress, Heartbeat(self._sink.work, self._progress.pace):
+            self._skip(self._sink.counts.total)
+            yield
+
+    def _skip(self, rows: int) -> None:
+        """Rows are there that this run does not compute."""
+        self._progress.resume(rows)
+        if self._forecast is not None:
+            self._forecast.skip(rows)
 
     @contextmanager
     def written_if_stopped(self) -> Iterator[None]:
@@ -191,8 +201,8 @@ class Recorder:
         try:
             yield
         except (Interrupted, ResourceError):
-            for unwritten in list(self._open.values()):
-                self._flush(unwritten)
+            for window, finished in list(self._open.values()):
+                self._flush(window, finished)
             raise
 
     def done(self, window: int) -> set[int]:
@@ -207,21 +217,18 @@ class Recorder:
     def begin(self, window: Window, done: set[int]) -> None:
         """A window is scored from now on; these of its rows are written."""
         self._progress.advance(len(window.errors.keys() - done))
-        self._open[window.index] = _Unwritten(window)
+        self._open[window.index] = window, Finished()
 
     def take(self, window: Window, finished: Finished) -> None:
         """Rows of an open window are finished."""
-        unwritten = self._open[window.index]
         self.tokens.add(finished.tokens)
         self._progress.advance(len(finished.errors))
-        unwritten.rows += finished.rows
+        self._open[window.index][1].add(finished)
         self._label_mass.take(window.index, finished.rows)
-        unwritten.errors |= finished.errors
-        unwritten.carried = unwritten.carried if finished.carried is None else finished.carried
         if finished.rows and time.monotonic() - self._flushed > self._flush_seconds:
-            for each in list(self._open.values()):
-                if each.rows:
-                    self._flush(each)
+            for each, unwritten in list(self._open.values()):
+                if unwritten.rows:
+                    self._flush(each, unwritten)
 
     def take_over(self, window: Window, results: pa.Table) -> None:
         """Write rows of a window as an earlier output has them (`EarlierOutput.take`)."""
@@ -229,31 +236,27 @@ class Recorder:
         with self._clock.phase("write"):
             self._unchanged(window.rows)
             self._sink.take_over(window, results)
-        rows = self._sink.counts.total - before
-        self._progress.resume(rows)
-        if self._forecast is not None:
-            self._forecast.skip(rows)
+        self._skip(self._sink.counts.total - before)
         self._stop.check()
 
     def end(self, window: Window) -> None:
         """All rows of a window are finished."""
-        self._flush(self._open.pop(window.index))
+        self._flush(*self._open.pop(window.index))
         self._label_mass.end(window.index)
 
-    def _flush(self, unwritten: _Unwritten) -> None:
+    def _flush(self, window: Window, finished: Finished) -> None:
         """Write finished rows as a part; the window's own error rows come with its first one."""
-        window, rows, errors = unwritten.window, unwritten.rows, unwritten.errors
         with self._clock.phase("write"):
             self._unchanged(window.rows)  # a part would be reused by a later run under the same fingerprint
             self._sink.write(
                 window,
-                rows,
-                errors,
+                finished.rows,
+                finished.errors,
                 temperature=self._temperature,
                 probabilities=self.probabilities,
-                carried=unwritten.carried,
+                carried=finished.carried,
             )
-        unwritten.rows, unwritten.errors = [], {}
+        finished.rows, finished.errors = [], {}
         self._flushed = time.monotonic()
 
     # What scoring a window tells: see `prefillcli.jobs.window_scoring.Listener`.

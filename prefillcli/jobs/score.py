@@ -15,12 +15,11 @@ from prefillcli.data.output.file_formats import id_texts
 from prefillcli.data.output.parts import RowDigests
 from prefillcli.data.output.shard_folders import ShardSink
 from prefillcli.data.output.sink import Sink
-from prefillcli.data.output.store import Heartbeat
 from prefillcli.data.output.target import Job as OutputJob
 from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.rows import Int64Array, Window
-from prefillcli.data.windows import Prefetcher, ShardRows, windows
+from prefillcli.data.windows import Prefetcher, ShardRows
 from prefillcli.engines.base import PoolUse
 from prefillcli.engines.registry import ENGINES
 from prefillcli.errors import (
@@ -32,7 +31,7 @@ from prefillcli.forecast.profile import find_profile
 from prefillcli.jobs.dry_run import dry_run_job
 from prefillcli.jobs.identity import LocalModels, fingerprint, selection
 from prefillcli.jobs.path_table import output_of, report_path, require_apart
-from prefillcli.jobs.recorder import LabelMassCheck, Recorder, RemainingTime
+from prefillcli.jobs.recorder import Recorder, RemainingTime
 from prefillcli.jobs.row_choice import RowChoice, check_rationales
 from prefillcli.jobs.scorer import USUAL, Granularity, Scorer, keep_rate
 from prefillcli.jobs.shell import conclude, shell
@@ -48,7 +47,6 @@ from prefillcli.report.run import (
 from prefillcli.report.run_page import print_table, write_files
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, MemoryWatch
-from prefillcli.runtime.progress import Progress
 from prefillcli.runtime.signals import Stop
 from prefillcli.stats.audit import Audit, audit_of
 
@@ -230,36 +228,26 @@ class Job(Scorer):
             raise
 
     def _score(self) -> None:
-        settings, sink, stop = self.settings, self.sink, self.stop
+        settings, sink = self.settings, self.sink
         self.profile = self._find_profile()
         if self.profile is not None:
             rows = self.source.selection().count(self.source.count())
             rows //= 1 if settings.shard_of is None else settings.shard_of.count
             self._forecast = RemainingTime(self.profile.seconds, rows, settings.workers)
-        forecast = self._forecast
         ended: list[int] = []
         coming = self._coming_windows(ended.append)
-        progress = Progress(
-            self.source.selected_rows if settings.shard is None else None,
-            interval=settings.progress_interval,
-            quiet=settings.quiet,
-            seconds_left=(lambda: None) if forecast is None else forecast.seconds_left,
+        self.recorder = Recorder(
+            sink,
+            self.clock,
+            self.stop,
+            settings,
+            self.labels,
+            unchanged=self._require_unchanged,
+            rows=self.source.selected_rows if settings.shard is None else None,
+            forecast=self._forecast,
+            flush_seconds=self.granularity.flush_seconds,
         )
-        with self.loaded, coming, progress, Heartbeat(sink.work, progress.pace):
-            progress.resume(sink.counts.total)
-            if forecast is not None:
-                forecast.skip(sink.counts.total)
-            self.recorder = Recorder(
-                sink,
-                self.clock,
-                progress,
-                stop,
-                temperature=settings.temperature,
-                label_mass=LabelMassCheck(self.labels),
-                unchanged=self._require_unchanged,
-                forecast=forecast,
-                flush_seconds=self.granularity.flush_seconds,
-            )
+        with self.loaded, coming, self.recorder.running():
             waiting = self._waiting(coming)
             for each in self.features:
                 waiting = each.left_to_score(self, waiting)
@@ -343,27 +331,15 @@ class Job(Scorer):
         """
         shard, choice = self.settings.shard_of, self.choice
         chosen_by = () if choice is None else [each for each in choice.columns if each in choice.schema.carried.names]
-        return Prefetcher(
-            windows(
-                self.source,
-                self.builder,
-                self.labels,
-                id_column=self.settings.id_column,
-                max_rows=self.granularity.window_rows,
-                batch_rows=self.granularity.batch_rows,
-                skip=self.sink.finished,
-                only=None if shard is None else ShardRows(shard, self.builder),
-                ended=ended,
-                digest=RowDigests(
-                    self.labels,
-                    id_column=self.settings.id_column,
-                    json_carried=self.source.kind == "jsonl",
-                    columns=chosen_by,
-                    common=self.common,
-                ),
-            ),
-            cancel=self.builder.close,
+        digest = RowDigests(
+            self.labels,
+            id_column=self.settings.id_column,
+            json_carried=self.source.kind == "jsonl",
+            columns=chosen_by,
+            common=self.common,
         )
+        only = None if shard is None else ShardRows(shard, self.builder)
+        return self.windows(self.builder.close, skip=self.sink.finished, only=only, ended=ended, digest=digest)
 
     def _waiting(self, coming: Iterator[Window]) -> Iterator[Window]:
         """The windows, with the time spent waiting for them."""

@@ -16,7 +16,7 @@ from prefillcli.data.prompts.labels import ClassLabels, Labels
 from prefillcli.data.reading.record_batches import BATCH_ROWS, TableRows
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Window
-from prefillcli.data.windows import MAX_ROWS
+from prefillcli.data.windows import MAX_ROWS, Prefetcher, windows
 from prefillcli.engines.base import Engine
 from prefillcli.engines.memory_plan import REDUCED
 from prefillcli.engines.registry import loader_of
@@ -105,6 +105,13 @@ class Scorer(Opening):
     def use_models(self, opened: Opened, labels: Labels | None = None) -> None:
         super().use_models(opened, labels)
         require_label_uses(self.settings, self.labels, self.features)
+
+    def windows(self, cancel: Callable[[], None] | None = None, **choice: Any) -> Prefetcher[Window]:
+        """The windows of the rows, made ahead of the model in a thread. `cancel` as in `Prefetcher`, others as in
+        `data.windows.windows`."""
+        choice |= {"max_rows": self.granularity.window_rows, "batch_rows": self.granularity.batch_rows}
+        coming = windows(self.source, self.builder, self.labels, id_column=self.settings.id_column, **choice)
+        return Prefetcher(coming, cancel=cancel)
 
     @property
     def engine(self) -> Engine | None:

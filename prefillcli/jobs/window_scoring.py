@@ -44,6 +44,7 @@ class Finished:
         self.rows += other.rows
         self.errors |= other.errors
         self.tokens.add(other.tokens)
+        self.carried = self.carried if other.carried is None else other.carried
 
 
 class PlannedWork(Protocol):

@@ -16,7 +16,6 @@ from prefillcli.data.output.parts import make_rows
 from prefillcli.data.prompts.builder import PromptBuilder, prompt_column
 from prefillcli.data.reading.record_batches import TableRows
 from prefillcli.data.rows import Window
-from prefillcli.data.windows import Prefetcher, windows
 from prefillcli.engines.registry import loader_of
 from prefillcli.errors import Interrupted, UsageError
 from prefillcli.jobs.inputs import refuse_missing_adapters
@@ -145,8 +144,7 @@ class TableScorer(Scorer):
         scorer.learn(lambda tokens: steps.step(0, 0))
         self.plan = self.earlier = scorer.plan
         received = ReceivedRows(scorer, self._label_mass, steps)
-        read = windows(scorer.source, scorer.builder, scorer.labels, id_column=scorer.settings.id_column)
-        with Prefetcher(read) as coming:
+        with scorer.windows() as coming:
             try:
                 scorer.score(self._checking(coming), received)
             except BaseException:
