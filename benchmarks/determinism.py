@@ -38,7 +38,7 @@ from prefillcli.models.load import load_model
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
-from prefillcli.prefill.walk import FASTEST
+from prefillcli.prefill.walk import FASTEST, LayerWalk
 from prefillcli.profile.children import prompts_with_histories, random_prompt
 from recipes.real_model import real_model
 
@@ -71,7 +71,8 @@ def measure(model: PreTrainedModel, prompts: Prompts, rounds: int, clock: Callab
         methods = {}
         for name, arithmetic in {"as it is": FASTEST, "deterministic": by_row()}.items():
             own = deepcopy(model)  # a walk has its model for itself
-            engine = TorchEngine(own, limits=limits, chunk_tokens=CHUNK_TOKENS["cpu"], arithmetic=arithmetic)
+            walk = LayerWalk(own, chunk_tokens=CHUNK_TOKENS["cpu"], arithmetic=arithmetic)
+            engine = TorchEngine(walk, limits=limits)
             stack.enter_context(closing(engine))
             methods[name] = partial(score_all, engine, prompts)
         begun = clock()

@@ -31,6 +31,7 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.plan.trie import TokenArray
+from prefillcli.prefill.walk import LayerWalk
 from recipes.choose_prompt import CANDIDATES, CHOSEN
 from recipes.real_model import real_model, reviews
 
@@ -79,7 +80,8 @@ def score_shuffled(
 ) -> npt.NDArray[np.float64]:
     """The probability of the first of two labels for each prompt, in packs and chunks as `drawn`."""
     torch.set_num_threads(drawn["threads"])
-    engine = TorchEngine(model, limits=Limits(drawn["pack_tokens"], 1 << 30), chunk_tokens=drawn["chunk_tokens"])
+    walk = LayerWalk(model, chunk_tokens=drawn["chunk_tokens"])
+    engine = TorchEngine(walk, limits=Limits(drawn["pack_tokens"], 1 << 30))
     found = np.empty(len(prompts))
     with closing(engine):
         for pack in make_plan(prompts, engine.limits, drawn["schedule"]).packs:

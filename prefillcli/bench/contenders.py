@@ -162,7 +162,7 @@ class Equipment:
         self.opened = opened
         self.settings = settings
         self.labels = labels
-        self.model = loaded.engine.model
+        self.model = loaded.engine.walk.model
         self._activation = activation_of(opened.files)
         self._draft = loaded.draft
         self._translator = translator_of(opened)
@@ -222,13 +222,8 @@ class Equipment:
     @contextmanager
     def _walking(self) -> Iterator[TorchEngine]:
         self.model.set_attn_implementation(ATTENTION)
-        engine = TorchEngine(
-            self.model,
-            limits=self.limits,
-            chunk_tokens=self._chunk_tokens,
-            offload_held=self._offload,
-            activation=self._activation,
-        )
+        walk = LayerWalk(self.model, chunk_tokens=self._chunk_tokens, offload_held=self._offload)
+        engine = TorchEngine(walk, limits=self.limits, activation=self._activation)
         try:
             yield engine
         finally:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from prefillcli.models.open import WeightsChoice
+from prefillcli.plan.pack import Limits
 from prefillcli.runtime.memory import parse_size
 
 if TYPE_CHECKING:
@@ -144,6 +145,11 @@ def plan_packs(
     texts: dict[str, Any] = {"kv": "kept" if way.kept else "again", "reason": way.reason}
     texts |= {"kept_tokens": limits.kept_tokens, "bytes": limits.kept_tokens * law.all_key_values}
     return plan | {"asked": [*asked, text_tokens, texts_of], "limits": asdict(limits), TEXTS: texts}
+
+
+def limits_of(plan: Mapping[str, Any]) -> Limits:
+    """What fits one pack, by the plan of a job."""
+    return Limits(**plan["limits"])
 
 
 def _quick_tokens(measured: Measured | None, least: int, most: int) -> int:

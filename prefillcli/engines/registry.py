@@ -68,7 +68,7 @@ ENGINES: dict[str, EngineKind] = {
     for kind in (
         EngineKind(
             "torch",
-            "prefillcli.engines.torch",
+            "prefillcli.engines.loader",
             frozenset(
                 {
                     "compression",

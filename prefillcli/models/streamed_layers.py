@@ -38,6 +38,7 @@ from prefillcli.errors import ContentChangedError, ResourceError, UsageError
 from prefillcli.models.files import data_start, read_header, weight_files
 from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.prefill.layer_calls import decoder_layers
+from prefillcli.prefill.walk_state import LayerSource
 
 # Which bytes of a model's files are which numbers of its decoder layers.
 #
@@ -332,7 +333,7 @@ class _Slot:
     used: Any = None  # CUDA event: what has used the buffer is done
 
 
-class StreamedLayers:
+class StreamedLayers(LayerSource):
     """A `prefillcli.prefill.walk_state.LayerSource` over files.
 
     `layers` are a model's decoder layers, with parameters on the meta device; `files` says where the numbers of each
@@ -350,7 +351,7 @@ class StreamedLayers:
         resident_bytes: int = 0,
         experts_per_token: int = 0,
     ) -> None:
-        self._layers = list(layers)
+        super().__init__(layers)
         self._files = list(files)
         self._device = device
         self.resident_bytes = resident_bytes
@@ -379,9 +380,6 @@ class StreamedLayers:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._hooks = [hook for index in range(len(layers)) for hook in self._watch_experts(index)]
-
-    def __len__(self) -> int:
-        return len(self._layers)
 
     @property
     def memory_bytes(self) -> int:

@@ -27,14 +27,13 @@ from prefillcli.prefill.layer_calls import CallBuffers, LayerCall, Recording, le
 from prefillcli.prefill.layout import Chunk, IntArray, KeyWindow, LastTokens, Tree, split_evenly
 from prefillcli.prefill.model_ends import ModelEnds
 from prefillcli.prefill.own_cache import NO_DECODING, NO_QUERIES, OwnCache, OwnCacheLayer, has_forest_attention
-from prefillcli.prefill.recurrent import LayerRecurrence, ReadRuns
+from prefillcli.prefill.recurrent import LayerRecurrence, ReadRuns, recurrent_modules
 from prefillcli.prefill.walk_state import (
     ExitRule,
     HeldParts,
     Keeper,
     LayerSource,
     Remainder,
-    ResidentLayers,
     ResidualRows,
     ThinningRule,
     WalkState,
@@ -104,13 +103,18 @@ class LayerWalk:
     ) -> None:
         self.model, self.chunk_tokens, self.arithmetic = model, chunk_tokens, arithmetic
         self._ends = ModelEnds(model, arithmetic.mode)
-        self.layers: LayerSource = layers or ResidentLayers(self._ends.layers)
+        self.layers: LayerSource = layers or LayerSource(self._ends.layers)
         self.device = self._ends.device
         self._cut = arithmetic.cutter(self._ends.layers, self.device)
         self._residual = ResidualRows(self.device, on_host=hidden_on_host)
         self._held = HeldParts(len(self._ends.layers), self.device, offload=offload_held)
         self._own_cache = None if has_forest_attention(model) else OwnCache(model, self._ends)
         self.windows: set[KeyWindow] = set()  # that layers have asked for so far
+
+    @property
+    def keeps_ends(self) -> bool:
+        """Whether something is kept of a node that only what follows all of its tokens can read."""
+        return self._own_cache is not None or any(map(recurrent_modules, self._ends.layers))
 
     def close(self) -> None:
         """Give the model its layers back."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -70,32 +70,34 @@ class Keeper(Protocol):
 # Where the walk takes its layers from.
 
 
-class LayerSource(Protocol):
-    """A model's decoder layers. The walk uses one at a time, in ascending order, once for each pass over the model."""
+class LayerSource:
+    """A model's decoder layers: here those whose weights are all on the device. Others may be elsewhere.
 
-    def __len__(self) -> int: ...
+    The walk uses one at a time, in ascending order, once for each pass over the model.
+    """
 
-    def use(self, index: int) -> AbstractContextManager[nn.Module]:
-        """Layer `index` with its weights on the walk's device. They are not needed any more once the context ends."""
-
-    def end_pass(self) -> None:
-        """No further layer is used in this pass; the next pass begins with the first. Also while one is in use."""
-
-
-class ResidentLayers:
-    """Layers whose weights are all on the device already."""
+    bytes_read: int = 0
+    seconds_waited: float = 0.0
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._layers = layers
+        self._layers = list(layers)
 
     def __len__(self) -> int:
         return len(self._layers)
 
+    def expect(self, tokens: int, last: int) -> None:
+        """The next pass is over so many tokens, and in the last layer over `last`."""
+
     @contextmanager
     def use(self, index: int) -> Iterator[nn.Module]:
+        """Layer `index` with its weights on the walk's device. They are not needed any more once the context ends."""
         yield self._layers[index]
 
-    def end_pass(self) -> None: ...
+    def end_pass(self) -> None:
+        """No further layer is used in this pass; the next pass begins with the first. Also while one is in use."""
+
+    def close(self) -> None:
+        """No further layer is used."""
 
 
 REGROUP_LAYERS = 0.05  # what laying out a token anew takes, in layers of a token, where it was not measured

@@ -18,6 +18,7 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan, packs_to_run
 from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.prefill.forest import ATTENTION, register
+from prefillcli.prefill.walk import LayerWalk
 from tests.prefill.families import make_model
 from tests.prefill.test_recurrent import RECURRENT
 from tests.prefill.test_walk import Prompt, mixed, tokens
@@ -103,13 +104,12 @@ def label_bits(
 ) -> npt.NDArray[np.uint64]:
     """The bits of each prompt's log-probabilities, [prompts, labels]; 0 for prompts that were not scored.
 
-    `options` go to the engine.
+    `options` go to the walk.
     """
     model.set_attn_implementation(ATTENTION)
     found = np.zeros((len(prompts), len(LABELS)), np.float64)
-    engine = TorchEngine(
-        model, limits=shuffle.limits, chunk_tokens=shuffle.chunk_tokens, offload_held=shuffle.offload, **options
-    )
+    walk = LayerWalk(model, chunk_tokens=shuffle.chunk_tokens, offload_held=shuffle.offload, **options)
+    engine = TorchEngine(walk, limits=shuffle.limits)
     with closing(engine), computing_with(shuffle.threads):
         plan = make_plan([prompts[each] for each in shuffle.order], engine.limits, shuffle.schedule)
         for pack in packs_to_run(plan, shuffle.done):

@@ -46,7 +46,7 @@ def engine_of(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB")
 
     hooks = [layer.register_forward_pre_hook(fail) for layer in model.get_decoder().layers]
-    engine = TorchEngine(model, limits=limits, chunk_tokens=chunk, **given)
+    engine = TorchEngine(LayerWalk(model, chunk_tokens=chunk), limits=limits, **given)
     try:
         yield engine
     finally:

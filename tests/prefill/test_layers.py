@@ -13,10 +13,11 @@ from prefillcli.decode.behind import look_ahead
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION
 from prefillcli.prefill.walk import LayerWalk
+from prefillcli.prefill.walk_state import LayerSource
 from tests.prefill.test_walk import ONE_PACK, assert_equal, mixed, model_of, wanted
 
 
-class LentLayers:
+class LentLayers(LayerSource):
     """Layers whose weights are there only while they are used; keeps a record of what was asked for."""
 
     def __init__(self, layers: nn.ModuleList) -> None:

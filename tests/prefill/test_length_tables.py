@@ -13,6 +13,7 @@ from prefillcli.engines.torch import TorchEngine
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import LONG, make_plan, marked_positions
 from prefillcli.prefill.forest import UnsupportedModelError, register
+from prefillcli.prefill.walk import LayerWalk
 from tests.prefill.families import make_model
 from tests.prefill.test_sparse import eager_sparse, kept_of, walked_sparse
 from tests.prefill.test_walk import Prompt, assert_equal, eager, mixed, tokens
@@ -101,6 +102,6 @@ def test_a_model_without_such_tables_refuses_marked_positions() -> None:
 
 def test_the_model_has_its_own_forward_afterwards() -> None:
     model = model_of("phi3")
-    engine = TorchEngine(model, limits=Limits(10**6, 10**6, switch=SWITCH), chunk_tokens=64)
+    engine = TorchEngine(LayerWalk(model, chunk_tokens=64), limits=Limits(10**6, 10**6, switch=SWITCH))
     engine.close()
     assert not any("forward" in vars(module) for module in model.modules())

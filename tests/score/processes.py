@@ -29,7 +29,7 @@ _CONTEXT.set_forkserver_preload(
     [
         "prefillcli.cli",
         "prefillcli.jobs.score",
-        "prefillcli.engines.torch",
+        "prefillcli.engines.loader",
         "transformers.models.llama.modeling_llama",
         "s3fs",
     ]

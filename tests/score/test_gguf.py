@@ -280,7 +280,7 @@ def hash_of(file: Path) -> str:
 
 def test_a_file_that_changes_while_the_job_runs_is_noticed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = Path(shutil.copy(file, "own.gguf")).absolute()
-    from prefillcli.engines import torch as engine
+    from prefillcli.engines import loader as engine
 
     load = engine.load_model
 

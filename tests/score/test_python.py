@@ -414,7 +414,7 @@ def test_closing_frees_the_weights_and_ends_the_thread(model: Path, draft: Path)
     scorer = prefillcli.Scorer(model, draft=draft, keep=0.5, template="{{ prompt }} Answer:")
     assert scorer._tables is not None
     scorer.score(PROMPTS)
-    held = [weakref.ref(each) for each in scorer._tables.pool.engine.model.parameters()]
+    held = [weakref.ref(each) for each in scorer._tables.pool.engine.walk.model.parameters()]
     assert held
     gc.disable()  # what is left in cycles does not go by itself
     try:
@@ -432,7 +432,7 @@ def test_closing_frees_the_weights_and_ends_the_thread(model: Path, draft: Path)
 def test_a_scorer_that_is_forgotten_goes_too(model: Path) -> None:
     scorer = prefillcli.Scorer(model)
     assert scorer._tables is not None
-    held = weakref.ref(scorer._tables.pool.engine.model)
+    held = weakref.ref(scorer._tables.pool.engine.walk.model)
     (thread,) = [each for each in threading.enumerate() if each.name.startswith("prefill-scorer")][-1:]
     del scorer
     gc.collect()

@@ -24,7 +24,7 @@ from prefillcli.runtime.streams import survive_closed_streams
 _PRELOADED = [
     "prefillcli.jobs.runners.quiet_server",
     "prefillcli.jobs.runners.worker",
-    "prefillcli.engines.torch",
+    "prefillcli.engines.loader",
     "prefillcli.compress.draft",
 ]
 _TELL_SECONDS = 0.2  # between two messages on how far a worker is

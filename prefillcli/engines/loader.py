@@ -1,0 +1,115 @@
+"""Loads the layer walk: the model, where its weights are, and how large its packs may be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from prefillcli.engines.base import EngineChoice, Loaded, LoadRequest, WeightsReport
+from prefillcli.engines.memory_plan import REDUCED, budget_of, hidden_on_host, keep_plan, limits_of, plan_packs
+from prefillcli.engines.torch import TorchEngine
+from prefillcli.errors import UsageError
+from prefillcli.models.adapters import merge_adapters, open_adapters
+from prefillcli.models.load import load_model, load_streamed
+from prefillcli.models.open import Opened, check_loadable, check_walkable
+from prefillcli.models.open import open_models as open_folders
+from prefillcli.models.rehearsal import check_uses
+from prefillcli.models.streamed_layers import measure_speed
+from prefillcli.models.weights import plan_quantisation, plan_weights
+from prefillcli.prefill.attention import ruled_out
+from prefillcli.prefill.fusion import check_compiler, compiled
+from prefillcli.prefill.walk import FASTEST, LayerWalk
+from prefillcli.runtime import log
+from prefillcli.runtime.memory import available_memory, device_capacity
+
+
+def open_models(choice: EngineChoice) -> Opened:
+    """As `Loader`; the model must be one that can be walked layer by layer."""
+    opened = open_folders(choice)
+    check_walkable(opened.files, "take another model, or --engine hf")
+    check_loadable(opened.files, opened.device)
+    opened = open_adapters(opened, choice, choice.trust_remote_code)
+    return replace(opened, max_length=opened.files.max_length_apart)
+
+
+def load(request: LoadRequest) -> Loaded[TorchEngine]:
+    """As `Loader`. Packs are sized by what is free when the weights are there, unless `--memory` says it."""
+    opened, choice, placement = request.opened, request.choice, request.placement
+    files, device, trust = opened.files, opened.device, choice.trust_remote_code
+    arithmetic = request.arithmetic or FASTEST
+    weights = plan_weights(opened, placement, draft=False, share=request.share)  # the draft is there by now
+    quantisation = plan_quantisation(files.origin, files.quantised, device)
+    if arithmetic.no_packed_weights and quantisation is not None and quantisation.kept == "packed":
+        raise UsageError(arithmetic.no_packed_weights.format(format=quantisation.format.name))
+    if weights.streamed:
+        model, source = load_streamed(
+            files, device, memory=weights.memory, share=request.share, trust_remote_code=trust
+        )
+    else:
+        model, source = load_model(files, device, trust_remote_code=trust), None
+    adapters = merge_adapters(model, opened)
+    drafts = "--draft self" if opened.drafts_itself else None
+    own_cache = check_uses(model, drafts=drafts, compresses=opened.compresses).own_cache
+    if own_cache and arithmetic.no_own_cache:
+        raise UsageError(arithmetic.no_own_cache)
+    on_host = hidden_on_host(placement, device, streamed=weights.streamed)
+    free = None
+    if not choice.memory:
+        free = int(available_memory(device) * request.share) - (0 if source is None else source.memory_bytes)
+    budget = budget_of(choice, free)
+    speed = None if source is None else measure_speed(source)
+    plan = dict(request.before)
+    if not request.planned:
+        packs = plan_packs(
+            opened,
+            choice,
+            budget,
+            request.measured,
+            least_tokens=0 if speed is None else speed.hiding_tokens,
+            hidden_on_host=on_host,
+            own_cache=own_cache,
+            text_tokens=request.text_tokens,
+            texts_of=request.texts_of,
+            share=request.share,
+        )
+        plan = keep_plan(plan, packs)
+    walk = LayerWalk(
+        model,
+        chunk_tokens=plan["chunk_tokens"],
+        offload_held=choice.prefix_kv == "offload",
+        hidden_on_host=on_host,
+        layers=source,
+        arithmetic=arithmetic,
+    )
+    if request.text_tokens:
+        try:
+            walk.check_decoding()
+        except UsageError as error:
+            raise UsageError(f"--rationale: {error}") from None
+    if own_cache and request.share == 1.0:  # not by each of several workers
+        log.info(f"a {files.family} model is walked with its own cache, prompt by prompt")
+    if placement.compile and walk.keeps_ends:
+        log.warning(
+            f"--compile: layers of a {files.family} model keep states or a cache of their own, "
+            "and are called as they are"
+        )
+    elif placement.compile:
+        check_compiler(device)
+        walk.arithmetic = replace(arithmetic, prepare=compiled)
+    engine = TorchEngine(
+        walk,
+        limits=limits_of(plan),
+        activation="softmax" if files.head is None else files.head.activation,
+        adapters=adapters,
+        weights=WeightsReport(
+            mode="resident" if source is None else "stream",
+            bytes=weights.bytes,
+            memory_bytes=weights.bytes if source is None else source.resident_bytes + source.memory_bytes,
+            weights_over_memory=weights.bytes / device_capacity(device),
+            own_cache=own_cache,
+            quantisation=None if quantisation is None else quantisation.describe(files.dtype),
+            avoided_paths=tuple(ruled_out(device)),
+        ),
+        reduced=plan.get(REDUCED),
+        longest=files.max_length,
+    )
+    return Loaded(engine, plan, budget, 0.0 if speed is None else speed.read_seconds)
