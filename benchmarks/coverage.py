@@ -11,8 +11,7 @@ import sys
 import numpy as np
 from scipy.special import expit
 
-from prefillcli.stats.evaluation import Evaluation, evaluate
-from prefillcli.stats.intervals import Estimate
+from prefillcli.stats.evaluation import Estimate, Evaluation, evaluate
 
 FACTORS = (1.0, 1.2, 2.0)
 ROWS = (100, 400)

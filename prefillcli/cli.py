@@ -29,9 +29,10 @@ from prefillcli.options.option import RUN, Settings
 from prefillcli.redaction import shown
 from prefillcli.runtime import log
 from prefillcli.runtime.cores import prepare
+from prefillcli.runtime.extras import quiet_imports
+from prefillcli.runtime.log import survive_closed_streams
 from prefillcli.runtime.memory import prepare_allocator
 from prefillcli.runtime.signals import end_process, stop_before_the_job, stop_no_more
-from prefillcli.runtime.streams import quiet_imports, survive_closed_streams
 
 AnyOptions = TypeVar("AnyOptions", bound=Settings)
 Summary = dict[str, Any]

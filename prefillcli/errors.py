@@ -11,10 +11,9 @@ from prefillcli.redaction import without_secrets
 
 _EXHAUSTED = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
 
+# Exit code of a complete run with more error rows than `--max-error-rate` allows, or that a gate has stopped.
 NOT_AS_EXPECTED = 3
-"""Exit code of a complete run with more error rows than `--max-error-rate` allows, or that a gate has stopped."""
-NOTHING_TO_DO = 99
-"""Exit code of `--skip-empty` on an input without rows."""
+NOTHING_TO_DO = 99  # exit code of `--skip-empty` on an input without rows
 
 
 _MEMORY_WORDS = (

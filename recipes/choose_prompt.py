@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from prefillcli.stats.ranking import auc
+from prefillcli.stats.evaluation import auc
 from recipes.real_model import FOLDER, Review, gguf_file, reviews
 
 ROWS = 160  # reviews that candidates are compared on

@@ -26,8 +26,8 @@ from prefillcli.jobs.load import load_walk
 from prefillcli.options.commands import BenchSettings
 from prefillcli.report.rendering import percent_interval
 from prefillcli.stats.audit import flip_interval
+from prefillcli.stats.evaluation import auc
 from prefillcli.stats.probabilities import label_probabilities
-from prefillcli.stats.ranking import auc
 
 HEADER = (
     "method",

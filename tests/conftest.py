@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from prefillcli.runtime.streams import quiet_imports
+from prefillcli.runtime.extras import quiet_imports
 from prefillcli.runtime.user_cache import cache_folder
 
 try:

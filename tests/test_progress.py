@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from prefillcli.runtime.progress import Progress, StepLog
+from prefillcli.runtime.clock import Progress, StepLog
 
 
 def say_something() -> None:

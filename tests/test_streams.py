@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from prefillcli.runtime import log
-from prefillcli.runtime.progress import Progress
+from prefillcli.runtime.clock import Progress
 
 ROOT = Path(__file__).parent.parent
 SCORE = [sys.executable, "-m", "prefillcli", "score", str(ROOT / "samples" / "labeling.parquet"), "--overwrite"]
@@ -84,7 +84,7 @@ def test_no_file_takes_the_place_of_a_closed_stream(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"0123456789")
     program = (
         "import os, subprocess, sys\n"
-        "from prefillcli.runtime.streams import survive_closed_streams\n"
+        "from prefillcli.runtime.log import survive_closed_streams\n"
         "survive_closed_streams()\n"
         "with open('file', 'r+b') as file:\n"
         "    for number in (1, 2): os.write(number, b'warning of a library')\n"

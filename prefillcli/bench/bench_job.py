@@ -38,9 +38,8 @@ from prefillcli.redaction import shown, without_secrets
 from prefillcli.report.rendering import WIDTH, page_of, print_section, stderr_console
 from prefillcli.report.run import versions
 from prefillcli.runtime import log
-from prefillcli.runtime.clock import Clock
+from prefillcli.runtime.clock import Clock, StepLog
 from prefillcli.runtime.extras import require_extra
-from prefillcli.runtime.progress import StepLog
 
 if TYPE_CHECKING:
     from prefillcli.bench.contenders import Equipment

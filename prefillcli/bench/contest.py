@@ -35,8 +35,8 @@ from prefillcli.data.rows import FALLBACK, Float64Array, is_fallback
 from prefillcli.errors import PrefillError, UsageError
 from prefillcli.runtime.memory import process_memory, reserved_at_peak, reset_peak_memory, trim_heap
 from prefillcli.stats.audit import audit_of, flip_interval
+from prefillcli.stats.evaluation import auc
 from prefillcli.stats.probabilities import label_probabilities
-from prefillcli.stats.ranking import auc
 
 T = TypeVar("T")
 

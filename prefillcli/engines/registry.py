@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Literal, cast
 
 from prefillcli.errors import UsageError
-from prefillcli.runtime.streams import light_imports
+from prefillcli.runtime.extras import light_imports
 
 if TYPE_CHECKING:
     from prefillcli.engines.base import Loader

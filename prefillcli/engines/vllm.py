@@ -45,7 +45,7 @@ from prefillcli.models.open import Opened
 from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.plan.trie import TokenArray
 from prefillcli.runtime.extras import require_extra
-from prefillcli.runtime.streams import stdout_to_stderr
+from prefillcli.runtime.log import stdout_to_stderr
 
 # What is asked of vLLM to score a prompt, and the numbers of the labels in what it answers.
 

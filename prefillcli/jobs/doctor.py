@@ -15,13 +15,11 @@ from prefillcli.redaction import shown
 from prefillcli.report.rendering import TableRows, byte_size, numbers_table, pairs_table, stderr_console
 from prefillcli.report.run import versions
 from prefillcli.runtime import log, memory
-from prefillcli.runtime.compiled import compiler_file
 from prefillcli.runtime.cores import Threads, affinity, cpu_flags, cpu_name, given_numbers, quotas
 from prefillcli.runtime.device_key import device_key, driver_version
-from prefillcli.runtime.extras import OPTIONAL, installed
+from prefillcli.runtime.extras import OPTIONAL, installed, light_imports
 from prefillcli.runtime.signals import Stop
-from prefillcli.runtime.streams import light_imports
-from prefillcli.runtime.user_cache import cache_folder
+from prefillcli.runtime.user_cache import cache_folder, compiler_file
 
 if TYPE_CHECKING:
     import torch

@@ -26,9 +26,8 @@ from prefillcli.report.rendering import mebibytes, pairs_table, print_section, s
 from prefillcli.report.run import versions
 from prefillcli.report.survey import Survey, survey_section
 from prefillcli.runtime import log
-from prefillcli.runtime.clock import Clock, duration
+from prefillcli.runtime.clock import Clock, Progress, duration
 from prefillcli.runtime.memory import peak_memory
-from prefillcli.runtime.progress import Progress
 from prefillcli.runtime.signals import Stop
 
 SCHEMA_VERSION = 1

@@ -48,7 +48,7 @@ from prefillcli.report.inspection import (
 )
 from prefillcli.report.rendering import visible
 from prefillcli.runtime import log
-from prefillcli.runtime.progress import Progress
+from prefillcli.runtime.clock import Progress
 from prefillcli.runtime.signals import Stop
 from prefillcli.stats.probabilities import label_mass, label_probabilities
 

@@ -23,8 +23,7 @@ from prefillcli.plan.pack import Pack
 from prefillcli.plan.plan import Plan
 from prefillcli.report.run import Tokens
 from prefillcli.runtime import log
-from prefillcli.runtime.clock import Clock, Phase
-from prefillcli.runtime.progress import Progress
+from prefillcli.runtime.clock import Clock, Phase, Progress
 from prefillcli.runtime.signals import Stop
 from prefillcli.stats.probabilities import label_mass
 

@@ -23,8 +23,8 @@ from prefillcli.errors import EngineDiedError, FailedRowsError, PrefillError, Us
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import FileOptions, ScoreOptions, ScorerOptions, StrPath, lists_options, scorer_settings
 from prefillcli.runtime.cores import left_as_found
+from prefillcli.runtime.extras import without_fetched_code
 from prefillcli.runtime.signals import OwnThread
-from prefillcli.runtime.streams import without_fetched_code
 
 if TYPE_CHECKING:
     from prefillcli.library.table_scoring import Steps, TableScorer

@@ -27,8 +27,7 @@ from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Pack
 from prefillcli.runtime import log
-from prefillcli.runtime.clock import Phase
-from prefillcli.runtime.progress import Progress
+from prefillcli.runtime.clock import Phase, Progress
 
 if TYPE_CHECKING:  # these take torch along
     from prefillcli.compress.window_compressor import KeepChoice

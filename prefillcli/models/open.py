@@ -14,7 +14,7 @@ from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, ou
 from prefillcli.models.files import check_files, find_weights, read_json, refuse_code_elsewhere, sample_model
 from prefillcli.runtime import log
 from prefillcli.runtime.cores import Threads
-from prefillcli.runtime.streams import light_imports
+from prefillcli.runtime.extras import light_imports
 
 if TYPE_CHECKING:  # these take seconds to import; wrong input should not wait for them
     import torch

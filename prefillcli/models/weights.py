@@ -30,9 +30,8 @@ from prefillcli.models.heads import auto_class
 from prefillcli.models.open import Opened, WeightsChoice, refuse_what_cannot_fit
 from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.runtime import memory
-from prefillcli.runtime.extras import require_extra
+from prefillcli.runtime.extras import ALLOWED, FETCHES, require_extra
 from prefillcli.runtime.memory import parse_size
-from prefillcli.runtime.streams import ALLOWED, FETCHES
 
 # Weights of GPTQ and AWQ checkpoints, unpacked while transformers loads them.
 #

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from prefillcli.runtime.compiled import load_compiled, share_openmp
+from prefillcli.runtime.user_cache import load_compiled, share_openmp
 
 #: Each way and what it is. "blocks" runs everywhere; where another is ruled out, blocks take its place.
 PATHS: dict[str, str] = {

@@ -39,8 +39,8 @@ from prefillcli.prefill.layer_calls import embedding_device
 from prefillcli.prefill.layout import split_evenly
 from prefillcli.prefill.model_ends import last_row
 from prefillcli.prefill.walk import LayerWalk
+from prefillcli.runtime.log import survive_closed_streams
 from prefillcli.runtime.memory import process_memory, reserved_at_peak, reserved_memory, resident_memory, trim_heap
-from prefillcli.runtime.streams import survive_closed_streams
 
 
 @dataclass(frozen=True, slots=True)

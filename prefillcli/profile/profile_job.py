@@ -26,10 +26,9 @@ from prefillcli.report.rendering import page_of
 from prefillcli.report.run import versions
 from prefillcli.report.run_page import write_with_page
 from prefillcli.report.survey import Survey
-from prefillcli.runtime.clock import Clock
+from prefillcli.runtime.clock import Clock, Progress, StepLog
 from prefillcli.runtime.cores import Threads
 from prefillcli.runtime.memory import parse_size
-from prefillcli.runtime.progress import Progress, StepLog
 
 if TYPE_CHECKING:
     from prefillcli.profile.completion import Budgeted

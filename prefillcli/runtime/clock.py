@@ -1,18 +1,24 @@
-"""What a run takes: wall time by phase, and memory over time."""
+"""How far a run is, and what it takes: wall time by phase, memory over time, progress on stderr."""
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Literal, Never
 
+from tqdm import tqdm
+
+from prefillcli.runtime import log
 from prefillcli.runtime.memory import device_memory, peak_resident_memory, resident_memory
 
+# What the seconds of a run go to, one after the other; `run.json` has each under its name.
 Phase = Literal["read", "waiting", "plan", "load", "exits", "draft", "model", "write", "evaluate"]
-"""What the seconds of a run go to, one after the other; `run.json` has each under its name."""
 
 
 class Clock:
@@ -43,8 +49,8 @@ class MemoryWatch:
     """
 
     def __init__(self, clock: Clock, *, interval: float = 0.2, most: int = 500) -> None:
+        # Seconds on the clock; bytes of the process, and of tensors on the devices.
         self.samples: list[tuple[float, int, int]] = []
-        """Seconds on the clock; bytes of the process, and of tensors on the devices."""
         self._clock = clock
         self._interval = interval
         self._most = most
@@ -84,3 +90,152 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+# Progress on stderr: a live bar on a terminal, a plain line with the time now and then elsewhere.
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How far a run is."""
+
+    rows: float  # rows that are done, those of earlier attempts included
+    total: int | None  # rows of the whole job; None if not known
+    rows_per_second: float | None  # of this attempt; None before its first row
+    seconds_left: float | None  # none if it cannot be told
+
+
+class Progress:
+    """Counts rows and prompt tokens. `total` rows may not be known.
+
+    `live` says whether there is a bar or lines; by default a terminal has a bar. `seconds_left` predicts the end
+    better than the rows so far do, where it gives a number.
+    """
+
+    def __init__(
+        self,
+        total: int | None,
+        *,
+        interval: float,
+        quiet: bool = False,
+        live: bool | None = None,
+        seconds_left: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        self._total = total
+        self._seconds_left = seconds_left
+        self._interval = interval
+        self._quiet = quiet
+        self._rows = 0.0
+        self._before = 0
+        self._tokens = 0.0
+        self._begun = self._last_line = time.monotonic()
+        self._bar: tqdm[Never] | None = None
+        if not quiet and not log.logs_json() and (log.on_terminal() if live is None else live):
+            shape = "{n:,.0f} rows [{elapsed}{postfix}]"
+            if total:
+                shape = "{l_bar}{bar}| {n:,.0f}/{total:,.0f} rows [{elapsed}{postfix}]"
+            self._bar = tqdm(total=total, bar_format=shape, file=sys.stderr, dynamic_ncols=True)
+
+    def resume(self, rows: int) -> None:
+        """So many rows were done before; they say nothing of the speed."""
+        self._before += rows
+        self.advance(rows)
+
+    def pace(self) -> Pace:
+        """How far the run is; from any thread."""
+        seconds = time.monotonic() - self._begun
+        done = self._rows - self._before
+        return Pace(self._rows, self._total, done / seconds if done > 0 else None, self._left(seconds))
+
+    def advance(self, rows: float, tokens: float = 0.0) -> None:
+        """`rows` (also parts of one) and `tokens` more are done."""
+        self._rows += rows
+        self._tokens += tokens
+        now = time.monotonic()
+        if self._bar is not None:
+            after = f"{self._tokens / max(now - self._begun, 1e-9):,.0f} tokens/s{self._end(now - self._begun)}"
+            self._bar.set_postfix_str(after, refresh=False)
+            self._bar.update(rows)
+        elif not self._quiet and now - self._last_line >= self._interval:
+            self._last_line = now
+            self._log(now - self._begun)
+
+    def _log(self, seconds: float) -> None:
+        pace, tokens = self.pace(), self._tokens / seconds
+        line = f"{self._rows:,.0f}"
+        if self._total:
+            line += f" of {self._total:,} rows ({self._rows / self._total:.1%})"
+        else:
+            line += " rows"
+        line += f", {(self._rows - self._before) / seconds:,.1f} rows/s, {tokens:,.0f} tokens/s"
+        log.timed(line + self._end(seconds), "progress", **asdict(pace), tokens_per_second=tokens)
+
+    def _end(self, seconds: float) -> str:
+        # `, about 5.0 min left`, if that can be told.
+        left = self._left(seconds)
+        return "" if left is None else f", about {duration(left)} left"
+
+    def _left(self, seconds: float) -> float | None:
+        left = self._seconds_left()
+        done = self._rows - self._before
+        if left is None and self._total and done > 0:
+            left = max(self._total - self._rows, 0) * seconds / done
+        return left
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class StepLog:
+    """Prints on stderr which of a few long steps runs, and again while it lasts: nothing is silent for long.
+
+    Use it as a context manager. Between two lines pass `interval` seconds; `announce` prints at once.
+    """
+
+    def __init__(self, *, interval: float, quiet: bool = False) -> None:
+        self._interval, self._quiet = interval, quiet
+        self._step, self._begun, self._last_line = "", time.monotonic(), time.monotonic()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="prefill-steps", daemon=True)
+
+    def begin(self, step: str) -> None:
+        """A step begins; it is named when the next line is due."""
+        self._step, self._begun = step, time.monotonic()
+
+    def announce(self, text: str) -> None:
+        """Print a line now; it names the step that begins with it."""
+        self.begin(text)
+        self._print(text)
+
+    def _print(self, text: str) -> None:
+        self._last_line = time.monotonic()
+        if not self._quiet:
+            log.timed(text, "step")
+
+    def _watch(self) -> None:
+        while not self._ended.wait(max(self._last_line + self._interval - time.monotonic(), 0.05)):
+            now = time.monotonic()
+            if self._step and now - self._last_line >= self._interval:
+                self._print(f"{self._step}: {duration(now - self._begun)} so far")
+
+    def __enter__(self) -> StepLog:
+        if not self._quiet:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        if not self._quiet:
+            self._thread.join()

@@ -133,12 +133,12 @@ class _Look:
 
 
 def _others(now: float | None, before: float | None, own: float) -> float:
-    """Seconds that others have taken between two looks; 0 where that is not told."""
+    # Seconds that others have taken between two looks; 0 where that is not told.
     return 0.0 if now is None or before is None else max(0.0, now - before - own)
 
 
 def _busy(root: Path, mask: frozenset[int]) -> float | None:
-    """Seconds that the cores of `mask` have worked since the machine started, all together."""
+    # Seconds that the cores of `mask` have worked since the machine started, all together.
     try:
         lines = (root / "proc/stat").read_text().splitlines()
     except OSError:
@@ -153,11 +153,9 @@ def _busy(root: Path, mask: frozenset[int]) -> float | None:
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """Folders of the process's control groups that may have a quota, and of those above them, as far as they are seen.
-
-    /proc/self/cgroup names the group from the hierarchy's root, /proc/self/mountinfo which part of the hierarchy is
-    mounted where: in a container often the container's own group alone.
-    """
+    # Folders of the process's control groups that may have a quota, and of those above them, as far as they are seen.
+    # /proc/self/cgroup names the group from the hierarchy's root, /proc/self/mountinfo which part of the hierarchy is
+    # mounted where: in a container often the container's own group alone.
     try:
         lines = os.fsdecode((root / "proc/self/cgroup").read_bytes()).splitlines()
         mounts = os.fsdecode((root / "proc/self/mountinfo").read_bytes()).splitlines()
@@ -185,7 +183,7 @@ def _groups(root: Path) -> Iterator[Path]:
 
 
 def _cores(folder: Path) -> float | None:
-    """The quota of a group in cores, None without one."""
+    # The quota of a group in cores, None without one.
     for read in (_quota_v2, _quota_v1):
         try:
             quota, period = read(folder)
@@ -223,8 +221,8 @@ _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
 _KEPT_PRODUCTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}
 _LOOK = 0.2  # seconds for which the cores are looked at, at least, before anything is computed
 _begun: Left | None = None  # the look at the cores that a command has begun, where it is to choose how threads wait
+# Of the threads that may run, those that do whatever others use: a job that always gave way would never end.
 LEAST_SHARE = 0.5
-"""Of the threads that may run, those that do whatever others use: a job that always gave way would never end."""
 
 
 def prepare(asked: int | Literal["auto"], environment: MutableMapping[str, str] = os.environ) -> None:
@@ -266,10 +264,8 @@ class Threads:
         elif not given_numbers(os.environ):
             torch.set_num_threads(allowed())
             self._left = left or Left()
-        self.most = torch.get_num_threads()
-        """The threads that may run."""
-        self.ran: list[int] = []
-        """Of what has been computed, the fewest threads and the most; empty before."""
+        self.most = torch.get_num_threads()  # the threads that may run
+        self.ran: list[int] = []  # of what has been computed, the fewest threads and the most; empty before
         _limit_arrow(self.most)
 
     def resume(self) -> None:
@@ -305,7 +301,7 @@ def left_as_found() -> Iterator[None]:
 
 
 def _free(left: Left) -> bool:
-    """Whether nobody else uses the cores that may be used here. A quota is spent by threads that spin, too."""
+    # Whether nobody else uses the cores that may be used here. A quota is spent by threads that spin, too.
     if quotas():
         return False
     while (cores := left.cores(_LOOK)) is None:

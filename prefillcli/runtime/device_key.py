@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from prefillcli import __version__
 from prefillcli.errors import ResourceError, UsageError
-from prefillcli.runtime.compiled import compiler_file
 from prefillcli.runtime.cores import cpu_flags, cpu_name
+from prefillcli.runtime.user_cache import compiler_file
 
 if TYPE_CHECKING:
     import torch
@@ -27,21 +27,16 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 class DeviceKey:
     """A device and its software. Where any of it changes, nothing that was found of it holds any more."""
 
-    kind: str
-    """As torch calls it: cpu, cuda, mps."""
+    kind: str  # as torch calls it: cpu, cuda, mps
     device: str
-    capability: str | None
-    """Compute capability of a CUDA device, or the architecture of one of ROCm."""
+    capability: str | None  # compute capability of a CUDA device, or the architecture of one of ROCm
     driver: str | None
     torch: str
     transformers: str
-    prefill: str
-    """Version, and a digest of the code that computes."""
+    prefill: str  # version, and a digest of the code that computes
     cpu: str
-    cpu_flags: str
-    """The instruction sets that the processor has, and which of them torch uses."""
-    compiler: str | None
-    """The C++ compiler, with its size and time."""
+    cpu_flags: str  # the instruction sets that the processor has, and which of them torch uses
+    compiler: str | None  # the C++ compiler, with its size and time
 
     @property
     def digest(self) -> str:
@@ -85,7 +80,7 @@ def driver_version() -> str | None:
 
 @cache
 def _source_digest() -> str:
-    """Of the files that compute a walk: in a checkout they change without the version."""
+    # Of the files that compute a walk: in a checkout they change without the version.
     digest = hashlib.sha256()
     for file in sorted(resources.files("prefillcli.prefill").iterdir(), key=lambda each: each.name):
         if file.name.endswith((".py", ".cpp")):

@@ -1,12 +1,22 @@
-"""Optional packages: which extra of prefillcli brings which, and what to type where one is missing."""
+"""Packages of others: which extra of prefillcli brings which, and how torch and transformers are imported."""
 
 from __future__ import annotations
 
+import gc
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from importlib.util import find_spec
+from typing import Any
 
 from prefillcli.errors import UsageError
+from prefillcli.runtime.cores import choose_waiting
 
+# The extras of `pyproject.toml`, and the packages that they bring, by the names that Python imports them by.
 EXTRAS = {
     "s3": ("s3fs",),
     "gcs": ("gcsfs",),
@@ -21,8 +31,8 @@ EXTRAS = {
     "torchao": ("torchao", "accelerate"),
     "peft": ("peft",),
 }
-"""The extras of `pyproject.toml`, and the packages that they bring, by the names that Python imports them by."""
 
+# Packages that are used where they are installed, by the names that Python imports them by, and what for.
 OPTIONAL = {
     "accelerate": "GGUF and quantised models",
     "gguf": "models in GGUF format",
@@ -40,7 +50,6 @@ OPTIONAL = {
     "gcsfs": "gs://",
     "adlfs": "abfs://",
 }
-"""Packages that are used where they are installed, by the names that Python imports them by, and what for."""
 
 
 def installed(package: str) -> str | None:
@@ -64,3 +73,94 @@ def require_extra(extra: str, wanted_by: str, *, advice: str = "") -> None:
             raise UsageError(
                 f"{wanted_by}: the package {package} is not installed\npip install 'prefillcli[{extra}]'{advice}"
             )
+
+
+# What other libraries do while they are imported, of no use to who runs a command.
+#
+# They log, they look for code to fetch, and they import one another. A run loads nothing from a hub but the model
+# and adapters that it is told.
+
+
+#: torchao says which of its kernels this machine cannot load, torch which of torchao's types it knows already, and
+#: bitsandbytes that it has fetched no kernels.
+_TALKATIVE = ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops")
+
+# The package by which transformers, bitsandbytes and others fetch compiled code from a hub and load it.
+FETCHES = "kernels"
+# transformers' own variable of the environment that allows it: here only where somebody has set it.
+ALLOWED = "USE_HUB_KERNELS"
+#: transformers imports these wherever they are installed: for metrics, losses on images and quantised weights, and by
+#: way of accelerate for Amazon's training service. That takes longer than the rest of it.
+_UNUSED = ("sklearn", "scipy", "torchao", "boto3")
+_own = False  # whether this process is this program's own
+_ABSENT: Any = object()
+_found: Any = _ABSENT  # what was imported under that name before the first thread came inside
+_inside = 0
+_lock = threading.Lock()
+
+
+def quiet_imports() -> None:
+    """Only errors of these libraries are logged from now on, and none of them fetches code.
+
+    To be called before they are imported, in processes that are this program's own.
+    """
+    global _own
+    _own = True
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    if not _allowed():
+        sys.modules.setdefault(FETCHES, None)  # type: ignore[arg-type]  # who imports it is told that it is not there
+
+
+@contextmanager
+def light_imports() -> Iterator[None]:
+    """Inside, torch and transformers are imported without what no causal language model needs; for the main thread.
+
+    Nothing changes in a process that is not this program's own: there, others may need it of transformers.
+    """
+    if not _own or "transformers" in sys.modules:
+        yield
+        return
+    choose_waiting()
+    hidden = [name for name in _UNUSED if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
+    gc.disable()  # a million objects are made, and nearly all of them stay
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+        for name in hidden:
+            del sys.modules[name]
+        if found := sys.modules.get("transformers.utils.import_utils"):
+            found.is_torchao_available.cache_clear()  # for a model whose weights are torchao's
+
+
+def _allowed() -> bool:
+    return os.environ.get(ALLOWED, "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+@contextmanager
+def without_fetched_code() -> Iterator[None]:
+    """For a library: inside, that package is not there for whoever imports it; afterwards it is as it was.
+
+    Any number of threads may be inside.
+    """
+    global _inside, _found
+    if _allowed():
+        yield
+        return
+    with _lock:
+        if not _inside:
+            _found = sys.modules.get(FETCHES, _ABSENT)
+            sys.modules[FETCHES] = None  # type: ignore[assignment]
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if not _inside and _found is _ABSENT:
+                del sys.modules[FETCHES]
+            elif not _inside:
+                sys.modules[FETCHES] = _found

@@ -1,4 +1,4 @@
-"""What a run says on stderr: lines for people, or one JSON object a line for what collects logs.
+"""Lines on stderr: text for people, or one JSON object a line for programs that collect logs.
 
 A JSON line has `time` (ISO 8601, UTC), `level`, `run_id`, `event` and `message`, and what the event brings along.
 Secrets in URLs are removed from all of it.
@@ -7,6 +7,7 @@ Secrets in URLs are removed from all of it.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import uuid
@@ -27,8 +28,7 @@ class JsonLines:
 
     stream: TextIO
     run_id: str
-    worker: int | None = None
-    """The worker that speaks; None for the run's own process."""
+    worker: int | None = None  # the worker that speaks; None for the run's own process
 
     def write(self, level: Level, event: str, message: str, fields: dict[str, Any]) -> None:
         """Write one line, whole."""
@@ -129,7 +129,7 @@ def on_terminal() -> bool:
 
 
 def _print(text: str) -> None:
-    """Write to stderr, if there is one: a program without it, which uses the library, is not ended by a warning."""
+    # Write to stderr, if there is one: a program without it, which uses the library, is not ended by a warning.
     if sys.stderr is not None:
         with suppress(OSError, ValueError):
             print(text, end="", file=sys.stderr, flush=True)
@@ -164,3 +164,69 @@ class _Wrapped:
     def _say(self, line: str) -> None:
         if line.strip():
             self._lines.write("info", "output", line.rstrip(), {})
+
+
+# Standard streams that are closed, or whose reader has gone.
+
+
+def survive_closed_streams() -> None:
+    """Let what is written to a stream that is closed, to a pipe without a reader, or to a log on a full disk, be lost
+    instead of ending the run. Each process of a command calls this before it opens anything.
+
+    A scheduler that stops a task closes its pipes at once; the run still has rows and a report to write.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # else the next file would get this number, and what libraries write to stderr
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.set_inheritable(number, True)
+    # Python has None for a stream that was closed
+    sys.stdout, sys.stderr = _Lossy(sys.stdout or _nowhere()), _Lossy(sys.stderr or _nowhere())
+
+
+@contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Inside, what this process and those it starts print goes to stderr: stdout is for the run's own line."""
+    sys.stdout.flush()
+    own = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(own, 1)
+        os.close(own)
+
+
+def _nowhere() -> TextIO:
+    return open(os.devnull, "w")
+
+
+class _Lossy:
+    """A text stream whose writes never fail: after the first failure they go nowhere."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._give_up()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        with suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)

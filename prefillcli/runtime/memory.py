@@ -63,7 +63,7 @@ def loadable_memory(device: torch.device) -> int | None:
 
 
 def _free_or_unused(device: torch.device) -> int:
-    """Bytes of a CUDA device that nobody has reserved, or that this process has reserved without using them."""
+    # Bytes of a CUDA device that nobody has reserved, or that this process has reserved without using them.
     import torch
 
     unused = reserved_memory(device) - torch.cuda.memory_allocated(device)
@@ -71,7 +71,7 @@ def _free_or_unused(device: torch.device) -> int:
 
 
 def _free_of_apple_gpu() -> int:
-    """Bytes of what the system recommends as the most for an Apple GPU, which this process has not taken of it."""
+    # Bytes of what the system recommends as the most for an Apple GPU, which this process has not taken of it.
     import torch
 
     return max(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory(), 0)

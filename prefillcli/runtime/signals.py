@@ -33,10 +33,8 @@ def process_space() -> str:
     return ""
 
 
-GRACE_SECONDS = 5.0
-"""The time after a signal in which a run comes to a safe point."""
-AGAIN_SECONDS = 1.0
-"""The time that each step of closing down may take after that."""
+GRACE_SECONDS = 5.0  # the time after a signal in which a run comes to a safe point
+AGAIN_SECONDS = 1.0  # the time that each step of closing down may take after that
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -147,7 +145,7 @@ def _stop_early(signum: int, frame: FrameType | None) -> None:
 
 
 def _interrupt_in(seconds: float) -> None:
-    """Send SIGALRM after so many seconds, and then again and again; 0 for never."""
+    # Send SIGALRM after so many seconds, and then again and again; 0 for never.
     signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_SECONDS if seconds else 0)
 
 

@@ -1,12 +1,19 @@
-"""Where prefill keeps what it can make again."""
+"""The user's cache, for what can be made again: entries in JSON, and C++ that is compiled on this machine."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
+import re
+import shlex
+import shutil
+import subprocess
 import tempfile
+from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +71,123 @@ class KeptEntries:
 
 def _check(entries: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+
+
+# C++ of this project, compiled on the machine that it runs on and kept for the next start.
+
+
+COMPILERS = ("c++", "g++")
+SECONDS = 120.0  # that a compiler may take
+_FLAGS = ("-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=c++17")
+_DIGEST = 32  # bytes
+
+
+def load_compiled(package: str, name: str, flags: Sequence[str]) -> ctypes.CDLL | None:
+    """The library made of the C++ file `name` in a package, or None where it cannot be had.
+
+    The compiler is what `CXX` names, else the first of `COMPILERS` that is there; with an empty `CXX` nothing is
+    compiled. The library is kept in the user's cache by its source, its flags and the compiler's version. Its OpenMP
+    symbols must be in the process already, so that it shares threads with those that brought them.
+    """
+    compiler = _compiler()
+    if compiler is None:
+        return None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=SECONDS, check=True).stdout  # noqa: S603
+        source = resources.files(package).joinpath(name).read_bytes()
+        digest = hashlib.sha256(repr((compiler, version, flags, _FLAGS)).encode() + source).hexdigest()
+        file = f"{name}.{digest[:32]}.so"
+        library = _kept(file)
+        if library is not None:
+            return library
+        with tempfile.TemporaryDirectory() as folder:
+            made = _compile(compiler, source, flags, Path(folder))
+            _keep(made, file)
+            return ctypes.CDLL(str(made))
+    return None
+
+
+def compiler_file() -> str | None:
+    """The compiler that would be used, with its size and time; None without one. It is not started."""
+    compiler = _compiler()
+    path = None if compiler is None else shutil.which(compiler[0])
+    if compiler is None or path is None:
+        return None
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return f"{shlex.join([path, *compiler[1:]])} {status.st_size} {status.st_mtime_ns}"
+
+
+def share_openmp(package: str) -> bool:
+    """Show the OpenMP that a package has loaded to libraries loaded from now on. False if it is not GNU's.
+
+    Others may have brought one, too: scikit-learn does.
+    """
+    try:
+        maps = os.fsdecode(Path("/proc/self/maps").read_bytes())
+    except OSError:
+        return False
+    found = sorted(set(re.findall(r"/\S*/libgomp[^/\s]*\.so[^/\s]*", maps)))
+    own = [path for path in found if f"/{package}/" in path] or found
+    if len(own) != 1:
+        return False
+    ctypes.CDLL(own[0], mode=ctypes.RTLD_GLOBAL)
+    return True
+
+
+def _compiler() -> list[str] | None:
+    named = os.environ.get("CXX")
+    if named is not None:
+        words = shlex.split(named)
+        return words if words and shutil.which(words[0]) else None
+    found = next((path for each in COMPILERS if (path := shutil.which(each))), None)
+    return None if found is None else [found]
+
+
+def _compile(compiler: list[str], source: bytes, flags: Sequence[str], folder: Path) -> Path:
+    # Two steps, because a linker that knows of OpenMP would bring a second one.
+    (folder / "source.cpp").write_bytes(source)
+    steps = (
+        [*compiler, *_FLAGS, *flags, "-c", "source.cpp", "-o", "made.o"],
+        [*compiler, "-shared", "made.o", "-o", "made.so"],
+    )
+    for step in steps:
+        subprocess.run(step, cwd=folder, capture_output=True, timeout=SECONDS, check=True)  # noqa: S603 - our own words
+    return folder / "made.so"
+
+
+def _place() -> Path:
+    return cache_folder() / "compiled"
+
+
+def _kept(name: str) -> ctypes.CDLL | None:
+    # The library of this name, if it is in the cache, whole, and nobody else can have put it there.
+    path = _place() / name
+    with contextlib.suppress(OSError):
+        for each in (path.parent, path):
+            status = each.stat()
+            if status.st_uid != os.getuid() or status.st_mode & 0o022:
+                return None
+        data = path.read_bytes()
+        if data[-_DIGEST:] == hashlib.sha256(data[:-_DIGEST]).digest():
+            return ctypes.CDLL(str(path))
+    return None
+
+
+def _keep(made: Path, name: str) -> None:
+    # Put a library into the cache, whole or not at all. A cache that cannot be written stays as it is.
+    with contextlib.suppress(OSError):
+        place = _place()
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=place, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                data = made.read_bytes()
+                file.write(data + hashlib.sha256(data).digest())  # loaders read no further than the library's end
+            os.chmod(temporary, 0o700)
+            os.replace(temporary, place / name)
+        except OSError:
+            os.unlink(temporary)
+            raise

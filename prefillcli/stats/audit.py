@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict
 
-from prefillcli.stats.intervals import check_confidence, exact_interval, exact_upper
-from prefillcli.stats.ranking import auc
+from prefillcli.stats.evaluation import auc, check_confidence, exact_interval, exact_upper
 
 _THRESHOLD = 0.5  # of two labels, the one above it is the answer
 
@@ -132,7 +131,7 @@ def _check(flips: int, rows: int, confidence: float) -> None:
 
 
 def _percent(share: float) -> str:
-    """A share in percent with one decimal, or more where that would show 0.0."""
+    # A share in percent with one decimal, or more where that would show 0.0.
     percent = 100 * share
     return f"{percent:.{max(1, -math.floor(math.log10(percent)))}f}" if percent > 0 else "0.0"
 

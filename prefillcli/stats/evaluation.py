@@ -1,31 +1,322 @@
-"""What scores are worth beside the right answers: accuracy, ranking, calibration, thresholds, and their intervals.
+"""How good scores are beside the right answers: accuracy, ranking, calibration, thresholds, and their intervals.
 
-The figures equal scikit-learn's of the same rows. Arrays in, an `Evaluation` out: where the arrays come from, and
-which rows are shown, is for others.
+The figures equal scikit-learn's of the same rows. Arrays come in and an `Evaluation` goes out: callers read the
+arrays and choose which rows are shown.
+
+Shares have exact intervals (Clopper and Pearson, Biometrika 26, 1934), means Student's, and figures without a formula
+those of a bootstrap (Efron and Tibshirani, 1993). A bootstrap costs the same however many rows there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
-from prefillcli.stats.intervals import (
-    Estimate,
-    Figure,
-    Float64Array,
-    Int64Array,
-    Interval,
-    by_chance,
-    mean_estimate,
-    percentile_interval,
-    resampled,
-    share_estimate,
-)
-from prefillcli.stats.ranking import PrecisionRecallCurve, Ranking, RocCurve, ThresholdFigures
+Float64Array = npt.NDArray[np.float64]
+Int64Array = npt.NDArray[np.int64]
+Interval = tuple[float, float]
+
+# From the counts of positive and of negative rows in each group, both [resamples, groups], to a value [resamples].
+Figure = Callable[[Int64Array, Int64Array], Float64Array]
+
+RESAMPLES = 1000
+_AT_A_TIME = 100  # resamples: bounds the memory
+_SEED = 0
+
+
+class Estimate(BaseModel):
+    """A figure of some rows, and the interval in which that of all such rows lies."""
+
+    model_config = ConfigDict(frozen=True)
+
+    value: float | None = None
+    interval: Interval | None = None
+    reason: str | None = None  # why there is no value
+
+
+def exact_interval(successes: float, trials: int, confidence: float = 0.95) -> Interval:
+    """The two-sided Clopper-Pearson interval of a share; each tail has half of 1 - `confidence`.
+
+    `successes` may be a fraction, of trials that count as part of one. Raises ValueError unless 0 <= `successes` <=
+    `trials` and 0 < `confidence` < 1.
+    """
+    check_confidence(confidence)
+    if not 0 <= successes <= trials:
+        raise ValueError(f"{successes} successes of {trials} trials")
+    tail = (1 - confidence) / 2
+    return exact_lower(successes, trials, tail), exact_upper(successes, trials, tail)
+
+
+def exact_lower(successes: float, trials: int, tail: float) -> float:
+    """The share below which as many successes have the probability `tail`."""
+    from scipy.special import betaincinv
+
+    return 0.0 if successes == 0 else float(betaincinv(successes, trials - successes + 1, tail))
+
+
+def exact_upper(successes: float, trials: int, tail: float) -> float:
+    """The share above which as few successes have the probability `tail`."""
+    from scipy.special import betaincinv
+
+    return 1.0 if successes == trials else float(betaincinv(successes + 1, trials - successes, 1 - tail))
+
+
+def share_estimate(successes: int, trials: int, confidence: float = 0.95) -> Estimate:
+    """A share with its exact interval; without trials there is no value."""
+    if not trials:
+        return Estimate(reason="there are no such rows")
+    return Estimate(value=successes / trials, interval=exact_interval(successes, trials, confidence))
+
+
+def mean_estimate(values: Float64Array, confidence: float = 0.95) -> Estimate:
+    """The mean of values that are never negative, with Student's interval; of one value there is no interval."""
+    from scipy.special import stdtrit
+
+    check_confidence(confidence)
+    if not len(values):
+        return Estimate(reason="there are no such rows")
+    mean = float(np.mean(values))
+    if len(values) == 1:
+        return Estimate(value=mean)
+    error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    reach = float(stdtrit(len(values) - 1, (1 + confidence) / 2)) * error
+    return Estimate(value=mean, interval=(max(mean - reach, 0.0), mean + reach))
+
+
+def resampled(positives: Int64Array, negatives: Int64Array, figures: Sequence[Figure]) -> Float64Array:
+    """Figures of rows drawn again with replacement, float64 [figures, RESAMPLES]; the draws are always the same.
+
+    `positives` and `negatives` [groups] count the rows of each group. As many rows are drawn as there are, of all
+    rows alike, so the share of positive ones varies as it does in data.
+    """
+    counts = np.concatenate([positives, negatives])
+    draws = np.random.default_rng(_SEED)
+    groups, total, found = len(positives), int(counts.sum()), []
+    for _ in range(0, RESAMPLES, _AT_A_TIME):
+        drawn = draws.multinomial(total, counts / total, size=_AT_A_TIME)
+        found.append([figure(drawn[:, :groups], drawn[:, groups:]) for figure in figures])
+    values: Float64Array = np.concatenate(found, axis=1)
+    return values
+
+
+def by_chance(rows: Int64Array, means: Float64Array, figures: Sequence[Figure]) -> Float64Array:
+    """Figures of rows whose probabilities are true ones, float64 [figures, RESAMPLES]; the draws are always the same.
+
+    `rows` and their mean probabilities `means` are of each group [groups]. How many are positive is drawn.
+    """
+    draws = np.random.default_rng(_SEED)
+    found = []
+    for _ in range(0, RESAMPLES, _AT_A_TIME):
+        positives = draws.binomial(rows, means.clip(0, 1), size=(_AT_A_TIME, len(rows)))
+        found.append([figure(positives, rows - positives) for figure in figures])
+    values: Float64Array = np.concatenate(found, axis=1)
+    return values
+
+
+def percentile_interval(values: Float64Array, confidence: float = 0.95) -> Interval | None:
+    """What lies between the tails of the resampled values; NaN are left out, and None is that all are."""
+    check_confidence(confidence)
+    known = values[~np.isnan(values)]
+    if not len(known):
+        return None
+    low, high = np.quantile(known, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)
+
+
+def check_confidence(confidence: float) -> None:
+    """Raise ValueError unless 0 < `confidence` < 1."""
+    if not 0 < confidence < 1:
+        raise ValueError(f"a confidence is between 0 and 1, not {confidence}")
+
+
+# Rows ranked by their scores: what each threshold gives, and how well the order separates positives from negatives.
+#
+# A row counts as found at a threshold if its score is at or above it. Rows with equal scores are found together.
+
+
+_MOST_POINTS = 200  # of a curve
+
+
+class ThresholdFigures(BaseModel):
+    """What a threshold gives: of the rows with scores at or above it, and of the positive ones among them."""
+
+    model_config = ConfigDict(frozen=True)
+
+    threshold: float
+    rows: int  # with scores at or above it
+    precision: float  # share of them that are positive
+    recall: float  # share of the positive rows that are among them
+    f1: float
+
+
+class RocCurve(BaseModel):
+    """Points from (0, 0) to (1, 1); of many, those that draw the curve."""
+
+    model_config = ConfigDict(frozen=True)
+
+    false_positive_rate: list[float]
+    true_positive_rate: list[float]
+
+
+class PrecisionRecallCurve(BaseModel):
+    """Points from the highest threshold to the lowest; of many, those that draw the curve."""
+
+    model_config = ConfigDict(frozen=True)
+
+    recall: list[float]
+    precision: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Counts of rows at every threshold. Curves and averages need both positive and negative rows."""
+
+    thresholds: Float64Array  # the distinct scores, highest first [thresholds]
+    true_positives: Int64Array  # positive rows at or above each threshold [thresholds]
+    false_positives: Int64Array  # negative rows at or above each threshold [thresholds]
+
+    @classmethod
+    def of(cls, scores: Float64Array, positive: npt.NDArray[np.bool_]) -> Ranking:
+        """Of finite scores [rows], `positive` or not [rows]. Raises ValueError if the lengths differ."""
+        if len(scores) != len(positive):
+            raise ValueError(f"{len(scores)} scores for {len(positive)} answers")
+        order = np.argsort(scores)[::-1]
+        ranked = scores[order]
+        ends = np.flatnonzero(np.append(ranked[1:] != ranked[:-1], [True] * bool(len(ranked))))
+        found = np.cumsum(positive[order], dtype=np.int64)[ends]
+        return cls(ranked[ends], found, ends + 1 - found)
+
+    @property
+    def positives(self) -> int:
+        return int(self.true_positives[-1]) if len(self.thresholds) else 0
+
+    @property
+    def negatives(self) -> int:
+        return int(self.false_positives[-1]) if len(self.thresholds) else 0
+
+    @property
+    def area(self) -> float | None:
+        """The area under the ROC curve (Mann and Whitney), a tie counts half; None without rows of both kinds."""
+        if not self.positives or not self.negatives:
+            return None
+        equal, equal_negatives = self._steps()
+        above = self.true_positives - equal
+        return int((equal_negatives * (2 * above + equal)).sum()) / (2 * self.positives * self.negatives)
+
+    def area_interval(self, confidence: float = 0.95) -> Interval | None:
+        """The interval of the area by DeLong's variance (Biometrics 44, 1988), on the logit's scale.
+
+        Where the rows show no variance, as those that are perfectly separated, it is the exact interval of as many
+        trials as the rarer kind has rows: the area varies at most so much (Birnbaum and Klose, 1957).
+        """
+        area = self.area
+        if area is None:
+            return None
+        variance = self._area_variance(area)
+        rarer = min(self.positives, self.negatives)
+        if variance <= 0 or not 0 < area < 1:
+            return exact_interval(area * rarer, rarer, confidence)
+        from scipy.special import expit, logit, ndtri
+
+        reach = float(ndtri((1 + confidence) / 2)) * math.sqrt(variance) / (area * (1 - area))
+        return float(expit(logit(area) - reach)), float(expit(logit(area) + reach))
+
+    @property
+    def average_precision(self) -> float | None:
+        """The mean precision over the steps of recall; None without positive rows."""
+        if not self.positives:
+            return None
+        equal, _ = self._steps()
+        return float((equal * self._precision()).sum() / self.positives)
+
+    def best_f1(self) -> ThresholdFigures | None:
+        """The threshold with the largest F1, the highest of equal ones; None without positive rows."""
+        if not self.positives:
+            return None
+        f1 = 2 * self.true_positives / (self.true_positives + self.false_positives + self.positives)
+        return self._figures(int(f1.argmax()))
+
+    def lowest_with_precision(self, wanted: float) -> ThresholdFigures | None:
+        """The lowest threshold whose precision is at least `wanted`; None where no threshold reaches it."""
+        reached = np.flatnonzero(self._precision() >= wanted)
+        return self._figures(int(reached[-1])) if len(reached) and self.positives else None
+
+    def most_precise(self) -> ThresholdFigures | None:
+        """The lowest threshold with the largest precision; None without positive rows."""
+        return self.lowest_with_precision(float(self._precision().max())) if self.positives else None
+
+    def roc_curve(self) -> RocCurve | None:
+        """None unless there are rows of both kinds."""
+        if not self.positives or not self.negatives:
+            return None
+        points = self._drawn()
+        return RocCurve(
+            false_positive_rate=[0.0, *(self.false_positives[points] / self.negatives).tolist()],
+            true_positive_rate=[0.0, *(self.true_positives[points] / self.positives).tolist()],
+        )
+
+    def precision_recall_curve(self) -> PrecisionRecallCurve | None:
+        """None without positive rows."""
+        if not self.positives:
+            return None
+        points = self._drawn()
+        return PrecisionRecallCurve(
+            recall=(self.true_positives[points] / self.positives).tolist(),
+            precision=self._precision()[points].tolist(),
+        )
+
+    def _steps(self) -> tuple[Int64Array, Int64Array]:
+        # Positive and negative rows with exactly the score of each threshold.
+        return np.diff(self.true_positives, prepend=0), np.diff(self.false_positives, prepend=0)
+
+    def _precision(self) -> Float64Array:
+        precision: Float64Array = self.true_positives / (self.true_positives + self.false_positives)
+        return precision
+
+    def _area_variance(self, area: float) -> float:
+        # NaN-free: 0 where a kind has fewer than two rows.
+        if min(self.positives, self.negatives) < 2:
+            return 0.0
+        equal, equal_negatives = self._steps()
+        of_positives = (self.negatives - self.false_positives + equal_negatives / 2) / self.negatives
+        of_negatives = (self.true_positives - equal / 2) / self.positives
+        spread = float((equal * (of_positives - area) ** 2).sum()) / (self.positives - 1) / self.positives
+        return (
+            spread
+            + float((equal_negatives * (of_negatives - area) ** 2).sum()) / (self.negatives - 1) / self.negatives
+        )
+
+    def _figures(self, at: int) -> ThresholdFigures:
+        found, rows = int(self.true_positives[at]), int(self.true_positives[at] + self.false_positives[at])
+        return ThresholdFigures(
+            threshold=float(self.thresholds[at]),
+            rows=rows,
+            precision=found / rows,
+            recall=found / self.positives,
+            f1=2 * found / (rows + self.positives),
+        )
+
+    def _drawn(self) -> Int64Array:
+        # Thresholds that are evenly spaced along the ROC curve, with the last.
+        along = self.true_positives / max(self.positives, 1) + self.false_positives / max(self.negatives, 1)
+        wanted = np.linspace(along[0], along[-1], _MOST_POINTS)
+        points: Int64Array = np.unique(np.searchsorted(along, wanted).clip(max=len(along) - 1))
+        return points
+
+
+def auc(scores: npt.ArrayLike, positive: npt.ArrayLike) -> float | None:
+    """The area under the ROC curve of finite scores, from the rank sum (Mann and Whitney); a tie counts half.
+
+    None unless there are both positive and negative rows. Raises ValueError if the lengths differ.
+    """
+    return Ranking.of(np.asarray(scores, np.float64), np.asarray(positive, np.bool_)).area
+
 
 # How far probabilities are from what happens: Brier score, log loss, and calibration error over bins.
 #
@@ -34,8 +325,7 @@ from prefillcli.stats.ranking import PrecisionRecallCurve, Ranking, RocCurve, Th
 
 Binning = Literal["equal-width", "equal-mass"]
 
-BINS = 15
-"""As many as Guo et al. (ICML 2017) take."""
+BINS = 15  # as many as Guo et al. (ICML 2017) take.
 
 _LEAST = float(np.finfo(np.float64).eps)  # a probability in a logarithm
 
@@ -118,8 +408,7 @@ def expected_calibration_error(
 
 BoolArray = npt.NDArray[np.bool_]
 
-_MOST_GROUPS = 1000
-"""More distinct scores than these are resampled in groups of neighbours."""
+_MOST_GROUPS = 1000  # more distinct scores than these are resampled in groups of neighbours
 _NO_PROBABILITY = Estimate(reason="values are no probabilities")
 _NO_THRESHOLD = Estimate(reason="values have no threshold of their own")
 
@@ -343,7 +632,7 @@ def closest_call(probabilities: Float64Array, most: int) -> list[int]:
 
 
 def _first(places: npt.NDArray[Any], keys: Float64Array, most: int) -> list[int]:
-    """The places with the smallest keys; of equal keys the first places."""
+    # The places with the smallest keys; of equal keys the first places.
     if len(places) > most:
         limit = np.partition(keys, most - 1)[most - 1]
         near = keys <= limit
@@ -353,7 +642,6 @@ def _first(places: npt.NDArray[Any], keys: Float64Array, most: int) -> list[int]
 
 
 def _likeliest(probabilities: Float64Array) -> Int64Array:
-    """The first of the likeliest labels [rows]."""
     best: Int64Array = probabilities.argmax(axis=1)
     return best
 
@@ -416,10 +704,8 @@ def precision_wanted(ranking: Ranking, wanted: float) -> WantedPrecision:
 def _resampled_estimates(
     scores: Float64Array, truth: BoolArray, ranking: Ranking, confidence: float
 ) -> dict[str, Estimate]:
-    """Average precision and both calibration errors, with the intervals of a bootstrap over groups of near scores.
-
-    What grouping moves is taken back.
-    """
+    # Average precision and both calibration errors, with the intervals of a bootstrap over groups of near scores.
+    # What grouping moves is taken back.
     names = ("average_precision", "calibration_error", "calibration_error_equal_mass")
     if not len(scores):
         return dict.fromkeys(names, Estimate(reason="there are no such rows"))
@@ -448,12 +734,9 @@ def _resampled_estimates(
 
 
 def _error_interval(error: float, moved: Float64Array, chance: Float64Array, confidence: float) -> Interval:
-    """The interval of a calibration error; it holds the error.
-
-    Chance makes the error of rows too large, and that of rows drawn from them larger again. So what a draw has
-    `moved` it counts the other way, and the lower end is as much lower as calibrated scores show by `chance`. It is 0
-    where they may show as much as these.
-    """
+    # The interval of a calibration error; it holds the error. Chance makes the error of rows too large, and that of
+    # rows drawn from them larger again. So what a draw has `moved` it counts the other way, and the lower end is as
+    # much lower as calibrated scores show by `chance`. It is 0 where they may show as much as these.
     low, high = percentile_interval(error - moved, confidence) or (error, error)
     low = min(low, error - float(chance.mean())) if error > np.quantile(chance, confidence) else 0.0
     return max(low, 0.0), min(max(high, error), 1.0)
@@ -462,7 +745,7 @@ def _error_interval(error: float, moved: Float64Array, chance: Float64Array, con
 def _groups(
     scores: Float64Array, truth: BoolArray, ranking: Ranking, edges: Sequence[Float64Array]
 ) -> tuple[Float64Array, Float64Array, Int64Array, Int64Array]:
-    """The scores in groups, highest first: largest score, mean scores [2, groups] of positive and negative, counts."""
+    # The scores in groups, highest first: largest score, mean scores [2, groups] of positive and negative, counts.
     distinct = ranking.thresholds[::-1]
     tops = distinct
     if len(distinct) > _MOST_GROUPS:
@@ -487,7 +770,7 @@ def _average_precisions(positives: Int64Array, negatives: Int64Array) -> Float64
 
 
 def _calibration_errors(places: Int64Array, means: Float64Array) -> Figure:
-    """For groups in these bins with these mean scores [2, groups] of positive and negative rows."""
+    # For groups in these bins with these mean scores [2, groups] of positive and negative rows.
     in_bin = (places[:, None] == np.unique(places)).astype(np.float64)
 
     def errors(positives: Int64Array, negatives: Int64Array) -> Float64Array:

@@ -13,12 +13,9 @@ Float64Array = npt.NDArray[np.float64]
 class Measure(StrEnum):
     """What an engine's numbers for the labels of a row are."""
 
-    SHARES = "shares"
-    """Log-probabilities of labels that exclude one another."""
-    CHANCES = "chances"
-    """Log-probabilities of labels, each of which may be right, whatever the others are."""
-    VALUES = "values"
-    """Any numbers."""
+    SHARES = "shares"  # Log-probabilities of labels that exclude one another
+    CHANCES = "chances"  # Log-probabilities of labels, each of which may be right, whatever the others are
+    VALUES = "values"  # any numbers
 
 
 def label_scores(numbers: Float64Array, temperature: float = 1.0, measure: Measure = Measure.SHARES) -> Float64Array:
@@ -50,8 +47,7 @@ def label_mass(logprobs: Float64Array) -> Float64Array:
     return mass
 
 
-LEAST_LOG = -745.0
-"""Logarithm of the smallest double: below it, a probability is 0."""
+LEAST_LOG = -745.0  # logarithm of the smallest double: below it, a probability is 0
 
 
 def log_shares_of(logprobs: Float64Array) -> Float64Array:

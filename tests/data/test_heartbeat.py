@@ -12,7 +12,7 @@ import pytest
 from prefillcli.data.output import store
 from prefillcli.data.output.store import Heartbeat, open_store
 from prefillcli.runtime import file_calls
-from prefillcli.runtime.progress import Pace
+from prefillcli.runtime.clock import Pace
 
 
 @pytest.mark.parametrize("call", ["open_to_write", "replace_file", "remove_file"])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.stats import binom, binomtest
 
 from prefillcli.stats.audit import Audit, audit_lines, audit_of, flip_bound, flip_interval, rows_for
-from prefillcli.stats.ranking import auc
+from prefillcli.stats.evaluation import auc
 
 
 @pytest.mark.parametrize("confidence", [0.9, 0.95, 0.99])

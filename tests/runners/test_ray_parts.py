@@ -20,7 +20,7 @@ from prefillcli.jobs.runners.ray import RayCluster, even_part, why_lost
 from prefillcli.jobs.runners.ray_actor import WorkerActor, memory_share
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
-from prefillcli.runtime.streams import stdout_to_stderr
+from prefillcli.runtime.log import stdout_to_stderr
 from tests.score.jobs import score, write_parquet
 
 

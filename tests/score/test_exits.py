@@ -26,7 +26,7 @@ from prefillcli.jobs.scorer import Granularity
 from prefillcli.models.files import sample_model
 from prefillcli.options.commands import MergeSettings
 from prefillcli.options.load import load_settings
-from prefillcli.stats.intervals import exact_interval
+from prefillcli.stats.evaluation import exact_interval
 from tests.score import jobs
 from tests.score.jobs import read_output, read_report, score, write_jsonl
 from tests.score.models import save_model

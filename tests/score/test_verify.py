@@ -19,7 +19,7 @@ from prefillcli.data.output.file_formats import write_parquet as write_sealed
 from prefillcli.data.output.store import Heartbeat, open_store
 from prefillcli.jobs.status import status_job
 from prefillcli.jobs.verify import verify_job
-from prefillcli.runtime.progress import Pace
+from prefillcli.runtime.clock import Pace
 from tests.score.jobs import score, texts, write_jsonl, write_parquet
 from tests.score.processes import Command, Hold, cut_small_windows
 
@@ -198,7 +198,7 @@ def test_a_heartbeat_that_cannot_be_written_ends_no_run(
     def fails() -> str:
         raise OSError("no")
 
-    monkeypatch.setattr("prefillcli.runtime.progress.Progress.pace", lambda self: fails())
+    monkeypatch.setattr("prefillcli.runtime.clock.Progress.pace", lambda self: fails())
     assert score("in.parquet", "q.parquet", model=model, limit=5)["exit_code"] == 0
 
 

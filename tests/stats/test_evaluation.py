@@ -22,16 +22,17 @@ from sklearn.metrics import (
 )
 
 from prefillcli.stats.evaluation import (
+    Ranking,
     closest_call,
     evaluate,
     evaluate_labels,
+    exact_interval,
     expected_calibration_error,
+    mean_estimate,
     nearest,
     reliability,
     surest_wrong,
 )
-from prefillcli.stats.intervals import exact_interval, mean_estimate
-from prefillcli.stats.ranking import Ranking
 
 SCORES = st.one_of(st.sampled_from([0.0, 0.25, 0.5, 1 / 3, 1.0]), st.floats(0, 1))
 ROWS = st.lists(st.tuples(SCORES, st.booleans()), min_size=1, max_size=60)

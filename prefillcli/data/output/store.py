@@ -35,7 +35,7 @@ from prefillcli.data.filesystems import (
 from prefillcli.errors import OutputBusyError, PrefillError
 from prefillcli.redaction import without_secrets
 from prefillcli.runtime import file_calls, log
-from prefillcli.runtime.progress import Pace
+from prefillcli.runtime.clock import Pace
 from prefillcli.runtime.signals import process_space, start_of
 
 LOCK = "lock"

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from prefillcli.report.run import RunReport
     from prefillcli.report.section import Section
 
+# Where the plan of a job has the calibration that is learnt from prompts without content.
 CONTENT_FREE = "content_free"
-"""Where the plan of a job has the calibration that is learnt from prompts without content."""
 
 
 def calibrate(settings: CalibrateSettings) -> dict[str, Any]:

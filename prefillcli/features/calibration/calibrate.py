@@ -44,18 +44,12 @@ _PLAIN = (str, int, float, bool)
 class LabelledScores:
     """Rows with a score and a right answer."""
 
-    labels: tuple[str, ...]
-    """The positive one first."""
-    logprobs: Float64Array
-    """Over the whole vocabulary [rows, labels]."""
-    before: Float64Array
-    """Probabilities as the output has them [rows, labels]."""
-    truth: Int64Array
-    """Number of the right label [rows]."""
-    left_out: dict[str, int]
-    """Other rows, by reason."""
-    job: dict[str, str]
-    """The fingerprint of the job that wrote the scores; empty where they do not say it."""
+    labels: tuple[str, ...]  # the positive one first
+    logprobs: Float64Array  # over the whole vocabulary [rows, labels]
+    before: Float64Array  # probabilities as the output has them [rows, labels]
+    truth: Int64Array  # number of the right label [rows]
+    left_out: dict[str, int]  # other rows, by reason
+    job: dict[str, str]  # the fingerprint of the job that wrote the scores; empty where they do not say it
 
 
 def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
@@ -107,14 +101,13 @@ class _Found:
     left_out: dict[str, int]
 
     def before(self) -> Float64Array:
-        """Probabilities [rows, labels]: of two labels as the scores are, with any `--temperature`; of more without."""
+        # Probabilities [rows, labels]: of two labels as the scores are, with any `--temperature`; of more without.
         if self.logprobs.shape[1] == 2:
             return np.stack([self.scores, 1 - self.scores], axis=1)
         return label_probabilities(self.logprobs)
 
 
 def _collect(source: Source, labels: Sequence[str], key: str, answers: dict[str, Any] | None) -> _Found:
-    """The rows that can be used. With `answers` the column `key` says where to look for a row's."""
     names = [Label(label) for label in labels]
     left_out: Counter[str] = Counter()
     scores: list[float] = []
@@ -146,7 +139,7 @@ def _collect(source: Source, labels: Sequence[str], key: str, answers: dict[str,
 def _rows(
     source: Source, labels: Sequence[str], key: str, left_out: Counter[str]
 ) -> Iterator[tuple[float | None, list[float], Any]]:
-    """Score (None if there is none), label log-probabilities, and the value of the column `key` of each row."""
+    # Score (None if there is none), label log-probabilities, and the value of the column `key` of each row.
     for batch in source.batches():
         if any(layer is not None for layer in batch.columns.get(_EXIT, ())):
             raise UsageError(
@@ -162,12 +155,12 @@ def _rows(
 
 
 def _number(value: Any) -> float:
-    """NaN for what is no number."""
+    # NaN for what is no number.
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
 
 
 def _answers(path: str, truth: str, key: str | None) -> dict[str, Any]:
-    """The right answers of a file by id, or without a `key` by row number. Raises UsageError for an id with two."""
+    # The right answers of a file by id, or without a `key` by row number. Raises UsageError for an id with two.
     source = Source.open([path], columns=[truth] if key is None else [truth, key])
     found: dict[str, Any] = {}
     for batch in source.batches():
@@ -183,12 +176,11 @@ def _answers(path: str, truth: str, key: str | None) -> dict[str, Any]:
 
 
 def _key(value: Any) -> str:
-    """An id as text: the same for the same id, whatever kind of file it is read from."""
+    # An id as text: the same for the same id, whatever kind of file it is read from.
     return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 def _job_of(path: str) -> Job | None:
-    """The job that wrote an output, if it says so."""
     with suppress(PrefillError, OSError, ValueError):
         target = Target.parse(path)
         if (published := target.published()) is not None:
@@ -199,7 +191,7 @@ def _job_of(path: str) -> Job | None:
 
 
 def _require_order(path: str, labels: Sequence[str], found: _Found) -> None:
-    """Raise UsageError unless the first label is that of the score: in a copy the columns may have another order."""
+    # Raise UsageError unless the first label is that of the score: in a copy the columns may have another order.
     if np.any(np.exp(found.logprobs).sum(axis=1) > 1 + _MORE_THAN_ALL):
         raise UsageError(
             f"{path}: its labels do not exclude one another: their probabilities add up to more than 1\n"
@@ -247,8 +239,7 @@ def print_calibration(calibration: Calibration, path: str) -> None:
     console.print(f"next: prefill score ... --calibration {path} adds the column probability")
 
 
-LEAST_ROWS = 10
-"""Of each label, that a calibration can be fitted on."""
+LEAST_ROWS = 10  # of each label, that a calibration can be fitted on
 
 
 @dataclass
@@ -281,7 +272,7 @@ def calibrate_job(settings: CalibrateSettings) -> dict[str, Any]:
 
 
 def _fitted(settings: CalibrateSettings, rows: LabelledScores) -> Calibration:
-    """The calibration of these rows. Raises UsageError if there are too few of them, or the method is not for them."""
+    # The calibration of these rows. Raises UsageError if there are too few of them, or the method is not for them.
     from prefillcli.features.calibration.calibration import best_method, cross_validate, fit_scaling, methods_for
 
     labels, truth = rows.labels, rows.truth
@@ -322,7 +313,7 @@ def _fitted(settings: CalibrateSettings, rows: LabelledScores) -> Calibration:
 
 
 def _warn(calibration: Calibration) -> None:
-    """Say on stderr where a calibration is of little use."""
+    # Say on stderr where a calibration is of little use.
     found, method = calibration.held_out, calibration.scaling.method
     if isinstance(calibration.scaling, PlattScaling) and calibration.scaling.slope == 0:
         log.warning("higher scores do not mean more rows of the label: every row gets the same probability")
@@ -339,7 +330,6 @@ def _warn(calibration: Calibration) -> None:
 
 
 def _said(left_out: dict[str, int]) -> str:
-    """What else became of rows, for a message."""
     return f" ({', '.join(f'{count:,} {reason}' for reason, count in left_out.items())})" if left_out else ""
 
 

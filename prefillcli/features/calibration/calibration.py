@@ -104,11 +104,9 @@ class HeldOut(_Frozen):
     """How good probabilities are on rows that they were not fitted on: the mean over the folds."""
 
     log_loss: float
-    log_loss_spread: float
-    """Standard deviation of the log loss over the folds."""
+    log_loss_spread: float  # standard deviation of the log loss over the folds
     brier: float
-    ece: float
-    """Expected calibration error, of all held-out rows together."""
+    ece: float  # expected calibration error, of all held-out rows together
     accuracy: float
     auc: float | None
 
@@ -116,26 +114,21 @@ class HeldOut(_Frozen):
 class FittedOn(_Frozen):
     """What a calibration was fitted on."""
 
-    scores: str
-    """The output of `prefill score`, as it was named."""
-    truth: str
-    """The column with the right answers."""
+    scores: str  # the output of `prefill score`, as it was named
+    truth: str  # the column with the right answers
     rows: int
     rows_by_label: dict[str, int]
-    left_out: dict[str, int] = {}
-    """Rows that were not used, by reason."""
-    job: dict[str, str] = {}
-    """The fingerprint of the scoring job; empty where the scores do not say it."""
+    left_out: dict[str, int] = {}  # rows that were not used, by reason
+    job: dict[str, str] = {}  # the fingerprint of the scoring job; empty where the scores do not say it
 
 
 class CalibrationUse(_Frozen):
     """How a run has made its probabilities."""
 
     method: str
-    rows: int | None = None
-    """That the calibration was fitted on; None where it needs no right answers."""
+    rows: int | None = None  # that the calibration was fitted on; None where it needs no right answers
+    # Of each label, the probability after the prompts without content; None for other methods.
     content_free: dict[str, float] | None = None
-    """Of each label, the probability after the prompts without content; None for other methods."""
 
     def sentence(self) -> str:
         """It in a line."""
@@ -149,13 +142,11 @@ class Calibration(_Frozen):
     """The content of `calibration.json`."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
-    labels: tuple[str, ...] = Field(min_length=2)
-    """The positive one first."""
+    labels: tuple[str, ...] = Field(min_length=2)  # the positive one first
     scaling: Scaling
-    fitted_on: FittedOn | None = None
-    """None where it needs no right answers."""
+    fitted_on: FittedOn | None = None  # none where it needs no right answers
+    # By method, what cross-validation found; `none` are the scores as they are.
     held_out: dict[str, HeldOut] = {}
-    """By method, what cross-validation found; `none` are the scores as they are."""
     folds: int | None = None
     seed: int | None = None
 
@@ -289,7 +280,7 @@ def fit_isotonic(log_shares: Float64Array, truth: IntArray) -> IsotonicSteps:
 
 
 def _smoothed(truth: IntArray, labels: int) -> Float64Array:
-    """What each row is to have of each label [rows, labels]."""
+    # What each row is to have of each label [rows, labels].
     counts = np.bincount(truth, minlength=labels)
     wanted = np.repeat(1 / (counts[truth] + labels)[:, None], labels, axis=1)
     wanted[np.arange(len(truth)), truth] = (counts[truth] + 1) / (counts[truth] + labels)

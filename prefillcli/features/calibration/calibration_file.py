@@ -27,6 +27,7 @@ from prefillcli.options.commands import ScoreSettings
 from prefillcli.redaction import without_secrets
 from prefillcli.runtime import log
 
+# Parts of a fingerprint that must be those of the scores a calibration was fitted on, as messages call them.
 REFUSED = {
     "model": "model",
     "adapters": "set of adapters",
@@ -34,9 +35,8 @@ REFUSED = {
     "prompt": "prompt settings",
     "labels": "label spellings",
 }
-"""Parts of a fingerprint that must be those of the scores a calibration was fitted on, as messages call them."""
+# Parts that change scores less; where they differ there is a warning.
 WARNED = {"draft": "draft", "compression": "compression", "engine": "engine"}
-"""Parts that change scores less; where they differ there is a warning."""
 
 
 def read_calibration(path: str, labels: Sequence[str] | None) -> Calibration:
@@ -76,7 +76,7 @@ def check_calibration(settings: ScoreSettings) -> None:
 
 
 def _may_classify(settings: ScoreSettings) -> bool:
-    """Whether a model may have a classification head, as far as is known before it is opened."""
+    # Whether a model may have a classification head, as far as is known before it is opened.
     folder = Path(settings.model or sample_model()).expanduser()
     if settings.head != "auto" or not folder.is_dir():
         return settings.head != "auto" or not folder.exists()  # a name on the hub
@@ -180,7 +180,7 @@ def contextual_calibration(
 
 
 def _first_rows(source: Source | TableRows, names: Sequence[str]) -> dict[str, list[Any]]:
-    """The values of these columns in the first rows that could be read."""
+    # The values of these columns in the first rows that could be read.
     batches = source.batches()
     for batch in islice(batches, 1):
         good = [at for at, row in enumerate(batch.rows.tolist()) if row not in batch.errors]
@@ -189,12 +189,12 @@ def _first_rows(source: Source | TableRows, names: Sequence[str]) -> dict[str, l
 
 
 def _is_content(values: Sequence[Any]) -> bool:
-    """Whether a column holds text; one that holds nothing may."""
+    # Whether a column holds text; one that holds nothing may.
     return any(isinstance(value, str) for value in values) or all(value is None for value in values)
 
 
 def _one_value(name: str, values: Sequence[Any]) -> Any:
-    """The value that all rows have. Raises UsageError if they differ."""
+    # The value that all rows have. Raises UsageError if they differ.
     for value in values[1:]:
         if _shown(value) != _shown(values[0]):
             raise UsageError(

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from prefillcli.report.section import Section
 
 PANEL = "Evaluation"
-PLAN = "evaluation"
-"""Where the plan of a shard has the `EvaluationPlan`, for `prefill merge`."""
+PLAN = "evaluation"  # where the plan of a shard has the `EvaluationPlan`, for `prefill merge`
 TRUTH = Requirement(
     lambda s: s.truth is not None, "is for the evaluation, but there is none", "name the right answers with --truth"
 )

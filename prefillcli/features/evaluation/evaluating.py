@@ -35,8 +35,7 @@ from prefillcli.stats.evaluation import (
 )
 from prefillcli.stats.probabilities import Measure, label_probabilities
 
-MOST_ROWS = 20
-"""Rows of each kind that are named."""
+MOST_ROWS = 20  # rows of each kind that are named
 _MOST_VALUES = 20
 _NAMED_VALUES = 5  # in a message
 _LONGEST_VALUE = 40  # characters
@@ -48,17 +47,13 @@ _HALF = 0.5  # where the prediction of two labels changes
 class EvaluationPlan:
     """How the scores of a job are evaluated."""
 
-    truth: str
-    """The kept column with the right answers."""
+    truth: str  # the kept column with the right answers
     labels: tuple[Label, ...]
     temperature: float
     wanted_precision: float | None
-    calibrated: bool
-    """Whether the output has calibrated probabilities."""
-    exits: bool = False
-    """Whether its rows may have left early."""
-    values: bool = False
-    """Whether its scores are values, of which the first label's rank the rows."""
+    calibrated: bool  # whether the output has calibrated probabilities
+    exits: bool = False  # whether its rows may have left early
+    values: bool = False  # whether its scores are values, of which the first label's rank the rows
 
     @classmethod
     def of_json(cls, content: Any) -> EvaluationPlan | None:
@@ -131,7 +126,6 @@ def evaluate_output(output: str, plan: EvaluationPlan, id_name: str | None) -> R
 
 
 def _named_rows(pairs: ScoredTruth, threshold: float | None) -> tuple[list[int], list[int]]:
-    """The rows with the surest wrong predictions, and the closest calls."""
     wrong = surest_wrong(pairs.probabilities, pairs.truth, MOST_ROWS)
     if threshold is None:
         return wrong, closest_call(pairs.probabilities, MOST_ROWS)
@@ -214,7 +208,7 @@ def _figures(pairs: ScoredTruth, scores: Float64Array, plan: EvaluationPlan) -> 
 
 
 def _threshold(figures: Evaluation) -> float | None:
-    """The threshold that is in use: the one of the wanted precision, else where the prediction changes."""
+    # The threshold that is in use: the one of the wanted precision, else where the prediction changes.
     if len(figures.labels) > 2:
         return None
     wanted = figures.wanted_precision
@@ -249,8 +243,8 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
 
 
+# The number of the label that a right answer stands for; None if it is no label.
 LabelOf = Callable[[Any], int | None]
-"""The number of the label that a right answer stands for; None if it is no label."""
 
 _MOST_VALUES = 1000  # different ones that are counted
 _UNKNOWN = -1
@@ -260,8 +254,8 @@ _UNKNOWN = -1
 class TruthCounts:
     """Which values a column with right answers has."""
 
+    # By value as JSON: its label's number, and the rows. Of very many that are no label the first ones.
     values: dict[str, tuple[int | None, int]] = field(default_factory=dict)
-    """By value as JSON: its label's number, and the rows. Of very many that are no label the first ones."""
 
     def add(self, value: str, label: int | None, rows: int) -> None:
         if label is not None or value in self.values or len(self.values) < _MOST_VALUES:
@@ -272,20 +266,14 @@ class TruthCounts:
 class ScoredTruth:
     """The rows of an output that have a score and a known right answer."""
 
+    # The probability of the first label, or with more than two labels of every label [rows] or [rows, labels].
     scores: Float64Array
-    """The probability of the first label, or with more than two labels of every label [rows] or [rows, labels]."""
-    calibrated: Float64Array | None
-    """The same after the calibration; None without one."""
-    truth: Int64Array
-    """The number of the right label [rows]."""
-    places: Int64Array
-    """Which rows of the output these are, counted from 0 [rows]."""
-    without_truth: int
-    """Rows that have a score, but no right answer that is a label."""
-    errors: int
-    """Rows without a score."""
-    found: TruthCounts
-    """Of all rows with a score."""
+    calibrated: Float64Array | None  # the same after the calibration; None without one
+    truth: Int64Array  # the number of the right label [rows]
+    places: Int64Array  # which rows of the output these are, counted from 0 [rows]
+    without_truth: int  # rows that have a score, but no right answer that is a label
+    errors: int  # rows without a score
+    found: TruthCounts  # of all rows with a score
 
     @property
     def probabilities(self) -> Float64Array:
@@ -363,7 +351,7 @@ def row_names(target: Target, places: Sequence[int], id_name: str | None) -> dic
 
 
 def _floats(column: pa.ChunkedArray, known: np.ndarray[Any, np.dtype[np.bool_]], null: float = 0.0) -> Float64Array:
-    """The numbers of known rows; of labels they may come as JSON text. JSON has no infinity: it is null there."""
+    # The numbers of known rows; of labels they may come as JSON text. JSON has no infinity: it is null there.
     values: Float64Array = column.cast(pa.float64()).fill_null(null).to_numpy()[known]
     return values
 
@@ -376,7 +364,7 @@ def _labels_of(
     *,
     json_text: bool,
 ) -> Int64Array:
-    """The number of each row's right label, _UNKNOWN without one [rows]; the values of scored rows are counted."""
+    # The number of each row's right label, _UNKNOWN without one [rows]; the values of scored rows are counted.
     try:
         encoded = column.combine_chunks().dictionary_encode()
     except pa.ArrowNotImplementedError:  # lists and structs are no labels
@@ -395,7 +383,7 @@ def _labels_of(
 
 
 def _values(dictionary: pa.Array, *, json_text: bool) -> Iterator[Any]:
-    """Python's values; what is neither text nor a number nor true or false is None."""
+    # Python's values; what is neither text nor a number nor true or false is None.
     for value in to_python(dictionary):
         known = json.loads(value) if json_text and value is not None else value
         yield known if isinstance(known, str | int | float | bool) else None

@@ -8,9 +8,7 @@ from pydantic import BaseModel, Field
 
 from prefillcli.report.rendering import TableRows, counted, percent_interval, row_name, visible
 from prefillcli.report.section import Box, Part, Plot, Section, Tick
-from prefillcli.stats.evaluation import Evaluation, ReliabilityBin
-from prefillcli.stats.intervals import Estimate
-from prefillcli.stats.ranking import ThresholdFigures
+from prefillcli.stats.evaluation import Estimate, Evaluation, ReliabilityBin, ThresholdFigures
 
 
 class TruthValue(BaseModel):
@@ -100,7 +98,7 @@ def _rows(found: RunEvaluation) -> str:
 
 
 def _values(found: RunEvaluation) -> Iterator[tuple[str, str]]:
-    """What the values of the column were taken for, where that is not plain to see."""
+    # What the values of the column were taken for, where that is not plain to see.
     other = [each for each in found.truth_values if each.label is None or each.value.strip('"') != each.label]
     if other:
         texts = [f"{visible(each.value, line=True)} is {_taken_for(each.label)} ({each.rows:,})" for each in other[:4]]
@@ -132,8 +130,7 @@ def _with_interval(estimate: Estimate, confidence: float, *, percent: bool = Fal
 # What the page of a run shows of its evaluation: charts and tables.
 
 
-MOST_LABELS = 12
-"""Labels whose confusion fits a page."""
+MOST_LABELS = 12  # labels whose confusion fits a page
 _SHARES = [Tick(100 * at, f"{100 * at:g} %") for at in (0.0, 0.25, 0.5, 0.75, 1.0)]
 _DIAGONAL = "0,100 100,0"
 
@@ -161,7 +158,6 @@ def section(found: RunEvaluation) -> Section:
 
 
 def _rows_table(rows: list[EvaluatedRow]) -> TableRows | None:
-    """A row of the table for each of the rows, and below it its text."""
     if not rows:
         return None
     table = [["row", "score", "right answer", "prediction", "probability"]]
@@ -231,14 +227,14 @@ def _charts(found: RunEvaluation) -> Iterator[Part]:
 
 
 def _positives(found: RunEvaluation) -> float:
-    """Rows whose right answer is the first label."""
+    # Rows whose right answer is the first label.
     if found.by_label or found.best_f1 is None:
         return found.by_label[0].rows if found.by_label else 0
     return found.best_f1.rows * found.best_f1.precision / found.best_f1.recall
 
 
 def _confusion(found: RunEvaluation) -> TableRows | None:
-    """None without rows, for values, and for more labels than fit."""
+    # None without rows, for values, and for more labels than fit.
     if not found.rows or not found.confusion or len(found.labels) > MOST_LABELS:
         return None
     header = ["right answer", *(f"predicted {label}" for label in found.labels), "rows"]

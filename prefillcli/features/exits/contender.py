@@ -59,7 +59,7 @@ class EarlyExit(Contender):
         )
 
     def _saved(self, run: MethodRun, tokens: int) -> float:
-        """Share of the layers of computed tokens that exits spared."""
+        # Share of the layers of computed tokens that exits spared.
         layers = self._equipment.config.get_text_config().num_hidden_layers
         return run.skipped / (tokens * in_full(layers))
 
@@ -96,7 +96,7 @@ def learn_exits(equipment: Equipment, material: Material) -> EarlyExit | None:
 
 
 def _more_prompts(count: int, equipment: Equipment) -> list[Prompt]:
-    """Other made prompts, as long."""
+    # Other made prompts, as long.
     settings: BenchSettings = equipment.settings
     other = settings.model_copy(
         update={
@@ -111,7 +111,7 @@ def _more_prompts(count: int, equipment: Equipment) -> list[Prompt]:
 
 
 def _calibrated(equipment: Equipment, prompts: Sequence[Prompt]) -> ExitCalibration:
-    """What these prompts, read in full, prove."""
+    # What these prompts, read in full, prove.
     config = equipment.config.get_text_config()
     layers = observed_layers(config.num_hidden_layers)
     requests = [Request(prompt) for prompt in prompts]

@@ -99,7 +99,7 @@ def detectable_rate(rows: int, rate: float, false_alarms: float, power: float) -
 
 
 def _log_above(first: float, second: float, rate: float) -> float:
-    """The logarithm of the probability that a beta distribution gives to rates above `rate`."""
+    # The logarithm of the probability that a beta distribution gives to rates above `rate`.
     from scipy.special import betaincc
 
     above = float(betaincc(first, second, rate))
@@ -269,8 +269,8 @@ def work_of(
 # With `--flips-of all` all rows are one class, with one sequence of tests, and every label leaves at its level.
 
 
+# In the order in which they are tested: each is 2 % lower than the one before.
 LEVELS: Final = tuple(float(level) for level in np.geomspace(64, 0.02, 405))
-"""In the order in which they are tested: each is 2 % lower than the one before."""
 
 
 class Level(NamedTuple):
@@ -455,7 +455,7 @@ def _allowed(exits: Sequence[Candidate], fit: CalibrationRows, task: _Task) -> t
 
 
 def _correlation(predicted: Float64Array, final: Float64Array) -> float:
-    """Of the margins between the two labels that are likeliest over all rows; 0 where one of them does not vary."""
+    # Of the margins between the two labels that are likeliest over all rows; 0 where one of them does not vary.
     two = np.argsort(final.mean(axis=0))[-2:]
     margins = [each[:, two[1]] - each[:, two[0]] for each in (predicted, final)]
     if min(float(np.std(each)) for each in margins) == 0:
@@ -463,8 +463,8 @@ def _correlation(predicted: Float64Array, final: Float64Array) -> float:
     return float(np.corrcoef(margins[0], margins[1])[0, 1])
 
 
+# Share of the full read's work that exits must save in each half of the rows, by the cost model.
 LEAST_SAVED: Final = 0.01
-"""Share of the full read's work that exits must save in each half of the rows, by the cost model."""
 _FEWEST = 20  # rows that probes are fitted to
 _CURVE: Final = tuple(float(level) for level in np.geomspace(8, 0.25, 21))
 
@@ -502,11 +502,10 @@ class _Task(NamedTuple):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The names of the classes that are judged."""
         return self.names if self.flips_of == "each" else (ALL_ROWS,)
 
     def judged(self, levels: Float64Array, wrong: npt.NDArray[np.bool_], rows: CalibrationRows) -> tuple[Level, ...]:
-        """The lowest level of each class; `levels` and `wrong` are [exits, rows]."""
+        # The lowest level of each class; `levels` and `wrong` are [exits, rows].
         numbers = class_numbers(rows.truth, self.flips_of)
         return judge_classes(levels, wrong, numbers, len(self.classes), self.max_flips, self.confidence)
 
@@ -574,7 +573,7 @@ def _proven(
     judge: CalibrationRows,
     short: list[str],
 ) -> ExitCalibration:
-    """The calibration with the levels that the judging half proves for the chosen exits."""
+    # The calibration with the levels that the judging half proves for the chosen exits.
     seen = _seen(chosen, judge)
     tested = task.judged(seen.reach, seen.label != judge.truth, judge)
     levels = levels_of_labels(tested, judge.labels)
@@ -605,7 +604,6 @@ def _none(findings: ExitFindings, reason: str) -> ExitCalibration:
 
 
 def _short(task: _Task, judge: CalibrationRows) -> list[str]:
-    """What to say of each class with too few rows."""
     if task.flips_of == "all":
         said = [short_of_rows(None, len(judge), len(judge), task.max_flips, task.confidence)]
     else:
@@ -641,7 +639,7 @@ def _seen(exits: Sequence[Candidate], rows: CalibrationRows) -> _Judged:
 
 
 def _work(exits: Sequence[Candidate], levels: Sequence[float], judge: CalibrationRows, task: _Task) -> Work:
-    """What the judged rows cost at these levels [labels]: rows that nothing was chosen on but the levels."""
+    # What the judged rows cost at these levels [labels]: rows that nothing was chosen on but the levels.
     seen = _seen(exits, judge)
     decided = seen.reach >= np.asarray(levels)[seen.label]
     return work_of(decided, [each.layer for each in exits], judge.weights, task.layers, task.costs)
@@ -684,7 +682,7 @@ def _exit(candidate: Candidate, own: ExitLayer, leaving: float) -> ExitFinding:
 
 
 def _curve(task: _Task, exits: Sequence[Candidate], seen: _Judged, judge: CalibrationRows) -> tuple[TradePoint, ...]:
-    """What all exits do to the judged rows, level by level."""
+    # What all exits do to the judged rows, level by level.
     found = []
     for level in _CURVE:
         work = work_of(seen.reach >= level, [each.layer for each in exits], judge.weights, task.layers, task.costs)
@@ -703,7 +701,6 @@ def _curve(task: _Task, exits: Sequence[Candidate], seen: _Judged, judge: Calibr
 
 
 def _flipped(seen: _Judged, work: Work, truth: IntArray) -> BoolArray:
-    """Which rows have left with another label than the full read's."""
     answered = seen.label[work.left, np.arange(len(truth))]
     flipped: BoolArray = (work.left >= 0) & (answered != truth)
     return flipped
@@ -741,8 +738,7 @@ class ExitRecheck:
     reason: str | None
     leaving: float
     classes: tuple[ClassRecheck, ...]
-    text: str
-    """What the check can and cannot find: a sentence."""
+    text: str  # what the check can and cannot find: a sentence
 
 
 def recheck_exits(
@@ -779,7 +775,7 @@ def recheck_exits(
 
 
 def _outcome(policy: ExitPolicy, rows: CalibrationRows) -> tuple[BoolArray, BoolArray]:
-    """Which rows leave, and which of these with another label than the full read's."""
+    # Which rows leave, and which of these with another label than the full read's.
     left = np.zeros(len(rows), dtype=np.bool_)
     flipped = np.zeros(len(rows), dtype=np.bool_)
     for layer in policy.layers:

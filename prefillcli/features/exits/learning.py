@@ -108,10 +108,8 @@ def exits_path(report: str) -> str:
 
 FILE = "exits.json"  # in the work folder
 CHECKED_ROWS = 300
-MOST_LAYERS = 12
-"""Layers that are read of each row, at most."""
-MOST_BYTES = 1 << 30
-"""What these may take of memory, where the number of rows is not asked for."""
+MOST_LAYERS = 12  # layers that are read of each row, at most
+MOST_BYTES = 1 << 30  # what these may take of memory, where the number of rows is not asked for
 _SPARE = 1.25  # rows that are read, over those that it takes if all answers are as frequent
 _SEED = 20_262
 
@@ -165,8 +163,7 @@ class ExitLearning:
 
     job: Job
     engine: PlanEngine
-    given: ExitProfile | None
-    """What `--exit-profile` names."""
+    given: ExitProfile | None  # what `--exit-profile` names
 
     @property
     def settings(self) -> ScoreSettings:
@@ -214,7 +211,6 @@ class ExitLearning:
         )
 
     def _stored(self) -> LearntExits | None:
-        """What an earlier attempt at the job has learnt."""
         if EXITS not in self.job.sink.plan:
             return None
         try:
@@ -228,7 +224,6 @@ class ExitLearning:
         return None
 
     def _publish(self, profile: ExitProfile) -> None:
-        """Write what later jobs may use, beside the report."""
         if self.job.report.report is None or self.settings.exit_profile is not None:
             return
         path = exits_path(self.job.report.report)
@@ -238,7 +233,7 @@ class ExitLearning:
             log.warning(f"cannot write {path}: {error}")
 
     def _learn(self) -> tuple[LearntExits, Tokens]:
-        """Read some rows in full, and learn from them; of a given profile, whether it still holds."""
+        # Read some rows in full, and learn from them; of a given profile, whether it still holds.
         settings, given = self.settings, self.given
         policy = None if given is None else given.policy
         layers = observed_layers(self._layers) if policy is None else policy.layers
@@ -258,7 +253,7 @@ class ExitLearning:
         return LearntExits(profile, known, len(read.answers), reason), Tokens(computed=computed, unique=read.unique)
 
     def _read_rows(self, layers: Sequence[int]) -> _ReadRows:
-        """Random rows of the job, read in full: so many as are asked for, but no more than half of its rows."""
+        # Random rows of the job, read in full: so many as are asked for, but no more than half of its rows.
         settings, classes = self.settings, self._classes
         drawn, count, provable = self._draw(), self._count, self._provable()
         if provable is not None and not settings.quiet:
@@ -273,14 +268,13 @@ class ExitLearning:
         return read
 
     def _read(self, numbers: Int64Array, layers: Sequence[int], why: str) -> _ReadRows:
-        """The rows with these numbers, read in full; `why` is told."""
+        # The rows with these numbers, read in full; `why` is told.
         requests = self._requests(np.sort(numbers))
         if requests and not self.settings.quiet:
             log.info(f"{len(requests):,} rows are read in full first, {why}")
         return _ReadRows(*self._answers(requests, layers))
 
     def _profile(self, rows: CalibrationRows) -> ExitProfile:
-        """The exits that these rows prove."""
         labels = self.job.labels.names
         found = calibrate_exits(
             rows,
@@ -305,7 +299,7 @@ class ExitLearning:
 
     @property
     def _count(self) -> int:
-        """How many rows are to be read at first, if half of the job's rows are so many."""
+        # How many rows are to be read at first, if half of the job's rows are so many.
         if self.settings.exit_rows is not None:
             return int(self.settings.exit_rows)
         if self.given is not None:
@@ -314,29 +308,28 @@ class ExitLearning:
 
     @property
     def _classes(self) -> int:
-        """Of how many kinds of rows the flips are bounded."""
+        # Of how many kinds of rows the flips are bounded.
         return len(self.job.labels.names) if self.settings.flips_of == "each" else 1
 
     def _provable(self) -> ProvableFlips | None:
-        """What the rows could prove at best; None for a given profile, which they only check."""
+        # What the rows could prove at best; None for a given profile, which they only check.
         if self.given is not None:
             return None
         rows = min(self._count, len(self._rows()) // 2)
         return provable_flips(rows, self.settings.max_flips, self._classes)
 
     def _rows(self) -> Int64Array:
-        """The numbers of the job's rows."""
         source = self.job.source
         found: Int64Array = source.selection().within(0, source.count())
         return found
 
     def _draw(self) -> Int64Array:
-        """The numbers of half of the job's rows, in random order."""
+        # The numbers of half of the job's rows, in random order.
         rows = self._rows()
         return rows[np.random.default_rng(_SEED).permutation(len(rows))[: len(rows) // 2]]
 
     def _requests(self, numbers: Int64Array) -> list[Request]:
-        """How the model reads the rows with these numbers, ascending."""
+        # How the model reads the rows with these numbers, ascending.
         again = Opening(self.settings)  # the job's own source is being read
         again.open_source()
         again.use_models(self.job.opened)
@@ -354,8 +347,8 @@ class ExitLearning:
         return [request for request in requests if len(request.tokens) <= self.engine.limits.max_tokens]
 
     def _answers(self, requests: list[Request], layers: Sequence[int]) -> tuple[list[Request], list[Answer], int]:
-        """The requests that fit the memory, what the model answers to them in full, with what these layers show, and
-        the tokens of their trie."""
+        # The requests that fit the memory, what the model answers to them in full, with what these layers show, and
+        # the tokens of their trie.
         if not requests:
             return [], [], 0
         plan = plan_requests(requests, self.engine.limits, self.settings.schedule)
@@ -445,7 +438,6 @@ def calibration_rows(
 
 
 def _joined(readings: Sequence[Readings]) -> Readings:
-    """The rows of several readings."""
     return Readings(
         np.concatenate([each.hidden for each in readings]),
         np.concatenate([each.logits for each in readings]),

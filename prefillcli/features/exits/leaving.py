@@ -19,8 +19,7 @@ from prefillcli.report.run import Tokens
 from prefillcli.runtime import log
 
 EXITS = "exits"  # in the plan of a job
-ENDED = ("reason", "stopped_window")
-"""What the plan has there once drift has ended the exits."""
+ENDED = ("reason", "stopped_window")  # what the plan has there once drift has ended the exits
 
 
 @dataclass(slots=True)
@@ -57,10 +56,8 @@ class JobExits:
     """
 
     policy: ExitPolicy | None = None
-    learnt: ExitFindings | None = None
-    """What the policy was made of; None where no exits are asked for."""
-    reused: bool = False
-    """Whether an earlier job has learnt it."""
+    learnt: ExitFindings | None = None  # what the policy was made of; None where no exits are asked for
+    reused: bool = False  # whether an earlier job has learnt it
     layers: int = 0
     max_flips: float = 0.0
     flips_of: FlipsOf = "each"
@@ -69,10 +66,9 @@ class JobExits:
     known: Mapping[int, ScoredRow] = field(default_factory=dict)
     rows_read: int = 0
     regroup_cost: float | None = None
-    reason: str | None = None
-    """Why there are no exits, or none any more."""
+    reason: str | None = None  # why there are no exits, or none any more
+    # The first window without exits, where they have ended before the job did.
     stopped_window: int | None = None
-    """The first window without exits, where they have ended before the job did."""
 
     @property
     def asked(self) -> bool:
@@ -125,7 +121,7 @@ NO_EXITS = JobExits()
 
 
 def _layers_through(exit_layers: Sequence[int | None]) -> int | None:
-    """How many layers a read goes through, by the layers after which its prompts leave; None: all."""
+    # How many layers a read goes through, by the layers after which its prompts leave; None: all.
     numbers = [layer for layer in exit_layers if layer is not None]
     return max(numbers) + 1 if len(numbers) == len(exit_layers) else None
 

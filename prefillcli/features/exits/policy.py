@@ -176,7 +176,7 @@ def _written(kind: str, **arrays: Float32Array) -> dict[str, Any]:
 
 
 def _array(written: Any) -> Float32Array:
-    """An array that `_written` wrote. Raises ValueError if it is damaged."""
+    # An array that `_written` wrote. Raises ValueError if it is damaged.
     try:
         shape = tuple(int(size) for size in written["shape"])
         values = np.frombuffer(base64.b64decode(written["float32"], validate=True), dtype="<f4")
@@ -189,7 +189,7 @@ def _array(written: Any) -> Float32Array:
 
 
 def _check_shapes(probe: Probe) -> None:
-    """Raise ValueError unless the arrays of a probe fit together."""
+    # Raise ValueError unless the arrays of a probe fit together.
     if isinstance(probe, MlpProbe):
         maps = [(probe.inner, probe.inner_bias), (probe.outer, probe.outer_bias)]
         fits = probe.inner.shape[:1] == (3 * probe.labels,) and probe.outer.shape[:1] == probe.inner_bias.shape
@@ -205,13 +205,13 @@ def _check_shapes(probe: Probe) -> None:
 # Fitting probes to rows with final answers, and what they say of rows that they were not fitted to.
 
 
+# Ridge strengths that are tried, in units of the hidden states' total variance.
 STRENGTHS: Final = tuple(10.0**power for power in np.arange(-7, 1.1, 0.5))
-"""Ridge strengths that are tried, in units of the hidden states' total variance."""
 FOLDS = 5  # of the probes without a formula for leaving one out
 UNITS = 512  # as in SpecEE
 _NEAR = 1.25
+# A probe knows something if its error is at most this share of what the mean answer is off by.
 KNOWS: Final = 0.9
-"""A probe knows something if its error is at most this share of what the mean answer is off by."""
 _DECAY = 1e-3  # of the network's weights
 _STEPS = 60  # of L-BFGS
 
@@ -298,12 +298,12 @@ def fit_mlp(readings: Readings, target: Float64Array, seed: int = 0) -> FittedPr
     return FittedProbe(_trained(features, target, seed), _folded(target, seed, predict))
 
 
+# How each kind of `prefillcli.features.exits.policy.PROBES` is fitted.
 FITS: Final[Mapping[str, Callable[[Readings, Float64Array, int], FittedProbe]]] = {
     RidgeProbe.kind: fit_ridge,
     AffineProbe.kind: fit_affine,
     MlpProbe.kind: fit_mlp,
 }
-"""How each kind of `prefillcli.features.exits.policy.PROBES` is fitted."""
 
 
 def margin_error(off: Float64Array) -> float:
@@ -313,7 +313,7 @@ def margin_error(off: Float64Array) -> float:
 
 
 def _decomposed(points: Float64Array) -> tuple[Float64Array, Float64Array]:
-    """Left singular vectors [rows, rank] of points [rows, hidden], and the squares of the singular values."""
+    # Left singular vectors [rows, rank] of points [rows, hidden], and the squares of the singular values.
     rows, hidden = points.shape
     gram = points @ points.T if rows <= hidden else points.T @ points
     values, vectors = np.linalg.eigh(gram)
@@ -324,7 +324,7 @@ def _decomposed(points: Float64Array) -> tuple[Float64Array, Float64Array]:
 
 
 def _folded(target: Float64Array, seed: int, predict: Callable[[IntArray, IntArray], Float64Array]) -> Float64Array:
-    """What `predict(rows to fit, rows left out)` says of all rows, each left out once."""
+    # What `predict(rows to fit, rows left out)` says of all rows, each left out once.
     order = np.random.default_rng(seed).permutation(len(target))
     found = np.zeros_like(target)
     for fold in range(min(FOLDS, len(target))):

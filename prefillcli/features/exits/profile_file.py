@@ -9,10 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from prefillcli.errors import UsageError
 from prefillcli.features.exits.policy import ExitPolicy, policy_of
 
+# Whose flips are bounded: those of the rows of each label, or of all rows together.
 FlipsOf = Literal["each", "all"]
-"""Whose flips are bounded: those of the rows of each label, or of all rows together."""
-ALL_ROWS: Final = "all rows"
-"""The name of the only class where the flips of all rows are bounded together."""
+ALL_ROWS: Final = "all rows"  # the name of the only class where the flips of all rows are bounded together
 
 
 # What a calibration of exits found, as reports and profiles hold it.

@@ -15,10 +15,9 @@ from prefillcli.report.rendering import abbreviated, counted, percent_interval, 
 from prefillcli.report.section import Bar, Part, Plot, Section, Tick, bars, round_ticks
 from prefillcli.stats.audit import flip_bound, flip_interval
 
+# Learnt by this job; taken from an earlier one; not there, for a `reason`; ended before the job, for a `reason`.
 ExitStatus = Literal["calibrated", "reused", "none", "stopped"]
-"""Learnt by this job; taken from an earlier one; not there, for a `reason`; ended before the job, for a `reason`."""
-KEPT_ALIVE = ("1", "2", "3-5", "6-10", ">10")
-"""How many rows a shared prefix went on for."""
+KEPT_ALIVE = ("1", "2", "3-5", "6-10", ">10")  # how many rows a shared prefix went on for
 
 
 class JudgedLabel(BaseModel):

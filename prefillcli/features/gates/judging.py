@@ -43,8 +43,7 @@ class DriftUse(BaseModel):
     before: DriftUse | None = None  # what that run was compared with
 
 
-_CRITICAL = 1.358
-"""The 95 % point of Kolmogorov's distribution."""
+_CRITICAL = 1.358  # the 95 % point of Kolmogorov's distribution
 
 
 def score_distance(counts: Sequence[int], others: Sequence[int]) -> float | None:

@@ -34,8 +34,7 @@ class SinceUse(BaseModel):
     reason: str | None = None  # why none could be in this one
 
 
-NOT_COMPARED = "input"
-"""The part of a fingerprint that may differ: what rows say is compared row by row."""
+NOT_COMPARED = "input"  # the part of a fingerprint that may differ: what rows say is compared row by row
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,8 @@ class FoundOutput:
 
     target: Target
     published: Published
-    digests: str
-    """SHA-256 of the file with the digests."""
-    own: str | None = None
-    """The output that is to be written, as in `find_output`."""
+    digests: str  # SHA-256 of the file with the digests
+    own: str | None = None  # the output that is to be written, as in `find_output`
     remedy: str = "leave --since out"
 
     @property
@@ -157,7 +154,7 @@ class EarlierOutput:
         self._file.close()
 
     def _at(self, places: Int64Array) -> pa.Table:
-        """The rows at these places, in this order."""
+        # The rows at these places, in this order.
         batches = np.searchsorted(self._starts, places, "right") - 1
         order = np.argsort(batches, kind="stable")
         pieces = []
@@ -169,7 +166,7 @@ class EarlierOutput:
         return pa.Table.from_batches(pieces).take(pa.array(back))
 
     def _copy(self) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-        """Copy the rows that have a score and a digest; returns the first half of each digest [rows]."""
+        # Copy the rows that have a score and a digest; returns the first half of each digest [rows].
         found, keys = self._found, [np.empty(0, np.uint64)]
         damage = found.target.damage(found.published)
         if damage:
@@ -193,7 +190,7 @@ class EarlierOutput:
         return np.concatenate(keys)
 
     def _tables(self) -> Iterator[pa.Table]:
-        """The result columns of the output, in the order in which it was written."""
+        # The result columns of the output, in the order in which it was written.
         found, names = self._found, self._names.names
         with reading(found.target.path):
             for table in found.target.tables(names, found.published.files):
@@ -206,10 +203,8 @@ class EarlierOutput:
 
 
 def _usable(table: pa.Table) -> pa.ChunkedArray:
-    """Whether each row may be taken over: it has a score and a digest, and lacks no number that its format cannot say.
-
-    JSON has no infinity, and its null may be one.
-    """
+    # Whether each row may be taken over: it has a score and a digest, and lacks no number that its format cannot say.
+    # JSON has no infinity, and its null may be one.
     usable = pc.and_(pc.is_valid(table["score"]), pc.is_valid(table[DIGEST]))
     for name in table.column_names:
         if name.startswith(("logprob_", "value_")):
@@ -239,7 +234,7 @@ def find_earlier(
 
 
 def _retries(settings: Any, output: str) -> bool:
-    """Whether a job begins, or goes on, to score the error rows of its own complete output again."""
+    # Whether a job begins, or goes on, to score the error rows of its own complete output again.
     if settings.shard is not None or not (settings.resume or settings.retry_errors):
         return False
     with suppress(DamagedFileError, OutputConflictError):

@@ -60,7 +60,7 @@ class _Rejects:
         self._numbers = self._find()
 
     def typed_schema(self) -> pa.Schema:
-        """The types that hold the values which rows of JSON Lines have."""
+        # The types that hold the values which rows of JSON Lines have.
         kinds: dict[str, set[str]] = defaultdict(set)
         for batch in self._source.rows(self._numbers):
             for name in batch.carried.column_names:
@@ -69,7 +69,7 @@ class _Rejects:
         return pa.schema([(name, type_for(kinds[name], ids=name == ids)) for name in names])
 
     def tables(self, schema: pa.Schema, *, typed: bool) -> Iterator[pa.Table]:
-        """The rows, ascending; with `typed`, JSON text becomes the types of the schema."""
+        # The rows, ascending; with `typed`, JSON text becomes the types of the schema.
         errors = (pair for table in self._errors() for pair in zip(*table, strict=True))
         for batch in self._source.rows(self._numbers):
             own = list(islice(errors, len(batch.rows)))
@@ -81,7 +81,7 @@ class _Rejects:
             yield pa.Table.from_arrays(columns, schema=schema)
 
     def _find(self) -> Int64Array:
-        """The numbers of the error rows; the output has the rows that were selected, in their order."""
+        # The numbers of the error rows; the output has the rows that were selected, in their order.
         places, rows = [np.empty(0, np.int64)], 0
         for table in self._sink.tables(["error"]):
             places.append(np.flatnonzero([is_error(code) for code in table["error"].to_pylist()]) + rows)
@@ -96,7 +96,6 @@ class _Rejects:
 
 
 def _columns(source: Source) -> list[str]:
-    """All columns of the input, but for those that have the names of ours: of a file of rejects, for example."""
     return [name for name in source.available if name not in (ROW_COLUMN, *_ERRORS)]
 
 

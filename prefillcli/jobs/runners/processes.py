@@ -19,7 +19,7 @@ from typing import Any
 from prefillcli.errors import EngineDiedError, ResourceError, brief
 from prefillcli.jobs.runners.pool import Advanced, Done, Event, Failed, Lost, Started, Task, WorkerSpec, portable
 from prefillcli.runtime.cores import allowed, core_groups
-from prefillcli.runtime.streams import survive_closed_streams
+from prefillcli.runtime.log import survive_closed_streams
 
 _PRELOADED = [
     "prefillcli.jobs.runners.quiet_server",

@@ -25,7 +25,7 @@ from prefillcli.options.commands import ScoreSettings
 from prefillcli.runtime import log
 from prefillcli.runtime.cores import allowed
 from prefillcli.runtime.extras import require_extra
-from prefillcli.runtime.streams import stdout_to_stderr
+from prefillcli.runtime.log import stdout_to_stderr
 
 # The Ray cluster that a job's actors run on: joined or begun, and what of it each actor takes.
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from prefillcli import __version__
 from prefillcli.errors import EngineDiedError
 from prefillcli.jobs.runners.pool import portable
+from prefillcli.runtime.extras import quiet_imports
 from prefillcli.runtime.memory import prepare_allocator
-from prefillcli.runtime.streams import quiet_imports
 
 if TYPE_CHECKING:  # takes torch along
     from prefillcli.jobs.runners.worker import Worker
