@@ -148,7 +148,8 @@ def choice(condition: str | None, *, json_carried: bool = False, id_name: str | 
 def test_rows_are_chosen_by_what_their_columns_will_say(tmp_path: Path, json_carried: bool) -> None:
     window = make_window(0, list(range(3, 12)), bad=(7,), json_text=json_carried)
     numbers = [prompt.row for prompt in window.prompts if prompt.row != 5]  # one is not scored yet
-    rows = ResultRows.of(window, [scored(row) for row in numbers], {}, OutputSchema(labels=LABELS), 2.0)
+    schema = OutputSchema(labels=LABELS, groups=ColumnGroups(exits=True))
+    rows = ResultRows.of(window, [scored(row) for row in numbers], {}, schema, 2.0)
     output = tmp_path / "o.parquet"
     kept = pa.string() if json_carried else pa.int64()
     carried = pa.schema([("id", pa.string()), ("kept", kept)])
