@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 
 from prefillcli.data.output.columns import OutputSchema
 from prefillcli.data.output.formats import Shard
-from prefillcli.data.output.shard_folders import JoinedShards, ShardSink
+from prefillcli.data.output.sink import JoinedShards, ShardSink
 from prefillcli.data.output.target import Job, Target
 from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
 from prefillcli.data.prompts.labels import Labels, parse_labels

@@ -53,7 +53,7 @@ def test_what_needs_no_model_knows_no_torch(package: str) -> None:
 
 
 def test_the_packages_of_data_import_each_other_downwards_only() -> None:
-    names = ("rows", "values", "shard", "filesystems", "proof")
+    names = ("rows", "filesystems", "proof")
     below = {f"prefillcli.data.{name}" for name in names}
     rooms = {folder.parent.name for folder in (PACKAGE / "data").glob("*/__init__.py")}
     assert rooms == {"reading", "prompts", "output"}

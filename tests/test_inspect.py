@@ -305,7 +305,7 @@ def test_json_lines(tmp_path: Path) -> None:
 
 
 def test_row_in_a_later_window_is_found_without_tokenising_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    from prefillcli.data import search
+    from prefillcli.data import windows as search
     from prefillcli.data.prompts.builder import PromptBuilder
 
     number = 4_500

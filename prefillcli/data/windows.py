@@ -28,8 +28,19 @@ from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.reading.record_batches import BATCH_ROWS, TableRows
 from prefillcli.data.reading.source import Source
-from prefillcli.data.rows import ErrorCode, Float64Array, Int64Array, Prompt, RowBatch, RowError, Window
-from prefillcli.data.values import is_text, plain_type, text_of, to_python
+from prefillcli.data.rows import (
+    ErrorCode,
+    Float64Array,
+    Int64Array,
+    Prompt,
+    RowBatch,
+    RowError,
+    Window,
+    is_text,
+    plain_type,
+    text_of,
+    to_python,
+)
 from prefillcli.errors import UsageError
 
 RUN_ROWS = 512  # rows of a run, at most

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from prefillcli.data.output.counts import Counts
+from prefillcli.data.output.columns import Counts
 from prefillcli.data.output.store import put_text
 from prefillcli.data.proof import hash_model
 from prefillcli.data.windows import ShardRows

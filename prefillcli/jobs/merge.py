@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from prefillcli.core.feature import features, features_of
-from prefillcli.data.output.counts import Counts
-from prefillcli.data.output.shard_folders import JoinedShards
+from prefillcli.data.output.columns import Counts
+from prefillcli.data.output.sink import JoinedShards
 from prefillcli.data.output.target import Manifest, Target
 from prefillcli.errors import OutputBusyError, OutputConflictError, OutputDamagedError, OutputExistsError
 from prefillcli.jobs.path_table import report_path, require_apart

@@ -22,7 +22,7 @@ from prefillcli.data.filesystems import (
     written_path,
 )
 from prefillcli.data.output.formats import FILE_ENDINGS, Shard
-from prefillcli.data.output.shard_folders import shards_beside
+from prefillcli.data.output.sink import shards_beside
 from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.templates import names_template
 from prefillcli.data.proof import ModelContents, is_model_file

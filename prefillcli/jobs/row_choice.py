@@ -26,8 +26,7 @@ from prefillcli.data.output.columns import (
 )
 from prefillcli.data.prompts.sandbox import BoundedEnvironment
 from prefillcli.data.prompts.templates import rationale_texts
-from prefillcli.data.rows import Window
-from prefillcli.data.values import to_python
+from prefillcli.data.rows import Window, to_python
 from prefillcli.errors import UsageError, brief, did_you_mean
 from prefillcli.options.commands import ScoreSettings
 

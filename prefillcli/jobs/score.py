@@ -9,12 +9,10 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.core.request import AuditDraw
-from prefillcli.data.output.columns import ROW_COLUMN, ColumnGroups
-from prefillcli.data.output.counts import Counts
+from prefillcli.data.output.columns import ROW_COLUMN, ColumnGroups, Counts
 from prefillcli.data.output.file_formats import id_texts
 from prefillcli.data.output.parts import RowDigests
-from prefillcli.data.output.shard_folders import ShardSink
-from prefillcli.data.output.sink import Sink
+from prefillcli.data.output.sink import ShardSink, Sink
 from prefillcli.data.output.target import Job as OutputJob
 from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.labels import Labels

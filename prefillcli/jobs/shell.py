@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Literal, Protocol
 
 from prefillcli.compress.base import fallbacks_of_useless_draft
-from prefillcli.data.output.counts import Counts
+from prefillcli.data.output.columns import Counts
 from prefillcli.errors import (
     NOT_AS_EXPECTED,
     NOTHING_TO_DO,

@@ -9,7 +9,7 @@ from typing import Any
 
 from prefillcli.data.output import parts
 from prefillcli.data.output.formats import Shard
-from prefillcli.data.output.shard_folders import shards_beside
+from prefillcli.data.output.sink import shards_beside
 from prefillcli.data.output.store import Beat
 from prefillcli.data.output.target import Manifest, Target
 from prefillcli.errors import DamagedFileError, PrefillError, UsageError

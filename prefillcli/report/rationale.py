@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from prefillcli.data.output.counts import Counts
+from prefillcli.data.output.columns import Counts
 from prefillcli.data.rows import Rationale, SectionEffect
 from prefillcli.decode.continuations import DecodingReport
 from prefillcli.engines.memory_plan import TEXTS

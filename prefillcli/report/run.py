@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import PydanticSerializationError
 
 from prefillcli.core.feature import features
-from prefillcli.data.output.counts import LENGTH_EDGES, SCORE_BINS, Counts
+from prefillcli.data.output.columns import LENGTH_EDGES, SCORE_BINS, Counts
 from prefillcli.engines.base import PoolUse, ReducedPacks, WeightsReport, WorkerReport
 from prefillcli.redaction import shown_report
 from prefillcli.report.rationale import RationaleUse

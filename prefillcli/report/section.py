@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from prefillcli.data.output.counts import LENGTH_EDGES
+from prefillcli.data.output.columns import LENGTH_EDGES
 from prefillcli.report.rendering import TableRows, abbreviated
 
 if TYPE_CHECKING:

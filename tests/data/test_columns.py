@@ -10,8 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.data.output.columns import COLUMNS, ColumnGroups, OutputSchema, ResultRows
-from prefillcli.data.output.counts import Counts
+from prefillcli.data.output.columns import COLUMNS, ColumnGroups, Counts, OutputSchema, ResultRows
 from prefillcli.data.rows import ScoredRow
 from tests.data.outputs import LABELS, TOO_LONG, make_window, open_sink, read, scored
 

@@ -12,11 +12,9 @@ import pyarrow as pa
 import pytest
 
 from prefillcli.compress.base import compressed_rows, fallbacks_of_useless_draft
-from prefillcli.data.output.columns import ColumnGroups
-from prefillcli.data.output.counts import AuditedExits, Counts, LayerRows
+from prefillcli.data.output.columns import AuditedExits, ColumnGroups, Counts, LayerRows
 from prefillcli.data.output.parts import is_part, read_part
-from prefillcli.data.output.shard_folders import of_schema, to_schema
-from prefillcli.data.output.sink import Sink
+from prefillcli.data.output.sink import Sink, of_schema, to_schema
 from prefillcli.data.output.target import Target
 from prefillcli.data.rows import ScoredRow, Window, early_exit_method, left_early, reading_method
 from prefillcli.features.calibration.calibration import Calibration, TemperatureScaling

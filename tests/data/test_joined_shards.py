@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from prefillcli.data.output.columns import ColumnGroups
 from prefillcli.data.output.formats import Shard
-from prefillcli.data.output.shard_folders import (
+from prefillcli.data.output.sink import (
     JoinedShards,
     ShardSink,
     of_partitions,

@@ -13,10 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.data.output.columns import COLUMNS, ColumnGroups, OutputSchema, ResultRows
-from prefillcli.data.output.counts import Counts, RationaleTally
+from prefillcli.data.output.columns import COLUMNS, ColumnGroups, Counts, OutputSchema, RationaleTally, ResultRows
 from prefillcli.data.output.formats import Shard
-from prefillcli.data.output.shard_folders import of_schema, to_schema
+from prefillcli.data.output.sink import of_schema, to_schema
 from prefillcli.data.output.target import Target
 from prefillcli.data.rows import Rationale, ScoredRow, SectionEffect, Window
 from prefillcli.jobs.row_choice import RowChoice, RowCondition, known_columns, row_values

@@ -7,7 +7,7 @@ import json
 import pytest
 from scipy.stats import binomtest
 
-from prefillcli.data.output.counts import AuditedExits, Counts, LayerRows
+from prefillcli.data.output.columns import AuditedExits, Counts, LayerRows
 from prefillcli.features.exits.report import (
     ExitUse,
     GainPoint,

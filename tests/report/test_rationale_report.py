@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from prefillcli.data.output.counts import Counts, RationaleTally, Tallies
+from prefillcli.data.output.columns import Counts, RationaleTally, Tallies
 from prefillcli.decode.continuations import DecodingReport, DrafterCounts
 from prefillcli.report.rationale import NO_REASON, WHAT_EVIDENCE_IS, RationaleUse, SectionChange, WrittenRow
 from prefillcli.report.run import RunReport, to_json

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from prefillcli.data.output.counts import Counts
+from prefillcli.data.output.columns import Counts
 from prefillcli.report.rendering import page_of
 from prefillcli.report.run import FailedRow, Histogram, MemoryTrace, RunReport
 from prefillcli.report.run_page import run_html, write_files

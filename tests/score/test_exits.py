@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from prefillcli.data.output.counts import AuditedExits, Counts
+from prefillcli.data.output.columns import AuditedExits, Counts
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.proof import sealed_text
 from prefillcli.engines.base import PLAIN

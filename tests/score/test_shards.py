@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from prefillcli.data.output.parts import read_part
-from prefillcli.data.output.shard_folders import shards_beside
+from prefillcli.data.output.sink import shards_beside
 from prefillcli.data.output.store import LOCK, open_store
 from prefillcli.data.output.target import Manifest, Target
 from prefillcli.jobs.merge import merge_job
@@ -269,7 +269,7 @@ def arguments(model: Path, shard: str, *more: str) -> list[object]:
         Hold(ANSWER, 1),
         Hold(ANSWER, 7),
         Hold(REPLACE, 3, ".parquet"),
-        Hold("prefillcli.data.output.shard_folders:ShardSink.finish"),
+        Hold("prefillcli.data.output.sink:ShardSink.finish"),
         Hold(REPLACE, 3, "manifest.json"),
     ],
     ids=["before the first pack", "later", "a part half written", "before the end", "at the end"],
@@ -440,11 +440,11 @@ def test_shards_that_were_scored_again_are_not_taken_for_those_that_were_merged(
 @pytest.mark.parametrize(
     "hold",
     [
-        Hold("prefillcli.data.output.shard_folders:JoinedShards.check"),
+        Hold("prefillcli.data.output.sink:JoinedShards.check"),
         Hold(REPLACE, 1, "/out.parquet"),
-        Hold("prefillcli.data.output.shard_folders:Manifest.save", 2),
-        Hold("prefillcli.data.output.shard_folders:ShardFolder.delete", 1),
-        Hold("prefillcli.data.output.shard_folders:ShardFolder.delete", 2),
+        Hold("prefillcli.data.output.sink:Manifest.save", 2),
+        Hold("prefillcli.data.output.sink:ShardFolder.delete", 1),
+        Hold("prefillcli.data.output.sink:ShardFolder.delete", 2),
         Hold("prefillcli.runtime.file_calls:remove_file", 1, ".parquet"),
         Hold("prefillcli.runtime.file_calls:remove_file", 2, "manifest.json"),
     ],
@@ -486,7 +486,7 @@ def test_a_folder_killed_while_it_is_published_is_merged_again(model: Path) -> N
 
 
 def test_a_part_that_changes_after_the_check_ends_the_merge(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from prefillcli.data.output.shard_folders import JoinedShards
+    from prefillcli.data.output.sink import JoinedShards
 
     shards(make_input(), 2, **flags(model))
     check = JoinedShards.check

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from prefillcli.data.output.columns import COLUMN_TYPES
 from prefillcli.data.proof import JOB_KEY, UNSEALED, Digesting, seal
 from prefillcli.data.reading.parquet import Footer
-from prefillcli.data.values import text_of, to_python
+from prefillcli.data.rows import text_of, to_python
 
 _BLOCK = 1 << 22
 

@@ -23,15 +23,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from prefillcli.data.output.columns import ResultRows
-from prefillcli.data.output.counts import DIGEST, ROW, TAKEN_OVER, Counts
+from prefillcli.data.output.columns import DIGEST, ROW, TAKEN_OVER, Counts, ResultRows
 from prefillcli.data.output.file_formats import id_texts, write_parquet
 from prefillcli.data.output.store import Store
 from prefillcli.data.output.target import Job
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.proof import JOB_KEY, Digesting, require_seal
-from prefillcli.data.rows import Int64Array, Prompt, Window
-from prefillcli.data.values import to_python
+from prefillcli.data.rows import Int64Array, Prompt, Window, to_python
 from prefillcli.errors import DamagedFileError, OutputConflictError, PrefillError, brief
 
 NAME = "row-digests.bin"

@@ -24,8 +24,7 @@ from prefillcli.data.filesystems import (
     writing,
     written_path,
 )
-from prefillcli.data.output.columns import COLUMNS, ROW_COLUMN
-from prefillcli.data.output.counts import Counts
+from prefillcli.data.output.columns import COLUMNS, ROW_COLUMN, Counts
 from prefillcli.data.output.file_formats import FileFormat
 from prefillcli.data.output.formats import DIRECTORY, FILE_ENDINGS, OutputFormat, Shard, format_of
 from prefillcli.data.output.store import Store, open_store, requesting
@@ -83,7 +82,7 @@ class Manifest:
     counts: Counts | None = None  # set when complete
     # Set when complete: the output's files by name, with their digests (`digest_of`).
     files: dict[str, str] = field(default_factory=dict)
-    # What a shard's work folder says of itself beside the job (see `shard_folders.ShardRecord`); else None.
+    # What a shard's work folder says of itself beside the job (see `sink.ShardRecord`); else None.
     shard: dict[str, Any] | None = None
     # The tokens of the shards that the output was made of, if it was.
     merged: list[str] = field(default_factory=list)

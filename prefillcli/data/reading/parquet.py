@@ -29,8 +29,7 @@ from prefillcli.data.reading.record_batches import (
     require_columns,
     row_batches,
 )
-from prefillcli.data.rows import MAX_ROW_BYTES, ErrorCode, RowBatch, RowError
-from prefillcli.data.values import plain_type
+from prefillcli.data.rows import MAX_ROW_BYTES, ErrorCode, RowBatch, RowError, plain_type
 from prefillcli.errors import UsageError
 
 _MAGIC_BYTES = 4  # before the first page

@@ -11,8 +11,17 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from prefillcli.data.rows import MAX_ROW_BYTES, ErrorCode, Int64Array, RowBatch, RowError, row_too_large
-from prefillcli.data.values import plain_column, python_values, row_bytes
+from prefillcli.data.rows import (
+    MAX_ROW_BYTES,
+    ErrorCode,
+    Int64Array,
+    RowBatch,
+    RowError,
+    plain_column,
+    python_values,
+    row_bytes,
+    row_too_large,
+)
 from prefillcli.errors import UsageError
 
 BATCH_ROWS = 2048  # rows of a batch, at most

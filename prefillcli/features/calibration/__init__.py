@@ -10,7 +10,7 @@ from prefillcli.errors import UsageError
 from prefillcli.features.calibration.options import CalibrateSettings, ProbabilityOptions
 
 if TYPE_CHECKING:
-    from prefillcli.data.output.counts import Counts
+    from prefillcli.data.output.columns import Counts
     from prefillcli.data.prompts.labels import Labels
     from prefillcli.engines.base import PlanEngine
     from prefillcli.features.calibration.calibration import Calibration

@@ -16,8 +16,7 @@ from prefillcli.data.output.file_formats import id_texts, json_texts
 from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.labels import Label, Labels, label_of
-from prefillcli.data.rows import Float64Array, Int32Array, Int64Array, Window
-from prefillcli.data.values import to_python
+from prefillcli.data.rows import Float64Array, Int32Array, Int64Array, Window, to_python
 from prefillcli.data.windows import find_prompts
 from prefillcli.errors import UsageError
 from prefillcli.features.evaluation.report import CalibratedFigures, EvaluatedRow, RunEvaluation, TruthValue

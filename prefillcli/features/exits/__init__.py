@@ -13,7 +13,7 @@ from prefillcli.options.requirements import Requirement
 if TYPE_CHECKING:
     from prefillcli.bench.contenders import Contender, Equipment
     from prefillcli.bench.material import Material
-    from prefillcli.data.output.counts import Counts
+    from prefillcli.data.output.columns import Counts
     from prefillcli.data.output.target import Manifest
     from prefillcli.data.prompts.labels import Labels
     from prefillcli.data.rows import ScoredRow

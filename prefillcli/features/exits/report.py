@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from prefillcli.data.output.counts import TO_THE_END, Counts
+from prefillcli.data.output.columns import TO_THE_END, Counts
 from prefillcli.report.rendering import abbreviated, counted, percent_interval, percent_or_nothing, visible
 from prefillcli.report.section import Bar, Part, Plot, Section, Tick, bars, round_ticks
 from prefillcli.stats.audit import flip_bound, flip_interval

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, ValidationError
 
 from prefillcli.data.filesystems import MissingFileError, read_given
-from prefillcli.data.output.counts import SCORE_BINS
+from prefillcli.data.output.columns import SCORE_BINS
 from prefillcli.errors import PrefillError, UsageError
 from prefillcli.features.gates import GateOptions
 from prefillcli.redaction import without_secrets

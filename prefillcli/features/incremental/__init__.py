@@ -11,7 +11,7 @@ from prefillcli.options.option import FILES, Settings, option
 from prefillcli.options.requirements import SCORES
 
 if TYPE_CHECKING:
-    from prefillcli.data.output.counts import Counts
+    from prefillcli.data.output.columns import Counts
     from prefillcli.data.output.target import Manifest
     from prefillcli.data.rows import Window
     from prefillcli.jobs.score import Job

@@ -15,8 +15,7 @@ import pyarrow.compute as pc
 from pydantic import BaseModel
 
 from prefillcli.data.filesystems import reading, writing
-from prefillcli.data.output.columns import OutputSchema
-from prefillcli.data.output.counts import DIGEST, ROW
+from prefillcli.data.output.columns import DIGEST, ROW, OutputSchema
 from prefillcli.data.output.parts import NAME, TYPE, DigestReader
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.output.target import Job, Manifest, Published, Target
