@@ -117,7 +117,7 @@ def share_out(rows: int, workers: int, pack_tokens: int, workload: str) -> Balan
         pool.begin(plans=True, pack_tokens=pack_tokens)
         recorder = Recorder(sink, clock, stop, settings, labels, unchanged=lambda rows: None)  # type: ignore[arg-type]
         options = ScoringOptions(labels, "prefix-tree", BLOCK_TOKENS)  # type: ignore[arg-type]
-        scoring = ScoringLoop(pool, None, options, recorder)
+        scoring = ScoringLoop(pool, options, recorder)
         scoring.score(_windows(rows, workload), lambda: True)
     least = (sum(crew.busy) - crew.refilled) / workers
     return Balance(sum(crew.busy), crew.now / least, crew.refilled / sum(crew.busy), scoring.most_open)

@@ -25,8 +25,8 @@ from benchmarks.methods import compressed_walk, compressor_for, layer_walk
 from benchmarks.score_runs import SAMPLES
 from benchmarks.spread import Spread
 from prefillcli.bench.contest import interleaved
-from prefillcli.compress.load import Translator
-from prefillcli.compress.settings import Compression
+from prefillcli.features.compress.load import Translator
+from prefillcli.features.compress.settings import Compression
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.stats.audit import flip_interval
 from recipes.evaluate_samples import Row, draw_rows, sample_rows

@@ -64,7 +64,7 @@ def measure_case(case: ExitCase, folder: Path, rounds: int, dtype: str, rows: in
     opening.open_models()
     opened, labels = opening.opened, opening.labels
     material = input_material(opening.source, opening.builder, labels, None)
-    with closing(load_walk(opened, settings, keep=1.0)) as loaded:
+    with closing(load_walk(opened, settings)) as loaded:
         equipment = Equipment(opened, loaded, settings, labels)
         learnt, measured = material.prompts[: case.learnt], material.prompts[case.learnt :]
         measured = measured[: rows or len(measured)]

@@ -26,12 +26,12 @@ from benchmarks.family_models import FAMILIES, Family, random_model
 from benchmarks.methods import compressed_walk, compressor_for, layer_walk
 from benchmarks.score_runs import SAMPLES
 from benchmarks.spread import Spread
-from prefillcli.bench.contenders import state_drift
 from prefillcli.bench.contest import interleaved
 from prefillcli.bench.report import StateDrift
-from prefillcli.compress.settings import Compression
 from prefillcli.core.request import Request
 from prefillcli.data.rows import Prompt
+from prefillcli.features.compress.contenders import state_drift
+from prefillcli.features.compress.settings import Compression
 from prefillcli.models.shape import Shape, prefill_flops
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.trie import TokenArray

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from prefillcli.compress.base import Estimator
-from prefillcli.compress.compressor import Compressor, WorthCompressing
-from prefillcli.compress.draft import Draft, SpecPrefill
-from prefillcli.compress.load import TranslatedDraft, Translator
-from prefillcli.compress.settings import Compression
 from prefillcli.data.rows import Prompt
 from prefillcli.engines.hf import last_logits
+from prefillcli.features.compress.base import Estimator
+from prefillcli.features.compress.compressor import Compressor, WorthCompressing
+from prefillcli.features.compress.draft import Draft, SpecPrefill
+from prefillcli.features.compress.load import TranslatedDraft, Translator
+from prefillcli.features.compress.settings import Compression
 from prefillcli.models.law import CHUNK_TOKENS, PACK_TOKENS
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Limits
@@ -98,7 +98,7 @@ def compressor_for(
     kind = draft.get_input_embeddings().weight.device.type
     limits = Limits(PACK_TOKENS[kind], 1 << 30, read_tokens=1 << 30)
     chunk = CHUNK_TOKENS[kind]
-    own: Estimator = Draft(draft, settings, limits=limits, chunk_tokens=chunk, max_length=1 << 30)
+    own: Estimator = Draft(LayerWalk(draft, chunk_tokens=chunk), settings, limits=limits, max_length=1 << 30)
     return Compressor(
         SpecPrefill(own if translator is None else TranslatedDraft(own, translator)),
         settings,

@@ -69,7 +69,7 @@ def _serve(pipe: Connection, folder: Path, memory: str | None) -> None:
     files = read_model_files(folder)
     placement = ALL_RESIDENT if memory is None else Placed(weights="stream", weights_memory=memory)
     opened = Opened(files, torch.device("cpu"), None, None, files.max_length)
-    loaded = load_walk(opened, LoadingOptions(memory="4GiB"), keep=1.0, placement=placement)
+    loaded = load_walk(opened, LoadingOptions(memory="4GiB"), placement=placement)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(10, 8_000, PROMPT_TOKENS).astype(np.int32) for _ in range(1 << 10)]
     with closing(loaded.engine) as engine:

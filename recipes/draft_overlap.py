@@ -19,8 +19,9 @@ import numpy as np
 
 from prefillcli.bench.contenders import Equipment
 from prefillcli.bench.material import input_material
-from prefillcli.compress.selection import ends, tails
 from prefillcli.data.rows import Int64Array
+from prefillcli.features.compress.contenders import compressor_in
+from prefillcli.features.compress.selection import ends, tails
 from prefillcli.jobs.inputs import Opening
 from prefillcli.jobs.load import load_walk
 from prefillcli.options.commands import BenchSettings
@@ -33,9 +34,9 @@ def open_tokens(settings: BenchSettings) -> tuple[list[Int64Array], list[Int64Ar
     opening.open_models()
     opened, labels = opening.opened, opening.labels
     prompts = input_material(opening.source, opening.builder, labels, None).prompts
-    with closing(load_walk(opened, settings, keep=1.0)) as loaded:
+    with closing(load_walk(opened, settings)) as loaded:
         equipment = Equipment(opened, loaded, settings, labels)
-        compressor = equipment.compressor("specprefill")
+        compressor = compressor_in(equipment, "specprefill")
         rates = compressor.keeps(prompts, settings.keep[0])
         found = compressor.estimate(prompts, rates, lambda tokens: None)
         requests = compressor.select(prompts, rates, found)

@@ -99,9 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     opened, labels = opening.opened, opening.labels
     with closing(opening.builder) as builder:
         material = input_material(opening.source, builder, labels, settings.truth, None)
-    with closing(load_walk(opened, settings, keep=1.0)) as loaded:
+    with closing(load_walk(opened, settings)) as loaded:
         equipment = Equipment(opened, loaded, settings, labels)
-        methods = contenders(settings.method, settings.keep, equipment, material, settings.seed)
+        methods = contenders(settings.method, equipment, material)
         print("\n".join(table_lines(material, methods, rounds)))
     return 0
 

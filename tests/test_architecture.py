@@ -106,9 +106,7 @@ def test_files_of_a_run_are_touched_by_one_module(package: str) -> None:
 
 OPTIONS_READ = {
     "prefillcli.errors",
-    "prefillcli.compress.settings",
     "prefillcli.core.feature",
-    "prefillcli.compress.pickers",
     "prefillcli.data.filesystems",
     "prefillcli.data.output.formats",
     "prefillcli.engines.registry",
@@ -131,7 +129,7 @@ def test_every_option_says_what_it_changes(command: str) -> None:
 
 def test_the_digests_name_only_options_that_make_the_job() -> None:
     named = [*(name for names in identity.STANDS_FOR.values() for name in names)]
-    named += [*identity.SETTINGS_ORDER, *identity.COMPRESSION_ORDER]
+    named += identity.SETTINGS_ORDER
     assert len(named) == len(set(named))
     assert set(named) <= set(ScoreSettings.changing("scores", "columns", "rows"))
 

@@ -24,12 +24,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from prefillcli.cli import app
-from prefillcli.compress.compressor import Neighbour, why_kept
-from prefillcli.compress.settings import Compression
 from prefillcli.core.request import Request
 from prefillcli.data.prompts.encoding import Encoder, token_texts
 from prefillcli.data.rows import Prompt
 from prefillcli.errors import Interrupted
+from prefillcli.features.compress.inspected import Neighbour, why_kept
+from prefillcli.features.compress.settings import Compression
 from prefillcli.jobs import inspect
 from prefillcli.jobs.score import score_job
 from prefillcli.options.commands import ScoreSettings
@@ -232,8 +232,8 @@ def test_reason_of_a_row_in_full(mixed: Path, row: int, flags: Sequence[object],
 
 
 def test_fallback_is_told(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from prefillcli.compress.base import TOO_LONG
-    from prefillcli.compress.draft import Draft
+    from prefillcli.features.compress.base import TOO_LONG
+    from prefillcli.features.compress.draft import Draft
 
     monkeypatch.setattr(Draft, "_refusal", lambda self, tokens: TOO_LONG)
     done = prefill("inspect", mixed, *PAIR, *COMPRESS, "--row", 0)

@@ -31,7 +31,7 @@ NAMES = {id(value): name for room in ROOMS for name, value in vars(room).items()
 #: Each requirement: what else is told where it is met, and where it is not.
 TOLD: dict[str, tuple[Values, Values]] = {
     "DRAFT": ({"draft": "d"}, {"draft": None}),
-    "COMPRESSION": ({"draft": "d"}, {"draft": None}),
+    "COMPRESSED": ({"draft": "d"}, {"draft": None}),
     "VOTES": ({"draft": "d"}, {"draft": None}),
     "SELF_DRAFT": ({"draft": "self"}, {"draft": None}),
     "SPECPREFILL": ({"method": "specprefill"}, {"method": "hf"}),

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from prefillcli.bench.material import Material, input_material, made_material
 from prefillcli.bench.report import (
     METHODS,
-    NAMED,
     TEXT_METHODS,
     UNCOMPRESSED,
     BenchReport,
@@ -22,8 +21,7 @@ from prefillcli.bench.report import (
     texts_in_short,
     workload_in_short,
 )
-from prefillcli.compress.pickers import PICKERS
-from prefillcli.core.feature import features
+from prefillcli.core.feature import features, features_of
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.decode.continuations import DRAFTERS
 from prefillcli.errors import PrefillError, ResourceError, UsageError, require_known
@@ -43,10 +41,10 @@ from prefillcli.runtime.extras import require_extra
 
 if TYPE_CHECKING:
     from prefillcli.bench.contenders import Equipment
-    from prefillcli.compress.draft import Draft
+    from prefillcli.jobs.load import Models
 
 _FIRST = {"vllm": "starting vLLM"}  # before a workload
-_FIRST |= {name: first for each in features() for name, (_, first) in each.methods.items()}
+_FIRST |= {name: first for each in features() for name, (_, first) in each.methods.items() if first}
 QUICK_TOKENS = 100_000  # of INPUT's prompts
 QUICK_SECONDS = 60.0  # in which timed rounds begin
 
@@ -123,16 +121,12 @@ def _methods(settings: BenchSettings) -> tuple[str, ...]:
         _require_vllm(settings)
         return settings.method
     require_known("--method", settings.method, METHODS)
-    for name in settings.method:
-        if name in PICKERS and PICKERS[name].needs == "draft" and not settings.uses_draft:
-            raise UsageError(f"--method {name} needs --draft: a small model with the same tokenizer")
+    for each in features_of(settings):
+        each.check()
     _require_vllm(settings)
-    return settings.method or tuple(
-        name
-        for name in METHODS
-        if (settings.compares(name) or (name in UNCOMPRESSED and (settings.full or name != "full")))
-        and name not in NAMED
-    )
+    usual = {name for name in UNCOMPRESSED if settings.full or name != "full"}
+    usual.update(*(each.compared(settings) for each in features()))
+    return settings.method or tuple(name for name in METHODS if name in usual)
 
 
 def _require_vllm(settings: BenchSettings) -> None:
@@ -156,7 +150,7 @@ def _compare(
     from prefillcli.bench.contenders import Equipment
     from prefillcli.bench.vllm_method import SHARE
 
-    if not (opened.compresses or settings.method or settings.rationale):
+    if not (settings.draft or settings.method or settings.rationale):
         report.notes.append("there is no draft model, so no method that drops tokens is compared; give --draft")
         log.info(str(report.notes[-1]))
     report.machine = {
@@ -166,11 +160,11 @@ def _compare(
         "dtype": str(opened.files.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
     }
-    loaded = load_walk(opened, settings, keep=1.0, share=SHARE if "vllm" in names else 1.0)
+    loaded = load_walk(opened, settings, share=SHARE if "vllm" in names else 1.0)
     with closing(loaded):
         equipment = Equipment(opened, loaded, settings, labels)
         if settings.rationale:
-            report.texts.append(_compare_texts_on(material, names, equipment, loaded.draft, steps))
+            report.texts.append(_compare_texts_on(material, names, equipment, loaded, steps))
             if not settings.quiet:
                 print_section(stderr_console(WIDTH), texts_in_short(report.texts[-1], report.machine))
         else:
@@ -190,7 +184,7 @@ def _compare_on(material: Material, names: Sequence[str], equipment: Equipment, 
     with ExitStack() as stack:
         if first := [text for name, text in _FIRST.items() if name in names]:
             steps.begin(f"{material.name}: {' and '.join(first)}")
-        methods = contenders(names, settings.keep, equipment, material, settings.seed)
+        methods = contenders(names, equipment, material)
         for method in methods:
             stack.callback(method.close)
         steps.announce(
@@ -209,7 +203,7 @@ def _compare_on(material: Material, names: Sequence[str], equipment: Equipment, 
 
 
 def _compare_texts_on(
-    material: Material, names: Sequence[str], equipment: Equipment, draft: Draft | None, steps: StepLog
+    material: Material, names: Sequence[str], equipment: Equipment, loaded: Models[Any], steps: StepLog
 ) -> TextResult:
     from prefillcli.bench.text_contest import compare_texts, text_methods, text_task
 
@@ -217,7 +211,7 @@ def _compare_texts_on(
     task = text_task(equipment, material, settings.rationale)
     with ExitStack() as stack:
         steps.begin(f"{material.name}: {'starting vLLM' if 'vllm' in names else 'getting ready'}")
-        methods = text_methods(names, equipment, material, settings.rationale, draft)
+        methods = text_methods(names, equipment, material, settings.rationale, loaded)
         for method in methods:
             stack.callback(method.close)
         steps.announce(
@@ -253,5 +247,5 @@ def _next(settings: BenchSettings) -> str:
         return f"prefill bench YOUR.parquet {models} --limit 200 compares them on your rows"
     if settings.draft is None:
         return "--draft, a small model with the same tokenizer, lets it compare methods that drop tokens"
-    keep = settings.keep[0]
-    return f"prefill score with --keep {keep:g} --audit 300 scores all rows and counts the flips on 300 of them"
+    advice = [each.after_bench(settings) for each in features()]
+    return next(filter(None, advice), "prefill score scores all rows")

@@ -20,19 +20,14 @@ from prefillcli.bench.contenders import (
     Equipment,
     Hybrid,
     MethodRun,
-    PickedOnce,
     Plain,
-    compressed_by,
 )
 from prefillcli.bench.material import Material
 from prefillcli.bench.report import REFERENCE, Answers, MethodResult, Predicted, Range, WorkloadResult
 from prefillcli.bench.vllm_method import start_vllm
-from prefillcli.compress.load import own_layers
-from prefillcli.compress.pickers import PICKERS
 from prefillcli.core.feature import features
-from prefillcli.data.prompts.encoding import Spans, spans_of
 from prefillcli.data.rows import FALLBACK, Float64Array, is_fallback
-from prefillcli.errors import PrefillError, UsageError
+from prefillcli.errors import PrefillError
 from prefillcli.runtime.memory import process_memory, reserved_at_peak, reset_peak_memory, trim_heap
 from prefillcli.stats.audit import audit_of, flip_interval
 from prefillcli.stats.evaluation import auc
@@ -101,51 +96,19 @@ _MEASURABLE = 0.5  # seconds; shorter rounds always differ
 Begin = Callable[[str], None]
 
 
-def contenders(
-    names: Sequence[str], keeps: Sequence[float], equipment: Equipment, material: Material, seed: int
-) -> list[Contender]:
-    """The methods by name, the reference among them; those that drop tokens once for each rate."""
+def contenders(names: Sequence[str], equipment: Equipment, material: Material) -> list[Contender]:
+    """The methods by name, the reference among them."""
     found: list[Contender] = []
     if "hf" in names:
         found.append(Plain("hf", equipment))
     if "full" in names:
         found.append(Alone("full", equipment))
     found.append(Hybrid(REFERENCE, equipment))
-    kinds = [kind for kind in PICKERS.values() if kind.name in names]
-    spans: Mapping[int, Spans] = {}
-    if any(kind.needs == "text" for kind in kinds):
-        all_spans = spans_of(equipment.tokenizer, material.prompts)
-        if all_spans is None:
-            why = "it needs prompts whose text gives their tokens again"
-            material.notes += [f"{kind.name} is left out: {why}" for kind in kinds if kind.needs == "text"]
-            kinds = [kind for kind in kinds if kind.needs != "text"]
-        spans = all_spans or {}
-    kinds = [kind for kind in kinds if kind.needs != "self" or _can_choose(kind.name, equipment, material)]
-    compressors = [
-        equipment.compressor(kind.name, seed=seed, spans=lambda prompt: spans.get(prompt.row)) for kind in kinds
-    ]
-    picked = [PickedOnce() for _ in compressors]
-    for keep in dict.fromkeys(keeps):
-        found += [compressed_by(equipment, each, keep, own) for each, own in zip(compressors, picked, strict=True)]
     for feature in features():
-        for name in feature.methods:
-            if name in names and (own := feature.contender(name, equipment, material)) is not None:
-                found.append(own)
+        found += feature.contenders(names, equipment, material)
     if "vllm" in names:
         found.append(start_vllm(equipment, material))
     return found
-
-
-def _can_choose(name: str, equipment: Equipment, material: Material) -> bool:
-    """Whether the model has a layer that can choose tokens. Raises UsageError if a method needs it that was named."""
-    try:
-        own_layers(equipment.compression, equipment.opened)
-    except UsageError as error:
-        if name in equipment.settings.method or equipment.settings.drafts_itself:
-            raise
-        material.notes.append(f"{name} is left out: {error}".partition("\n")[0])
-        return False
-    return True
 
 
 @dataclass(slots=True)

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from prefillcli.compress.pickers import PICKERS
 from prefillcli.core.feature import features
 from prefillcli.decode.continuations import DRAFTERS
 from prefillcli.redaction import shown_report
@@ -111,12 +110,11 @@ UNCOMPRESSED = {
     "full": "the layer walk, each prompt by itself",
     REFERENCE: "what prefill score does; the others are compared with it",
 }
-NAMED = {
+METHODS = {
+    **UNCOMPRESSED,
     **{name: said for each in features() for name, (said, _) in each.methods.items()},
     "vllm": "vLLM in a process of its own, with a copy of the model; its prefix cache begins empty",
 }
-"""Methods that are compared only where they are named: they need more than the model, the rows and a minute."""
-METHODS = UNCOMPRESSED | {kind.name: kind.summary for kind in PICKERS.values()} | NAMED
 """The methods, each with a line for readers of the tables."""
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -16,13 +17,13 @@ from prefillcli.bench.material import Material
 from prefillcli.bench.report import TEXT_METHODS, TEXT_REFERENCE, Guesses, Range, TextMethodResult, TextResult
 from prefillcli.bench.text_methods import GeneratedTexts, LockStepTexts, TextMethod, TextRun, TextTask
 from prefillcli.bench.vllm_method import VllmTextMethod, start_vllm
-from prefillcli.compress.draft import Draft
 from prefillcli.data.prompts.sections import Beginnings
 from prefillcli.data.prompts.templates import rationale_texts
 from prefillcli.data.rows import Float64Array
 from prefillcli.decode.continuations import DRAFTERS, Beginning, Continuation, Writing
 from prefillcli.decode.draft_model import DraftModel
 from prefillcli.errors import PrefillError
+from prefillcli.jobs.load import Models
 from prefillcli.models.law import memory_law
 from prefillcli.models.open import stop_tokens
 from prefillcli.options.rationale import DEFAULT_TEMPLATE
@@ -199,10 +200,10 @@ def _limits(equipment: Equipment, tokens: int) -> Limits:
 
 
 def text_methods(
-    names: Sequence[str], equipment: Equipment, material: Material, tokens: int, draft: Draft | None
+    names: Sequence[str], equipment: Equipment, material: Material, tokens: int, loaded: Models[Any]
 ) -> list[TextMethod]:
     """The ways to write by name, the reference among them; without names all but vLLM. Close them in any case."""
-    writer = _writer(equipment, material, draft)
+    writer = _writer(equipment, material, loaded)
     asked = names or [name for name in TEXT_METHODS if name != "vllm"]
     found: list[TextMethod] = [LockStepTexts(TEXT_REFERENCE, "off", equipment.walking)]
     for name in asked:
@@ -217,13 +218,13 @@ def text_methods(
     return found
 
 
-def _writer(equipment: Equipment, material: Material, draft: Draft | None) -> DraftModel | None:
+def _writer(equipment: Equipment, material: Material, loaded: Models[Any]) -> DraftModel | None:
     """The draft as what guesses tokens; None if it has others than the model, or cannot: a note says why."""
     small = equipment.opened.draft
-    if draft is None or small is None or equipment.opened.draft_tokenizer is not None:
+    if small is None or equipment.opened.draft_tokenizer is not None:
         return None
     try:
-        return DraftModel(draft.walk, small.max_length)
+        return DraftModel(loaded.draft_walk(equipment.settings.chunk_tokens), small.max_length)
     except UnsupportedModelError as error:
         material.notes.append(f"the draft cannot guess tokens: {error}")
         return None

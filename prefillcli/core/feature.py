@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -13,16 +14,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 if TYPE_CHECKING:
     from prefillcli.bench.contenders import Contender, Equipment
     from prefillcli.bench.material import Material
+    from prefillcli.core.request import Request, Tick
     from prefillcli.data.output.columns import Counts
     from prefillcli.data.output.target import Manifest
     from prefillcli.data.prompts.labels import Labels
-    from prefillcli.data.rows import ScoredRow, Window
+    from prefillcli.data.rows import Prompt, ScoredRow, Window
     from prefillcli.engines.base import Answer, LeavingRule, PlanEngine, Treatment
     from prefillcli.jobs.inputs import Opening
+    from prefillcli.jobs.load import Models
     from prefillcli.jobs.score import Job
+    from prefillcli.jobs.scorer import Scorer
     from prefillcli.models.open import Opened
     from prefillcli.plan.pack import Pack
     from prefillcli.prefill.walk import Arithmetic
+    from prefillcli.report.inspection import ReadPrompt
     from prefillcli.report.run import RunReport
     from prefillcli.report.section import Section
 
@@ -56,6 +61,23 @@ class Objection(NamedTuple):
     remedy: str
 
 
+class Foresight(ABC):
+    """How prompts would be read at several rates, as far as it can be said before models are loaded."""
+
+    rates: Sequence[float]
+    """The shares of tokens for which a forecast is made."""
+    chosen: float | None
+    """Of them, that of the job; None where it is not known."""
+
+    @abstractmethod
+    def requests(self, prompts: Sequence[Prompt], rate: float) -> list[Request]:
+        """How the model would read the prompts of a window."""
+
+    def layers(self, requests: Sequence[Request]) -> float:
+        """Of the layers of all tokens of these requests, the share that is computed."""
+        return 1.0
+
+
 class Command(NamedTuple):
     """A command that a feature brings."""
 
@@ -77,6 +99,8 @@ class Feature:
     """Methods of `prefill bench` by name: what each is, and what is done before a workload. See `contender`."""
     flips: ClassVar[bool] = False
     """Whether it may flip answers: an audit reads some rows in full as well."""
+    rewrites: ClassVar[bool] = False
+    """Whether it says how the model reads prompts: see `requests`. Windows then hand no prefixes on."""
     columns: ClassVar[Sequence[str]] = ()
     """The groups of columns that the output of a job has that asks for it (`data.output.columns.ColumnGroups`)."""
     plan_keys: ClassVar[Sequence[str]] = ()
@@ -107,6 +131,18 @@ class Feature:
         """The option with which it learns from answers of the model; None if it does not."""
         return None
 
+    def bounds_flips(self) -> bool:
+        """Whether `--max-flips` says how many answers it may flip."""
+        return self.flips
+
+    def between_layers(self) -> bool:
+        """Whether it acts between layers. Texts are then written behind prompts that are read once more."""
+        return False
+
+    def read_as(self) -> Sequence[Any]:
+        """How it lets prompts be read, for those who learn from the answers and use that elsewhere: it is hashed."""
+        return ()
+
     def meaningless(self, labels: Labels) -> Sequence[str]:
         """Options that are given, but have no meaning for what the numbers of these labels are."""
         return ()
@@ -126,6 +162,9 @@ class Feature:
     def begin(self, report: RunReport) -> None:
         """A run begins, whose report says where it will be written over that of an earlier one."""
 
+    def columns_known(self, columns: Collection[str]) -> None:
+        """The columns of the input are known. Raise UsageError if nothing can come of what is asked."""
+
     def source_opened(self, opening: Opening) -> None:
         """The input is open. Torch is not imported yet: raise UsageError for all that can be told now."""
 
@@ -135,15 +174,30 @@ class Feature:
     def rows_opened(self, opening: Opening) -> None:
         """Prompts can be made of the rows."""
 
-    def identity(self, opening: Opening) -> Mapping[str, str]:
-        """Its parts of the job's fingerprint, beside the values of its options."""
+    def identity(self, opening: Opening, values: dict[str, Any]) -> Mapping[str, str]:
+        """Its parts of the job's fingerprint. `values` are those of options that change the output: what it takes out
+        of them for a part of its own is not in the part `settings`."""
         return {}
+
+    def foresee(self, opened: Opened, budget: int) -> Foresight | None:
+        """How it would let prompts be read; None where it has no say. A pack may take `budget` bytes."""
 
     def identified(self, job: Job) -> None:
         """The job's fingerprint is known. The output is not open."""
 
     def first_window(self, job: Job, window: Window) -> None:
         """The first window of the input is there, before the models are loaded."""
+
+    def load(self, models: Models[Any]) -> Any:
+        """The models are loaded, here or in this worker. Returns what is to be at hand beside them; it is closed with
+        them. Raises UsageError where they cannot do what is asked."""
+        return None
+
+    @classmethod
+    def work(cls, beside: Any, asked: Any, tick: Tick) -> Any:
+        """Do in a worker what the feature has asked of it (`Pool.ask_feature`); `beside` is what `load` has returned
+        there. What is asked and returned can be pickled."""
+        raise NotImplementedError
 
     def learn(
         self, opening: Opening, engine: PlanEngine, plan: Mapping[str, Any], tick: Callable[[float], None]
@@ -157,6 +211,13 @@ class Feature:
     def left_to_score(self, job: Job, windows: Iterator[Window]) -> Iterator[Window]:
         """The windows without the rows that need no model."""
         return windows
+
+    def requests(
+        self, scorer: Scorer, prompts: Sequence[Prompt], tick: Tick, window: Window | None, done: Collection[int]
+    ) -> tuple[list[Request], int]:
+        """How the model reads prompts that are planned together, in their order, and the tokens that another model has
+        computed to find that out. They may be those of a `window`, of which some rows are `done`. If it `rewrites`."""
+        raise NotImplementedError
 
     def known(self) -> Mapping[int, ScoredRow]:
         """Rows by number that have been scored before the first window."""
@@ -198,6 +259,10 @@ class Feature:
         """The run is over, however it ended. `counts` are the output's; None where it was not opened."""
 
     @classmethod
+    def failure(cls, counts: Counts) -> str | None:
+        """Why a finished output with these counts is a failure all the same; None if it is not."""
+
+    @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
         """`prefill merge` has made an output of shards."""
 
@@ -205,14 +270,30 @@ class Feature:
         """What is not as expected of a finished output: it ends with exit code 3."""
         return ()
 
+    def inspected(
+        self, models: Models[Any], prompts: Sequence[Prompt], number: int, shared: Sequence[int], tick: Tick
+    ) -> ReadPrompt | None:
+        """How the model reads the prompt of this number among those of a window, for `prefill inspect`. Each has so
+        many tokens in `shared` with it. None where the feature has no say."""
+
     def leaving_rule(self, opened: Opened, labels: Labels) -> LeavingRule | None:
         """The exits that `prefill inspect` holds a row against."""
         return None
 
     @classmethod
-    def contender(cls, name: str, equipment: Equipment, material: Material) -> Contender | None:
-        """One of its `methods` for a workload of `prefill bench`; None, with a note, where it cannot be compared."""
-        raise NotImplementedError
+    def compared(cls, settings: Any) -> Collection[str]:
+        """Those of its `methods` that `prefill bench` compares where none is named."""
+        return ()
+
+    @classmethod
+    def contenders(cls, names: Collection[str], equipment: Equipment, material: Material) -> Sequence[Contender]:
+        """Those of its `methods` that are named, for a workload of `prefill bench`. Of one that cannot be compared
+        there is a note."""
+        return ()
+
+    @classmethod
+    def after_bench(cls, settings: Any) -> str | None:
+        """What to do after `prefill bench` has compared its methods on rows of the user; None for nothing."""
 
     @classmethod
     def section(cls, report: RunReport) -> Section | None:

@@ -12,7 +12,7 @@ from prefillcli.models.adapters import merge_adapters, open_adapters
 from prefillcli.models.load import load_model, load_streamed
 from prefillcli.models.open import Opened, check_loadable, check_walkable
 from prefillcli.models.open import open_models as open_folders
-from prefillcli.models.rehearsal import check_uses
+from prefillcli.models.rehearsal import rehearsal_of
 from prefillcli.models.streamed_layers import measure_speed
 from prefillcli.models.weights import plan_quantisation, plan_weights
 from prefillcli.prefill.attention import ruled_out
@@ -47,8 +47,7 @@ def load(request: LoadRequest) -> Loaded[TorchEngine]:
     else:
         model, source = load_model(files, device, trust_remote_code=trust), None
     adapters = merge_adapters(model, opened)
-    drafts = "--draft self" if opened.drafts_itself else None
-    own_cache = check_uses(model, drafts=drafts, compresses=opened.compresses).own_cache
+    own_cache = rehearsal_of(model).own_cache
     if own_cache and arithmetic.no_own_cache:
         raise UsageError(arithmetic.no_own_cache)
     on_host = hidden_on_host(placement, device, streamed=weights.streamed)

@@ -16,10 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from prefillcli.compress.compressor import keep_rates
-from prefillcli.compress.load import own_layers, plan_draft, translator_of, worth_of
-from prefillcli.compress.selection import select_all
-from prefillcli.compress.settings import Compression
+from prefillcli.core.feature import features_of
 from prefillcli.core.request import Request, plan_requests, planned_adapters, planned_positions
 from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.reading.record_batches import BATCH_ROWS
@@ -190,7 +187,6 @@ def _digest(tokens: Int32Array) -> bytes:
 
 
 PREFIX_KV = ("auto", "discard", "offload")  # keep is the same as auto
-KEEP_RATES = (1.0, 0.5, 0.3, 0.2, 0.1)
 
 
 class Alternatives:
@@ -205,7 +201,6 @@ class Alternatives:
         self,
         settings: ScheduledOptions,
         opened: Opened,
-        compression: Compression,
         *,
         free: int | None,
         profile: Profile | None,
@@ -224,7 +219,9 @@ class Alternatives:
         most, chunk = self._own.max_tokens, plan["chunk_tokens"]
         self.limits = PackLimits(pack_tokens=self._own.tokens, max_tokens=most, chunk_tokens=chunk)
         self._schedule, self._profile = settings.schedule, profile
-        self._block_tokens = 0 if opened.compresses else block_tokens
+        foreseen = (each.foresee(opened, budget) for each in features_of(settings))
+        self._foresight = next(filter(None, foreseen), None)
+        self._block_tokens = block_tokens if self._foresight is None else 0
         self._limits: dict[str, Limits] = {settings.prefix_kv: self._own}
         for other in PREFIX_KV:
             if other not in self._limits and not (other == "auto" and settings.prefix_kv == "keep"):
@@ -242,29 +239,14 @@ class Alternatives:
         ]
         self._large = replace(self._own, tokens=_limits_of(opened, settings, budget, profile).tokens, kept_packs=False)
         self._carried: list[tuple[CarriedBlock, ...]] = [() for _ in self.plans]  # into the next window
-        self._keep = settings.keep if isinstance(settings.keep, float) else 1.0
-        self._compression: Compression | None = None
-        self._drafted: list[int | None] = []  # of the window that is planned
         self.keeps: list[KeepCost] = []
-        self._own_layers = own_layers(compression, opened) if opened.drafts_itself else 0
-        if opened.compresses:
-            from prefillcli.models.shape import Shape
-
-            shape = Shape(opened.files.config)
-            self._depth = self._own_layers / shape.layers
-            self._worth = worth_of(compression, opened, own=opened.drafts_itself)
-            self._compression = compression.for_target(shape.sliding_window)
-            self._draft_reach = opened.max_length
-            self._translator = translator_of(opened)
-            if opened.draft is not None:
-                draft = plan_draft(opened, compression, budget, settings.chunk_tokens, {})
-                self._draft_reach = _draft_reach(opened, compression, Limits(**draft["limits"]))
-            rates = sorted({*KEEP_RATES, self._keep}, reverse=True)
-            self.keeps = [KeepCost(keep=rate, chosen=rate == settings.keep) for rate in rates]
+        if self._foresight is not None:
+            rates, chosen = self._foresight.rates, self._foresight.chosen
+            self.keeps = [KeepCost(keep=rate, chosen=rate == chosen) for rate in rates]
+        self._keep = 1.0 if self._foresight is None or self._foresight.chosen is None else self._foresight.chosen
 
     def add(self, prompts: Sequence[Prompt]) -> None:
         """Plan the prompts of a window."""
-        self._drafted = self._draft_lengths(prompts)
         requests = self._requests(prompts, self._keep)
         fitting = self._fitting(requests)
         if len(fitting) < len(requests):
@@ -272,7 +254,7 @@ class Alternatives:
         own: Plan | None = None
         cases = [(cost.schedule, self._limits[cost.prefix_kv]) for cost in self.plans]
         plans = self._plans(fitting, cases, tuple(self._carried))
-        share = self._share_of_layers(fitting)
+        share = self._layers(fitting)
         for number, (cost, plan) in enumerate(zip(self.plans, plans, strict=True)):
             self._charge(cost, plan, share)
             self._carried[number] = plan.carried
@@ -287,13 +269,6 @@ class Alternatives:
         for keep in self.keeps:
             self._add_keep(keep, prompts, own if keep.keep == self._keep else None)
 
-    def _draft_lengths(self, prompts: Sequence[Prompt]) -> list[int | None]:
-        """How many tokens each prompt has for the draft; None for one that it cannot read."""
-        tokens = [prompt.tokens for prompt in prompts]
-        if self._compression is None or self._translator is None:
-            return [len(each) for each in tokens]
-        return self._translator.lengths(tokens)
-
     def price(self, per_hour: float) -> None:
         """Set the prices of what was predicted."""
         costs: list[PlanCost | KeepCost] = [*self.plans, *self.keeps]
@@ -306,29 +281,12 @@ class Alternatives:
         cost.compressed_rows += sum(request.compressed for request in fitting)
         cost.kept_tokens += sum(request.most_kept for request in fitting)
         plan = plan or next(self._plans(fitting, [(self._schedule, self._own)]))
-        self._charge(cost, plan, self._share_of_layers(fitting))
+        self._charge(cost, plan, self._layers(fitting))
 
     def _requests(self, prompts: Sequence[Prompt], keep: float) -> list[Request]:
-        """How the target would read the prompts if the draft found the first chunks of each the most important."""
-        if self._compression is None:
+        if self._foresight is None:
             return [Request(prompt) for prompt in prompts]
-        rates = keep_rates(prompts, keep, self._compression, self._worth)
-        if self._own_layers:
-            from prefillcli.compress.self_draft import SelfDraft  # takes torch along
-
-            chosen = SelfDraft(self._own_layers - 1).select(prompts, [], rates, self._compression)
-            return [Request(prompt, thinning=own) for prompt, own in zip(prompts, chosen, strict=True)]
-        longest = max((len(prompt.tokens) for prompt in prompts), default=0)
-        equal = np.zeros(longest, dtype=np.float32)  # of equally important chunks the first are kept
-        importances = [
-            equal[: len(prompt.tokens)] if rate is not None and own is not None and own <= self._draft_reach else None
-            for prompt, rate, own in zip(prompts, rates, self._drafted, strict=True)
-        ]
-        kept = select_all([prompt.tokens for prompt in prompts], importances, rates, self._compression)
-        return [
-            Request(prompt) if own is None or len(own) == len(prompt.tokens) else Request(prompt, own)
-            for prompt, own in zip(prompts, kept, strict=True)
-        ]
+        return self._foresight.requests(prompts, keep)
 
     def _fitting(self, requests: Sequence[Request]) -> list[Request]:
         return [request for request in requests if len(request.tokens) <= self._own.max_tokens]
@@ -339,7 +297,7 @@ class Alternatives:
         cases: Sequence[tuple[str, Limits]],
         carried: Iterable[Sequence[CarriedBlock]] = repeat(()),
     ) -> Iterator[Plan]:
-        if self._own_layers:
+        if any(request.thinning is not None for request in requests):
             yield from (plan_requests(requests, limits, schedule) for schedule, limits in cases)
             return
         yield from make_plans(
@@ -351,12 +309,8 @@ class Alternatives:
             block_tokens=self._block_tokens,
         )
 
-    def _share_of_layers(self, requests: Sequence[Request]) -> float:
-        """Of the layers of all tokens of these requests, the share that is computed."""
-        whole = sum(len(request.tokens) for request in requests)
-        if not self._own_layers or not whole:
-            return 1.0
-        return self._depth + (1 - self._depth) * sum(request.most_kept for request in requests) / whole
+    def _layers(self, requests: Sequence[Request]) -> float:
+        return 1.0 if self._foresight is None else self._foresight.layers(requests)
 
     def _charge(self, cost: PlanCost | KeepCost, plan: Plan, share: float) -> None:
         if isinstance(cost, PlanCost):
@@ -379,21 +333,11 @@ def _limits_of(
     return Limits(**found["limits"])
 
 
-def _draft_reach(opened: Opened, compression: Compression, limits: Limits) -> int:
-    """Tokens of the longest prompt that the draft can read."""
-    if opened.draft is None:
-        return 0
-    decoded = compression.decoded
-    reach = min(opened.draft.max_length - decoded, limits.max_tokens)
-    return reach if limits.read_tokens is None else min(reach, limits.read_tokens)
-
-
 def survey(
     settings: ScheduledOptions,
     opened: Opened,
     source: Source,
     builder: PromptBuilder,
-    compression: Compression,
     *,
     free: int | None,
     id_column: str | None = None,
@@ -420,7 +364,6 @@ def survey(
     plans = Alternatives(
         settings,
         opened,
-        compression,
         free=free,
         profile=profile,
         block_tokens=block_tokens,

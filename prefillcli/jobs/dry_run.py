@@ -13,7 +13,6 @@ from prefillcli.data.proof import hash_model
 from prefillcli.data.windows import ShardRows
 from prefillcli.errors import PrefillError, ResourceError, UsageError
 from prefillcli.forecast.profile import find_profile
-from prefillcli.jobs.load import compression_of
 from prefillcli.jobs.path_table import dry_run_report, output_of, require_apart
 from prefillcli.jobs.row_choice import RowChoice, check_rationales
 from prefillcli.jobs.scorer import Granularity, Scorer
@@ -146,7 +145,6 @@ def _run(settings: ScoreSettings, report: DryRunReport, granularity: Granularity
             opened,
             source,
             opening.builder,
-            compression_of(settings),
             free=free,
             id_column=settings.id_column,
             batch_rows=granularity.batch_rows,

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prefillcli.compress.settings import SELF
 from prefillcli.data.output.target import MEASURE
 from prefillcli.data.proof import ModelContents, hash_value
 from prefillcli.engines.registry import ENGINES
@@ -18,7 +17,6 @@ from prefillcli.jobs.inputs import Opening, local_models
 from prefillcli.models.files import brings_code
 from prefillcli.models.open import Opened
 from prefillcli.options.commands import ScoreSettings
-from prefillcli.options.option import COMPRESSION, EARLY_EXIT, details_of
 from prefillcli.stats.probabilities import Measure
 
 STANDS_FOR = {
@@ -35,12 +33,8 @@ STANDS_FOR = {
 """Parts of the fingerprint that are not made of the values of options, and the options that they stand for."""
 
 SETTINGS_ORDER = ("temperature", "dtype", "id_column", "keep_columns", "partition")
-COMPRESSION_ORDER = (
-    *("keep", "paper", "lookahead", "query_window", "query_reduce", "pool", "select_chunk", "compress_above"),
-    *("keep_first", "keep_last", "keep_private", "compress_per_row", "max_flips", "audit", "truth"),
-)
-"""The options whose values are always in these digests, in this order. All others are added where they are not at
-their default, so that a job which does not use a new option is still the one that an earlier version began."""
+"""The options whose values are always in the part `settings`, in this order. All others are added where they are not
+at their default, so that a job which does not use a new option is still the one that an earlier version began."""
 
 
 class LocalModels:
@@ -86,7 +80,7 @@ def fingerprint(opening: Opening, models: LocalModels) -> dict[str, str]:
         "tokenizer": model.tokenizer(),
         "prompt": opening.builder.fingerprint(),
         "labels": hash_value([[label.name, label.variants] for label in labels.labels]),
-        "settings": hash_value([*(values[name] for name in SETTINGS_ORDER), *_added(values, SETTINGS_ORDER)]),
+        "settings": "",
     }
     if opened.adapters:
         contents = [(each.name, models.of(each.path)) for each in opened.adapters]
@@ -96,21 +90,13 @@ def fingerprint(opening: Opening, models: LocalModels) -> dict[str, str]:
         found[MEASURE] = labels.measure.value
     if settings.engine != "torch":
         found["engine"] = hash_engine(settings)
-    for each in opening.features:
-        found |= each.identity(opening)
     if opened.draft is not None:
         found["draft"] = models.of(opened.draft.origin).model()
         if opened.draft_tokenizer is not None:
             found["draft_tokenizer"] = models.of(opened.draft.origin).tokenizer()
-    elif settings.drafts_itself:
-        found["draft"] = hash_value(SELF)
-    if settings.compresses:
-        values = _values(settings, opened, COMPRESSION)
-        found["compression"] = hash_value(
-            [*([name, values.get(name)] for name in COMPRESSION_ORDER), *_added(values, COMPRESSION_ORDER)]
-        )
-    if getattr(settings, "exit", False):
-        found["exit"] = hash_value(sorted(_values(settings, opened, EARLY_EXIT).items()))
+    for each in opening.features:
+        found |= each.identity(opening, values)
+    found["settings"] = hash_value([*(values[name] for name in SETTINGS_ORDER), *added(values, SETTINGS_ORDER)])
     return found
 
 
@@ -127,26 +113,17 @@ def hash_engine(settings: ScoreSettings) -> str:
     )
 
 
-def _values(settings: ScoreSettings, opened: Opened, panel: str | None = None) -> dict[str, Any]:
-    """The options that the fingerprint has by their value: those of compression or early exit, or all others."""
+def _values(settings: ScoreSettings, opened: Opened) -> dict[str, Any]:
+    """The options that the fingerprint has by their value."""
     elsewhere = {name for names in STANDS_FOR.values() for name in names}
     names = [name for name in settings.changing("scores", "columns", "rows") if name not in elsewhere]
-    values = {name: getattr(settings, name) for name in names if _panel(settings, name) == panel}
-    if panel is None:
-        values["dtype"] = str(opened.files.dtype)
-        values["trust_remote_code"] = settings.trust_remote_code and _replaces_code(opened)
-    return values
+    return {name: getattr(settings, name) for name in names} | {
+        "dtype": str(opened.files.dtype),
+        "trust_remote_code": settings.trust_remote_code and _replaces_code(opened),
+    }
 
 
-def _panel(settings: ScoreSettings, name: str) -> str | None:
-    """Which digest has the option. Those of compression had some first that others have come to use."""
-    if name in COMPRESSION_ORDER and settings.compresses:
-        return COMPRESSION
-    panel = details_of(ScoreSettings, name).panel
-    return panel if panel in (COMPRESSION, EARLY_EXIT) else None
-
-
-def _added(values: Mapping[str, Any], always: Sequence[str]) -> list[list[Any]]:
+def added(values: Mapping[str, Any], always: Sequence[str]) -> list[list[Any]]:
     """Names and values of the other options that are not at their default."""
     return [
         [name, value]

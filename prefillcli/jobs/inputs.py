@@ -18,15 +18,14 @@ from prefillcli.errors import UsageError, did_you_mean
 from prefillcli.models.adapters import local_adapter
 from prefillcli.models.files import sample_model
 from prefillcli.models.open import Opened, answer_labels, local_model
-from prefillcli.options.groups import AdapterOptions, JobOptions
+from prefillcli.options.groups import SELF, AdapterOptions, JobOptions
 from prefillcli.options.rationale import EvidenceOptions
 from prefillcli.redaction import without_secrets
 from prefillcli.runtime import log
 from prefillcli.runtime.memory import parse_size
 from prefillcli.stats.probabilities import Measure
 
-if TYPE_CHECKING:  # the first takes torch along
-    from prefillcli.compress.compressor import Compressor
+if TYPE_CHECKING:
     from prefillcli.data.reading.record_batches import TableRows
 
 
@@ -49,8 +48,6 @@ class Opening:
         self.features = features_of(settings)
         self.common: Sequence[Prompt] = ()
         """Prompts beside those of the rows, on which the results of all rows depend."""
-        self.compressor: Compressor | None = None
-        """What compresses prompts, once the models are loaded."""
         self.probabilities: Probabilities | None = None
         """What makes the calibrated probabilities of the rows."""
         self._carried = carried
@@ -166,7 +163,7 @@ class Opening:
 def local_models(settings: JobOptions) -> list[Path]:
     """The folders and GGUF files of the model, the draft and the adapters, where they are on this machine."""
     found = [sample_model() if settings.model is None else local_model(settings.model, "--model")]
-    if settings.draft is not None and not settings.drafts_itself:
+    if settings.draft is not None and settings.draft != SELF:
         found.append(local_model(settings.draft, "--draft"))
     if isinstance(settings, AdapterOptions):
         found += map(local_adapter, settings.adapter.values())

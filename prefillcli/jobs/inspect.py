@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 
-from prefillcli.compress.base import Float32Array, ImportanceEstimate
-from prefillcli.compress.compressor import Neighbour, TokenReason, why_in_full, why_kept, why_no_rate
-from prefillcli.compress.selection import tails
+from prefillcli.core.feature import Feature, features_of
 from prefillcli.core.request import Request, Tick, plan_requests, require_answered
 from prefillcli.data.output.columns import ColumnGroups, OutputSchema
 from prefillcli.data.prompts.builder import PromptBuilder
@@ -22,7 +20,7 @@ from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.sections import Ablation, Beginnings
 from prefillcli.data.prompts.templates import rationale_texts
 from prefillcli.data.reading.source import Source
-from prefillcli.data.rows import ErrorCode, Prompt, RowError, ScoredRow, Window
+from prefillcli.data.rows import ErrorCode, RowError, ScoredRow, Window
 from prefillcli.data.windows import find_row
 from prefillcli.engines.base import Answer, EarlyExits, Engine, LabelTokens, LeavingRule, PlanEngine, Treatment
 from prefillcli.errors import PrefillError, UsageError
@@ -35,12 +33,12 @@ from prefillcli.jobs.wanted_rows import Evidence, JobRationales, LabelledChoice,
 from prefillcli.jobs.window_scoring import FollowUp, WantedRow
 from prefillcli.models.open import Opened
 from prefillcli.options.commands import InspectSettings
-from prefillcli.options.groups import CompressionOptions
 from prefillcli.plan.trie import common_prefix
 from prefillcli.report.inspection import (
     AnswerView,
     CommonPrefix,
     Inspection,
+    ReadPrompt,
     TokenView,
     margin_curve,
     print_inspection,
@@ -51,9 +49,6 @@ from prefillcli.runtime import log
 from prefillcli.runtime.clock import Progress
 from prefillcli.runtime.signals import Stop
 from prefillcli.stats.probabilities import label_mass, label_probabilities
-
-if TYPE_CHECKING:
-    from prefillcli.compress.compressor import Compressor
 
 # What `prefill inspect` adds to a row's score: the text behind it, and the evidence beside that.
 
@@ -169,19 +164,6 @@ class Summary:
         return line
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """How the model reads the row, the importance of its tokens (None where no draft was asked), why each is kept.
-
-    `voters` are the draft's layers that voted, by their numbers from 0.
-    """
-
-    request: Request
-    importance: Float32Array | None
-    why: list[TokenReason]
-    voters: tuple[int, ...] = ()
-
-
 def inspect_job(settings: InspectSettings) -> dict[str, Any]:
     """Show one row on stderr, and with `html` as a page; return the summary for the last line on stdout.
 
@@ -238,17 +220,15 @@ class _InspectJob:
             rules = [each.leaving_rule(opened, labels) for each in opening.features]
             self._rule = next(filter(None, rules), None)
             explainer = Explainer(settings, opened, source, builder, labels)
-            keep = 1.0 if settings.keep == "auto" else settings.keep
             loaded = load_walk(
                 opened,
                 settings,
-                keep=keep,
                 placement=settings,
                 text_tokens=0 if explainer.writing is None else explainer.writing.most_tokens,
                 texts_of="later",
             )
         try:
-            return self._inspect(opened, loaded, labels, found.window, explainer)
+            return self._inspect(opened, loaded, labels, found.window, explainer, opening.features)
         finally:
             explainer.close()
             loaded.close()
@@ -258,7 +238,13 @@ class _InspectJob:
         return PrefillError(visible(f"{name} has no score: {error.code}: {error.detail}", line=True))
 
     def _inspect(
-        self, opened: Opened, loaded: Models[Engine], labels: Labels, window: Window, explainer: Explainer
+        self,
+        opened: Opened,
+        loaded: Models[Engine],
+        labels: Labels,
+        window: Window,
+        explainer: Explainer,
+        features: Sequence[Feature],
     ) -> Inspection:
         settings, summary, prompts = self._settings, self._summary, window.prompts
         number = next(at for at, prompt in enumerate(prompts) if prompt.row == summary.row)
@@ -271,9 +257,10 @@ class _InspectJob:
                 progress.advance(0, tokens)
                 self._stop.check()
 
-            read = _Read(Request(prompt), None, ["full"] * len(prompt.tokens))
-            if loaded.compressor is not None:
-                read = self._compress(loaded.compressor, prompts, shared, number, tick)
+            found = (each.inspected(loaded, prompts, number, shared, tick) for each in features)
+            read = next(filter(None, found), ReadPrompt.whole(prompt))
+            if read.in_full is not None:
+                log.warning(f"row {summary.row} is read in full: {read.in_full}")
             summary.method, summary.kept_tokens = read.request.method, len(read.request.tokens)
             answers = self._answers(loaded, labels, read.request, opened, tick)
             explained = self._explained(explainer, loaded.engine, window, read.request, answers, tick)
@@ -306,44 +293,6 @@ class _InspectJob:
             begins=explained.begins,
             evidence=explained.scored.evidence,
         )
-
-    def _compress(
-        self,
-        compressor: Compressor,
-        prompts: Sequence[Prompt],
-        shared: Sequence[int],
-        number: int,
-        tick: Tick,
-    ) -> _Read:
-        """What a window's compression makes of its prompt `number`."""
-        prompt, compression = prompts[number], compressor.settings
-        keeps = compressor.keeps(prompts)
-        if keeps[number] is None:
-            why_not = why_no_rate(prompts, keeps, number, compressor.keep, compression, compressor.worth)
-            self._tell_in_full(why_not)
-            return _Read(Request(prompt), None, ["full"] * len(prompt.tokens))
-        related = [other for other, common in enumerate(shared) if common]
-        relatives, common = [prompts[other] for other in related], [shared[other] for other in related]
-        rates = [keeps[other] for other in related]
-        own = related.index(number)
-        near = [tokens >= min(compression.select_chunk, len(prompt.tokens)) for tokens in common]
-        if compression.per_row:
-            near = [at == own for at in range(len(related))]
-        requests, estimates = _select(compressor, relatives, rates, near, tick)
-        in_full = why_in_full(requests[own])
-        if in_full is not None:
-            self._tell_in_full(in_full)
-        ends = tails([each.tokens for each in relatives], rates, compression)
-        neighbours = [
-            Neighbour(len(relatives[at].tokens), ends[at], estimates[at].importance is None, common[at])
-            for at in range(len(related))
-            if at != own and not compression.per_row
-        ]
-        why = why_kept(requests[own], ends[own], neighbours, compression)
-        return _Read(requests[own], estimates[own].importance, why, estimates[own].voters)
-
-    def _tell_in_full(self, why: str) -> None:
-        log.warning(f"row {self._summary.row} is read in full: {why}")
 
     def _answers(
         self, loaded: Models[Engine], labels: Labels, request: Request, opened: Opened, tick: Tick
@@ -398,11 +347,6 @@ class _InspectJob:
 
 def _check(settings: InspectSettings) -> None:
     """What can be wrong before anything is read."""
-    if settings.drafts_itself:
-        raise UsageError(
-            "--draft self: prefill inspect shows the tokens that a draft picks before the model reads any\n"
-            "score the row with prefill score, which says how many tokens it kept"
-        )
     row = settings.row or ""
     if settings.id_column is None and not (row.isascii() and row.isdigit()):
         raise UsageError(f"--row {row}: a row's number counts from 0; for an id, name its column with --id-column")
@@ -410,27 +354,7 @@ def _check(settings: InspectSettings) -> None:
         raise UsageError(f"--html {settings.html}: the page's name ends in .html")
 
 
-def _select(
-    compressor: Compressor,
-    prompts: Sequence[Prompt],
-    keeps: Sequence[float | None],
-    near: Sequence[bool],
-    tick: Tick,
-) -> tuple[list[Request], list[ImportanceEstimate]]:
-    """Requests of prompts that share their first tokens, and the estimates they follow from.
-
-    The importance of those that are not `near` has no say in what is kept of the row: they share no whole chunk with
-    it, or every row is selected by itself. The draft is spared them. Where they are compressed they still are so.
-    """
-    asked = [keep if close else None for keep, close in zip(keeps, near, strict=True)]
-    estimates = compressor.estimate(prompts, asked, tick)
-    for at, prompt in enumerate(prompts):
-        if keeps[at] is not None and not near[at]:
-            estimates[at] = ImportanceEstimate(np.zeros(len(prompt.tokens), np.float32))
-    return compressor.select(prompts, keeps, estimates), estimates
-
-
-def _views(encoder: Encoder, read: _Read) -> list[TokenView]:
+def _views(encoder: Encoder, read: ReadPrompt) -> list[TokenView]:
     ids = read.request.prompt.tokens.tolist()
     importance = [None] * len(ids) if read.importance is None else read.importance.tolist()
     parts = zip(ids, token_texts(encoder.decode, ids), importance, read.why, strict=True)
@@ -443,7 +367,8 @@ def _views(encoder: Encoder, read: _Read) -> list[TokenView]:
 def _shown(settings: InspectSettings) -> dict[str, Any]:
     """The settings that the page names: those that decide on the answers."""
     names = ["template", "prompt_column", "system", "max_length", "on_long", "labels", "temperature"]
-    if settings.draft is not None:
-        names += [name for name in CompressionOptions.model_fields if name != "draft"]
+    for each in features_of(settings):
+        if each.rewrites:
+            names += [name for name in each.options["inspect"].model_fields if name != "draft"]
     names += ["adapter", "adapter_column"] if settings.adapter else []
     return {name: value for name in names if (value := getattr(settings, name)) is not None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from prefillcli.data.rows import ErrorCode, RowError, Window
 from prefillcli.engines.base import Answer, PlanEngine
@@ -20,9 +20,6 @@ from prefillcli.jobs.window_scoring import (
 )
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Pack
-
-if TYPE_CHECKING:
-    from prefillcli.compress.window_compressor import WindowCompressor
 
 
 class Receiver(Listener, Protocol):
@@ -142,7 +139,6 @@ class ScoringLoop:
     def __init__(
         self,
         pool: ScoringPool,
-        compressor: WindowCompressor | None,
         options: ScoringOptions,
         receiver: Receiver,
         written: Callable[[int], None] = lambda window: None,
@@ -152,7 +148,6 @@ class ScoringLoop:
         self.most_open = 0
         """Windows that were open at a time, at most."""
         self._pool = pool
-        self._compressor = compressor
         self._written = written
         self._open: dict[int, _OpenWindow] = {}  # by the window's index, in the order of the input
         self._carried: tuple[int, Sequence[CarriedBlock]] = (-1, ())  # of the window that was planned last
@@ -184,9 +179,7 @@ class ScoringLoop:
         self._pool.fit(max((len(prompt.tokens) for prompt in window.prompts), default=0))
         receiver.begin(window, done)
         rows_open = sum(len(each.window.rows) for each in self._open.values())
-        work, finished = begin_window(
-            window, done, carried, self._pool, self._compressor, self.options, receiver, rows_open=rows_open
-        )
+        work, finished = begin_window(window, done, carried, self._pool, self.options, receiver, rows_open=rows_open)
         self._carried = window.index, work.plan.carried
         receiver.take(window, finished)
         opened = self._open[window.index] = _OpenWindow(window, work, work)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -26,10 +24,6 @@ from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, Phase, Progress
 from prefillcli.runtime.signals import Stop
 from prefillcli.stats.probabilities import label_mass
-
-if TYPE_CHECKING:
-    from prefillcli.compress.window_compressor import KeepChoice
-
 
 #: Seconds that the model takes for a plan.
 Predict = Callable[[Plan], float]
@@ -264,10 +258,6 @@ class Recorder:
     def phase(self, name: Phase, *, waits: bool = False) -> Iterator[None]:
         with self._clock.phase(name), self._stop.at_once() if waits else nullcontext():
             yield
-
-    def chose(self, choice: KeepChoice) -> None:
-        chosen: dict[str, Any] = {"keep": choice.keep, "keep_auto": asdict(choice)}
-        self._sink.plan = self._sink.plan | chosen
 
     def planned(self, packs: list[Pack], rows: int) -> None:
         if self._forecast is not None:

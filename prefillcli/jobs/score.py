@@ -31,7 +31,7 @@ from prefillcli.jobs.identity import LocalModels, fingerprint, selection
 from prefillcli.jobs.path_table import output_of, report_path, require_apart
 from prefillcli.jobs.recorder import Recorder, RemainingTime
 from prefillcli.jobs.row_choice import RowChoice, check_rationales
-from prefillcli.jobs.scorer import USUAL, Granularity, Scorer, keep_rate
+from prefillcli.jobs.scorer import USUAL, Granularity, Scorer
 from prefillcli.jobs.shell import conclude, shell
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.redaction import shown, shown_report
@@ -264,7 +264,6 @@ class Job(Scorer):
                     if settings.audit
                     else None,
                     chosen=lambda: sink.counts.tallies.chosen_rows,
-                    methods=sink.counts.tallies.methods,
                     written=self._written,
                 )
                 self.pool.ask_for_reports()
@@ -377,8 +376,6 @@ class Job(Scorer):
             threads, builder, seconds = self.opened.threads, self.builder, report.seconds
             if threads is not None and threads.ran:
                 report.threads = ThreadCounts(min=threads.ran[0], max=threads.ran[1])
-            if settings.compresses and sink is not None:
-                report.keep, report.keep_auto = keep_rate(settings, sink.plan), sink.plan.get("keep_auto")
             seconds.read += self.source.seconds
             seconds.render, seconds.tokenize = builder.render_seconds, builder.tokenize_seconds
         report.rows_per_second = scored / report.seconds.total

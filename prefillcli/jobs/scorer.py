@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.core.feature import Feature
-from prefillcli.core.request import AuditDraw
+from prefillcli.core.request import AuditDraw, Request, Tick
 from prefillcli.data.output.columns import ColumnGroups
 from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.labels import ClassLabels, Labels
-from prefillcli.data.reading.record_batches import BATCH_ROWS, TableRows
+from prefillcli.data.reading.record_batches import BATCH_ROWS
 from prefillcli.data.reading.source import Source
-from prefillcli.data.rows import Window
+from prefillcli.data.rows import Prompt, Window
 from prefillcli.data.windows import MAX_ROWS, Prefetcher, windows
 from prefillcli.engines.base import Engine
 from prefillcli.engines.memory_plan import REDUCED
 from prefillcli.engines.registry import loader_of
 from prefillcli.errors import UsageError
 from prefillcli.jobs.inputs import Opening
-from prefillcli.jobs.load import compression_of, load_models
+from prefillcli.jobs.load import load_models
 from prefillcli.jobs.loop import Receiver, ScoringLoop
 from prefillcli.jobs.path_table import output_of
 from prefillcli.jobs.row_choice import RowChoice
@@ -35,8 +35,6 @@ from prefillcli.plan.blocks import BLOCK_TOKENS
 from prefillcli.stats.probabilities import Measure
 
 if TYPE_CHECKING:  # these take torch along
-    from prefillcli.compress.compressor import Compressor
-    from prefillcli.compress.window_compressor import WindowCompressor
     from prefillcli.forecast.profile import Profile
     from prefillcli.jobs.runners.pool import Pool
     from prefillcli.runtime.signals import Stop
@@ -65,6 +63,8 @@ class Scorer(Opening):
 
     pool: LocalPool | Pool
     """What answers packs."""
+    beside: Mapping[type[Feature], Any] = MappingProxyType({})
+    """What features have loaded in this process: see `Feature.load`."""
     pack_seconds = 0.0
     """No pack takes less: so long are the weights read for it."""
     plan: Mapping[str, Any] = MappingProxyType({})
@@ -100,7 +100,8 @@ class Scorer(Opening):
     def open_source(self) -> None:
         super().open_source()
         refuse_unlike_partitions(self.settings, self.source)
-        refuse_idle_draft(self.settings, self.source)
+        for each in self.features:
+            each.columns_known(self.source.available)
 
     def use_models(self, opened: Opened, labels: Labels | None = None) -> None:
         super().use_models(opened, labels)
@@ -125,7 +126,6 @@ class Scorer(Opening):
             opened,
             settings,
             loader_of(settings.engine),
-            keep=keep_rate(settings, before),
             before=before,
             options=settings.engine_options,
             measured=profile,
@@ -135,7 +135,7 @@ class Scorer(Opening):
         )
         self.loaded.callback(models.close)
         self.pool = LocalPool(models.engine, self.adjust_threads, self._note_memory)
-        self.compressor, self.pack_seconds = models.compressor, models.pack_seconds
+        self.beside, self.pack_seconds = models.beside, models.pack_seconds
         self._take_plan(models.plan)
 
     def start_workers(self, stop: Stop, digests: Mapping[str, str], profile: Profile | None = None) -> None:
@@ -143,22 +143,10 @@ class Scorer(Opening):
         from prefillcli.jobs.runners.parallel import start_pool
 
         settings, opened, before = self.settings, self.opened, self.plan
-        keep = keep_rate(settings, before)
-        pool = start_pool(settings, opened, stop, keep=keep, before=before, profile=profile, digests=digests)
+        pool = start_pool(settings, opened, stop, before=before, profile=profile, digests=digests)
         self.loaded.callback(pool.close)
-        self.pool, self.compressor = pool, self._compressor_of(pool, keep)
+        self.pool = pool
         self._take_plan(pool.plan)
-
-    def _compressor_of(self, pool: Pool, keep: float) -> Compressor | None:
-        """What compresses prompts with the drafts of the workers."""
-        if not self.opened.compresses:
-            return None
-        from prefillcli.compress.load import make_compressor
-        from prefillcli.compress.pickers import PickerResources
-
-        picker = "self-draft" if self.opened.drafts_itself else "specprefill"
-        resources = PickerResources(settings=compression_of(self.settings), draft=pool)
-        return make_compressor(picker, resources, self.opened, pool.plan.get("keep", keep))
 
     def _take_plan(self, plan: Mapping[str, Any]) -> None:
         self.earlier = self.plan
@@ -183,7 +171,17 @@ class Scorer(Opening):
     def use_models_of(self, other: Scorer) -> None:
         """Score with the loaded models of another scorer, and with its plan."""
         self.use_models(other.opened, other.labels)
-        self.pool, self.compressor, self.plan, self.earlier = other.pool, other.compressor, other.plan, other.earlier
+        self.pool, self.beside, self.plan, self.earlier = other.pool, other.beside, other.plan, other.earlier
+
+    def requests(
+        self, prompts: Sequence[Prompt], tick: Tick, *, window: Window | None = None, done: Collection[int] = ()
+    ) -> tuple[list[Request], int]:
+        """How the model reads prompts that are planned together, and the tokens that another model has computed to
+        find that out. They may be those of a `window`, of which some rows are `done`."""
+        for each in self.features:
+            if each.rewrites:
+                return each.requests(self, prompts, tick, window, done)
+        return [Request(prompt) for prompt in prompts], 0
 
     def score(
         self,
@@ -193,53 +191,37 @@ class Scorer(Opening):
         ready: Callable[[], bool] = lambda: True,
         audit: AuditDraw | None = None,
         chosen: Callable[[], int] = lambda: 0,
-        methods: Mapping[str, int] | None = None,
         written: Callable[[int], None] = lambda window: None,
     ) -> None:
         """Score windows, and give their rows to a receiver.
 
         `ready` tells whether the next window can be had at once. `audit` draws the rows that are read in full as well.
-        Of the rows that `--rationale-limit` counts, `chosen` are written so far. `methods` counts the rows so far by
-        their method. `written` as in `ScoringLoop`. Raises ResourceError if the models cannot go on.
+        Of the rows that `--rationale-limit` counts, `chosen` are written so far. `written` as in
+        `ScoringLoop`. Raises ResourceError if the models cannot go on.
         """
-        compressor = self._window_compressor({} if methods is None else methods)
+        rewritten = any(each.rewrites for each in self.features)
         rationales = job_rationales(self, RowChoice.of(self.settings, self.schema()), chosen)
         options = ScoringOptions(
             labels=self.labels,
             schedule=self.settings.schedule,
-            block_tokens=0 if self.compressor is not None else self.granularity.block_tokens,
+            block_tokens=0 if rewritten else self.granularity.block_tokens,
+            requests=self.requests if rewritten else None,
             audit=audit,
             features=self.features,
             rationales=rationales,
             adjust_threads=self.adjust_threads,
         )
         try:
-            ScoringLoop(self.pool, compressor, options, receiver, written).score(windows, ready)
+            ScoringLoop(self.pool, options, receiver, written).score(windows, ready)
         finally:
             if rationales is not None and rationales.evidence is not None:
                 rationales.evidence.close()
-
-    def _window_compressor(self, methods: Mapping[str, int]) -> WindowCompressor | None:
-        if self.compressor is None:
-            return None
-        from prefillcli.compress.window_compressor import AutoKeep, WindowCompressor
-
-        settings, auto = self.settings, None
-        if settings.keep == "auto" and "keep" not in self.plan:
-            auto = AutoKeep(settings.max_flips, settings.audit)
-        return WindowCompressor(self.compressor, self.pool, self.labels, auto=auto, methods=methods)
 
     def adjust_threads(self) -> None:
         """Compute with as many threads as this machine has cores free."""
         threads = self.opened.threads
         if threads is not None:
             threads.adjust()
-
-
-def keep_rate(settings: ScoreSettings, plan: Mapping[str, Any]) -> float:
-    """A job's keep rate: given or, by its plan, chosen; 1 until it is."""
-    rate: float = plan.get("keep", 1.0 if settings.keep == "auto" else settings.keep)
-    return rate
 
 
 def refuse_unlike_partitions(settings: ScoreSettings, source: Source) -> None:
@@ -255,18 +237,6 @@ def refuse_unlike_partitions(settings: ScoreSettings, source: Source) -> None:
     for option, column in (("--id-column", settings.id_column), ("--truth", getattr(settings, "truth", None))):
         if column in keys:
             raise UsageError(f"{option} {column}: with --partition it names folders\nchoose another column")
-
-
-def refuse_idle_draft(settings: ScoreSettings, source: Source | TableRows) -> None:
-    """Raise UsageError if neither the job nor a row says how much a draft is to keep, and it guesses no tokens."""
-    if settings.speculates_with_draft and settings.uses_draft:
-        return
-    if settings.draft is not None and "keep" not in settings.model_fields_set and "keep" not in source.available:
-        guessing = "--speculation draft if it is to guess tokens of rationales, " if settings.rationale else ""
-        raise UsageError(
-            "--draft has nothing to compress: there is no --keep, and the input has no column keep\n"
-            f"give the share of the tokens to keep, --keep 0.2 for example, {guessing}or leave --draft out"
-        )
 
 
 def require_label_uses(settings: ScoreSettings, labels: Labels, features: Sequence[Feature]) -> None:
@@ -285,8 +255,6 @@ def require_label_uses(settings: ScoreSettings, labels: Labels, features: Sequen
         why = "the classes of this model do not exclude one another: each has a probability of its own"
         advice = f"name one of them, --labels {labels.names[0]} for example, which is scored against its absence"
     else:
-        if settings.keep == "auto":
-            asked.append("keep auto")
         if settings.audit and len(labels.names) == 1:  # no prediction could flip
             asked.append("audit")
         why = "the model's head gives values, which are no probabilities"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
-from prefillcli.compress.base import fallbacks_of_useless_draft
+from prefillcli.core.feature import features
 from prefillcli.data.output.columns import Counts
 from prefillcli.errors import (
     NOT_AS_EXPECTED,
@@ -70,13 +70,8 @@ def conclude(
         log.error(report.error, event="gates")
     elif counts.total == 0 and skip_empty:
         report.exit_code = NOTHING_TO_DO
-    elif fallbacks := fallbacks_of_useless_draft(counts.tallies.methods):
-        report.status, report.exit_code = "failed", 1
-        reasons = ", ".join(f"{method} {rows:,}" for method, rows in fallbacks.items())
-        report.error = (
-            f"none of the {sum(fallbacks.values()):,} rows that were to be compressed was ({reasons})\n"
-            "they were read in full and their scores are there; take another --draft, or leave it out"
-        )
+    elif failures := list(filter(None, (each.failure(counts) for each in features()))):
+        report.status, report.exit_code, report.error = "failed", 1, "\n".join(failures)
         log.error(report.error)
 
 

@@ -317,11 +317,7 @@ class TextRoom(TypedDict):
 def text_room(settings: ScoreSettings, opened: Opened, names: Sequence[str]) -> TextRoom:
     """What room the texts of a job need. Arguments as of `writing_of`."""
     writing = writing_of(settings, opened, names)
-    later = (
-        settings.rationale_limit is not None
-        or settings.drafts_itself
-        or any(each.flips for each in features_of(settings))
-    )
+    later = settings.rationale_limit is not None or any(each.between_layers() for each in features_of(settings))
     texts_of: TextsOf = "later" if later else "all" if settings.rationale_when is None else "some"
     return {"text_tokens": 0 if writing is None else writing.most_tokens, "texts_of": texts_of}
 

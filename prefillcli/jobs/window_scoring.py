@@ -22,7 +22,7 @@ from prefillcli.report.run import Tokens
 from prefillcli.runtime.clock import Phase
 
 if TYPE_CHECKING:
-    from prefillcli.compress.window_compressor import KeepChoice, WindowCompressor
+    pass
 
 # What an engine has to answer for the rows of a window, and the rows that its answers finish.
 
@@ -420,11 +420,13 @@ class ScoringOptions:
     `audit` says which compressed prompts are read in full as well, with `features` that flip answers which of all.
     `rationales` says which rows are written about, or have their sections weighed. `adjust_threads` is called often
     while something is computed. `block_tokens` as in `make_plan`.
+    Where a feature says how prompts are read, `requests` is `Scorer.requests`.
     """
 
     labels: Labels
     schedule: str
     block_tokens: int = 0
+    requests: Callable[..., tuple[list[Request], int]] | None = None
     audit: AuditDraw | None = None
     features: Sequence[Feature] = ()
     rationales: JobRationales | None = None
@@ -436,9 +438,6 @@ class Listener(Protocol):
 
     def phase(self, name: Phase, *, waits: bool = False) -> AbstractContextManager[None]:
         """Time spent on something. While it only `waits` for other processes, a signal may end it anywhere."""
-
-    def chose(self, choice: KeepChoice) -> None:
-        """`--keep auto` has chosen the job's keep rate."""
 
     def planned(self, packs: list[Pack], rows: int) -> None:
         """So many rows will be computed as these packs."""
@@ -456,7 +455,6 @@ def begin_window(
     done: set[int],
     carried: Sequence[CarriedBlock],
     engine: PlanEngine,
-    compressor: WindowCompressor | None,
     options: ScoringOptions,
     listener: Listener,
     *,
@@ -464,11 +462,11 @@ def begin_window(
 ) -> tuple[WindowWork, Finished]:
     """What an engine has to answer for the rows of `window` that are not `done`, and what is known before.
 
-    `carried` are the blocks that the window before hands on, whether or not the engine still holds them. Without a
-    `compressor` every prompt is read in full. A row that is read both ways is finished when both are answered. The
+    `carried` are the blocks that the window before hands on, whether or not the engine still holds them. A row
+    that is read both ways is finished when both are answered. The
     window's own error rows are not repeated. Of windows before, `rows_open` are not written yet.
     """
-    requests, finished = _requests(window, done, compressor, options, listener)
+    requests, finished = _requests(window, done, options, listener)
     known = {row: scored for each in options.features for row, scored in each.known().items()}
     found_before = [each for each in requests if each.prompt.row in known.keys() - done]
     requests = [request for request in requests if request.prompt.row not in known]
@@ -505,21 +503,17 @@ def _add_known(
 
 
 def _requests(
-    window: Window,
-    done: set[int],
-    compressor: WindowCompressor | None,
-    options: ScoringOptions,
-    listener: Listener,
+    window: Window, done: set[int], options: ScoringOptions, listener: Listener
 ) -> tuple[list[Request], Finished]:
     """How the model will read the prompts of a window, and what finding that out took."""
-    if compressor is None:
+    if options.requests is None:
         return [Request(prompt) for prompt in window.prompts], Finished()
     options.adjust_threads()
     with listener.phase("draft"):
-        compressed = compressor(window, done, lambda tokens: listener.step(None, 0, 0, 0))
-    if compressed.choice is not None:
-        listener.chose(compressed.choice)
-    return compressed.requests, Finished(tokens=Tokens(draft=compressed.draft_tokens))
+        requests, tokens = options.requests(
+            window.prompts, lambda tokens: listener.step(None, 0, 0, 0), window=window, done=done
+        )
+    return requests, Finished(tokens=Tokens(draft=tokens))
 
 
 def _fitting(requests: Sequence[Request], most: int) -> tuple[list[Request], dict[int, RowError]]:
@@ -540,7 +534,7 @@ def _audited(window: Window, requests: Sequence[Request], engine: PlanEngine, op
     if options.audit is None:
         return []
     most = engine.limits.max_tokens
-    flips = any(each.flips for each in options.features)
+    flips = any(each.flips and not each.rewrites for each in options.features)
     able = [
         number
         for number, request in enumerate(requests)

@@ -21,7 +21,7 @@ from prefillcli.errors import Interrupted, UsageError
 from prefillcli.jobs.inputs import refuse_missing_adapters
 from prefillcli.jobs.recorder import LabelMassCheck
 from prefillcli.jobs.row_choice import check_rationales
-from prefillcli.jobs.scorer import Scorer, refuse_idle_draft
+from prefillcli.jobs.scorer import Scorer
 from prefillcli.jobs.window_scoring import Finished
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.blocks import CarriedBlock
@@ -30,7 +30,6 @@ from prefillcli.runtime import log
 from prefillcli.runtime.clock import Phase, Progress
 
 if TYPE_CHECKING:  # these take torch along
-    from prefillcli.compress.window_compressor import KeepChoice
     from prefillcli.data.reading.source import Source
 
 
@@ -78,7 +77,8 @@ class TableScorer(Scorer):
             rows = TableRows(table, bad)
             self.source = cast("Source", rows)
             if not self._checked:
-                refuse_idle_draft(self.settings, rows)
+                for each in self.features:
+                    each.columns_known(rows.available)
             self._prepare(rows)
             found += [each.select(schema.names) for each in self._scored(self, steps)]
         added = pa.concat_tables(found)
@@ -200,8 +200,6 @@ class ReceivedRows:
 
     def phase(self, name: Phase, *, waits: bool = False) -> AbstractContextManager[None]:
         return nullcontext()
-
-    def chose(self, choice: KeepChoice) -> None: ...
 
     def planned(self, packs: list[Pack], rows: int) -> None: ...
 

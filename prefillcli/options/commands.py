@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from prefillcli.compress.pickers import PICKERS
 from prefillcli.core.feature import Objection, features, features_of, option_groups
 from prefillcli.data.output.formats import FILE_ENDINGS, Shard
 from prefillcli.engines.registry import ENGINES, Capability, refuse
@@ -14,13 +13,11 @@ from prefillcli.options import requirements
 from prefillcli.options.groups import (
     AdapterOptions,
     BudgetOptions,
-    CompressionOptions,
+    DraftOptions,
     EndingOptions,
     EngineName,
     InputOptions,
     JobOptions,
-    KeepRate,
-    KeepRates,
     KeyValues,
     LogOptions,
     MeasuringOptions,
@@ -32,14 +29,11 @@ from prefillcli.options.groups import (
     RunOptions,
     ScheduledOptions,
     ShardName,
-    TokenThreshold,
     WeightsOptions,
     WorkerOptions,
-    check_keep,
 )
 from prefillcli.options.option import (
     BENCH,
-    COMPRESSION,
     EARLY_EXIT,
     FILES,
     MODEL,
@@ -146,7 +140,6 @@ class ScoreSettings(
         if self.resume and self.overwrite:
             raise UsageError("--resume continues the output, --overwrite replaces it: give only one of them")
         refuse(self.engine, self._engine_needs())
-        check_keep(self.keep, compresses=self.compresses)
         for each in features_of(self):
             each.check()
         self.check_adapters(streamed=self.weights == "stream")
@@ -164,28 +157,13 @@ class ScoreSettings(
         """Why rows cannot be scored apart from the others of their job, as `option` would do."""
         found = [each.joint(option) for each in features_of(self)]
         yield from (objection for objection in found if objection is not None)
-        if self.keep == "auto":
-            yield Objection(
-                "--keep auto chooses one rate for all rows of a job",
-                "choose it in a run over a sample, then give that rate",
-            )
         if self.audit:
             yield Objection("--audit draws from all rows", "audit a sample of the rows in a job of its own")
-        if self.compresses and not self._row_by_row:
-            yield Objection(
-                "rows that share a prefix keep the same tokens of it, and some of these rows are not read",
-                "give --compress-per-row --no-keep-private, so that a row's tokens follow from the row alone",
-            )
         if self.rationale_limit is not None:
             yield Objection(
                 "--rationale-limit counts the chosen rows of the whole input in their order",
                 "leave it out, and choose fewer rows with --rationale-when",
             )
-
-    @property
-    def _row_by_row(self) -> bool:
-        """Whether the tokens that are kept of a row follow from the row alone."""
-        return self.compress_per_row and (self.paper or not self.keep_private)
 
     @property
     def shard_of(self) -> Shard | None:
@@ -212,11 +190,6 @@ class InspectSettings(
 ):
     """Everything `prefill inspect` can be told."""
 
-    keep: KeepRate = option(
-        1.0,
-        "Share of the prompt's tokens that the model reads; below 1 needs --draft.",
-        COMPRESSION, changes="scores", metavar="RATE",
-    )  # fmt: skip
     row: str | None = option(
         None, "Id of the row with --id-column, else its number from 0.", FILES, changes="rows", metavar="ID"
     )
@@ -231,16 +204,18 @@ class InspectSettings(
         super().check()
         if self.row is None:
             raise UsageError("no --row given: name the row to show, by its number, or by its id with --id-column")
-        if self.keep == "auto":
-            raise UsageError("--keep auto is for a whole job: give a rate")
-        check_keep(self.keep, compresses=self.compresses)
         self.check_adapters(streamed=self.weights == "stream")
         for each in features_of(self):
             each.check()
         check_writing(self, head=self.head, draft=self.draft, own_tokenizer=self.draft_tokenizer == "translate")
 
 
-class ProfileSettings(PriceOptions, MeasuringOptions, ScheduledOptions):
+class ProfileSettings(
+    *option_groups("profile"),  # type: ignore[misc]  # which features there are is known when it runs
+    PriceOptions,
+    MeasuringOptions,
+    ScheduledOptions,
+):
     """Everything `prefill profile` can be told."""
 
     inputs: tuple[str, ...] = argument(
@@ -252,11 +227,6 @@ class ProfileSettings(PriceOptions, MeasuringOptions, ScheduledOptions):
         False,
         "All modes, longer measurements: tens of minutes; hours for a large model.",
         PROFILE, changes="report",
-    )  # fmt: skip
-    keep: KeepRate = option(
-        1.0,
-        "Share of each prompt's tokens that the model reads; below 1 needs --draft.",
-        COMPRESSION, changes="scores", metavar="RATE",
     )  # fmt: skip
     mode: NameList = option(
         (),
@@ -283,8 +253,9 @@ class ProfileSettings(PriceOptions, MeasuringOptions, ScheduledOptions):
     @classmethod
     def required(cls) -> dict[str, list[Requirement]]:
         found = super().required()
-        of_input = (PriceOptions, InputOptions, PromptOptions, CompressionOptions, MemoryOptions)
-        names = ["schedule", *(name for kind in of_input for name in kind.model_fields)]
+        of_input: tuple[type[Settings], ...] = (PriceOptions, InputOptions, PromptOptions, DraftOptions, MemoryOptions)
+        of_input += option_groups("profile")
+        names = dict.fromkeys(["schedule", *(name for kind in of_input for name in kind.model_fields)])
         without = {"inputs", "memory", "chunk_tokens"}  # these are for the measurements too
         require(found, [name for name in names if name not in without], requirements.INPUT)
         return found
@@ -303,11 +274,8 @@ class ProfileSettings(PriceOptions, MeasuringOptions, ScheduledOptions):
     def check(self) -> None:
         super().check()
         if self.inputs:
-            if self.keep == "auto":
-                raise UsageError(
-                    "--keep auto is for a whole job; with --draft, prefill profile predicts several rates anyway"
-                )
-            check_keep(self.keep, compresses=self.compresses)
+            for each in features_of(self):
+                each.check()
 
 
 QUICK_ROWS = 60
@@ -336,22 +304,6 @@ class BenchSettings(
         0,
         "Seed for --sample, made prompts and random selections.",
         FILES, changes="rows", metavar="N", requires=requirements.RANDOM,
-    )  # fmt: skip
-    draft: str | None = option(
-        None,
-        "Small model with the same tokenizer, which picks the tokens; self: the model's own first layers. (default: "
-        "with the sample model, its draft)",
-        COMPRESSION, changes="scores", metavar="DIR|NAME|self", path="model", requires=requirements.SPECPREFILL,
-    )  # fmt: skip
-    keep: KeepRates = option(  # type: ignore[assignment]  # several rates side by side
-        (0.2,),
-        "Share of the tokens that compressing methods keep; repeatable.",
-        BENCH, changes="scores", metavar="RATE", repeatable=True, requires=requirements.COMPRESSION,
-    )  # fmt: skip
-    compress_above: TokenThreshold = option(
-        0,
-        "Prompts up to this many tokens are read in full; auto: those that compression would not make faster.",
-        COMPRESSION, changes="scores", metavar="N|auto", requires=requirements.COMPRESSION,
     )  # fmt: skip
     workload: Literal["needle"] = option(
         "needle",
@@ -395,45 +347,6 @@ class BenchSettings(
         FILES, changes="files", short="-o", metavar="PATH", path="bench",
     )  # fmt: skip
 
-    @property
-    def uses_draft(self) -> bool:
-        opened = self.model is None if self.draft is None else not self.drafts_itself
-        return opened and any(self.compares(kind.name) for kind in PICKERS.values() if kind.needs == "draft")
-
-    @property
-    def counts_votes(self) -> bool:
-        return self.uses_draft or self.compares("self-draft")
-
-    @property
-    def picks_itself(self) -> bool:
-        return any(self.compares(kind.name) for kind in PICKERS.values() if kind.needs == "self")
-
-    @property
-    def compresses(self) -> bool:
-        return self.uses_draft or any(self.compares(kind.name) for kind in PICKERS.values() if kind.needs != "draft")
-
-    @property
-    def is_random(self) -> bool:
-        return (
-            not self.inputs
-            or super().is_random
-            or any(self.compares(kind.name) for kind in PICKERS.values() if kind.random)
-        )
-
-    def compares(self, method: str) -> bool:
-        """Whether a method that drops tokens is compared: if it was named, or by default where there is a draft.
-
-        With `rationale` none is, but a draft that guesses tokens is loaded as if it would pick them.
-        """
-        if self.rationale:
-            return method == "specprefill" and (not self.method or bool({"draft", "hierarchy"} & {*self.method}))
-        if self.method or method == "vllm" or any(method in each.methods for each in features()):
-            return method in self.method
-        if self.drafts_itself and method in PICKERS and PICKERS[method].needs == "draft":
-            return False
-        quick = ("self-draft" if self.drafts_itself else "specprefill", "random")
-        return (self.draft is not None or self.model is None) and (self.full or method in quick)
-
     def with_defaults(self) -> BenchSettings:
         """These settings with defaults for what was not given, larger ones with `full`."""
         left: dict[str, Any] = {}
@@ -451,10 +364,9 @@ class BenchSettings(
         require(found, for_input, requirements.INPUT)
         return found
 
-    def check(self) -> None:
-        super().check()
-        if not self.keep:
-            raise UsageError("--keep: give a rate above 0 and up to 1")
+    @property
+    def is_random(self) -> bool:
+        return not self.inputs or super().is_random
 
 
 # Everything `prefill doctor` can be told.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from prefillcli.compress.settings import SELF
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
+from prefillcli.options.groups import SELF
 from prefillcli.options.option import RATIONALES, Settings, option
 
 DEFAULT_TEMPLATE = "{{ label }} because"

@@ -33,29 +33,13 @@ def _is_on_hub(name: str | None) -> bool:
 
 
 DRAFT = Requirement(lambda s: s.uses_draft, "is for a draft model, but none picks tokens", "give --draft and --keep")
-VOTES = Requirement(
-    lambda s: s.counts_votes, "is for the votes of a draft, but none picks tokens", "give --draft and --keep"
-)
-SELF_DRAFT = Requirement(
-    lambda s: s.picks_itself,
-    "is for a model that is its own draft, but it is not",
-    "give --draft self and --keep",
-)
-COMPRESSION = Requirement(
-    lambda s: s.compresses, "is for compression, but nothing is compressed", "give --draft and --keep"
-)
-SPECPREFILL = Requirement(
-    lambda s: s.compares("self-draft" if s.drafts_itself else "specprefill"),
-    "is for a method that picks tokens with it, but only others are compared",
-    "give --method specprefill, or self-draft for --draft self",
-)
 BOUNDED_FLIPS = Requirement(
-    lambda s: s.keep == "auto" or any(each.flips for each in features_of(s)),
+    lambda s: any(each.bounds_flips() for each in features_of(s)),
     "bounds what --keep auto and --exit may flip, but neither is given",
     "give --exit or --keep auto",
 )
 AUDITABLE = Requirement(
-    lambda s: s.compresses or any(each.flips for each in features_of(s)),
+    lambda s: any(each.flips for each in features_of(s)),
     "reads rows in full as well, but all rows are read in full",
     "give --draft and --keep, or --exit",
 )

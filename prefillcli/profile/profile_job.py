@@ -16,7 +16,6 @@ from prefillcli.errors import PrefillError, require_known
 from prefillcli.forecast.profile import MODES, CompletionModel, ModeResult, Profile, Trace
 from prefillcli.forecast.survey import survey
 from prefillcli.jobs.inputs import Opening
-from prefillcli.jobs.load import compression_of
 from prefillcli.jobs.path_table import require_apart, require_json
 from prefillcli.jobs.shell import shell
 from prefillcli.models.open import check_loadable, open_model
@@ -66,7 +65,6 @@ def survey_input(settings: ProfileSettings, given: Opening, profile: Profile) ->
             opened,
             source,
             given.new_builder(),
-            compression_of(settings),
             free=free,
             profile=profile if profile.completion is not None else None,
             price_per_hour=settings.price_per_hour,

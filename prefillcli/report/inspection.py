@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from prefillcli.compress.compressor import TokenReason
+from prefillcli.core.request import Request
 from prefillcli.data.output.store import put_text
-from prefillcli.data.rows import Rationale, SectionEffect
+from prefillcli.data.rows import Prompt, Rationale, SectionEffect
 from prefillcli.engines.base import LeavingRule, Readings
 from prefillcli.report.rationale import (
     EVIDENCE_NUMBERS,
@@ -52,6 +52,31 @@ NUMBERS = ("after", "margin", "entropy")
 """Columns of `margin_rows` that hold numbers."""
 _WIDE, _NARROW = 16, 6  # characters of the longest bar to either side, without and with exits
 _LEAST_GAP = 6.0  # percent between two ticks
+
+
+TokenReason = Literal["first", "last", "chosen", "shared", "dropped", "full"]
+"""Why a token is kept or dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPrompt:
+    """How the model reads a prompt, the importance of its tokens (None where no draft was asked), and why each of them
+    is kept.
+
+    `voters` are the draft's layers that voted, by their numbers from 0. `in_full` says why a prompt that might have
+    been compressed is read in full.
+    """
+
+    request: Request
+    importance: npt.NDArray[np.float32] | None
+    why: list[TokenReason]
+    voters: tuple[int, ...] = ()
+    in_full: str | None = None
+
+    @classmethod
+    def whole(cls, prompt: Prompt, why: str | None = None) -> ReadPrompt:
+        """A prompt that is read in full."""
+        return cls(Request(prompt), None, ["full"] * len(prompt.tokens), in_full=why)
 
 
 @dataclass(frozen=True, slots=True)

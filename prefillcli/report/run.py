@@ -180,8 +180,6 @@ class RunReport(BaseModel):
     settings: dict[str, Any] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)
     fingerprint: dict[str, str] = Field(default_factory=dict)
-    keep: float | None = None  # the job's keep rate, chosen or given, where there is a draft
-    keep_auto: dict[str, Any] | None = None  # what --keep auto tried
     audit: Audit | None = None
     rationales: RationaleUse | None = None  # with rationales or evidence
     methods: dict[str, int] = Field(default_factory=dict)  # scored rows by method

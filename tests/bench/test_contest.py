@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from copy import copy
 
 import numpy as np
 import pytest
@@ -15,15 +16,16 @@ from benchmarks.methods import compressed_walk, compressor_for, layer_walk, plai
 from benchmarks.models import random_draft, random_llama
 from benchmarks.score_runs import SAMPLES
 from prefillcli.bench import contenders as contenders_module
-from prefillcli.bench.contenders import Alone, Compressed, Equipment, Hybrid, Plain
+from prefillcli.bench.contenders import Alone, Equipment, Hybrid, Plain
 from prefillcli.bench.contest import compare, contenders, with_peak
 from prefillcli.bench.material import Material, made_material
-from prefillcli.bench.report import METHODS, NAMED, WorkloadResult
-from prefillcli.compress.pickers import PICKERS
-from prefillcli.compress.settings import Compression
+from prefillcli.bench.report import UNCOMPRESSED, WorkloadResult
 from prefillcli.data.prompts.encoding import spans_of
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.rows import Prompt
+from prefillcli.features.compress.contenders import Compressed, SmallModel, compressor_in
+from prefillcli.features.compress.pickers import PICKERS
+from prefillcli.features.compress.settings import Compression
 from prefillcli.jobs.load import load_walk
 from prefillcli.models.open import open_models
 from prefillcli.models.shape import (
@@ -56,14 +58,21 @@ def stage() -> Iterator[tuple[Equipment, Material]]:
     opened = open_models(settings)
     labels = Labels(opened.tokenizer, parse_labels(settings.labels))
     material = made_material(settings, opened, labels)
-    with closing(load_walk(opened, settings, keep=1.0)) as loaded:
+    with closing(load_walk(opened, settings)) as loaded:
         yield Equipment(opened, loaded, settings, labels), material
+
+
+def at_rates(equipment: Equipment, *keeps: float) -> Equipment:
+    """The same models, to compare methods at these keep rates."""
+    found = copy(equipment)
+    found.settings = equipment.settings.model_copy(update={"keep": keeps})
+    return found
 
 
 @pytest.fixture(scope="module")
 def result(stage: tuple[Equipment, Material]) -> WorkloadResult:
     equipment, material = stage
-    methods = contenders(list(METHODS.keys() - NAMED.keys()), [0.3, 1.0], equipment, material, seed=0)
+    methods = contenders([*UNCOMPRESSED, *PICKERS], at_rates(equipment, 0.3, 1.0), material)
     runs: list[str] = []
     found = compare(
         material, methods, equipment, rounds=2, temperature=1.0, begin=lambda step: runs.append(step.split(": ")[1])
@@ -78,7 +87,7 @@ def test_uncompressed_methods_give_the_same_answers(stage: tuple[Equipment, Mate
     for method in (
         Plain("hf", equipment),
         Alone("full", equipment),
-        Compressed(equipment, equipment.compressor("specprefill"), 1.0),
+        Compressed(equipment, compressor_in(equipment, "specprefill"), 1.0),
     ):
         np.testing.assert_allclose(method.run(material.prompts).logprobs, wanted, atol=1e-4, rtol=0)
 
@@ -110,7 +119,7 @@ def test_what_keeps_all_flips_nothing(result: WorkloadResult) -> None:
 
 def test_the_first_runs_of_all_rates_share_what_the_draft_found(stage: tuple[Equipment, Material]) -> None:
     equipment, material = stage
-    methods = contenders(["specprefill"], [0.3, 0.5], equipment, material, seed=0)
+    methods = contenders(["specprefill"], at_rates(equipment, 0.3, 0.5), material)
     small, large = (each for each in methods if isinstance(each, Compressed))
     first, second = small.first_run(material.prompts), large.first_run(material.prompts)
     assert first.reused_seconds == 0.0 < second.reused_seconds
@@ -133,11 +142,11 @@ def test_only_the_draft_reads_in_the_drafts_name(result: WorkloadResult) -> None
 def test_predictions_are_the_formulas(stage: tuple[Equipment, Material], result: WorkloadResult) -> None:
     equipment, material = stage
     by_name = {each.method: each for each in result.methods}
-    target, draft = equipment.config, equipment.draft_config
+    target, draft = equipment.config, SmallModel(equipment).config
     lengths = [len(prompt.tokens) for prompt in material.prompts]
     found = by_name["specprefill@0.3"]
     assert found.predicted.ratio == pytest.approx(ratio_speedup(target, draft, round(np.mean(lengths)), 0.3))
-    requests = Compressed(equipment, equipment.compressor("specprefill"), 0.3).run(material.prompts).requests
+    requests = Compressed(equipment, compressor_in(equipment, "specprefill"), 0.3).run(material.prompts).requests
     kept = [len(reading.tokens) for reading in requests]
     whole, part, small = (
         sum(table5(config, n).total for n in counts)

@@ -49,7 +49,7 @@ def stage() -> Iterator[tuple[Equipment, Material]]:
     opened = open_models(settings)
     labels = Labels(opened.tokenizer, parse_labels(settings.labels))
     material = made_material(settings, opened, labels)
-    with closing(load_walk(opened, settings, keep=1.0)) as loaded:
+    with closing(load_walk(opened, settings)) as loaded:
         yield Equipment(opened, loaded, settings, labels), material
 
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from prefillcli.bench.contenders import Contender, Equipment, Filtered, SelfDrafted
+from prefillcli.bench.contenders import Contender, Equipment
 from prefillcli.bench.contest import contenders
 from prefillcli.bench.material import Material, made_material
 from prefillcli.data.prompts.labels import Labels, parse_labels
+from prefillcli.features.compress.contenders import Filtered, SelfDrafted
 from prefillcli.jobs.load import load_walk
 from prefillcli.models.files import sample_model
 from prefillcli.models.open import open_models
@@ -26,15 +27,17 @@ KEEP, LAYERS = 0.3, 2  # of the sample model's four
 
 @pytest.fixture(scope="module")
 def stage() -> Iterator[tuple[Equipment, Material]]:
-    settings = BenchSettings(model=str(sample_model()), draft="self", rows=5, tokens=300, method=("self-draft",))
+    settings = BenchSettings(
+        model=str(sample_model()), draft="self", rows=5, tokens=300, method=("self-draft",), keep=(KEEP,)
+    )
     opened = open_models(settings)
     labels = Labels(opened.tokenizer, parse_labels(settings.labels))
-    with closing(load_walk(opened, settings, keep=1.0)) as loaded:
+    with closing(load_walk(opened, settings)) as loaded:
         yield Equipment(opened, loaded, settings, labels), made_material(settings, opened, labels)
 
 
 def method(stage: tuple[Equipment, Material], name: str) -> Contender:
-    return next(each for each in contenders([name], [KEEP], *stage, seed=0) if each.name == f"{name}@{KEEP}")
+    return next(each for each in contenders([name], *stage) if each.name == f"{name}@{KEEP}")
 
 
 def operations(path: Path, layers: range, lengths: list[int]) -> float:

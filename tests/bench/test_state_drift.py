@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from prefillcli.bench.contenders import DRIFT_ROWS, state_drift
 from prefillcli.bench.report import (
     REFERENCE,
     Answers,
@@ -24,6 +23,7 @@ from prefillcli.bench.report import (
 )
 from prefillcli.core.request import Request
 from prefillcli.data.rows import Prompt
+from prefillcli.features.compress.contenders import DRIFT_ROWS, state_drift
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk

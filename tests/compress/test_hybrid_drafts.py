@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from prefillcli.compress.draft import Draft
-from prefillcli.compress.settings import Compression
 from prefillcli.errors import UsageError
+from prefillcli.features.compress.draft import Draft
+from prefillcli.features.compress.settings import Compression
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.forest import ATTENTION, register
+from prefillcli.prefill.walk import LayerWalk
 from tests.compress.test_importance import CHUNK, estimated, prompts, reference
 from tests.prefill.families import make_model
 from tests.prefill.test_recurrent import RECURRENT
@@ -76,4 +77,4 @@ def test_a_draft_without_attention_is_refused() -> None:
     model: Any = make_model("mamba2", **RECURRENT["mamba2"])
     model.set_attn_implementation(ATTENTION)
     with pytest.raises(UsageError, match="none of its 3 layers attends"):
-        Draft(model, Compression(), limits=Limits(10**6, 10**6), chunk_tokens=64, max_length=4096)
+        Draft(LayerWalk(model, chunk_tokens=64), Compression(), limits=Limits(10**6, 10**6), max_length=4096)

@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prefillcli.compress.draft import Draft
-from prefillcli.compress.settings import Compression
+from prefillcli.features.compress.draft import Draft
+from prefillcli.features.compress.settings import Compression
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.forest import ATTENTION, register
+from prefillcli.prefill.walk import LayerWalk
 from tests.prefill.families import VOCABULARY, WINDOW, make_model
 from tests.prefill.variants import make_variant
 
@@ -40,7 +41,7 @@ def prompts() -> list[Prompt]:
 def draft_of(model: Any, settings: Compression, *, chunk: int = 37, limits: Limits = PLENTY) -> Draft:
     register()
     model.set_attn_implementation(ATTENTION)
-    return Draft(model, settings, limits=limits, chunk_tokens=chunk, max_length=4096)
+    return Draft(LayerWalk(model, chunk_tokens=chunk), settings, limits=limits, max_length=4096)
 
 
 def estimated(model: Any, settings: Compression, *, chunk: int = 37, limits: Limits = PLENTY) -> list[Any]:

@@ -16,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from prefillcli.bench.report import METHODS, NAMED, UNCOMPRESSED
-from prefillcli.compress.base import Picker
-from prefillcli.compress.draft import Draft
-from prefillcli.compress.pickers import PICKERS, PickerResources
-from prefillcli.compress.settings import Compression
+from prefillcli.bench.report import METHODS
 from prefillcli.data.prompts.encoding import Spans
 from prefillcli.data.rows import Prompt
+from prefillcli.features.compress import Compress
+from prefillcli.features.compress.base import Picker
+from prefillcli.features.compress.draft import Draft
+from prefillcli.features.compress.pickers import PICKERS, PickerResources
+from prefillcli.features.compress.settings import Compression
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
@@ -48,7 +49,7 @@ def draft() -> Draft:
     register()
     model = make_model("llama")
     model.set_attn_implementation(ATTENTION)
-    return Draft(model, settings_with(), limits=PLENTY, chunk_tokens=64, max_length=4096)
+    return Draft(LayerWalk(model, chunk_tokens=64), settings_with(), limits=PLENTY, max_length=4096)
 
 
 @contextmanager
@@ -172,7 +173,7 @@ def test_a_prompt_without_text_is_left_to_be_read_in_full() -> None:
 def test_the_manual_lists_the_pickers() -> None:
     bench = (DOCS / "bench.md").read_text().partition("## Methods")[2].partition("##")[0]
     assert re.findall(r"^\| `([\w-]+)` \|", bench, re.MULTILINE) == list(METHODS)
-    assert [name for name in METHODS if name not in (*UNCOMPRESSED, *NAMED)] == list(PICKERS)
+    assert list(Compress.methods) == list(PICKERS)
     compression = (DOCS / "compression.md").read_text().partition("## Other ways to pick tokens")[2].partition("##")[0]
     listed = re.findall(r"^\| `([\w-]+)` \| ([^|]+) \|", compression, re.MULTILINE)
     assert listed == [(kind.name, NEEDS[kind.needs]) for kind in PICKERS.values()]

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from prefillcli.compress.base import FAILED, FALLBACKS, TEXT, Float32Array, ImportanceEstimate, Overlap
-from prefillcli.compress.load import TranslatedDraft, Translation, Translator
 from prefillcli.core.request import Tick
 from prefillcli.data.prompts.encoding import Encoder
+from prefillcli.features.compress.base import FAILED, FALLBACKS, TEXT, Float32Array, ImportanceEstimate, Overlap
+from prefillcli.features.compress.load import TranslatedDraft, Translation, Translator
 from prefillcli.plan.trie import TokenArray
 
 TEXTS = [

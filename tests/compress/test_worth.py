@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, T5Config
 
-from prefillcli.compress.compressor import OVERHEAD, UNKNOWN_ABOVE, WorthCompressing
-from prefillcli.compress.settings import Compression
+from prefillcli.features.compress.compressor import OVERHEAD, UNKNOWN_ABOVE, WorthCompressing
+from prefillcli.features.compress.settings import Compression
 
 
 def config_of(layers: int, width: int) -> LlamaConfig:

@@ -11,13 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from prefillcli.compress.base import compressed_rows, fallbacks_of_useless_draft
 from prefillcli.data.output.columns import AuditedExits, ColumnGroups, Counts, LayerRows
 from prefillcli.data.output.parts import is_part, read_part
 from prefillcli.data.output.sink import Sink, of_schema, to_schema
 from prefillcli.data.output.target import Target
 from prefillcli.data.rows import ScoredRow, Window, early_exit_method, left_early, reading_method
 from prefillcli.features.calibration.calibration import Calibration, TemperatureScaling
+from prefillcli.features.compress.base import compressed_rows, fallbacks_of_useless_draft
 from prefillcli.features.evaluation.evaluating import read_scored_truth
 from tests.data.outputs import LABELS, make_window, open_sink, read
 

@@ -13,8 +13,9 @@ import pytest
 
 from prefillcli.engines.registry import CAPABILITIES, ENGINES
 from prefillcli.errors import UsageError
+from prefillcli.features.compress.options import CompressionOptions
 from prefillcli.options.commands import ScoreSettings
-from prefillcli.options.groups import CompressionOptions, MemoryOptions
+from prefillcli.options.groups import MemoryOptions
 from prefillcli.options.load import load_settings
 from prefillcli.options.option import details_of
 from tests.score.jobs import score, texts, write_parquet

@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from prefillcli.compress.compressor import TokenReason
 from prefillcli.data.rows import Rationale, SectionEffect
 from prefillcli.report.inspection import (
     STEPS,
     AnswerView,
     CommonPrefix,
     Inspection,
+    TokenReason,
     TokenView,
     heat,
     inspection_html,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from prefillcli.compress import window_compressor
-from prefillcli.compress.window_compressor import RATES
+from prefillcli.features.compress import window_compressor
+from prefillcli.features.compress.window_compressor import RATES
 from prefillcli.stats.audit import flip_bound
 from tests.score.compression import SAME, assert_close, compressed, full_rows, lines_of, unrelated
 from tests.score.jobs import Reference, read_output, read_report, write_jsonl

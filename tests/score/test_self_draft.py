@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from prefillcli.compress import self_draft
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.errors import UsageError
+from prefillcli.features.compress import self_draft
 from prefillcli.jobs.inspect import inspect_job
 from prefillcli.options.commands import InspectSettings
 from prefillcli.options.load import load_settings

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 import prefillcli
-from prefillcli.compress.draft import SpecPrefill
 from prefillcli.errors import UsageError
+from prefillcli.features.compress.draft import SpecPrefill
 from prefillcli.jobs.inspect import inspect_job
 from prefillcli.options.commands import InspectSettings
 from prefillcli.options.load import load_settings

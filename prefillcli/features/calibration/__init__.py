@@ -70,7 +70,7 @@ class Calibrating(Feature):
         self.calibration = calibration_file.calibration_of(self.settings, opening.labels.labels)
         self._use(opening)
 
-    def identity(self, opening: Opening) -> Mapping[str, str]:
+    def identity(self, opening: Opening, values: dict[str, Any]) -> Mapping[str, str]:
         return {} if self.calibration is None else {"calibration": self.calibration.digest()}
 
     def identified(self, job: Job) -> None:

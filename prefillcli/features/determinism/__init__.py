@@ -43,11 +43,6 @@ class Determinism(Feature):
         yield from filter(None, (each.uneven() for each in features_of(self.settings)))
         if self.settings.compile:
             yield Objection("compiled layers have kernels of their own for each size of chunk", "leave --compile out")
-        if self.settings.compresses:
-            yield Objection(
-                "which tokens of a prompt are kept is not the same to the last bit with other neighbours",
-                "leave --draft and --keep out",
-            )
         if getattr(self.settings, "rationale", 0):
             yield Objection(
                 "texts are written for several rows at a time, and a near tie may fall otherwise with others",

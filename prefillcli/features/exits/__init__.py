@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from prefillcli.core.feature import Feature, Objection, SideFile, json_with
 from prefillcli.errors import UsageError
-from prefillcli.options.option import BENCH, EARLY_EXIT, Settings, option
+from prefillcli.options.option import BENCH, EARLY_EXIT, Settings, details_of, option
 from prefillcli.options.requirements import Requirement
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 EXIT = Requirement(lambda s: s.exit, "is for rows that leave early, but none does", "give --exit")
 EXIT_METHOD = Requirement(
-    lambda s: s.compares("early-exit"),
+    lambda s: "early-exit" in s.method,
     "is for the method early-exit, but it is not compared",
     "give --method early-exit",
 )
@@ -114,7 +114,7 @@ class Exits(Feature):
 
     def check(self) -> None:
         settings = self.settings
-        if isinstance(settings, ExitOptions) and settings.keep == "auto":  # type: ignore[attr-defined]
+        if isinstance(settings, ExitOptions) and getattr(settings, "keep", 1) == "auto":
             raise UsageError(
                 "--exit: what is learnt about exits is of one keep rate, and --keep auto has not chosen it yet\n"
                 "choose the rate in a run without --exit, then give it"
@@ -135,6 +135,9 @@ class Exits(Feature):
             "what is learnt about exits, and so where a row leaves, depends on the other rows", "leave --exit out"
         )
 
+    def between_layers(self) -> bool:
+        return True
+
     def learns(self) -> str | None:
         return "--exit" if isinstance(self.settings, ExitOptions) else None
 
@@ -154,12 +157,14 @@ class Exits(Feature):
         if isinstance(self.settings, ExitOptions) and self.settings.exit_profile is not None:
             self.profile = exit_profile_at(self.settings.exit_profile)
 
-    def identity(self, opening: Opening) -> Mapping[str, str]:
+    def identity(self, opening: Opening, values: dict[str, Any]) -> Mapping[str, str]:
         from prefillcli.data.proof import hash_value
 
-        if self.profile is None:
-            return {}
-        return {"exit_profile": hash_value(self.profile.model_dump(mode="json"))}
+        own = [name for name in values if details_of(type(self.settings), name).panel == EARLY_EXIT]
+        found = {"exit": hash_value(sorted((name, values.pop(name)) for name in own))}
+        if self.profile is not None:
+            found["exit_profile"] = hash_value(self.profile.model_dump(mode="json"))
+        return found
 
     def identified(self, job: Job) -> None:
         if self.profile is not None:
@@ -226,10 +231,11 @@ class Exits(Feature):
         return inspected_policy(self.settings.exit_profile, opened, labels)
 
     @classmethod
-    def contender(cls, name: str, equipment: Equipment, material: Material) -> Contender | None:
+    def contenders(cls, names: Collection[str], equipment: Equipment, material: Material) -> list[Contender]:
         from prefillcli.features.exits.contender import learn_exits
 
-        return learn_exits(equipment, material)
+        learnt = learn_exits(equipment, material) if "early-exit" in names else None
+        return [] if learnt is None else [learnt]
 
     @classmethod
     def section(cls, report: RunReport) -> Section | None:

@@ -24,7 +24,6 @@ from prefillcli.features.exits.policy import ExitPolicy
 from prefillcli.features.exits.profile_file import ExitProfile, exit_profile_of, require_same_job
 from prefillcli.features.exits.report import ProvableFlips
 from prefillcli.jobs.inputs import Opening
-from prefillcli.jobs.load import compression_of
 from prefillcli.jobs.sealed_file import read_sealed
 from prefillcli.jobs.wanted_rows import scored_row
 from prefillcli.models.open import Opened
@@ -65,9 +64,9 @@ def require_same_exits(profile: ExitProfile, job: Job) -> None:
 
 def job_of_exits(job: Job) -> dict[str, Any]:
     """Whose the exits are that a job learns, by its fingerprint: what must be the same where they are used again."""
-    settings, digests = job.settings, job.report.fingerprint
+    digests = job.report.fingerprint
     # Not the digest of all options of compression: an audit changes nothing that a model reads.
-    kept: list[Any] = [settings.keep, asdict(compression_of(settings))] if settings.compresses else []
+    kept: list[Any] = [each for feature in job.features for each in feature.read_as()]
     if "adapters" in digests:
         kept.append(digests["adapters"])
     return {
@@ -248,7 +247,8 @@ class ExitLearning:
             profile = self._profile(rows)
             reason = profile.findings.reason
         # A compressed prompt may keep other tokens beside those that it shares a prefix with.
-        known = [] if settings.compresses else [scored_row(*each) for each in read.pairs]
+        rewritten = any(each.rewrites for each in self.job.features)
+        known = [] if rewritten else [scored_row(*each) for each in read.pairs]
         computed = sum(answer.computed_tokens for answer in read.answers)
         return LearntExits(profile, known, len(read.answers), reason), Tokens(computed=computed, unique=read.unique)
 
@@ -341,9 +341,7 @@ class ExitLearning:
                 self.job.tick(0.0)
         finally:
             builder.close()
-        requests = [Request(prompt) for prompt in prompts]
-        if self.job.compressor is not None:
-            requests = self.job.compressor.compress(prompts, self.job.tick)
+        requests, _ = self.job.requests(prompts, self.job.tick)
         return [request for request in requests if len(request.tokens) <= self.engine.limits.max_tokens]
 
     def _answers(self, requests: list[Request], layers: Sequence[int]) -> tuple[list[Request], list[Answer], int]:

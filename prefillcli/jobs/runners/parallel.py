@@ -63,12 +63,11 @@ def start_pool(
     opened: Opened,
     stop: Stop,
     *,
-    keep: float,
     before: Mapping[str, Any],
     profile: Profile | None,
     digests: Mapping[str, str],
 ) -> Pool:
-    """The workers of a job, of which one is ready. `keep` and `before` as in `load_models`.
+    """The workers of a job, of which one is ready. `before` as in `load_models`.
 
     `digests` are those of the contents of the models' folders. Raises as loading a model does.
     """
@@ -82,7 +81,6 @@ def start_pool(
     spec = WorkerSpec(
         number=0,
         settings=settings.model_copy(update=folders),
-        keep=keep,
         share=1.0 if kind == "cuda" else 1 / crew.size,
         plan=before,
         measured=profile,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from prefillcli.compress.base import FAILED
+from prefillcli.core.feature import Feature
 from prefillcli.core.request import plan_requests
 from prefillcli.decode.continuations import DecodingReport, sum_of
 from prefillcli.engines.base import PLAIN, Answer, LabelTokens, PoolUse, Treatment, WeightsReport, WorkerReport
@@ -19,16 +19,13 @@ from prefillcli.engines.memory_plan import Measured
 from prefillcli.errors import PrefillError, ResourceError, brief, out_of_resource
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.pack import FreePack, Key, Limits, Pack, free_packs, groups_of
-from prefillcli.plan.plan import Plan, make_plan
-from prefillcli.plan.trie import TokenArray
+from prefillcli.plan.plan import Plan
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Phase
 from prefillcli.runtime.log import log_of
 from prefillcli.runtime.signals import Stop
 
 if TYPE_CHECKING:
-    from prefillcli.compress.base import ImportanceEstimate, Overlap
-    from prefillcli.core.request import Tick
     from prefillcli.jobs.loop import Asked
 
 
@@ -46,7 +43,6 @@ class WorkerSpec:
 
     number: int
     settings: ScoreSettings
-    keep: float = 1.0
     share: float = 1.0
     plan: Mapping[str, Any] = field(default_factory=dict)
     planned: bool = False
@@ -94,20 +90,11 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
-class EstimateTask:
-    """Prompts, int32 [tokens] each, whose tokens the draft finds more or less important; `overlaps` as in `Draft`."""
+class FeatureTask:
+    """What a feature asks of its part in the worker: see `Feature.work`."""
 
-    prompts: list[TokenArray]
-    overlaps: list[Overlap] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Estimated:
-    """One estimate for each prompt. `failure` is what the draft failed with, if it did."""
-
-    estimates: list[ImportanceEstimate]
-    draft_tokens: int
-    failure: Exception | None = None
+    feature: type[Feature]
+    asked: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +110,9 @@ class Reported:
     decoded: DecodingReport | None
 
 
-Task = AnswerTask | EstimateTask | ReportTask
-Result = Answered | Estimated | Reported
+Task = AnswerTask | FeatureTask | ReportTask
+Result = Any
+"""`Answered`, `Reported`, or what a feature gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,7 +458,7 @@ _REPORT_SECONDS = 5.0
 class Pool:
     """Workers that have begun, and the items they do. Close it in any case.
 
-    It is a `PlanEngine`, and what `SpecPrefill` needs of a draft.
+    It is a `PlanEngine`.
     """
 
     whole_packs: bool
@@ -481,10 +469,6 @@ class Pool:
     ) -> None:
         self.size = crew.size
         self.ahead = AHEAD * crew.size
-        self.tokens = 0
-        """Tokens that drafts have computed so far."""
-        self.failure: BaseException | None = None
-        """What a draft failed with last."""
         self._crew = crew
         self._cost = cost
         self._stop = stop
@@ -537,7 +521,7 @@ class Pool:
 
     def item(
         self,
-        task: AnswerTask | EstimateTask,
+        task: AnswerTask | FeatureTask,
         plan: Plan,
         took: Callable[[Outcome], None],
         begun: Callable[[], None] = lambda: None,
@@ -655,41 +639,31 @@ class Pool:
                 self.pump()
             yield ready.pop()
 
-    # As a draft.
+    def ask_feature(
+        self,
+        feature: type[Feature],
+        questions: Sequence[tuple[Any, Plan]],
+        took: Callable[[int, Any, ResourceError | None], None],
+    ) -> None:
+        """Have workers do what a feature asks, each question with the plan that is computed for it; returns when all
+        is done.
 
-    def estimate(
-        self, prompts: Sequence[TokenArray], tick: Tick, overlaps: Sequence[Overlap] | None = None
-    ) -> list[ImportanceEstimate]:
-        """As `Draft.estimate`: each of the draft's packs is a task."""
-        from prefillcli.compress.base import ImportanceEstimate
+        `took` is called with the number of a question and what `Feature.work` gave, or why workers are lost on it.
+        """
+        left = len(questions)
 
-        limits = Limits(**self.plan["draft"]["limits"])
-        most = limits.max_tokens if limits.read_tokens is None else min(limits.max_tokens, limits.read_tokens)
-        able = [number for number, tokens in enumerate(prompts) if len(tokens) <= most]
-        plan = make_plan([prompts[number] for number in able], limits)
-        parts = [([able[prompt] for prompt in pack.prompts], Plan([pack], 0)) for pack in plan.packs]
-        if too_long := sorted(set(range(len(prompts))) - set(able)):
-            parts.append((too_long, Plan([], 0)))  # the draft says why
-        estimates: dict[int, ImportanceEstimate] = {}
+        def heard(number: int, outcome: Outcome) -> None:
+            nonlocal left
+            done = outcome.result is not None or outcome.given_up
+            left -= done
+            took(number, outcome.result, _given_up(outcome) if outcome.given_up else None)
 
-        def took(own: list[int], outcome: Outcome) -> None:
-            if isinstance(outcome.result, Estimated):
-                estimates.update(zip(own, outcome.result.estimates, strict=True))
-                self.tokens += outcome.result.draft_tokens
-                self.failure = outcome.result.failure or self.failure
-            elif outcome.given_up:
-                self.failure = _given_up(outcome)
-                estimates.update((number, ImportanceEstimate(reason=FAILED)) for number in own)
-            tick(0.0)
-
-        def task_of(own: list[int]) -> EstimateTask:
-            return EstimateTask([prompts[n] for n in own], None if overlaps is None else [overlaps[n] for n in own])
-
-        tasks = [(own, part, task_of(own)) for own, part in parts]
-        self.add([self.item(task, part, partial(took, own))] for own, part, task in tasks)
-        while len(estimates) < len(prompts):
+        self.add(
+            [self.item(FeatureTask(feature, asked), plan, partial(heard, number))]
+            for number, (asked, plan) in enumerate(questions)
+        )
+        while left:
             self.pump()
-        return [estimates[number] for number in range(len(prompts))]
 
 
 def answer_task(work: FreePack, labels: Callable[[int], LabelTokens], treatment: Treatment = PLAIN) -> AnswerTask:

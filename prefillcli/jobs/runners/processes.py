@@ -25,7 +25,6 @@ _PRELOADED = [
     "prefillcli.jobs.runners.quiet_server",
     "prefillcli.jobs.runners.worker",
     "prefillcli.engines.loader",
-    "prefillcli.compress.draft",
 ]
 _TELL_SECONDS = 0.2  # between two messages on how far a worker is
 ENGINE_DIED = 75

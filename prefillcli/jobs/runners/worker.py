@@ -5,17 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from prefillcli.core.feature import Feature
 from prefillcli.data.proof import ModelContents
 from prefillcli.engines.base import Answer, Engine, WorkerReport
 from prefillcli.engines.registry import loader_of
-from prefillcli.errors import ContentChangedError, brief
+from prefillcli.errors import ContentChangedError
 from prefillcli.jobs.load import Models, load_models
 from prefillcli.jobs.runners.pool import (
     Answered,
     AnswerTask,
-    Estimated,
-    EstimateTask,
+    FeatureTask,
     Ready,
     Reported,
     Result,
@@ -45,7 +46,6 @@ class Worker:
             opened,
             settings,
             loader,
-            keep=spec.keep,
             before=spec.plan,
             options=settings.engine_options,
             measured=spec.measured,
@@ -72,8 +72,8 @@ class Worker:
             match task:
                 case AnswerTask():
                     return self._answer(task, tell)
-                case EstimateTask():
-                    return self._estimate(task, tell)
+                case FeatureTask(feature, asked):
+                    return self._for_feature(feature, asked, tell)
                 case _:
                     return self._report()
         finally:
@@ -107,22 +107,12 @@ class Worker:
         self._tokens += sum(answer.computed_tokens for answer in answers) - pack.charged_tokens + refilled
         return Answered(answers, refilled)
 
-    def _estimate(self, task: EstimateTask, tell: Tell) -> Estimated:
-        draft = self._models.draft
-        if draft is None:
-            raise ValueError("this job has no draft")
-        before, draft.failure = draft.tokens, None
-
+    def _for_feature(self, feature: type[Feature], asked: Any, tell: Tell) -> Any:
         def tick(_tokens: float) -> None:
             self._adjust_threads()
             tell(0.0)
 
-        estimates = draft.estimate(task.prompts, tick, task.overlaps)
-        failure = draft.failure
-        if failure is not None:  # other libraries' exceptions may not survive pickling
-            kind = type(failure) if isinstance(failure, MemoryError) else RuntimeError
-            failure = kind(brief(failure))
-        return Estimated(estimates, draft.tokens - before, failure)
+        return feature.work(self._models.beside[feature], asked, tick)
 
     def _report(self) -> Reported:
         peak, threads = peak_memory(), self._threads

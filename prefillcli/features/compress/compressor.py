@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from math import ceil
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from prefillcli.compress.base import FALLBACKS, ImportanceEstimate, Picker
-from prefillcli.compress.selection import full_prefixes
-from prefillcli.compress.settings import Compression
 from prefillcli.core.request import Request, Thinning, Tick
 from prefillcli.data.rows import FALLBACK, FULL, Prompt, is_fallback
+from prefillcli.features.compress.base import FALLBACKS, ImportanceEstimate, Picker
+from prefillcli.features.compress.selection import full_prefixes
+from prefillcli.features.compress.settings import Compression
 from prefillcli.models.shape import NoCostModel, prefill_flops, thinned_flops
 
 # Which prompts compression pays for: those with enough tokens, or those for which the cost model predicts a gain.
@@ -180,10 +178,6 @@ class Compressor:
         return requests
 
 
-TokenReason = Literal["first", "last", "chosen", "shared", "dropped", "full"]
-"""Why a token is kept or dropped."""
-
-
 def why_no_rate(
     prompts: Sequence[Prompt],
     keeps: Sequence[float | None],
@@ -222,36 +216,3 @@ def why_in_full(request: Request) -> str | None:
     if is_fallback(request.method):
         return f"{request.method}: {FALLBACKS[request.method.removeprefix(FALLBACK)].meaning}"
     return "the chosen tokens, the first and last ones and those that other rows keep are all tokens of it"
-
-
-def why_kept(request: Request, tail: int, others: Sequence[Neighbour], compression: Compression) -> list[TokenReason]:
-    """Why each token of a prompt is kept or dropped.
-
-    Its last `tail` tokens are always kept; `others` are the prompts that are compressed together with it.
-    """
-    tokens = len(request.prompt.tokens)
-    if request.kept is None:
-        return ["full"] * tokens
-    why = np.full(tokens, "chosen", dtype=object)
-    for other in others:
-        begin = 0 if other.in_full else max(other.tokens - other.tail, 0)  # always kept, as its own end
-        why[begin : other.shared] = "shared"
-    why[max(tokens - tail, 0) :] = "last"
-    why[: compression.keep_first] = "first"
-    dropped = np.ones(tokens, dtype=bool)
-    dropped[request.kept] = False
-    why[dropped] = "dropped"
-    found: list[TokenReason] = why.tolist()
-    return found
-
-
-class Neighbour(NamedTuple):
-    """A prompt that is compressed together with another one.
-
-    It has so many `tokens`, of which the last `tail` are always kept; the two have the first `shared` in common.
-    """
-
-    tokens: int
-    tail: int
-    in_full: bool
-    shared: int

@@ -11,9 +11,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from prefillcli.compress.base import (
+from prefillcli.core.request import Tick
+from prefillcli.data.rows import Int64Array, Prompt
+from prefillcli.decode.behind import look_ahead
+from prefillcli.errors import UsageError
+from prefillcli.features.compress.base import (
     FAILED,
     NO_MEMORY,
     NO_VOTE,
@@ -25,12 +28,8 @@ from prefillcli.compress.base import (
     ImportanceEstimate,
     Overlap,
 )
-from prefillcli.compress.selection import select_all
-from prefillcli.compress.settings import Compression, Reduce
-from prefillcli.core.request import Tick
-from prefillcli.data.rows import Int64Array, Prompt
-from prefillcli.decode.behind import look_ahead
-from prefillcli.errors import UsageError
+from prefillcli.features.compress.selection import select_all
+from prefillcli.features.compress.settings import Compression, Reduce
 from prefillcli.models.open import stop_tokens_of
 from prefillcli.plan.account import account
 from prefillcli.plan.pack import Limits, Pack
@@ -175,19 +174,19 @@ Found = tuple[Float32Array | None, str | None, tuple[int, ...]]
 
 
 class Draft:
-    """A small model with the target's tokenizer. Raises UsageError if none of its layers could vote.
+    """A small model with the target's tokenizer, of which this is a walk that others may use between two estimates.
 
-    `limits` come from `models.law.draft_limits`. `max_length` is the longest prompt that its position encoding takes.
+    Raises UsageError if none of its layers could vote. `limits` come from `models.law.draft_limits`. `max_length` is
+    the longest prompt that its position encoding takes.
     `on_failure` is called with what a pack failed with.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        walk: LayerWalk,
         settings: Compression,
         *,
         limits: Limits,
-        chunk_tokens: int,
         max_length: int,
         on_failure: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
@@ -195,13 +194,12 @@ class Draft:
         """Tokens computed so far."""
         self.failure: BaseException | None = None
         """What it failed with last."""
-        self.walk = LayerWalk(model, chunk_tokens=chunk_tokens)
-        """It may also be used for something else, between two estimates."""
+        self.walk = walk
         self._settings = settings
         self._limits = limits
         self._max_length = max_length - settings.decoded
-        self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
-        self._stop_tokens = stop_tokens_of(model)
+        self._vocabulary = int(walk.model.get_input_embeddings().weight.shape[0])
+        self._stop_tokens = stop_tokens_of(walk.model)
         self._on_failure = on_failure
         self.walk.check_queries()
         if not self._attends():

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 Reduce = Literal["rank", "mean", "max"]
-
-SELF = "self"
-"""As `--draft`: the model's own first layers."""
 
 PAPER: dict[str, Any] = {
     "lookahead": 8,
@@ -75,3 +73,20 @@ class Compression:
         they would have seen.
         """
         return replace(self, keep_last=max(self.keep_last, sliding_window or 0))
+
+
+def compression_of(settings: Any) -> Compression:
+    """The options of compression as the draft and the selection take them."""
+    names = {"per_row": "compress_per_row"}
+    found = Compression(
+        **{each.name: getattr(settings, names.get(each.name, each.name)) for each in fields(Compression)}
+    )
+    if settings.drafts_itself:
+        found = replace(found, lookahead=1)  # it decodes nothing
+    return replace(found, **PAPER) if settings.paper else found
+
+
+def keep_rate(settings: Any, plan: Mapping[str, Any]) -> float:
+    """A job's keep rate: given or, by its plan, chosen; 1 until it is."""
+    rate: float = plan.get("keep", 1.0 if settings.keep == "auto" else settings.keep)
+    return rate

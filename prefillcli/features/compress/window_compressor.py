@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
-from prefillcli.compress.base import (
+from prefillcli.core.request import Request, Tick, answer, draw
+from prefillcli.data.rows import Prompt, Window
+from prefillcli.engines.base import LabelTokens, PlanEngine
+from prefillcli.errors import PrefillError, ResourceError, brief, out_of_resource
+from prefillcli.features.compress.base import (
     ENOUGH_ROWS,
     FALLBACKS,
     NOT_FINITE,
@@ -14,14 +19,12 @@ from prefillcli.compress.base import (
     compressed_rows,
     faulty_rows,
 )
-from prefillcli.compress.compressor import Compressor, why_in_full, why_no_rate
-from prefillcli.core.request import Request, Tick, answer, draw
-from prefillcli.data.prompts.labels import Labels
-from prefillcli.data.rows import Prompt, Window
-from prefillcli.engines.base import LabelTokens, PlanEngine
-from prefillcli.errors import PrefillError, ResourceError, brief, out_of_resource
+from prefillcli.features.compress.compressor import Compressor, why_in_full, why_no_rate
 from prefillcli.runtime import log
 from prefillcli.stats.audit import flip_bound, rows_for
+
+if TYPE_CHECKING:
+    from prefillcli.jobs.scorer import Scorer
 
 # `--keep auto`: the smallest keep rate that a sample of the rows allows.
 #
@@ -113,57 +116,40 @@ class AutoKeep:
     rows: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class CompressedWindow:
-    """How the model reads the prompts of a window, in their order.
-
-    `draft_tokens` were computed by the draft. `choice` is the keep rate that was chosen on this window, if one was.
-    """
-
-    requests: list[Request]
-    draft_tokens: int
-    choice: KeepChoice | None = None
-
-
 class WindowCompressor:
-    """Decides how the model reads each window's prompts.
+    """Decides how the model reads the prompts of each window of a `scorer`.
 
-    With `auto` it chooses the job's keep rate. `methods` are the rows that were scored before, by method.
+    Of `--keep auto` it chooses the rate, which is in the plan of the scorer from then on. `methods` are the rows that
+    were scored before, by method.
     """
 
-    def __init__(
-        self,
-        compressor: Compressor,
-        engine: PlanEngine,
-        labels: Labels,
-        *,
-        auto: AutoKeep | None = None,
-        methods: Mapping[str, int],
-    ) -> None:
-        self._compressor = compressor
-        self._engine = engine
-        self._labels = labels
-        self._auto = auto
+    def __init__(self, scorer: Scorer, compressor: Compressor, *, methods: Mapping[str, int]) -> None:
+        settings: Any = scorer.settings
+        self.compressor = compressor
+        self._scorer = scorer
+        self._auto: AutoKeep | None = None
+        if settings.keep == "auto" and "keep" not in scorer.plan:
+            self._auto = AutoKeep(settings.max_flips, settings.audit)
         self._methods = Counter(methods)
         self._warned = False
 
-    def __call__(self, window: Window, done: set[int], tick: Tick) -> CompressedWindow:
+    def __call__(self, window: Window, done: Collection[int], tick: Tick) -> list[Request]:
         """`tick` is called with the tokens of each step; it may raise.
 
         Raises PrefillError if the draft fails on everything; rows that are `done` were counted before.
         """
-        compressor, prompts = self._compressor, window.prompts
-        before = compressor.picker.tokens
+        compressor, prompts = self.compressor, window.prompts
         wanted = compressor.keeps(prompts, min(RATES) if self._auto else None)
         estimates = compressor.estimate(prompts, wanted, tick)
         self._check(estimates)
-        choice = self._choose(window, wanted, estimates, self._auto, tick) if self._auto else None
+        if self._auto and (choice := self._choose(window, wanted, estimates, self._auto, tick)) is not None:
+            self._scorer.plan = {**self._scorer.plan, "keep": choice.keep, "keep_auto": asdict(choice)}
         keeps = compressor.keeps(prompts)
         requests = compressor.select(prompts, keeps, estimates)
         if requests and compressor.keep < 1 and not self._warned:
             self._warned = self._warn_of_little(requests, keeps)
         self._methods.update(request.method for request in requests if request.prompt.row not in done)
-        return CompressedWindow(requests, compressor.picker.tokens - before, choice)
+        return requests
 
     def _warn_of_little(self, requests: Sequence[Request], keeps: Sequence[float | None]) -> bool:
         """Whether the model reads nearly all tokens of a window in spite of its keep rate; then say why on stderr."""
@@ -172,7 +158,7 @@ class WindowCompressor:
         )
         if read <= ALMOST_ALL * whole:
             return False
-        compressor, prompts = self._compressor, [each.prompt for each in requests]
+        compressor, prompts = self.compressor, [each.prompt for each in requests]
         number = max(range(len(requests)), key=lambda at: requests[at].most_kept)
         full = sum(not each.compressed for each in requests)
         if keeps[number] is None:
@@ -180,7 +166,7 @@ class WindowCompressor:
         else:
             why = why_in_full(requests[number]) or "its first and last tokens, which are always kept, are most of it"
         log.warning(
-            f"--keep {self._compressor.keep:g} leaves {read / whole:.0%} of the tokens of "
+            f"--keep {self.compressor.keep:g} leaves {read / whole:.0%} of the tokens of "
             f"{len(requests):,} rows, {full:,} of them are read in full; row "
             f"{prompts[number].row}, for one: {why}"
         )
@@ -196,7 +182,7 @@ class WindowCompressor:
             return
         failed = sum(found.reason is not None and FALLBACKS[found.reason].fault for found in estimates)
         if failed and (self._auto or failed + faulty_rows(before) >= ENOUGH_ROWS):
-            error = self._compressor.picker.failure
+            error = self.compressor.picker.failure
             why = FALLBACKS[NOT_FINITE].meaning if error is None else f"{type(error).__name__}: {brief(error)}"
             kind = ResourceError if error is not None and out_of_resource(error) else PrefillError
             raise kind(
@@ -213,7 +199,7 @@ class WindowCompressor:
         tick: Tick,
     ) -> KeepChoice | None:
         """Choose the job's keep rate, if the window has rows to compress."""
-        most, prompts = self._engine.limits.max_tokens, window.prompts
+        most, prompts = self._scorer.pool.limits.max_tokens, window.prompts
         able = [
             number
             for number, keep in enumerate(wanted)
@@ -223,9 +209,16 @@ class WindowCompressor:
             return None
         chosen = draw(able, auto.rows or sample_rows(auto.max_flips), window.index)
         choice = choose_keep(
-            self._compressor, self._engine, prompts, estimates, chosen, self._labels.sets, auto.max_flips, tick
+            self.compressor,
+            self._scorer.pool,
+            prompts,
+            estimates,
+            chosen,
+            self._scorer.labels.sets,
+            auto.max_flips,
+            tick,
         )
-        self._compressor.keep, self._auto = choice.keep, None
+        self.compressor.keep, self._auto = choice.keep, None
         if choice.keep == 1:
             log.warning(f"--keep auto: {_why_all(choice, len(chosen), auto.max_flips)}")
         return choice

@@ -19,9 +19,9 @@ from math import ceil
 import numpy as np
 import numpy.typing as npt
 
-from prefillcli.compress.base import Float32Array
-from prefillcli.compress.settings import Compression
 from prefillcli.data.rows import Int64Array
+from prefillcli.features.compress.base import Float32Array
+from prefillcli.features.compress.settings import Compression
 from prefillcli.plan.trie import TokenArray, TrieNode, build_forest, token_order
 
 

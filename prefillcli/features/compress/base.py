@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from prefillcli.compress.settings import Compression
 from prefillcli.core.request import Thinning, Tick
 from prefillcli.data.rows import FALLBACK, FULL, Int32Array, Int64Array, Prompt, is_fallback, reading_method
+from prefillcli.features.compress.settings import Compression
 from prefillcli.plan.trie import TokenArray
 
 if TYPE_CHECKING:

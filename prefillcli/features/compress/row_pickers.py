@@ -15,12 +15,12 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from prefillcli.compress.base import NOT_FINITE, Float32Array, ImportanceEstimate
-from prefillcli.compress.selection import budget, chunk_count, ends, tails
-from prefillcli.compress.settings import Compression
 from prefillcli.core.request import Tick
 from prefillcli.data.prompts.encoding import Spans
 from prefillcli.data.rows import Int64Array, Prompt
+from prefillcli.features.compress.base import NOT_FINITE, Float32Array, ImportanceEstimate
+from prefillcli.features.compress.selection import budget, chunk_count, ends, tails
+from prefillcli.features.compress.settings import Compression
 from prefillcli.plan.account import account
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan, marked_positions

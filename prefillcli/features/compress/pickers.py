@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from prefillcli.compress.base import Estimator, Picker
-    from prefillcli.compress.settings import Compression
     from prefillcli.data.prompts.encoding import Spans
     from prefillcli.data.rows import Prompt
+    from prefillcli.features.compress.base import Estimator, Picker
+    from prefillcli.features.compress.settings import Compression
     from prefillcli.plan.pack import Limits
     from prefillcli.prefill.walk import LayerWalk
 
@@ -50,7 +50,7 @@ class PickerKind:
 
 
 def _specprefill(resources: PickerResources) -> Picker:
-    from prefillcli.compress.draft import SpecPrefill
+    from prefillcli.features.compress.draft import SpecPrefill
 
     if resources.draft is None:
         raise ValueError("specprefill needs a draft model")
@@ -58,7 +58,7 @@ def _specprefill(resources: PickerResources) -> Picker:
 
 
 def _self_draft(resources: PickerResources) -> Picker:
-    from prefillcli.compress.self_draft import SelfDraft
+    from prefillcli.features.compress.self_draft import SelfDraft
 
     if resources.own_layers is None:
         raise ValueError("self-draft needs to know after which layer the model chooses")
@@ -66,7 +66,7 @@ def _self_draft(resources: PickerResources) -> Picker:
 
 
 def _gemfilter(resources: PickerResources) -> Picker:
-    from prefillcli.compress.row_pickers import GemFilter
+    from prefillcli.features.compress.row_pickers import GemFilter
 
     if resources.own_layers is None or resources.walking is None or resources.limits is None:
         raise ValueError("gemfilter needs a walk over the model, and to know after which layer it chooses")
@@ -74,19 +74,19 @@ def _gemfilter(resources: PickerResources) -> Picker:
 
 
 def _random(resources: PickerResources) -> Picker:
-    from prefillcli.compress.row_pickers import RandomChunks
+    from prefillcli.features.compress.row_pickers import RandomChunks
 
     return RandomChunks(resources.settings.select_chunk, resources.seed)
 
 
 def _ends(resources: PickerResources) -> Picker:
-    from prefillcli.compress.row_pickers import Ends
+    from prefillcli.features.compress.row_pickers import Ends
 
     return Ends()
 
 
 def _bm25(resources: PickerResources) -> Picker:
-    from prefillcli.compress.row_pickers import Bm25
+    from prefillcli.features.compress.row_pickers import Bm25
 
     if resources.spans is None:
         raise ValueError("bm25 needs the text of the prompts")

@@ -9,28 +9,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from prefillcli.compress.base import FAILED, TEXT, Estimator, ImportanceEstimate, Overlap
-from prefillcli.compress.compressor import WorthCompressing
-from prefillcli.compress.pickers import PICKERS, PickerResources
-from prefillcli.compress.settings import Compression
 from prefillcli.core.request import Tick
 from prefillcli.data.prompts.encoding import EncodedText, Encoder, NotLiteral, token_texts
 from prefillcli.data.rows import Float64Array, Int32Array
 from prefillcli.errors import UsageError, brief
+from prefillcli.features.compress.base import FAILED, TEXT, Estimator, ImportanceEstimate, Overlap
+from prefillcli.features.compress.compressor import WorthCompressing
+from prefillcli.features.compress.pickers import PICKERS, PickerResources
+from prefillcli.features.compress.settings import Compression, compression_of, keep_rate
 from prefillcli.models.open import Opened
 from prefillcli.models.shape import NoCostModel, Shape
 from prefillcli.plan.pack import Limits
+from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.plan.trie import TokenArray
 from prefillcli.runtime import log
 
 if TYPE_CHECKING:
-    from prefillcli.compress.compressor import Compressor
-    from prefillcli.compress.draft import Draft
+    from prefillcli.core.feature import Feature
+    from prefillcli.engines.torch import TorchEngine
+    from prefillcli.features.compress.compressor import Compressor
+    from prefillcli.features.compress.draft import Draft
+    from prefillcli.jobs.load import Models
+    from prefillcli.jobs.runners.pool import Pool
 
 
 UNREAD = 0.05
@@ -269,16 +275,121 @@ DEPTH = 0.45
 """Share of the layers that read the whole prompt: FastKV takes 16 of 32, GemFilter 14 of 32 or 20 of 40."""
 
 
-def load_draft(opened: Opened, *, trust_remote_code: bool) -> Any:
-    """The draft's weights on the model's device. Raises as `load_model`, and UsageError if it cannot be a draft."""
-    from prefillcli.models.load import load_model
+def load_draft(models: Models[Any]) -> Draft | None:
+    """The draft that was loaded, at work; None where the model picks tokens itself, or nothing does.
+
+    The plan has what fits one of its packs. Each of its failures is told once on stderr. Raises UsageError if the
+    model or the draft cannot do what is asked.
+    """
+    from prefillcli.features.compress.draft import Draft
     from prefillcli.models.rehearsal import check_uses
 
+    settings, opened = models.settings, models.opened
+    compression = compression_of(settings)
+    if settings.draft is not None:
+        drafts = "--draft self" if settings.drafts_itself else None
+        check_uses(cast("Models[TorchEngine]", models).engine.walk.model, drafts=drafts, compresses=True)
+    if settings.drafts_itself:
+        own_layers(compression, opened)
     if opened.draft is None:
-        raise ValueError("no draft was opened")
-    draft = load_model(opened.draft, opened.device, trust_remote_code=trust_remote_code)
-    check_uses(draft, drafts=f"--draft {opened.draft.origin}", compresses=False)
-    return draft
+        return None
+    if not models.planned:
+        before = models.before.get("draft", {})
+        models.plan["draft"] = plan_draft(opened, compression, models.budget, settings.chunk_tokens, before)
+    plan, told = models.plan["draft"], set()
+
+    def warn(error: BaseException) -> None:
+        text = f"{type(error).__name__}: {brief(error)}"
+        if text not in told:
+            told.add(text)
+            log.warning(f"the draft failed, its rows are read in full: {text}")
+
+    return Draft(
+        models.draft_walk(plan["chunk_tokens"]),
+        compression,
+        limits=Limits(**plan["limits"]),
+        max_length=opened.draft.max_length,
+        on_failure=warn,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EstimateTask:
+    """Prompts, int32 [tokens] each, whose tokens a worker's draft is to find more or less important; `overlaps` as in
+    `Draft.estimate`."""
+
+    prompts: list[TokenArray]
+    overlaps: list[Overlap] | None = None
+
+    def answer(self, draft: Draft, tick: Tick) -> Estimated:
+        """Ask the draft of the worker."""
+        before, draft.failure = draft.tokens, None
+        estimates = draft.estimate(self.prompts, tick, self.overlaps)
+        failure = draft.failure
+        if failure is not None:  # other libraries' exceptions may not survive pickling
+            kind = type(failure) if isinstance(failure, MemoryError) else RuntimeError
+            failure = kind(brief(failure))
+        return Estimated(estimates, draft.tokens - before, failure)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimated:
+    """One estimate for each prompt. `failure` is what the draft failed with, if it did."""
+
+    estimates: list[ImportanceEstimate]
+    draft_tokens: int
+    failure: Exception | None = None
+
+
+class RemoteDraft:
+    """The drafts of workers, as one `Estimator`: each pack is estimated by one of them."""
+
+    def __init__(self, pool: Pool, feature: type[Feature]) -> None:
+        self.tokens = 0
+        self.failure: BaseException | None = None
+        self._pool = pool
+        self._feature = feature
+
+    def close(self) -> None:
+        pass
+
+    def estimate(
+        self, prompts: Sequence[TokenArray], tick: Tick, overlaps: Sequence[Overlap] | None = None
+    ) -> list[ImportanceEstimate]:
+        limits = Limits(**self._pool.plan["draft"]["limits"])
+        most = limits.max_tokens if limits.read_tokens is None else min(limits.max_tokens, limits.read_tokens)
+        able = [number for number, tokens in enumerate(prompts) if len(tokens) <= most]
+        plan = make_plan([prompts[number] for number in able], limits)
+        parts = [([able[prompt] for prompt in pack.prompts], Plan([pack], 0)) for pack in plan.packs]
+        if too_long := sorted(set(range(len(prompts))) - set(able)):
+            parts.append((too_long, Plan([], 0)))  # the draft says why
+        estimates: dict[int, ImportanceEstimate] = {}
+
+        def took(part: int, result: Estimated | None, lost: Exception | None) -> None:
+            own = parts[part][0]
+            if result is not None:
+                estimates.update(zip(own, result.estimates, strict=True))
+                self.tokens += result.draft_tokens
+                self.failure = result.failure or self.failure
+            elif lost is not None:
+                self.failure = lost
+                estimates.update((number, ImportanceEstimate(reason=FAILED)) for number in own)
+            tick(0.0)
+
+        def task_of(own: list[int]) -> EstimateTask:
+            return EstimateTask([prompts[n] for n in own], None if overlaps is None else [overlaps[n] for n in own])
+
+        self._pool.ask_feature(self._feature, [(task_of(own), part) for own, part in parts], took)
+        return [estimates[number] for number in range(len(prompts))]
+
+
+def compressor_of(
+    settings: Any, opened: Opened, draft: Estimator | None, plan: Mapping[str, Any] = MappingProxyType({})
+) -> Compressor:
+    """The compressor of a job, to the rate of the settings or, of `--keep auto`, of the job's plan."""
+    picker = "self-draft" if settings.drafts_itself else "specprefill"
+    resources = PickerResources(settings=compression_of(settings), draft=draft)
+    return make_compressor(picker, resources, opened, keep_rate(settings, plan))
 
 
 def plan_draft(
@@ -307,36 +418,12 @@ def plan_draft(
     return {"chunk_tokens": chunk, "limits": asdict(limits)}
 
 
-def make_draft(opened: Opened, model: Any, compression: Compression, plan: Mapping[str, Any]) -> Draft:
-    """The loaded draft `model` at work under its `plan`. Each of its failures is told once on stderr."""
-    from prefillcli.compress.draft import Draft
-
-    if opened.draft is None:
-        raise ValueError("no draft was opened")
-    told: set[str] = set()
-
-    def warn(error: BaseException) -> None:
-        text = f"{type(error).__name__}: {brief(error)}"
-        if text not in told:
-            told.add(text)
-            log.warning(f"the draft failed, its rows are read in full: {text}")
-
-    return Draft(
-        model,
-        compression,
-        limits=Limits(**plan["limits"]),
-        chunk_tokens=plan["chunk_tokens"],
-        max_length=opened.draft.max_length,
-        on_failure=warn,
-    )
-
-
 def make_compressor(picker: str, resources: PickerResources, opened: Opened, keep: float) -> Compressor:
     """The compressor of a job, with the picker of this name, to the rate `keep`.
 
     Raises UsageError where the model is to pick tokens itself, and none of its layers can.
     """
-    from prefillcli.compress.compressor import Compressor
+    from prefillcli.features.compress.compressor import Compressor
     from prefillcli.models.shape import Shape
 
     own = PICKERS[picker].needs == "self"

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prefillcli.compress.base import NO_VOTE, NOT_FINITE, Float32Array, ImportanceEstimate
-from prefillcli.compress.draft import PromptQueries, add_votes, importance, last_queries, last_tokens
-from prefillcli.compress.selection import budget, chunk_count, select_all, tails
-from prefillcli.compress.settings import Compression
 from prefillcli.core.request import Thinning, Tick
 from prefillcli.data.rows import Prompt
+from prefillcli.features.compress.base import NO_VOTE, NOT_FINITE, Float32Array, ImportanceEstimate
+from prefillcli.features.compress.draft import PromptQueries, add_votes, importance, last_queries, last_tokens
+from prefillcli.features.compress.selection import budget, chunk_count, select_all, tails
+from prefillcli.features.compress.settings import Compression
 from prefillcli.plan.pack import Pack
 from prefillcli.prefill.forest import WatchedLayer
 from prefillcli.prefill.layout import Tree
@@ -117,7 +117,7 @@ class SelfThinning(Thinning):
 
 
 class SelfDraft:
-    """Leaves the choice to the model, which makes it after `layer` (`compress.self_draft`). Estimates are empty."""
+    """Leaves the choice to the model, which makes it after `layer` . Estimates are empty."""
 
     method = "self-draft"
     tokens = 0

@@ -1,0 +1,231 @@
+"""Compression: the model reads the tokens of a prompt that a draft, or its own first layers, find important."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from prefillcli.core.feature import Feature, Foresight, Objection
+from prefillcli.errors import UsageError
+from prefillcli.features.compress.options import BenchOptions, CompressionOptions, InspectOptions, ProfileOptions
+from prefillcli.features.compress.pickers import PICKERS
+from prefillcli.options.groups import SELF
+from prefillcli.options.option import COMPRESSION, details_of
+
+if TYPE_CHECKING:
+    from prefillcli.bench.contenders import Contender, Equipment
+    from prefillcli.bench.material import Material
+    from prefillcli.core.request import Request, Tick
+    from prefillcli.data.output.columns import Counts
+    from prefillcli.data.prompts.labels import Labels
+    from prefillcli.data.rows import Prompt, Window
+    from prefillcli.features.compress.base import Estimator
+    from prefillcli.features.compress.compressor import Compressor
+    from prefillcli.features.compress.window_compressor import WindowCompressor
+    from prefillcli.jobs.inputs import Opening
+    from prefillcli.jobs.load import Models
+    from prefillcli.jobs.score import Job
+    from prefillcli.jobs.scorer import Scorer
+    from prefillcli.models.open import Opened
+    from prefillcli.report.inspection import ReadPrompt
+
+
+HASHED = (
+    *("keep", "paper", "lookahead", "query_window", "query_reduce", "pool", "select_chunk", "compress_above"),
+    *("keep_first", "keep_last", "keep_private", "compress_per_row", "max_flips", "audit", "truth"),
+)
+"""The options whose values are always in the digest of compression, in this order."""
+
+
+class Compress(Feature):
+    """Compression in a job. The plan of the job has the keep rate that `--keep auto` has chosen."""
+
+    order = 20
+    options = {
+        "score": CompressionOptions,
+        "inspect": InspectOptions,
+        "profile": ProfileOptions,
+        "bench": BenchOptions,
+    }
+    methods = {kind.name: (kind.summary, "") for kind in PICKERS.values()}
+    flips = True
+    rewrites = True
+    plan_keys = ("keep", "keep_auto")
+    keys = {"keep": None, "keep_auto": None}
+    _methods: Mapping[str, int] = {}
+    _windows: WindowCompressor | None = None
+
+    @classmethod
+    def asked(cls, settings: Any) -> bool:
+        return isinstance(settings, BenchOptions) or settings.draft is not None or settings.keep != 1
+
+    def check(self) -> None:
+        settings = self.settings
+        if isinstance(settings, BenchOptions):
+            for name in settings.method:
+                if name in PICKERS and PICKERS[name].needs == "draft" and not settings.uses_draft:
+                    raise UsageError(f"--method {name} needs --draft: a small model with the same tokenizer")
+            return
+        if settings.keep == "auto" and isinstance(settings, InspectOptions):
+            raise UsageError("--keep auto is for a whole job: give a rate")
+        if settings.keep == "auto" and isinstance(settings, ProfileOptions):
+            raise UsageError(
+                "--keep auto is for a whole job; with --draft, prefill profile predicts several rates anyway"
+            )
+        settings.check_keep()
+
+    def joint(self, option: str) -> Objection | None:
+        settings = self.settings
+        if settings.keep == "auto":
+            return Objection(
+                "--keep auto chooses one rate for all rows of a job",
+                "choose it in a run over a sample, then give that rate",
+            )
+        if settings.compress_per_row and (settings.paper or not settings.keep_private):
+            return None
+        return Objection(
+            "rows that share a prefix keep the same tokens of it, and some of these rows are not read",
+            "give --compress-per-row --no-keep-private, so that a row's tokens follow from the row alone",
+        )
+
+    def uneven(self) -> Objection:
+        return Objection(
+            "which tokens of a prompt are kept is not the same to the last bit with other neighbours",
+            "leave --draft and --keep out",
+        )
+
+    def bounds_flips(self) -> bool:
+        return bool(self.settings.keep == "auto")
+
+    def between_layers(self) -> bool:
+        return bool(self.settings.drafts_itself)
+
+    def meaningless(self, labels: Labels) -> list[str]:
+        from prefillcli.stats.probabilities import Measure
+
+        return ["keep auto"] if self.settings.keep == "auto" and labels.measure is Measure.VALUES else []
+
+    def columns_known(self, columns: Collection[str]) -> None:
+        settings = self.settings
+        if settings.speculates_with_draft and settings.uses_draft:
+            return
+        if "keep" not in settings.model_fields_set and "keep" not in columns:
+            guessing = "--speculation draft if it is to guess tokens of rationales, " if settings.rationale else ""
+            raise UsageError(
+                "--draft has nothing to compress: there is no --keep, and the input has no column keep\n"
+                f"give the share of the tokens to keep, --keep 0.2 for example, {guessing}or leave --draft out"
+            )
+
+    def source_opened(self, opening: Opening) -> None:
+        if self.settings.drafts_itself and isinstance(self.settings, InspectOptions):
+            raise UsageError(
+                "--draft self: prefill inspect shows the tokens that a draft picks before the model reads any\n"
+                "score the row with prefill score, which says how many tokens it kept"
+            )
+
+    def identity(self, opening: Opening, values: dict[str, Any]) -> Mapping[str, str]:
+        from prefillcli.data.proof import hash_value
+        from prefillcli.jobs.identity import added
+
+        own = {name: values.pop(name, None) for name in HASHED}
+        rest = [name for name in values if details_of(type(self.settings), name).panel == COMPRESSION]
+        rest_values = {name: values.pop(name) for name in rest}
+        found = {"compression": hash_value([*map(list, own.items()), *added(rest_values, ())])}
+        return found | ({"draft": hash_value(SELF)} if self.settings.drafts_itself else {})
+
+    def foresee(self, opened: Opened, budget: int) -> Foresight | None:
+        if self.settings.draft is None:
+            return None
+        from prefillcli.features.compress.foresight import KeptTokens
+
+        return KeptTokens(self.settings, opened, budget)
+
+    def read_as(self) -> list[Any]:
+        from prefillcli.features.compress.settings import compression_of
+
+        return [self.settings.keep, asdict(compression_of(self.settings))]
+
+    def first_window(self, job: Job, window: Window) -> None:
+        self._methods = job.sink.counts.tallies.methods
+
+    def load(self, models: Models[Any]) -> Estimator | None:
+        from prefillcli.features.compress.load import load_draft
+
+        return load_draft(models)
+
+    @classmethod
+    def work(cls, beside: Any, asked: Any, tick: Tick) -> Any:
+        return asked.answer(beside, tick)
+
+    def requests(
+        self, scorer: Scorer, prompts: Sequence[Prompt], tick: Tick, window: Window | None, done: Collection[int]
+    ) -> tuple[list[Request], int]:
+        from prefillcli.features.compress.window_compressor import WindowCompressor
+
+        if self._windows is None:
+            self._windows = WindowCompressor(scorer, self.compressor(scorer), methods=self._methods)
+        compressor = self._windows.compressor
+        before = compressor.picker.tokens
+        found = compressor.compress(prompts, tick) if window is None else self._windows(window, done, tick)
+        return found, compressor.picker.tokens - before
+
+    def compressor(self, scorer: Scorer) -> Compressor:
+        """What compresses the prompts of a scorer: with the draft that is beside the model, or those of workers."""
+        from prefillcli.features.compress.load import RemoteDraft, compressor_of
+        from prefillcli.jobs.runners.pool import Pool
+
+        pool = scorer.pool
+        draft = RemoteDraft(pool, type(self)) if isinstance(pool, Pool) else scorer.beside.get(type(self))
+        return compressor_of(self.settings, scorer.opened, draft, scorer.plan)
+
+    def inspected(
+        self, models: Models[Any], prompts: Sequence[Prompt], number: int, shared: Sequence[int], tick: Tick
+    ) -> ReadPrompt | None:
+        from prefillcli.features.compress.inspected import inspected
+        from prefillcli.features.compress.load import compressor_of
+
+        draft = models.beside.get(type(self))
+        if draft is None:
+            return None
+        return inspected(compressor_of(self.settings, models.opened, draft), prompts, shared, number, tick)
+
+    @classmethod
+    def compared(cls, settings: Any) -> list[str]:
+        return [name for name in PICKERS if settings.compares(name)]
+
+    @classmethod
+    def contenders(cls, names: Collection[str], equipment: Equipment, material: Material) -> list[Contender]:
+        from prefillcli.features.compress.contenders import contenders
+
+        return contenders(names, equipment, material)
+
+    @classmethod
+    def after_bench(cls, settings: Any) -> str:
+        return (
+            f"prefill score with --keep {settings.keep[0]:g} --audit 300 scores all rows and counts the flips on 300 "
+            "of them"
+        )
+
+    def reported(self, job: Job, counts: Counts | None) -> None:
+        from prefillcli.features.compress.settings import keep_rate
+
+        if counts is not None and hasattr(job, "builder"):
+            job.report.blocks["keep"] = keep_rate(self.settings, job.sink.plan)
+            job.report.blocks["keep_auto"] = job.sink.plan.get("keep_auto")
+
+    @classmethod
+    def failure(cls, counts: Counts) -> str | None:
+        from prefillcli.features.compress.base import fallbacks_of_useless_draft
+
+        fallbacks = fallbacks_of_useless_draft(counts.tallies.methods)
+        if not fallbacks:
+            return None
+        reasons = ", ".join(f"{method} {rows:,}" for method, rows in fallbacks.items())
+        return (
+            f"none of the {sum(fallbacks.values()):,} rows that were to be compressed was ({reasons})\n"
+            "they were read in full and their scores are there; take another --draft, or leave it out"
+        )
+
+
+FEATURE = Compress

@@ -1,0 +1,352 @@
+"""The methods of `prefill bench` that drop tokens: each with the tokens that a picker keeps, at several rates."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import LinearAttentionLayer
+
+from prefillcli.bench.contenders import Contender, Cost, Equipment, MethodRun
+from prefillcli.bench.material import Material
+from prefillcli.bench.report import LayerDrift, StateDrift
+from prefillcli.core.request import Request, method_of
+from prefillcli.data.prompts.encoding import Spans, spans_of
+from prefillcli.data.rows import Prompt
+from prefillcli.errors import UsageError
+from prefillcli.features.compress import Compress
+from prefillcli.features.compress.base import ImportanceEstimate
+from prefillcli.features.compress.compressor import Compressor
+from prefillcli.features.compress.load import make_compressor, own_layers, translator_of
+from prefillcli.features.compress.pickers import PICKERS, PickerResources
+from prefillcli.features.compress.row_pickers import GemFilter
+from prefillcli.features.compress.self_draft import SelfDraft
+from prefillcli.features.compress.settings import compression_of
+from prefillcli.models.shape import NoCostModel, Shape, answer_flops, ratio_speedup, table5, walk_flops
+from prefillcli.plan.pack import Limits
+from prefillcli.plan.plan import make_plan
+from prefillcli.plan.trie import TokenArray
+from prefillcli.prefill.forest import ForestAttention
+from prefillcli.prefill.own_cache import LayerPast
+from prefillcli.prefill.walk import LayerWalk
+
+# State drift: how far the final states of recurrent layers are from those of the whole prompt.
+#
+# A recurrent layer advances only at the tokens that it reads, so after a compressed prompt its state is another one
+# than after the whole prompt ("SpecPrefill on Unified Memory" leaves open by how much).
+
+
+DRIFT_ROWS = 8  # of each method: the first that it has compressed; both ways of reading them are walked once more
+
+
+def state_drift(
+    walking: Callable[[], AbstractContextManager[LayerWalk]], limits: Limits, requests: Sequence[Request]
+) -> StateDrift | None:
+    """The drift over the first `DRIFT_ROWS` compressed requests; None without any, or without recurrent layers.
+
+    `walking` gives a walk of the target. Each request is walked whole and compressed, by itself.
+    """
+    rows = [each for each in requests if each.compressed][:DRIFT_ROWS]
+    found: dict[int, list[float]] = {}
+    with walking() as walk:
+        for request in rows:
+            whole = final_states(walk, Request(request.prompt), limits)
+            for number, states in final_states(walk, request, limits).items():
+                found.setdefault(number, []).append(distance(states, whole[number]))
+    if not found:
+        return None
+    every = [each for layer in found.values() for each in layer]
+    return StateDrift(
+        rows=len(rows),
+        median=statistics.median(every),
+        largest=max(every),
+        layers=[
+            LayerDrift(layer=number + 1, median=statistics.median(own), largest=max(own))
+            for number, own in found.items()
+        ],
+    )
+
+
+@torch.inference_mode()
+def final_states(walk: LayerWalk, request: Request, limits: Limits) -> dict[int, list[Tensor]]:
+    """The states that a prompt leaves in each recurrent layer, by the layer's number from 0."""
+    (pack,) = make_plan([request.tokens], limits, positions=[request.positions]).packs
+    ((end, _),) = pack.reads
+    found: dict[int, list[Tensor]] = {}
+    with ForestAttention(len(pack.tokens)) as attention:
+        state = walk.begin(pack, keep_ends=True)
+        for number, _ in walk.through_layers(state, attention, lambda tokens: None):
+            if state.recurrence:
+                carried = [tensor for each in state.recurrence.end_of(end) for tensor in _carried(each)]
+                found |= {number: carried} if carried else {}
+    return found
+
+
+def _carried(end: LinearAttentionLayer | LayerPast) -> list[Tensor]:
+    """The recurrent states among what a layer keeps; K,V are none."""
+    entries = end.entries.values() if isinstance(end, LayerPast) else [end]
+    return [tensor for each in entries if isinstance(each, LinearAttentionLayer) for tensor in state_tensors(each)]
+
+
+def state_tensors(state: LinearAttentionLayer) -> list[Tensor]:
+    """What a module has carried from its first token on: recurrent states, or those of a convolution alone."""
+    carried = [each for each in state.recurrent_states.values() if each is not None]
+    return carried or [each for each in state.conv_states.values() if each is not None]
+
+
+def distance(states: Sequence[Tensor], whole: Sequence[Tensor]) -> float:
+    """L2 distance of one layer's states from those of the whole prompt, over the norm of the latter."""
+    apart = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(states, whole, strict=True))
+    size = sum(float(each.double().square().sum()) for each in whole)
+    return float((apart / size) ** 0.5) if size else 0.0
+
+
+class SmallModel:
+    """The draft that was loaded beside the model, and what it computes."""
+
+    def __init__(self, equipment: Equipment) -> None:
+        opened, plan = equipment.opened, equipment.loaded.plan
+        self.config: Any = None if opened.draft is None else opened.draft.config
+        self._compression = compression_of(equipment.settings)
+        self._translator = translator_of(opened)
+        self._limits = Limits(**plan["draft"]["limits"]) if "draft" in plan else None
+
+    def in_its_tokens(self, prompts: Sequence[TokenArray]) -> list[TokenArray]:
+        """Prompts that the draft has read, as it read them."""
+        if self._translator is None:
+            return list(prompts)
+        return [each.tokens for each in self._translator.translate(prompts) if not isinstance(each, str)]
+
+    def flops(self, prompts: Sequence[TokenArray]) -> float:
+        """The operations of the draft over these prompts, as it plans them, without those of the votes."""
+        if not prompts or self._limits is None:
+            return 0.0
+        plan = make_plan(self.in_its_tokens(prompts), self._limits)
+        found = walk_flops(self.config, plan)
+        if self._compression.decoded:
+            found += answer_flops(self.config, plan, ahead=self._compression.decoded)
+        return found
+
+
+def compressor_in(
+    equipment: Equipment, picker: str, *, spans: Callable[[Prompt], Spans | None] | None = None
+) -> Compressor:
+    """The compressor of a job, with the picker of this name; `spans` as in `PickerResources`.
+
+    Raises ValueError where the picker needs a draft or spans, and there are none.
+    """
+    resources = PickerResources(
+        settings=compression_of(equipment.settings),
+        seed=equipment.settings.seed,
+        draft=equipment.loaded.beside.get(Compress),
+        walking=equipment.walking,
+        limits=equipment.limits,
+        spans=spans,
+    )
+    return make_compressor(picker, resources, equipment.opened, keep=1.0)
+
+
+def contenders(names: Collection[str], equipment: Equipment, material: Material) -> list[Contender]:
+    """The methods by name, once for each rate. Those that cannot be compared are left out, with a note."""
+    kinds = [kind for kind in PICKERS.values() if kind.name in names]
+    spans: Mapping[int, Spans] = {}
+    if any(kind.needs == "text" for kind in kinds):
+        all_spans = spans_of(equipment.tokenizer, material.prompts)
+        if all_spans is None:
+            why = "it needs prompts whose text gives their tokens again"
+            material.notes += [f"{kind.name} is left out: {why}" for kind in kinds if kind.needs == "text"]
+            kinds = [kind for kind in kinds if kind.needs != "text"]
+        spans = all_spans or {}
+    kinds = [kind for kind in kinds if kind.needs != "self" or _can_choose(kind.name, equipment, material)]
+    compressors = [compressor_in(equipment, kind.name, spans=lambda prompt: spans.get(prompt.row)) for kind in kinds]
+    picked = [PickedOnce() for _ in compressors]
+    found: list[Contender] = []
+    for keep in dict.fromkeys(equipment.settings.keep):
+        found += [compressed_by(equipment, each, keep, own) for each, own in zip(compressors, picked, strict=True)]
+    return found
+
+
+def _can_choose(name: str, equipment: Equipment, material: Material) -> bool:
+    """Whether the model has a layer that can choose tokens. Raises UsageError if a method needs it that was named."""
+    try:
+        own_layers(compression_of(equipment.settings), equipment.opened)
+    except UsageError as error:
+        if name in equipment.settings.method or equipment.settings.drafts_itself:
+            raise
+        material.notes.append(f"{name} is left out: {error}".partition("\n")[0])
+        return False
+    return True
+
+
+@dataclass(slots=True)
+class PickedOnce:
+    """What a picker found in prompts, for several keep rates. `tokens` are those that the draft computed."""
+
+    wanted: list[bool] = field(default_factory=list)  # which prompts have a keep rate
+    estimates: list[ImportanceEstimate] = field(default_factory=list)
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+class Compressed(Contender):
+    """The layer walk over what a picker keeps. `compressor` compresses as that of `prefill score` does.
+
+    Contenders with the same `picked` share the estimates of their first runs.
+    """
+
+    def __init__(
+        self, equipment: Equipment, compressor: Compressor, keep: float, picked: PickedOnce | None = None
+    ) -> None:
+        super().__init__(compressor.picker.method, equipment, keep)
+        self._compressor = compressor
+        self._small = SmallModel(equipment)
+        self._picked = picked or PickedOnce()
+
+    def run(self, prompts: Sequence[Prompt]) -> MethodRun:
+        keeps = self._compressor.keeps(prompts, self.keep)
+        return self._read(prompts, keeps, self._pick(prompts, keeps))
+
+    def first_run(self, prompts: Sequence[Prompt]) -> MethodRun:
+        keeps, picked = self._compressor.keeps(prompts, self.keep), self._picked
+        wanted = [keep is not None for keep in keeps]
+        reused = picked.wanted == wanted
+        if not reused:
+            found = self._pick(prompts, keeps)
+            picked.wanted, picked.estimates = wanted, found.estimates
+            picked.tokens, picked.seconds = found.tokens, found.seconds
+        run = self._read(prompts, keeps, picked)
+        run.reused_seconds = picked.seconds if reused else 0.0
+        return run
+
+    def _pick(self, prompts: Sequence[Prompt], keeps: Sequence[float | None]) -> PickedOnce:
+        picker, begun = self._compressor.picker, time.perf_counter()
+        before = picker.tokens
+        estimates = self._compressor.estimate(prompts, keeps, lambda tokens: None)
+        return PickedOnce([], estimates, picker.tokens - before, time.perf_counter() - begun)
+
+    def _read(self, prompts: Sequence[Prompt], keeps: Sequence[float | None], picked: PickedOnce) -> MethodRun:
+        requests = self._compressor.select(prompts, keeps, picked.estimates)
+        drafted = [
+            prompt.tokens
+            for prompt, estimate in zip(prompts, picked.estimates, strict=True)
+            if picked.tokens and estimate.importance is not None
+        ]
+        return MethodRun(self._equipment.walk([requests]), requests, drafted, picked.tokens)
+
+    def cost(self, run: MethodRun) -> Cost:
+        cost = super().cost(run)
+        if cost.flops is None:
+            return cost
+        try:
+            return replace(cost, flops=cost.flops + self._small.flops(run.drafted))
+        except NoCostModel as error:
+            return replace(cost, flops=None, unknown=str(error))
+
+    def drift(self, run: MethodRun) -> StateDrift | None:
+        return state_drift(self._equipment.walking, self._equipment.limits, run.requests)
+
+    def predictions(self, run: MethodRun) -> tuple[float, float] | None:
+        equipment, keep = self._equipment, self.keep or 1.0
+        lengths = [len(request.prompt.tokens) for request in run.requests]
+        kept = [len(request.tokens) for request in run.requests]
+        drafts = run.draft_tokens > 0
+        try:
+            ratio = 1 / keep
+            if drafts:
+                ratio = ratio_speedup(equipment.config, self._small.config, round(np.mean(lengths)), keep)
+            whole = sum(table5(equipment.config, length).total for length in lengths)
+            part = sum(table5(equipment.config, length).total for length in kept)
+            if drafts:
+                read = self._small.in_its_tokens(run.drafted)
+                part += sum(table5(self._small.config, len(tokens)).total for tokens in read)
+            return ratio, whole / part
+        except NoCostModel:  # `cost` says why
+            return None
+
+
+# The methods by which the model's own first layers pick tokens: in one pass, or before a second one.
+
+
+def compressed_by(equipment: Equipment, compressor: Compressor, keep: float, picked: PickedOnce) -> Compressed:
+    """The contender of a compressor's picker."""
+    kind = {SelfDraft: SelfDrafted, GemFilter: Filtered}.get(type(compressor.picker), Compressed)
+    return kind(equipment, compressor, keep, picked)
+
+
+class _OwnLayers(Compressed):
+    """The model's own `layers` first layers read whole prompts."""
+
+    @property
+    def layers(self) -> int:
+        return cast("SelfDraft | GemFilter", self._compressor.picker).layer + 1
+
+    def predictions(self, run: MethodRun) -> tuple[float, float] | None:
+        """As of `Contender`, with the first layers' share of all in place of a draft's operations."""
+        config, keep = self._equipment.config, self.keep or 1.0
+        try:
+            whole = sum(table5(config, len(request.prompt.tokens)).total for request in run.requests)
+            part = sum(table5(config, len(request.tokens)).total for request in run.requests)
+            depth = self.layers / Shape(config).layers
+        except NoCostModel:  # `cost` says why
+            return None
+        again = self._again(depth)
+        return 1 / (depth + again * keep), whole / (depth * whole + again * part)
+
+    def _again(self, depth: float) -> float:
+        """Share of the layers that read what is kept."""
+        raise NotImplementedError
+
+
+class SelfDrafted(_OwnLayers):
+    """One pass: what the first layers keep goes on to the others."""
+
+    def _read(self, prompts: Sequence[Prompt], keeps: Sequence[float | None], picked: PickedOnce) -> MethodRun:
+        requests = self._compressor.select(prompts, keeps, picked.estimates)
+        answers = self._equipment.answers(requests)
+        read = [
+            replace(request, thinning=None, method=method_of(request, answer))
+            if answer.thinned is None or len(answer.thinned.kept) == len(request.tokens)
+            else Request(request.prompt, answer.thinned.kept.astype(np.int64), request.method)
+            for request, answer in zip(requests, answers, strict=True)
+        ]
+        return MethodRun(np.stack([each.logprobs for each in answers]), read, thinned=requests)
+
+    def cost(self, run: MethodRun) -> Cost:
+        equipment, layers = self._equipment, self.layers
+        whole, part = equipment.plan(run.thinned), equipment.plan(run.requests)
+        try:
+            flops = walk_flops(equipment.config, whole, only=layers)
+            flops += walk_flops(equipment.config, part, skipped=layers) + answer_flops(equipment.config, part)
+            return Cost(whole.computed_tokens, flops)
+        except NoCostModel as error:
+            return Cost(whole.computed_tokens, None, str(error))
+
+    def drift(self, run: MethodRun) -> StateDrift | None:
+        return None  # its first layers read whole prompts
+
+    def _again(self, depth: float) -> float:
+        return 1 - depth
+
+
+class Filtered(_OwnLayers):
+    """Two passes: the first layers read whole prompts, then all layers what they keep."""
+
+    def cost(self, run: MethodRun) -> Cost:
+        equipment = self._equipment
+        part, whole = equipment.plan(run.requests), make_plan(run.drafted, equipment.limits)
+        try:
+            flops = walk_flops(equipment.config, whole, only=self.layers)
+            flops += walk_flops(equipment.config, part) + answer_flops(equipment.config, part)
+            return Cost(part.computed_tokens, flops)
+        except NoCostModel as error:
+            return Cost(part.computed_tokens, None, str(error))
+
+    def _again(self, depth: float) -> float:
+        return 1.0
