@@ -76,7 +76,7 @@ def kept_groups(
     for start in range(0, len(rows), size):
         some = rows[start : start + size]
         (pack,) = make_plan([row.prompt for row in some], Limits(10**7, 10**7)).packs
-        kept = KeptPack(pack, len(walk.layers))
+        kept = KeptPack(pack)
         list(walk.read_logits(pack, kept=kept))
         reads = [(read, some[number]) for read, (_, numbers) in enumerate(pack.reads) for number in numbers]
         groups.append((kept, reads))

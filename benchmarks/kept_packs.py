@@ -73,7 +73,7 @@ def write_all(
     for pack in plan.packs:
         if not limits.can_keep(pack):
             raise ValueError(f"a pack of {len(pack.tokens):,} tokens cannot be kept: {limits.kept_tokens:,} can")
-        kept = KeptPack(pack, len(walk.layers))
+        kept = KeptPack(pack)
         list(walk.read_logits(pack, kept=kept))
         rows = [
             (read, Beginning(prompts[number], tuple(range(5, 5 + BEGINNING)), str(number)))

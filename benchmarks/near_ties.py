@@ -76,7 +76,7 @@ def _walked(model: PreTrainedModel, prompts: list[list[int]], texts: list[list[i
     walk = LayerWalk(model, chunk_tokens=2048)
     total = sum(map(len, prompts))
     (pack,) = make_plan([np.array(each, np.int32) for each in prompts], Limits(total, total)).packs
-    kept = KeptPack(pack, len(walk.layers))
+    kept = KeptPack(pack)
     for _ in walk.read_logits(pack, kept=kept):
         pass
     reads = {prompt: read for read, (_, numbers) in enumerate(pack.reads) for prompt in numbers}

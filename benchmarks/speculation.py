@@ -69,7 +69,7 @@ class KeptRowsToWrite:
     def __init__(self, walk: LayerWalk, rows: Sequence[Beginning]) -> None:
         self._walk = walk
         (self._pack,) = make_plan([row.prompt for row in rows], ONE_PACK).packs
-        self._kept = KeptPack(self._pack, len(walk.layers))
+        self._kept = KeptPack(self._pack)
         list(walk.read_logits(self._pack, kept=self._kept))
         read_of = {number: read for read, (_, numbers) in enumerate(self._pack.reads) for number in numbers}
         self._reads = [read_of[number] for number in range(len(rows))]

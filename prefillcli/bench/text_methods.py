@@ -104,7 +104,7 @@ class ScoredPack(NamedTuple):
 def scored_packs(walk: LayerWalk, task: TextTask, *, keep: bool) -> Iterator[ScoredPack]:
     """Score the prompts of a task, pack by pack, and `keep` the K,V of each until the next one."""
     for pack in make_plan(task.prompts, task.limits).packs:
-        kept = KeptPack(pack, len(walk.layers)) if keep else None
+        kept = KeptPack(pack) if keep else None
         logits = torch.cat(list(walk.read_logits(pack, kept=kept)))
         beginnings = {}
         for read, (_, prompts) in enumerate(pack.reads):

@@ -196,7 +196,7 @@ def look_ahead(
     """
     walk.check_queries()
     state, hidden = walk.begin(pack, keep_ends=True), None
-    kept, layers = KeptPack(pack, len(walk.layers)), []
+    kept, layers = KeptPack(pack), []
     with ForestAttention(len(pack.tokens), watched) as attention:
         for index, layer in walk.through_layers(state, attention, tick):
             if attention.attended:
@@ -217,10 +217,8 @@ def look_ahead(
             break
         counts += going
         logits = forward([(read, [token]) for read, token in enumerate(tokens.tolist())])
-    return Lookahead(counts.tolist(), _with_decoded(layers, forward))
-
-
-def _with_decoded(layers: Sequence[WatchedLayer], forward: KeptForward) -> Iterator[WatchedLayer]:
-    """Each layer that attends, with all queries."""
-    for layer in layers:
-        yield replace(layer, queries=torch.cat([layer.queries, *forward.queries[layer.number]], dim=1))
+    decoded = forward.queries
+    with_decoded = (
+        replace(layer, queries=torch.cat([layer.queries, *decoded[layer.number]], dim=1)) for layer in layers
+    )
+    return Lookahead(counts.tolist(), with_decoded)

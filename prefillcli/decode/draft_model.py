@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefillcli.decode.lockstep import Chooser, NewTokens, RowText
+from prefillcli.decode.lockstep import Chooser, Drafter, NewTokens, RowText
 from prefillcli.plan.trie import TokenArray, common_prefix
 from prefillcli.prefill.attention import attend, attend_blockwise
 from prefillcli.prefill.forest import ForestAttention, Scoring, UnsupportedModelError
@@ -359,7 +359,7 @@ class DraftModel:
         check_forgets(self.walk)
 
 
-class StreamingDrafter:
+class StreamingDrafter(Drafter):
     """Guesses with `draft`, tokens below `vocabulary`: the target may know fewer than the draft model."""
 
     name = "draft"
@@ -403,9 +403,6 @@ class StreamingDrafter:
                 unread[row.number] = [token]
             going = [row for row in going if len(guessed[row.number]) < wanted[row.number]]
         return [guessed[row.number] for row in rows]
-
-    def checked(self, row: RowText, proposed: Sequence[int], accepted: int) -> None:
-        """Nothing to do: what was read is compared with the row's text before the next guess."""
 
     def end(self, row: RowText) -> None:
         self._forward.drop([row.number])

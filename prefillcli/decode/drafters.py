@@ -21,7 +21,7 @@ SHORTEST_MATCH = 2
 LONGEST_MATCH = 16
 
 
-class PromptLookup:
+class PromptLookup(Drafter):
     """Finds the most recent of the longest matches of a text's end, of `SHORTEST_MATCH` to `LONGEST_MATCH` tokens.
 
     Each guess compares the last token with the whole text at once: 16,000 tokens take some microseconds, less than an
@@ -41,9 +41,6 @@ class PromptLookup:
             continuation(self._texts[row.number].upto(row), tokens) if tokens else []
             for row, tokens in zip(rows, most, strict=True)
         ]
-
-    def checked(self, row: RowText, proposed: Sequence[int], accepted: int) -> None:
-        """Nothing to learn."""
 
     def end(self, row: RowText) -> None:
         del self._texts[row.number]
@@ -178,7 +175,7 @@ class EarlierTexts:
         return guessed
 
 
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     """Guesses by the texts that ended before, of this group of rows and of earlier ones."""
 
     name = "suffix"
@@ -186,17 +183,11 @@ class SuffixDrafter:
     def __init__(self, earlier: EarlierTexts) -> None:
         self._earlier = earlier
 
-    def begin(self, rows: Sequence[RowText]) -> None:
-        """Nothing to do."""
-
     def propose(self, rows: Sequence[RowText], most: Sequence[int]) -> list[list[int]]:
         return [
             self._earlier.continuation([*row.beginning.tokens, *row.written][-LONGEST_SUFFIX:], tokens)
             for row, tokens in zip(rows, most, strict=True)
         ]
-
-    def checked(self, row: RowText, proposed: Sequence[int], accepted: int) -> None:
-        """Nothing to learn before the text has ended."""
 
     def end(self, row: RowText) -> None:
         self._earlier.add(row.beginning.key, [*row.beginning.tokens, *row.written])
@@ -212,7 +203,7 @@ class SuffixDrafter:
 FIRST_LEVEL_TOKENS = 3  # that are guessed for one pass over the retrieval cache
 
 
-class HierarchyDrafter:
+class HierarchyDrafter(Drafter):
     """Guesses by `retrieval`, which has a drafter of its own, and by `beside` for the rows that retrieval leaves out:
     their prompts are too short for it."""
 

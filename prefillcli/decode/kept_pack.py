@@ -8,8 +8,7 @@ written on together.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -21,6 +20,7 @@ from prefillcli.plan.pack import Pack
 from prefillcli.prefill.forest import ForestAttention
 from prefillcli.prefill.layout import Tree
 from prefillcli.prefill.own_cache import OwnCacheLayer
+from prefillcli.prefill.recurrent import changed_state
 from prefillcli.prefill.walk_state import KeyValue, Leaving, WalkState, copies_for
 
 # Layers of a CUDA device that are kept in host memory: they leave while the next layer is computed, and come back
@@ -30,8 +30,6 @@ from prefillcli.prefill.walk_state import KeyValue, Leaving, WalkState, copies_f
 States = tuple[LinearAttentionLayer, ...]
 """What the recurrent modules of a layer know at a place."""
 Name = TypeVar("Name")
-
-_TENSORS = ("conv_states", "recurrent_states")
 
 
 class HostLayers:
@@ -57,14 +55,14 @@ class HostLayers:
         on, and states."""
         self._leaving.begin()
         rows = [self._to_host(each[0].transpose(0, 1)) for each in both or ()]
-        moved = {name: _changed(own, self._to_host) for name, own in states.items()}
+        moved = {name: tuple(changed_state(each, self._to_host) for each in own) for name, own in states.items()}
         return (rows[0], rows[1]) if rows else None, moved
 
     def fetch(
         self, both: KeyValue | None, runs: Sequence[tuple[int, int]], states: Sequence[States]
     ) -> tuple[KeyValue | None, list[States]]:
         """What will be some runs of a layer's tokens on the device, and states; it is not there before `arrive`."""
-        moved = [_changed(own, self._to_device) for own in states]
+        moved = [tuple(changed_state(each, self._to_device) for each in own) for own in states]
         if both is None:
             return None, moved
         found = []
@@ -98,18 +96,6 @@ class HostLayers:
         self._came = self._copies.start(target, tensor)
         self._coming.append(target)
         return target
-
-
-def _changed(states: States, change: Callable[[Tensor], Tensor]) -> States:
-    """The same states, with other tensors."""
-    found = []
-    for state in states:
-        other = copy.copy(state)
-        for name in _TENSORS:
-            tensors = getattr(state, name)
-            setattr(other, name, {number: None if own is None else change(own) for number, own in tensors.items()})
-        found.append(other)
-    return tuple(found)
 
 
 Run = tuple[int, int, int]
@@ -156,16 +142,15 @@ class _TakenLayer:
 
 
 class KeptPack:
-    """What the layers of a walk leave of `pack`. `layers` is how many the model has.
+    """What the layers of a walk leave of `pack`.
 
     With `on_host` what a CUDA device computes is kept in host memory. Nothing is let go of before it was copied, so a
     pack that is given up is to be released.
     """
 
-    def __init__(self, pack: Pack, layers: int, *, on_host: bool = False) -> None:
+    def __init__(self, pack: Pack, *, on_host: bool = False) -> None:
         self._pack = pack
         self._tree = Tree(pack)
-        self._count = layers
         self._on_host = on_host
         self._host: HostLayers | None = None
         self._layers: list[_TakenLayer] = []
@@ -184,14 +169,6 @@ class KeptPack:
         elif attention.attended:
             both = attention.take_keys_values()
         self._layers.append(_TakenLayer(both, state.tree.held + len(state.tokens), held | own, states))
-
-    def has(self, read: int) -> bool:
-        """Whether all layers have passed what this read of the pack sees."""
-        if len(self._layers) < self._count:
-            return False
-        end, last = self._pack.reads[read][0], self._layers[-1]
-        stateful = all(end in layer.states for layer in self._layers if layer.states)
-        return stateful and all(part in last.places for part in self._parts(end))
 
     def end_of(self, read: int) -> int:
         """The node that a read ends. In the order of these numbers, reads that share most stand side by side."""
@@ -233,7 +210,7 @@ class KeptPack:
 
     @torch.inference_mode()
     def select(self, reads: Sequence[int]) -> KeptRows:
-        """What lies on the paths of these reads, which `has` has: numbers in `pack.reads`, some may come twice."""
+        """What lies on the paths of these reads: numbers in `pack.reads`, some may come twice."""
         ends = [self.end_of(read) for read in reads]
         places = None if self._on_host else self._common_places()
         layout = places or self._layout(reads)

@@ -71,7 +71,7 @@ class Forward(Protocol):
         """These rows have ended."""
 
 
-class Drafter(Protocol):
+class Drafter:
     """Guesses tokens. A wrong guess costs time alone."""
 
     name: str
@@ -84,6 +84,7 @@ class Drafter(Protocol):
 
         The tokens are of the vocabulary of the model that checks them.
         """
+        raise NotImplementedError
 
     def checked(self, row: RowText, proposed: Sequence[int], accepted: int) -> None:
         """The first `accepted` of the tokens that it proposed last were right. `row.written` has them already, and

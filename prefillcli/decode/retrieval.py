@@ -52,6 +52,7 @@ def chosen_tokens(keys: Tensor, query: Tensor, budget: int, chunk: int) -> Tenso
     most = (budget - rest) // chunk
     always = min(latest_chunks(budget, chunk), most - 1)
     votes = query.view(heads, -1, width).sum(dim=1, dtype=torch.float32)
+    # A mean key's score is the mean of its chunk's scores, and a sum of queries scores the sum of theirs.
     scored = keys[:, chunk : (chunks - always) * chunk]
     means = scored.reshape(heads, -1, chunk, width).mean(dim=2, dtype=torch.float32)
     best = (means @ votes.unsqueeze(-1)).squeeze(-1).topk(most - 1 - always, dim=1).indices + 1
@@ -84,7 +85,7 @@ class _Cached:
     accepted: float = 1.0  # rolling share
 
 
-class RetrievalDrafter:
+class RetrievalDrafter(Drafter):
     """Guesses with the model of `source` over `budget` tokens of each prompt, in chunks of `chunk` tokens.
 
     It has no guess for a row whose prompt is no longer than the budget, or if memory runs out. `inner` guesses
@@ -144,7 +145,9 @@ class RetrievalDrafter:
             self._level.advance(going, [wanted[draft.number] - len(draft.written) for draft in going])
             going = [draft for draft in going if len(draft.written) < wanted[draft.number]]
         asked = {row.number for row in able}
-        return [self._guessed(row) if row.number in asked else [] for row in rows]
+        return [
+            self._rows[row.number].draft.written[len(row.written) :] if row.number in asked else [] for row in rows
+        ]
 
     def checked(self, row: RowText, proposed: Sequence[int], accepted: int) -> None:
         cached = self._rows[row.number]
@@ -166,9 +169,6 @@ class RetrievalDrafter:
         widths = [self._budget if each is None else min(each.size, longest) for each in self._newest.windows]
         self._forward.open(list(self._rows), widths)
         self._open = True
-
-    def _guessed(self, row: RowText) -> list[int]:
-        return self._rows[row.number].draft.written[len(row.written) :]
 
     def _catch_up(self, rows: Sequence[RowText]) -> None:
         """Bring the caches of rows and their drafts to where the rows are."""

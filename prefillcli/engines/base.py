@@ -271,35 +271,11 @@ class PlanEngine(Protocol):
         `Engine.answer`."""
 
 
-class PackByPack:
-    """An engine's `answer_all`."""
+class Engine:
+    """Answers packs, one after the other, in the order of a plan. It is a `PlanEngine`."""
 
-    def answer_all(
-        self: Engine,
-        packs: Sequence[Pack],
-        labels: Callable[[int], LabelTokens],
-        tick: Callable[[float], None],
-        treatment: Treatment = PLAIN,
-    ) -> Iterator[list[Answer]]:
-        """As `PlanEngine`: one pack after the other."""
-        for pack in packs:
-            yield from self.answer(pack, labels, tick, treatment)
-
-    def reduced(self) -> ReducedPacks | None:
-        """As `Engine`: it does not go on when memory runs out."""
-        return None
-
-    def decoded(self) -> DecodingReport | None:
-        """As `Engine`: it writes nothing."""
-        return None
-
-    def guess_with(self, draft: DraftModel) -> None:
-        """As `Engine`: it has no use for it."""
-
-
-class Engine(PlanEngine, Protocol):
-    """Answers packs, one after the other, in the order of a plan."""
-
+    limits: Limits
+    whole_packs: bool
     waits: bool
     """It waits for other processes: a signal may end `answer` anywhere."""
 
@@ -316,18 +292,34 @@ class Engine(PlanEngine, Protocol):
         the pack's) and may raise to stop. The `treatment` asks for nothing that the engine cannot do.
         Raises ResourceError if the engine cannot go on.
         """
+        raise NotImplementedError
+
+    def answer_all(
+        self,
+        packs: Sequence[Pack],
+        labels: Callable[[int], LabelTokens],
+        tick: Callable[[float], None],
+        treatment: Treatment = PLAIN,
+    ) -> Iterator[list[Answer]]:
+        """As `PlanEngine`: one pack after the other."""
+        for pack in packs:
+            yield from self.answer(pack, labels, tick, treatment)
 
     def holds(self, key: Key) -> bool:
         """Whether the K,V that are held by this key are at hand, from a pack that was answered before."""
+        return False
 
     def weights_report(self) -> WeightsReport | None:
         """How it keeps its weights; None where it does not know."""
+        return None
 
     def reduced(self) -> ReducedPacks | None:
-        """What it does with since memory has run out; None if it has not."""
+        """How it has gone on since memory ran out; None if it has not."""
+        return None
 
     def decoded(self) -> DecodingReport | None:
         """What writing continuations has taken so far; None if nothing was written."""
+        return None
 
     def guess_with(self, draft: DraftModel) -> None:
         """This model may guess the tokens of continuations."""

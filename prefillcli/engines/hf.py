@@ -17,11 +17,11 @@ from prefillcli.decode.lockstep import Chooser
 from prefillcli.engines.base import (
     PLAIN,
     Answer,
+    Engine,
     EngineChoice,
     LabelTokens,
     Loaded,
     LoadRequest,
-    PackByPack,
     Treatment,
     check_options,
     sequences,
@@ -32,7 +32,7 @@ from prefillcli.models.adapters import ExchangedAdapters, merge_adapters, open_a
 from prefillcli.models.heads import Activation
 from prefillcli.models.load import load_weights
 from prefillcli.models.open import Opened
-from prefillcli.plan.pack import Key, Limits, Pack
+from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.layer_calls import embedding_device
 from prefillcli.prefill.model_ends import last_row
@@ -181,7 +181,7 @@ def load(request: LoadRequest) -> Loaded[HfEngine]:
     return Loaded(HfEngine(model, max_length=opened.max_length, activation=activation, adapters=adapters))
 
 
-class HfEngine(PackByPack):
+class HfEngine(Engine):
     """Scores prompts one after the other with a transformers model, as it is. `max_length` is in tokens."""
 
     whole_packs = False
@@ -236,12 +236,6 @@ class HfEngine(PackByPack):
             tick=tick,
         )
         return replace(answer, continuation=text)
-
-    def holds(self, key: Key) -> bool:
-        return False
-
-    def weights_report(self) -> None:
-        return None
 
     def decoded(self) -> DecodingReport | None:
         return self._decoding if self._decoding.texts else None

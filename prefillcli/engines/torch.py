@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from prefillcli.engines.base import PLAIN, Answer, LabelTokens, PackByPack, ReducedPacks, Treatment, WeightsReport
+from prefillcli.engines.base import PLAIN, Answer, Engine, LabelTokens, ReducedPacks, Treatment, WeightsReport
 from prefillcli.engines.readout import label_numbers
 from prefillcli.engines.recovery import MemoryRecovery
 from prefillcli.engines.treatment import JobTexts, PackThinning, PromptExits
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 USUAL_KEYS_SHARE = 0.115  # of Llama-3.1-8B
 
 
-class TorchEngine(PackByPack):
+class TorchEngine(Engine):
     """Walks packs through a transformers model on one device."""
 
     whole_packs = True

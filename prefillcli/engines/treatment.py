@@ -124,7 +124,7 @@ class JobTexts:
         """What keeps the K,V of a pack; None where nothing is written behind it, or they do not fit."""
         if treatment.continuations is None or not pack.reads or not limits.can_keep(pack):
             return None
-        return KeptPack(pack, len(walk.layers), on_host=walk.device.type == "cuda")
+        return KeptPack(pack, on_host=walk.device.type == "cuda")
 
     def write(
         self,

@@ -28,11 +28,11 @@ from prefillcli.engines.base import (
     PLAIN,
     Answer,
     Continuations,
+    Engine,
     EngineChoice,
     LabelTokens,
     Loaded,
     LoadRequest,
-    PackByPack,
     Treatment,
     check_options,
     sequences,
@@ -42,7 +42,7 @@ from prefillcli.models import open as models
 from prefillcli.models.find import with_weights
 from prefillcli.models.heads import ClassHead
 from prefillcli.models.open import Opened
-from prefillcli.plan.pack import Key, Limits, Pack
+from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.trie import TokenArray
 from prefillcli.runtime.extras import require_extra
 from prefillcli.runtime.log import stdout_to_stderr
@@ -429,7 +429,7 @@ def _whole_number(value: object) -> int:
     return value
 
 
-class VllmEngine(PackByPack):
+class VllmEngine(Engine):
     """Scores prompts with vLLM, which runs in processes of its own. Close it in any case.
 
     `model` is a directory, `max_length` the longest prompt in tokens, `options` are those of vLLM's `EngineArgs`. With
@@ -577,12 +577,6 @@ class VllmEngine(PackByPack):
         """Empty the prefix cache, so that the next prompts are computed from the start. Raises PrefillError."""
         if not self._engine.reset_prefix_cache():
             raise PrefillError("vLLM does not empty its prefix cache")
-
-    def holds(self, key: Key) -> bool:
-        return False
-
-    def weights_report(self) -> None:
-        return None
 
     def decoded(self) -> DecodingReport | None:
         return self._texts.report()

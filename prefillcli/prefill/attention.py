@@ -124,8 +124,13 @@ def fast_products(device: torch.device, dtype: torch.dtype) -> bool:
 @cache
 def has_bfloat16_instructions() -> bool:
     """Whether the processor multiplies matrices of bfloat16 by itself."""
+    return bool({"amx_bf16", "avx512_bf16"} & _instructions())
+
+
+def _instructions() -> set[str]:
+    """The instructions that torch says the processor has."""
     able: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # an older torch does not tell
-    return bool(able.get("amx_bf16") or able.get("avx512_bf16"))
+    return {name for name, there in able.items() if there}
 
 
 def products_pay(query: Tensor, key: Tensor) -> bool:
@@ -324,8 +329,7 @@ def forest_kernel() -> ForestKernel | None:
 
 def has_kernel_instructions() -> bool:
     """Whether the processor has what the kernel is compiled for."""
-    able: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # an older torch does not tell
-    return all(able.get(name) for name in ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_bf16"))
+    return {"avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_bf16"} <= _instructions()
 
 
 KEY_BLOCK = 1024  # keys at a time where scores are computed explicitly
@@ -484,7 +488,7 @@ def _attend_in_blocks(
     steps = range(0, keys, block) if first is None else range(0, first + 1, block)
     for start in steps:
         part = slice(start, min(start + block, keys))
-        scores = _product(stacked, key[:, part].transpose(1, 2)).mul_(scale)
+        scores = product(stacked, key[:, part].transpose(1, 2)).mul_(scale)
         if softcap is not None:
             scores.div_(softcap).tanh_().mul_(softcap)
         seen = None if visible is None else visible[..., part]
@@ -498,7 +502,7 @@ def _attend_in_blocks(
         scores.sub_(shift.unsqueeze(-1)).exp_()
         fade = torch.exp(top - shift)
         total.mul_(fade).add_(scores.sum(dim=-1))
-        out.mul_(fade.unsqueeze(-1)).add_(_product(scores, value[:, part]))
+        out.mul_(fade.unsqueeze(-1)).add_(product(scores, value[:, part]))
         top = new_top
     lse = torch.where(total == 0, -math.inf, top + torch.log(total))
     out.div_(torch.where(total == 0, 1.0, total).unsqueeze(-1))
@@ -506,7 +510,7 @@ def _attend_in_blocks(
     return out.to(query.dtype).view(*shape, -1), lse.view(shape)
 
 
-def _product(one: Tensor, other: Tensor) -> Tensor:
+def product(one: Tensor, other: Tensor) -> Tensor:
     """The product of `one` [n, rows, m], which may be float32, and `other` [n, m, columns], in float32."""
     if other.dtype == torch.float32:
         return torch.bmm(one, other)

@@ -197,12 +197,6 @@ class Injection:
         return self._form.give(self._hidden, args, kwargs)
 
 
-def stand_ins(layers: list[nn.Module], reached: Reached) -> Iterator[StandIn]:
-    """One for each layer, which say their number to `reached`."""
-    for index, layer in enumerate(layers):
-        yield StandIn(layer, partial(reached, index))
-
-
 # Rotary tables of prompts that passed the length where a model's position encodings change.
 #
 # Transformers looks at the largest position of a call, and encodes all positions of the call by it. A chunk holds
@@ -220,7 +214,9 @@ class LengthTables:
     def __init__(self, model: nn.Module) -> None:
         self._modules = [module for module in model.modules() if getattr(module, "rope_type", None) == "longrope"]
         for module in self._modules:
-            module.forward = _by_length(module.forward, _switch(module))
+            rotary: Any = module
+            switch = rotary.config.rope_parameters["original_max_position_embeddings"]  # the longest that is not long
+            module.forward = _by_length(module.forward, int(switch))
 
     def __bool__(self) -> bool:
         """Whether there are such modules."""
@@ -230,11 +226,6 @@ class LengthTables:
         """Give the modules their own forward back."""
         for module in self._modules:
             del module.forward
-
-
-def _switch(module: Any) -> int:
-    """The longest prompt that is not long."""
-    return int(module.config.rope_parameters["original_max_position_embeddings"])
 
 
 def _by_length(forward: Callable[..., Tables], switch: int) -> Callable[..., Tables]:
@@ -337,7 +328,9 @@ class ModelEnds:
         self._takes = _parameters(model, self._place.prefix)
         self._length_tables = LengthTables(model)
         self._reached: Reached = _is_walked
-        self._place.replace(list(stand_ins(self.layers, lambda *call: self._reached(*call))))
+        self._place.replace(
+            [StandIn(layer, partial(self._at_layer, index)) for index, layer in enumerate(self.layers)]
+        )
 
     def close(self) -> None:
         """Give the model its layers back."""
@@ -445,6 +438,9 @@ class ModelEnds:
         with self._staged(reached), self._mode:
             logits: Tensor = self._model(input_ids=tokens.view(-1, tokens.shape[-1]).to(self.device), **given).logits
         return logits
+
+    def _at_layer(self, index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._reached(index, hidden, args, kwargs)
 
     @contextmanager
     def _staged(self, reached: Reached) -> Iterator[None]:

@@ -10,6 +10,7 @@ Tokens behind which nothing reads on leave no state, so those of many nodes are 
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from bisect import bisect_right
@@ -35,24 +36,24 @@ MOST_STATES = 8  # that a module keeps under numbers of its own
 
 def fork_state(state: LinearAttentionLayer) -> LinearAttentionLayer:
     """A copy of a state that can be changed."""
-    return stack_states([state]) or state
+    return changed_state(state, lambda own: own.clone(memory_format=torch.contiguous_format))
 
 
 def stack_states(states: Sequence[LinearAttentionLayer]) -> LinearAttentionLayer | None:
     """The states of several runs as those of one batch; None if there are none."""
     if not states:
         return None
-    stacked = LinearAttentionLayer(number_of_states=MOST_STATES)
-    first = states[0]
-    stacked.dtype, stacked.device = first.dtype, first.device
-    for name in ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state"):
-        setattr(stacked, name, dict(getattr(first, name)))
-    stacked.conv_kernel_size = dict(first.conv_kernel_size)
-    for kind in ("conv_states", "recurrent_states"):
-        every = [getattr(state, kind) for state in states]
-        joined = {n: None if own is None else torch.cat([each[n] for each in every]) for n, own in every[0].items()}
-        setattr(stacked, kind, joined)
-    return stacked
+    every = zip(*map(tensors_of, states), strict=True)
+    return changed_state(states[0], lambda own: torch.cat(next(every)))
+
+
+def changed_state(state: LinearAttentionLayer, change: Callable[[Tensor], Tensor]) -> LinearAttentionLayer:
+    """A copy with other tensors, which are made in the order of `tensors_of`."""
+    changed = copy.copy(state)
+    for name, own in vars(state).items():
+        if isinstance(own, dict):  # by number: flags and sizes, which a module's forward changes, and the tensors
+            setattr(changed, name, {n: change(each) if isinstance(each, Tensor) else each for n, each in own.items()})
+    return changed
 
 
 def state_bytes(state: LinearAttentionLayer) -> int:
@@ -62,20 +63,13 @@ def state_bytes(state: LinearAttentionLayer) -> int:
 
 def pick_states(state: LinearAttentionLayer, rows: Sequence[int]) -> LinearAttentionLayer:
     """Some of the stacked states, as a copy."""
-    picked = fork_state(state)
-    for kind in ("conv_states", "recurrent_states"):
-        own = getattr(picked, kind)
-        setattr(picked, kind, {n: None if each is None else _rows(each, rows) for n, each in own.items()})
-    return picked
+    return changed_state(state, lambda own: own[torch.as_tensor(rows, dtype=torch.long, device=own.device)])
 
 
 def tensors_of(state: LinearAttentionLayer) -> list[Tensor]:
     """All tensors of a state, in the same order for states of the same module."""
-    return [each for own in (state.conv_states, state.recurrent_states) for each in own.values() if each is not None]
-
-
-def _rows(states: Tensor, rows: Sequence[int]) -> Tensor:
-    return states[torch.as_tensor(rows, dtype=torch.long, device=states.device)]
+    numbered = [own for own in vars(state).values() if isinstance(own, dict)]
+    return [each for own in numbered for each in own.values() if isinstance(each, Tensor)]
 
 
 # States of modules that read a path token by token: forked where a pack's tree forks, dropped when nobody needs

@@ -84,7 +84,7 @@ def written(
     found: dict[int, Continuation] = {}
     plan = make_plan([row.prompt for row in rows], limits, positions=[row.positions for row in rows])
     for pack in plan.packs:
-        kept = KeptPack(pack, len(walk.layers))
+        kept = KeptPack(pack)
         list(walk.read_logits(pack, kept=kept))
         wanted = [(read, number) for read, (_, numbers) in enumerate(pack.reads) for number in numbers]
         texts = write_behind(

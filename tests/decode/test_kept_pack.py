@@ -81,7 +81,7 @@ def texts_of(
     """By prompt, of those that are wanted."""
     found: dict[int, Continuation | None] = {}
     for pack in packs_of(limits):
-        kept = KeptPack(pack, len(walk.layers), on_host=on_host)
+        kept = KeptPack(pack, on_host=on_host)
         list(walk.read_logits(pack, kept=kept))
         pairs = [(read, n) for read, (_, numbers) in enumerate(pack.reads) for n in numbers if wanted(n)]
         texts = write_behind(walk, kept, [(read, ROWS[number]) for read, number in pairs], writing, room=room)
@@ -112,7 +112,7 @@ def test_what_is_kept_in_host_memory_is_back_before_texts_are_written(
 def test_layers_leave_one_by_one_and_the_host_waits_for_none(streams: list[LateCopies]) -> None:
     with walk_of("llama") as walk:
         (pack,) = packs_of()
-        kept = KeptPack(pack, len(walk.layers), on_host=True)
+        kept = KeptPack(pack, on_host=True)
         list(walk.read_logits(pack, kept=kept))
         (stream,) = streams
         assert stream.most_waiting == 2, "K and V of a layer leave while the next one is computed"
@@ -136,7 +136,7 @@ def test_texts_of_some_rows_are_those_they_have_among_all(family: str, limits: L
 def test_what_only_others_see_is_let_go_of() -> None:
     with walk_of("llama") as walk:
         (pack,) = packs_of()
-        kept = KeptPack(pack, len(walk.layers))
+        kept = KeptPack(pack)
         list(walk.read_logits(pack, kept=kept))
         assert kept.tokens_here == len(pack.tokens)
         whole = [layer.keys_values for layer in kept.select([0]).layers]
@@ -167,7 +167,7 @@ def test_rows_that_do_not_fit_together_are_written_one_group_after_the_other(
     room = RowRoom(most + here)
     with walk_of("llama") as walk:
         found = texts_of(walk, writing, on_host=on_host, room=room)
-        kept = KeptPack(pack, len(walk.layers), on_host=on_host)
+        kept = KeptPack(pack, on_host=on_host)
         list(walk.read_logits(pack, kept=kept))
         rows = [(read, ROWS[n]) for read, (_, numbers) in enumerate(pack.reads) for n in numbers]
         groups = list(room.groups(kept, list(enumerate(rows)), writing, 10**6))
@@ -188,7 +188,7 @@ def test_a_pass_reads_no_more_tokens_than_a_chunk() -> None:
     writing, _ = references("llama")
     (pack,) = packs_of()
     rows = [(read, ROWS[n]) for read, (_, numbers) in enumerate(pack.reads) for n in numbers]
-    groups = list(RowRoom().groups(KeptPack(pack, 1), list(enumerate(rows)), writing, 40))
+    groups = list(RowRoom().groups(KeptPack(pack), list(enumerate(rows)), writing, 40))
     assert {len(group) for group in groups[:-1]} == {40 // (writing.speculation.tokens + 1)}
     assert sorted(number for group in groups for number in group) == list(range(len(rows)))
 
@@ -201,7 +201,7 @@ def test_where_memory_runs_out_fewer_rows_are_written_together(on_host: bool, st
 
     with walk_of("llama") as walk:
         (pack,) = packs_of()
-        kept = KeptPack(pack, len(walk.layers), on_host=on_host)
+        kept = KeptPack(pack, on_host=on_host)
         list(walk.read_logits(pack, kept=kept))
 
         def fail(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -227,7 +227,7 @@ def test_a_row_for_which_memory_runs_out_alone_has_no_text() -> None:
     writing, _ = references("llama")
     with walk_of("llama") as walk:
         (pack,) = packs_of()
-        kept = KeptPack(pack, len(walk.layers))
+        kept = KeptPack(pack)
         list(walk.read_logits(pack, kept=kept))
 
         def fail(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -247,7 +247,7 @@ def test_a_row_for_which_memory_runs_out_alone_has_no_text() -> None:
 def test_the_memory_law_counts_what_is_kept(family: str) -> None:
     with walk_of(family) as walk:
         (pack,) = packs_of()
-        kept = KeptPack(pack, len(walk.layers))
+        kept = KeptPack(pack)
         list(walk.read_logits(pack, kept=kept))
         rows = kept.select(range(len(pack.reads)))
         law = memory_law(walk.model.config, torch.float32)

@@ -182,7 +182,7 @@ def test_guesses_are_those_of_the_model_with_chosen_keys(family: str, budget: in
 def kept_forward(walk: LayerWalk, rows: list[Beginning]) -> KeptForward:
     """The forward pass behind prompts that were walked in one pack."""
     (pack,) = make_plan([row.prompt for row in rows], ONE_PACK).packs
-    kept = KeptPack(pack, len(walk.layers))
+    kept = KeptPack(pack)
     list(walk.read_logits(pack, kept=kept))
     read_of = {number: read for read, (_, numbers) in enumerate(pack.reads) for number in numbers}
     return KeptForward(walk, kept.select([read_of[number] for number in range(len(rows))]))

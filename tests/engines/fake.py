@@ -14,17 +14,17 @@ from tokenizers import Tokenizer
 from prefillcli.engines.base import (
     PLAIN,
     Answer,
+    Engine,
     EngineChoice,
     LabelTokens,
     Loaded,
     LoadRequest,
-    PackByPack,
     Treatment,
     sequences,
 )
 from prefillcli.engines.registry import EngineKind
 from prefillcli.models.open import Opened
-from prefillcli.plan.pack import Key, Limits, Pack
+from prefillcli.plan.pack import Limits, Pack
 
 KIND = EngineKind("fake", "tests.engines.fake", frozenset())
 MAX_LENGTH = 2048
@@ -65,7 +65,7 @@ def load(request: LoadRequest) -> Loaded[FakeEngine]:
     return Loaded(FakeEngine())
 
 
-class FakeEngine(PackByPack):
+class FakeEngine(Engine):
     """Answers three prompts at a time."""
 
     whole_packs = False
@@ -87,12 +87,6 @@ class FakeEngine(PackByPack):
                 yield answers
                 answers = []
         yield answers
-
-    def holds(self, key: Key) -> bool:
-        return False
-
-    def weights_report(self) -> None:
-        return None
 
     def close(self) -> None:
         pass

@@ -22,7 +22,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from prefillcli.features.determinism.mode import DeterministicMode, computing_with, tile_rows
 from prefillcli.plan.blocks import floor_to
-from prefillcli.prefill.attention import BlockArray, forest_kernel, room_for_output, takes
+from prefillcli.prefill.attention import BlockArray, forest_kernel, product, room_for_output, takes
 from prefillcli.prefill.forest import Scoring, attend_by_kernel
 from prefillcli.prefill.fusion import fused
 from prefillcli.prefill.layout import Chunk, IntArray, LastTokens, Tree, on_device
@@ -99,7 +99,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, part: _Together, scoring:
         return each.transpose(1, 2).reshape(count * kv_heads, KEYS, -1)
 
     for index, depths in zip(part.places, part.key_depths, strict=True):
-        scores = _product(rows, gathered(keys, index).transpose(1, 2)) * scoring.scale
+        scores = product(rows, gathered(keys, index).transpose(1, 2)) * scoring.scale
         if scoring.softcap is not None:
             scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
         hidden = (depths[:, None] > part.depths[..., None]) | (depths[:, None] < oldest[..., None])
@@ -112,19 +112,12 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, part: _Together, scoring:
         powers = torch.exp(scores - shift[..., None])
         fade = torch.exp(top - shift)
         total = total * fade + powers.sum(dim=-1)
-        out = out * fade[..., None] + _product(powers, gathered(values, index))
+        out = out * fade[..., None] + product(powers, gathered(values, index))
         top = highest
     out = out / total[..., None]
     lse = top + torch.log(total)
     shape = (count, kv_heads * groups, QUERIES)
     return out.view(*shape, narrow).transpose(1, 2), lse.view(shape).transpose(1, 2)
-
-
-def _product(one: Tensor, other: Tensor) -> Tensor:
-    """The product of `one` [n, rows, m], which may be float32, and `other` [n, m, columns], in float32."""
-    if other.dtype != torch.float32 and other.device.type == "cuda" and torch.version.hip is None:
-        return torch.bmm(one.to(other.dtype), other, out_dtype=torch.float32)
-    return torch.bmm(one.float(), other.float())
 
 
 def _steps(block: IntArray, runs: BlockArray) -> int:
