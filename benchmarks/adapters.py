@@ -14,10 +14,9 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import typer
@@ -27,7 +26,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from benchmarks.models import random_llama
-from prefillcli.models.adapters import ExchangedAdapters, open_adapters
+from prefillcli.features.adapters.merging import AdapterVariants, ExchangedAdapters, open_adapters
 from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model
 from prefillcli.models.open import Opened
@@ -38,12 +37,6 @@ from prefillcli.prefill.walk import LayerWalk
 from prefillcli.profile.children import prompts_with_histories
 
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class _Choice:
-    adapter: dict[str, str]
-    adapter_column: str = "adapter"
 
 
 def main(
@@ -62,11 +55,12 @@ def main(
         names = _save(folder, size, adapters, rank)
         files = read_model_files(folder)
         begun = time.process_time()
-        choice = _Choice({each: str(folder / each) for each in names})
-        opened = open_adapters(Opened(files, CPU, None, None, 1 << 17), choice)
+        folders = {each: str(folder / each) for each in names}
+        opened = open_adapters(Opened(files, CPU, None, None, 1 << 17), folders, "who")
+        variants = cast("AdapterVariants", opened.variants)
         checked = time.process_time() - begun
         model = load_model(files, CPU)
-        exchanged = ExchangedAdapters(model, opened.adapters)
+        exchanged = ExchangedAdapters(model, variants.files)
         prompts = prompts_with_histories(1, rows, 1000, 150, int(model.config.vocab_size))
         ways = _ways(model, exchanged, names, prompts)
         ways["one by one, beside the model"] = _one_by_one(load_model(files, CPU), folder / names[0], prompts)
@@ -78,7 +72,7 @@ def main(
                 seconds[way].append(time.process_time() - begun)
     found = {way: statistics.median(own) for way, own in seconds.items()}
     found["check one adapter"] = checked / adapters
-    own = opened.adapters[0]
+    own = variants.files[0]
     table = Table("", "seconds")
     for way, value in found.items():
         table.add_row(way, f"{value:.3f}")
@@ -119,8 +113,8 @@ def _walk(
     adapters: Sequence[str | None],
 ) -> None:
     with closing(LayerWalk(model, chunk_tokens=2048)) as walk:
-        for pack in make_plan(list(prompts), Limits(1 << 30, 1 << 30), adapters=adapters).packs:
-            use(pack.adapter)
+        for pack in make_plan(list(prompts), Limits(1 << 30, 1 << 30), variants=adapters).packs:
+            use(pack.variant)
             for _ in walk.read_logits(pack):
                 pass
 

@@ -10,12 +10,14 @@ import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
 
 from prefillcli.core.feature import features
 from prefillcli.models.files import sample_draft, sample_model
+from tests.adapters import save_adapter
 from tests.score.jobs import write_parquet
 from tests.test_architecture import MODULES, PACKAGE, imported
 from tests.warm import Warm
@@ -23,6 +25,7 @@ from tests.warm import Warm
 ROWS = 24
 #: By feature, options that ask for it.
 ASKED = {
+    "adapters": ["--adapter", "lora"],
     "determinism": ["--deterministic"],
     "compress": ["--keep", "0.3", "--draft", str(sample_draft()), "--compress-above", "0"],
     "calibration": ["--template", "{{ prompt }}", "--calibrate-with", "N/A"],
@@ -33,6 +36,14 @@ ASKED = {
     "rejects": ["--rejects", "rejects.jsonl"],
 }
 NAMES = sorted(path.name for path in (PACKAGE / "features").iterdir() if (path / "__init__.py").exists())
+
+
+@cache
+def adapter() -> Path:
+    """The folder of an adapter of the sample model."""
+    folder = Path(mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    return save_adapter(sample_model(), folder / "lora")
 
 
 @cache
@@ -59,8 +70,9 @@ def scores(package: Path, folder: Path, *options: str) -> list[dict[str, Any]]:
 
 
 def make_folder(folder: Path) -> Path:
-    """A folder with an input."""
+    """A folder with an input, and an adapter."""
     folder.mkdir()
+    shutil.copytree(adapter(), folder / "lora")
     answers = ["Yes" if at % 2 else "No" for at in range(ROWS)]
     prompts = [f"Is {at} an odd number?" for at in range(ROWS)]
     write_parquet(str(folder / "in.parquet"), prompt=prompts, answer=answers)
@@ -111,4 +123,4 @@ def test_a_feature_can_be_deleted(name: str, tmp_path: Path, whole: Callable[[st
     code, said = run(rest, asking, "score", "in.parquet", *ASKED[name])
     assert code == 2
     assert "No such option" in said
-    assert [path.name for path in asking.iterdir()] == ["in.parquet"]
+    assert sorted(path.name for path in asking.iterdir()) == ["in.parquet", "lora"]

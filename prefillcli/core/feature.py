@@ -12,6 +12,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from prefillcli.bench.contenders import Contender, Equipment
     from prefillcli.bench.material import Material
     from prefillcli.core.request import Request, Tick
@@ -19,7 +21,8 @@ if TYPE_CHECKING:
     from prefillcli.data.output.target import Manifest
     from prefillcli.data.prompts.labels import Labels
     from prefillcli.data.rows import Prompt, ScoredRow, Window
-    from prefillcli.engines.base import Answer, LeavingRule, PlanEngine, Treatment
+    from prefillcli.engines.base import Answer, LeavingRule, Loader, PlanEngine, Treatment
+    from prefillcli.jobs.identity import LocalModels
     from prefillcli.jobs.inputs import Opening
     from prefillcli.jobs.load import Models
     from prefillcli.jobs.score import Job
@@ -101,7 +104,7 @@ class Feature:
     """Whether it may flip answers: an audit reads some rows in full as well."""
     rewrites: ClassVar[bool] = False
     """Whether it says how the model reads prompts: see `requests`. Windows then hand no prefixes on."""
-    columns: ClassVar[Sequence[str]] = ()
+    columns: Sequence[str] = ()
     """The groups of columns that the output of a job has that asks for it (`data.output.columns.ColumnGroups`)."""
     plan_keys: ClassVar[Sequence[str]] = ()
     """Parts of the job's plan that stay when its models are loaded again."""
@@ -159,6 +162,17 @@ class Feature:
         """Whether a complete output of the job is gone on with."""
         return False
 
+    def folders(self) -> Sequence[Path]:
+        """Folders on this machine that it reads beside those of the models. Raises UsageError where one is missing."""
+        return ()
+
+    def check_columns(self, available: Sequence[str]) -> None:
+        """Raise UsageError if the input lacks a column that an option names."""
+
+    def change_model(self, opened: Opened) -> Opened:
+        """The models as it wants them. Their folders are open, no weights are loaded. Raises UsageError."""
+        return opened
+
     def begin(self, report: RunReport) -> None:
         """A run begins, whose report says where it will be written over that of an earlier one."""
 
@@ -174,9 +188,9 @@ class Feature:
     def rows_opened(self, opening: Opening) -> None:
         """Prompts can be made of the rows."""
 
-    def identity(self, opening: Opening, values: dict[str, Any]) -> Mapping[str, str]:
+    def identity(self, opening: Opening, values: dict[str, Any], models: LocalModels) -> Mapping[str, str]:
         """Its parts of the job's fingerprint. `values` are those of options that change the output: what it takes out
-        of them for a part of its own is not in the part `settings`."""
+        of them for a part of its own is not in the part `settings`. `models` are the contents of what was opened."""
         return {}
 
     def foresee(self, opened: Opened, budget: int) -> Foresight | None:
@@ -320,3 +334,11 @@ def features_of(settings: Any) -> tuple[Feature, ...]:
         for each in features()
         if any(isinstance(settings, group) for group in each.options.values()) and each.asked(settings)
     )
+
+
+def open_models(loader: Loader, settings: Any) -> Opened:
+    """The models of these settings, as the features that are asked for want them. Raises as `Loader`."""
+    opened = loader.open_models(settings)
+    for each in features_of(settings):
+        opened = each.change_model(opened)
+    return opened

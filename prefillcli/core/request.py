@@ -101,7 +101,7 @@ def plan_requests(
         limits,
         schedule,
         planned_positions(requests, limits),
-        adapters=planned_adapters(requests),
+        variants=planned_variants(requests),
         carried=carried,
         block_tokens=block_tokens,
     )
@@ -112,9 +112,9 @@ def planned_positions(requests: Sequence[Request], limits: Limits) -> list[Token
     return [marked_positions(each.positions, len(each.tokens), limits.switch) for each in requests]
 
 
-def planned_adapters(requests: Sequence[Request]) -> list[str | None]:
-    """The adapters that read the requests."""
-    return [each.prompt.adapter for each in requests]
+def planned_variants(requests: Sequence[Request]) -> list[str | None]:
+    """The variants that read the requests."""
+    return [each.prompt.variant for each in requests]
 
 
 def thinning_of(requests: Mapping[int, Request]) -> ThinningRule | None:
@@ -187,7 +187,7 @@ def _joined(requests: Sequence[Request], limits: Limits, schedule: str) -> Plan:
             own,
             schedule,
             planned_positions(some, limits),
-            adapters=planned_adapters(some),
+            variants=planned_variants(some),
         )
         for pack in plan.packs:
             reads = [(node, tuple(group[prompt] for prompt in prompts)) for node, prompts in pack.reads]

@@ -132,7 +132,7 @@ class Prompt:
     truncated: bool = False
     keep: float | None = None  # the row's own keep rate
     specprefill: bool | None = None  # whether the row is to be compressed, where it says so
-    adapter: str | None = None  # the adapter that the row names
+    variant: str | None = None  # the variant of the model that reads it; None: the model itself
     # The row's values that it was made of, where sections of it may be left out.
     made_of: dict[str, Any] | None = None
     # Of all of the row that its results follow from, where a later job may take them over.

@@ -12,7 +12,6 @@ import numpy.typing as npt
 from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Writing
 from prefillcli.engines.memory_plan import RESIDENT, Measured, MemoryChoice, PlacementChoice
 from prefillcli.errors import UsageError, did_you_mean
-from prefillcli.models.adapters import AdapterChoice
 from prefillcli.models.open import DraftChoice, Opened
 from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.plan.trie import TokenArray
@@ -335,7 +334,7 @@ class LoadChoice(MemoryChoice, Protocol):
     def trust_remote_code(self) -> bool: ...
 
 
-class EngineChoice(AdapterChoice, DraftChoice, Protocol):
+class EngineChoice(DraftChoice, Protocol):
     """What a job's options say of opening the models of an engine."""
 
     @property

@@ -28,10 +28,9 @@ from prefillcli.engines.base import (
 )
 from prefillcli.engines.readout import activation_of, label_numbers
 from prefillcli.models import open as models
-from prefillcli.models.adapters import ExchangedAdapters, merge_adapters, open_adapters
 from prefillcli.models.heads import Activation
 from prefillcli.models.load import load_weights
-from prefillcli.models.open import Opened
+from prefillcli.models.open import Opened, UseVariant
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.layer_calls import embedding_device
@@ -163,7 +162,6 @@ def open_models(choice: EngineChoice) -> Opened:
     check_options("hf", choice.engine_options, OPTIONS)
     opened = models.open_models(choice)
     models.check_loadable(opened.files, opened.device)
-    opened = open_adapters(opened, choice, choice.trust_remote_code)
     return replace(opened, max_length=opened.files.max_length_apart)
 
 
@@ -177,8 +175,9 @@ def load(request: LoadRequest) -> Loaded[HfEngine]:
         attention=request.options.get("attn_implementation"),
         trust_remote_code=request.choice.trust_remote_code,
     )
-    activation, adapters = activation_of(opened.files), merge_adapters(model, opened)
-    return Loaded(HfEngine(model, max_length=opened.max_length, activation=activation, adapters=adapters))
+    use_variant = None if opened.variants is None else opened.variants.apply(model)
+    activation = activation_of(opened.files)
+    return Loaded(HfEngine(model, max_length=opened.max_length, activation=activation, use_variant=use_variant))
 
 
 class HfEngine(Engine):
@@ -193,13 +192,13 @@ class HfEngine(Engine):
         *,
         max_length: int,
         activation: Activation = "softmax",
-        adapters: ExchangedAdapters | None = None,
+        use_variant: UseVariant | None = None,
     ) -> None:
         self.limits = Limits(tokens=1 << 62, max_tokens=max_length, kept_tokens=1 << 62)
         self._max_length = max_length
         self.model = model
         self._activation = activation
-        self._adapters = adapters
+        self._use_variant = use_variant
         self._decoding = DecodingReport()
 
     def answer(
@@ -209,8 +208,8 @@ class HfEngine(Engine):
         tick: Callable[[float], None],
         treatment: Treatment = PLAIN,
     ) -> Iterator[list[Answer]]:
-        if self._adapters is not None:
-            self._adapters.use(pack.adapter)
+        if self._use_variant is not None:
+            self._use_variant(pack.variant)
         step = len(pack.tokens) / len(pack.prompts)
         for prompt, tokens in sequences(pack):
             begun = time.monotonic()

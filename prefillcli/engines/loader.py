@@ -8,7 +8,6 @@ from prefillcli.engines.base import EngineChoice, Loaded, LoadRequest, WeightsRe
 from prefillcli.engines.memory_plan import REDUCED, budget_of, hidden_on_host, keep_plan, limits_of, plan_packs
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.errors import UsageError
-from prefillcli.models.adapters import merge_adapters, open_adapters
 from prefillcli.models.load import load_model, load_streamed
 from prefillcli.models.open import Opened, check_loadable, check_walkable
 from prefillcli.models.open import open_models as open_folders
@@ -27,7 +26,6 @@ def open_models(choice: EngineChoice) -> Opened:
     opened = open_folders(choice)
     check_walkable(opened.files, "take another model, or --engine hf")
     check_loadable(opened.files, opened.device)
-    opened = open_adapters(opened, choice, choice.trust_remote_code)
     return replace(opened, max_length=opened.files.max_length_apart)
 
 
@@ -46,7 +44,7 @@ def load(request: LoadRequest) -> Loaded[TorchEngine]:
         )
     else:
         model, source = load_model(files, device, trust_remote_code=trust), None
-    adapters = merge_adapters(model, opened)
+    use_variant = None if opened.variants is None else opened.variants.apply(model)
     own_cache = rehearsal_of(model).own_cache
     if own_cache and arithmetic.no_own_cache:
         raise UsageError(arithmetic.no_own_cache)
@@ -98,7 +96,7 @@ def load(request: LoadRequest) -> Loaded[TorchEngine]:
         walk,
         limits=limits_of(plan),
         activation="softmax" if files.head is None else files.head.activation,
-        adapters=adapters,
+        use_variant=use_variant,
         weights=WeightsReport(
             mode="resident" if source is None else "stream",
             bytes=weights.bytes,

@@ -246,7 +246,7 @@ def _beginning(pack: Pack, stays: frozenset[Key]) -> Pack:
         attach=[()],
         reads=[],
         keep=stays,
-        adapter=pack.adapter,
+        variant=pack.variant,
     )
 
 

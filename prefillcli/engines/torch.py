@@ -24,7 +24,7 @@ from prefillcli.prefill.walk import LayerWalk
 if TYPE_CHECKING:
     from prefillcli.decode.continuations import DecodingReport
     from prefillcli.decode.draft_model import DraftModel
-    from prefillcli.models.adapters import ExchangedAdapters
+    from prefillcli.models.open import UseVariant
 
 USUAL_KEYS_SHARE = 0.115  # of Llama-3.1-8B
 
@@ -41,7 +41,7 @@ class TorchEngine(Engine):
         *,
         limits: Limits,
         activation: Activation = "softmax",
-        adapters: ExchangedAdapters | None = None,
+        use_variant: UseVariant | None = None,
         weights: WeightsReport | None = None,
         reduced: Mapping[str, Any] | None = None,
         longest: int = 1 << 30,
@@ -49,7 +49,7 @@ class TorchEngine(Engine):
         whole = limits.whole_nodes or walk.keeps_ends
         self.limits = replace(limits, whole_nodes=whole, state_step=walk.arithmetic.state_step if whole else 0)
         self.walk = walk
-        self._activation, self._adapters, self._weights = activation, adapters, weights
+        self._activation, self._use_variant, self._weights = activation, use_variant, weights
         self._waited_before = walk.layers.seconds_waited  # to measure its speed
         self._recovery = MemoryRecovery(walk, reduced)
         self._limit_packs()
@@ -84,8 +84,8 @@ class TorchEngine(Engine):
     ) -> list[Answer]:
         """The answers of a pack that fits."""
         begun = time.monotonic()
-        if self._adapters is not None:
-            self._adapters.use(pack.adapter)
+        if self._use_variant is not None:
+            self._use_variant(pack.variant)
         self.walk.layers.expect(len(pack.tokens), len(pack.reads))
         exits, done = PromptExits.of(self.walk, pack, labels, treatment), LayersDone.none(pack)
         thinning = None if treatment.thinning is None else PackThinning(treatment.thinning)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefillcli.core.feature import features_of
-from prefillcli.core.request import Request, plan_requests, planned_adapters, planned_positions
+from prefillcli.core.request import Request, plan_requests, planned_positions, planned_variants
 from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.reading.record_batches import BATCH_ROWS
 from prefillcli.data.reading.source import Source
@@ -304,7 +304,7 @@ class Alternatives:
             [each.tokens for each in requests],
             cases,
             planned_positions(requests, cases[0][1]),
-            adapters=planned_adapters(requests),
+            variants=planned_variants(requests),
             carried=carried,
             block_tokens=self._block_tokens,
         )

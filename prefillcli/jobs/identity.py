@@ -28,7 +28,6 @@ STANDS_FOR = {
     "engine": ("engine", "engine_options"),
     "calibration": ("calibration",),
     "exit_profile": ("exit_profile",),
-    "adapters": ("adapter", "adapter_column"),
 }
 """Parts of the fingerprint that are not made of the values of options, and the options that they stand for."""
 
@@ -38,7 +37,7 @@ at their default, so that a job which does not use a new option is still the one
 
 
 class LocalModels:
-    """The contents of the model, the draft and the adapters, from before anything of them is read.
+    """The contents of the folders that models are read from, from before anything of them is read.
 
     Their hashing begins at once. A name on the hub has a folder only when it is opened, in `of`. Raises UsageError as
     `local_models`.
@@ -82,10 +81,6 @@ def fingerprint(opening: Opening, models: LocalModels) -> dict[str, str]:
         "labels": hash_value([[label.name, label.variants] for label in labels.labels]),
         "settings": "",
     }
-    if opened.adapters:
-        contents = [(each.name, models.of(each.path)) for each in opened.adapters]
-        adapters = [[name, files.model(), files.tokenizer()] for name, files in contents]
-        found["adapters"] = hash_value([sorted(adapters), settings.adapter_column])
     if labels.measure is not Measure.SHARES:
         found[MEASURE] = labels.measure.value
     if settings.engine != "torch":
@@ -95,7 +90,7 @@ def fingerprint(opening: Opening, models: LocalModels) -> dict[str, str]:
         if opened.draft_tokenizer is not None:
             found["draft_tokenizer"] = models.of(opened.draft.origin).tokenizer()
     for each in opening.features:
-        found |= each.identity(opening, values)
+        found |= each.identity(opening, values, models)
     found["settings"] = hash_value([*(values[name] for name in SETTINGS_ORDER), *added(values, SETTINGS_ORDER)])
     return found
 

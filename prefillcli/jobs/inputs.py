@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prefillcli.core.feature import features_of
+from prefillcli.core.feature import features_of, open_models
 from prefillcli.data.output.columns import ColumnGroups, OutputSchema, Probabilities
 from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings, prompt_column
 from prefillcli.data.prompts.labels import Labels
@@ -14,11 +14,10 @@ from prefillcli.data.prompts.templates import RowTemplate
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Prompt
 from prefillcli.engines.registry import loader_of
-from prefillcli.errors import UsageError, did_you_mean
-from prefillcli.models.adapters import local_adapter
+from prefillcli.errors import UsageError
 from prefillcli.models.files import sample_model
 from prefillcli.models.open import Opened, answer_labels, local_model
-from prefillcli.options.groups import SELF, AdapterOptions, JobOptions
+from prefillcli.options.groups import SELF, JobOptions
 from prefillcli.options.rationale import EvidenceOptions
 from prefillcli.redaction import without_secrets
 from prefillcli.runtime import log
@@ -26,7 +25,7 @@ from prefillcli.runtime.memory import parse_size
 from prefillcli.stats.probabilities import Measure
 
 if TYPE_CHECKING:
-    from prefillcli.data.reading.record_batches import TableRows
+    pass
 
 
 class Opening:
@@ -71,8 +70,8 @@ class Opening:
         template = self._template = None if settings.template is None else RowTemplate(settings.template)
         columns = template.columns if template else [prompt_column(settings.prompt_column, source.available)]
         source.select(columns=columns, carried=self.carried)
-        if isinstance(settings, AdapterOptions):
-            refuse_missing_adapters(settings.adapter_column, source)
+        for each in self.features:
+            each.check_columns(source.available)
         local_models(settings)
         for path in source.left_out:
             log.warning(f"{without_secrets(path)}: not read: its name says neither Parquet nor JSON Lines")
@@ -83,7 +82,7 @@ class Opening:
         """Open the models' folders, and make prompts possible. No weights are loaded. Raises UsageError."""
         if not hasattr(self, "source"):
             local_models(self.settings)
-        self.use_models(loader_of(getattr(self.settings, "engine", "torch")).open_models(self.settings))
+        self.use_models(open_models(loader_of(getattr(self.settings, "engine", "torch")), self.settings))
         if hasattr(self, "source"):
             self.open_rows()
 
@@ -133,8 +132,7 @@ class Opening:
                 compression=opened.compresses,
                 classifies=files.head is not None,
                 padding=None if files.head is None else files.head.padding,
-                adapter_column=opened.adapter_column,
-                adapters=tuple(each.name for each in opened.adapters),
+                variants=opened.variants,
                 sections=isinstance(settings, EvidenceOptions) and settings.evidence,
             ),
             available,
@@ -161,21 +159,11 @@ class Opening:
 
 
 def local_models(settings: JobOptions) -> list[Path]:
-    """The folders and GGUF files of the model, the draft and the adapters, where they are on this machine."""
+    """The folders and GGUF files of the model, the draft and the features, where they are on this machine."""
     found = [sample_model() if settings.model is None else local_model(settings.model, "--model")]
     if settings.draft is not None and settings.draft != SELF:
         found.append(local_model(settings.draft, "--draft"))
-    if isinstance(settings, AdapterOptions):
-        found += map(local_adapter, settings.adapter.values())
-    return [path for path in found if path is not None]
-
-
-def refuse_missing_adapters(column: str | None, source: Source | TableRows) -> None:
-    """Raise UsageError if no row can name an adapter in this column."""
-    if column is not None and column not in source.available:
-        raise UsageError(
-            f"--adapter-column {column}: the input has no such column{did_you_mean(column, source.available)}"
-        )
+    return [*filter(None, found), *(path for each in features_of(settings) for path in each.folders())]
 
 
 def require_shares(labels: Labels, command: str) -> None:

@@ -33,6 +33,7 @@ from prefillcli.jobs.wanted_rows import Evidence, JobRationales, LabelledChoice,
 from prefillcli.jobs.window_scoring import FollowUp, WantedRow
 from prefillcli.models.open import Opened
 from prefillcli.options.commands import InspectSettings
+from prefillcli.options.option import details_of
 from prefillcli.plan.trie import common_prefix
 from prefillcli.report.inspection import (
     AnswerView,
@@ -279,7 +280,7 @@ class _InspectJob:
                 [
                     common
                     for other, common in enumerate(shared)
-                    if other != number and prompts[other].adapter == prompt.adapter
+                    if other != number and prompts[other].variant == prompt.variant
                 ]
             ),
             full=full,
@@ -368,7 +369,6 @@ def _shown(settings: InspectSettings) -> dict[str, Any]:
     """The settings that the page names: those that decide on the answers."""
     names = ["template", "prompt_column", "system", "max_length", "on_long", "labels", "temperature"]
     for each in features_of(settings):
-        if each.rewrites:
-            names += [name for name in each.options["inspect"].model_fields if name != "draft"]
-    names += ["adapter", "adapter_column"] if settings.adapter else []
+        own = each.options["inspect"].model_fields
+        names += [name for name in own if name != "draft" and details_of(type(settings), name).changes == "scores"]
     return {name: value for name in names if (value := getattr(settings, name)) is not None}

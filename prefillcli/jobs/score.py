@@ -37,7 +37,6 @@ from prefillcli.options.commands import ScoreSettings
 from prefillcli.redaction import shown, shown_report
 from prefillcli.report.rationale import RationaleUse, SectionChange, WrittenRow
 from prefillcli.report.run import (
-    AdapterUse,
     MemoryTrace,
     RunReport,
     ThreadCounts,
@@ -204,8 +203,6 @@ class Job(Scorer):
         with self.clock.phase("load"), self.stop.at_once():
             self.open_models()
             self.choice = RowChoice.of(settings, self.schema())
-        adapters = self.opened.adapters
-        self.report.adapters = [AdapterUse(name=each.name, path=str(each.path)) for each in adapters]
 
     def _open_sink(self) -> Sink:
         """The output. Where it must not be touched, neither must the report that lies beside it."""

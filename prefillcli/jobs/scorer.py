@@ -92,7 +92,6 @@ class Scorer(Opening):
         return replace(
             super().groups,
             audit=settings.audit > 0,
-            adapters=settings.adapter_column is not None,
             rationales=settings.rationale > 0,
             evidence=settings.evidence,
         )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Self, cast
 
 import pyarrow as pa
 
+from prefillcli.core.feature import open_models
 from prefillcli.data.output.columns import OutputSchema, ResultRows, kinds_of
 from prefillcli.data.output.parts import make_rows
 from prefillcli.data.prompts.builder import PromptBuilder, prompt_column
@@ -18,7 +19,6 @@ from prefillcli.data.reading.record_batches import TableRows
 from prefillcli.data.rows import Window
 from prefillcli.engines.registry import loader_of
 from prefillcli.errors import Interrupted, UsageError
-from prefillcli.jobs.inputs import refuse_missing_adapters
 from prefillcli.jobs.recorder import LabelMassCheck
 from prefillcli.jobs.row_choice import check_rationales
 from prefillcli.jobs.scorer import Scorer
@@ -49,7 +49,7 @@ class TableScorer(Scorer):
         self.source = cast("Source", TableRows(pa.table({})))
         for each in self.features:
             each.source_opened(self)
-        self.use_models(loader_of(settings.engine).open_models(settings))
+        self.use_models(open_models(loader_of(settings.engine), settings))
         self.make_builder(()).close()  # a wrong template costs no load
         self.load(share=share)
         self._label_mass = LabelMassCheck(self.labels)
@@ -127,7 +127,8 @@ class TableScorer(Scorer):
         ):
             self._drop_builder()
             self.builder = builder = self.make_builder(rows.available)
-        refuse_missing_adapters(builder.settings.adapter_column, rows)
+        for each in self.features:
+            each.check_columns(rows.available)
         rows.select(columns=builder.columns, optional=builder.optional, max_row_bytes=builder.max_row_bytes)
         if not self._checked:
             for each in self.features:

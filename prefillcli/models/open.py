@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from prefillcli.data.prompts.builder import RowVariants
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.proof import gguf_parts
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
@@ -20,7 +21,6 @@ if TYPE_CHECKING:  # these take seconds to import; wrong input should not wait f
     import torch
     from transformers import PreTrainedModel
 
-    from prefillcli.models.adapters import AdapterFiles
     from prefillcli.models.find import ModelFiles
     from prefillcli.models.heads import HeadChoice
 
@@ -73,12 +73,25 @@ class WeightsChoice(Protocol):
     def weights_memory(self) -> str | None: ...
 
 
+UseVariant = Callable[[str | None], None]
+"""Makes a model that variant of it; with None the model as it was loaded."""
+
+
+class Variants(RowVariants, Protocol):
+    """What a model becomes before it reads: one variant for all rows, or several that take turns."""
+
+    def memory_bytes(self, device: torch.device) -> int:
+        """Bytes of the device's memory that they take beside the model's weights."""
+
+    def apply(self, model: PreTrainedModel) -> UseVariant | None:
+        """Change the loaded model for good, where one variant is for all rows; else return what exchanges them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Opened:
     """The files of a model and its draft, checked; no weights. `max_length` is the longest prompt in tokens.
 
-    `threads` are those of this process, where it is the one that computes. Of the `adapters` there is one for all
-    rows, or the `adapter_column` says which a row has, if any.
+    `threads` are those of this process, where it is the one that computes.
     """
 
     files: ModelFiles
@@ -90,13 +103,7 @@ class Opened:
     drafts_itself: bool = False
     draft_tokenizer: Any = None
     """The draft's tokenizer where it is another one than the model's."""
-    adapters: tuple[AdapterFiles, ...] = ()
-    adapter_column: str | None = None
-
-    @property
-    def adapter_by_row(self) -> bool:
-        """Whether each row has one of the adapters or none."""
-        return self.adapter_column is not None
+    variants: Variants | None = None
 
     @property
     def compresses(self) -> bool:
@@ -258,13 +265,13 @@ def _load_tokenizer(files: ModelFiles, trust_remote_code: bool) -> Any:
 
 
 def weights_of(opened: Opened, *, draft: bool = True) -> int:
-    """Bytes of the device's free memory that the model's weights will take, with those of its adapters, and with
-    those of the `draft` or without."""
-    from prefillcli.models.adapters import adapter_bytes
+    """Bytes of the device's free memory that the model's weights will take, with its variants, and with those of the
+    `draft` or without."""
     from prefillcli.models.weights import weight_bytes
 
     every = (opened.files, opened.draft if draft else None)
-    return sum(weight_bytes(files, opened.device) for files in every if files is not None) + adapter_bytes(opened)
+    beside = 0 if opened.variants is None else opened.variants.memory_bytes(opened.device)
+    return beside + sum(weight_bytes(files, opened.device) for files in every if files is not None)
 
 
 def refuse_what_cannot_fit(opened: Opened, *, draft: bool = True) -> None:

@@ -442,7 +442,7 @@ def plan_weights(opened: Opened, choice: WeightsChoice, *, draft: bool = True, s
     free = None if most is None else max(most - small, 0)
     allowed = parse_size(choice.weights_memory) if choice.weights_memory else None
     limit = min((each for each in (allowed, free) if each is not None), default=total)
-    streamable = opened.files.quantised is None and opened.files.part_of is None and not opened.adapters
+    streamable = opened.files.quantised is None and opened.files.part_of is None and opened.variants is None
     streamable = streamable and opened.device.type in STREAMED_TO
     if choice.weights == "resident" or (choice.weights == "auto" and (total <= limit or not streamable)):
         refuse_what_cannot_fit(opened, draft=draft)

@@ -11,7 +11,6 @@ from prefillcli.engines.registry import ENGINES, Capability, refuse
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
 from prefillcli.options.groups import (
-    AdapterOptions,
     BudgetOptions,
     DraftOptions,
     EndingOptions,
@@ -58,7 +57,6 @@ class ScoreSettings(
     LogOptions,
     RunOptions,
     WeightsOptions,
-    AdapterOptions,
     ScheduledOptions,
 ):
     """Everything `prefill score` can be told."""
@@ -142,7 +140,6 @@ class ScoreSettings(
         refuse(self.engine, self._engine_needs())
         for each in features_of(self):
             each.check()
-        self.check_adapters(streamed=self.weights == "stream")
         translated = self.draft_tokenizer == "translate"
         check_writing(self, head=self.head, draft=self.draft, own_tokenizer=translated)
         if self.shard is not None:
@@ -185,7 +182,6 @@ class InspectSettings(
     WritingOptions,
     RunOptions,
     WeightsOptions,
-    AdapterOptions,
     JobOptions,
 ):
     """Everything `prefill inspect` can be told."""
@@ -204,7 +200,6 @@ class InspectSettings(
         super().check()
         if self.row is None:
             raise UsageError("no --row given: name the row to show, by its number, or by its id with --id-column")
-        self.check_adapters(streamed=self.weights == "stream")
         for each in features_of(self):
             each.check()
         check_writing(self, head=self.head, draft=self.draft, own_tokenizer=self.draft_tokenizer == "translate")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from prefillcli.core.feature import features_of
 from prefillcli.data.output.formats import Shard
 from prefillcli.engines.registry import ENGINES
 from prefillcli.errors import UsageError, brief
@@ -85,7 +83,7 @@ def _check_rows(value: object) -> object:
     return text
 
 
-def _read_mapping(value: object) -> object:
+def read_mapping(value: object) -> object:
     """A mapping from texts like `key=value`, or as a recipe has it. The values are YAML."""
     if isinstance(value, dict):
         return value
@@ -107,28 +105,6 @@ def _parsed(text: str) -> object:
         return parse_yaml(text)
     except ValueError as error:
         raise ValueError(f"its value is not valid YAML: {brief(error)}") from None
-
-
-def _read_adapters(value: object) -> object:
-    """Folders by adapter name, from texts like `DIR` and `NAME=DIR`, or as a recipe has them.
-
-    An adapter without a name is called like its folder.
-    """
-    if isinstance(value, str) and value.lstrip().startswith("{"):
-        value = _read_mapping(value)
-    if isinstance(value, dict):
-        return {str(name): str(folder) for name, folder in value.items()}
-    found: dict[str, str] = {}
-    for text in map(str, value if isinstance(value, list | tuple) else [value]):
-        name, equals, folder = text.partition("=")
-        if not equals or "/" in name:
-            name, folder = os.path.basename(os.path.abspath(os.path.expanduser(text))), text
-        if not name or not folder:
-            raise ValueError("must be a folder, or NAME=FOLDER")
-        if name in found:
-            raise ValueError(f"two adapters are called {name!r}: name them, NAME=FOLDER")
-        found[name] = folder
-    return found
 
 
 def _check_resources(value: object) -> object:
@@ -159,9 +135,8 @@ else:
 EngineName = Annotated[str, AfterValidator(_check_engine)]
 RowRange = Annotated[str, BeforeValidator(_check_rows)]
 ShardName = Annotated[str, AfterValidator(_check_shard)]
-KeyValues = Annotated[dict[str, Any], BeforeValidator(_read_mapping)]
-AdapterFolders = Annotated[dict[str, str], BeforeValidator(_read_adapters)]
-Resources = Annotated[dict[str, float], BeforeValidator(_check_resources), BeforeValidator(_read_mapping)]
+KeyValues = Annotated[dict[str, Any], BeforeValidator(read_mapping)]
+Resources = Annotated[dict[str, float], BeforeValidator(_check_resources), BeforeValidator(read_mapping)]
 LabelTexts = Annotated[str | tuple[str, ...], BeforeValidator(_labels_as_text)]
 
 
@@ -484,47 +459,3 @@ class EndingOptions(Settings):
         0.0, "Share of error rows above which the exit code is 3.", RUN, changes="report", metavar="RATE", ge=0, le=1
     )
     skip_empty: bool = option(False, "Exit 99 if the input has no rows.", RUN, changes="report")
-
-
-# Options of adapters: which ones, and which of them reads a row.
-
-
-MOST_ADAPTERS = 255
-
-
-class AdapterOptions(Settings):
-    """LoRA adapters that are merged into the model."""
-
-    adapter: AdapterFolders = option(
-        {},
-        "A LoRA of PEFT to merge into the model: a folder or a hub name; repeatable with --adapter-column; a mapping "
-        "in a recipe.",
-        MODEL, changes="scores", metavar="[NAME=]DIR", path="model", repeatable=True, needs="adapters",
-    )  # fmt: skip
-    adapter_column: str | None = option(
-        None,
-        "Column that names each row's adapter; where it is empty, the model reads the row without one.",
-        MODEL, changes="scores", metavar="COLUMN", requires=requirements.ADAPTERS,
-    )  # fmt: skip
-
-    def check_adapters(self, *, streamed: bool) -> None:
-        """Raise UsageError for adapters that contradict one another, or what else is asked."""
-        names = list(self.adapter)
-        if len(names) > MOST_ADAPTERS:
-            raise UsageError(f"--adapter: {len(names)} adapters; one job takes at most {MOST_ADAPTERS}")
-        if len(names) > 1 and self.adapter_column is None:
-            raise UsageError(
-                f"--adapter: {len(names)} adapters, and nothing says which row is for which\n"
-                "name the column that does with --adapter-column, or give one adapter"
-            )
-        if names and streamed:
-            raise UsageError(
-                "--weights stream: an adapter is merged into weights that are loaded whole\n"
-                "take --weights resident, or merge it with PEFT and give the merged model"
-            )
-        for what in filter(None, (each.learns() for each in features_of(self))):
-            if self.adapter_column is not None:
-                raise UsageError(
-                    f"{what}: what it learns is of one model, and --adapter-column makes several\n"
-                    "score each adapter's rows in a job of its own"
-                )

@@ -82,9 +82,6 @@ RANDOM = Requirement(
     "give --sample N",
     recipe_may_keep=True,
 )
-ADAPTERS = Requirement(
-    lambda s: bool(s.adapter), "names each row's adapter, but there is none", "give --adapter NAME=DIR for each name"
-)
 HUB_MODEL = Requirement(
     lambda s: _is_on_hub(s.model), "is for a model from the hub, but none is named", "name one with --model"
 )

@@ -158,7 +158,7 @@ class Block:
     """Tokens `start:end` of prompt number `prompt`, behind the block `before`.
 
     `key` is a digest of all tokens up to `end`, of their positions, of where the blocks before it end, and of the
-    adapter that reads them.
+    variant that reads them.
     """
 
     key: str
@@ -206,24 +206,24 @@ def find_blocks(
     carried: Sequence[CarriedBlock],
     block_tokens: int,
     limits: Limits,
-    adapters: tuple[str | None, str | None] = (None, None),
+    variants: tuple[str | None, str | None] = (None, None),
 ) -> WindowBlocks:
     """The blocks of a window of `prompts`.
 
     `shared` says how many first tokens the last prompt shares with others, ascending. `carried` are the blocks of the
     window before. All blocks together take at most `room` held tokens by the `limits`. A prompt's last token is in
-    none: it has to be computed for the answer. `adapters` are those of the first and the last prompt.
+    none: it has to be computed for the answer. `variants` are those of the first and the last prompt.
     """
     first, last = (keys_with_positions(prompts[at], positions[at]) for at in (0, -1))
     given: list[Block] = []
     for end, key in carried:
         if end >= len(first) or end + limits.node_tokens * (len(given) + 1) > room:
             break
-        block = _next_block(first, 0, given, end, adapters[0])
+        block = _next_block(first, 0, given, end, variants[0])
         if block.key != key:
             break
         given.append(block)
-    same = min(common_prefix(first, last), len(last) - 1) if adapters[0] == adapters[1] else 0
+    same = min(common_prefix(first, last), len(last) - 1) if variants[0] == variants[1] else 0
     chain = [block for block in given if block.end <= same]
     ends = [floor_to(min(end, len(last) - 1), limits.state_step) for end in shared]
     if chain or any(end >= block_tokens for end in ends):
@@ -231,7 +231,7 @@ def find_blocks(
         at = chain[-1].end if chain else 0
         for length in _lengths_up_to(ends, at, room, block_tokens, limits):
             at += length
-            chain.append(_next_block(last, len(prompts) - 1, chain, at, adapters[1]))
+            chain.append(_next_block(last, len(prompts) - 1, chain, at, variants[1]))
     return WindowBlocks(tuple(given), tuple(chain))
 
 
@@ -340,11 +340,11 @@ def _lengths(tokens: int, block_tokens: int) -> Iterator[int]:
         tokens -= length
 
 
-def _next_block(keys: KeyArray, prompt: int, before: Sequence[Block], end: int, adapter: str | None) -> Block:
-    """The block behind `before` on the path of a prompt with these `keys_with_positions`, read by this adapter."""
+def _next_block(keys: KeyArray, prompt: int, before: Sequence[Block], end: int, variant: str | None) -> Block:
+    """The block behind `before` on the path of a prompt with these `keys_with_positions`, read by this variant."""
     last = before[-1] if before else None
     start = last.end if last is not None else 0
-    digest = blake2b((last.key if last is not None else adapter or "").encode(), digest_size=16)
+    digest = blake2b((last.key if last is not None else variant or "").encode(), digest_size=16)
     digest.update(keys[start:end].astype("<i8").tobytes())
     return Block(digest.hexdigest(), prompt, start, end, last)
 

@@ -130,8 +130,8 @@ class Pack:
     """Keys of the nodes, held or its own, whose K,V later packs hold."""
     block: Key | None = None
     """What the only node is held by, where nothing is read: a block, or a node that another worker needs too."""
-    adapter: str | None = None
-    """The adapter that the model computes it with; None: the model itself."""
+    variant: str | None = None
+    """The variant of the model that computes it; None: the model itself."""
 
     @property
     def prompts(self) -> list[int]:
@@ -297,7 +297,7 @@ def alone(key: Key, packs: dict[int, Pack]) -> Pack:
         reads=[],
         held=before,
         block=key,
-        adapter=source.adapter,
+        variant=source.variant,
     )
 
 
@@ -388,7 +388,7 @@ def _part(pack: Pack, reads: Sequence[int], kept: set[int]) -> Pack:
         attach=[() if own else above(node) for node, own in zip(nodes, inside, strict=True)],
         reads=[(number[pack.reads[read][0]], pack.reads[read][1]) for read in reads],
         held=tuple(held),
-        adapter=pack.adapter,
+        variant=pack.variant,
     )
     return without_idle(part)
 

@@ -169,28 +169,28 @@ def cut_packs(
     limits: Limits,
     positions: Sequence[TokenArray | None],
     cover: Cover = NO_COVER,
-    adapters: Sequence[str | None] | None = None,
+    variants: Sequence[str | None] | None = None,
 ) -> list[Pack]:
-    """Fill packs with the prompts of the queue as they come. `positions` and `adapters` as in `make_plan`.
+    """Fill packs with the prompts of the queue as they come. `positions` and `variants` as in `make_plan`.
 
     Every prompt is answered in exactly one pack. A prompt longer than `limits.tokens` gets a pack of its own; the
     caller keeps out prompts longer than `limits.max_tokens`. Between packs the prefix cache keeps nodes that waiting
     prompts begin with, those used last before others. What `cover` says lies in blocks is read from these; a block is
     computed in a pack of its own before the first one that reads it, unless it is given.
     """
-    return _Cutter(queue, prompts, limits, positions, cover, adapters or [None] * len(prompts)).cut()
+    return _Cutter(queue, prompts, limits, positions, cover, variants or [None] * len(prompts)).cut()
 
 
 def given_packs(
     blocks: Sequence[Block],
     prompts: Sequence[TokenArray],
     positions: Sequence[TokenArray | None],
-    adapters: Sequence[str | None],
+    variants: Sequence[str | None],
 ) -> list[Pack]:
     """The packs of given blocks, the first of a plan, for a run that does not have their K,V any more."""
     keep = frozenset(block.key for block in blocks)
     numbers = {block.key: number for number, block in enumerate(blocks)}
-    return [_block_pack(block, numbers, keep, prompts, positions, adapters) for block in blocks]
+    return [_block_pack(block, numbers, keep, prompts, positions, variants) for block in blocks]
 
 
 class _OpenPack:
@@ -242,14 +242,14 @@ class _Cutter:
         limits: Limits,
         positions: Sequence[TokenArray | None],
         cover: Cover,
-        adapters: Sequence[str | None],
+        variants: Sequence[str | None],
     ) -> None:
         self._queue = queue
         self._prompts = prompts
         self._limits = limits
         self._positions = positions
         self._cover = cover
-        self._adapters = adapters
+        self._variants = variants
         self._carried = {block.key for block in cover.blocks.carried}
         self._at_hand = {block.key: block for block in cover.blocks.given}  # when the pack being filled begins
         self._block_packs = {key: number for number, key in enumerate(self._at_hand)}  # the pack that computes each
@@ -278,7 +278,7 @@ class _Cutter:
 
     def _fits(self, path: Sequence[TrieNode]) -> bool:
         filled, limits = self._open, self._limits
-        if self._adapters[path[-1].prompt] != self._adapters[filled.ends[0].prompt]:
+        if self._variants[path[-1].prompt] != self._variants[filled.ends[0].prompt]:
             return False
         if limits.read_tokens is not None and filled.read_tokens + path[-1].end > limits.read_tokens:
             return False
@@ -373,7 +373,7 @@ class _Cutter:
                 self._block_packs[key] = self._first_index + len(self._packs)
                 at_hand |= {key}
                 keep_now, numbers = frozenset(at_hand), self._block_packs
-                of_prompts = self._prompts, self._positions, self._adapters
+                of_prompts = self._prompts, self._positions, self._variants
                 self._packs.append(_block_pack(block, numbers, keep_now, *of_prompts))
         self._packs.append(self._pack(keep, blocks))
         self._answering += 1
@@ -408,7 +408,7 @@ class _Cutter:
             reads=[(numbers[id(end)], tuple(end.ending)) for end in filled.ends],
             held=held,
             keep=frozenset(self._keys[id(node)] for node in keep) | blocks.keys(),
-            adapter=self._adapters[filled.ends[0].prompt],
+            variant=self._variants[filled.ends[0].prompt],
         )
 
     def _held(self, node: TrieNode) -> Held:
@@ -430,7 +430,7 @@ def _block_pack(
     keep: frozenset[Key],
     prompts: Sequence[TokenArray],
     positions: Sequence[TokenArray | None],
-    adapters: Sequence[str | None],
+    variants: Sequence[str | None],
 ) -> Pack:
     """What computes a block behind those before it. `packs` are the numbers of the packs of all of them."""
     *before, _ = block.chain
@@ -446,7 +446,7 @@ def _block_pack(
         held=tuple(Held(each.key, packs[each.key], each.start, each.length) for each in before),
         keep=keep,
         block=block.key,
-        adapter=adapters[block.prompt],
+        variant=variants[block.prompt],
     )
 
 
@@ -489,7 +489,7 @@ def make_plan(
     schedule: str = "prefix-tree",
     positions: Sequence[TokenArray | None] | None = None,
     *,
-    adapters: Sequence[str | None] | None = None,
+    variants: Sequence[str | None] | None = None,
     carried: Sequence[CarriedBlock] = (),
     block_tokens: int = 0,
 ) -> Plan:
@@ -499,14 +499,14 @@ def make_plan(
     `fifo` keeps the order given, `srjf` takes short prompts first, `srjf-calibrated` those with the fewest tokens that
     are not at hand: computed in the same pack, or held in the prefix cache. `positions` are ascending, one for each
     token of a prompt; None where they count from 0. Tokens are shared only at the same positions.
-    `adapters` name the adapter that reads each prompt; None: no prompt has one. A pack has prompts of one adapter, and
-    those of an adapter come one after the other.
+    `variants` name the variant that reads each prompt; None: no prompt has one. A pack has prompts of one variant, and
+    those of an variant come one after the other.
 
     `carried` are the blocks that the plan of the window before carries. A prefix of `block_tokens` and more at this
     window's end is cut into blocks; with 0 there are none.
     """
     cases = [(schedule, limits)]
-    return next(make_plans(prompts, cases, positions, adapters=adapters, carried=[carried], block_tokens=block_tokens))
+    return next(make_plans(prompts, cases, positions, variants=variants, carried=[carried], block_tokens=block_tokens))
 
 
 def make_plans(
@@ -514,7 +514,7 @@ def make_plans(
     cases: Iterable[tuple[str, Limits]],
     positions: Sequence[TokenArray | None] | None = None,
     *,
-    adapters: Sequence[str | None] | None = None,
+    variants: Sequence[str | None] | None = None,
     carried: Iterable[Sequence[CarriedBlock]] = repeat(()),
     block_tokens: int = 0,
 ) -> Iterator[Plan]:
@@ -523,13 +523,13 @@ def make_plans(
     What the prompts share is looked for once.
     """
     positions = positions or [None] * len(prompts)
-    adapters = adapters or [None] * len(prompts)
-    window = _Prompts(prompts, positions, adapters)
+    variants = variants or [None] * len(prompts)
+    window = _Prompts(prompts, positions, variants)
     for (schedule, limits), before in zip(cases, carried, strict=False):
         blocks = window.blocks(limits, before, block_tokens)
         roots, cover = window.forest(blocks, whole=limits.whole_nodes, step=limits.state_step)
-        given = given_packs(blocks.given, prompts, positions, adapters)
-        packs = cut_packs(Queue(roots, schedule, window.groups), prompts, limits, positions, cover, adapters)
+        given = given_packs(blocks.given, prompts, positions, variants)
+        packs = cut_packs(Queue(roots, schedule, window.groups), prompts, limits, positions, cover, variants)
         unique = window.unique_tokens - sum(len(pack.tokens) for pack in given)
         yield Plan(packs, unique, given, tuple((block.end, block.key) for block in blocks.carried))
 
@@ -556,13 +556,13 @@ class _Prompts:
         self,
         prompts: Sequence[TokenArray],
         positions: Sequence[TokenArray | None],
-        adapters: Sequence[str | None],
+        variants: Sequence[str | None],
     ) -> None:
         self._prompts = prompts
         self._positions = positions
-        self._adapters = adapters
-        self.groups = _groups_of(adapters)
-        """The group of each prompt: those of one adapter. Empty where there is one alone."""
+        self._variants = variants
+        self.groups = _groups_of(variants)
+        """The group of each prompt: those of one variant. Empty where there is one alone."""
         self._keys: Sequence[KeyArray] = prompts
         if any(own is not None for own in positions) or self.groups:
             groups = self.groups or [0] * len(prompts)
@@ -590,7 +590,7 @@ class _Prompts:
         if limits.held_cost:
             room = min(room, (limits.max_tokens - max(map(len, self._prompts))) / limits.held_cost)
         shared = self._shared[limits.whole_nodes]
-        ends = self._adapters[0], self._adapters[-1]
+        ends = self._variants[0], self._variants[-1]
         return find_blocks(self._prompts, self._positions, shared, int(room), carried, block_tokens, limits, ends)
 
     def forest(self, blocks: WindowBlocks, *, whole: bool = False, step: int = 0) -> tuple[list[TrieNode], Cover]:
@@ -608,20 +608,20 @@ class _Prompts:
         return self._forests[name]
 
 
-def _groups_of(adapters: Sequence[str | None]) -> list[int]:
-    """Numbers of the adapters, one for each prompt, in the order in which they read; empty if there is one.
+def _groups_of(variants: Sequence[str | None]) -> list[int]:
+    """Numbers of the variants, one for each prompt, in the order in which they read; empty if there is one.
 
     The first prompt's comes first and the last prompt's last: what these share with other windows is held for a short
     time then.
     """
-    names = list(dict.fromkeys(adapters))
+    names = list(dict.fromkeys(variants))
     if len(names) < 2:
         return []
-    if adapters[-1] != names[0]:
-        names.remove(adapters[-1])
-        names.append(adapters[-1])
+    if variants[-1] != names[0]:
+        names.remove(variants[-1])
+        names.append(variants[-1])
     numbers = {name: number for number, name in enumerate(names)}
-    return [numbers[name] for name in adapters]
+    return [numbers[name] for name in variants]
 
 
 # Prompts that a model reads with other position encodings than shorter ones.

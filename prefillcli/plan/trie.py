@@ -43,12 +43,12 @@ class TrieNode:
         return self.end - self.start
 
 
-def keys_with_positions(tokens: TokenArray, positions: TokenArray | None, adapter: int = 0) -> KeyArray:
-    """One int64 for each token, its position (None: 0, 1, 2, ...) and the number of the adapter that reads it, below
+def keys_with_positions(tokens: TokenArray, positions: TokenArray | None, variant: int = 0) -> KeyArray:
+    """One int64 for each token, its position (None: 0, 1, 2, ...) and the number of the variant that reads it, below
     256. Equal keys have equal K,V behind equal keys."""
     if positions is None:
         positions = np.arange(len(tokens), dtype=np.int32)
-    return (positions.astype(np.int64) << 32) | np.int64(adapter << 24) | tokens
+    return (positions.astype(np.int64) << 32) | np.int64(variant << 24) | tokens
 
 
 def token_order(prompts: Sequence[KeyArray]) -> list[int]:

@@ -88,14 +88,6 @@ class ThreadCounts(BaseModel):
     max: int
 
 
-class AdapterUse(BaseModel):
-    """An adapter, or with `name` None the model without one, and the rows that it scored."""
-
-    name: str | None
-    path: str | None = None  # None where it is not known, as in a merge
-    rows: int = 0
-
-
 class Histogram(BaseModel):
     """Rows in each bin, by series: bin i goes from edges[i] up to, not including, edges[i + 1]."""
 
@@ -175,7 +167,6 @@ class RunReport(BaseModel):
     workers: list[WorkerReport] = Field(default_factory=list)  # of the run's last ones, where there are several
     threads: ThreadCounts | None = None  # None where another process computes, or nothing was computed
     weights: WeightsReport | None = None  # None where the engine does not say, or nothing was loaded
-    adapters: list[AdapterUse] = Field(default_factory=list)
     reduced: ReducedPacks | None = None  # None where memory did not run out, or did in workers alone
     settings: dict[str, Any] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)
@@ -226,25 +217,12 @@ class RunReport(BaseModel):
         if self.rationales is not None:
             self.rationales.take(counts)
         self.methods = dict(tallies.methods)
-        self._take_adapters(counts)
         if tallies.scores:
             edges = [at / SCORE_BINS for at in range(SCORE_BINS + 1)]
             self.histograms.score = Histogram(edges=edges, counts=tallies.scores)
         self.histograms.prompt_tokens = _length_histogram(tallies.lengths)
         self.slowest = [SlowRow(**row) for row in tallies.slowest]
         self.failed = [FailedRow(**row) for row in tallies.failed]
-
-    def _take_adapters(self, counts: Counts) -> None:
-        """Rows by adapter: those of the output's column, or all of one that is for all rows."""
-        by_name = counts.tallies.adapters
-        paths = {each.name: each.path for each in self.adapters if each.name is not None}
-        if not by_name:
-            self.adapters = [AdapterUse(name=name, path=path, rows=counts.scored) for name, path in paths.items()]
-            return
-        names = [*paths, *(name for name in by_name if name and name not in paths)]
-        self.adapters = [AdapterUse(name=name, path=paths.get(name), rows=by_name.get(name, 0)) for name in names]
-        if by_name.get(""):
-            self.adapters.append(AdapterUse(name=None, rows=by_name[""]))
 
     def summary(self) -> dict[str, Any]:
         """The last line on stdout."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.prompts.sections import MOST_SECTIONS, Ablation, prompt_sections, variable_sections
 from prefillcli.data.rows import Prompt
+from prefillcli.features.adapters.merging import AdapterFiles, AdapterVariants
 from tests.data.conftest import CHAT
 from tests.data.test_prompts import batch_of, build
 
@@ -232,8 +234,9 @@ def test_text_of_control_tokens_stays_text_in_what_is_left(byte_level: Any) -> N
 
 def test_an_ablated_prompt_is_read_by_the_row_s_adapter(byte_level: Any) -> None:
     row = {"prompt": "One.\n\nTwo.\n\nAnswer:", "by": "judge"}
-    found = ablated(byte_level, row, adapter_column="by", adapters=("judge", "other"))
-    assert [prompt.adapter for prompt in found.values()] == ["judge", "judge"]
+    variants = AdapterVariants((AdapterFiles("judge", Path(), None, 0),), "by")
+    found = ablated(byte_level, row, variants=variants)
+    assert [prompt.variant for prompt in found.values()] == ["judge", "judge"]
 
 
 def test_token_ids_have_no_sections(byte_level: Any) -> None:

@@ -332,10 +332,10 @@ def test_split_packs_read_the_same_paths_and_keep_the_same_nodes(
 
     answered: list[int] = []
     for pack in make_plan(prompts, Limits(size, 10**6, held_tokens=held)).packs:
-        pack = replace(pack, adapter="formal")
+        pack = replace(pack, variant="formal")
         parts = split_pack(pack, most)
         for part in parts:
-            assert part.adapter == "formal"
+            assert part.variant == "formal"
             for node, numbers in part.reads:
                 answered += numbers
                 for number in numbers:

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from prefillcli.errors import UsageError
-from prefillcli.models.adapters import ExchangedAdapters, merge_adapters, open_adapters
+from prefillcli.features.adapters.merging import AdapterFiles, AdapterVariants, ExchangedAdapters, open_adapters
 from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model
-from prefillcli.models.open import Opened
+from prefillcli.models.open import Opened, UseVariant
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.walk import LayerWalk
@@ -82,7 +82,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(model: Path, choice: Choice, tokenizer: Any = None) -> Opened:
     files = read_model_files(model)
-    return open_adapters(Opened(files, CPU, tokenizer, None, files.max_length), choice)
+    return checked(Opened(files, CPU, tokenizer, None, files.max_length), choice)
+
+
+def checked(opened: Opened, choice: Choice) -> Opened:
+    return open_adapters(opened, choice.adapter, choice.adapter_column)
+
+
+def files_of(opened: Opened) -> tuple[AdapterFiles, ...]:
+    assert isinstance(opened.variants, AdapterVariants)
+    return opened.variants.files
+
+
+def applied(loaded: Any, opened: Opened) -> UseVariant | None:
+    assert opened.variants is not None
+    return opened.variants.apply(loaded)
 
 
 def walked(loaded: Any) -> list[torch.Tensor]:
@@ -106,7 +120,7 @@ def test_a_merged_adapter_computes_what_peft_computes(kind: str, tmp_path: Path)
     found = opened(model, OneChoice(it=folder))
     loaded = load_model(found.files, CPU)
     before = walked(loaded)
-    assert merge_adapters(loaded, found) is None
+    assert applied(loaded, found) is None
     after = walked(loaded)
     for ids, plain, merged in zip(PROMPTS, before, after, strict=True):
         wanted = last_logits(peft_model(model, folder), ids)
@@ -125,11 +139,11 @@ def test_adapters_take_turns_and_the_model_comes_back_exactly(tmp_path: Path) ->
     loaded = load_model(found.files, CPU)
     before = {name: tensor.clone() for name, tensor in loaded.state_dict().items()}
     alone = walked(loaded)
-    adapters = merge_adapters(loaded, found)
+    adapters = applied(loaded, found)
     assert adapters is not None
     first: dict[str | None, list[torch.Tensor]] = {None: alone}
     for name in ["plain", "dora", None, "embedding", "plain", "embedding", "dora", None, "plain", None]:
-        adapters.use(name)
+        adapters(name)
         now = walked(loaded)
         for ids, logits, earlier in zip(PROMPTS, now, first.setdefault(name, now), strict=True):
             assert torch.equal(logits, earlier)
@@ -145,12 +159,12 @@ def test_checking_reads_no_weights_of_the_model(model: Path, tmp_path: Path) -> 
     gone = replace(files, path=tmp_path / "config alone")
     gone.path.mkdir()
     (gone.path / "config.json").write_text((model / "config.json").read_text())
-    checked = open_adapters(Opened(gone, CPU, None, None, 100), OneChoice(it=folder)).adapters[0]
+    adapter = files_of(checked(Opened(gone, CPU, None, None, 100), OneChoice(it=folder)))[0]
     wanted = [name for name in load_file(model / "model.safetensors") if "q_proj" in name or "v_proj" in name]
     sizes = load_file(model / "model.safetensors")
     wanted += [name for name in sizes if "down_proj" in name]
-    assert checked.merged_bytes == sum(sizes[name].nbytes for name in wanted)
-    assert checked.bytes == sum(each.nbytes for each in load_file(folder / "adapter_model.safetensors").values())
+    assert adapter.merged_bytes == sum(sizes[name].nbytes for name in wanted)
+    assert adapter.bytes == sum(each.nbytes for each in load_file(folder / "adapter_model.safetensors").values())
 
 
 def change(folder: Path, **content: Any) -> None:
@@ -206,7 +220,7 @@ ENDLESS = r"(.|\w|[a-z.])*[^a-z]{3}"  # doubles its time with each letter, in an
 def test_an_expression_that_takes_forever_is_refused_in_bounded_time(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("prefillcli.models.adapters._PATTERN_SECONDS", 0.2)
+    monkeypatch.setattr("prefillcli.features.adapters.merging._PATTERN_SECONDS", 0.2)
     folder = save_adapter(model, tmp_path / "adapter")
     change(folder, **content)
     began = time.process_time()
@@ -273,7 +287,7 @@ def test_quantised_models_are_refused(model: Path, tmp_path: Path) -> None:
     (packed / "config.json").write_text(json.dumps(config | {"quantization_config": own}))
     files = read_model_files(packed)
     with pytest.raises(UsageError, match="quantised, and merging would round them once more"):
-        open_adapters(Opened(files, CPU, None, None, 100), OneChoice(it=folder))
+        checked(Opened(files, CPU, None, None, 100), OneChoice(it=folder))
 
 
 def test_an_option_of_a_newer_peft_is_told(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,7 +301,7 @@ def test_a_model_around_which_peft_was_is_the_one_before(model: Path, tmp_path: 
     found = opened(model, Choice(it=save_adapter(model, tmp_path / "adapter", modules_to_save=["lm_head"])))
     loaded = AutoModelForCausalLM.from_pretrained(model)
     before = [(name, id(module), set(vars(module))) for name, module in loaded.named_modules()]
-    ExchangedAdapters(loaded, found.adapters)
+    ExchangedAdapters(loaded, files_of(found))
     assert [(name, id(module), set(vars(module))) for name, module in loaded.named_modules()] == before
 
 

@@ -118,7 +118,7 @@ def test_each_row_has_the_score_of_its_adapter(model: Path, adapters: Adapters, 
 def test_adapters_are_exchanged_once_in_a_window(
     model: Path, adapters: Adapters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from prefillcli.models.adapters import LoadedAdapter
+    from prefillcli.features.adapters.merging import LoadedAdapter
 
     merged: list[str] = []
     merge = LoadedAdapter.merge

@@ -273,7 +273,7 @@ COLUMNS = (
     Column(
         "adapter",
         pa.string(),
-        lambda rows: [p and p.adapter for p in rows.prompts],
+        lambda rows: [p and p.variant for p in rows.prompts],
         group="adapters",
     ),
     Column("exit_layer", pa.int64(), _of_result("exit_layer"), group="exits"),

@@ -74,7 +74,7 @@ class RowDigests:
 
     def _of(self, prompt: Prompt, own: Iterable[Any]) -> bytes:
         rest = [*own, self._labels.sets[prompt.labels], prompt.truncated, prompt.keep, prompt.specprefill]
-        text = json.dumps([*rest, prompt.adapter, prompt.made_of], sort_keys=True, default=_plain).encode()
+        text = json.dumps([*rest, prompt.variant, prompt.made_of], sort_keys=True, default=_plain).encode()
         found = hashlib.blake2b(self._common, digest_size=SIZE)
         found.update(b"%d " % len(text) + text)
         found.update(np.ascontiguousarray(prompt.tokens, "<i4").tobytes())

@@ -6,9 +6,9 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -66,6 +66,19 @@ DEFAULT_COLUMN = "prompt"
 _FALLBACK_COLUMNS = (DEFAULT_COLUMN, "messages", "prompt_token_ids")
 
 
+class RowVariants(Protocol):
+    """Which variant of a model reads a prompt."""
+
+    @property
+    def column(self) -> str | None:
+        """The column that names each row's variant; None: there is one, for all rows."""
+
+    def assign(
+        self, prompts: Sequence[Prompt], batch: RowBatch, errors: MutableMapping[int, RowError]
+    ) -> list[Prompt]:
+        """The prompts of a batch with their variants; a prompt whose row names no variant becomes an error."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PromptSettings:
     """How a row becomes a prompt."""
@@ -86,8 +99,7 @@ class PromptSettings:
     # Whether a classification head reads the prompt: text is no chat unless `chat` says so, and no answer begins.
     classifies: bool = False
     padding: int | None = None  # the token that such a head takes for padding where it ends a prompt
-    adapter_column: str | None = None  # column with the name of the row's adapter; null or empty: none
-    adapters: tuple[str, ...] = ()  # the names that it may hold
+    variants: RowVariants | None = None  # what says which variant of the model reads a prompt
     # Whether prompts note what they were made of, so that sections of them can be left out.
     sections: bool = False
 
@@ -167,7 +179,7 @@ class PromptBuilder:
         self.column = prompt_column(settings.prompt_column, available)
         # The columns that `build` needs.
         self.columns: tuple[str, ...] = self.template.columns if self.template else (self.column,)
-        own = () if settings.adapter_column is None else (settings.adapter_column,)
+        own = () if settings.variants is None or settings.variants.column is None else (settings.variants.column,)
         # Columns that `build` uses where they are there.
         self.optional: tuple[str, ...] = (*(COMPRESSION_COLUMNS if settings.compression else ()), *own)
         if self.template is None and self.column == "messages":
@@ -217,8 +229,8 @@ class PromptBuilder:
             self.tokenize_seconds += started - rendered
         if self.settings.compression:
             prompts = with_compression(prompts, batch, errors)
-        if self.settings.adapter_column is not None:
-            prompts = with_adapters(prompts, batch, errors, self.settings.adapter_column, self.settings.adapters)
+        if self.settings.variants is not None:
+            prompts = self.settings.variants.assign(prompts, batch, errors)
         if self.settings.sections:
             self._remember(prompts, batch)
         return prompts, errors
@@ -469,34 +481,6 @@ def with_compression(prompts: list[Prompt], batch: RowBatch, errors: dict[int, R
         else:
             prompt.keep, prompt.specprefill = keep, choice
             done.append(prompt)
-    return done
-
-
-def with_adapters(
-    prompts: list[Prompt], batch: RowBatch, errors: dict[int, RowError], column: str, names: Sequence[str]
-) -> list[Prompt]:
-    """The prompts with the adapters that a column of their rows names; a row that names another becomes an error.
-
-    A row without a value, or with an empty one, has no adapter.
-    """
-    values = batch.columns.get(column)
-    if values is None:
-        return prompts
-    place = {row: at for at, row in enumerate(batch.rows.tolist())}
-    known = frozenset(names)
-    done = []
-    for prompt in prompts:
-        value = values[place[prompt.row]]
-        if value is None or value == "":
-            done.append(prompt)
-        elif (name := str(value)) in known and type(value) in (str, int):
-            prompt.adapter = name
-            done.append(prompt)
-        else:
-            shown = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}..."
-            errors[prompt.row] = RowError(
-                ErrorCode.UNKNOWN_ADAPTER, f"{column} is {shown}: --adapter does not give it"
-            )
     return done
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from prefillcli.data.prompts.labels import Labels
     from prefillcli.engines.base import PlanEngine
     from prefillcli.features.calibration.calibration import Calibration
+    from prefillcli.jobs.identity import LocalModels
     from prefillcli.jobs.inputs import Opening
     from prefillcli.jobs.score import Job
     from prefillcli.report.run import RunReport
@@ -70,7 +71,7 @@ class Calibrating(Feature):
         self.calibration = calibration_file.calibration_of(self.settings, opening.labels.labels)
         self._use(opening)
 
-    def identity(self, opening: Opening, values: dict[str, Any]) -> Mapping[str, str]:
+    def identity(self, opening: Opening, values: dict[str, Any], models: LocalModels) -> Mapping[str, str]:
         return {} if self.calibration is None else {"calibration": self.calibration.digest()}
 
     def identified(self, job: Job) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from prefillcli.features.compress.base import Estimator
     from prefillcli.features.compress.compressor import Compressor
     from prefillcli.features.compress.window_compressor import WindowCompressor
+    from prefillcli.jobs.identity import LocalModels
     from prefillcli.jobs.inputs import Opening
     from prefillcli.jobs.load import Models
     from prefillcli.jobs.score import Job
@@ -124,7 +125,7 @@ class Compress(Feature):
                 "score the row with prefill score, which says how many tokens it kept"
             )
 
-    def identity(self, opening: Opening, values: dict[str, Any]) -> Mapping[str, str]:
+    def identity(self, opening: Opening, values: dict[str, Any], models: LocalModels) -> Mapping[str, str]:
         from prefillcli.data.proof import hash_value
         from prefillcli.jobs.identity import added
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from prefillcli.engines.base import Answer, LeavingRule, PlanEngine, Treatment
     from prefillcli.features.exits.leaving import JobExits
     from prefillcli.features.exits.profile_file import ExitProfile
+    from prefillcli.jobs.identity import LocalModels
     from prefillcli.jobs.inputs import Opening
     from prefillcli.jobs.score import Job
     from prefillcli.models.open import Opened
@@ -119,7 +120,7 @@ class Exits(Feature):
                 "--exit: what is learnt about exits is of one keep rate, and --keep auto has not chosen it yet\n"
                 "choose the rate in a run without --exit, then give it"
             )
-        if isinstance(settings, ExitProfileOptions) and settings.exit_profile and settings.adapter:  # type: ignore[attr-defined]
+        if isinstance(settings, ExitProfileOptions) and settings.exit_profile and getattr(settings, "adapter", None):
             raise UsageError("--exit-profile: it does not say which adapters it is of\nleave it or --adapter out")
 
     def joint(self, option: str) -> Objection | None:
@@ -157,7 +158,7 @@ class Exits(Feature):
         if isinstance(self.settings, ExitOptions) and self.settings.exit_profile is not None:
             self.profile = exit_profile_at(self.settings.exit_profile)
 
-    def identity(self, opening: Opening, values: dict[str, Any]) -> Mapping[str, str]:
+    def identity(self, opening: Opening, values: dict[str, Any], models: LocalModels) -> Mapping[str, str]:
         from prefillcli.data.proof import hash_value
 
         own = [name for name in values if details_of(type(self.settings), name).panel == EARLY_EXIT]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from prefillcli.core.feature import Feature
+from prefillcli.core.feature import Feature, open_models
 from prefillcli.data.proof import ModelContents
 from prefillcli.engines.base import Answer, Engine, WorkerReport
 from prefillcli.engines.registry import loader_of
@@ -40,7 +40,7 @@ class Worker:
     def __init__(self, spec: WorkerSpec) -> None:
         settings, loader = spec.settings, loader_of(spec.settings.engine)
         _require_contents(spec)
-        opened = loader.open_models(settings)
+        opened = open_models(loader, settings)
         self._threads = opened.threads
         self._models: Models[Engine] = load_models(
             opened,

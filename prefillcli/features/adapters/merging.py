@@ -12,26 +12,28 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import regex
 
+from prefillcli.data.rows import ErrorCode, Prompt, RowBatch, RowError
 from prefillcli.errors import PrefillError, UsageError, brief, out_of_resource
 from prefillcli.models.files import quoted, read_header, read_json
-from prefillcli.models.open import Opened
 from prefillcli.runtime import log
 from prefillcli.runtime.extras import require_extra
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
     from prefillcli.models.find import ModelFiles
+    from prefillcli.models.open import Opened, UseVariant
 
     Slot = tuple[nn.Module, str]  # a module and the name of one of its parameters
 
@@ -119,21 +121,6 @@ class ExchangedAdapters:
             parameter.data = parameter.data.clone()
         self._active = name
         adapter.merge()
-
-
-def merge_adapters(model: PreTrainedModel, opened: Opened) -> ExchangedAdapters | None:
-    """Load the adapters of an opened model into its loaded one,.
-
-    One that is for all rows is merged for good. Those of rows come back, to take turns. Raises UsageError where
-    something of an adapter has no place in the model.
-    """
-    if not opened.adapters:
-        return None
-    adapters = ExchangedAdapters(model, opened.adapters)
-    if opened.adapter_by_row:
-        return adapters
-    adapters.use(opened.adapters[0].name)
-    return None
 
 
 @contextmanager
@@ -308,18 +295,6 @@ _NOT_MERGED = {
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-class AdapterChoice(Protocol):
-    """Which adapters are to be merged."""
-
-    @property
-    def adapter(self) -> Mapping[str, str]:
-        """Folders or hub names of adapters, by the adapters' names."""
-
-    @property
-    def adapter_column(self) -> str | None:
-        """The column that names each row's adapter; None: there is one adapter at most, for all rows."""
-
-
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
     """An adapter as its folder describes it. `config` is PEFT's configuration.
@@ -334,22 +309,65 @@ class AdapterFiles:
     merged_bytes: int = 0
 
 
-def open_adapters(opened: Opened, choice: AdapterChoice, trust_remote_code: bool = False) -> Opened:
-    """The same model with the adapters of `choice`, checked against its configuration; no weights of it are read.
+@dataclass(frozen=True, slots=True)
+class AdapterVariants:
+    """The `Variants` of a model that has adapters: one for all rows, or the `column` names that of each row."""
 
-    The tokenizer is that of the adapter where one is for all rows and has another. Raises UsageError for an adapter
-    that cannot be merged, with the reason.
+    files: tuple[AdapterFiles, ...]
+    column: str | None
+
+    def memory_bytes(self, device: torch.device) -> int:
+        merged = max(each.merged_bytes for each in self.files)
+        if self.column is None:  # the tensors that are changed are let go; mapped files take no memory
+            return merged if device.type == "cpu" else 0
+        return merged + sum(each.bytes for each in self.files)
+
+    def apply(self, model: PreTrainedModel) -> UseVariant | None:
+        adapters = ExchangedAdapters(model, self.files)
+        if self.column is not None:
+            return adapters.use
+        adapters.use(self.files[0].name)
+        return None
+
+    def assign(
+        self, prompts: Sequence[Prompt], batch: RowBatch, errors: MutableMapping[int, RowError]
+    ) -> list[Prompt]:
+        values = None if self.column is None else batch.columns.get(self.column)
+        if values is None:
+            return list(prompts)
+        place = {row: at for at, row in enumerate(batch.rows.tolist())}
+        known = {each.name for each in self.files}
+        done = []
+        for prompt in prompts:
+            value = values[place[prompt.row]]
+            if value is None or value == "":
+                done.append(prompt)
+            elif (name := str(value)) in known and type(value) in (str, int):
+                prompt.variant = name
+                done.append(prompt)
+            else:
+                shown = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}..."
+                errors[prompt.row] = RowError(
+                    ErrorCode.UNKNOWN_ADAPTER, f"{self.column} is {shown}: {OPTION} does not give it"
+                )
+        return done
+
+
+def open_adapters(
+    opened: Opened, folders: Mapping[str, str], column: str | None, *, trust_remote_code: bool = False
+) -> Opened:
+    """The same model with the adapters of these `folders`, or names on the hub, by the adapters' names. They are
+    checked against the model's configuration; no weights of it are read.
+
+    The `column` names each row's adapter; None: there is one, for all rows. The tokenizer is that of the adapter where
+    one is for all rows and has another. Raises UsageError for an adapter that cannot be merged, with the reason.
     """
-    if not getattr(choice, "adapter", None):  # not every command has the option
-        return opened
     require_extra("peft", OPTION)
     _refuse_quantised(opened.files)
     reader = list(_TASKS)[opened.files.head is not None]
-    found = {name: _read_adapter(name, find_adapter(given), reader) for name, given in choice.adapter.items()}
-    by_row = choice.adapter_column is not None
-    opened = _with_tokenizer(opened, list(found.values()), by_row=by_row, trust_remote_code=trust_remote_code)
-    checked = [_checked(each, opened.files) for each in found.values()]
-    return replace(opened, adapters=tuple(checked), adapter_column=choice.adapter_column)
+    found = [_read_adapter(name, find_adapter(given), reader) for name, given in folders.items()]
+    opened = _with_tokenizer(opened, found, by_row=column is not None, trust_remote_code=trust_remote_code)
+    return replace(opened, variants=AdapterVariants(tuple(_checked(each, opened.files) for each in found), column))
 
 
 def local_adapter(name: str) -> Path | None:
@@ -373,16 +391,6 @@ def find_adapter(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=[CONFIG, WEIGHTS, "*token*.json", "*.jinja", "*.model"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise UsageError(f"{OPTION} {name}: not found locally or on the hub ({brief(error)})") from None
-
-
-def adapter_bytes(opened: Opened) -> int:
-    """Bytes of the device's memory that the adapters of a model take, beside its weights."""
-    if not opened.adapters:
-        return 0
-    merged = max(each.merged_bytes for each in opened.adapters)
-    if not opened.adapter_by_row:  # the tensors that are changed are let go; mapped files take no memory
-        return merged if opened.device.type == "cpu" else 0
-    return merged + sum(each.bytes for each in opened.adapters)
 
 
 def _refuse_quantised(files: ModelFiles) -> None:

@@ -1,0 +1,173 @@
+"""LoRA adapters: one that is merged into the model for all rows, or several that take turns, row by row."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import BaseModel, BeforeValidator
+
+from prefillcli.core.feature import Feature, features_of
+from prefillcli.errors import UsageError, did_you_mean
+from prefillcli.options.groups import read_mapping
+from prefillcli.options.option import MODEL, Settings, option
+from prefillcli.options.requirements import Requirement
+
+if TYPE_CHECKING:
+    from prefillcli.data.output.columns import Counts
+    from prefillcli.data.output.target import Manifest
+    from prefillcli.jobs.identity import LocalModels
+    from prefillcli.jobs.inputs import Opening
+    from prefillcli.jobs.score import Job
+    from prefillcli.models.open import Opened
+    from prefillcli.report.run import RunReport
+
+ADAPTERS = Requirement(
+    lambda s: bool(s.adapter), "names each row's adapter, but there is none", "give --adapter NAME=DIR for each name"
+)
+MOST_ADAPTERS = 255  # their numbers are eight bits of the keys that prompts are sorted by
+
+
+def _read_adapters(value: object) -> object:
+    """Folders by adapter name, from texts like `DIR` and `NAME=DIR`, or as a recipe has them.
+
+    An adapter without a name is called like its folder.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        value = read_mapping(value)
+    if isinstance(value, dict):
+        return {str(name): str(folder) for name, folder in value.items()}
+    found: dict[str, str] = {}
+    for text in map(str, value if isinstance(value, list | tuple) else [value]):
+        name, equals, folder = text.partition("=")
+        if not equals or "/" in name:
+            name, folder = os.path.basename(os.path.abspath(os.path.expanduser(text))), text
+        if not name or not folder:
+            raise ValueError("must be a folder, or NAME=FOLDER")
+        if name in found:
+            raise ValueError(f"two adapters are called {name!r}: name them, NAME=FOLDER")
+        found[name] = folder
+    return found
+
+
+class AdapterOptions(Settings):
+    """Which adapters there are, and which of them reads a row."""
+
+    adapter: Annotated[dict[str, str], BeforeValidator(_read_adapters)] = option(
+        {},
+        "A LoRA of PEFT to merge into the model: a folder or a hub name; repeatable with --adapter-column; a mapping "
+        "in a recipe.",
+        MODEL, changes="scores", metavar="[NAME=]DIR", path="model", repeatable=True, needs="adapters",
+    )  # fmt: skip
+    adapter_column: str | None = option(
+        None,
+        "Column that names each row's adapter; where it is empty, the model reads the row without one.",
+        MODEL, changes="scores", metavar="COLUMN", requires=ADAPTERS,
+    )  # fmt: skip
+
+
+class AdapterUse(BaseModel):
+    """An adapter, or with `name` None the model without one, and the rows that it scored."""
+
+    name: str | None
+    path: str | None = None  # None where it is not known, as in a merge
+    rows: int = 0
+
+
+class Adapters(Feature):
+    """The adapters of a job. The key `adapters` of its report holds an `AdapterUse` for each."""
+
+    order = 95
+    options = {"score": AdapterOptions, "inspect": AdapterOptions}
+    keys: ClassVar[Mapping[str, Any]] = {"adapters": []}
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__(settings)
+        self.columns = ("adapters",) if settings.adapter_column is not None else ()
+
+    @classmethod
+    def asked(cls, settings: AdapterOptions) -> bool:
+        return bool(settings.adapter)
+
+    def check(self) -> None:
+        names, column = list(self.settings.adapter), self.settings.adapter_column
+        if len(names) > MOST_ADAPTERS:
+            raise UsageError(f"--adapter: {len(names)} adapters; one job takes at most {MOST_ADAPTERS}")
+        if len(names) > 1 and column is None:
+            raise UsageError(
+                f"--adapter: {len(names)} adapters, and nothing says which row is for which\n"
+                "name the column that does with --adapter-column, or give one adapter"
+            )
+        if getattr(self.settings, "weights", None) == "stream":
+            raise UsageError(
+                "--weights stream: an adapter is merged into weights that are loaded whole\n"
+                "take --weights resident, or merge it with PEFT and give the merged model"
+            )
+        for what in filter(None, (each.learns() for each in features_of(self.settings))):
+            if column is not None:
+                raise UsageError(
+                    f"{what}: what it learns is of one model, and --adapter-column makes several\n"
+                    "score each adapter's rows in a job of its own"
+                )
+
+    def folders(self) -> Sequence[Path]:
+        from prefillcli.features.adapters.merging import local_adapter
+
+        return [path for path in map(local_adapter, self.settings.adapter.values()) if path is not None]
+
+    def check_columns(self, available: Sequence[str]) -> None:
+        column = self.settings.adapter_column
+        if column is not None and column not in available:
+            raise UsageError(
+                f"--adapter-column {column}: the input has no such column{did_you_mean(column, available)}"
+            )
+
+    def change_model(self, opened: Opened) -> Opened:
+        from prefillcli.features.adapters.merging import open_adapters
+
+        settings = self.settings
+        return open_adapters(
+            opened, settings.adapter, settings.adapter_column, trust_remote_code=settings.trust_remote_code
+        )
+
+    def identity(self, opening: Opening, values: dict[str, Any], models: LocalModels) -> Mapping[str, str]:
+        from prefillcli.data.proof import hash_value
+
+        for name in AdapterOptions.model_fields:  # what they stand for is hashed here
+            del values[name]
+        contents = [(name, models.of(Path(path))) for name, path in _paths(opening.opened).items()]
+        adapters = [[name, files.model(), files.tokenizer()] for name, files in contents]
+        return {"adapters": hash_value([sorted(adapters), self.settings.adapter_column])}
+
+    def reported(self, job: Job, counts: Counts | None) -> None:
+        job.report.blocks["adapters"] = list(_uses(_paths(getattr(job, "opened", None)), counts))
+
+    @classmethod
+    def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
+        report.blocks["adapters"] = list(_uses({}, manifest.counts))
+
+
+def _paths(opened: Opened | None) -> dict[str, str]:
+    """The folders of a model's adapters, by the adapters' names."""
+    from prefillcli.features.adapters.merging import AdapterVariants
+
+    variants = None if opened is None else opened.variants
+    return {each.name: str(each.path) for each in variants.files} if isinstance(variants, AdapterVariants) else {}
+
+
+def _uses(paths: Mapping[str, str], counts: Counts | None) -> Iterable[AdapterUse]:
+    """Rows by adapter: those of the output's column, or all of one that is for all rows."""
+    by_name = {} if counts is None else counts.tallies.adapters
+    if not by_name:
+        scored = 0 if counts is None else counts.scored
+        yield from (AdapterUse(name=name, path=path, rows=scored) for name, path in paths.items())
+        return
+    for name in dict.fromkeys([*paths, *filter(None, by_name)]):
+        yield AdapterUse(name=name, path=paths.get(name), rows=by_name.get(name, 0))
+    if by_name.get(""):
+        yield AdapterUse(name=None, rows=by_name[""])
+
+
+FEATURE = Adapters
